@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_core import models, registry
+from rl_core import registry
 from rl_core.algorithms import Algorithm, make_algorithm
 from rl_core.config import Config, CriticConfig
 from rl_core.data.chat import Chat
-from rl_core.data.rows import is_trajectory, load_rows
+from rl_core.data.rows import load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.rules import check
@@ -51,33 +51,29 @@ def make_plan(
 ) -> Plan:
     """`module`: instead of --env_path's file. `is_planned`: the run is for another machine. Raises
     ValueError."""
-    registry.quiet()()
-    num_samplers = config.engine_ranks or num_ranks()
-    config = models.choose_engine(config, num_samplers, is_planned)
+    registry.quiet()
+    config = choose_engine(config, config.engine_ranks or num_ranks(), is_planned)
     check_folder(Path(config.out), config.resume)
     if config.trackers:
-        registry.check_trackers()(config.trackers)
+        registry.check_trackers(config.trackers)
     config, envs = load_envs(config, module)
     plan = plan_learning(config, envs)
     plan.on_step = on_step
-    plan.train = train_tasks(config, envs, plan.algorithm)
+    plan.train = train_tasks(config, envs)
     if config.eval_every:
-        plan.eval = eval_tasks(config, envs, plan.algorithm)
-    config = plan.config
+        plan.eval = eval_tasks(config, envs)
     plan.chats, plan.endpoints = make_chats(config)
-    if plan.algorithm.is_rl:
-        registry.check_tools()(config, envs, plan.chats)
+    if config.is_rl:
+        registry.env_file().check_tools(config, envs, plan.chats)
     else:
-        plan.sft_dataset = registry.sft_dataset()(config, plan.chats[config.trained[0]])
-    check_lengths = registry.check_lengths()
+        plan.sft_dataset = registry.sft_dataset(config, plan.chats[config.trained[0]])
     for source in (*plan.train.sources, *plan.eval.values()):
-        check_lengths(config, envs, plan.chats, plan.sft_dataset, source)
+        registry.check_lengths(config, envs, plan.chats, plan.sft_dataset, source)
+    if registry.has_curriculum(plan):
+        registry.draw_by_weight(envs, plan.train)
     if config.num_epochs:
         num_steps = math.ceil(config.num_epochs * len(plan.train) / config.tasks_per_step)
         plan.config = replace(config, num_steps=num_steps, num_epochs=None)
-    for source in plan.train.sources if plan.algorithm.is_rl else ():
-        if hook := envs[source.env].hooks.get("task_weight"):
-            source.draw_by(registry.weighted_order()(source, hook))
     return plan
 
 
@@ -101,28 +97,28 @@ def check_folder(out: Path, is_resumed: bool) -> None:
         )
 
 
-def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, Any]]:
-    """(the chat of each actor that has a model here, the endpoint of each other actor)."""
-    chats, endpoints = {}, {}
-    for name, actor in config.actors.items():
-        if actor.api:
-            endpoints[name] = make_api_actor(config, name)
-        else:
-            chats[name] = registry.checked_chat()(config, name, registry.tool_calls)
-    return chats, endpoints
-
-
-def make_api_actor(config: Config, name: str) -> Any:
-    actor = config.actors[name]
-    return registry.api_actor()(
-        name=name,
-        url=actor.api,
-        model=actor.model,
-        api_key_env=actor.api_key_env,
-        max_tokens=actor.max_tokens,
-        max_concurrent=config.rollout.max_concurrent,
-        request={"chat_template_kwargs": actor.chat_template_kwargs or None},
-    )
+def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config, dict[str, Env]]:
+    """(the configuration with --max_turns filled in, environments by the names of their files). The
+    flags' limits hold, then a file's own. `module`: instead of a file."""
+    envs, sections = {}, {}
+    for name, path in config.env_paths.items():
+        own, section = module, config.env(name)
+        if module is None and "://" in path:
+            own = registry.served_environment(path)
+        env = registry.env_file().load_env(
+            path,
+            hook_timeout_s=config.rollout.hook_timeout_s,
+            max_turns=section.max_turns or config.max_turns,
+            module=own,
+        )
+        envs[name], sections[name] = env, replace(section, max_turns=env.max_turns)
+    if envs:
+        config = replace(config, max_turns=max(env.max_turns for env in envs.values()))
+        if len(envs) > 1:
+            config = replace(config, envs=sections)
+        check(config)
+    registry.env_file().check_environments(config, envs)
+    return config, envs
 
 
 def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
@@ -130,71 +126,63 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     for."""
     algorithm = make_algorithm(config.algorithm, config.algo)
     has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
-    if (
-        has_advantage_fn
-        and config.algo.advantage is None
-        and algorithm.is_rl
-        and not algorithm.has_critic
-    ):
+    is_open = config.algo.advantage is None and config.is_rl and not algorithm.has_critic
+    if has_advantage_fn and is_open:
         algorithm = replace(algorithm, advantage="custom")
     is_default = algorithm == Algorithm() and config.critic == CriticConfig()
     if algorithm.is_rl and (not is_default or config.group_size < 2):
-        registry.check_algorithm()(config, algorithm, has_advantage_fn)
+        registry.check_algorithm(config, algorithm, has_advantage_fn)
     if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
         # Weights each token by how likely the newer policy makes it.
         algorithm = replace(algorithm, correction="tis")
     return algorithm
 
 
-def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config, dict[str, Env]]:
-    """(the configuration with --max_turns filled in, environments by the names of their files). The
-    flags' limits hold, then a file's own. `module`: instead of a file."""
-    envs, sections = {}, {}
-    timeout_s = config.rollout.hook_timeout_s
-    load_env = registry.load_env()
-    for name, path in config.env_paths.items():
-        section = config.env(name)
-        own = module
-        if module is None and "://" in path:
-            own = registry.served_environment()(path)
-        max_turns = section.max_turns or config.max_turns
-        envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=max_turns, module=own)
-        sections[name] = replace(section, max_turns=envs[name].max_turns)
-    if envs:
-        limit = max(env.max_turns for env in envs.values())
-        config = replace(config, max_turns=limit)
-        if len(envs) > 1:
-            config = replace(config, envs=sections)
-        check(config)
-    registry.check_environments()(config, envs)
-    return config, envs
+def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> Config:
+    """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done, here
+    or, if it is only planned, anywhere."""
+    if config.engine == "auto":
+        config = replace(config, engine=registry.auto_engine(config))
+    registry.check_options(config)
+    if config.is_rl:
+        registry.engine_maker(config).check(num_ranks, is_planned)
+    return config
 
 
-def train_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource:
+def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, Any]]:
+    """(the chat of each actor that has a model here, the endpoint of each other actor)."""
+    chats, endpoints = {}, {}
+    for name, actor in config.actors.items():
+        if actor.api:
+            endpoints[name] = registry.api_actor(config, name)
+        else:
+            chats[name] = registry.checked_chat(config, name)
+    return chats, endpoints
+
+
+def train_tasks(config: Config, envs: dict[str, Env]) -> TaskSource:
     sources, weights = [], []
     names = list(envs or ["data"])
     for name in names:
-        weight = config.env(name).weight
-        if not weight:
+        section = config.env(name)
+        if not section.weight:
             continue
-        path = config.env(name).train or config.data.train
-        source = load_source(config, envs.get(name), name, "train", path, algorithm)
+        path = section.train or config.data.train
+        source = load_source(config, envs.get(name), name, "train", path)
         if source is None:
             flag = "--data.train" if len(names) == 1 else f"--envs.{name}.train"
             hint = f"; {envs[name].path} has no load_tasks" if envs else ""
             raise ValueError(f"{flag} is missing: a file or `datasets` name{hint}")
         sources.append(source)
-        weights.append(weight)
-    if len(sources) == 1:
-        return sources[0]
-    return registry.task_mix()(sources, weights)
+        weights.append(section.weight)
+    return sources[0] if len(sources) == 1 else registry.task_mix(sources, weights)
 
 
-def eval_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> dict[str, TaskSource]:
+def eval_tasks(config: Config, envs: dict[str, Env]) -> dict[str, TaskSource]:
     """Held-out tasks by the name of their environment, or of their own set."""
     sources = {}
-    for name, env, part, path in registry.held_out()(config, envs or ["data"]):
-        source = load_source(config, envs.get(env), env, part, path, algorithm)
+    for name, env, part, path in registry.held_out(config, envs or ["data"]):
+        source = load_source(config, envs.get(env), env, part, path)
         if source is not None:
             sources[name] = source
     if not sources:
@@ -206,33 +194,23 @@ def eval_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> di
 
 
 def load_source(
-    config: Config, env: Env | None, name: str, part: str, path: str | None, algorithm: Algorithm
+    config: Config, env: Env | None, name: str, part: str, path: str | None
 ) -> TaskSource | None:
     is_train = part == "train"
     if path:
         min_reward = config.data.min_reward if is_train else None
         load_other = partial(registry.load_other, min_reward=min_reward, actor=config.trained[0])
         rows, files = load_rows(path, "train" if is_train else "test", load_other)
-        if is_trajectory(rows[0]) and config.algorithm != "sft":
-            raise ValueError(
-                f"{path} holds a run's episodes, which are for --algorithm sft; name rows"
-            )
-        parts = [part for part in getattr(rows, "datasets", [rows]) if len(part)]
-        if min_reward is not None and not all(is_trajectory(part[0]) for part in parts):
-            raise ValueError(
-                f"--data.min_reward={min_reward} is for a run's rollouts, and {path} holds none; "
-                "drop it"
-            )
+        if config.data.columns:
+            rows = registry.renamed_columns(config, rows, path)
     elif env and env.load_tasks:
         rows, files = env.load_tasks(part), ()
     else:
         return None
-    if path and config.data.columns:
-        rows = registry.renamed_columns()(
-            rows, config.data.columns, path, is_strict=len(config.env_paths) < 2
-        )
-    if env and algorithm.is_rl:
-        registry.check_columns()(env, rows, files, part)
+    if config.is_rl:
+        registry.env_file().check_columns(env, rows, files, part)
+    elif path:
+        registry.check_rows(config, rows, path, is_train)
     return TaskSource(
         rows,
         env=name,
@@ -240,5 +218,5 @@ def load_source(
         files=files,
         seed=config.seed,
         shuffle=config.data.shuffle and is_train,
-        is_pairs=algorithm.is_pairs,
+        is_pairs=make_algorithm(config.algorithm, config.algo).is_pairs,
     )

@@ -7,7 +7,6 @@ file imports an option: the roof asks here, and passes on what a run wants.
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -15,218 +14,200 @@ from typing import Any
 from rl_core.config import ActorConfig, Config
 from rl_core.rules import nearest, require
 
-
-def end_with_launcher() -> Any:
-    from rl_core.plugins.under_torchrun import end_with_launcher
-
-    return end_with_launcher
+# Files of which several things are asked.
 
 
-def refusing_exits() -> Any:
-    from rl_core.plugins.watchdog import refusing_exits
+def watchdog():
+    from rl_core.plugins import watchdog
 
-    return refusing_exits
-
-
-def leave_threads() -> Any:
-    from rl_core.plugins.watchdog import leave_threads
-
-    return leave_threads
+    return watchdog
 
 
-def run_hooks() -> Any:
-    from rl_core.plugins.watchdog import run_hooks
+def under_torchrun():
+    from rl_core.plugins import under_torchrun
 
-    return run_hooks
-
-
-def tell_failure() -> Any:
-    from rl_core.plugins.under_torchrun import tell_failure
-
-    return tell_failure
+    return under_torchrun
 
 
-def quiet() -> Any:
+def env_file():
+    from rl_core.plugins import env_file
+
+    return env_file
+
+
+def resume():
+    from rl_core.plugins import resume
+
+    return resume
+
+
+def lora():
+    from rl_core.plugins import lora
+
+    return lora
+
+
+def shard_loading():
+    from rl_core.plugins import shard_loading
+
+    return shard_loading
+
+
+# What a plan needs.
+
+
+def quiet():
     from rl_core.plugins.terminal import quiet
 
-    return quiet
+    quiet()
 
 
-def check_trackers() -> Any:
+def check_trackers(names: Any):
     from rl_core.plugins.trackers import check_trackers
 
-    return check_trackers
+    check_trackers(names)
 
 
-def load_other(*source: Any, **rollouts: Any) -> Any:
+def load_other(*source: Any, **rollouts: Any):
     from rl_core.plugins.tables import load_other
 
     return load_other(*source, **rollouts)
 
 
-def tool_calls(chat: Any) -> Any:
+def renamed_columns(config: Any, rows: Any, path: str):
+    from rl_core.plugins.renamed_columns import RenamedColumns
+
+    is_strict = len(config.env_paths) < 2
+    return RenamedColumns(rows, config.data.columns, path, is_strict)
+
+
+def check_rows(*rows: Any):
+    from rl_core.plugins.sft_dataset import check_rows
+
+    check_rows(*rows)
+
+
+def task_mix(*sources: Any):
+    from rl_core.plugins.mix import TaskMix
+
+    return TaskMix(*sources)
+
+
+def held_out(*flags: Any):
+    from rl_core.plugins.held_out import held_out
+
+    return held_out(*flags)
+
+
+def served_environment(address: str):
+    from rl_core.service.client import load_module
+
+    return load_module(address)
+
+
+def checked_chat(*actor: Any):
+    from rl_core.plugins.model_checks import checked_chat
+
+    return checked_chat(*actor, tool_calls)
+
+
+def tool_calls(chat: Any):
     from rl_core.plugins.tool_calls import ToolCalls
 
     return ToolCalls(chat)
 
 
-def sft_dataset() -> Any:
-    from rl_core.plugins.sft_dataset import SFTDataset
+def api_actor(*actor: Any):
+    from rl_core.engines.api import make_api_actor
 
-    return SFTDataset
-
-
-def check_lengths() -> Any:
-    from rl_core.plugins.row_lengths import check_lengths
-
-    return check_lengths
+    return make_api_actor(*actor)
 
 
-def weighted_order() -> Any:
-    from rl_core.plugins.curriculum import weighted_order
-
-    return weighted_order
-
-
-def apply_liger() -> Any:
-    from rl_core.plugins.liger import apply_liger
-
-    return apply_liger
-
-
-def connect() -> Any:
-    from rl_core.engines.remote import connect
-
-    return connect
-
-
-def engine_server() -> Any:
-    from rl_core.engines.remote import EngineServer
-
-    return EngineServer
-
-
-def fixed_order_worker() -> Any:
-    from rl_core.plugins.fixed_order import FixedOrderWorker
-
-    return FixedOrderWorker
-
-
-def load_env() -> Any:
-    from rl_core.plugins.env_file import load_env
-
-    return load_env
-
-
-def check_environments() -> Any:
-    from rl_core.plugins.env_file import check_environments
-
-    return check_environments
-
-
-def check_tools() -> Any:
-    from rl_core.plugins.env_file import check_tools
-
-    return check_tools
-
-
-def check_columns() -> Any:
-    from rl_core.plugins.env_file import check_columns
-
-    return check_columns
-
-
-def open_endpoint(actor: Any) -> Any:
+def open_endpoint(actor: Any):
     from rl_core.agents.rollout import open_endpoint
 
     return open_endpoint(actor)
 
 
-def served_environment() -> Any:
-    from rl_core.service.client import load_module
+def sft_dataset(*flags: Any):
+    from rl_core.plugins.sft_dataset import SFTDataset
 
-    return load_module
-
-
-def checked_chat() -> Any:
-    from rl_core.plugins.model_checks import checked_chat
-
-    return checked_chat
+    return SFTDataset(*flags)
 
 
-def held_out() -> Any:
-    from rl_core.plugins.held_out import held_out
+def check_lengths(*rows: Any):
+    from rl_core.plugins.row_lengths import check_lengths
 
-    return held_out
-
-
-def choose_forward() -> Any:
-    from rl_core.plugins.padded import choose_forward
-
-    return choose_forward
+    check_lengths(*rows)
 
 
-def choose_sampler() -> Any:
+def has_curriculum(plan: Any) -> bool:
+    return plan.config.is_rl and any("task_weight" in env.hooks for env in plan.envs.values())
+
+
+def draw_by_weight(*tasks: Any):
+    from rl_core.plugins.curriculum import draw_by_weight
+
+    draw_by_weight(*tasks)
+
+
+# How a model computes and learns.
+
+
+def adamw():
+    from rl_core.learning.learner import adamw
+
+    return adamw
+
+
+def sgd():
+    from rl_core.plugins.optimizers import sgd
+
+    return sgd
+
+
+def adamw8bit():
+    from rl_core.plugins.optimizers import adamw8bit
+
+    return adamw8bit
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
+# Families whose packed attention and slots give what the model's own forward gives, as tests
+# compare. Of others a probe decides.
+PACKED = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def choose_forward(policy: Any, ranks: Any):
+    if policy.hf.config.model_type not in PACKED:
+        from rl_core.plugins.padded import choose_forward
+
+        choose_forward(policy, ranks)
+
+
+def choose_sampler(model: Any):
+    if model.config.model_type in PACKED:
+        from rl_core.engines.slots import SlotModel
+
+        return SlotModel(model)
     from rl_core.plugins.row_sampling import choose_sampler
 
-    return choose_sampler
+    return choose_sampler(model)
 
 
-def recorder() -> Any:
-    from rl_core.plugins.router_replay import Recorder
+def find_kernel(*kernel: Any):
+    from rl_core.plugins.attention_kernels import find_kernel
 
-    return Recorder
-
-
-def make_experts() -> Any:
-    from rl_core.plugins.experts import make_experts
-
-    return make_experts
+    return find_kernel(*kernel)
 
 
-def reference() -> Any:
-    from rl_core.plugins.reference import Reference
+def ring_forward(*kernel: Any):
+    from rl_core.plugins.ring import RingForward
 
-    return Reference
-
-
-def newest_intact() -> Any:
-    from rl_core.plugins.resume import newest_intact
-
-    return newest_intact
+    return RingForward(*kernel)
 
 
-def load_checkpoint() -> Any:
-    from rl_core.plugins.resume import load_checkpoint
-
-    return load_checkpoint
-
-
-def kl_penalty() -> Any:
-    from rl_core.plugins.reference import KLPenalty
-
-    return KLPenalty
-
-
-def batch_normalised() -> Any:
-    from rl_core.plugins.normalise import BatchNormalised
-
-    return BatchNormalised
-
-
-def env_scales() -> Any:
-    from rl_core.plugins.normalise import env_scales
-
-    return env_scales
-
-
-def sequence_shards() -> Any:
-    from rl_core.plugins.sequence_shards import SequenceShards
-
-    return SequenceShards
-
-
-def logprob_kernel(device: Any) -> Any:
+def logprob_kernel(device: Any):
     """None: torch computes logprobs."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
@@ -235,169 +216,118 @@ def logprob_kernel(device: Any) -> Any:
     return triton_logprobs
 
 
-def pair_loss(preset: str) -> Any:
-    from rl_core.plugins.preference import LOSSES
-
-    return LOSSES[preset]
-
-
-def adamw() -> Any:
-    from rl_core.learning.learner import adamw
-
-    return adamw
-
-
-def sgd() -> Any:
-    from rl_core.plugins.optimizers import sgd
-
-    return sgd
-
-
-def adamw8bit() -> Any:
-    from rl_core.plugins.optimizers import adamw8bit
-
-    return adamw8bit
-
-
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
-
-
-def replay() -> Any:
-    from rl_core.plugins.router_replay import Replay
-
-    return Replay
-
-
-def attention_kernel() -> Any:
-    from rl_core.plugins.attention_kernels import find_kernel
-
-    return find_kernel
-
-
-def ring_forward() -> Any:
-    from rl_core.plugins.ring import RingForward
-
-    return RingForward
-
-
-def adapter_policy() -> Any:
-    from rl_core.plugins.lora import AdapterPolicy
-
-    return AdapterPolicy
-
-
-def draw_adapter() -> Any:
-    from rl_core.plugins.lora import draw_adapter
-
-    return draw_adapter
-
-
-def quantization() -> Any:
-    from rl_core.plugins.lora import quantization
-
-    return quantization
-
-
-def load_on_meta() -> Any:
-    from rl_core.plugins.shard_loading import load_on_meta
-
-    return load_on_meta
-
-
-def shard_policy() -> Any:
-    from rl_core.plugins.shard_loading import shard_policy
-
-    return shard_policy
-
-
-def load_shards() -> Any:
-    from rl_core.plugins.shard_loading import load_shards
-
-    return load_shards
-
-
-def tensor_parallel_policy() -> Any:
+def tensor_parallel_policy():
     from rl_core.plugins.tensor_parallel import TensorParallelPolicy
 
     return TensorParallelPolicy
 
 
-def activations_on_host() -> Any:
+def activations_on_host():
     from rl_core.plugins.offload import activations_on_host
 
     return activations_on_host
 
 
-def critic() -> Any:
-    from rl_core.plugins.critic import Critic
+def apply_liger(*models: Any):
+    from rl_core.plugins.liger import apply_liger_to_all
 
-    return Critic
-
-
-def is_served() -> Any:
-    from rl_core.plugins.lora import is_served
-
-    return is_served
+    apply_liger_to_all(*models)
 
 
-def peft_config() -> Any:
-    from rl_core.plugins.lora import peft_config
+def pair_loss(preset: str):
+    from rl_core.plugins.preference import LOSSES
 
-    return peft_config
-
-
-def second_model() -> Any:
-    from rl_core.plugins.lora import second_model
-
-    return second_model
+    return LOSSES[preset]
 
 
-def api_actor() -> Any:
-    from rl_core.engines.api import ApiActor
+def env_scales(judged: Any, ranks: Any):
+    from rl_core.plugins.normalise import env_scales
 
-    return ApiActor
-
-
-def task_mix() -> Any:
-    from rl_core.plugins.mix import TaskMix
-
-    return TaskMix
+    return env_scales(judged, ranks)
 
 
-def renamed_columns() -> Any:
-    from rl_core.plugins.renamed_columns import RenamedColumns
-
-    return RenamedColumns
+# What a learner has beside its policy.
 
 
-def embedded() -> Any:
+def reference(learner: Any):
+    from rl_core.plugins.reference import make_reference
+
+    return make_reference(learner)
+
+
+def critic(learner: Any):
+    from rl_core.plugins.critic import make_critic
+
+    return make_critic(learner)
+
+
+def kl_penalty(learner: Any):
+    from rl_core.plugins.reference import KLPenalty
+
+    return KLPenalty(learner.algorithm)
+
+
+def batch_normalised(learner: Any):
+    from rl_core.plugins.normalise import BatchNormalised
+
+    return BatchNormalised(learner.ranks)
+
+
+def experts(learner: Any):
+    from rl_core.plugins.experts import make_experts
+
+    return make_experts(learner, replay)
+
+
+def replay(routers: Any):
+    from rl_core.plugins.router_replay import Replay
+
+    return Replay(routers)
+
+
+def sequence_shards(learner: Any):
+    from rl_core.plugins.sequence_shards import SequenceShards
+
+    return SequenceShards(learner.ranks)
+
+
+def has_routers(learner: Any) -> bool:
+    """Whether they can be looked at. What is compiled would trace what is put around them."""
+    from rl_core.learning.policy import backbone
+
+    outputs = getattr(backbone(learner.policy.hf), "_can_record_outputs", None) or {}
+    return "router_logits" in outputs and learner.config.learner.kernels != "compile"
+
+
+# In the order in which they see batches.
+PARTS = (
+    (lambda learner: learner.algorithm.needs_reference, reference),
+    (lambda learner: learner.algorithm.has_critic, critic),
+    (lambda learner: learner.algorithm.penalises_advantages, kl_penalty),
+    (lambda learner: learner.algorithm.normalize == "batch", batch_normalised),
+    (has_routers, experts),
+    (lambda learner: learner.ranks.mesh.cp > 1, sequence_shards),
+)
+
+
+# Engines.
+
+
+def embedded():
     from rl_core.engines.embedded import EmbeddedEngine
 
     return EmbeddedEngine
 
 
-def sglang() -> Any:
+def sglang():
     from rl_core.engines.sglang import SGLangEngine
 
     return SGLangEngine
 
 
-def has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def auto_engine(must_share: bool) -> str:
-    """What --engine auto stands for on this machine."""
-    has_sglang = has_gpu() and importlib.util.find_spec("sglang") is not None
-    return "sglang" if has_sglang and not must_share else "embedded"
-
-
 ENGINES = {"embedded": embedded, "sglang": sglang}
 # Flags whose values are the names of a table.
 CHOICES = {"engine": ENGINES, "optim.name": OPTIMIZERS}
-SERVED = sglang  # What samples at --actors.NAME.engine_urls.
 
 
 def check_options(config: Config) -> None:
@@ -421,167 +351,201 @@ def check_options(config: Config) -> None:
         check_flags(config)
 
 
-def check_algorithm() -> Any:
+def check_algorithm(*algorithm: Any):
     from rl_core.plugins.algorithm_rules import check_algorithm
 
-    return check_algorithm
+    check_algorithm(*algorithm)
 
 
-# Plugins, in the order in which they are called.
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
-def canary(trainer: Any) -> Any:
-    from rl_core.plugins.canary import Canary
-
-    return Canary(trainer)
-
-
-def stale_policy(trainer: Any) -> Any:
-    from rl_core.plugins.stale_policy import StalePolicy
-
-    return StalePolicy(trainer)
+def auto_engine(config: Any) -> str:
+    """What --engine auto stands for on this machine."""
+    actors = config.actors
+    owners = [actors[actor.share] for actor in actors.values() if actor.share in actors]
+    in_4_bits = any(owner.lora.quantize != "none" for owner in owners)
+    has_sglang = has_gpu() and find_spec("sglang") is not None
+    return "sglang" if has_sglang and not in_4_bits else "embedded"
 
 
-def stale_groups(trainer: Any) -> Any:
-    from rl_core.plugins.stale_groups import StaleGroups
+def engine_maker(config: Any):
+    from rl_core.plugins.engines import EngineMaker
 
-    return StaleGroups(trainer)
-
-
-def terminal(trainer: Any) -> Any:
-    from rl_core.plugin import Plugin
-    from rl_core.plugins.terminal import Terminal
-
-    # Other ranks say nothing.
-    return Terminal(trainer) if trainer.ranks.is_writer else Plugin(trainer)
+    classes = {}
+    for name, actor in config.actors.items():
+        if not actor.api:
+            classes[name] = sglang() if actor.servers else ENGINES[config.engine]()
+    return EngineMaker(config, classes, choose_sampler)
 
 
-def trackers(trainer: Any) -> Any:
-    from rl_core.plugins.trackers import Trackers
+def connect(*engines: Any):
+    from rl_core.engines.remote import connect
 
-    return Trackers(trainer)
-
-
-def curriculum(trainer: Any) -> Any:
-    from rl_core.plugins.curriculum import Curriculum
-
-    return Curriculum(trainer)
+    return connect(*engines)
 
 
-def has_curriculum(plan: Any) -> bool:
-    return plan.algorithm.is_rl and any("task_weight" in env.hooks for env in plan.envs.values())
+def engine_rank(*rank: Any):
+    from rl_core.engines.remote import EngineRank
+
+    return EngineRank(*rank, signal_handler)
 
 
-def profiler(trainer: Any) -> Any:
-    from rl_core.plugins.profiler import Profiler
+def fixed_order_worker():
+    from rl_core.plugins.fixed_order import FixedOrderWorker
 
-    return Profiler(trainer)
-
-
-def mfu(trainer: Any) -> Any:
-    from rl_core.plugins.mfu import Mfu
-
-    return Mfu(trainer)
+    return FixedOrderWorker
 
 
-def episode_metrics(trainer: Any) -> Any:
-    from rl_core.plugins.episode_metrics import EpisodeMetrics
-
-    return EpisodeMetrics(trainer)
+# Plugins.
 
 
-def run_files(trainer: Any) -> Any:
+def run_files(trainer: Any):
     from rl_core.plugins.run_files import RunFiles
 
     return RunFiles(trainer)
 
 
-def failure_limit(trainer: Any) -> Any:
-    from rl_core.plugins.failure_limit import FailureLimit
+def terminal(trainer: Any):
+    from rl_core.plugins.terminal import Terminal
 
-    return FailureLimit(trainer)
+    return Terminal(trainer)
 
 
-def refill(trainer: Any) -> Any:
+def trackers(trainer: Any):
+    from rl_core.plugins.trackers import Trackers
+
+    return Trackers(trainer)
+
+
+def curriculum(trainer: Any):
+    from rl_core.plugins.curriculum import Curriculum
+
+    return Curriculum(trainer)
+
+
+def canary(trainer: Any):
+    from rl_core.plugins.canary import Canary
+
+    return Canary(trainer)
+
+
+def stale_policy(trainer: Any):
+    from rl_core.plugins.stale_policy import StalePolicy
+
+    return StalePolicy(trainer)
+
+
+def stale_groups(trainer: Any):
+    from rl_core.plugins.stale_groups import StaleGroups
+
+    return StaleGroups(trainer)
+
+
+def profiler(trainer: Any):
+    from rl_core.plugins.profiler import Profiler
+
+    return Profiler(trainer)
+
+
+def mfu(trainer: Any):
+    from rl_core.plugins.mfu import Mfu
+
+    return Mfu(trainer)
+
+
+def refill(trainer: Any):
     from rl_core.plugins.refill import Refill
 
     return Refill(trainer)
 
 
-def best_keeper(trainer: Any) -> Any:
+def episode_metrics(trainer: Any):
+    from rl_core.plugins.episode_metrics import EpisodeMetrics
+
+    return EpisodeMetrics(trainer)
+
+
+def best_keeper(trainer: Any):
     from rl_core.plugins.checkpointer import BestKeeper
 
     return BestKeeper(trainer)
 
 
-def evaluation(trainer: Any) -> Any:
+def evaluation(trainer: Any):
     from rl_core.plugins.evaluation import Evaluation
 
     return Evaluation(trainer)
 
 
-def on_step(trainer: Any) -> Any:
+def on_step(trainer: Any):
     from rl_core.plugins.on_step import OnStep
 
     return OnStep(trainer)
 
 
-def signal_handler(trainer: Any) -> Any:
+def signal_handler(trainer: Any):
     from rl_core.plugins.signal_handler import SignalHandler
 
     return SignalHandler(trainer)
 
 
-def run_end(trainer: Any) -> Any:
+def run_end(trainer: Any):
     from rl_core.plugins.run_end import RunEnd
 
     return RunEnd(trainer)
 
 
-def checkpointer(trainer: Any) -> Any:
+def failure_limit(trainer: Any):
+    from rl_core.plugins.failure_limit import FailureLimit
+
+    return FailureLimit(trainer)
+
+
+def checkpointer(trainer: Any):
     from rl_core.plugins.checkpointer import Checkpointer
 
     return Checkpointer(trainer)
 
 
-def hub(trainer: Any) -> Any:
+def hub(trainer: Any):
     from rl_core.plugins.hub import Hub
 
     return Hub(trainer)
 
 
-def always(plan: Any) -> bool:
-    return True
-
-
+# In the order in which they are called.
 PLUGINS = (
     # First: the files of what was played are written before the run may end by it.
-    (always, run_files),
+    (lambda trainer: True, run_files),
     # Before evaluations, whose lines come after their step's.
-    (always, terminal),
-    (lambda plan: plan.config.trackers, trackers),
-    (has_curriculum, curriculum),
-    (lambda plan: plan.algorithm.is_rl and plan.config.canary_tolerance != 0, canary),
-    (lambda plan: plan.config.rollout.lagged[0] > 0, stale_policy),
-    (lambda plan: plan.config.max_staleness or plan.config.rollout.fixed_order, stale_groups),
-    (lambda plan: plan.config.profile_step, profiler),
-    (lambda plan: has_gpu(), mfu),
-    (lambda plan: plan.algorithm.refill_rounds, refill),
-    (always, episode_metrics),
-    (lambda plan: plan.config.keep_best, best_keeper),
-    (lambda plan: plan.config.eval_every, evaluation),
-    (lambda plan: plan.on_step, on_step),
+    (lambda trainer: trainer.ranks.is_writer, terminal),
+    (lambda trainer: trainer.config.trackers, trackers),
+    (lambda trainer: has_curriculum(trainer.plan), curriculum),
+    (lambda trainer: trainer.config.is_rl and trainer.config.canary_tolerance != 0, canary),
+    (lambda trainer: trainer.config.rollout.lagged[0] > 0, stale_policy),
+    (
+        lambda trainer: trainer.config.max_staleness or trainer.config.rollout.fixed_order,
+        stale_groups,
+    ),
+    (lambda trainer: trainer.config.profile_step, profiler),
+    (lambda trainer: has_gpu(), mfu),
+    (lambda trainer: trainer.plan.algorithm.refill_rounds, refill),
+    (lambda trainer: True, episode_metrics),
+    (lambda trainer: trainer.config.keep_best, best_keeper),
+    (lambda trainer: trainer.config.eval_every, evaluation),
+    (lambda trainer: trainer.plan.on_step, on_step),
     # Last: evaluations end before signals are caught, and what is saved is what the others have.
-    (always, signal_handler),
-    (always, run_end),
-    (always, failure_limit),
-    (always, checkpointer),
-    (lambda plan: plan.config.push_to_hub, hub),
+    (lambda trainer: True, signal_handler),
+    (lambda trainer: True, run_end),
+    (lambda trainer: True, failure_limit),
+    (lambda trainer: True, checkpointer),
+    (lambda trainer: trainer.config.push_to_hub, hub),
 )
 
 
 def make_plugins(trainer: Any) -> list[Any]:
-    """A rank that only samples leaves a signal to the learners, and has no other plugin."""
-    if trainer.ranks.is_engine:
-        return [signal_handler(trainer)]
-    return [make(trainer) for is_wanted, make in PLUGINS if is_wanted(trainer.plan)]
+    return [make(trainer) for is_wanted, make in PLUGINS if is_wanted(trainer)]

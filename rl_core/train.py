@@ -7,6 +7,7 @@ Whatever loads slowly is imported inside functions: --help and an error in a fla
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """The exit status; 128 + its number after a signal. A user's mistake is one line;
     RL_CORE_DEBUG=1 shows where it was found."""
-    registry.end_with_launcher()()
-    with registry.refusing_exits()():
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        registry.under_torchrun().end_with_launcher()
+    with registry.watchdog().refusing_exits():
         status = run_command(argv)
-    registry.leave_threads()(status)
+    registry.watchdog().leave_threads(status)
     return status
 
 
@@ -43,11 +45,12 @@ def run_command(argv: list[str] | None) -> int:
         # Until modules and rows are there: to look for garbage in them again and again would take a
         # second.
         gc.disable()
+        from rl_core.actors import make_actors
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.models import is_sharded
         from rl_core.plan import make_plan
         from rl_core.run_folder import locked
-        from rl_core.trainer import EngineRank, Trainer, run_to_end
+        from rl_core.trainer import Trainer, run_to_end
 
         plan = make_plan(config)
         gc.freeze()
@@ -56,8 +59,12 @@ def run_command(argv: list[str] | None) -> int:
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # every rank has seen that the folder is free
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
-                trainer = EngineRank(plan, ranks) if ranks.is_engine else Trainer(plan, ranks)
-                registry.run_hooks()(run_to_end(trainer), config.rollout.hook_timeout_s)
+                if ranks.is_engine:
+                    trainer = registry.engine_rank(plan, ranks, make_actors)
+                else:
+                    trainer = Trainer(plan, ranks)
+                work = run_to_end(trainer)
+                registry.watchdog().run_hooks(work, config.rollout.hook_timeout_s)
             close_ranks(ranks)
         if ranks.is_writer:
             end_on_writer(trainer)
@@ -65,7 +72,7 @@ def run_command(argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        registry.tell_failure()(error, ranks)
+        registry.under_torchrun().tell_failure(error, ranks)
         return 1
 
 

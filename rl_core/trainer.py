@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 
 from rl_core import models, registry
-from rl_core.actors import make_actors, make_lease
+from rl_core.actors import make_actors
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learning.advantages import has_signal, samples_of
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan import Plan
+from rl_core.plugin import Plugin
 from rl_core.run_folder import RunLog
-from rl_core.sampling.engine import Engine
 from rl_core.sampling.rollout import (
     Group,
     RolloutWorker,
@@ -31,9 +32,6 @@ from rl_core.sampling.rollout import (
     run_group,
 )
 from rl_core.types import TrainingSample, Trajectory
-
-# Names that begin with it are summed over ranks, and not logged.
-KEEP = "keep/"
 
 
 class Trainer:
@@ -51,14 +49,15 @@ class Trainer:
         self.plugins = registry.make_plugins(self)
 
         checkpoints = self.out / "checkpoints"
-        self.checkpoint = registry.newest_intact()(checkpoints, ranks) if config.resume else None
+        self.checkpoint = None
+        if config.resume:
+            self.checkpoint = registry.resume().newest_intact(checkpoints, ranks)
         self.learners = models.make_learners(config, plan.algorithm, ranks)
-        state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": True}
+        state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
-            state = registry.load_checkpoint()(self.checkpoint, self.learners, is_verified=True)
+            state = registry.resume().load_checkpoint(self.checkpoint, self.learners, True)
         barrier(ranks)  # the folders are there
-        is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
-        self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
+        self.log = RunLog(self.out, ranks, state["step"], state["to_evaluate"])
 
         self.step: int = state["step"]  # steps that are done
         self.first_step = self.step  # of them before this process
@@ -66,13 +65,10 @@ class Trainer:
         # Positions before it of which no step has learned yet.
         self.pending: list[int] = state.get("pending", [])
         self.metrics: dict[str, Metric] = {}  # of the step under way
-        self.agreed: dict[str, float] = {}  # what all ranks noted last of names with KEEP
-        self.is_ending = self.is_interrupted = False
-        self.ended_by = ""
+        self.agreed: dict[str, float] = {}  # what was logged last, the same on all ranks
+        self.ended_by, self.is_interrupted = "", False  # why the run ends after this step
 
-        # Where engines share a device.
-        self.lease = None if ranks.engine_ranks else make_lease(config)
-        self.actors = make_actors(plan, self.learners, ranks, self.lease)
+        self.actors = make_actors(plan, self.learners, ranks)
         self.device = next(iter(self.actors.values())).device
         self.worker = self.make_worker()
         self.worker.go_on(state.get("collected", 0), len(self.pending))
@@ -91,11 +87,6 @@ class Trainer:
         return make_worker(play, self.ranks, width, "train", config.timeout_s)
 
     @property
-    def engines(self) -> list[Engine]:
-        """Each engine of this rank once."""
-        return self.device.engines
-
-    @property
     def speakers(self) -> dict[str, Any]:
         """What hooks address, by the name of the actor."""
         return {name: a.speaker for name, a in self.actors.items() if a.speaker is not None}
@@ -103,15 +94,15 @@ class Trainer:
     @property
     def signal(self) -> int:
         """The number of a signal that any rank got, 0 if none."""
-        return int(self.agreed.get(f"{KEEP}signal", 0))
+        return int(self.agreed.get("keep/signal", 0))
 
     async def fit(self) -> None:
         """All steps that are left."""
         await self.start()
-        while self.step < self.config.num_steps and not self.is_ending:
+        while self.step < self.config.num_steps and not self.ended_by:
             metrics = await self.train_step()
             await self.call("after_step", self.step, metrics)
-        if not self.is_ending:
+        if not self.ended_by:
             await self.call("finish")
 
     async def start(self) -> None:
@@ -147,32 +138,26 @@ class Trainer:
 
     async def sample(self) -> dict[str, list[TrainingSample]]:
         """This rank's part of the step's samples, of each actor that learns."""
-        await self.call("before_rollout", self.step)
-        if self.plan.sft_dataset:
-            return self.samples_of_rows()
+        plan, step = self.plan, self.step
+        if plan.sft_dataset:
+            first = self.position
+            self.position += self.config.tasks_per_step
+            own = range(first + self.ranks.rank, self.position, self.ranks.size)
+            return {self.config.trained[0]: plan.sft_dataset.samples_at(plan.train, own)}
+        await self.call("before_rollout", step)
         groups = await self.rollout()
         await self.device.sleep()
-        name = f"step {self.step + 1}"
-        await self.call("on_episodes", self.step + 1, name, in_order(groups))
-        await self.call("after_rollout", self.step, groups)
-        return training_samples(self.plan, in_order(groups), self.ranks)
-
-    def samples_of_rows(self) -> dict[str, list[TrainingSample]]:
-        """The same, of the rows that a step learns."""
-        first, plan = self.position, self.plan
-        self.position += self.config.tasks_per_step
-        samples = []
-        for position in range(first + self.ranks.rank, self.position, self.ranks.size):
-            task = plan.train.task(position)
-            samples += plan.sft_dataset.samples(task, f"{position:012d}")
-        return {self.config.trained[0]: samples}
+        trajectories = in_order(groups)
+        await self.call("on_episodes", step + 1, f"step {step + 1}", trajectories)
+        await self.call("after_rollout", step, groups)
+        return training_samples(plan, trajectories, self.ranks)
 
     async def rollout(self) -> list[Group]:
         """This rank's groups of a step."""
         self.worker.submit(self.draw_groups(self.num_to_begin()))
         groups = await self.collect(self.config.tasks_per_step)
-        for plugin in self.plugins:
-            groups += await plugin.refill(groups)
+        for refill in self.hooks("refill"):
+            groups += await refill(groups)
         return groups
 
     async def collect(self, num_groups: int) -> list[Group]:
@@ -189,25 +174,23 @@ class Trainer:
     def draw_groups(self, num_groups: int) -> list[Group]:
         """Groups of the next training tasks. Those that a resumed run had left come first."""
         left, self.pending = self.pending[:num_groups], self.pending[num_groups:]
-        first = self.position
+        config, first, groups = self.config, self.position, []
         self.position += num_groups - len(left)
-        return [self.draw_group(position) for position in (*left, *range(first, self.position))]
-
-    def draw_group(self, position: int) -> Group:
-        config = self.config
-        step, number = divmod(position, config.tasks_per_step)
-        group = make_group(
-            config,
-            self.plan.train.task(position),
-            {"temperature": config.sampling.temperature},
-            batch=f"train/{step:06d}",
-            number=number,
-            position=position,
-            size=config.group_size,
-        )
-        for plugin in self.plugins:
-            plugin.on_draw(group)
-        return group
+        for position in (*left, *range(first, self.position)):
+            step, number = divmod(position, config.tasks_per_step)
+            group = make_group(
+                config,
+                self.plan.train.task(position),
+                {"temperature": config.sampling.temperature},
+                batch=f"train/{step:06d}",
+                number=number,
+                position=position,
+                size=config.group_size,
+            )
+            for on_draw in self.hooks("on_draw"):
+                on_draw(group)
+            groups.append(group)
+        return groups
 
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
         """One step of a learner. Where engines are elsewhere it runs in a thread, so that
@@ -235,13 +218,22 @@ class Trainer:
         self.worker.version = self.step
         await self.device.resume()
 
-    async def call(self, hook: str, *args: Any) -> None:
+    def hooks(self, name: str) -> list[Callable]:
+        """Those of plugins that have one of their own by this name."""
+        default, found = getattr(Plugin, name), []
         for plugin in self.plugins:
-            await getattr(plugin, hook)(*args)
+            hook = getattr(plugin, name)
+            if hook.__func__ is not default:
+                found.append(hook)
+        return found
+
+    async def call(self, name: str, *args: Any) -> None:
+        for hook in self.hooks(name):
+            await hook(*args)
 
     def end(self, reason: str, is_interrupted: bool = False) -> None:
         """The run ends after this step. Every rank must call it."""
-        self.is_ending, self.is_interrupted, self.ended_by = True, is_interrupted, reason
+        self.ended_by, self.is_interrupted = reason, is_interrupted
 
     @contextmanager
     def timed(self, phase: str):
@@ -267,16 +259,10 @@ class Trainer:
 
     def log_metrics(self) -> dict[str, float]:
         """What all ranks noted. They agree by it when to save and to end, too."""
-        for plugin in self.plugins:
-            self.note(KEEP, plugin.agree())
-        values = self.log.write(self.step, self.metrics)
-        logged = {}
-        for name, value in values.items():
-            if name.startswith(KEEP):
-                self.agreed[name] = value
-            else:
-                logged[name] = value
-        return logged
+        for agree in self.hooks("agree"):
+            self.note("keep/", agree())
+        self.agreed = self.log.write(self.step, self.metrics)
+        return {n: value for n, value in self.agreed.items() if not n.startswith("keep/")}
 
     @property
     def begun(self) -> list[int]:
@@ -295,7 +281,7 @@ class Trainer:
         """Ends everything that the run started."""
         async with AsyncExitStack() as stack:  # All of it, though something in it fails.
             # What is pushed last is closed first: plugins, so that signals are as before the run.
-            for speaker in (*self.plan.endpoints.values(), *self.engines, self.worker):
+            for speaker in (*self.plan.endpoints.values(), *self.device.engines, self.worker):
                 stack.push_async_callback(speaker.close)
             for plugin in self.plugins:
                 stack.push_async_callback(plugin.close)
@@ -306,36 +292,9 @@ class Trainer:
             plugin.after_run()
 
 
-class EngineRank:
-    """A rank that only samples: it serves its engines to the learners."""
-
-    signal = 0
-
-    def __init__(self, plan: Plan, ranks: Ranks):
-        self.plan, self.config, self.ranks = plan, plan.config, ranks
-        self.plugins = registry.make_plugins(self)
-        lease = make_lease(plan.config)
-        actors = make_actors(plan, {}, ranks, lease)
-        self.device = next(iter(actors.values())).device
-        engines = {name: actors[name].engine for name in plan.chats}
-        timeout_s = plan.config.timeout_s
-        self.server = registry.engine_server()(engines, lease, ranks, timeout_s)
-
-    async def fit(self) -> None:
-        """Until the learners end."""
-        for plugin in self.plugins:
-            await plugin.start()
-        await self.server.serve()
-
-    async def close(self) -> None:
-        for plugin in self.plugins:
-            await plugin.close()
-        for engine in self.device.engines:
-            await engine.close()
-
-
-async def run_to_end(rank: Trainer | EngineRank) -> None:
-    """The run from here on, and the end of all that it started."""
+async def run_to_end(rank: Any) -> None:
+    """The run from here on, and the end of all that it started. `rank`: a Trainer, or one that only
+    samples."""
     gc.collect()
     # Rows and modules live as long as the run; looking through them again and again costs tenths of
     # a second.
@@ -357,7 +316,7 @@ def training_samples(
     advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
     scales_of = None
     if plan.algorithm.normalize == "env":
-        scales_of = partial(registry.env_scales(), ranks=ranks)
+        scales_of = partial(registry.env_scales, ranks=ranks)
     for name in plan.config.trained:
         groups = baseline_groups([t for t in trajectories if t.actor == name])
         if plan.algorithm.refill_rounds:

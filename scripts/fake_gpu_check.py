@@ -39,15 +39,13 @@ from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning.attention import NAME
-from rl_core.learning.learner import Learner
+from rl_core.learning.learner import Learner, PartSpec
 from rl_core.learning.minibatches import shard_samples
 from rl_core.learning.policy import PackedForward, Policy
-from rl_core.models import advantage_parts, learner_with
+from rl_core.models import learner_with
 from rl_core.plugins.attention_kernels import find_kernel
-from rl_core.plugins.critic import Critic
 from rl_core.plugins.offload import activations_on_host
-from rl_core.plugins.reference import Reference
-from rl_core.registry import pair_loss
+from rl_core.registry import PARTS, pair_loss
 from rl_core.types import PackedBatch, TrainingSample
 
 SIZES = {
@@ -202,19 +200,28 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
     on_cpu = init_ranks(60)
     on_gpu_ranks = dataclasses.replace(on_cpu, device=torch.device("cuda"))
     place = offloaded if how.learner.offload == "always" else (lambda policy: policy)
-    parts, make = [], learner_with(how)
-    if algorithm.has_reference or algorithm.kl_coef:
-        parts.append(Reference(make_policy(config), 1.0))
-    if algorithm.has_critic:
-        critic = place(make_policy(config, is_scoring=True))
-        parts.append(Critic(how, algorithm, critic, on_gpu_ranks, make))
-    parts += advantage_parts(algorithm, on_gpu_ranks)
+
+    def load(path: str, is_frozen: bool = False, **options) -> Policy:
+        options.pop("learner", None)
+        policy = make_policy(config, **options)
+        return policy if is_frozen else place(policy)
+
     activations = nullcontext
     if how.learner.activations == "offload":
         activations = activations_on_host
     policy = place(make_policy(config, algorithm.is_scoring, activations=activations))
+    spec = PartSpec(
+        config=how,
+        algorithm=algorithm,
+        name="policy",
+        policy=policy,
+        ranks=on_gpu_ranks,
+        load=load,
+        make=learner_with(how),
+    )
+    parts = [make(spec) for is_wanted, make in PARTS if is_wanted(spec)]
     loss = pair_loss(name) if algorithm.is_pairs else None
-    learner = make(how, algorithm, policy, on_gpu_ranks, parts=parts, loss=loss)
+    learner = spec.make(how, algorithm, policy, on_gpu_ranks, parts=parts, loss=loss)
     # Packing is work of the host, with values.
     with unset_fake_temporarily():
         minibatches, _ = shard_samples(

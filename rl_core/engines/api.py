@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import openai
 
+from rl_core.config import Config
 from rl_core.data.tasks import shorten
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.actor import Actor
@@ -225,3 +226,16 @@ def read_key(actor: str, variable: str) -> str:
             "endpoint without a key give api_key_env=''"
         )
     return key
+
+
+def make_api_actor(config: Config, name: str) -> ApiActor:
+    actor = config.actors[name]
+    return ApiActor(
+        name=name,
+        url=actor.api,
+        model=actor.model,
+        api_key_env=actor.api_key_env,
+        max_tokens=actor.max_tokens,
+        max_concurrent=config.rollout.max_concurrent,
+        request={"chat_template_kwargs": actor.chat_template_kwargs or None},
+    )

@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -422,3 +422,29 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tens
         size += value.nbytes
     if bucket:
         yield bucket
+
+
+class EngineRank:
+    """A rank that only samples: it serves its engines to the learners, and leaves signals to
+    them."""
+
+    signal = 0
+
+    def __init__(self, plan: Any, ranks: Ranks, make_actors: Callable, signal_handler: Callable):
+        """`plan`: what `make_actors` makes this rank's actors from."""
+        self.config, self.ranks = plan.config, ranks
+        self.signal_handler = signal_handler(self)
+        actors = make_actors(plan, {}, ranks)
+        self.device = next(iter(actors.values())).device
+        engines = {name: actors[name].engine for name in plan.chats}
+        self.server = EngineServer(engines, self.device.lease, ranks, self.config.timeout_s)
+
+    async def fit(self) -> None:
+        """Until the learners end."""
+        await self.signal_handler.start()
+        await self.server.serve()
+
+    async def close(self) -> None:
+        await self.signal_handler.close()
+        for engine in self.device.engines:
+            await engine.close()

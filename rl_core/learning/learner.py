@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -62,6 +63,19 @@ class LearnerPart:
     def metrics(self) -> Metrics:
         """Of the update's forwards; numbers may still be on the device."""
         return {}
+
+
+@dataclass(kw_only=True)
+class PartSpec:
+    """What parts of a learner are made from."""
+
+    config: Config  # with the actor's own learning rate
+    algorithm: Algorithm
+    name: str  # of the actor
+    policy: Policy
+    ranks: Ranks
+    load: Callable[..., Policy]  # a further model from its folder
+    make: Callable[..., Learner]  # a further learner
 
 
 class Learner:

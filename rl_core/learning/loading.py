@@ -14,11 +14,18 @@ from transformers import (
     PretrainedConfig,
 )
 
+from rl_core.config import Config
 from rl_core.data.pretrained import from_config, load_pretrained
 from rl_core.learning import attention
 
 # A classifier is made from a language model: its head is new, and the language model's is left out.
 SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    if config.learner.dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return getattr(torch, config.learner.dtype)
 
 
 def load_model_config(path: str) -> PretrainedConfig:

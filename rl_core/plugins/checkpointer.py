@@ -41,7 +41,7 @@ class Checkpointer(Plugin):
             self.refuse_ruined()
         is_due = config.save_every > 0 and step % config.save_every == 0
         is_old = 0 < 60 * config.save_minutes <= self.trainer.agreed["keep/age_s"]
-        if is_last or is_due or is_old or self.trainer.is_ending:
+        if is_last or is_due or is_old or self.trainer.ended_by:
             await self.save()
 
     async def give_up(self) -> None:
@@ -68,12 +68,12 @@ class Checkpointer(Plugin):
         scratch = trainer.out / "under_way"
         scratch.mkdir(exist_ok=True)
         files = []
-        async with trainer.device.asleep():
-            for plugin in trainer.plugins:
-                files += await plugin.files(scratch)
-            keep = trainer.config.keep_checkpoints
-            with naming(folder):
-                save_checkpoint(folder, trainer.learners, state, trainer.ranks, keep, files)
+        await trainer.device.sleep()
+        for plugin in trainer.plugins:
+            files += await plugin.files(scratch)
+        keep = trainer.config.keep_checkpoints
+        with naming(folder):
+            save_checkpoint(folder, trainer.learners, state, trainer.ranks, keep, files)
         shutil.rmtree(scratch, ignore_errors=True)
         await export(trainer, trainer.out / "hf")
         await trainer.resume()

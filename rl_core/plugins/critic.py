@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.learner import Learner, LearnerPart, mean_of
+from rl_core.learning.learner import Learner, LearnerPart, PartSpec, mean_of
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
@@ -72,6 +72,15 @@ class Critic(LearnerPart):
         of_tokens = dataclasses.replace(minibatch, denominator=minibatch.num_tokens)
         metrics, _ = self.learner.update(of_tokens, step)
         return {f"critic_{name}": metric for name, metric in metrics.items()}
+
+
+def make_critic(learner: PartSpec) -> Critic:
+    """Sharded as the policy is: --critic.model, or the actor's model with a value of 0
+    everywhere."""
+    config = learner.config
+    path = config.critic.model or config.actors[learner.name].model
+    model = learner.load(path, learner=config.learner, is_scoring=True)
+    return Critic(config, learner.algorithm, model, learner.ranks, learner.make, learner.name)
 
 
 def is_last(sequences: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from rl_core.data.episodes import episode_rewards, succeeded
 from rl_core.data.tasks import TaskSource, shorten
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.plugin import Plugin
+from rl_core.sampling.env import Env
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.sampling.rollout import Group, in_order
 from rl_core.types import RunError, Trajectory, counter_seed
@@ -176,8 +177,14 @@ def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) 
     raise ValueError(f"{what} gave {shorten(weight)}; it must give a finite number of at least 0")
 
 
+def draw_by_weight(envs: dict[str, Env], train: TaskSource) -> None:
+    """Gives an order of its own to each environment with task_weight()."""
+    for source in train.sources:
+        if hook := envs[source.env].hooks.get("task_weight"):
+            source.draw_by(weighted_order(source, hook))
+
+
 def weighted_order(source: TaskSource, hook: Hook) -> WeightedOrder:
-    """The order of an environment with task_weight()."""
     columns, rows = hook.named - hook.ours, source.rows
     if columns and not hook.takes_all and hasattr(rows, "select_columns"):
         # Reading a row of a table is slow.

@@ -13,7 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rl_core.data.rows import CHECKED_ROWS, row_place
+from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
 from rl_core.data.tasks import shorten
 from rl_core.rules import nearest
 from rl_core.sampling.env import (
@@ -199,7 +199,11 @@ def check_columns(
     split: str = "train",
 ) -> None:
     """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of
-    every row."""
+    every row, and for a run's episodes in the place of rows."""
+    if files and is_trajectory(rows[0]):
+        raise ValueError(
+            f"{files[0][0]} holds a run's episodes, which are for --algorithm sft; name rows"
+        )
     wanted = []
     for hook in env.hooks.values():
         wanted.append((f"{hook.name}()", hook.required - hook.ours, hook.ours))

@@ -30,9 +30,9 @@ class EpisodeMetrics(Plugin):
                     trainer.note(f"rollout/{name}/{env}/", rollout_metrics(of_env))
         for name, endpoint in trainer.plan.endpoints.items():
             trainer.note(f"rollout/{name}/", endpoint.take_metrics())
-        if trainer.lease is not None:
-            trainer.note("rollout/", trainer.lease.take_metrics())
-        for engine in trainer.engines:
+        if trainer.device.lease is not None:
+            trainer.note("rollout/", trainer.device.lease.take_metrics())
+        for engine in trainer.device.engines:
             trainer.note("", await engine.take_metrics())
 
     async def before_log(self, step: int) -> None:

@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.learner import Learner, LearnerPart
+from rl_core.learning.learner import Learner, LearnerPart, PartSpec
 from rl_core.learning.loading import on_meta
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import Policy, backbone
@@ -143,11 +143,14 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
         )
 
 
-def make_experts(
-    policy: Policy, ranks: Ranks, coef: float, make_replay: Callable | None = None
-) -> list[LearnerPart]:
-    """The part of a learner whose model has experts; [] for any other model."""
-    return [Experts(policy, ranks, coef, make_replay)] if find_routers(policy.hf)[1] else []
+def make_experts(learner: PartSpec, make_replay: Callable) -> LearnerPart:
+    """What tells the load of the model's experts, and evens it; a part that does nothing for a
+    model without some. `make_replay`: for --router_replay."""
+    actor = learner.config.actors[learner.name]
+    if not find_routers(learner.policy.hf)[1]:
+        return LearnerPart()
+    replay = make_replay if actor.router_replay else None
+    return Experts(learner.policy, learner.ranks, actor.router_aux_loss_coef, replay)
 
 
 class Experts(LearnerPart):

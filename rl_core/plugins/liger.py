@@ -7,9 +7,14 @@ over all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+
+from rl_core.learning.learner import Learner
 
 LOSSES_OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
@@ -42,3 +47,10 @@ def apply_liger(models: list[nn.Module]) -> None:
         assert any("forward" in vars(m) for m in model.modules() if m is not model), type(
             model
         ).__name__
+
+
+def apply_liger_to_all(learners: dict[str, Learner], engines: Iterable[Any]) -> None:
+    """To the models of these learners, and of engines in this process."""
+    models = [model.hf for learner in learners.values() for model in learner.models()]
+    models += [engine.model for engine in engines if hasattr(engine, "model")]
+    apply_liger(models)

@@ -112,14 +112,17 @@ def has_experts(lora: LoraConfig) -> bool:
     return EXPERTS in split(lora.targets)
 
 
-def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> dict:
+def quantization(
+    adapters: dict[str, tuple[LoraConfig, int]], dtype: torch.dtype, device: torch.device
+) -> dict:
     """Arguments of from_pretrained for linear layers in 4 bits."""
-    if lora.quantize == "none":
+    kind = adapters["default"][0].quantize
+    if kind == "none":
         return {}
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=lora.quantize, bnb_4bit_compute_dtype=dtype
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype
     )
     return {"quantization_config": config, "device_map": {"": device}}
 
@@ -130,24 +133,24 @@ class AdapterPolicy(Policy):
 
     def __init__(
         self,
-        hf: nn.Module,
-        *args: Any,
-        loras: dict[str, LoraConfig],
+        adapters: dict[str, tuple[LoraConfig, int]],
         path: str,
         is_served: bool,
-        **kwargs: Any,
+        hf: nn.Module,
+        *args: Any,
     ):
+        """`adapters`: by name, each with its seed."""
         import peft
 
-        super().__init__(hf, *args, **kwargs)
+        super().__init__(hf, *args)
         self.is_served = is_served
-        self.adapters = {name: peft_config(lora, hf, path) for name, lora in loras.items()}
+        self.adapters = {n: peft_config(lora, hf, path) for n, (lora, _) in adapters.items()}
         with warnings.catch_warnings():
             # A second actor's adapter, on purpose.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             for name, config in self.adapters.items():
                 peft.inject_adapter_in_model(config, hf, name)
-        for name in loras:
+        for name in adapters:
             for _, parameter in adapter_parameters(hf, name):
                 parameter.data = torch.zeros(parameter.shape, device=parameter.device)
                 parameter.requires_grad_(True)  # peft's versions differ in this for a second one

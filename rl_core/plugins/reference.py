@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rl_core.algorithms import Algorithm, kl_estimate
-from rl_core.learning.learner import LearnerPart
+from rl_core.learning.learner import LearnerPart, PartSpec
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric
 from rl_core.types import PackedBatch
@@ -22,6 +22,19 @@ class Reference(LearnerPart):
             for batch in batches:
                 batch.ref_logprobs = self.policy(batch, self.temperature)[0]
         return {}
+
+
+def make_reference(learner: PartSpec) -> Reference:
+    """A frozen copy of the actor's model at the start, in the dtype of compute, sharded as the
+    policy is; of a policy with adapters itself, without them. On a GPU a copy is CPU-offloaded to
+    pinned memory while it is not used."""
+    model = learner.policy
+    if not model.adapters:
+        model = learner.load(learner.config.actors[learner.name].model, is_frozen=True)
+        with model.on_device():
+            pass  # it leaves the device at the end
+    temperature = learner.config.sampling.temperature if learner.algorithm.is_rl else 1.0
+    return Reference(model, temperature)
 
 
 class KLPenalty(LearnerPart):

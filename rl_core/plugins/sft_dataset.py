@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
+from rl_core.data.rows import Row, is_trajectory
+from rl_core.data.tasks import TaskSource
 from rl_core.plugins.pairs import reply_pair, scored_pair
 from rl_core.plugins.row_lengths import fits
 from rl_core.plugins.sft import sft_samples
@@ -14,6 +17,19 @@ from rl_core.types import Task, TrainingSample
 CACHED_TOKENS = 4_000_000  # 100 MB
 # Preset -> (chat, row, *sft.weights) -> TrainingSamples of a row of data.
 SAMPLES = {"sft": sft_samples, "dpo": reply_pair, "rm": scored_pair}
+
+
+def check_rows(config: Config, rows: Sequence[Row], path: str, is_train: bool) -> None:
+    """Raises ValueError for a run's rollouts, or for other rows, where they have no meaning."""
+    if is_trajectory(rows[0]) and config.algorithm != "sft":
+        raise ValueError(f"{path} holds a run's episodes, which are for --algorithm sft; name rows")
+    parts = [part for part in getattr(rows, "datasets", [rows]) if len(part)]
+    min_reward = config.data.min_reward
+    if is_train and min_reward is not None and not all(is_trajectory(part[0]) for part in parts):
+        raise ValueError(
+            f"--data.min_reward={min_reward} is for a run's rollouts, and {path} holds none; drop "
+            "it"
+        )
 
 
 class SFTDataset:
@@ -37,6 +53,13 @@ class SFTDataset:
             if self.num_tokens <= CACHED_TOKENS:
                 self.known[task.id] = samples
         return [replace(sample, group_id=group_id) for sample in samples]
+
+    def samples_at(self, tasks: TaskSource, positions: Iterable[int]) -> list[TrainingSample]:
+        """Those of the tasks at these positions."""
+        samples = []
+        for position in positions:
+            samples += self.samples(tasks.task(position), f"{position:012d}")
+        return samples
 
     def _tokenize(self, task: Task) -> list[TrainingSample]:
         config = self.config

@@ -64,7 +64,7 @@ class StaleGroups(Plugin):
         trainer, worker = self.trainer, self.trainer.worker
         if not trainer.config.max_staleness or not worker.pending:
             return []
-        for engine in trainer.engines:
+        for engine in trainer.device.engines:
             await engine.catch_up()
         names = [f"{under_way.FILE}{rank:05d}.jsonl.zst" for rank in range(trainer.ranks.size)]
         own = scratch / names[trainer.ranks.rank]

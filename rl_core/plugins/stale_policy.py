@@ -62,7 +62,7 @@ class StalePolicy(Plugin):
         self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> None:
         """Every rank must call it: gathering a weight is a collective."""
-        engine, is_writer = actor.stale_engine, self.trainer.ranks.is_writer
+        engine, is_writer = actor.speaker.stale_engine, self.trainer.ranks.is_writer
         kept: dict[str, torch.Tensor] = {}
 
         def coming() -> Iterator[tuple[str, torch.Tensor]]:

@@ -143,7 +143,7 @@ def loaded(trainer: Any) -> str:
     if trainer.checkpoint:
         place = f"--resume: goes on from step {trainer.step} of {config.num_steps}"
     lines = [", ".join(models), work, f"{devices(trainer)}; {place}"]
-    lines += [engine.shortage for engine in trainer.engines if engine.shortage]
+    lines += [engine.shortage for engine in trainer.device.engines if engine.shortage]
     return "\n".join(lines)
 
 

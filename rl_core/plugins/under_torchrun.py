@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 def end_with_launcher() -> None:
     """A rank whose launcher is killed outright, so that it can tell its ranks nothing, ends too
     (Linux)."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

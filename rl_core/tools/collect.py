@@ -52,7 +52,6 @@ def main(argv: list[str]) -> int:
 async def collect(config: Config, model: str, num_tasks: int, min_reward: float | None) -> None:
     """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other
     flags."""
-    from rl_core.algorithms import make_algorithm
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
     from rl_core.plan import load_envs, train_tasks
     from rl_core.plugins.run_files import write_tokenizers, write_trajectories
@@ -60,7 +59,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
 
     out = Path(config.out)
     config, envs = load_envs(config)
-    source = train_tasks(config, envs, make_algorithm(config.algorithm, config.algo))
+    source = train_tasks(config, envs)
     config, names = with_model(config, model)
     size = config.tasks_per_step
     num_files = -(-(num_tasks or len(source)) // size)

@@ -86,11 +86,10 @@ def ks(config: Config, given: str | None) -> list[int]:
 
 async def evaluate(config: Config, model: str, ks: list[int]) -> Scores:
     """Scores of one model by environment, and by actor if it is several."""
-    from rl_core.algorithms import make_algorithm
     from rl_core.plan import eval_tasks, load_envs
 
     config, envs = load_envs(config)
-    sources = eval_tasks(config, envs, make_algorithm(config.algorithm, config.algo))
+    sources = eval_tasks(config, envs)
     config, names = with_model(config, model)
     n, found = config.eval.samples, {}
     async with player(config, envs, list(sources.values())) as playing:

@@ -95,7 +95,7 @@ def model_size(actor: ActorConfig) -> Size:
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
     """What a learner holds on one rank. Weights, gradients and optimizer state are fp32,
     sharded."""
-    from rl_core.models import compute_dtype
+    from rl_core.learning.loading import compute_dtype
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
     learner = config.learner
@@ -140,10 +140,11 @@ def block_bytes(size: Size, w: int, tp: int) -> float:
 def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
     """What an engine holds on one rank: its own copy of the weights, unless it reads the learner's,
     and the KV cache."""
-    from rl_core.models import compute_dtype, engine_class
+    from rl_core.learning.loading import compute_dtype
+    from rl_core.registry import engine_maker
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
-    engine = engine_class(config, name)
+    engine = engine_maker(config).classes[name]
     has_copy = not engine.shares_weights or mesh.size > 1 or w != 4 or size.adapters > 0
     groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)
     slots = min(config.rollout.max_concurrent, groups * config.group_size)
@@ -156,7 +157,7 @@ def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
 def facts(plan: Plan) -> dict[str, Any]:
     """Data, tokens of a step, what is assumed, and for each actor that learns its parameters and
     bytes on one rank."""
-    from rl_core.models import compute_dtype
+    from rl_core.learning.loading import compute_dtype
 
     config, algorithm, mesh = plan.config, plan.algorithm, plan.mesh
     actors = {}

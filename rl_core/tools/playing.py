@@ -86,7 +86,7 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
     """(the configuration in which `model` plays, the names of the actors that it is). The folder of
     a run is all actors that the run trained, RUN/hf/NAME is NAME, any other model the first that is
     trained."""
-    from rl_core.models import choose_engine
+    from rl_core.plan import choose_engine
 
     config = choose_engine(config, 1)
     folder, names = Path(model), config.trained[:1]
@@ -115,11 +115,12 @@ async def player(
 ) -> AsyncIterator[Player]:
     """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that
     are too long."""
-    from rl_core import models
-    from rl_core.actors import make_lease, make_speaker
+    from rl_core import registry
+    from rl_core.actors import make_speaker
     from rl_core.distributed import init_ranks
     from rl_core.plan import make_chats
     from rl_core.plugins.row_lengths import check_lengths
+    from rl_core.sampling.engine import DeviceLease
 
     chats, endpoints = make_chats(config)
     for source in sources if chats else ():
@@ -127,8 +128,9 @@ async def player(
     for endpoint in endpoints.values():
         endpoint.ping()
     ranks = init_ranks(config.timeout_s)
-    engines = models.make_engines(config, chats, {}, ranks)
-    lease = make_lease(config)
+    maker = registry.engine_maker(config)
+    engines = maker.make_all(chats, {}, ranks)
+    lease = DeviceLease() if maker.takes_turns else None
     try:
         for engine in dict.fromkeys(engines.values()):
             await engine.wake()
@@ -136,7 +138,8 @@ async def player(
                 await engine.sleep()
         speakers = dict(endpoints)
         for name, chat in chats.items():
-            speakers[name] = make_speaker(config, name, chat, lease, engines[name])
+            adapter = maker.adapter_of(name)
+            speakers[name] = make_speaker(config, name, chat, lease, engines[name], adapter)
         actors = {name: speakers[name] for name in config.actors}
         yield Player(config, envs, actors, ranks, chats)
     finally:

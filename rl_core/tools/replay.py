@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rl_core.algorithms import Algorithm
     from rl_core.distributed import Ranks
     from rl_core.learning.learner import Learner
+    from rl_core.learning.policy import Policy
     from rl_core.plan import Plan
     from rl_core.types import TrainingSample, Trajectory
 
@@ -318,10 +319,11 @@ def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
 
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
     """A learner of the same weights. A critic goes on; a new one begins as the policy did."""
-    from rl_core import models
+    from rl_core import models, registry
+    from rl_core.learning.learner import PartSpec
+    from rl_core.learning.loading import compute_dtype
     from rl_core.plugins.critic import Critic
     from rl_core.plugins.experts import Experts
-    from rl_core.plugins.padded import choose_forward
     from rl_core.plugins.reference import Reference
     from rl_core.plugins.sequence_shards import SequenceShards
 
@@ -331,22 +333,35 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     )
     make = models.learner_with(config)
     parts = {type(part): part for part in old.parts}
-    known, critic = parts.get(Reference), parts.get(Critic)
+    reference, critic = parts.get(Reference), parts.get(Critic)
+
+    def load(path: str, is_frozen: bool = False, **how: Any) -> Policy:
+        if is_frozen and reference:
+            return reference.policy
+        if critic and not is_frozen:
+            return critic.learner.policy
+        how |= {"is_frozen": is_frozen, "attention": config.attention}
+        return models.make_policy(path, compute_dtype(config), ranks, **how)
+
+    spec = PartSpec(
+        config=config,
+        algorithm=algorithm,
+        name=name,
+        policy=policy,
+        ranks=ranks,
+        load=load,
+        make=make,
+    )
     chosen = []
-    if algorithm.needs_reference and known:
-        chosen.append(Reference(known.policy, config.sampling.temperature))
-    elif algorithm.needs_reference:
-        chosen.append(models.make_reference_part(config, algorithm, actor.model, policy, ranks))
-    if algorithm.has_critic and critic:
-        chosen.append(Critic(config, algorithm, critic.learner.policy, ranks, make, name))
-    elif algorithm.has_critic:
-        chosen.append(models.make_critic(config, algorithm, actor.model, ranks, name))
-    chosen += models.advantage_parts(algorithm, ranks)
+    for is_wanted, part in registry.PARTS:
+        stays = part in (registry.experts, registry.sequence_shards)
+        if is_wanted(spec) and not stays:
+            chosen.append(part(spec))
     # Of the model and the mesh, which stay.
     chosen += [part for part in old.parts if isinstance(part, (Experts, SequenceShards))]
     new = make(config, algorithm, policy, ranks, parts=chosen, name=name, adapter=old.adapter)
     for model in set(new.models()) - set(old.models()):
-        choose_forward(model, ranks)
+        registry.choose_forward(model, ranks)
     known = {learner.name: learner.optimizer for learner in old.trained()}
     for learner in new.trained():
         optimizer = known.get(learner.name)

@@ -19,8 +19,7 @@ import pytest
 import zstandard
 
 from rl_core.config import parse_config
-from rl_core.engines.api import ApiActor
-from rl_core.plan import make_api_actor
+from rl_core.engines.api import ApiActor, make_api_actor
 from rl_core.sampling.hooks import Hook
 from rl_core.train import main
 from rl_core.types import SamplingParams, Task
@@ -357,7 +356,7 @@ def test_what_cannot_work_is_refused_at_start_up(options, says, monkeypatch):
 FAILING = """
 import asyncio, logging, sys, traceback
 logging.basicConfig(level=logging.DEBUG)
-from rl_core.engines.api import ApiActor
+from rl_core.engines.api import ApiActor, make_api_actor
 from rl_core.types import SamplingParams
 
 async def ask(url):

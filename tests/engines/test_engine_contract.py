@@ -28,8 +28,7 @@ from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.remote import ask
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.metrics import Sum
-from rl_core.models import choose_engine, make_engine
-from rl_core.plan import make_chats
+from rl_core.plan import choose_engine, make_chats
 from rl_core.sampling.engine import EngineDied, EngineSpec
 from rl_core.types import Completion, SamplingParams
 
@@ -555,7 +554,7 @@ def test_an_engine_is_known_by_what_it_can_and_not_by_its_name(tiny_model, flags
         config = choose_engine(parse_config([*given, "--engine", name]), 1)
         learner = make_learner(tiny_model, flags, "--engine", name)
         chat = make_chats(config)[0]["policy"]
-        engine = make_engine(config, "policy", chat, learner, learner.ranks)
+        engine = registry.engine_maker(config).make("policy", chat, learner, learner.ranks)
         assert type(engine) is registry.ENGINES[name]() and engine._adapters is None
         has_copy.append(engine.model is not learner.policy.hf)
     assert has_copy == [bool(flags)] * 2

@@ -29,10 +29,10 @@ from rl_core.config import LoraConfig, parse_config
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
 from rl_core.metrics import Sum
-from rl_core.models import adapter_of, choose_engine
-from rl_core.plan import make_plan
+from rl_core.plan import choose_engine, make_plan
 from rl_core.plugins.checkpoint import export_policy
 from rl_core.plugins.lora import adapter_weights, is_served
+from rl_core.registry import engine_maker
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
 from rl_core.types import Completion, SamplingParams
@@ -252,7 +252,8 @@ def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(
 def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
     def adapter(*given, model=tiny_model, name="policy") -> str:
         config = parse_config(words("--model", model, "--env_path x.py --out x", *given))
-        return adapter_of(replace(config, engine=config.engine.replace("auto", "sglang")), name)
+        config = replace(config, engine=config.engine.replace("auto", "sglang"))
+        return engine_maker(config).adapter_of(name)
 
     lora = "--actors.policy.lora.rank 4"
     assert adapter(lora) == "policy"

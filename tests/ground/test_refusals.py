@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.algorithms import PRESETS
 from rl_core.config import Config, known_flags, parse_config, to_yaml
-from rl_core.models import choose_engine
-from rl_core.plan import choose_algorithm
+from rl_core.plan import choose_algorithm, choose_engine
 from rl_core.registry import OPTIMIZERS, check_options
 from rl_core.tools.help import help_page, print_help
 from rl_core.train import main

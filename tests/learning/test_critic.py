@@ -13,6 +13,7 @@ from kit import SORT, metrics, part_of, words
 from safetensors.torch import load_file
 from test_learner import FLAGS, assert_same, make_learner, ragged_samples
 
+from rl_core import models
 from rl_core.algorithms import PRESETS, token_losses
 from rl_core.cli import main as command
 from rl_core.config import parse_config
@@ -23,7 +24,6 @@ from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import Policy
 from rl_core.metrics import add_metrics, reduce_metrics
-from rl_core.models import make_critic
 from rl_core.plugins.critic import gae_advantages, value_losses, value_metrics, value_sums
 from rl_core.plugins.normalise import env_scales
 from rl_core.train import main
@@ -258,8 +258,8 @@ def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
     )
 
     def new_critic(*args):
-        critic = make_critic(config, learner.algorithm, str(tiny_model), learner.ranks)
-        return critic.learner.policy(*args)
+        own = models.make_learner(config, learner.algorithm, "policy", learner.ranks)
+        return critic_of(own)(*args)
 
     with torch.no_grad():
         want, _ = critic_of(learner)(batch, 1.0)

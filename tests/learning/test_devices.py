@@ -21,13 +21,11 @@ from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning.attention import NAME
-from rl_core.learning.learner import Learner
+from rl_core.learning.learner import Learner, PartSpec
 from rl_core.learning.policy import PackedForward, Policy
-from rl_core.models import advantage_parts, learner_with, make_experts
+from rl_core.models import learner_with
 from rl_core.plugins.attention_kernels import TORCH
-from rl_core.plugins.critic import Critic
-from rl_core.plugins.reference import Reference
-from rl_core.registry import pair_loss
+from rl_core.registry import PARTS, pair_loss
 
 META = torch.device("meta")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors
@@ -115,18 +113,22 @@ def meta_learner(
     model = AutoConfig.from_pretrained(model, num_labels=1) if isinstance(model, Path) else model
     preset = make_algorithm(algorithm, config.algo)
     ranks = dataclasses.replace(init_ranks(60), device=META)
-    has_reference = preset.has_reference or preset.kl_coef > 0
-    parts, make = [], learner_with(config)
-    if has_reference:
-        parts.append(Reference(meta_policy(model, False, dtype, "none"), 1.0))
-    if preset.has_critic:
-        critic = meta_policy(model, True, dtype, offload)
-        parts.append(Critic(config, preset, critic, ranks, make))
-    policy = meta_policy(model, preset.is_scoring, dtype, offload)
-    parts += advantage_parts(preset, ranks)
-    parts += make_experts(config, "policy", policy, ranks)
+
+    def load(path: str, is_frozen: bool = False, is_scoring: bool = False, **how) -> Policy:
+        return meta_policy(model, is_scoring, dtype, "none" if is_frozen else offload)
+
+    spec = PartSpec(
+        config=config,
+        algorithm=preset,
+        name="policy",
+        policy=load("", is_scoring=preset.is_scoring),
+        ranks=ranks,
+        load=load,
+        make=learner_with(config),
+    )
+    parts = [make(spec) for is_wanted, make in PARTS if is_wanted(spec)]
     loss = pair_loss(algorithm) if preset.is_pairs else None
-    return make(config, preset, policy, ranks, parts=parts, loss=loss)
+    return spec.make(config, preset, spec.policy, ranks, parts=parts, loss=loss)
 
 
 def learn_a_step(learner: Learner) -> None:

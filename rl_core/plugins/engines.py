@@ -1,0 +1,184 @@
+"""The engines of a run on this rank: what each is made from, and which adapters it applies beside
+its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import nn
+
+from rl_core.config import ActorConfig, Config
+from rl_core.data.chat import Chat
+from rl_core.distributed import Ranks
+from rl_core.learning.learner import Learner
+from rl_core.learning.loading import compute_dtype, load_hf_model, load_model_config, on_meta
+from rl_core.sampling.engine import Engine, EngineSpec
+from rl_core.sampling.weights import load_weights
+from rl_core.types import counter_seed
+
+# Hosts of servers that see this machine's shared memory.
+HERE = (None, "127.0.0.1", "localhost", "::1")
+
+
+class EngineMaker:
+    def __init__(
+        self,
+        config: Config,
+        classes: dict[str, type[Engine]],
+        choose_sampler: Callable[[nn.Module], Any],
+    ):
+        """`classes`: of each actor that has a model here."""
+        self.config, self.classes, self.choose_sampler = config, classes, choose_sampler
+        # Actors with an engine on this device; those that share a model have one.
+        self.owners = [
+            name for name in classes if not (config.actors[name].share or self.servers(name))
+        ]
+
+    def servers(self, name: str) -> list[str]:
+        """Addresses of engines that run already."""
+        return self.config.actors[name].servers
+
+    def check(self, num_ranks: int, is_planned: bool) -> None:
+        """Raises ValueError if engines cannot do what the flags ask, here or, if it is only
+        planned, anywhere."""
+        for name, cls in self.classes.items():
+            cls.check(self.config, name, is_planned)
+            self.check_divides(f"--actors.{name}.engine_urls", len(self.servers(name)), num_ranks)
+        self.check_divides("--engine_tp", self.config.engine_tp, num_ranks)
+
+    @staticmethod
+    def check_divides(flag: str, n: int, num_ranks: int) -> None:
+        if n and num_ranks % n:
+            fits = max(d for d in range(1, n) if num_ranks % d == 0)
+            raise ValueError(
+                f"{flag} ({n}) must divide the {num_ranks} ranks that sample; try {fits}"
+            )
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether one engine of a device is awake at a time. Otherwise they divide
+        --engine_memory_frac."""
+        awake = self.config.rollout.engines_awake
+        if len(self.owners) < 2 or awake == "all":
+            return False
+        return awake == "one" or self.classes[self.owners[0]].is_elsewhere
+
+    def adapter_of(self, name: str) -> str:
+        """The adapter with which an actor samples beside its engine's weights: where several share
+        a model, and where the engine serves adapters. "": the engine has its weights merged."""
+        actor, layers = self.config.actors[name], self.classes[name].serves_lora
+        if not actor.is_trained:
+            return ""
+        is_beside = actor.share or self.config.sharers(name)
+        # Servers that run already were not told to serve adapters.
+        if layers and actor.lora.rank and not is_beside and not actor.servers:
+            from rl_core.plugins.lora import is_served
+
+            is_beside = is_served(actor.model, actor.lora, layers)
+        return name if is_beside else ""
+
+    def shares_weights(self, learner: Learner | None) -> bool:
+        """Whether this actor's engine samples with the learner's own tensors."""
+        if learner is None or learner.ranks.engine_ranks:
+            return False
+        return learner.policy.shares_weights and self.classes[learner.name].shares_weights
+
+    def make_all(
+        self, chats: dict[str, Chat], learners: dict[str, Learner], ranks: Ranks
+    ) -> dict[str, Engine | None]:
+        """Each actor's engine in this process. Actors that share a model have one. None: another
+        rank's engine has this one's device."""
+        by_owner: dict[str, Engine | None] = {}
+        for name in chats:
+            owner = self.config.actors[name].share or name
+            if owner not in by_owner:
+                by_owner[owner] = self.make(owner, chats[owner], learners.get(owner), ranks)
+        return {name: by_owner[self.config.actors[name].share or name] for name in chats}
+
+    def make_stale(self, chats: dict[str, Chat], ranks: Ranks) -> dict[str, Engine | None]:
+        """Of each actor that learns a second engine, for weights of an earlier version."""
+        names = self.config.trained if self.config.rollout.lagged[0] else ()
+        return {name: self.make(name, chats[name], None, ranks, "_older") for name in names}
+
+    def make(
+        self, name: str, chat: Chat, learner: Learner | None, ranks: Ranks, role: str = ""
+    ) -> Engine | None:
+        """`learner`: whose weights it may read. `role`: which of several engines of the actor."""
+        config, actor = self.config, self.config.actors[name]
+        module = self.make_module(name, learner, ranks)
+        # The first of each --engine_tp neighbours, or of those that share a server that runs
+        # already, has the engine.
+        servers = actor.servers
+        stride = ranks.size // len(servers) if servers else config.engine_tp
+        if ranks.rank % stride:
+            return None
+        url = servers[ranks.rank // stride] if servers else ""
+        # A rank has at most its share at once, of all that may be under way.
+        groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
+        num_slots = min(config.rollout.max_concurrent, groups * config.group_size)
+        num_awake = 1 if self.takes_turns else max(1, len(self.owners))
+        if config.rollout.lagged[0] > 0 and actor.is_trained:  # a second one with older weights
+            num_awake *= 2
+        spec = EngineSpec(
+            name=name + role,
+            model=actor.model,
+            module=module,
+            tokenizer=chat.tokenizer,
+            num_slots=1 if config.rollout.fixed_order else num_slots,
+            max_context_tokens=config.max_context_tokens,
+            dtype=compute_dtype(config),
+            device=ranks.device,
+            seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
+            adapters=self.adapters(name, module),
+            sampler=self.choose_sampler,
+            recorder=recorder_of(actor),
+            owns_weights=self.takes_turns and not self.shares_weights(learner),
+            log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
+            start_timeout_s=config.timeout_s,
+            tp=config.engine_tp,
+            args=config.engine_args,
+            memory_frac=round(config.engine_memory_frac / num_awake, 3),
+            url=url,
+            folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
+        )
+        return self.classes[name](spec)
+
+    def adapters(self, name: str, module: nn.Module) -> dict[str, dict[str, Any]]:
+        """What adapter_config.json holds of each adapter that the engine applies."""
+        adapters = {}
+        for user in (name, *self.config.sharers(name)):
+            if self.adapter_of(user):
+                from rl_core.plugins.lora import peft_config
+
+                actor = self.config.actors[user]
+                adapters[user] = peft_config(actor.lora, module, actor.model).to_dict()
+        return adapters
+
+    def make_module(self, name: str, learner: Learner | None, ranks: Ranks) -> nn.Module:
+        """What an engine samples with: the learner's own model where it is unsharded, or its
+        weights where several actors share them, else a copy in the dtype of compute. Shapes alone
+        where the engine loads the weights itself."""
+        path, policy = self.config.actors[name].model, learner and learner.policy
+        if self.classes[name].wants_shapes:
+            return on_meta(load_model_config(path))
+        if self.shares_weights(learner):
+            if not policy.adapters:
+                return policy.hf
+            from rl_core.plugins.lora import second_model
+
+            return second_model(policy.hf)
+        module = load_hf_model(path, compute_dtype(self.config), ranks.device)
+        if policy is not None and policy.is_served and policy.is_quantized:
+            load_weights(module, policy.named_weights())  # what its adapters learn beside
+        return module
+
+
+def recorder_of(actor: ActorConfig) -> Callable[[nn.Module], Any] | None:
+    if not actor.router_replay:
+        return None
+    from rl_core.plugins.router_replay import Recorder
+
+    return Recorder
