@@ -1,4 +1,4 @@
-"""A run's folder: its lock, config.yaml and metrics.jsonl."""
+"""A run's folder: its lock and metrics.jsonl; full disks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ import math
 import os
 import socket
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
 
-import yaml
-
-from rl_core.config import Config, flat, to_yaml
 from rl_core.data.rows import write_whole
 from rl_core.distributed import Ranks
 from rl_core.metrics import Metric, reduce_metrics
-
-MAY_DIFFER = ("resume", "out", "num_steps")
 
 
 @contextmanager
@@ -46,64 +39,10 @@ def locked(out: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
-        close_in_children(file)
+        # A process that a hook forks may outlive the run, and must not hold its lock. The kernel
+        # frees a lock once every copy of the open file is closed.
+        os.register_at_fork(after_in_child=file.close)
         yield
-
-
-def close_in_children(file: IO) -> None:
-    """A process that a hook forks may outlive the run, and must not hold its lock. The kernel frees
-    a lock once every copy of the open file is closed."""
-    held = weakref.ref(file)
-
-    def close() -> None:
-        if (inherited := held()) is not None:
-            inherited.close()
-
-    os.register_at_fork(after_in_child=close)
-
-
-def keep_config(out: Path, config: Config) -> list[str]:
-    """Writes config.yaml, or leaves that of the first run. Gives the settings that differ from it,
-    as `name was -> is`."""
-    changes = keep_first(out / "config.yaml", to_yaml(config))
-    return [
-        f"--{name} {was} -> {value}"
-        for name, (was, value) in changes.items()
-        if name not in MAY_DIFFER
-    ]
-
-
-def keep_codes(out: Path, codes: dict[str, str]) -> list[str]:
-    """Writes env_code.yaml, the hash of each environment's file, or leaves that of the first run.
-    Gives the files that have changed since. A run without an environment has none."""
-    return list(keep_first(out / "env_code.yaml", yaml.safe_dump(codes))) if codes else []
-
-
-def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:
-    """Writes a file of YAML, or leaves that of the first run. Name -> (was, is) of what differs
-    from it; what it lacks is new in this version."""
-    if not path.exists():
-        write_whole(path, text)
-        return {}
-    before, changes = flat(read_config(path)), {}
-    for name, value in flat(yaml.safe_load(text)).items():
-        if before.get(name, value) != value:
-            changes[name] = before[name], value
-    return changes
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The flags of a run's config.yaml. Raises ValueError if it holds none."""
-    try:
-        found = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, UnicodeDecodeError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path} is damaged: it is empty or no YAML of flags; remove it, and --resume writes "
-            "it anew"
-        )
-    return found
 
 
 @contextmanager

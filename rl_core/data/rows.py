@@ -24,6 +24,8 @@ CHECKED_ROWS = 20_000
 # Of a .jsonl file; rows of a larger one stay on disk, as those of tables do.
 IN_MEMORY_BYTES = 64 << 20
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
+# Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
+TOKENIZERS = "tokenizers.json"
 
 
 def load_rows(

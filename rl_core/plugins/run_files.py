@@ -11,14 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 import zstandard
 
+from rl_core.config import Config, flat, to_yaml
 from rl_core.data.chat import Chat
+from rl_core.data.rows import TOKENIZERS, write_whole
 from rl_core.plugin import Plugin
 from rl_core.plugins.data_warnings import data_warnings
-from rl_core.plugins.tables import TOKENIZERS
-from rl_core.run_folder import keep_codes, keep_config, naming
+from rl_core.run_folder import naming
 from rl_core.types import Trajectory
+
+MAY_DIFFER = ("resume", "out", "num_steps")
 
 
 class RunFiles(Plugin):
@@ -35,7 +39,8 @@ class RunFiles(Plugin):
         for line in keep_config(out, plan.config):
             print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
         codes = {env.path.partition("?")[0]: env.code() for env in plan.envs.values()}
-        for name in keep_codes(out, codes):
+        # A run without an environment has none.
+        for name in keep_first(out / "env_code.yaml", yaml.safe_dump(codes)) if codes else ():
             print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
         for line in data_warnings(plan.config, plan.algorithm, plan.train, plan.eval):
             print(f"warning: {line}", flush=True)
@@ -85,3 +90,41 @@ def jsonable(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
     return str(value)
+
+
+def keep_config(out: Path, config: Config) -> list[str]:
+    """Writes config.yaml, or leaves that of the first run. Gives the settings that differ from it,
+    as `name was -> is`."""
+    changes = keep_first(out / "config.yaml", to_yaml(config))
+    return [
+        f"--{name} {was} -> {value}"
+        for name, (was, value) in changes.items()
+        if name not in MAY_DIFFER
+    ]
+
+
+def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:
+    """Writes a file of YAML, or leaves that of the first run. Name -> (was, is) of what differs
+    from it; what it lacks is new in this version."""
+    if not path.exists():
+        write_whole(path, text)
+        return {}
+    before, changes = flat(read_config(path)), {}
+    for name, value in flat(yaml.safe_load(text)).items():
+        if before.get(name, value) != value:
+            changes[name] = before[name], value
+    return changes
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The flags of a run's config.yaml. Raises ValueError if it holds none."""
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} is damaged: it is empty or no YAML of flags; remove it, and --resume writes "
+            "it anew"
+        )
+    return found

@@ -19,15 +19,13 @@ from rl_core.data.rows import (
     ROLLOUTS,
     SEPARATORS,
     TABLES,
+    TOKENIZERS,
     Row,
     parse_rows,
     read_json,
     suffix_of,
 )
 from rl_core.rules import nearest
-
-# Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
-TOKENIZERS = "tokenizers.json"
 
 
 def load_other(

@@ -73,7 +73,7 @@ def read_flags(
 
 def flags_of_run(model: str) -> list[str] | None:
     """--config of the reinforcement learning that made a model; None if there is none."""
-    from rl_core.run_folder import read_config
+    from rl_core.plugins.run_files import read_config
 
     for folder in (Path(model), Path(model).parent.parent):
         path = folder / "config.yaml"
