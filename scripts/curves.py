@@ -224,7 +224,7 @@ CURVES = {
         sft_steps=500,
     ),
     "openai_agent": Curve(
-        lengths="--max_prompt_tokens 32 --max_tokens 80",
+        lengths="--max_prompt_tokens 32 --max_tokens 96",
         habits={"policy": call_or_guess},
         rl="--tasks_per_step 8 --num_steps 40 --optim.lr 5e-4 --eval_every 20 --max_turns 2",
         sft_steps=400,

@@ -34,12 +34,13 @@ def samples_from_turns(
             "advantages": 0.0,
         }
         columns = {name: [value] * (num_new + num_sampled) for name, value in context.items()}
-        if not turn.name or turn.name not in trained:
+        if turn.name not in trained:
             columns["loss_mask"][num_new:] = [True] * num_sampled
             columns["rollout_logprobs"][num_new:] = sampled.logprobs
             columns["policy_versions"][num_new:] = sampled.policy_versions
             columns["advantages"][num_new:] = [advantage] * num_sampled
-            trained.add(turn.name)
+            if turn.name:
+                trained.add(turn.name)
         drafts[-1]["token_ids"] += [*turn.new_ids, *sampled.token_ids]
         for name, values in columns.items():
             drafts[-1][name] += values

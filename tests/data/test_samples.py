@@ -108,3 +108,20 @@ def test_rows_with_nothing_to_train_are_refused(row, rule):
     with pytest.raises(ValueError, match=rule) as error:
         sft_samples(Chat(make_tokenizer(), CHATML), row)
     assert "\n" not in str(error.value)
+
+
+def test_turns_that_branches_share_are_trained_once():
+    shared = [turn([1, 2], [3, 4], is_fresh=True), turn([5], [6])]
+    shared[0].name, shared[1].name = "a#0", "a#1"
+    left, right = [*shared, turn([7], [8])], [*shared, turn([9], [10, 11])]
+    left[2].name, right[2].name = "a#2", "a.0#2"
+    trained = set()
+    (first,) = samples_from_turns(left, 0.5, trained=trained)
+    (second,) = samples_from_turns(right, 2.0, trained=trained)
+    assert first.loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
+    assert second.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 9, 10, 11]
+    assert second.loss_mask.tolist() == [0] * 7 + [1, 1]
+    assert second.advantages.tolist() == [0.0] * 7 + [2.0, 2.0]
+    assert second.policy_versions.tolist() == [-1] * 7 + [0, 0]
+    assert samples_from_turns(left, 1.0, trained=trained) == []
+    assert trained == {"a#0", "a#1", "a#2", "a.0#2"}
