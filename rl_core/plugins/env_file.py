@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
 # A file's own rollout() plays without them.
-OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "task_weight"}
+OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "agent", "task_weight"}
 OF_DIALOGUE |= {"system_prompts", "name_prefix", "truncated_reward"}
-
-UNUSED_BY_AGENT = UNUSED_BY_ROLLOUT | {"rollout", "tools"}
+UNUSED_BY_AGENT = OF_DIALOGUE | {"rollout", "tools"}
 
 
 def is_agent(value: Any) -> bool:

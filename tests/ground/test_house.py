@@ -71,7 +71,7 @@ BELOW = {
         "service",
         "tools",
     },
-    "roof": {"ground", "pure", "shared", "sampling", "learning", "registry"},
+    "roof": {"ground", "pure", "interface", "shared", "sampling", "learning", "registry"},
     "sandbox": set(),
     # The spine reaches it by --env_path grpc://... alone.
     "service": {"ground", "pure", "sampling", "plugins", "agents"},
