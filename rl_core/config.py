@@ -95,6 +95,9 @@ class EnvConfig(Section, prefix="envs.NAME."):
     )
 
 
+NO_ENV = EnvConfig()  # An environment without flags of its own.
+
+
 @dataclass(kw_only=True)
 class DataConfig(Section, prefix="data."):
     train: str | None = flag(
@@ -349,7 +352,7 @@ class Config(Section):
         return {Path(path.partition("?")[0]).stem: path for path in split(self.env_path)}
 
     def env(self, name: str) -> EnvConfig:
-        return self.envs.get(name) or EnvConfig()
+        return self.envs.get(name, NO_ENV)
 
     @property
     def turn_limit(self) -> int:

@@ -493,10 +493,10 @@ def signal_handler(trainer: Any):
     return SignalHandler(trainer)
 
 
-def run_end(trainer: Any):
-    from rl_core.plugins.run_end import RunEnd
+def tell_end(trainer: Any):
+    from rl_core.plugins.run_end import tell_end
 
-    return RunEnd(trainer)
+    tell_end(trainer)
 
 
 def failure_limit(trainer: Any):
@@ -540,7 +540,6 @@ PLUGINS = (
     (lambda trainer: trainer.plan.on_step, on_step),
     # Last: evaluations end before signals are caught, and what is saved is what the others have.
     (lambda trainer: True, signal_handler),
-    (lambda trainer: True, run_end),
     (lambda trainer: True, failure_limit),
     (lambda trainer: True, checkpointer),
     (lambda trainer: trainer.config.push_to_hub, hub),

@@ -288,6 +288,7 @@ class Trainer:
 
     def after_run(self) -> None:
         """On the rank that writes, once ranks have parted: none waits for what follows."""
+        registry.tell_end(self)
         for plugin in self.plugins:
             plugin.after_run()
 

@@ -7,9 +7,10 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from statistics import fmean
+from typing import Any
 
 from rl_core.data.rows import read_json
-from rl_core.plugin import Plugin
 
 Row = Mapping[str, float | None]
 # The first of these that a run measured at least twice is told.
@@ -21,42 +22,39 @@ SCORES = (
 MOST_STEPS = 10  # whose mean is told, of values that are of a step's own tasks
 
 
-class RunEnd(Plugin):
-    def after_run(self) -> None:
-        """Prints the lines. The run's files are complete."""
-        trainer, config = self.trainer, self.trainer.config
-        say, done = trainer.log.say, trainer.step
-        taken = timedelta(seconds=int(time.monotonic() - trainer.began_at))
-        file = trainer.out / "metrics.jsonl"
-        rows = list(read_json(file)) if file.exists() else []
-        how = trainer.ended_by
-        if not trainer.signal and done >= config.num_steps:
-            how = "done"
-        say(f"{how}: step {done} of {config.num_steps} in {taken}")
-        for line in before_and_after(rows):
-            say(f"  {line}")
-        say(f"  look at it: rl-core view {trainer.out}")
-        if done < config.num_steps:
-            go_on = "the same command with --resume"
-            if trainer.plan.on_step is not None:  # it is no command
-                go_on = "train() again, with Config(resume=True)"
-            say(f"  go on: {go_on}")
+def tell_end(trainer: Any) -> None:
+    """Prints the lines. The run's files are complete."""
+    config, say, done = trainer.config, trainer.log.say, trainer.step
+    taken = timedelta(seconds=int(time.monotonic() - trainer.began_at))
+    how = "done" if done >= config.num_steps and not trainer.signal else trainer.ended_by
+    say(f"{how}: step {done} of {config.num_steps} in {taken}")
+    file = trainer.out / "metrics.jsonl"
+    for line in before_and_after(list(read_json(file)) if file.exists() else []):
+        say(f"  {line}")
+    say(f"  look at it: rl-core view {trainer.out}")
+    if done < config.num_steps:
+        is_command = trainer.plan.on_step is None
+        again = "the same command with --resume"
+        say(f"  go on: {again if is_command else 'train() again, with Config(resume=True)'}")
 
 
 def before_and_after(rows: Sequence[Row]) -> list[str]:
     """`sort/greedy_score 0.25 -> 0.75` for each score of the first kind that was measured twice."""
+    curves: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:
+                curves.setdefault(name, []).append(value)
     for pattern in SCORES:
         lines = []
-        for name in sorted({name for row in rows for name in row}):
+        for name, values in sorted(curves.items()):
             match = re.fullmatch(pattern, name)
-            values = [row[name] for row in rows if row.get(name) is not None]
             if match and len(values) > 1:
                 # Evaluations are of the same tasks each time; a step's value is mostly the luck of
                 # its tasks.
                 count = 1 if name.startswith("eval/") else min(MOST_STEPS, len(values) // 2)
-                first = sum(values[:count]) / count
-                last = sum(values[-count:]) / count
                 of = f" (means of {count} steps)" if count > 1 else ""
+                first, last = fmean(values[:count]), fmean(values[-count:])
                 lines.append(f"{match[1]} {first:.4g} -> {last:.4g}{of}")
         if lines:
             return lines

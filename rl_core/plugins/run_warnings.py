@@ -173,7 +173,8 @@ class RunWarnings:
 
     def step(self, step: int, values: dict[str, float]) -> list[str]:
         """The warnings that begin with this step. `values`: its metrics."""
-        return self.keep(step, self.look(step, values))
+        began = self.look(step, values)
+        return self.keep(step, began) if began else []
 
     def failures(self, step: int, reasons: dict[str, int]) -> list[str]:
         """A warning for each reason for which no episode had failed. `reasons`: reason -> episodes
@@ -184,12 +185,11 @@ class RunWarnings:
                 self.reasons.add(reason)
                 text = f"{num} episodes failed: {reason}"
                 lines.append({"kind": FAILED, "metric": "failed", "text": text, "reason": reason})
-        return self.keep(step, lines)
+        return self.keep(step, lines) if lines else []
 
     def keep(self, step: int, lines: list[dict[str, str]]) -> list[str]:
-        if lines:
-            with open(self.file, "a") as file:
-                file.writelines(json.dumps({"step": step} | line) + "\n" for line in lines)
+        with open(self.file, "a") as file:
+            file.writelines(json.dumps({"step": step} | line) + "\n" for line in lines)
         return [line["text"] for line in lines]
 
     def look(self, step: int, values: dict[str, float | None]) -> list[dict[str, str]]:

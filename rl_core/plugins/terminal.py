@@ -86,11 +86,14 @@ class Terminal(Plugin):
             line = progress_line(step, config.num_steps, metrics, config.trained)
             left = time_left(self.ended_at, config.num_steps - step)
             self.trainer.log.say(f"{line}  ETA {left}")
-        warn(step, self.warnings.step(step, metrics))
+        for text in self.warnings.step(step, metrics):
+            warn(step, text)
 
     async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
         """Tells each reason once."""
-        warn(step, self.warnings.failures(step, reasons))
+        if reasons:
+            for text in self.warnings.failures(step, reasons):
+                warn(step, text)
 
     def panel(self) -> Group:
         """The phase, groups of the step that are done; rewards, tokens per second and time left as
@@ -121,9 +124,8 @@ def time_left(ended_at: Sequence[float], num_steps: int) -> timedelta:
     return timedelta(seconds=int(per_step * num_steps))
 
 
-def warn(step: int, texts: list[str]) -> None:
-    for text in texts:
-        print(f"warning: step {step}: {printable(text)}", file=sys.stderr, flush=True)
+def warn(step: int, text: str) -> None:
+    print(f"warning: step {step}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def loaded(trainer: Any) -> str:

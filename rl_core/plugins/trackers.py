@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
@@ -28,7 +27,7 @@ from rl_core.config import Config
 from rl_core.data.rows import read_json, write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.plugin import Plugin
-from rl_core.rules import flags_in, nearest, split
+from rl_core.rules import flags_in, nearest, require, split
 from rl_core.types import Trajectory
 
 if TYPE_CHECKING:
@@ -207,20 +206,18 @@ def mlflow(run: SimpleNamespace) -> SimpleNamespace:
 
 
 TRACKERS = {"wandb": wandb, "trackio": wandb, "tensorboard": tensorboard, "mlflow": mlflow}
-OF_PACKAGES = (wandb, tensorboard, mlflow)  # A row of these has its package's name.
 
 
 def check_trackers(names: str) -> None:
     """Raises ValueError for a tracker that is not known, not installed, or does not import."""
     for name in split(names):
-        if name not in TRACKERS and ":" not in name:
-            known = f"{nearest(name, TRACKERS)}; your own is MODULE:CLASS"
-            raise ValueError(f"--trackers {name} is not known; {known}")
-        if TRACKERS.get(name) in OF_PACKAGES and not find_spec(name):
-            how = "pip install 'rl_core[trackers]'"
-            raise ValueError(f"--trackers {name} is not installed: {how}")
         if ":" in name:
             try:
                 resolve_name(name)
             except Exception as error:  # of the user's module
                 raise ValueError(f"--trackers {name}: {type(error).__name__}: {error}") from error
+        elif name not in TRACKERS:
+            known = f"{nearest(name, TRACKERS)}; your own is MODULE:CLASS"
+            raise ValueError(f"--trackers {name} is not known; {known}")
+        else:
+            require(name, f"--trackers {name}", "trackers")

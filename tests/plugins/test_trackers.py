@@ -286,7 +286,8 @@ def test_a_tracker_that_raises_or_hangs_is_a_line_and_no_more(
         ),
         (
             "tensorboard,mlflow",
-            "--trackers mlflow is not installed: pip install 'rl_core[trackers]'",
+            "--trackers mlflow needs mlflow, which is not installed: pip install "
+            "'rl_core[trackers]'",
         ),
     ],
 )
@@ -295,7 +296,7 @@ def test_a_tracker_that_cannot_be_is_refused_before_a_model_loads(
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "rl_core.plugins.trackers.find_spec", lambda name: None if name == "mlflow" else find(name)
+        importlib.util, "find_spec", lambda name: None if name == "mlflow" else find(name)
     )
     assert main([*flags, "--trackers", trackers, "--out", str(tmp_path / "out")]) == 1
     assert f"error: {says}" in capfd.readouterr().err and not (tmp_path / "out").exists()
