@@ -7,6 +7,7 @@ file imports an option: the roof asks here, and passes on what a run wants.
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -410,6 +411,10 @@ def run_files(trainer: Any):
 
 
 def terminal(trainer: Any):
+    if sys.stdout.isatty():
+        from rl_core.plugins.panel import Panel
+
+        return Panel(trainer)
     from rl_core.plugins.terminal import Terminal
 
     return Terminal(trainer)

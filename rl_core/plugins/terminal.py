@@ -1,4 +1,4 @@
-"""What a terminal shows: what was loaded, a line for each step, a live panel and warnings."""
+"""What a run shows: what was loaded, a line for each step, and warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -17,15 +16,11 @@ from typing import Any
 import huggingface_hub
 import torch
 import transformers
-from rich.console import Group
-from rich.live import Live
-from rich.text import Text
 
 from rl_core.plugin import Plugin
 from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.rules import printable
 
-REFRESH_PER_S = 4
 LAST_STEPS = 20  # whose mean says how long a step takes
 # What a step's line tells of each actor.
 OF_ACTOR = {
@@ -48,11 +43,8 @@ def quiet() -> None:
 
 
 class Terminal(Plugin):
-    """Where stdout is a terminal, a panel stands below the lines."""
-
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.live: Live | None = None
         self.metrics: dict[str, float] = {}  # of the last step
         self.said_at = -math.inf
         # When the last steps ended.
@@ -65,16 +57,6 @@ class Terminal(Plugin):
 
     async def start(self) -> None:
         self.ended_at.append(time.monotonic())
-        if sys.stdout.isatty():
-            self.live = Live(
-                get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
-            )
-            self.live.start()
-            self.live.console.show_cursor(True)  # a run that is killed leaves it
-
-    async def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         """A line, at most one a second, and what is off in this step."""
@@ -94,28 +76,6 @@ class Terminal(Plugin):
         if reasons:
             for text in self.warnings.failures(step, reasons):
                 warn(step, text)
-
-    def panel(self) -> Group:
-        """The phase, groups of the step that are done; rewards, tokens per second and time left as
-        of the step before; warnings."""
-        trainer, config = self.trainer, self.trainer.config
-        doing = [f"step {trainer.step}/{config.num_steps}", trainer.phase]
-        if trainer.phase == "generate" and config.is_rl:
-            # The store ended with another rank, which the run finds out itself.
-            with suppress(RuntimeError):
-                done = min(trainer.worker.num_ready(), config.tasks_per_step)
-                doing.append(f"{done}/{config.tasks_per_step} groups")
-        doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
-        facts = results(self.metrics, config.trained)
-        for phase in ("generate", "learn"):
-            if speed := self.metrics.get(f"time/{phase}_tokens_per_s"):
-                facts.append(f"{phase} {short(speed)} tokens/s")
-        if self.metrics:
-            facts.append(f"ETA {time_left(self.ended_at, config.num_steps - trainer.step)}")
-        lines = [Text("  ".join(doing)), Text("  ".join(facts))]
-        for _, text in list(self.warnings.now.values()):
-            lines.append(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis"))
-        return Group(*lines)
 
 
 def time_left(ended_at: Sequence[float], num_steps: int) -> timedelta:

@@ -1,0 +1,55 @@
+"""What stands below the lines of a run where stdout is a terminal."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from rl_core.plugins.terminal import Terminal, results, short, time_left
+
+REFRESH_PER_S = 4
+
+
+class Panel(Terminal):
+    """The same with a panel below the lines."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.live = Live(
+            get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
+        )
+
+    async def start(self) -> None:
+        await super().start()
+        self.live.start()
+        self.live.console.show_cursor(True)  # a run that is killed leaves it
+
+    async def close(self) -> None:
+        self.live.stop()
+
+    def panel(self) -> Group:
+        """The phase, groups of the step that are done; rewards, tokens per second and time left as
+        of the step before; warnings."""
+        trainer, config = self.trainer, self.trainer.config
+        doing = [f"step {trainer.step}/{config.num_steps}", trainer.phase]
+        if trainer.phase == "generate" and config.is_rl:
+            # The store ended with another rank, which the run finds out itself.
+            with suppress(RuntimeError):
+                done = min(trainer.worker.num_ready(), config.tasks_per_step)
+                doing.append(f"{done}/{config.tasks_per_step} groups")
+        doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
+        facts = results(self.metrics, config.trained)
+        for phase in ("generate", "learn"):
+            if speed := self.metrics.get(f"time/{phase}_tokens_per_s"):
+                facts.append(f"{phase} {short(speed)} tokens/s")
+        if self.metrics:
+            facts.append(f"ETA {time_left(self.ended_at, config.num_steps - trainer.step)}")
+        lines = [Text("  ".join(doing)), Text("  ".join(facts))]
+        for _, text in list(self.warnings.now.values()):
+            lines.append(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis"))
+        return Group(*lines)
