@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Any
 
 from rich.console import Group
 from rich.live import Live
@@ -18,19 +17,19 @@ REFRESH_PER_S = 4
 class Panel(Terminal):
     """The same with a panel below the lines."""
 
-    def __init__(self, trainer: Any):
-        super().__init__(trainer)
-        self.live = Live(
-            get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
-        )
+    live: Live | None = None
 
     async def start(self) -> None:
         await super().start()
+        self.live = Live(
+            get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
+        )
         self.live.start()
         self.live.console.show_cursor(True)  # a run that is killed leaves it
 
     async def close(self) -> None:
-        self.live.stop()
+        if self.live is not None:
+            self.live.stop()
 
     def panel(self) -> Group:
         """The phase, groups of the step that are done; rewards, tokens per second and time left as
