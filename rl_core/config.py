@@ -412,14 +412,15 @@ def sharing(actor: ActorConfig, owner: ActorConfig) -> ActorConfig:
 def read_config(argv: list[str]) -> Config:
     """What a command line says; its flags override the files of --config. Raises ValueError for
     unknown names and wrong types."""
-    flags = given_flags(argv)
-    layers = [read_file(value) for name, value in flags if name == "config"]
-    for name, value in flags:
-        if name != "config":
+    files, flags = [], []
+    for name, value in given_flags(argv):
+        if name == "config":
+            files.append(read_file(value))
+        else:
             for part in reversed(name.split(".")):
                 value = {part: value}
-            layers.append(value)
-    return from_sections(*layers)
+            flags.append(value)
+    return from_sections(*files, *flags)
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -135,9 +135,10 @@ def answer(name: str, flags: Iterable[str]) -> str:
         if word in ours:
             return f"here it is {ours[word]}"
     own = name.split(".")[1] if "." in name else "NAME"
-    flags = [flag.replace("NAME", own) for flag in flags]
-    names = ours | dict(zip(flags, flags, strict=True))
-    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
-        return f"did you mean {names[close[0]].removeprefix('--')!r}?"
+    for flag in flags:
+        flag = flag.replace("NAME", own)
+        ours[flag] = flag
+    if close := difflib.get_close_matches(name, ours, n=1, cutoff=0.5):
+        return f"did you mean {ours[close[0]].removeprefix('--')!r}?"
     sections = dict.fromkeys(flag.partition(".")[0] for flag in flags if "." in flag)
     return f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one"
