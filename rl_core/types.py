@@ -50,11 +50,13 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    token_ids: list[int]  # [L] as sampled, the end token included if it was sampled
-    logprobs: list[float]  # [L] nats, of the distribution that each token was drawn from
-    text: str  # decoded without special tokens
-    finish_reason: str  # "stop" or "length"
-    policy_version: int  # of the weights that sampled its first token
+    # [L] as sampled, the end token included if it was sampled.
+    token_ids: list[int] = field(default_factory=list)
+    # [L] nats, of the distribution that each token was drawn from.
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""  # decoded without special tokens
+    finish_reason: str = ""  # "stop" or "length"; "" while it is sampled
+    policy_version: int = -1  # of the weights that sampled its first token
     # (index, version): from this token on.
     newer_versions: list[tuple[int, int]] = field(default_factory=list)
     # [prompt + L - 1, routers, top_k] int16 of all tokens but the last.

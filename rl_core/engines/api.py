@@ -17,41 +17,22 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
 import openai
 
 from rl_core.config import Config
 from rl_core.data.tasks import shorten
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.hooks import LAST_ERROR
 from rl_core.types import Completion, Message, SamplingParams
 
 PING_TIMEOUT_S = 10.0
 # Keys of a message; endpoints refuse others.
 SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
 COUNTS = ("requests", "retries", "failed", "prompt_tokens", "completion_tokens")
-
-
-class Attempts(openai.DefaultAsyncHttpxClient):
-    """Notes why an attempt failed: a hook may run out of time before the client gives up."""
-
-    told: Callable[[str], str]
-
-    async def send(self, request: Any, **how: Any) -> Any:
-        try:
-            response = await super().send(request, **how)
-        except Exception as error:
-            LAST_ERROR.get([]).append(self.told(f"no answer ({root_of(error)})"))
-            raise
-        if response.status_code >= 400:
-            LAST_ERROR.get([]).append(self.told(str(response.status_code)))
-        return response
 
 
 @dataclass(kw_only=True)
@@ -76,37 +57,27 @@ class ApiActor:
     counts: Counter[str] = field(init=False, default_factory=Counter)  # of COUNTS
 
     def __post_init__(self) -> None:
-        url = urlsplit(self.url)
-        if (
-            url.scheme not in ("http", "https")
-            or not url.hostname
-            or url.username
-            or url.password
-            or url.query
-        ):
+        if not re.fullmatch(r"https?://[^/@?]+[^@?]*", self.url):
             rule = "must be like http://127.0.0.1:8000/v1, without a password or a query"
             # Which may hold a secret, so it is not shown.
             raise ValueError(f"actor {self.name!r}: its url {rule}")
         self.key = read_key(self.name, self.api_key_env)
-        limits = {"timeout": self.timeout_s, "max_retries": self.max_retries}
-        how = {"base_url": self.url, "api_key": self.key or "none"}
-        attempts = Attempts()
-        attempts.told = self._told
-        self.client = openai.AsyncOpenAI(http_client=attempts, **how, **limits)
-        self.sync_client = partial(openai.OpenAI, **how, timeout=PING_TIMEOUT_S, max_retries=1)
+        self.client = openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=self.key or "none",
+            timeout=self.timeout_s,
+            max_retries=self.max_retries,
+        )
         self.slots = asyncio.Semaphore(self.max_concurrent)
 
     def ping(self) -> None:
         """Raises ValueError if nobody answers at the URL. Any answer will do: not every endpoint
         lists its models."""
         try:
-            with self.sync_client() as client:
-                client.models.list()
-        except openai.APIConnectionError as error:
-            cause = self._told(f"no answer to GET /models ({root_of(error)})")
+            httpx.get(f"{self.url}/models", timeout=PING_TIMEOUT_S)
+        except httpx.TransportError as error:
+            cause = self._told(f"no answer to GET /models ({error})")
             raise ValueError(f"{cause}; start it, or correct --actors.{self.name}.api") from None
-        except (openai.OpenAIError, ValueError, TypeError, AttributeError):
-            return
 
     def in_episode(
         self, params: SamplingParams, seed: int, session: str = "", max_turns: int = 0
@@ -137,37 +108,29 @@ class ApiActor:
                 answer = raw.http_response.text
                 return self._read(json.loads(answer))
             except openai.APIStatusError as found:
-                kind = (
-                    ConnectionError
-                    if found.status_code == 429 or found.status_code >= 500
-                    else ValueError
-                )
-                error = kind(
-                    self._told(f"{found.status_code}: {found.response.text or found.message}")
-                )
+                status = found.status_code
+                kind = ConnectionError if status == 429 or status >= 500 else ValueError
+                told = f"{status}: {found.response.text or found.message}"
             except openai.APIConnectionError as found:
-                error = ConnectionError(self._told(f"no answer ({root_of(found)}); is it up?"))
+                kind, told = ConnectionError, f"no answer ({found.__cause__ or found}); is it up?"
             except (ValueError, LookupError, TypeError, AttributeError) as found:
-                error = ValueError(
-                    self._told(f"an answer that cannot be read ({found!r}): {answer}")
-                )
+                kind, told = ValueError, f"an answer that cannot be read ({found!r}): {answer}"
         self.counts["failed"] += 1
-        raise error  # raised here, it has no context whose request would hold the key
+        # Raised here, it has no context whose request would hold the key.
+        raise kind(self._told(told))
 
     def _read(self, answer: Any) -> tuple[Message, Completion]:
         choice = answer["choices"][0]
         said, usage = choice["message"], answer.get("usage") or {}
         message = {"role": "assistant", "content": said.get("content") or ""}
-        message |= {"tool_calls": said["tool_calls"]} if said.get("tool_calls") else {}
         if not isinstance(message["content"], str):
             raise TypeError("its content is no text")
+        if said.get("tool_calls"):
+            message["tool_calls"] = said["tool_calls"]
         for name in ("prompt_tokens", "completion_tokens"):
             self.counts[name] += usage.get(name) or 0
-        how = {
-            "finish_reason": "length" if choice.get("finish_reason") == "length" else "stop",
-            "policy_version": -1,
-        }
-        return message, Completion(token_ids=[], logprobs=[], text=message["content"], **how)
+        reason = "length" if choice.get("finish_reason") == "length" else "stop"
+        return message, Completion(text=message["content"], finish_reason=reason)
 
     def _told(self, text: str) -> str:
         """One short line without the key, which an endpoint may repeat."""
@@ -201,16 +164,6 @@ def request_of(
         "tools": list(tools) if tools else None,
         "seed": seed >> 1,  # some endpoints read a signed 32-bit number
     }
-
-
-def root_of(error: BaseException) -> str:
-    """What began it: ConnectionRefusedError, say, where the libraries in between say that all
-    attempts failed."""
-    while (inner := error.__cause__ or error.__context__) and isinstance(
-        inner, OSError
-    ) >= isinstance(error, OSError):
-        error = inner
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def read_key(actor: str, variable: str) -> str:

@@ -159,9 +159,7 @@ class EmbeddedEngine(Engine):
         """One completion; see Engine."""
         check_request(prompt_ids, params, self.max_context_tokens)
         assert not adapter or adapter in self.adapter_versions, adapter
-        completion = begun or Completion(
-            token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version
-        )
+        completion = begun or Completion()
         random_bits = random.Random(seed).getrandbits
         for _ in completion.token_ids:
             random_bits(RANDOM_BITS)
@@ -196,11 +194,6 @@ class EmbeddedEngine(Engine):
             if weights is not None:
                 load_weights(self.model, weights)
             self.version = version
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of what it samples with, without adapters; a tied weight
-        comes once."""
-        return self.model.named_parameters()
 
     async def sleep(self) -> None:
         """Frees the memory of the cache, of every session and, if it offloads, of the weights; see
@@ -264,19 +257,16 @@ class EmbeddedEngine(Engine):
         try:
             await self.wake()
             with self._slots.borrowed():
-                await self._run_steps()
+                while True:
+                    self._step()
+                    # Nothing is awaited before the model is given back: no caller must find it in
+                    # the wrong mode.
+                    if self._is_paused or not (self._waiting or self._active):
+                        return
+                    for _ in range(LOOP_ROUNDS if len(self._active) < self.capacity else 1):
+                        await asyncio.sleep(0)
         except Exception as error:
             self._fail_all(error)
-
-    async def _run_steps(self) -> None:
-        while True:
-            self._step()
-            # Nothing is awaited before the model is given back: no caller must find it in the
-            # wrong mode.
-            if self._is_paused or (not self._waiting and not self._active):
-                return
-            for _ in range(LOOP_ROUNDS if len(self._active) < self.capacity else 1):
-                await asyncio.sleep(0)
 
     def _fail_all(self, error: BaseException) -> None:
         """Raises the error in every generate() without an answer, so that none waits for ever."""

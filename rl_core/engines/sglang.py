@@ -151,14 +151,10 @@ class SGLangEngine(Engine):
         check_request(prompt_ids, params, spec.max_context_tokens)
         assert not adapter or adapter in self._slots, adapter
         max_tokens = min(params.max_tokens, spec.max_context_tokens - len(prompt_ids))
-        nothing = Completion(
-            token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version
-        )
-        done = begun or nothing
+        done = begun or Completion()
         while not done.finish_reason:
             await self._may_run.wait()
-            # Tokens that were sampled before a pause are not lost with a server that died in it.
-            await self._be_awake(restarts=bool(done.token_ids))
+            await self._be_awake()
             # A pause may have come meanwhile; nothing is awaited from here to the request.
             if self._may_run.is_set():
                 await self._extend(done, prompt_ids, params, max_tokens, adapter)

@@ -34,23 +34,21 @@ STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
     """Raises ValueError if the model has no such layers, before any weight is read."""
     model = on_meta(model_config)
-    layers, experts = linear_layers(model), experts_of(model)
-    if not layers:
+    known = set(map(last_name, linear_layers(model)))
+    if not known:
         raise ValueError(
             f"--actors.policy.lora.rank={lora.rank}: this model has no linear layers "
             "(torch.nn.Linear) for adapters"
         )
-    targets = target_names(lora, layers)
-    known = {last_name(layer) for layer in layers}
-    unknown = [name for name in targets if name not in known]
-    if has_experts(lora) and not experts:
-        unknown.append(EXPERTS)
-    if unknown:
-        also = f", or experts: {', '.join(experts)}" if experts else ""
-        raise ValueError(
-            f"--actors.policy.lora.targets={lora.targets}: {unknown[0]!r} is no linear layer of a "
-            f"block of this model; take some of {', '.join(sorted(known))}, or all-linear{also}"
-        )
+    known.add("all-linear")
+    if experts_of(model):
+        known.add(EXPERTS)
+    for name in split(lora.targets):
+        if name not in known:
+            raise ValueError(
+                f"--actors.policy.lora.targets={lora.targets}: {name!r} is no linear layer of a "
+                f"block of this model; take some of {', '.join(sorted(known))}"
+            )
 
 
 def last_name(name: str) -> str:

@@ -52,10 +52,7 @@ class EpisodeUnderWay:
             turn = f"{turn}~{self.num_asked[turn]}"
         known = self.answers.get(turn)
         if known is None or known.asked != checksum:
-            nothing = Completion(
-                token_ids=[], logprobs=[], text="", finish_reason="", policy_version=-1
-            )
-            known = self.answers[turn] = Answer(asked=checksum, completion=nothing)
+            known = self.answers[turn] = Answer(asked=checksum, completion=Completion())
         return known
 
     async def complete(

@@ -22,7 +22,6 @@ from collections.abc import (
     MutableMapping,
 )
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
@@ -43,9 +42,6 @@ SHARED = (
 )  # Hooks get these themselves, and copies of all other arguments.
 
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
-
-# Why what a hook waits for has failed so far, the newest last.
-LAST_ERROR: ContextVar[list[str]] = ContextVar("LAST_ERROR")
 
 
 class DeadlineError(Exception):
@@ -99,15 +95,12 @@ class Hook:
     async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
         """What the function returns. Of our arguments, those that are not `given` are None. Raises
         HookError, or TimeoutError after timeout_s."""
-        causes: list[str] = []
-        LAST_ERROR.set(causes)
         try:
             result, error = await self._outcome(task, given)
         except DeadlineError:
-            waited = f", in which it last waited after: {causes[-1]}" if causes else ""
             raise TimeoutError(
                 f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task "
-                f"{task.id}{waited}; make it faster or raise --rollout.hook_timeout_s"
+                f"{task.id}; make it faster or raise --rollout.hook_timeout_s"
             ) from None
         if error is not None:
             described = describe_error(error, self.path)

@@ -20,9 +20,8 @@ import zstandard
 
 from rl_core.config import parse_config
 from rl_core.engines.api import ApiActor, make_api_actor
-from rl_core.sampling.hooks import Hook
 from rl_core.train import main
-from rl_core.types import SamplingParams, Task
+from rl_core.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-a-secret-0123456789"
@@ -280,35 +279,6 @@ def test_a_dead_endpoint_is_told_before_a_model_loads_and_any_answer_is_a_life_s
         ValueError, match=r"no answer to GET /models .*refused.*--actors\.judge\.api"
     ):
         judge(server).ping()
-
-
-def test_a_hooks_timeout_quotes_why_the_endpoint_has_not_answered():
-    with serving((503, {"error": "busy"})) as server:
-        busy, gone = (
-            judge(server, max_retries=1000),
-            judge(f"http://127.0.0.1:{free_port()}/v1", max_retries=1000),
-        )
-
-        async def reward_fn(endpoint):
-            speaker = {"busy": busy, "gone": gone}[endpoint].in_episode(
-                SamplingParams(max_tokens=9), seed=0
-            )
-            await speaker.converse(HELLO).respond()
-
-        async def asked(endpoint):
-            hook = Hook(
-                name="reward_fn", function=reward_fn, path="x.py", timeout_s=1.0, ours=frozenset()
-            )
-            await hook(Task(id="train/0", env="x", row={"endpoint": endpoint}, messages=HELLO), {})
-
-        for endpoint, cause in (
-            ("busy", rf"{server.url} gave '503'; make"),
-            ("gone", "gave .no answer .ConnectionRefusedError: "),
-        ):
-            with pytest.raises(
-                TimeoutError, match=rf"ran longer than 1 s .* last waited after: .*{cause}"
-            ):
-                asyncio.run(asked(endpoint))
 
 
 def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_its_place_back():

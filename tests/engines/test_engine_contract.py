@@ -146,7 +146,8 @@ class Subject:
     def held(self) -> dict[str, int | str]:
         """A checksum of each tensor that the engine has, by its own names."""
         if self.kind == "embedded":
-            return {name: hash_of(value) for name, value in self.engine.named_weights()}
+            named = self.engine.model.named_parameters()
+            return {name: hash_of(value) for name, value in named}
         [rank] = self.run(self.engine._ask("weights_checker", {"action": "checksum"}))["ranks"]
         return rank["checksums"]
 

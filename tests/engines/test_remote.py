@@ -129,7 +129,7 @@ def test_new_weights_reach_all_of_them_while_requests_go_on(served, tiny_model):
     for completion in found:  # each goes on where it stopped, or had not begun
         assert len(completion.token_ids) == LONG.max_tokens and completion.policy_versions[-1] == 7
     for one in others:
-        held = dict(one.named_weights())
+        held = dict(one.model.named_parameters())
         assert all(
             torch.equal(held[name], value) for name, value in changed(tiny_model, 1.3).items()
         )
