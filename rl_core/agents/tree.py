@@ -181,7 +181,7 @@ def code_of(talk: Conversation) -> str:
 
 def request_key(request: Request) -> str:
     """Equal for a request and its retry."""
-    asked = replace(request, is_retry=False)
+    asked = replace(request, model="", is_retry=False)
     values = {each.name: getattr(asked, each.name) for each in fields(asked)}
     return json.dumps(values, sort_keys=True, default=str)
 
