@@ -12,6 +12,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -55,6 +56,8 @@ class Tree:
     num_turns: int = 0
     num_retries: int = 0
     overridden: Counter[str] = field(default_factory=Counter)  # requests that set it, by name
+    # The episode's: a server's task has the context of whoever started the server.
+    context: Context = field(default_factory=copy_context)
     is_truncated: bool = False  # a request did not fit into the context, or into max_turns
 
     async def answer(self, request: Request) -> list[Reply]:
@@ -66,7 +69,7 @@ class Tree:
         if nodes is not None and is_repeated(nodes, request):
             self.num_retries += 1
         else:
-            nodes = self.answered[key] = asyncio.ensure_future(self.play(request))
+            nodes = self.answered[key] = self.context.run(asyncio.ensure_future, self.play(request))
         # Shielded: the turn is kept if the client goes away.
         return [node.reply for node in await asyncio.shield(nodes)]
 

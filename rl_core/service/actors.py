@@ -35,7 +35,10 @@ class RemoteConversation(Conversation):
 
     async def _speak(self) -> None:
         asks = self.speaker.asks
-        spoken, said, turn = await asks.ask(self.id, self.history[self.num_told :])
+        limits = {}
+        if self.turn_params is not self.params:
+            limits = {"max_tokens": self.turn_params.max_tokens, "stop": self.turn_params.stop}
+        spoken, said, turn = await asks.ask(self.id, self.history[self.num_told :], limits)
         self.history += said
         self.num_told = len(self.history)
         self.text = spoken.text if spoken.HasField("text") else self.last_text if said else ""
@@ -43,6 +46,14 @@ class RemoteConversation(Conversation):
         self.num_replies = self.num_replies + len(said)
         self.metrics |= spoken.metrics
         self.turns += [turn] if turn else []
+        if said:
+            self.marks.append((len(self.history), None))
+
+    def at(self, num_replies: int) -> Conversation:
+        branch = super().at(num_replies)
+        branch.id = self.speaker.asks.open(fork_of=self.id, replies=num_replies)
+        branch.num_told = len(branch.history)
+        return branch
 
     def fork(self) -> Conversation:
         fork = super().fork()
@@ -97,7 +108,7 @@ class Asks:
         self.openings.append(pb.Opening(conversation=self.num_conversations, **opening))
         return self.num_conversations
 
-    async def ask(self, conversation: int, messages: list[Message]) -> Said:
+    async def ask(self, conversation: int, messages: list[Message], limits: dict[str, Any]) -> Said:
         """What the client says. Raises what the actor raised there."""
         call = CALL.get(None)
         future = asyncio.get_running_loop().create_future()
@@ -105,11 +116,10 @@ class Asks:
             raise RuntimeError("actors are asked while a hook runs, and this one's has returned")
         self.num_asks += 1
         self.waiting[self.num_asks] = future
-        call.put(
-            pb.Ask(
-                id=self.num_asks, conversation=conversation, messages=to_json(messages, "messages")
-            )
-        )
+        ask = pb.Ask(id=self.num_asks, conversation=conversation)
+        ask.messages = to_json(messages, "messages")
+        ask.limits = to_json(limits, "limits") if limits else ""
+        call.put(ask)
         try:
             spoken, said, turn = await future
         finally:

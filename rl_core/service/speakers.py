@@ -52,36 +52,37 @@ class Speakers:
     def open(self, opening: pb.Opening) -> None:
         parent = self.voices.get(opening.fork_of)
         number = opening.conversation
+        num_heard = opening.replies or (parent.num_heard if parent else 0)
         opening.conversation = opening.fork_of = 0
         key = (
             opening.SerializeToString(deterministic=True),
-            parent and (id(parent), parent.num_heard),
+            parent and (id(parent), num_heard),
         )
         voice = next((voice for known, voice in self.unheard if known == key), None)
         if voice:
             self.unheard.remove((key, voice))
-        elif parent and parent.num_heard < len(
-            parent.said
-        ):  # its conversation is further than this session
-            raise differs()
+        elif parent and not opening.replies and parent.num_heard < len(parent.said):
+            raise differs()  # its conversation is further than this session
         else:
             try:
-                voice = Voice(
-                    conversation=parent.conversation.fork() if parent else self.converse(opening)
-                )
+                voice = Voice(conversation=self.begun(opening, parent))
             except Exception as error:  # the hook hears it where it waits for the first turn
                 voice = Voice(conversation=error)
-            voice.said = parent.said[: parent.num_heard] if parent else []
+            voice.said = parent.said[:num_heard] if parent else []
             self.known += [(key, voice)] if self.is_replaying else []
-        voice.num_heard = parent.num_heard if parent else 0
+        voice.num_heard = num_heard
         self.voices[number] = voice
 
+    def begun(self, opening: pb.Opening, parent: Voice | None) -> Conversation:
+        """The conversation that an opening asks for."""
+        if parent is None:
+            return self.converse(opening)
+        if opening.replies:
+            return parent.conversation.at(opening.replies)
+        return parent.conversation.fork()
+
     def converse(self, opening: pb.Opening) -> Conversation:
-        sampling = from_json(opening.sampling or "{}", dict, "sampling")
-        sampling = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in sampling.items()
-        }
+        sampling = read_sampling(opening.sampling)
         messages = from_json(opening.messages, list, "messages")
         tools = from_json(opening.tools, list, "tools") if opening.tools else None
         return self.actors[opening.actor].converse(messages, tools, opening.label, **sampling)
@@ -97,7 +98,7 @@ class Speakers:
             if messages != ask.messages:
                 raise differs()
         else:
-            spoken, turn = await self.respond(voice.conversation, ask.messages)
+            spoken, turn = await self.respond(voice.conversation, ask)
             voice.said += [(ask.messages, spoken, turn)] if self.is_replaying else []
         told = pb.Spoken(ask=ask.id)
         told.MergeFrom(spoken)
@@ -106,14 +107,15 @@ class Speakers:
         return told
 
     async def respond(
-        self, conversation: Conversation | Exception, messages: str
+        self, conversation: Conversation | Exception, ask: pb.Ask
     ) -> tuple[pb.Spoken, Turn | None]:
         try:
             if isinstance(conversation, Exception):
                 raise conversation
             num_replies = conversation.num_replies
             num_turns = len(conversation.turns)
-            await conversation.respond(from_json(messages, list, "messages"))
+            limits = read_sampling(ask.limits)
+            await conversation.respond(from_json(ask.messages, list, "messages"), **limits)
             said = conversation.history[-1:] if conversation.num_replies > num_replies else []
             spoken = pb.Spoken(messages=to_json(said, "the reply"), text=conversation.text)
             spoken.truncated = conversation.truncated
@@ -142,6 +144,15 @@ class Speakers:
                 for turn in one["turns"]
             ]
         return [Trajectory(**one) for one in found]
+
+
+def read_sampling(value: str) -> dict[str, Any]:
+    """What a hook gave for the sampling of an actor, of JSON."""
+    sampling = from_json(value or "{}", dict, "sampling")
+    for name, given in sampling.items():
+        if isinstance(given, list):
+            sampling[name] = tuple(given)
+    return sampling
 
 
 def plain_turn(turn: Turn) -> dict[str, Any]:

@@ -227,6 +227,30 @@ async def group_reward_fn(trajectories, actors, task):
     said = await actors["judge"].respond(task.messages, max_tokens=3)  # as start(), which no group begins with
     return [said.turns[0].completion.logprobs[0]] * len(trajectories)
 """
+# A program at an endpoint: turns, a branch, a limit of one turn, another actor.
+AGENT = f"""{ROWS}
+import openai
+
+max_turns = 6
+
+async def agent(task, llm):
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        async def ask(messages, **more):
+            reply = await client.chat.completions.create(messages=messages, **{{"model": "policy"}} | more)
+            return reply.choices[0].message.model_dump(exclude_none=True)
+
+        def user(text):
+            return {{"role": "user", "content": text}}
+
+        first = [*task.messages, await ask(task.messages)]
+        left = await ask([*first, user("more")], max_tokens=3)
+        right = await ask([*first, user("less")], stop=["a"])
+        verdict = await ask([user(left["content"])], model="judge")
+        return left["content"] + right["content"] + verdict["content"]
+
+def reward_fn(result, answer, completion):
+    return len(result) / 9 + sum(map(ord, completion)) / 999
+"""
 # The first two pairs that run together die with their worker.
 TWINS = """
 import asyncio
@@ -258,6 +282,7 @@ async def two():
 
 ENVS = {
     "scored": SCORED,
+    "agent": AGENT,
     "stateful": STATEFUL,
     "talk": TALK,
     "count": COUNT,
@@ -363,6 +388,8 @@ TINY = (
 TINY += " --rollout.max_concurrent 1"
 ALONE = "--algorithm reinforce_pp --group_size 1 --eval.samples 0"
 SAME = {
+    "an agent": "--actors.policy.model {model} --actors.judge.model {model} "
+    f"--actors.judge.train false --env_path {{agent}} {ALONE} --max_prompt_tokens 90",
     "one turn": "--model {model} --env_path {scored} --group_size 3 --eval_every 2",
     "several "
     "turns": f"--model {{model}} --env_path {{stateful}},{{count}} {ALONE} --max_turns 3 --eval_every 2",
@@ -400,7 +427,15 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
 
 # Environment -> flags of check, which tries some of its tasks.
 ALIKE = dict.fromkeys(
-    ["calculator", "countdown", "guess_number", "sort_digits", "tool_use", "word_game"],
+    [
+        "calculator",
+        "countdown",
+        "guess_number",
+        "openai_agent",
+        "sort_digits",
+        "tool_use",
+        "word_game",
+    ],
     "--num_tasks 3",
 )
 ALIKE |= dict.fromkeys(["code", "code_contest", "code_feedback", "gym_text"], "--num_tasks 1")
