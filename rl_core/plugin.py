@@ -37,9 +37,6 @@ class Plugin:
     async def before_rollout(self, step: int) -> None:
         """Engines are awake."""
 
-    def on_draw(self, group: Group) -> None:
-        """A group of a training task is about to be submitted."""
-
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         """Engines sleep. `groups`: this rank's part of the step."""
 

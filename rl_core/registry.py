@@ -395,10 +395,19 @@ def engine_rank(*rank: Any):
     return EngineRank(*rank, signal_handler)
 
 
-def fixed_order_worker():
-    from rl_core.plugins.fixed_order import FixedOrderWorker
+def rollout_classes(config: Config):
+    """What plays groups, and what runs them side by side."""
+    if config.rollout.fixed_order:
+        from rl_core.plugins.fixed_order import FixedOrderWorker, GatedPlayer
 
-    return FixedOrderWorker
+        return GatedPlayer, FixedOrderWorker
+    if config.max_staleness:
+        from rl_core.plugins.under_way import RecordingPlayer, RecordingWorker
+
+        return RecordingPlayer, RecordingWorker
+    from rl_core.sampling.rollout import GroupPlayer, RolloutWorker
+
+    return GroupPlayer, RolloutWorker
 
 
 # Plugins.
@@ -486,6 +495,12 @@ def evaluation(trainer: Any):
     return Evaluation(trainer)
 
 
+def log_samples(trainer: Any):
+    from rl_core.plugins.log_samples import LogSamples
+
+    return LogSamples(trainer)
+
+
 def on_step(trainer: Any):
     from rl_core.plugins.on_step import OnStep
 
@@ -541,6 +556,7 @@ PLUGINS = (
     (lambda trainer: trainer.plan.algorithm.refill_rounds, refill),
     (lambda trainer: True, episode_metrics),
     (lambda trainer: trainer.config.keep_best, best_keeper),
+    (lambda trainer: trainer.config.log_samples, log_samples),
     (lambda trainer: trainer.config.eval_every, evaluation),
     (lambda trainer: trainer.plan.on_step, on_step),
     # Last: evaluations end before signals are caught, and what is saved is what the others have.

@@ -26,12 +26,10 @@ from rl_core.run_folder import RunLog
 from rl_core.sampling.rollout import (
     Group,
     RolloutWorker,
-    groups_at_once,
     in_order,
     make_group,
-    run_group,
 )
-from rl_core.types import TrainingSample, Trajectory
+from rl_core.types import Task, TrainingSample, Trajectory
 
 
 class Trainer:
@@ -71,20 +69,14 @@ class Trainer:
         self.actors = make_actors(plan, self.learners, ranks)
         self.device = next(iter(self.actors.values())).device
         self.worker = self.make_worker()
-        self.worker.go_on(state.get("collected", 0), len(self.pending))
         for plugin in self.plugins:
             plugin.load(state)
         self.data_state = self.read_data_state()
 
     def make_worker(self) -> RolloutWorker:
-        config = self.config
-        ahead = config.tasks_per_step * (1 + config.max_staleness)
-        width = groups_at_once(self.speakers, config.rollout, ahead, config.group_size, self.ranks)
-        play = partial(run_group, self.plan.envs, self.speakers, config.rollout)
-        make_worker = RolloutWorker
-        if config.rollout.fixed_order:
-            make_worker = registry.fixed_order_worker()
-        return make_worker(play, self.ranks, width, "train", config.timeout_s)
+        player_class, worker_class = registry.rollout_classes(self.config)
+        player = player_class(self.plan.envs, self.speakers, self.config.rollout)
+        return worker_class(player, self.ranks, self.config.timeout_s)
 
     @property
     def speakers(self) -> dict[str, Any]:
@@ -174,23 +166,24 @@ class Trainer:
     def draw_groups(self, num_groups: int) -> list[Group]:
         """Groups of the next training tasks. Those that a resumed run had left come first."""
         left, self.pending = self.pending[:num_groups], self.pending[num_groups:]
-        config, first, groups = self.config, self.position, []
+        first, groups = self.position, []
         self.position += num_groups - len(left)
         for position in (*left, *range(first, self.position)):
-            step, number = divmod(position, config.tasks_per_step)
-            group = make_group(
-                config,
-                self.plan.train.task(position),
-                {"temperature": config.sampling.temperature},
-                batch=f"train/{step:06d}",
-                number=number,
-                position=position,
-                size=config.group_size,
-            )
-            for on_draw in self.hooks("on_draw"):
-                on_draw(group)
-            groups.append(group)
+            groups.append(self.make_group(position, self.plan.train.task(position)))
         return groups
+
+    def make_group(self, position: int, task: Task) -> Group:
+        config = self.config
+        step, number = divmod(position, config.tasks_per_step)
+        return make_group(
+            config,
+            task,
+            {"temperature": config.sampling.temperature},
+            batch=f"train/{step:06d}",
+            number=number,
+            position=position,
+            size=config.group_size,
+        )
 
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
         """One step of a learner. Where engines are elsewhere it runs in a thread, so that
@@ -271,11 +264,7 @@ class Trainer:
 
     def read_data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the place in the data, once a step is done."""
-        return {
-            "position": self.position,
-            "pending": self.begun,
-            "collected": self.worker.num_collected,
-        }
+        return {"position": self.position, "pending": self.begun}
 
     async def close(self) -> None:
         """Ends everything that the run started."""

@@ -15,7 +15,7 @@ from rl_core.plugins.failure_limit import refuse_failures
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import check_request
-from rl_core.sampling.rollout import Group, rollout
+from rl_core.sampling.rollout import Group, GroupPlayer, RolloutWorker, in_order
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.types import Completion, SamplingParams
 
@@ -93,6 +93,16 @@ def make_groups(
         "params": SamplingParams(**{"max_tokens": 50} | params),
     }
     return [Group(task=task, number=number, **same) for number, task in enumerate(tasks)]
+
+
+async def rollout(envs, actors, groups, config, ranks):
+    """The trajectories of these groups, in their order."""
+    worker = RolloutWorker(GroupPlayer(envs, actors, config), ranks, 60)
+    worker.submit(groups)
+    try:
+        return in_order(await worker.collect(len(groups)))
+    finally:
+        await worker.close()
 
 
 def run(

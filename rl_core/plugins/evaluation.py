@@ -4,7 +4,6 @@ last."""
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -16,12 +15,9 @@ from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin
 from rl_core.plugins.episode_metrics import held_out_metrics, part_metrics
-from rl_core.rules import printable
-from rl_core.sampling.actor import Actor
-from rl_core.sampling.rollout import make_group, rollout
-from rl_core.types import Task, Trajectory
+from rl_core.sampling.rollout import in_order, make_group
+from rl_core.types import Task
 
-CHARS = 300  # of a message that is shown
 # Others are in metrics.jsonl alone.
 IS_SHOWN = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")
 
@@ -50,9 +46,9 @@ class Evaluation(Plugin):
         if self.trainer.signal:
             self.is_left = True
         else:
-            metrics |= await self.evaluate(step)
+            await self.evaluate(step)
 
-    async def evaluate(self, step: int) -> dict[str, float]:
+    async def evaluate(self, step: int) -> None:
         trainer, config = self.trainer, self.trainer.config.eval
         self.is_left = True  # if too many episodes fail
         trainer.metrics.clear()
@@ -63,9 +59,11 @@ class Evaluation(Plugin):
                     prefix = "eval/" if source.split == "eval" else f"eval/{name}/"
                     await self.evaluate_rows(tasks, prefix)
                     continue
-                await self.evaluate_tasks(step, name, tasks, "greedy", 1)
-                if config.samples:
-                    await self.evaluate_tasks(step, name, tasks, "sampled", config.samples)
+                drawn = {"temperature": 0.0}
+                await self.evaluate_tasks(step, name, tasks, "greedy", 1, drawn)
+                if count := config.samples:
+                    drawn = config.sampling
+                    await self.evaluate_tasks(step, name, tasks, "sampled", count, drawn)
         metrics = trainer.log_metrics()
         shown = [f"eval at step {step}"]
         for name, value in metrics.items():
@@ -74,7 +72,6 @@ class Evaluation(Plugin):
         trainer.log.say("  ".join(shown))
         self.is_left = False
         await trainer.call("after_evaluation", step, metrics)
-        return metrics
 
     async def evaluate_rows(self, tasks: list[Task], prefix: str) -> None:
         trainer = self.trainer
@@ -88,48 +85,36 @@ class Evaluation(Plugin):
             trainer.note(prefix, loss_of_rows(learner, minibatches))
 
     async def evaluate_tasks(
-        self, step: int, source: str, tasks: list[Task], label: str, count: int
+        self,
+        step: int,
+        source: str,
+        tasks: list[Task],
+        label: str,
+        count: int,
+        drawn: dict[str, float],
     ) -> None:
         """`count` episodes of each task."""
         trainer, config = self.trainer, self.trainer.config
-        drawn, score, passed = {"temperature": 0.0}, "greedy_score", "greedy_pass"
-        if label == "sampled":
-            drawn, score, passed = config.eval.sampling, f"avg@{count}", f"pass@{count}"
         name = f"eval/{step:06d}/{label}"
         if len(trainer.plan.eval) > 1:
             name += f"/{source}"
         place = {"batch": f"eval/{source}", "label": name, "size": count}
         groups = []
         for number, task in enumerate(tasks):
-            groups.append(make_group(config, task, drawn, number=number, **place))
-        envs, ranks, timeout_s = trainer.plan.envs, trainer.ranks, config.timeout_s
-        speakers = {name: newest(speaker) for name, speaker in trainer.speakers.items()}
-        found = await rollout(envs, speakers, groups, config.rollout, ranks, timeout_s)
+            groups.append(make_group(config, task, drawn, number=number, position=number, **place))
+        trainer.worker.submit(groups)
+        played = in_order(await trainer.worker.collect(len(groups), label=name))
+        await trainer.call("on_episodes", step, name, played)
+        score, passed = f"avg@{count}", f"pass@{count}"
         if label == "greedy":
-            self.show(found)
-        await trainer.call("on_episodes", step, name, found)
+            score, passed = "greedy_score", "greedy_pass"
         for actor in config.trained:
             prefix = f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/"
-            own = [t for t in succeeded(found) if t.actor == actor]
-            metrics: dict[str, Metric] = {}
+            own = [t for t in succeeded(played) if t.actor == actor]
+            metrics = held_out_metrics(own, score, passed, config.eval.pass_reward)
             for part, value in part_metrics(own).items():
                 metrics[f"{label}_{part}"] = value
-            metrics |= held_out_metrics(own, score, passed, config.eval.pass_reward)
             trainer.note(prefix, metrics)
-
-    def show(self, found: list[Trajectory]) -> None:
-        """Some episodes, spread evenly."""
-        say = self.trainer.log.say
-        num = min(self.trainer.config.log_samples, len(found))
-        for number in range(num):
-            t = found[number * len(found) // num]
-            reward = "no reward" if t.reward is None else f"reward {t.reward:.4g}"
-            if len(t.reward_parts) > 1:
-                parts = [f"{name} {value:.4g}" for name, value in t.reward_parts.items()]
-                reward += f" ({', '.join(parts)})"
-            say(f"-- {t.task_id} {t.actor}: {reward}, {t.status} {cut(t.error)}".rstrip())
-            for message in t.messages:
-                say(f"   {message['role']}: {cut(message.get('content'))}")
 
 
 @torch.no_grad()
@@ -144,14 +129,3 @@ def loss_of_rows(learner: Learner, minibatches: list[Minibatch]) -> dict[str, Me
                 losses, more = -batch.advantages * learner.forward(batch)[0], {}
             add_metrics(metrics, more | {"loss": mean_of(losses)})
     return metrics
-
-
-def newest(speaker: Any) -> Any:
-    """The same without an engine of earlier weights."""
-    return replace(speaker, stale_engine=None) if isinstance(speaker, Actor) else speaker
-
-
-def cut(content: Any) -> str:
-    """One line, short."""
-    text = printable(" ".join(str(content or "").split()))
-    return text if len(text) <= CHARS else f"{text[: CHARS // 2]} [...] {text[-CHARS // 2 :]}"

@@ -11,112 +11,86 @@ what is computed beside it. Groups go to ranks in turn.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
-from rl_core.sampling.rollout import SCORING, Group, RolloutWorker
+from rl_core.plugins.under_way import RecordedConversation, RecordingPlayer, RecordingWorker
+from rl_core.sampling.rollout import Group
 from rl_core.types import Completion, SamplingParams
 
 LOOK_S = 0.002  # between looks at this rank's groups
 
 
-class FixedOrderWorker(RolloutWorker):
-    """A RolloutWorker. Between two steps nothing is sampled."""
+class FixedOrderWorker(RecordingWorker):
+    def _fill(self) -> None:
+        begun = {*self.running, *self.done}
+        for number, group in self.pending.items():
+            if self.is_own(group.position) and number not in begun:
+                self._begin(number)
 
-    def __init__(self, play: Callable, ranks, width: int, name: str, timeout_s: float):
-        self.window = 0  # counts the times that it was opened
-        self.due: set[int] = set()  # numbers of the groups that the step takes
-        # Conversations of later steps that had their part.
-        self.had_part: set[str] = set()
-        self.is_open = False
-        self.opened = asyncio.Event()
-        super().__init__(play, ranks, sys.maxsize, name, timeout_s)
-
-    def go_on(self, num_collected: int, num_begun: int) -> None:
-        super().go_on(num_collected, num_begun)
-        self.assigned = filter(self.is_own, itertools.count(num_collected))
-
-    def _begin(self, number: int) -> None:
-        self.pending[number].under_way.make_gate = partial(Gate, order=self, number=number)
-        super()._begin(number)
-
-    def _age(self, number: int) -> int:
-        return 0
-
-    async def _wait_for_due(self, num_groups: int, oldest: int) -> None:
-        """Waits until these groups are done, and all others of this rank wait for the next time."""
-        self._open(set(sorted(self.pending)[:num_groups]))
-        while self.due & self.running.keys() or not self._are_others_at_rest():
-            await self._has_finished(LOOK_S)
-        self.is_open = False
-
-    def _open(self, due: set[int]) -> None:
-        self.window += 1
-        self.due, self.had_part, self.is_open = due, set(), True
-        before, self.opened = self.opened, asyncio.Event()
-        before.set()
-
-    def _are_others_at_rest(self) -> bool:
-        return all(is_at_rest(self.pending[number]) for number in self.running)
+    async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
+        """Waits until the oldest groups are done, and all others of this rank rest."""
+        due = [number for number, group in self.pending.items() if group.label == label]
+        due = due[:num_groups]
+        self.player.open({self.pending[number].id for number in due}, has_parts=not label)
+        while any(n in due or not self.player.rests(self.pending[n]) for n in self.running):
+            await self._wait(LOOK_S)
+        self.player.open(set(), has_parts=False)
 
 
-def is_at_rest(group: Group) -> bool:
-    """Whether all its episodes wait for the next time. One whose hook does something else is
-    waited for."""
-    episodes = group.under_way.episodes
-    parts = [episodes.get(str(index)) for index in range(group.size)]
-    live = [part for part in parts if part is None or part.trajectories is None]
-    live = live or [episodes.get(SCORING)]
-    return all(part is not None and part.gate.is_held for part in live)
+class GatedConversation(RecordedConversation):
+    def limit(self, num_tokens: int, max_tokens: int) -> int:
+        """How many tokens a turn may have by now. 0: it waits."""
+        player = self.player
+        if self.group in player.due:
+            return max_tokens
+        if self.session in player.had_part or not player.has_parts:
+            return 0
+        player.had_part.add(self.session)
+        return min(max_tokens, num_tokens + (max_tokens + 1) // 2)
 
-
-@dataclass(kw_only=True, slots=True)
-class Gate:
-    """Of one episode."""
-
-    order: FixedOrderWorker
-    number: int  # of its group
-    num_sampled: int = 0  # requests that are sampled
-    held_in: int = -1  # the window in which a request was held last
-
-    @property
-    def is_held(self) -> bool:
-        return self.held_in == self.order.window and not self.num_sampled
-
-    async def sample(
-        self,
-        turn: str,
-        params: SamplingParams,
-        begun: Completion,
-        sample: Callable[..., Awaitable[Completion]],
-    ) -> Completion:
+    async def go_on(self, params: SamplingParams, seed: int, begun: Completion) -> Completion:
         """The turn with the tokens that it may have now. Without a finish_reason it has more to
         come."""
-        limit = self.limit(turn, params, len(begun.token_ids))
-        while not limit:
-            self.held_in = self.order.window
-            await self.order.opened.wait()
-            limit = self.limit(turn, params, len(begun.token_ids))
-        self.num_sampled += 1
+        episode, most = self.episode, params.max_tokens
+        while not (limit := self.limit(len(begun.token_ids), most)):
+            episode.held_in = self.player.window
+            await asyncio.sleep(LOOK_S)
+        limited = replace(params, max_tokens=limit)
+        episode.num_sampled += 1
         try:
-            done = await sample(replace(params, max_tokens=limit), begun=begun)
+            done = await self.speaker.generate(self.stream.prompt_ids, limited, seed, begun=begun)
         finally:
-            self.num_sampled -= 1
-        if done.finish_reason == "length" and limit < params.max_tokens:
+            episode.num_sampled -= 1
+        if done.finish_reason == "length" and limit < most:
             done.finish_reason = ""
         return done
 
-    def limit(self, turn: str, params: SamplingParams, num_tokens: int) -> int:
-        """How many tokens the turn may have by now. 0: it waits."""
-        conversation, _, _ = turn.rpartition("#")
-        if not self.order.is_open:
-            return 0
-        if self.number in self.order.due:
-            return params.max_tokens
-        if conversation in self.order.had_part:
-            return 0
-        self.order.had_part.add(conversation)
-        return min(params.max_tokens, num_tokens + (params.max_tokens + 1) // 2)
+
+class GatedPlayer(RecordingPlayer):
+    """Between two steps nothing is sampled."""
+
+    conversation = GatedConversation
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.window = 0  # counts the times that it was opened
+        self.open(set(), has_parts=False)
+
+    def open(self, due: set[str], has_parts: bool) -> None:
+        """`due`: ids of the groups that the step takes. `has_parts`: other conversations get
+        theirs."""
+        self.window += 1
+        self.due = due
+        self.has_parts = has_parts
+        self.had_part: set[str] = set()
+
+    def rests(self, group: Group) -> bool:
+        """Whether all its episodes wait for the next time. One whose hook does something else is
+        waited for."""
+        ended = {str(index) for index in group.ended}
+        records = self.records[group.id]
+        live = [records[name] for name in records.keys() - ended]
+        return bool(live) and all(
+            record.held_in == self.window and not record.num_sampled for record in live
+        )

@@ -29,21 +29,26 @@ class StalePolicy(Plugin):
         self.every: int = trainer.config.rollout.lagged[1]  # versions between two renewals
         self.folder = trainer.out / "older"
 
-    async def after_sync(self, actor: str, version: int) -> None:
-        """When a run resumes, stale weights are those of its checkpoint, or the newest where it has
-        none."""
-        trainer = self.trainer
-        weights, is_first = None, version == trainer.first_step
-        if version % self.every and not is_first:
+    async def start(self) -> None:
+        """A run that goes on between two renewals has the stale weights of its checkpoint, or the
+        newest where that has none."""
+        trainer, version = self.trainer, self.trainer.first_step
+        if version % self.every == 0:
             return
-        if version % self.every and trainer.checkpoint:
-            file = file_of(trainer.checkpoint, actor)
-            if file.is_file():
-                with safe_open(file, framework="pt") as saved:
-                    version = int(saved.metadata()["version"])
-                weights = load_file(file).items()
-        weights = weights or trainer.learners[actor].engine_weights(in_place=False)
-        await self._renew(trainer.actors[actor], weights, version)
+        for name in trainer.learners:
+            async with trainer.actors[name].learning() as learner:
+                weights, version = learner.engine_weights(in_place=False), trainer.first_step
+                file = file_of(trainer.checkpoint, name)
+                if file.is_file():
+                    with safe_open(file, framework="pt") as saved:
+                        version = int(saved.metadata()["version"])
+                    weights = load_file(file).items()
+                await self._renew(trainer.actors[name], weights, version)
+
+    async def after_sync(self, actor: str, version: int) -> None:
+        if version % self.every == 0:
+            weights = self.trainer.learners[actor].engine_weights(in_place=False)
+            await self._renew(self.trainer.actors[actor], weights, version)
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         trajectories = in_order(groups)

@@ -5,9 +5,10 @@ second time.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,11 +16,13 @@ from zlib import crc32
 from pydantic import TypeAdapter
 
 from rl_core.data.rows import read_json
-from rl_core.plugins.run_files import write_trajectories
-from rl_core.sampling.rollout import Group
+from rl_core.sampling.actor import Conversation, EpisodeActors
+from rl_core.sampling.env import Env
+from rl_core.sampling.rollout import Group, GroupPlayer, RolloutWorker
 from rl_core.types import Completion, Message, SamplingParams, Trajectory
 
 FILE = "under_way.rank_"  # begins the name of each rank's file in a checkpoint
+TRAJECTORIES = TypeAdapter(list[Trajectory])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,120 +34,141 @@ class Answer:
     reply: Message | None = None  # from an actor behind an API
 
 
+ANSWERS = TypeAdapter(dict[str, Answer])
+
+
 @dataclass(kw_only=True, slots=True)
-class EpisodeUnderWay:
+class EpisodeRecord:
     # By conversation and number of the turn.
     answers: dict[str, Answer] = field(default_factory=dict)
-    trajectories: list[Trajectory] | None = None  # once it has ended
-    gate: Any = None  # a plugins.fixed_order.Gate
-    num_asked: Counter[str] = field(default_factory=Counter)  # since it began in this process
+    taken: set[str] = field(default_factory=set)  # those that were given since it began
+    num_sampled: int = 0  # turns that are sampled, with --rollout.fixed_order
+    held_in: int = -1  # the window in which one was held last
 
-    def begin(self) -> None:
-        """The episode is played from its beginning, with the answers that are known."""
-        self.num_asked.clear()
 
-    def answer(self, turn: str, *asked: Any) -> Answer:
+class RecordedConversation(Conversation):
+    """What was answered before the run was stopped is not sampled again."""
+
+    def __init__(self, player: RecordingPlayer, group: str, episode: EpisodeRecord, *args: Any):
+        super().__init__(*args)
+        self.player = player
+        self.group = group
+        self.episode = episode
+
+    def answer(self, *asked: Any) -> Answer:
         """What the turn was answered so far. A hook that asks otherwise than before gets a new
         answer, and so does one that begins two conversations of one label."""
+        turn = self.next_turn
+        while turn in self.episode.taken:
+            turn += "~"
+        self.episode.taken.add(turn)
         checksum = crc32(repr(asked).encode())
-        self.num_asked[turn] += 1
-        if self.num_asked[turn] > 1:
-            turn = f"{turn}~{self.num_asked[turn]}"
-        known = self.answers.get(turn)
+        known = self.episode.answers.get(turn)
         if known is None or known.asked != checksum:
-            known = self.answers[turn] = Answer(asked=checksum, completion=Completion())
+            known = self.episode.answers[turn] = Answer(asked=checksum, completion=Completion())
         return known
 
-    async def complete(
-        self,
-        turn: str,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        sample: Callable[..., Awaitable[Completion]],
-    ) -> Completion:
-        """`sample(params, begun=completion)` continues what was sampled so far."""
-        answer = self.answer(turn, list(prompt_ids), params)
+    async def _generate(self, params: SamplingParams, seed: int, **begun: Any) -> Completion:
+        answer = self.answer(list(self.stream.prompt_ids), params)
         while not answer.completion.finish_reason:
-            if self.gate is None:
-                answer.completion = await sample(params, begun=answer.completion)
-            else:
-                answer.completion = await self.gate.sample(turn, params, answer.completion, sample)
+            answer.completion = await self.go_on(params, seed, answer.completion)
         return answer.completion
 
-    async def chat(
-        self, turn: str, asked: tuple, ask: Callable[[], Awaitable[tuple[Message, Completion]]]
-    ) -> tuple[Message, Completion]:
-        answer = self.answer(turn, *asked)
+    async def go_on(self, params: SamplingParams, seed: int, begun: Completion) -> Completion:
+        return await super()._generate(params, seed, begun=begun)
+
+    async def _chat(self, seed: int) -> tuple[Message, Completion]:
+        answer = self.answer(self.history, self.tools, self.turn_params)
         if answer.reply is None:
-            answer.reply, answer.completion = await ask()
+            answer.reply, answer.completion = await super()._chat(seed)
         return dict(answer.reply), answer.completion
 
-    def ended(self) -> list[Trajectory] | None:
-        """Its trajectories, if it has ended."""
-        return self.trajectories and [copy_of(t) for t in self.trajectories]
 
-    def end(self, trajectories: list[Trajectory]) -> None:
-        """Keeps them as they are: what scores the group adds to its own."""
-        self.answers.clear()
-        self.trajectories = [copy_of(t) for t in trajectories]
+class RecordingPlayer(GroupPlayer):
+    conversation = RecordedConversation
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        # By group, and by episode or rollout.SCORING.
+        self.records: dict[str, dict[str, EpisodeRecord]] = defaultdict(dict)
+
+    async def play(self, group: Group) -> list[Trajectory]:
+        trajectories = await super().play(group)
+        self.records.pop(group.id, None)
+        return trajectories
+
+    def players(self, env: Env, group: Group, name: int | str, seed: int) -> EpisodeActors:
+        players = super().players(env, group, name, seed)
+        record = self.records[group.id].setdefault(str(name), EpisodeRecord())
+        record.taken.clear()
+        make = partial(self.conversation, self, group.id, record)
+        for actor_name, actor in players.items():
+            players[actor_name] = replace(actor, make_conversation=make)
+        return players
+
+    def row_of(self, group: Group) -> dict[str, Any]:
+        """What a checkpoint keeps of a group that has begun."""
+        episodes: dict[str, dict[str, Any]] = {}
+        for name, record in self.records.get(group.id, {}).items():
+            episodes[name] = {"answers": record.answers, "trajectories": None}
+        for index, trajectories in group.ended.items():
+            episodes[str(index)] = {"answers": {}, "trajectories": trajectories}
+        return {
+            "position": group.position,
+            "version": group.version,
+            "env": group.task.env,
+            "task": group.task.id,
+            "trajectories": group.trajectories,
+            "episodes": {} if group.trajectories else episodes,
+        }
+
+    def restore(self, group: Group, row: dict[str, Any]) -> None:
+        """The group goes on where the run before ended."""
+        group.version = row["version"]
+        group.trajectories = TRAJECTORIES.validate_python(row["trajectories"])
+        for name, episode in row["episodes"].items():
+            if episode["trajectories"]:
+                group.ended[int(name)] = TRAJECTORIES.validate_python(episode["trajectories"])
+            else:
+                answers = ANSWERS.validate_python(episode["answers"])
+                self.records[group.id][name] = EpisodeRecord(answers=answers)
 
 
-@dataclass(kw_only=True, slots=True)
-class GroupUnderWay:
-    """Of one group. It is empty until the group begins."""
+class RecordingWorker(RolloutWorker):
+    """Its player is a RecordingPlayer. It begins with the groups that were under way when a run
+    ended."""
 
-    # By their number, or rollout.SCORING.
-    episodes: dict[str, EpisodeUnderWay] = field(default_factory=dict)
-    make_gate: Callable[[], Any] | None = None
+    restored: Callable[[Group], Group]
+    own: Iterator[int]
+    num_restored: int
 
-    def episode(self, name: int | str) -> EpisodeUnderWay:
-        found = self.episodes.setdefault(str(name), EpisodeUnderWay())
-        if self.make_gate is not None and found.gate is None:
-            found.gate = self.make_gate()
-        return found
+    def go_on(self, positions: list[int], restored: Callable[[Group], Group]) -> None:
+        """The first groups are those at these positions, and go on as `restored` gives them. Ranks
+        take them in turn."""
+        self.own = iter([n for n, position in enumerate(positions) if self.is_own(position)])
+        self.num_restored = len(positions)
+        self.restored = restored
 
+    def is_own(self, position: int) -> bool:
+        return position % self.ranks.size == self.ranks.rank
 
-def copy_of(t: Trajectory) -> Trajectory:
-    """With rewards and metrics of its own."""
-    parts, metrics = dict(t.reward_parts), dict(t.metrics)
-    return replace(t, reward_parts=parts, metrics=metrics, turn_rewards=list(t.turn_rewards))
+    def _draw(self) -> int:
+        number = next(self.own, None)
+        return self.num_restored + super()._draw() if number is None else number
 
-
-def write_groups(file: Path, groups: Iterable[Group]) -> None:
-    """Groups that have begun, one a line."""
-    write_trajectories(file, [group_row(group) for group in groups])
-
-
-def group_row(group: Group) -> dict[str, Any]:
-    episodes = {}
-    for name, episode in group.under_way.episodes.items() if group.under_way else ():
-        episodes[name] = {"answers": episode.answers, "trajectories": episode.trajectories}
-    return {
-        "position": group.position,
-        "version": group.version,
-        "env": group.task.env,
-        "task": group.task.id,
-        "trajectories": group.trajectories,
-        "episodes": episodes,
-    }
+    def _begin(self, number: int) -> None:
+        self.pending[number] = self.restored(self.pending[number])
+        super()._begin(number)
 
 
 def read_groups(
     checkpoint: Path, positions: Container[int], oldest: int
 ) -> dict[int, dict[str, Any]]:
-    """Position -> what group_row() gave, of these positions. Groups that began before version
-    `oldest` are left out: they would be too stale."""
+    """Position -> what row_of() gave, of these positions. Groups that began before version `oldest`
+    are left out: they would be too stale."""
     found = {}
     for file in sorted(checkpoint.glob(f"{FILE}*")):
         for row in read_json(file):
             if row["position"] in positions and row["version"] >= oldest:
                 found[row["position"]] = row
     return found
-
-
-def restore(group: Group, row: dict[str, Any]) -> None:
-    """The group goes on where the run before ended."""
-    group.version = row["version"]
-    group.trajectories = TypeAdapter(list[Trajectory]).validate_python(row["trajectories"])
-    episodes = TypeAdapter(dict[str, EpisodeUnderWay]).validate_python(row["episodes"])
-    group.under_way = GroupUnderWay(episodes=episodes)

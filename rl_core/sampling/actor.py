@@ -33,172 +33,6 @@ SAMPLING = ("max_tokens", "stop", *DRAWING)  # what a call of respond() may over
 MAX_REVIVALS = 3  # times that one piece of work may lose an engine
 
 
-@dataclass(kw_only=True, slots=True)
-class Actor:
-    """A name with a model. Hooks hold the copy that in_episode() makes, with a seed and its
-    conversations."""
-
-    name: str
-    engine: Engine | None  # None: another rank samples with this one's device
-    chat: Chat | None  # None: the engine takes messages, and its tokens are unknown
-    stop_token_ids: tuple[int, ...] = ()  # end its turn
-    max_context_tokens: int = 0  # of one conversation
-    max_tokens: int | None = None  # upper bound of one turn
-    is_trainable: bool = True  # it has a learner
-    adapter: str = ""  # LoRA adapter that it samples with
-    lease: DeviceLease | None = None  # where engines share a device
-    stale_engine: Engine | None = None  # an engine with stale weights, for a part of the turns
-    stale_frac: float = 0.0
-    open_endpoint: Callable[[Actor], Any] | None = None  # agents/rollout.py's
-    params: SamplingParams | None = None  # of one episode, as all below
-    seed: int = 0
-    session: str = ""
-    max_turns: int = 0  # 0: unknown
-    under_way: Any = None  # a plugins.under_way.EpisodeUnderWay, for checkpoints
-    # By what respond() was asked. A copy begins with none, and with no conversation.
-    num_replies: Counter[str] = field(init=False, default_factory=Counter)
-    conversations: list[Conversation] = field(init=False, default_factory=list)
-
-    @property
-    def capacity(self) -> int:
-        return self.engine.capacity if self.engine else 0
-
-    @property
-    def engines(self) -> list[Engine]:
-        return [engine for engine in (self.engine, self.stale_engine) if engine is not None]
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        seed: int,
-        session: str = "",
-        turn: str = "",
-    ) -> Completion:
-        """One completion. Which engine gives it depends on the seed alone. `turn` names it in the
-        episode."""
-        engine = self.engine
-        if self.stale_engine is not None and counter_seed("lagged", seed) < self.stale_frac * 2**32:
-            engine = self.stale_engine
-        if self.under_way is not None and self.under_way.gate is not None:
-            session = ""  # no token depends on what was computed for another turn
-
-        async def sample(params: SamplingParams, **begun: Completion) -> Completion:
-            how = {"seed": seed, "session": session, "adapter": self.adapter}
-            async with self.device(engine):
-                return await engine.generate(prompt_ids, params, **how, **begun)
-
-        if self.under_way is None or not turn:
-            return await sample(params)
-        return await self.under_way.complete(turn, prompt_ids, params, sample)
-
-    async def wake(self) -> None:
-        """Engines that died start again."""
-        for engine in self.engines:
-            async with self.device(engine):
-                await engine.wake()
-
-    def device(self, engine: Engine) -> AbstractAsyncContextManager[None]:
-        return self.lease.of(engine) if self.lease else nullcontext()
-
-    def in_episode(
-        self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
-    ) -> Actor:
-        if self.max_tokens and self.max_tokens < params.max_tokens:
-            params = replace(params, max_tokens=self.max_tokens)
-        return replace(self, params=params, seed=seed, session=session, max_turns=max_turns)
-
-    def endpoint(self) -> AbstractAsyncContextManager[Any]:
-        """An HTTP endpoint at which a program talks to this actor: `async with actor.endpoint() as
-        llm`, then llm.base_url, llm.api_key and llm.trajectories(reward)."""
-        return self.open_endpoint(self)
-
-    def converse(
-        self, messages: list[Message], tools: list | None = None, label: str = "", **sampling
-    ) -> Conversation:
-        """A conversation that begins with these messages. Its seeds depend on its label, by default
-        its number. Raises ValueError if the chat template refuses the messages."""
-        session = f"{self.session}/{label or len(self.conversations)}"
-        self.conversations.append(Conversation(self, messages, tools, sampling, session))
-        return self.conversations[-1]
-
-    async def respond(
-        self,
-        messages: str | Sequence[Message],
-        n: int | None = None,
-        tools: list | None = None,
-        **sampling,
-    ) -> Conversation | list[Conversation]:
-        """One reply, or a list of `n` that are sampled concurrently. A string is one user message.
-        `sampling`: max_tokens and stop; temperature, top_p, top_k and min_p too, but then the reply
-        cannot be trained."""
-        for name in sampling.keys() - set(SAMPLING):
-            hint = nearest(name, ("n", "tools", *SAMPLING))
-            raise ValueError(f"respond({name}=...) is unknown; {hint}")
-        if "stop" in sampling:
-            stop = sampling["stop"]
-            sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        messages = as_messages(messages)
-        # Not a running number: the order of calls may depend on timing.
-        prompt_hash = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
-        replies = []
-        for _ in range(1 if n is None else n):
-            label = f"{prompt_hash}-{self.num_replies[prompt_hash]}"
-            replies.append(self.converse(messages, tools, label, **sampling))
-            self.num_replies[prompt_hash] += 1
-        await wait_for_all([reply.respond() for reply in replies])
-        return replies[0] if n is None else replies
-
-
-async def revived(work: Callable[[], Awaitable[Any]], actors: Iterable[Any], where: str) -> Any:
-    """What `work` returns. Whoever samples calls this: if an engine dies meanwhile, it is started
-    again, and the work is done again. Raises RunError if that does not help; it says `where`."""
-    for _ in range(MAX_REVIVALS):
-        try:
-            return await work()
-        except EngineDied as error:
-            last = error
-        try:
-            for actor in actors:
-                if isinstance(actor, Actor):  # an endpoint elsewhere has no engine
-                    await actor.wake()
-        except EngineDied as error:
-            raise RunError(f"an engine died and cannot be started again: {error}") from error
-    raise RunError(f"an engine died {MAX_REVIVALS} times in {where}: {last}") from last
-
-
-class EpisodeActors(dict[str, Actor]):
-    """The actors of one episode by name, as hooks get them."""
-
-    def __init__(
-        self,
-        actors: Mapping[str, Any],
-        params: SamplingParams | None,
-        seed: int,
-        session: str,
-        max_turns: int = 0,
-        under_way: Any = None,
-    ):
-        self.max_turns = max_turns
-        for name, actor in actors.items():
-            self[name] = actor.in_episode(params, seed, f"{session}/{name}", max_turns)
-            self[name].under_way = under_way
-
-    def __missing__(self, name: str) -> Actor:
-        known = nearest(str(name), sorted(self))
-        raise KeyError(f"{name!r} is no actor; {known} (--actors.{name}.model PATH adds one)")
-
-    @property
-    def conversations(self) -> list[Conversation]:
-        return [talk for actor in self.values() for talk in actor.conversations]
-
-    def close(self) -> None:
-        """Engines free what they keep for the episode."""
-        for conversation in self.conversations:
-            for engine in conversation.speaker.engines:
-                engine.end_session(conversation.session)
-
-
 class Conversation:
     """Messages, and the tokens that the actor saw and sampled. Tokens only grow, except where the
     chat template rewrites history. A conversation without a returned trajectory is not trained."""
@@ -257,6 +91,11 @@ class Conversation:
             return math.inf
         return self.speaker.max_context_tokens - len(self.stream.prompt_ids)
 
+    @property
+    def next_turn(self) -> str:
+        """The name of the turn that is to come, unique in the run."""
+        return f"{self.session}#{self.num_replies}"
+
     async def respond(self, messages: str | Sequence[Message] = (), **limits: Any) -> Conversation:
         """This conversation, continued by the actor's next turn after `messages` from others. If
         the context is full, its text is "" and it is truncated. Raises ValueError if the first
@@ -280,42 +119,38 @@ class Conversation:
 
     async def _speak(self) -> None:
         seed = counter_seed(self.speaker.seed, self.session, self.num_replies)
-        turn = f"{self.session}#{self.num_replies}"  # unique in the run
         if self.stream is None:
-            reply, completion = await self._chat(seed, turn)
+            reply, completion = await self._chat(seed)
         else:
-            completion = await self._sample(seed, turn)
+            completion = await self._sample(seed)
             reply = self._read(completion)
-            self.turns.append(self.stream.turn(completion, turn))
+            self.turns.append(self.stream.turn(completion, self.next_turn))
         self.history.append(reply)
         self.text = completion.text
         self.truncated = completion.finish_reason == "length"
         self.num_replies += 1
         self.marks.append((len(self.history), copy.copy(self.stream)))
 
-    async def _chat(self, seed: int, turn: str) -> tuple[Message, Completion]:
-        engine, under_way = self.speaker.engine, self.speaker.under_way
-        asked = (self.history, self.tools, self.turn_params)
-        if under_way is None:
-            return await engine.chat(*asked, seed)
-        return await under_way.chat(turn, asked, lambda: engine.chat(*asked, seed))
+    async def _chat(self, seed: int) -> tuple[Message, Completion]:
+        return await self.speaker.engine.chat(self.history, self.tools, self.turn_params, seed)
 
-    async def _sample(self, seed: int, turn: str) -> Completion:
+    async def _sample(self, seed: int) -> Completion:
         actor = self.speaker
         if self.room < 1:
             raise ValueError(
                 f"a prompt of {len(self.stream.prompt_ids)} tokens fills the context of "
                 f"{actor.max_context_tokens}; raise --max_prompt_tokens"
             )
-        params = replace(
-            self.turn_params,
-            max_tokens=min(self.room, self.turn_params.max_tokens),
-            stop_token_ids=actor.stop_token_ids,
-        )
+        limit = min(self.room, self.turn_params.max_tokens)
+        stops = actor.stop_token_ids
+        params = replace(self.turn_params, max_tokens=limit, stop_token_ids=stops)
+        return await self._generate(params, seed)
+
+    async def _generate(self, params: SamplingParams, seed: int, **begun: Completion) -> Completion:
         # Nothing is kept for a turn that will not come.
-        is_last = len(self.turns) + 1 == actor.max_turns
+        is_last = len(self.turns) + 1 == self.speaker.max_turns
         session = "" if is_last else self.session
-        return await actor.generate(self.stream.prompt_ids, params, seed, session, turn)
+        return await self.speaker.generate(self.stream.prompt_ids, params, seed, session, **begun)
 
     def _read(self, completion: Completion) -> Message:
         """The turn as a message."""
@@ -328,28 +163,15 @@ class Conversation:
     def fork(self) -> Conversation:
         """A second conversation with the same tokens so far, which continues with its own seeds."""
         self._check_idle()
-        fork = copy.copy(self)
-        fork.history = list(self.history)
-        fork.turns = list(self.turns)
-        fork.marks = list(self.marks)
-        fork.stream = copy.copy(self.stream)
-        fork.metrics = dict(self.metrics)
-        fork.session = f"{self.session}.{self.num_forks}"
-        fork.num_forks = 0
-        self.num_forks += 1
-        self.speaker.conversations.append(fork)
-        return fork
+        return self._branch()
 
     def at(self, num_replies: int) -> Conversation:
         """A branch of the conversation as it stood after so many replies, with the same tokens up
         to there. The conversation may be under way meanwhile."""
+        branch = self._branch()
         num_messages, stream = self.marks[num_replies - 1]
-        branch = copy.copy(self)
-        branch.history = self.history[:num_messages]
-        branch.turns = self.turns[:num_replies]
-        branch.marks = self.marks[:num_replies]
+        del branch.history[num_messages:], branch.turns[num_replies:], branch.marks[num_replies:]
         branch.stream = copy.copy(stream)
-        branch.metrics = dict(self.metrics)
         last = branch.history[-1]
         branch.calls = last if last.get("tool_calls") else None
         branch.text = last.get("content") or ""
@@ -357,9 +179,18 @@ class Conversation:
             branch.text = branch.turns[-1].completion.text
             branch.truncated = branch.turns[-1].completion.finish_reason == "length"
         branch.num_replies = num_replies
+        branch.is_busy = False
+        return branch
+
+    def _branch(self) -> Conversation:
+        branch = copy.copy(self)
+        branch.history = list(self.history)
+        branch.turns = list(self.turns)
+        branch.marks = list(self.marks)
+        branch.stream = copy.copy(self.stream)
+        branch.metrics = dict(self.metrics)
         branch.session = f"{self.session}.{self.num_forks}"
         branch.num_forks = 0
-        branch.is_busy = False
         self.num_forks += 1
         self.speaker.conversations.append(branch)
         return branch
@@ -404,6 +235,167 @@ class Conversation:
                 f"this reply of {self.actor} is still being continued, or its continuation failed; "
                 "fork() it before each branch"
             )
+
+
+@dataclass(kw_only=True, slots=True)
+class Actor:
+    """A name with a model. Hooks hold the copy that in_episode() makes, with a seed and its
+    conversations."""
+
+    name: str
+    engine: Engine | None  # None: another rank samples with this one's device
+    chat: Chat | None  # None: the engine takes messages, and its tokens are unknown
+    stop_token_ids: tuple[int, ...] = ()  # end its turn
+    max_context_tokens: int = 0  # of one conversation
+    max_tokens: int | None = None  # upper bound of one turn
+    is_trainable: bool = True  # it has a learner
+    adapter: str = ""  # LoRA adapter that it samples with
+    lease: DeviceLease | None = None  # where engines share a device
+    stale_engine: Engine | None = None  # an engine with stale weights, for a part of the turns
+    stale_frac: float = 0.0
+    open_endpoint: Callable[[Actor], Any] | None = None  # agents/rollout.py's
+    params: SamplingParams | None = None  # of one episode, as all below
+    seed: int = 0
+    session: str = ""
+    max_turns: int = 0  # 0: unknown
+    make_conversation: Callable[..., Conversation] = Conversation
+    # By what respond() was asked. A copy begins with none, and with no conversation.
+    num_replies: Counter[str] = field(init=False, default_factory=Counter)
+    conversations: list[Conversation] = field(init=False, default_factory=list)
+
+    @property
+    def capacity(self) -> int:
+        return self.engine.capacity if self.engine else 0
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [engine for engine in (self.engine, self.stale_engine) if engine is not None]
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        session: str = "",
+        **begun: Completion,
+    ) -> Completion:
+        """One completion. Which engine gives it depends on the seed alone."""
+        engine = self.engine
+        if self.stale_engine is not None and counter_seed("lagged", seed) < self.stale_frac * 2**32:
+            engine = self.stale_engine
+        how = {"seed": seed, "session": session, "adapter": self.adapter}
+        async with self.device(engine):
+            return await engine.generate(prompt_ids, params, **how, **begun)
+
+    async def wake(self) -> None:
+        """Engines that died start again."""
+        for engine in self.engines:
+            async with self.device(engine):
+                await engine.wake()
+
+    def device(self, engine: Engine) -> AbstractAsyncContextManager[None]:
+        return self.lease.of(engine) if self.lease else nullcontext()
+
+    def in_episode(
+        self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
+    ) -> Actor:
+        if self.max_tokens and self.max_tokens < params.max_tokens:
+            params = replace(params, max_tokens=self.max_tokens)
+        return replace(self, params=params, seed=seed, session=session, max_turns=max_turns)
+
+    def endpoint(self) -> AbstractAsyncContextManager[Any]:
+        """An HTTP endpoint at which a program talks to this actor: `async with actor.endpoint() as
+        llm`, then llm.base_url, llm.api_key and llm.trajectories(reward)."""
+        return self.open_endpoint(self)
+
+    def converse(
+        self, messages: list[Message], tools: list | None = None, label: str = "", **sampling
+    ) -> Conversation:
+        """A conversation that begins with these messages. Its seeds depend on its label, by default
+        its number. Raises ValueError if the chat template refuses the messages."""
+        session = f"{self.session}/{label or len(self.conversations)}"
+        made = self.make_conversation(self, messages, tools, sampling, session)
+        self.conversations.append(made)
+        return made
+
+    async def respond(
+        self,
+        messages: str | Sequence[Message],
+        n: int | None = None,
+        tools: list | None = None,
+        **sampling,
+    ) -> Conversation | list[Conversation]:
+        """One reply, or a list of `n` that are sampled concurrently. A string is one user message.
+        `sampling`: max_tokens and stop; temperature, top_p, top_k and min_p too, but then the reply
+        cannot be trained."""
+        for name in sampling.keys() - set(SAMPLING):
+            hint = nearest(name, ("n", "tools", *SAMPLING))
+            raise ValueError(f"respond({name}=...) is unknown; {hint}")
+        if "stop" in sampling:
+            stop = sampling["stop"]
+            sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        messages = as_messages(messages)
+        # Not a running number: the order of calls may depend on timing.
+        prompt_hash = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
+        replies = []
+        for _ in range(1 if n is None else n):
+            label = f"{prompt_hash}-{self.num_replies[prompt_hash]}"
+            replies.append(self.converse(messages, tools, label, **sampling))
+            self.num_replies[prompt_hash] += 1
+        await wait_for_all([reply.respond() for reply in replies])
+        return replies[0] if n is None else replies
+
+
+async def revived(work: Callable[[], Awaitable[Any]], actors: Iterable[Any], where: str) -> Any:
+    """What `work` returns. Whoever samples calls this: if an engine dies meanwhile, it is started
+    again, and the work is done again. Raises RunError if that does not help; it says `where`."""
+    for _ in range(MAX_REVIVALS):
+        try:
+            return await work()
+        except EngineDied as error:
+            last = error
+        try:
+            for actor in actors:
+                if isinstance(actor, Actor):  # an endpoint elsewhere has no engine
+                    await actor.wake()
+        except EngineDied as error:
+            raise RunError(f"an engine died and cannot be started again: {error}") from error
+    raise RunError(f"an engine died {MAX_REVIVALS} times in {where}: {last}") from last
+
+
+class EpisodeActors(dict[str, Actor]):
+    """The actors of one episode by name, as hooks get them."""
+
+    def __init__(
+        self,
+        actors: Mapping[str, Any],
+        params: SamplingParams | None,
+        seed: int,
+        session: str,
+        max_turns: int = 0,
+    ):
+        self.max_turns = max_turns
+        for name, actor in actors.items():
+            self[name] = actor.in_episode(params, seed, f"{session}/{name}", max_turns)
+
+    def __missing__(self, name: str) -> Actor:
+        known = nearest(str(name), sorted(self))
+        raise KeyError(f"{name!r} is no actor; {known} (--actors.{name}.model PATH adds one)")
+
+    @property
+    def learners(self) -> list[str]:
+        """Names of the trainable actors; of all, if none is."""
+        return [name for name, actor in self.items() if actor.is_trainable] or list(self)
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        return [talk for actor in self.values() for talk in actor.conversations]
+
+    def close(self) -> None:
+        """Engines free what they keep for the episode."""
+        for conversation in self.conversations:
+            for engine in conversation.speaker.engines:
+                engine.end_session(conversation.session)
 
 
 def without_thoughts(text: str) -> str:

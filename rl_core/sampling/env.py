@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_core.data.rows import check_exists
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.episode import Dialogue, checked, score_group
+from rl_core.sampling.episode import Dialogue, checked
 from rl_core.sampling.hooks import Hook, describe_error
 from rl_core.types import Task, Trajectory
 
@@ -67,12 +67,6 @@ class Env:
     @property
     def group_rewards(self) -> list[Hook]:
         return [hook for hook in self.rewards if hook.batched]
-
-    async def score_group(
-        self, task: Task, trajectories: Sequence[Trajectory], actors: EpisodeActors
-    ) -> None:
-        """Adds the group rewards."""
-        await score_group(self.group_rewards, task, trajectories, actors)
 
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> Task:
         """The task with the order of speakers in info["turns"], drawn once for a group. Raises

@@ -45,8 +45,8 @@ class Dialogue:
         that spoke."""
         episode = Episode(self, task, actors)
         await episode.take_turns()
-        learners = [name for name, actor in actors.items() if actor.is_trainable]
-        names = [name for name in episode.trajectories if name in (learners or actors)]
+        learners = actors.learners
+        names = [name for name in episode.trajectories if name in learners]
         if names:
             await episode.score(names)
         return [episode.trajectories[name] for name in names]
@@ -195,8 +195,7 @@ class Episode:
             t = self.trajectories[name]
             t.reward = math.fsum(t.reward_parts.values())
             if "interact" in t.reward_parts and t.turns:
-                final = [v for part, v in t.reward_parts.items() if part != "interact"]
-                t.turn_rewards[-1] += math.fsum(final)
+                t.turn_rewards[-1] += t.reward - t.reward_parts["interact"]
             else:
                 t.turn_rewards = []
 
@@ -273,26 +272,21 @@ def check_name(path: str, name: str, names: Sequence[str], where: str) -> None:
         )
 
 
-async def score_group(
+async def group_rewards(
     hooks: Sequence[Hook], task: Task, trajectories: Sequence[Trajectory], actors: EpisodeActors
-) -> None:
-    """Adds the batched rewards to the trajectories of one group that did not fail. Each hook is
-    called once for every actor and player. Raises what it raises, ValueError unless it gives one
-    finite number for each."""
-    groups = baseline_groups(trajectories)
-    calls = [(hook, group) for hook in hooks for group in groups]
-    results = await wait_for_all([group_values(hook, task, group, actors) for hook, group in calls])
-    for (hook, group), values in zip(calls, results, strict=True):
-        for trajectory, value in zip(group, values, strict=True):
-            add_parts(trajectory.reward_parts, trajectory.metrics, hook, {hook.name: value})
-            trajectory.reward += hook.weight * value
-            if trajectory.turn_rewards:
-                trajectory.turn_rewards[-1] += hook.weight * value
+) -> list[tuple[Hook, list[Trajectory], list[float]]]:
+    """(hook, trajectories, a value for each) of the batched rewards of one group. Each hook is
+    called once for every actor and player, without what failed. Raises what it raises, ValueError
+    unless it gives one finite number for each."""
+    calls = []
+    for group in baseline_groups(trajectories):
+        calls += [group_reward(hook, task, group, actors) for hook in hooks]
+    return await wait_for_all(calls)
 
 
-async def group_values(
-    hook: Hook, task: Task, group: Sequence[Trajectory], actors: EpisodeActors
-) -> list[float]:
+async def group_reward(
+    hook: Hook, task: Task, group: list[Trajectory], actors: EpisodeActors
+) -> tuple[Hook, list[Trajectory], list[float]]:
     given = {"trajectories": group, "task": task, "prompt": task.messages}
     values = await hook(task, given | {"actor": group[0].actor, "actors": actors})
     what = f"{hook.path}: what {hook.name}() returned"
@@ -302,4 +296,14 @@ async def group_values(
             f"{what} is {shorten(values)}; it must be a list of {len(group)} numbers, one for each "
             "trajectory"
         )
-    return [finite(value, f"a number in {what}") for value in values]
+    return hook, group, [finite(value, f"a number in {what}") for value in values]
+
+
+def add_group_rewards(rewards: list[tuple[Hook, list[Trajectory], list[float]]]) -> None:
+    """Adds what group_rewards() gave to the trajectories."""
+    for hook, group, values in rewards:
+        for t, value in zip(group, values, strict=True):
+            add_parts(t.reward_parts, t.metrics, hook, {hook.name: value})
+            t.reward += hook.weight * value
+            if t.turn_rewards:
+                t.turn_rewards[-1] += hook.weight * value

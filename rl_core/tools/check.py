@@ -236,13 +236,13 @@ async def play(
 ) -> list[Trajectory]:
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
     from rl_core.engines.scripted import ScriptedActor
-    from rl_core.sampling.rollout import Group, run_group
+    from rl_core.sampling.rollout import Group, GroupPlayer
     from rl_core.types import SamplingParams
 
     actors = {name: ScriptedActor(name=name, chat=chat, replies=replies) for name in names}
     size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
-    return await run_group({env.name: env}, actors, RolloutConfig(), group)
+    return await GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group)
 
 
 def describe_tokens(chat: Chat, trajectories: list[Trajectory]) -> list[str]:

@@ -15,8 +15,8 @@ from rl_core.plugins.actor_rules import URL
 
 if TYPE_CHECKING:
     from rl_core.data.tasks import TaskSource
-    from rl_core.distributed import Ranks
     from rl_core.sampling.env import Env
+    from rl_core.sampling.rollout import RolloutWorker
     from rl_core.types import Task, Trajectory
 
 FLAGS = """All other flags are those of a run (rl-core train --help), such as --env_path, --data.eval, --data.train,
@@ -121,6 +121,7 @@ async def player(
     from rl_core.plan import make_chats
     from rl_core.plugins.row_lengths import check_lengths
     from rl_core.sampling.engine import DeviceLease
+    from rl_core.sampling.rollout import GroupPlayer, RolloutWorker
 
     chats, endpoints = make_chats(config)
     for source in sources if chats else ():
@@ -131,30 +132,29 @@ async def player(
     maker = registry.engine_maker(config)
     engines = maker.make_all(chats, {}, ranks)
     lease = DeviceLease() if maker.takes_turns else None
+    speakers = dict(endpoints)
+    for name, chat in chats.items():
+        adapter = maker.adapter_of(name)
+        speakers[name] = make_speaker(config, name, chat, lease, engines[name], adapter)
+    actors = {name: speakers[name] for name in config.actors}
+    group_player = GroupPlayer(envs, actors, config.rollout)
+    worker = RolloutWorker(group_player, ranks, config.timeout_s)
     try:
         for engine in dict.fromkeys(engines.values()):
             await engine.wake()
             if lease:
                 await engine.sleep()
-        speakers = dict(endpoints)
-        for name, chat in chats.items():
-            adapter = maker.adapter_of(name)
-            speakers[name] = make_speaker(config, name, chat, lease, engines[name], adapter)
-        actors = {name: speakers[name] for name in config.actors}
-        yield Player(config, envs, actors, ranks, chats)
+        yield Player(config, worker, chats)
     finally:
-        for speaker in (*endpoints.values(), *dict.fromkeys(engines.values())):
+        for speaker in (worker, *endpoints.values(), *dict.fromkeys(engines.values())):
             await speaker.close()
 
 
 class Player:
     """Plays groups of episodes, as the evaluations of a run do."""
 
-    def __init__(
-        self, config: Config, envs: dict[str, Env], actors: dict, ranks: Ranks, chats: dict
-    ):
-        self.config, self.envs, self.actors, self.ranks = config, envs, actors, ranks
-        self.chats = chats
+    def __init__(self, config: Config, worker: RolloutWorker, chats: dict):
+        self.config, self.worker, self.chats = config, worker, chats
 
     async def play(
         self,
@@ -167,17 +167,14 @@ class Player:
     ) -> list[Trajectory]:
         """`size` episodes of each task. Raises RunError if too many fail."""
         from rl_core.plugins.failure_limit import refuse_failures
-        from rl_core.sampling.rollout import make_group, rollout
+        from rl_core.sampling.rollout import in_order, make_group
 
         config, place = self.config, {"batch": batch, "label": label, "size": size}
-        groups = [
-            make_group(config, task, drawn, number=n, **place)
-            for n, task in enumerate(tasks, first)
-        ]
-        found = await rollout(
-            self.envs, self.actors, groups, config.rollout, self.ranks, config.timeout_s
-        )
-        refuse_failures(
-            found, {}, config.rollout.max_failed_fraction, label, self.ranks, min_rows=1
-        )
-        return found
+        groups = []
+        for number, task in enumerate(tasks, first):
+            groups.append(make_group(config, task, drawn, number=number, **place))
+        self.worker.submit(groups)
+        played = in_order(await self.worker.collect(len(groups), label=label))
+        most = config.rollout.max_failed_fraction
+        refuse_failures(played, {}, most, label, self.worker.ranks, min_rows=1)
+        return played

@@ -14,7 +14,7 @@ import pytest
 from demo_data import game_data, random_games
 from kit import ROOT, metrics
 from make_tiny_model import CHARACTERS
-from stage import make_groups
+from stage import make_groups, rollout
 
 from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
@@ -22,7 +22,6 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import Ranks
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.plugins.env_file import load_env
-from rl_core.sampling.rollout import rollout
 from rl_core.train import main
 
 ENVS = ROOT / "envs"

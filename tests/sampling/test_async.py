@@ -14,6 +14,7 @@ from kit import RanksProcess, answer, metrics, of_ranks, run_ranks, trajectories
 from stage import make_groups
 
 from rl_core.distributed import init_ranks
+from rl_core.plugins.under_way import RecordingWorker
 from rl_core.sampling.rollout import RolloutWorker
 from rl_core.train import main
 from rl_core.types import RunError, Task, Trajectory
@@ -45,11 +46,14 @@ def group_of(n: int):
 
 
 def worker_of(run, timeout_s: float = 20.0, width: int = 8) -> RolloutWorker:
-    async def run_group(group) -> list[Trajectory]:
-        await run(group.position)
-        return [Trajectory(task_id=group.task.id, env="x", group_id=str(group.position))]
+    class Player:
+        max_episodes = width
 
-    return RolloutWorker(run_group, init_ranks(60), width, "train", timeout_s)
+        async def play(self, group) -> list[Trajectory]:
+            await run(group.position)
+            return [Trajectory(task_id=group.task.id, env="x", group_id=str(group.position))]
+
+    return RolloutWorker(Player(), init_ranks(60), timeout_s)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -91,7 +95,7 @@ def test_an_error_in_a_group_reaches_the_step_and_waiting_for_other_ranks_ends()
     async def collect(timeout_s, others=0):
         worker = worker_of(fails, timeout_s)
         # Another rank has these groups, and is never heard of again.
-        worker.ranks.add("train/drawn", others)
+        worker.ranks.add("rollout/drawn", others)
         worker.submit(group_of(n) for n in range(4))
         await worker.collect(4)
 
@@ -186,21 +190,22 @@ async def reward_fn(n):
 """
 
 
-def taken(ranks, num_collected: str, num_begun: str) -> list[list[int]]:
-    """The groups under way that this rank goes on with, and those whose answers it reads from the
-    checkpoint."""
-    worker = RolloutWorker(None, ranks, 8, "train", 20.0)
-    first, num = int(num_collected), int(num_begun)
-    worker.go_on(first, num)
-    return [list(worker.assigned), [n for n in range(first, first + num) if worker.is_own(n)]]
+def taken(ranks, *positions: str) -> list[list[int]]:
+    """Positions of the groups under way that this rank goes on with, and those whose answers it
+    reads from the checkpoint."""
+    worker = RecordingWorker(None, ranks, 20.0)
+    positions = [int(position) for position in positions]
+    worker.go_on(positions, lambda group: group)
+    read = [position for position in positions if worker.is_own(position)]
+    begun = [worker._draw() for _ in read]
+    assert worker._draw() >= len(positions)
+    return [[positions[number] for number in begun], read]
 
 
-@pytest.mark.parametrize("num_collected", [0, 7])
-def test_a_rank_goes_on_with_the_groups_whose_answers_it_has_read(num_collected):
-    found = of_ranks(3, __file__, "taken", num_collected, 4)
+def test_a_rank_goes_on_with_the_groups_whose_answers_it_has_read():
+    found = of_ranks(3, __file__, "taken", 3, 7, 8, 9, 11, 12)
     assert all(begins == reads for begins, reads in found)
-    every = sorted(n for begins, _ in found for n in begins)
-    assert every == list(range(num_collected, num_collected + 4))
+    assert sorted(n for begins, _ in found for n in begins) == [3, 7, 8, 9, 11, 12]
 
 
 def test_a_step_waits_for_a_group_that_would_be_too_old_for_the_next(tiny_model, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import embedded, prompts_of
 from make_tiny_model import bpe_tokenizer, make_tiny_model
-from stage import ROW, cast, make_groups, one, run, talk
+from stage import ROW, cast, make_groups, one, rollout, run, talk
 
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
@@ -21,7 +21,6 @@ from rl_core.distributed import init_ranks
 from rl_core.plugins.env_file import check_actors, check_columns, load_env
 from rl_core.plugins.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.rollout import rollout
 from rl_core.types import Trajectory
 
 ALTERNATING = (

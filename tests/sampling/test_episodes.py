@@ -48,7 +48,7 @@ READERS = {
     "tools/view/report.py spread": "whether rewards differ at all",
     "tools/view/tokens.py advantage_of": "those that have a reward",
     "tools/view/tui.py Conversation.headline": "one conversation",
-    "plugins/evaluation.py Evaluation.show": "one conversation",
+    "plugins/log_samples.py LogSamples.on_episodes": "one conversation",
 }
 LISTS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 NAMES = {"reward", "reward_parts", "num_tokens"}

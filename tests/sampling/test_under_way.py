@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,11 @@ from rl_core.config import RolloutConfig
 from rl_core.data.tasks import make_task
 from rl_core.plugins.run_files import jsonable
 from rl_core.plugins.under_way import (
-    EpisodeUnderWay,
-    GroupUnderWay,
-    group_row,
+    EpisodeRecord,
+    RecordedConversation,
+    RecordingPlayer,
     read_groups,
-    restore,
 )
-from rl_core.sampling.rollout import run_group
 from rl_core.types import Completion, SamplingParams
 
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_without_what_was_under_way_has_its_tasks_played_again(flag
     manifest, state = (
         json.loads((checkpoint / f"{name}.json").read_text()) for name in ("manifest", "state")
     )
-    del manifest["files"][file.name], state["collected"]
+    del manifest["files"][file.name]
     text = json.dumps(state)
     manifest["files"]["state.json"] = {"bytes": len(text)}
     (checkpoint / "state.json").write_text(text)
@@ -163,8 +163,11 @@ async def reward_fn(messages):
 
 def new_group(env):
     [group] = make_groups([make_task(dict(ROW), 0, env.name, "train")], 4)
-    group.under_way = GroupUnderWay()
     return group
+
+
+def row_of(player, group) -> dict:
+    return json.loads(json.dumps(player.row_of(group), default=jsonable))
 
 
 class Limited(RuleEngine):
@@ -188,10 +191,8 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         env.rewards[0].function.__globals__["scored"],
     )
 
-    def play(group):
-        return run_group({env.name: env}, actors, RolloutConfig(), group)
-
-    whole = asyncio.run(play(new_group(env)))
+    player = RecordingPlayer({env.name: env}, actors, RolloutConfig())
+    whole = asyncio.run(player.play(new_group(env)))
     num_turns = len(engine.asked)
 
     async def until(num_answers: int) -> dict:
@@ -199,12 +200,12 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         engine.asked.clear()
         engine.limit = num_answers
         group = new_group(env)
-        task = asyncio.create_task(play(group))
+        task = asyncio.create_task(player.play(group))
         # Every episode has ended, or waits for an answer that does not come.
         num_ended = 0
         while engine.num_waiting + num_ended < group.size:
             await asyncio.sleep(0.001)
-            row = json.loads(json.dumps(group_row(group), default=jsonable))
+            row = row_of(player, group)
             num_ended = sum(bool(e["trajectories"]) for e in row["episodes"].values())
         task.cancel()
         engine.limit, engine.num_waiting = None, 0
@@ -221,9 +222,9 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         ]
         ended = [t for e in row["episodes"].values() for t in e["trajectories"] or ()]
         engine.asked.clear(), scored.clear()
-        group = new_group(env)
-        restore(group, row)
-        again = asyncio.run(play(group))
+        player, group = RecordingPlayer({env.name: env}, actors, RolloutConfig()), new_group(env)
+        player.restore(group, row)
+        again = asyncio.run(player.play(group))
         assert [t.turns for t in again] == [t.turns for t in whole]
         assert [t.reward for t in again] == [t.reward for t in whole]
         assert len(engine.asked) == num_turns - len(known) - sum(len(t["turns"]) for t in ended)
@@ -234,35 +235,40 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
     assert num_ended
 
 
-def test_who_asks_otherwise_than_before_is_answered_anew():
-    async def sample(params, begun):
-        begun.token_ids.append(len(begun.token_ids))
-        begun.finish_reason = "stop"
-        return begun
+class Endpoint:
+    """Says how often it was asked."""
 
-    async def ask():
-        return {"role": "assistant", "content": "hi"}, Completion(
-            token_ids=[], logprobs=[], text="hi", finish_reason="stop", policy_version=-1
+    num_asked = 0
+
+    async def chat(self, messages, tools, params, seed):
+        self.num_asked += 1
+        text = str(self.num_asked)
+        done = Completion(
+            token_ids=[], logprobs=[], text=text, finish_reason="stop", policy_version=-1
         )
+        return {"role": "assistant", "content": text}, done
 
-    async def talk():
-        episode, params = EpisodeUnderWay(), SamplingParams(max_tokens=9)
-        first = await episode.complete("s#0", [1, 2], params, sample)
-        twin = await episode.complete("s#0", [1, 2], params, sample)
-        assert twin is not first, "two conversations of one label are two"
-        episode.begin()
-        assert await episode.complete("s#0", [1, 2], params, None) is first
-        assert await episode.complete("s#0", [1, 2], params, None) is twin
-        episode.begin()
-        assert (await episode.complete("s#0", [1, 3], params, sample)) is not first
-        said = await episode.chat("s#1", ["a"], ask)
-        episode.begin()
-        assert await episode.chat("s#1", ["a"], None) == said
-        episode.begin()
-        with pytest.raises(TypeError):
-            await episode.chat("s#1", ["b"], None)
 
-    asyncio.run(talk())
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_who_asks_otherwise_than_before_is_answered_anew(has_tokens):
+    said, record = iter("1234"), EpisodeRecord()
+    bob = actor("bob", RuleEngine(chat_of(), lambda prompt, seed: next(said)))
+    if not has_tokens:
+        bob = replace(bob, engine=Endpoint(), chat=None)
+
+    def episode(*prompts) -> list[str]:
+        """What conversations of one label are answered."""
+        record.taken.clear()
+        make = partial(RecordedConversation, None, "g", record)
+        params = SamplingParams(max_tokens=9)
+        player = replace(bob.in_episode(params, 0, "s"), make_conversation=make)
+        asked = [player.converse([{"role": "user", "content": p}], label="l") for p in prompts]
+        return [asyncio.run(talk.respond()).text for talk in asked]
+
+    assert episode("a", "a") == ["1", "2"], "two conversations of one label are two"
+    assert episode("a", "a") == ["1", "2"]
+    assert episode("b", "a") == ["3", "2"]
+    assert episode("b") == ["3"] and list(record.answers) == ["s/l#0", "s/l#0~"]
 
 
 SCALARS = """
@@ -280,9 +286,9 @@ async def rollout(task, actors):
 def test_numbers_of_numpy_and_torch_are_the_same_after_a_checkpoint(env_of):
     env, engine = env_of(SCALARS), RuleEngine(chat_of(), saying(["a"]))
     group = new_group(env)
-    actors = {"policy": actor("policy", engine)}
-    group.trajectories = asyncio.run(run_group({env.name: env}, actors, RolloutConfig(), group))
+    player = RecordingPlayer({env.name: env}, {"policy": actor("policy", engine)}, RolloutConfig())
+    group.trajectories = asyncio.run(player.play(group))
     again = new_group(env)
-    restore(again, json.loads(json.dumps(group_row(group), default=jsonable)))
+    player.restore(again, row_of(player, group))
     assert again.trajectories == group.trajectories
     assert again.trajectories[0].metrics == {"a": 0.25, "b": 2}

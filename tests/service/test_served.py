@@ -45,7 +45,7 @@ from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import HookError, read_answer
-from rl_core.sampling.rollout import Group, run_group
+from rl_core.sampling.rollout import Group, GroupPlayer
 from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
 from rl_core.types import SamplingParams, Task
@@ -372,9 +372,8 @@ def play(
             messages=[{"role": "user", "content": "hi"}],
         )
         how = {"size": size, "params": SamplingParams(max_tokens=100), "seed": 0}
-        return await run_group(
-            {env.name: env}, actors, RolloutConfig(), Group(task=task, batch="t", number=0, **how)
-        )
+        group = Group(task=task, batch="t", number=0, **how)
+        return await GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group)
 
     return asyncio.run(group())
 

@@ -1,0 +1,31 @@
+"""--log_samples: prints greedy episodes of each evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_core.plugin import Plugin
+from rl_core.rules import printable
+from rl_core.types import Trajectory
+
+CHARS = 300  # of a message
+
+
+class LogSamples(Plugin):
+    async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
+        """Some of this rank's, spread evenly."""
+        if "/greedy" not in name:
+            return
+        say, num = self.trainer.log.say, self.trainer.config.log_samples
+        for t in trajectories[:: max(1, len(trajectories) // num)][:num]:
+            parts = [f"{part} {value:.4g}" for part, value in t.reward_parts.items()]
+            result = f"reward {t.reward} ({', '.join(parts)}), {t.status} {cut(t.error)}"
+            say(f"-- {t.task_id} {t.actor}: {result.rstrip()}")
+            for message in t.messages:
+                say(f"   {message['role']}: {cut(message.get('content'))}")
+
+
+def cut(content: Any) -> str:
+    """One line, short."""
+    text = printable(" ".join(str(content or "").split()))
+    return text if len(text) <= CHARS else f"{text[: CHARS // 2]} [...] {text[-CHARS // 2 :]}"
