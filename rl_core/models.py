@@ -151,14 +151,7 @@ def make_policy(
         HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
         registry.logprob_kernel(ranks.device),
     )
-    policy.train()
-    without_dropout(hf)
-    if is_frozen:
-        policy.requires_grad_(False)
-    if learner.activations == "recompute":
-        # transformers 5.23 renamed it; both default to the non-reentrant form.
-        older = hf.gradient_checkpointing_enable
-        getattr(hf, "activation_checkpointing_enable", older)()
+    prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
         registry.shard_loading().shard_policy(policy, dtype, ranks, cpu_offload)
     if weights:
@@ -169,6 +162,17 @@ def make_policy(
     if learner.kernels == "compile":
         compile_blocks(policy)
     return policy
+
+
+def prepare(policy: Policy, is_frozen: bool, recomputes: bool) -> None:
+    policy.train()
+    without_dropout(policy.hf)
+    if is_frozen:
+        policy.requires_grad_(False)
+    if recomputes:
+        # transformers 5.23 renamed it; both default to the non-reentrant form.
+        older = policy.hf.gradient_checkpointing_enable
+        getattr(policy.hf, "activation_checkpointing_enable", older)()
 
 
 def make_forward(attention: str, ranks: Ranks) -> PackedForward:

@@ -146,22 +146,15 @@ class Trainer:
 
     async def rollout(self) -> list[Group]:
         """This rank's groups of a step."""
-        self.worker.submit(self.draw_groups(self.num_to_begin()))
-        groups = await self.collect(self.config.tasks_per_step)
+        # Groups of a step and of max_staleness further steps may have begun.
+        ahead, every = self.config.max_staleness, self.config.tasks_per_step
+        first = self.step if self.step == self.first_step else self.step + ahead
+        last = min(self.step + ahead + 1, self.config.num_steps)
+        self.worker.submit(self.draw_groups(every * max(0, last - first)))
+        groups = await self.worker.collect(every, self.step - ahead)
         for refill in self.hooks("refill"):
             groups += await refill(groups)
         return groups
-
-    async def collect(self, num_groups: int) -> list[Group]:
-        """This rank's part of so many groups that are complete and not too stale."""
-        return await self.worker.collect(num_groups, self.step - self.config.max_staleness)
-
-    def num_to_begin(self) -> int:
-        """Groups of a step and of max_staleness further steps may have begun."""
-        ahead = self.config.max_staleness
-        first = self.step if self.step == self.first_step else self.step + ahead
-        last = min(self.step + ahead + 1, self.config.num_steps)
-        return self.config.tasks_per_step * max(0, last - first)
 
     def draw_groups(self, num_groups: int) -> list[Group]:
         """Groups of the next training tasks. Those that a resumed run had left come first."""
@@ -257,14 +250,11 @@ class Trainer:
         self.agreed = self.log.write(self.step, self.metrics)
         return {n: value for n, value in self.agreed.items() if not n.startswith("keep/")}
 
-    @property
-    def begun(self) -> list[int]:
-        """Positions of tasks that were drawn and of which no step has learned yet."""
-        return [*(group.position for group in self.worker.pending.values()), *self.pending]
-
     def read_data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the place in the data, once a step is done."""
-        return {"position": self.position, "pending": self.begun}
+        begun = [group.position for group in self.worker.pending.values()]
+        # Of tasks that were drawn and of which no step has learned yet.
+        return {"position": self.position, "pending": begun + self.pending}
 
     async def close(self) -> None:
         """Ends everything that the run started."""

@@ -102,8 +102,10 @@ class Curriculum(Plugin):
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         trainer, pass_reward = self.trainer, self.trainer.config.eval.pass_reward
         results = group_results(in_order(groups), trainer.learners, pass_reward, trainer.ranks)
+        state = trainer.read_data_state()
+        position = min([*state["pending"], state["position"]])
         try:
-            record(trainer.plan.train, results, min([*trainer.begun, trainer.position]))
+            record(trainer.plan.train, results, position)
         except ValueError as error:
             raise RunError(str(error)) from error
 

@@ -19,7 +19,8 @@ class Refill(Plugin):
         while missing and rounds < trainer.plan.algorithm.refill_rounds:
             rounds += 1
             trainer.worker.submit(trainer.draw_groups(missing))
-            more += await trainer.collect(missing)
+            oldest = trainer.step - trainer.config.max_staleness
+            more += await trainer.worker.collect(missing, oldest)
             missing = self.num_missing([*groups, *more])
         metrics = {"refill_rounds": Mean(rounds), "groups_missing": Mean(missing)}
         trainer.note("rollout/", metrics)

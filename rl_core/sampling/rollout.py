@@ -60,7 +60,9 @@ class Group:
 
 def make_group(config: Config, task: Task, drawn: dict[str, float], **place: Any) -> Group:
     """`drawn`: how tokens are. `place`: size of the group, and its place in a batch."""
-    max_tokens = config.env(task.env).max_tokens or config.max_tokens
+    max_tokens, own = config.max_tokens, config.envs.get(task.env)
+    if own and own.max_tokens:
+        max_tokens = own.max_tokens
     params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
     return Group(task=task, params=params, seed=config.seed, **place)
 
