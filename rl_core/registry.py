@@ -396,7 +396,7 @@ def engine_rank(*rank: Any):
 
 
 def rollout_classes(config: Config):
-    """What plays groups, and what runs them side by side."""
+    """What plays groups, and what runs them side by side. None: the usual."""
     if config.rollout.fixed_order:
         from rl_core.plugins.fixed_order import FixedOrderWorker, GatedPlayer
 
@@ -405,9 +405,7 @@ def rollout_classes(config: Config):
         from rl_core.plugins.under_way import RecordingPlayer, RecordingWorker
 
         return RecordingPlayer, RecordingWorker
-    from rl_core.sampling.rollout import GroupPlayer, RolloutWorker
-
-    return GroupPlayer, RolloutWorker
+    return None
 
 
 # Plugins.

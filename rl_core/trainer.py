@@ -23,12 +23,7 @@ from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan import Plan
 from rl_core.plugin import Plugin
 from rl_core.run_folder import RunLog
-from rl_core.sampling.rollout import (
-    Group,
-    RolloutWorker,
-    in_order,
-    make_group,
-)
+from rl_core.sampling.rollout import Group, GroupPlayer, RolloutWorker, in_order, make_group
 from rl_core.types import Task, TrainingSample, Trajectory
 
 
@@ -74,7 +69,8 @@ class Trainer:
         self.data_state = self.read_data_state()
 
     def make_worker(self) -> RolloutWorker:
-        player_class, worker_class = registry.rollout_classes(self.config)
+        classes = registry.rollout_classes(self.config) or (GroupPlayer, RolloutWorker)
+        player_class, worker_class = classes
         player = player_class(self.plan.envs, self.speakers, self.config.rollout)
         return worker_class(player, self.ranks, self.config.timeout_s)
 
