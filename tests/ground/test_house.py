@@ -285,12 +285,12 @@ def sizes() -> dict[str, Size]:
 # A change that makes something smaller lowers its row. `python tests/ground/test_house.py` prints
 # the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
-    "spine": (38_600, 300, 5.6),
+    "spine": (32_500, 300, 5.6),
     "engines": (10_400, 240, 5.7),
     "agents": (6_800, 300, 6.0),
-    "plugins": (32_200, 300, 6.1),
+    "plugins": (36_500, 300, 6.1),
     "sandbox": (8_800, 280, 5.5),
-    "service": (19_800, 270, 5.5),
+    "service": (20_000, 270, 5.4),
     "tools": (17_400, 330, 5.6),
     "scripts": (20_550, 320, 5.8),
     "tests": (162_000, 400, 5.5),
@@ -298,10 +298,10 @@ BUDGETS = {
 }
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
-    "rl_core without sandbox, service, tools: nodes": 81_000,  # goal: 58,000
+    "rl_core without sandbox, service, tools: nodes": 78_500,  # goal: 58,000
     "longest file of rl_core/: lines": 432,  # goal: 350
-    "spine: comprehensions per 1,000 lines": 33,  # goal: 30
-    "spine: conditional expressions per 1,000 lines": 22,  # goal: 20
+    "spine: comprehensions per 1,000 lines": 32,  # goal: 30
+    "spine: conditional expressions per 1,000 lines": 20,
     "strings that name a module": 0,
     "flags": 121,  # each named section counts once
 }
