@@ -285,23 +285,23 @@ def sizes() -> dict[str, Size]:
 # A change that makes something smaller lowers its row. `python tests/ground/test_house.py` prints
 # the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
-    "spine": (32_500, 300, 5.6),
-    "engines": (10_400, 240, 5.7),
+    "spine": (31_750, 300, 5.6),
+    "engines": (9_650, 220, 5.5),
     "agents": (6_800, 300, 6.0),
-    "plugins": (36_500, 300, 6.1),
-    "sandbox": (8_800, 280, 5.5),
-    "service": (20_000, 270, 5.4),
+    "plugins": (36_300, 290, 6.0),
+    "sandbox": (8_800, 280, 5.4),
+    "service": (19_950, 270, 5.4),
     "tools": (17_400, 330, 5.6),
-    "scripts": (20_550, 320, 5.8),
-    "tests": (162_000, 400, 5.5),
-    "envs": (9_500, 250, 6.1),
+    "scripts": (20_600, 320, 5.8),
+    "tests": (165_300, 400, 5.5),
+    "envs": (9_750, 250, 6.0),
 }
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
-    "rl_core without sandbox, service, tools: nodes": 78_500,  # goal: 58,000
+    "rl_core without sandbox, service, tools: nodes": 77_600,  # goal: 58,000
     "longest file of rl_core/: lines": 432,  # goal: 350
-    "spine: comprehensions per 1,000 lines": 32,  # goal: 30
-    "spine: conditional expressions per 1,000 lines": 20,
+    "spine: comprehensions per 1,000 lines": 31,  # goal: 30
+    "spine: conditional expressions per 1,000 lines": 18,  # goal: 20
     "strings that name a module": 0,
     "flags": 121,  # each named section counts once
 }
@@ -343,10 +343,10 @@ def test_what_there_is_to_read_only_shrinks():
 
 # What a default run loads, and what its second step enters, engines aside.
 RUN_LIMITS = {  # Goals: 48, 36,000, 200, 26.
-    "modules": 66,
-    "nodes of them": 56_000,
-    "functions of a step": 320,
-    "files of a step": 42,
+    "modules": 57,
+    "nodes of them": 46_200,
+    "functions of a step": 285,
+    "files of a step": 38,
 }
 
 
