@@ -18,7 +18,7 @@ from rl_core.learning.loading import compute_dtype
 from rl_core.learning.policy import end_token_ids
 from rl_core.plan import Plan
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.engine import DeviceLease, Engine
+from rl_core.sampling.engine import Engine
 
 
 class Device:
@@ -29,7 +29,7 @@ class Device:
         config: Config,
         ranks: Ranks,
         engines: Iterable[Engine | None],
-        lease: DeviceLease | None,
+        lease: Any,
     ):
         engines = list(engines)
         self.ranks, self.lease = ranks, lease  # None: engines do not share the device
@@ -119,7 +119,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         else:
             engines = maker.make_all(plan.chats, learners, ranks)
             stale = maker.make_stale(plan.chats, ranks)
-            lease = DeviceLease() if maker.takes_turns else None
+            lease = registry.device_lease() if maker.takes_turns else None
     if config.learner.kernels == "liger":
         # Last, since what is loaded after it is of Liger's classes, which lack options of some
         # models.
@@ -142,7 +142,7 @@ def make_speaker(
     config: Config,
     name: str,
     chat: Chat,
-    lease: DeviceLease | None,
+    lease: Any,
     engine: Engine | None,
     adapter: str,
     stale_engine: Engine | None = None,

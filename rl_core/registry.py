@@ -383,6 +383,12 @@ def engine_maker(config: Any):
     return EngineMaker(config, classes, choose_sampler)
 
 
+def device_lease() -> Any:
+    from rl_core.engines.lease import DeviceLease
+
+    return DeviceLease()
+
+
 def connect(*engines: Any):
     from rl_core.engines.remote import connect
 

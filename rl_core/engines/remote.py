@@ -29,8 +29,9 @@ from aiohttp import web
 from torch import Tensor
 
 from rl_core.distributed import Ranks
+from rl_core.engines.lease import DeviceLease
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
-from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
+from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20

@@ -15,7 +15,7 @@ from zlib import crc32
 from rl_core.data.chat import Chat, TokenStream
 from rl_core.data.tasks import check_messages
 from rl_core.rules import nearest
-from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
+from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.sampling.hooks import finite_parts, wait_for_all
 from rl_core.types import (
     Completion,
@@ -250,7 +250,7 @@ class Actor:
     max_tokens: int | None = None  # upper bound of one turn
     is_trainable: bool = True  # it has a learner
     adapter: str = ""  # LoRA adapter that it samples with
-    lease: DeviceLease | None = None  # where engines share a device
+    lease: Any = None  # an engines.lease.DeviceLease, where engines share a device
     stale_engine: Engine | None = None  # an engine with stale weights, for a part of the turns
     stale_frac: float = 0.0
     open_endpoint: Callable[[Actor], Any] | None = None  # agents/rollout.py's

@@ -118,9 +118,9 @@ async def player(
     from rl_core import registry
     from rl_core.actors import make_speaker
     from rl_core.distributed import init_ranks
+    from rl_core.engines.lease import DeviceLease
     from rl_core.plan import make_chats
     from rl_core.plugins.row_lengths import check_lengths
-    from rl_core.sampling.engine import DeviceLease
     from rl_core.sampling.rollout import GroupPlayer, RolloutWorker
 
     chats, endpoints = make_chats(config)

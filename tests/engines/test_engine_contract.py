@@ -606,7 +606,7 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(
 
     for error in subject.run(kill()):
         assert isinstance(error, EngineDied)
-        assert "has died" in str(error) and "Prefill batch" in str(error)
+        assert "does not answer" in str(error) and "Prefill batch" in str(error)
     with pytest.raises(EngineDied, match="has died"):
         subject.ask([[1]], GREEDY)
     wait_until(lambda: not processes_of(group), "all processes of the server have ended")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from test_engine_contract import GREEDY, LONG, load, make_embedded
 
 from rl_core.engines import remote
+from rl_core.engines.lease import DeviceLease
 from rl_core.engines.remote import (
     EngineServer,
     ask,
@@ -20,7 +21,7 @@ from rl_core.engines.remote import (
     in_buckets,
     make_weight_channel,
 )
-from rl_core.sampling.engine import DeviceLease, EngineDied
+from rl_core.sampling.engine import EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 NUM_ENGINES = 2

@@ -13,7 +13,7 @@ import torch
 from kit import embedded, words
 from transformers import AutoModelForCausalLM
 
-from rl_core.sampling.engine import DeviceLease
+from rl_core.engines.lease import DeviceLease
 from rl_core.types import SamplingParams
 
 
