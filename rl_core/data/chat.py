@@ -11,8 +11,6 @@ that stands in a message, and `encode` reads the text before and behind a mark a
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -146,12 +144,6 @@ class Chat:
             if is_special and ids[:k] == token_ids[-k:]:
                 return ids[k:]
         return self.encode(suffix, continues=True)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Equal for two chats with the same vocabulary and template."""
-        known = [sorted(self.tokenizer.get_vocab().items()), self.chat_template]
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def assistant_message(self, text: str) -> Message:
         """An actor's text as the template's history needs it, with separate thinking if the

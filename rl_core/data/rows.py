@@ -7,7 +7,6 @@ import glob
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -161,14 +160,13 @@ def row_place(index: int, files: Sequence[tuple[str, int]], split: str) -> str:
 
 def check_exists(path: Path) -> None:
     """Raises ValueError, with the nearest name in that folder, if there is no such file."""
-    if path.is_file():
-        return
     if path.is_dir():
         raise ValueError(f"{path}: is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: no such file; the folder {path.parent} does not exist")
+    if path.is_file():
+        return
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
     hint = f" in {path.parent.resolve()}"
-    for close in difflib.get_close_matches(path.name, os.listdir(path.parent), n=1):
+    for close in difflib.get_close_matches(path.name, names, n=1):
         hint = f"; did you mean {close!r}?"
     raise ValueError(f"{path}: no such file{hint}")
 
@@ -186,21 +184,6 @@ def write_whole(file: Path, text: str) -> None:
     os.replace(beside, file)
 
 
-def rename_into_place(beside: Path, folder: Path) -> None:
-    """`beside` becomes `folder`, which is complete, or as it was before, after a crash of the
-    machine too. A crash between the two renames leaves what was before as `.NAME.old`."""
-    for path in beside.rglob("*"):
-        flush_to_disk(path)
-    flush_to_disk(beside)
-    before = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(before, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, before)
-    os.rename(beside, folder)
-    flush_to_disk(folder.parent)
-    shutil.rmtree(before, ignore_errors=True)
-
-
 def flush_to_disk(path: Path) -> None:
     """Returns once the disk has the content of a file, or the names in a folder."""
     opened = os.open(path, os.O_RDONLY)
@@ -210,15 +193,3 @@ def flush_to_disk(path: Path) -> None:
             os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object of a file that a run has written. Raises ValueError with its name if it holds
-    none."""
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: it is empty or no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is damaged: it must hold a JSON object")
-    return found

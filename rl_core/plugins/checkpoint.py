@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import re
 import shutil
 import warnings
@@ -26,7 +27,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rl_core.data.rows import rename_into_place
+from rl_core.data.rows import flush_to_disk
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
 from rl_core.learning.policy import Policy
@@ -212,3 +213,30 @@ def replaced(folder: Path) -> Iterator[Path]:
     beside.mkdir(parents=True)
     yield beside
     rename_into_place(beside, folder)
+
+
+def rename_into_place(beside: Path, folder: Path) -> None:
+    """`beside` becomes `folder`, which is complete, or as it was before, after a crash of the
+    machine too. A crash between the two renames leaves what was before as `.NAME.old`."""
+    for path in beside.rglob("*"):
+        flush_to_disk(path)
+    flush_to_disk(beside)
+    before = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(before, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, before)
+    os.rename(beside, folder)
+    flush_to_disk(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object of a file that a run has written. Raises ValueError with its name if it holds
+    none."""
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: it is empty or no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged: it must hold a JSON object")
+    return found

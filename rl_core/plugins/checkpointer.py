@@ -10,10 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.rows import read_object, write_whole
+from rl_core.data.rows import write_whole
 from rl_core.metrics import Max, Metric
 from rl_core.plugin import Plugin
-from rl_core.plugins.checkpoint import export_policy, save_checkpoint, trained_learners
+from rl_core.plugins.checkpoint import (
+    export_policy,
+    read_object,
+    save_checkpoint,
+    trained_learners,
+)
 from rl_core.run_folder import naming
 from rl_core.types import RunError
 

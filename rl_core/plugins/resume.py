@@ -9,10 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from rl_core.data.rows import read_object
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
-from rl_core.plugins.checkpoint import checkpoints_in, facts_of, saved_tensors, trained_learners
+from rl_core.plugins.checkpoint import (
+    checkpoints_in,
+    facts_of,
+    read_object,
+    saved_tensors,
+    trained_learners,
+)
 
 
 def newest_intact(folder: Path, ranks: Ranks) -> Path | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,15 @@ class RunFiles(Plugin):
 def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
     """Beside rollouts: in which tokenizer each actor's tokens are."""
     (folder / TOKENIZERS).write_text(
-        json.dumps({name: chat.fingerprint for name, chat in chats.items()})
+        json.dumps({name: fingerprint(chat) for name, chat in chats.items()})
     )
+
+
+@lru_cache(8)
+def fingerprint(chat: Chat) -> str:
+    """Equal for two chats with the same vocabulary and template."""
+    known = [sorted(chat.tokenizer.get_vocab().items()), chat.chat_template]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:

@@ -19,6 +19,7 @@ from rl_core.data.chat import PROBE, Chat, TokenStream, text_after, text_of, unm
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import column_messages, first_column, shorten
+from rl_core.plugins.run_files import fingerprint
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
 
@@ -30,7 +31,7 @@ def sft_samples(
     token of weight 0 is not trained. A column `tools` is given to the template. Raises ValueError
     if a row has nothing to train."""
     messages, tools = sft_messages(row), row_tools(row)
-    if is_trajectory(row) and row["tokenizer"] == chat.fingerprint:
+    if is_trajectory(row) and row["tokenizer"] == fingerprint(chat):
         turns = [as_sampled(ids, new_ids, is_fresh) for new_ids, is_fresh, ids in row["turns"]]
     else:
         turns = sft_turns(chat, messages, tools)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.learner import Learner
+from rl_core.plugins.run_files import fingerprint
 from rl_core.plugins.sft import sft_samples, sft_turns
 from rl_core.train import main
 from rl_core.types import PER_TOKEN
@@ -322,8 +323,9 @@ def test_the_worlds_part_of_sampled_episodes(rollouts, tiny_model):
 def test_another_tokenizer_or_template_reads_the_messages_anew(rollouts, tiny_model):
     row = next(row for row in load_rows(str(rollouts)) if len(row["turns"]) == 3)
     other = Chat(make_tokenizer(), CHATML)
-    assert other.fingerprint != load_chat(str(tiny_model)).fingerprint
-    assert load_chat(str(tiny_model), CHATML).fingerprint != load_chat(str(tiny_model)).fingerprint
+    assert fingerprint(other) != fingerprint(load_chat(str(tiny_model)))
+    own = load_chat(str(tiny_model))
+    assert fingerprint(load_chat(str(tiny_model), CHATML)) != fingerprint(own)
     (sample,) = sft_samples(other, row)
     actions = [text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight]
     assert actions == [m["content"] for m in row["messages"] if m["role"] == "assistant"]
@@ -352,7 +354,7 @@ def test_the_files_that_are_read(rollouts, tiny_model, tmp_path):
     assert len(load_rows(str(tmp_path))) == 2 * sum(counts.values())
     assert {row["tokenizer"] for row in load_rows(str(tmp_path))} == {""}
     assert {row["tokenizer"] for row in load_rows(str(rollouts))} == {
-        load_chat(str(tiny_model)).fingerprint
+        fingerprint(load_chat(str(tiny_model)))
     }
 
 
