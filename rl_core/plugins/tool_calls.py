@@ -238,18 +238,16 @@ class ToolCalls:
         """Raises ValueError if a call of one of the tools, as the chat's template writes it, is not
         read back. Asked once for the same tools. `where`: who gives them."""
         key = json.dumps(tools, default=str)
-        if key not in self.checked:
-            self.check_calls(tools, where)
-            self.checked.add(key)
-
-    def check_calls(self, tools: Sequence[dict], where: str) -> None:
+        if key in self.checked:
+            return
         user = [{"role": "user", "content": "x"}]
         prompt = self.chat.render(user, tools)
-        if prompt == self.chat.render(user):
-            return  # A template that says nothing of tools leaves it to the environment's messages.
-        for tool in tools:
-            if "function" in tool:
-                self.check_call(tool["function"], prompt, user, tools, where)
+        # A template that says nothing of tools leaves it to the environment's messages.
+        if prompt != self.chat.render(user):
+            for tool in tools:
+                if "function" in tool:
+                    self.check_call(tool["function"], prompt, user, tools, where)
+        self.checked.add(key)
 
     def check_call(
         self, function: dict, prompt: str, user: list[Message], tools: Sequence[dict], where: str
