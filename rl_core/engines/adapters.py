@@ -11,6 +11,7 @@ set to 0. A run has few adapters, so this is less work than gathering matrices f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_core.sampling.weights import arriving_adapter
+from rl_core.sampling.weights import NamedWeights, arriving
 
 
 class AdapterTable:
@@ -79,3 +80,27 @@ class AdapterTable:
         a_RI, b_RO = self.layers[layer]
         inner = F.linear(args[0], a_RI).masked_fill_(self.others, 0)  # [n, S, R]
         out.view(-1, out.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), b_RO)
+
+
+def arriving_adapter(
+    name: str, named_weights: NamedWeights, config: dict[str, Any], model: nn.Module
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the (peft's name, weight) pairs of an adapter. Raises as `arriving`."""
+    targets = adapter_targets(config, model)
+    for full, weight, _ in arriving(named_weights, targets, targets, owner=f"adapter {name!r}"):
+        yield full, weight
+
+
+def adapter_targets(config: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """peft's names of an adapter's matrices -> their shapes, on "meta". config: what
+    adapter_config.json holds."""
+    targets, rank = {}, config["r"]
+    excluded = config.get("exclude_modules") or "(?!)"
+    for layer, module in model.named_modules():
+        is_target = layer.rpartition(".")[2] in config["target_modules"]
+        if is_target and isinstance(module, nn.Linear) and not re.fullmatch(excluded, layer):
+            name = f"base_model.model.{layer}"
+            shapes = {"lora_A": (rank, module.in_features), "lora_B": (module.out_features, rank)}
+            for kind, shape in shapes.items():
+                targets[f"{name}.{kind}.weight"] = torch.empty(shape, device="meta")
+    return targets

@@ -28,6 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.config import Config
+from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask, in_buckets
 from rl_core.engines.sglang_server import Server, check_sglang
 from rl_core.host_copies import release_cached_memory
@@ -42,7 +43,7 @@ from rl_core.sampling.engine import (
     decoded,
     note_version,
 )
-from rl_core.sampling.weights import adapter_targets, arriving_adapter, arriving_at, on_host
+from rl_core.sampling.weights import arriving_at, on_host
 from rl_core.types import Completion, SamplingParams
 
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,30 +48,6 @@ def arriving_at(
     return arriving(
         named_weights, model.state_dict(keep_vars=True), needed, owner=type(model).__name__
     )
-
-
-def arriving_adapter(
-    name: str, named_weights: NamedWeights, config: dict[str, Any], model: nn.Module
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields the (peft's name, weight) pairs of an adapter. Raises as `arriving`."""
-    targets = adapter_targets(config, model)
-    for full, weight, _ in arriving(named_weights, targets, targets, owner=f"adapter {name!r}"):
-        yield full, weight
-
-
-def adapter_targets(config: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """peft's names of an adapter's matrices -> their shapes, on "meta". config: what
-    adapter_config.json holds."""
-    targets, rank = {}, config["r"]
-    excluded = config.get("exclude_modules") or "(?!)"
-    for layer, module in model.named_modules():
-        is_target = layer.rpartition(".")[2] in config["target_modules"]
-        if is_target and isinstance(module, nn.Linear) and not re.fullmatch(excluded, layer):
-            name = f"base_model.model.{layer}"
-            shapes = {"lora_A": (rank, module.in_features), "lora_B": (module.out_features, rank)}
-            for kind, shape in shapes.items():
-                targets[f"{name}.{kind}.weight"] = torch.empty(shape, device="meta")
-    return targets
 
 
 @torch.no_grad()
