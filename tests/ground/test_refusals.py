@@ -72,7 +72,6 @@ REFUSED = {
         "--actors.judge.api_key_env NO_SUCH": "NO_SUCH",
     },
     LORA: {
-        "--actors.policy.lora.rank 65": "rank=65 ... k_proj; take at most 16",
         "--actors.policy.lora.targets q_proj,lm_head": "lm_head ... all-linear ... q_proj",
     },
 }
