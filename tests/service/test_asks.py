@@ -249,7 +249,7 @@ def test_a_hooks_own_time_is_that_in_which_no_ask_waits_and_once_it_has_returned
         await call.task
         actors.CALL.set(call)
         with pytest.raises(RuntimeError, match="while a hook runs, and this one's has returned"):
-            await asyncio.wait_for(call.asks.ask(1, []), 30)
+            await asyncio.wait_for(call.asks.ask(1, [], {}), 30)
         return own_s
 
     assert asyncio.run(count()) == [1, 1, 1, 1, 3, 3, 7]
