@@ -156,7 +156,7 @@ def draw_by_weight(*tasks: Any):
 
 
 def adamw():
-    from rl_core.learning.learner import adamw
+    from rl_core.plugins.optimizers import adamw
 
     return adamw
 
@@ -239,6 +239,12 @@ def pair_loss(preset: str):
     from rl_core.plugins.preference import LOSSES
 
     return LOSSES[preset]
+
+
+def has_signal(group: Any, algorithm: Any):
+    from rl_core.plugins.refill import has_signal
+
+    return has_signal(group, algorithm)
 
 
 def env_scales(judged: Any, ranks: Any):

@@ -18,7 +18,7 @@ from rl_core import models, registry
 from rl_core.actors import make_actors
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
-from rl_core.learning.advantages import has_signal, samples_of
+from rl_core.learning.advantages import samples_of
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan import Plan
 from rl_core.plugin import Plugin
@@ -296,7 +296,7 @@ def training_samples(
     for name in plan.config.trained:
         groups = baseline_groups([t for t in trajectories if t.actor == name])
         if plan.algorithm.refill_rounds:
-            groups = [g for g in groups if has_signal(g, plan.algorithm)]
+            groups = [g for g in groups if registry.has_signal(g, plan.algorithm)]
         longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
         samples[name] = samples_of(groups, plan.algorithm, longest, advantage_fns, scales_of)
     return samples

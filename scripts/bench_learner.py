@@ -31,6 +31,7 @@ from rl_core.distributed import Ranks, close_ranks, init_ranks, make_mesh
 from rl_core.learning.learner import Learner
 from rl_core.learning.policy import PackedForward, Policy
 from rl_core.plugins.attention_kernels import find_kernel
+from rl_core.plugins.optimizers import adamw
 from rl_core.plugins.ring import RingForward
 from rl_core.plugins.sequence_shards import SequenceShards
 from rl_core.plugins.shard_loading import shard_policy
@@ -103,7 +104,7 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
     if ranks.weights_mesh is not None:
         shard_policy(policy, dtype, ranks)
     parts = [SequenceShards(ranks)] if ranks.mesh.cp > 1 else []
-    return Learner(config, make_algorithm("grpo", config.algo), policy, ranks, parts=parts)
+    return Learner(config, make_algorithm("grpo", config.algo), policy, ranks, adamw, parts=parts)
 
 
 def documents(length: int, num: int, vocabulary: int, seed: int) -> list[TrainingSample]:

@@ -17,15 +17,6 @@ AdvantageFn = Callable[[list[float]], list[float]]
 Judged = list[tuple[Trajectory, list[float]]]
 
 
-def has_signal(group: list[Trajectory], algorithm: Algorithm) -> bool:
-    """Whether the episodes' rewards differ, or, where each turn has an advantage of its own, the
-    returns of their turns."""
-    returns = [turn_returns(t, 0.0, algorithm.turn_discount) for t in group]
-    if len({len(values) for values in returns}) > 1:
-        return True
-    return any(has_spread(values) for values in zip(*returns, strict=True))
-
-
 def samples_of(
     groups: list[list[Trajectory]],
     algorithm: Algorithm,

@@ -85,10 +85,10 @@ class Learner:
         algorithm: Algorithm,
         policy: Policy,
         ranks: Ranks,
+        make_optimizer: Callable[[Named, OptimConfig], Optimizer],
         *,
         parts: Iterable[LearnerPart] = (),
         loss: Loss | None = None,
-        make_optimizer: Callable[[Named, OptimConfig], Optimizer] | None = None,
         name: str = "policy",
         adapter: str = "",
     ):
@@ -96,7 +96,7 @@ class Learner:
         self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
         self.parts, self.loss, self.name, self.adapter = tuple(parts), loss, name, adapter
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
-        self.optimizer = (make_optimizer or adamw)(self.trained_parameters(), config.optim)
+        self.optimizer = make_optimizer(self.trained_parameters(), config.optim)
         self.state_on_device: Callable[[], AbstractContextManager] = nullcontext
         if config.learner.offload == "phase":
             copies = HostCopies(ranks.device)
@@ -315,23 +315,6 @@ class Learner:
 def mean_of(values: Tensor) -> Mean:
     """Over tokens, or pairs; its number is still on the device."""
     return Mean(values.detach().sum(), values.numel())
-
-
-def adamw(named: Named, config: OptimConfig) -> Optimizer:
-    groups = parameter_groups(named, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def parameter_groups(named: Named, weight_decay: float) -> list[dict]:
-    """Weight decay on matrices, not on norms and biases. torch computes with a group's parameters
-    together, which must therefore be sharded over one mesh."""
-    groups: dict[tuple, dict] = {}
-    for name, parameter in named:
-        is_matrix = parameter.ndim > 1
-        key = is_matrix, getattr(parameter, "device_mesh", None)
-        group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay * is_matrix})
-        group["params"].append((name, parameter))
-    return list(groups.values())
 
 
 def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:

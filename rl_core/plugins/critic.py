@@ -36,7 +36,7 @@ class Critic(LearnerPart):
         algorithm: Algorithm,
         policy: Policy,
         ranks: Ranks,
-        make_learner: Callable[..., Learner] = Learner,
+        make_learner: Callable[..., Learner],
         name: str = "policy",
     ):
         """`policy`: a classifier. --optim with --critic.lr trains it. `make_learner` makes one as

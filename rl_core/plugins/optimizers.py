@@ -1,4 +1,4 @@
-"""Optimizers beside AdamW."""
+"""Optimizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rl_core.config import OptimConfig
-from rl_core.learning.learner import Named, parameter_groups
+from rl_core.learning.learner import Named
+
+
+def adamw(named: Named, config: OptimConfig) -> Optimizer:
+    groups = parameter_groups(named, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def sgd(named: Named, config: OptimConfig) -> Optimizer:
@@ -54,3 +59,15 @@ def refresh_views(links: list[tuple[Tensor, Tensor]]) -> None:
     for view, parameter in links:
         view.data = parameter.to_local().detach()
         view.grad = None if parameter.grad is None else parameter.grad.to_local()
+
+
+def parameter_groups(named: Named, weight_decay: float) -> list[dict]:
+    """Weight decay on matrices, not on norms and biases. torch computes with a group's parameters
+    together, which must therefore be sharded over one mesh."""
+    groups: dict[tuple, dict] = {}
+    for name, parameter in named:
+        is_matrix = parameter.ndim > 1
+        key = is_matrix, getattr(parameter, "device_mesh", None)
+        group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay * is_matrix})
+        group["params"].append((name, parameter))
+    return list(groups.values())

@@ -19,7 +19,6 @@ from rl_core.algorithms import PRESETS, kl_estimate, sequence_mean, token_losses
 from rl_core.data.episodes import baseline_groups
 from rl_core.learning.advantages import (
     group_advantages,
-    has_signal,
     overlong_penalty,
     samples_of,
     turn_advantages,
@@ -27,6 +26,7 @@ from rl_core.learning.advantages import (
 )
 from rl_core.learning.learner import Learner
 from rl_core.plugins.reference import sums_to_go
+from rl_core.plugins.refill import has_signal
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 

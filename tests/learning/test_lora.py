@@ -18,6 +18,7 @@ from rl_core.learning.loading import load_hf_model
 from rl_core.models import make_policy
 from rl_core.plugins.checkpoint import export_policy
 from rl_core.plugins.lora import adapter_parameters
+from rl_core.plugins.optimizers import adamw
 
 LORA = ["--actors.policy.lora.rank", "4", "--actors.policy.lora.alpha", "8"]
 NF4 = [*LORA, "--actors.policy.lora.quantize", "nf4"]
@@ -88,7 +89,7 @@ def test_a_gradient_is_that_of_w_plus_the_product(tiny_model):
     learner = with_random_adapters(make_lora_learner(tiny_model))
     plain = make_policy(str(tiny_model), torch.float32, learner.ranks)
     plain.hf.load_state_dict(dict(learner.named_weights()), strict=False)
-    merged = Learner(learner.config, learner.algorithm, plain, learner.ranks)
+    merged = Learner(learner.config, learner.algorithm, plain, learner.ranks, adamw)
     full, _ = gradients(merged, ragged_samples())
     [batch] = learner.shard(ragged_samples())[0][0].batches
     (-(batch.advantages * learner.forward(batch)[0]).sum() / batch.labels.numel()).backward()
