@@ -127,17 +127,6 @@ ADVANTAGES = {
 }
 
 
-@dataclass(slots=True, frozen=True)
-class Objective:
-    """A choice of --algo.objective."""
-
-    # (algorithm, logprobs, log_ratio, advantages), all [M] -> ([M] losses to minimise, [M] bool
-    # whether a bound decides), with the ratio of new to old probabilities.
-    of: Callable[[Algorithm, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    # The ratio is the geometric mean over its sequence (GSPO, arXiv:2507.18071, eq. 7).
-    is_of_sequence: bool = False
-
-
 def clipped_loss(
     a: Algorithm, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -169,11 +158,11 @@ def cispo_loss(
     return -bounded * advantages * logprobs, bounded != ratio
 
 
-OBJECTIVES = {
-    "clip": Objective(clipped_loss),
-    "gspo": Objective(clipped_loss, is_of_sequence=True),
-    "cispo": Objective(cispo_loss),
-}
+# (algorithm, logprobs, log_ratio, advantages), all [M] -> ([M] losses to minimise, [M] bool whether
+# a bound decides), with the ratio of new to old probabilities.
+OBJECTIVES = {"clip": clipped_loss, "gspo": clipped_loss, "cispo": cispo_loss}
+# The ratio is the geometric mean over its sequence (GSPO, arXiv:2507.18071, eq. 7).
+OF_SEQUENCE = ("gspo",)
 
 
 # Per-token KL(policy || ref) in nats of tokens that the policy sampled, with d = logprobs -
@@ -256,11 +245,10 @@ def token_losses(
 def policy_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """([M] losses of the objective with its correction, [M] bool whether a bound decides)."""
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    objective = OBJECTIVES[a.objective]
     log_ratio = logprobs - old
-    if objective.is_of_sequence:
+    if a.objective in OF_SEQUENCE:
         log_ratio = sequence_mean(log_ratio, batch)
-    losses, is_clipped = objective.of(a, logprobs, log_ratio, batch.advantages)
+    losses, is_clipped = OBJECTIVES[a.objective](a, logprobs, log_ratio, batch.advantages)
     if a.correction != "none":
         losses = losses * correction_weights(a, old, batch)
     return losses, is_clipped

@@ -55,6 +55,8 @@ class Critic(LearnerPart):
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         """Turns the batches' rewards into advantages by GAE."""
         sums: dict[str, Metric] = {}
+        if not batches:  # on any rank
+            return {}
         for batch in batches:
             rewards = token_rewards(self.algorithm, batch)
             batch.values = self.learner.forward(batch)[0]

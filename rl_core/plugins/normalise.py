@@ -20,6 +20,8 @@ class BatchNormalised(LearnerPart):
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         sums: dict[str, Metric] = {}
+        if not batches:  # on any rank
+            return {}
         for batch in batches:
             values = batch.advantages.double()
             add_metrics(sums, {"mean": mean_of(values), "square": mean_of(values.square())})

@@ -155,6 +155,14 @@ def test_explained_variance_is_one_less_the_share_of_what_is_left():
         assert "critic_explained_variance" not in value_metrics(means)
 
 
+@pytest.mark.parametrize("preset", ["ppo", "reinforce_pp"])
+def test_a_step_without_samples_has_nothing_to_annotate(preset, tiny_model):
+    learner = make_learner(tiny_model, algorithm=preset)
+    minibatches, _ = learner.shard([])
+    assert learner.annotate(minibatches) == {}
+    assert learner.step(minibatches, 0).keys() == {"skipped_updates"}
+
+
 def test_with_a_critic_that_knows_nothing_the_first_gradient_is_that_of_reinforce(tiny_model):
     flags = ["--algo.normalize", "none", "--critic.gae_lambda", "1"]
     learner, samples = make_learner(tiny_model, *flags, algorithm="ppo"), ragged_samples()
