@@ -50,7 +50,8 @@ class Trainer:
         if self.checkpoint:
             state = registry.resume().load_checkpoint(self.checkpoint, self.learners, True)
         barrier(ranks)  # the folders are there
-        self.log = RunLog(self.out, ranks, state["step"], state["to_evaluate"])
+        is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
+        self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
 
         self.step: int = state["step"]  # steps that are done
         self.first_step = self.step  # of them before this process
