@@ -27,7 +27,6 @@ EXTRAS = {
     "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8"],
     "flash": ["flash-attn>=2.8"],
-    "ring": ["ring_flash_attn>=0.1.8"],
     # Of single environments in envs/: search, games, MCP servers, gymnasium.
     "envs": ["bm25s>=0.3", "chess>=1.11", "mcp>=2.3,<3", "gymnasium>=1.2"],
     # Pure Python; the second needs the system's libseccomp.

@@ -297,7 +297,7 @@ class Config(Section):
     max_staleness: Count = flag(
         0, "asynchronous: versions by which samples may be off-policy", only=RL
     )
-    attention: Literal["auto", "torch", "flash_attn", "ring_flash_attn"] = flag(
+    attention: Literal["auto", "torch", "flash_attn"] = flag(
         "auto", "varlen attention kernel; auto: flash_attn if it imports, else torch's"
     )
     dp_replicate: AtLeast1 = flag(

@@ -196,10 +196,14 @@ def choose_sampler(model: Any):
     return choose_sampler(model)
 
 
-def find_kernel(*kernel: Any):
+def find_kernel(name: str, device: Any):
+    if device.type == "cpu" and name in ("auto", "torch"):
+        from rl_core.plugins.dense_attention import DENSE
+
+        return DENSE
     from rl_core.plugins.attention_kernels import find_kernel
 
-    return find_kernel(*kernel)
+    return find_kernel(name, device)
 
 
 def ring_forward(*kernel: Any):

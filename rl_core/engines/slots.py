@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rl_core.learning.logprobs import capped_, logits_of
+from rl_core.learning.logprobs import capped_, logit_change, product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -231,6 +231,18 @@ class SlotModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return logits_of(self.model, hidden)
+
+
+def logits_of(hf: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """[..., V] in fp32 from hidden states [..., D], by the product of fused_logprobs: the head's
+    own forward would round them to its dtype, by up to 0.1 nats in bf16."""
+    head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
+    logits = product(hidden.reshape(-1, hidden.shape[-1]), head.weight.T)
+    if getattr(head, "bias", None) is not None:
+        logits += head.bias
+    if scale != 1.0:
+        logits *= scale
+    return capped_(logits, cap).view(*hidden.shape[:-1], -1)
 
 
 @torch.inference_mode()

@@ -36,12 +36,10 @@ Rows = slice | Tensor  # which tokens
 class Kernel:
     """forward(q, k, v, segments, scale, cap) -> out [T, H, D], lse [H, T] of fp32, or fp64 for fp64
     backward(dout, q, k, v, out, lse, segments, scale, cap) -> dq, dk, dv
-    A cap bounds scores to cap * tanh(score / cap).
-    ring(q, k, v, plan, scale) -> out: a library's ring, if it has one"""
+    A cap bounds scores to cap * tanh(score / cap)."""
 
     forward: Callable
     backward: Callable
-    ring: Callable | None = None
 
 
 class Segments:
@@ -97,24 +95,21 @@ class AttentionPlan:
         starts = cu_seqlens.tolist()
         self.num_tokens = starts[-1]
         self.pieces = np.split(np.arange(self.num_tokens), starts[1:-1])
+        # The prompt of each piece, or no token.
         self.prompts = [self.pieces[n] if n >= 0 else np.arange(0) for n in parents]
-        both = zip(self.prompts, self.pieces, strict=True)
-        self.longest = max(len(prompt) + len(piece) for prompt, piece in both)
+        self.longest = max(map(len, self.prompts)) + max(map(len, self.pieces))
         self.causal = Segments([(p, p) for p in self.pieces], device, is_causal=True)
         self.segments = [self.causal]
-        prompts = Segments(self.prompt_runs(parents), device)
-        if prompts.lengths:
-            self.segments.append(prompts)
-        self.windows: dict[int, Segments] = {}
-
-    def prompt_runs(self, parents: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The queries after one prompt are one run, for which its keys are read once."""
-        runs = []
+        # The queries after one prompt are one run, for which its keys are read once.
+        prompts = []
         for parent, family in itertools.groupby(range(len(parents)), parents.__getitem__):
-            pieces = [self.pieces[n] for n in family]
             if parent >= 0:
-                runs.append((np.concatenate(pieces), self.pieces[parent]))
-        return runs
+                queries = np.concatenate([self.pieces[n] for n in family])
+                prompts.append((queries, self.pieces[parent]))
+        shared = Segments(prompts, device)
+        if shared.lengths:
+            self.segments.append(shared)
+        self.windows: dict[int, Segments] = {}
 
     def window_runs(self, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each run of queries with the keys within its window."""
@@ -190,32 +185,24 @@ class PackedAttention(torch.autograd.Function):
             # The score of a key with value 0: dp = 0 in ds = p (dp - sum(dout * out))
             products = (dout.to(lse.dtype) * out).sum(-1).T
             dsinks = -((sinks[:, None] - lse).exp() * products).sum(1).to(sinks.dtype)
-        dq, dkv = None, [None, None]
-        for kv, segments in ctx.plan.sources([k, v], ctx.window):
-            arrived = ctx.plan.passed_on(dkv)
-            grads = [part_gradients(ctx, part, dout, q, *kv, out, lse) for part in segments]
-            dkv = arrived()
-            for part, (dq_part, *dkv_part) in zip(segments, grads, strict=True):
+        dq = dk = dv = None
+        plan = ctx.plan
+        for (k_part, v_part), segments in plan.sources([k, v], ctx.window):
+            arrived = plan.passed_on([dk, dv])
+            grads = []
+            for part in segments:
+                rows, keys = part.q_rows, part.k_rows
+                tensors = dout[rows], q[rows], k_part[keys], v_part[keys], out[rows]
+                args = *tensors, lse[:, rows], part, *ctx.scale_and_cap
+                grads.append((part, *plan.kernel.backward(*args)))
+            dk, dv = arrived()
+            for part, dq_part, dk_part, dv_part in grads:
                 dq = added(dq, dq_part, part.q_rows, len(q))
-                for i in range(2):
-                    dkv[i] = added(dkv[i], dkv_part[i], part.k_rows, len(kv[0]))
+                dk = added(dk, dk_part, part.k_rows, len(k_part))
+                dv = added(dv, dv_part, part.k_rows, len(v_part))
             del grads  # not while the next segments are computed
-        dk, dv = ctx.plan.returned(dkv, ctx.window)
+        dk, dv = plan.returned([dk, dv], ctx.window)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
-
-
-def part_gradients(ctx, part: Segments, dout, q, k, v, out, lse) -> tuple:
-    rows, keys = part.q_rows, part.k_rows
-    return ctx.plan.kernel.backward(
-        dout[rows],
-        q[rows],
-        k[keys],
-        v[keys],
-        out[rows],
-        lse[:, rows],
-        part,
-        *ctx.scale_and_cap,
-    )
 
 
 def merged(
@@ -224,7 +211,9 @@ def merged(
     """Output and log-sum-exp of queries of which `rows` see more keys: those of the part."""
     out, before = out.to(lse.dtype), lse[:, rows]
     share = torch.sigmoid(part_lse - before).T[:, :, None]
-    out[rows] = torch.lerp(out[rows], part.to(out.dtype), share)
+    chosen = out[rows].lerp_(part.to(out.dtype), share)
+    if not isinstance(rows, slice):  # else it is a view
+        out[rows] = chosen
     lse[:, rows] = torch.logaddexp(before, part_lse)
     return out, lse
 

@@ -48,6 +48,8 @@ class Policy(nn.Module):
     """A causal language model that gives logprobs of a packed batch, or a classifier that gives
     scores. The head is applied in here, so that FSDP has gathered its weight."""
 
+    logprobs = staticmethod(fused_logprobs)
+
     def __init__(
         self,
         hf: nn.Module,
@@ -95,7 +97,7 @@ class Policy(nn.Module):
             scores = scores_of(self.hf, hidden_MD)
             return scores, torch.zeros_like(scores)
         hidden_MD, weight, temperature, cap = head_factors(self.hf, hidden_MD, temperature)
-        return fused_logprobs(hidden_MD, weight, labels, temperature, cap, self.logprob_kernel)
+        return self.logprobs(hidden_MD, weight, labels, temperature, cap, self.logprob_kernel)
 
     @property
     def is_scoring(self) -> bool:

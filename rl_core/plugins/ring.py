@@ -88,12 +88,6 @@ class RingPlan(AttentionPlan):
                 runs.append((piece[n * length : (n + 1) * length], keys))
         return runs
 
-    def attend(self, query, key, value, scale, window=None, cap=None, sinks=None) -> Tensor:
-        is_plain = cap is sinks is None and (window is None or window >= self.longest)
-        if is_plain and self.kernel.ring:
-            return self.kernel.ring(query, key, value, self, scale)
-        return super().attend(query, key, value, scale, window, cap, sinks)
-
     def sources(self, kv: list[Tensor], window: int | None) -> Iterator[tuple[list, list]]:
         """Of each rank, this one first. The next travel while the caller works. With a window, the
         keys of all ranks at once."""

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_core.engines.slots import SlotModel, evaluating
+from rl_core.engines.slots import SlotModel, evaluating, logits_of
 from rl_core.learning import attention
-from rl_core.learning.logprobs import logits_of
 from rl_core.learning.policy import backbone
 from rl_core.plugins.padded import ERRORS, own_attention, own_layers, set_attention
 

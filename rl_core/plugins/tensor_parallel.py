@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
 from rl_core.learning.loading import on_meta
+from rl_core.learning.logprobs import fused_logprobs, merged_stats
 from rl_core.learning.policy import Policy
 
 # Unsharded on every rank; a rank's gradient is of its own heads alone.
@@ -87,8 +89,37 @@ def problem_of(plan: dict[str, str], model_config: PretrainedConfig) -> str | No
     return None
 
 
+class SplitVocabulary:
+    """For fused_logprobs(): each rank of a group computes the logits of its own ids."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def merged(self, chosen: Tensor, entropy: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mine = torch.stack([chosen, lse, torch.ones_like(lse), -entropy])
+        of_ranks = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(of_ranks, mine, group=self.group)
+        return merged_stats(*torch.stack(of_ranks, 1))
+
+    def add_up(self, grad_hidden: Tensor) -> None:
+        dist.all_reduce(grad_hidden, group=self.group)
+
+
+def split_logprobs(
+    hidden_MD: Tensor, weight_VD: DTensor, labels: Tensor, *how
+) -> tuple[Tensor, Tensor]:
+    """fused_logprobs() with a weight that is split by rows: the same on all ranks."""
+    mesh = weight_VD.device_mesh
+    placed = weight_VD.shape, mesh, weight_VD.placements
+    _, (first, _) = compute_local_shape_and_global_offset(*placed)
+    split = SplitVocabulary(mesh.get_group())
+    return fused_logprobs(hidden_MD, weight_VD.to_local(), labels - first, *how, split=split)
+
+
 class TensorParallelPolicy(Policy):
     """Each matrix of the plan, the embedding and the head are this rank's slices."""
+
+    logprobs = staticmethod(split_logprobs)
 
     def split(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
         """Tied weights stay tied. Returns the dimension by which FSDP splits a parameter over the

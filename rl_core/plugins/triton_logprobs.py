@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_core.learning.logprobs import merged_stats
+
 TILE_BYTES = 256 << 20  # of one fp32 tile of the gradient
 TOKENS, IDS = 128, 128
 # Vocabulary ids of one program of the forward pass: few enough that 1,000 tokens fill a GPU, many
@@ -71,8 +73,8 @@ def stats_kernel(
     WIDTH: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """out [4, spans, C]: of each span of ids the largest logit, the sums of e^(z - top) and of e^(z
-    - top) (z - top), and the label's logit, 0 if the label is not in it."""
+    """out [4, spans, M]: of each span of ids the label's logit, 0 if it is not in it, the largest
+    logit, and the sums of e^(z - top) and of e^(z - top) (z - top)."""
     # Programs that run together share their ids, so that the weights come from the cache for all
     # but the first.
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -98,10 +100,10 @@ def stats_kernel(
         total = shrink * total + tl.sum(e, 1)
     out = out_ptr + span * num_tokens + tokens
     step = tl.num_programs(1) * num_tokens
-    tl.store(out, top, mask=in_range)
-    tl.store(out + step, total, mask=in_range)
-    tl.store(out + 2 * step, moment, mask=in_range)
-    tl.store(out + 3 * step, chosen, mask=in_range)
+    tl.store(out, chosen, mask=in_range)
+    tl.store(out + step, top, mask=in_range)
+    tl.store(out + 2 * step, total, mask=in_range)
+    tl.store(out + 3 * step, moment, mask=in_range)
 
 
 @triton.jit
@@ -123,8 +125,8 @@ def gradients_kernel(
     WIDTH: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
 ):
-    """out [C, S]: scale (g (onehot - p) - g' p (log p + entropy)), with the gradients g of logprobs
-    and g' of entropy."""
+    """out [C, S]: g (onehot - p) - g' p (log p + entropy), with the gradients g of logprobs and g'
+    of entropy."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     ids = tl.program_id(1) * IDS + tl.arange(0, IDS)
     in_range = tokens < num_tokens
@@ -141,7 +143,7 @@ def gradients_kernel(
         out -= grad * tl.where(p > 0, p * (logp + entropy), 0.0)
     place = tokens.to(tl.int64)[:, None] * num_ids + ids[None, :]
     is_there = in_range[:, None] & (ids[None, :] < num_ids)
-    tl.store(out_ptr + place, (out * scale).to(out_ptr.dtype.element_ty), mask=is_there)
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
 def launch(h_CD: Tensor) -> dict[str, int]:
@@ -158,64 +160,41 @@ def launch(h_CD: Tensor) -> dict[str, int]:
 
 
 def softmax_stats(
-    h_CD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float
+    h_MD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs, entropy, lse), all [C] fp32."""
-    h_CD, weight_VD = h_CD.contiguous(), weight_VD.contiguous()
-    num_tokens, num_ids = len(h_CD), len(weight_VD)
+    """(logit of the label or 0, entropy, lse), all [M] fp32."""
+    h_MD, weight_VD = h_MD.contiguous(), weight_VD.contiguous()
+    num_tokens, num_ids = len(h_MD), len(weight_VD)
     grid = triton.cdiv(num_tokens, TOKENS), triton.cdiv(num_ids, SPAN)
-    out = h_CD.new_empty((4, grid[1], num_tokens), dtype=torch.float32)
-    stats_kernel[grid](
-        h_CD,
-        weight_VD,
-        labels,
-        out,
-        num_tokens,
-        num_ids,
-        1 / temperature,
-        SPAN=SPAN,
-        **launch(h_CD),
-    )
-    tops, totals, moments, chosen = out
-    top = tops.amax(0)
-    shrink = (tops - top).exp()
-    total = (shrink * totals).sum(0)
-    moment = (shrink * (moments + (tops - top) * totals)).sum(0)
-    lse = top + total.log()
-    return chosen.sum(0) - lse, total.log() - moment / total, lse
+    stats = h_MD.new_empty((4, grid[1], num_tokens), dtype=torch.float32)
+    labels = torch.where(labels < num_ids, labels, -1)  # the last tile is wider than its ids
+    if num_tokens:
+        sizes = num_tokens, num_ids, 1 / temperature
+        stats_kernel[grid](h_MD, weight_VD, labels, stats, *sizes, SPAN=SPAN, **launch(h_MD))
+    return merged_stats(*stats)
 
 
 def logit_gradients(
     h_CD: Tensor,
     weight_SD: Tensor,
-    first_id: int,
+    temperature: float,
     labels: Tensor,
     lse: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float,
+    grad_entropy: Tensor | None = None,
 ) -> Tensor:
     """[C, S] of h's dtype: the gradient of the undivided logits h @ weight.T."""
-    h_CD, weight_SD, grad_logprobs = (
-        h_CD.contiguous(),
-        weight_SD.contiguous(),
-        grad_logprobs.contiguous(),
-    )
+    h_CD, weight_SD = h_CD.contiguous(), weight_SD.contiguous()
     has_entropy = grad_entropy is not None
-    grad_entropy = grad_entropy.contiguous() if has_entropy else grad_logprobs
+    columns = labels, lse, entropy, grad_logprobs, grad_entropy if has_entropy else lse
     out = h_CD.new_empty(len(h_CD), len(weight_SD))
     gradients_kernel[triton.cdiv(len(h_CD), TOKENS), triton.cdiv(len(weight_SD), IDS)](
         h_CD,
         weight_SD,
-        labels - first_id,
-        lse,
-        entropy,
-        grad_logprobs,
-        grad_entropy,
+        *columns,
         out,
-        len(h_CD),
-        len(weight_SD),
+        *out.shape,
         1 / temperature,
         HAS_ENTROPY=has_entropy,
         **launch(h_CD),

@@ -24,7 +24,7 @@ from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner, PartSpec
 from rl_core.learning.policy import PackedForward, Policy
 from rl_core.models import learner_with
-from rl_core.plugins.attention_kernels import TORCH
+from rl_core.plugins.dense_attention import DENSE
 from rl_core.registry import PARTS, pair_loss
 
 META = torch.device("meta")
@@ -98,8 +98,8 @@ def meta_policy(config, is_scoring: bool, dtype: torch.dtype, offload: str) -> P
         hf = family.from_config(config, dtype=dtype, attn_implementation=NAME)
     hf.tie_weights()
     if offload != "always":
-        return Policy(hf, dtype, torch.float32, PackedForward(TORCH))
-    policy = OffloadedPolicy(hf, dtype, torch.float32, PackedForward(TORCH))
+        return Policy(hf, dtype, torch.float32, PackedForward(DENSE))
+    policy = OffloadedPolicy(hf, dtype, torch.float32, PackedForward(DENSE))
     policy.wait_on_the_cpu()
     return policy
 

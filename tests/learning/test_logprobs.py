@@ -18,10 +18,11 @@ from kit import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl_core.engines.slots import logits_of
 from rl_core.learning import logprobs as fused
 from rl_core.learning.logprobs import fused_logprobs, logit_change
 from rl_core.learning.policy import PackedForward, Policy
-from rl_core.plugins.attention_kernels import TORCH
+from rl_core.plugins.dense_attention import DENSE
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
@@ -233,9 +234,8 @@ def test_peak_memory_is_below_a_gibibyte_at_the_sizes_of_real_models(
     hidden = torch.empty(num_tokens, width, dtype=dtype, device="meta", requires_grad=True)
     weight = torch.empty(num_ids, width, dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty(num_tokens, dtype=torch.long, device="meta")
-    is_summed = num_tokens > fused.tile_shape(num_tokens, num_ids, width, fused.CPU_TILE_BYTES)[0]
     # Of the weight's gradient.
-    sums = 4 * num_ids * width if dtype == torch.bfloat16 and is_summed else 0
+    sums = 4 * num_ids * width if dtype == torch.bfloat16 else 0
     with PeakBytes(hidden, weight, labels) as memory:
         logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
         (logprobs + 0.1 * entropy).sum().backward()
@@ -399,7 +399,7 @@ def test_a_heads_bias_and_scale_are_applied(kind, sizes):
         hf.lm_head.bias.data.normal_()
     out = hf(input_ids=ids, output_hidden_states=True)
     hidden = out.hidden_states[-1].detach()
-    torch.testing.assert_close(fused.logits_of(hf, hidden), out.logits)
+    torch.testing.assert_close(logits_of(hf, hidden), out.logits)
     hidden, weight, temperature, cap = fused.head_factors(hf, hidden[0, :-1], 1.0)
     got = fused_logprobs(hidden, weight, ids[0, 1:], temperature, cap)[0]
     torch.testing.assert_close(got, out.logits[0].log_softmax(-1)[range(8), ids[0, 1:]])
@@ -443,7 +443,7 @@ def test_logits_of_engine_and_learner_are_one_product_of_bf16_factors_in_fp32(ki
         logits = cap * (logits / cap).tanh()
     assert torch.dist(logits, logits.bfloat16(), torch.inf) > 4e-3  # what rounding would do
     close = {"rtol": 0, "atol": 1e-4, "check_dtype": False}
-    torch.testing.assert_close(fused.logits_of(hf, hidden), logits, **close)
+    torch.testing.assert_close(logits_of(hf, hidden), logits, **close)
     *factors, temperature, cap = fused.head_factors(hf, hidden, 0.7)
     expected = (logits / 0.7).log_softmax(-1)[range(9), labels]
     torch.testing.assert_close(
@@ -459,7 +459,7 @@ def test_scores_of_bf16_factors_are_in_fp32():
     torch.nn.init.normal_(hf.score.weight)
     hidden = torch.randn(9, 64, dtype=torch.bfloat16)
     expected = hidden.double() @ hf.score.weight[0].double()
-    policy = Policy(hf, torch.bfloat16, torch.float32, PackedForward(TORCH))
+    policy = Policy(hf, torch.bfloat16, torch.float32, PackedForward(DENSE))
     found, _ = policy.outputs(hidden, torch.zeros(9), 1.0)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4, check_dtype=False)
 

@@ -27,7 +27,7 @@ from rl_core.metrics import reduce_metrics
 from rl_core.models import make_policy
 from rl_core.plugins.checkpoint import export_policy, save_checkpoint
 from rl_core.plugins.resume import load_checkpoint
-from rl_core.plugins.tensor_parallel import check_tensor_parallel
+from rl_core.plugins.tensor_parallel import check_tensor_parallel, split_logprobs
 from rl_core.types import TrainingSample
 
 MESHES = {
@@ -294,8 +294,10 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
         for split in (False, True):
             h, w = hidden.clone().requires_grad_(), weight.clone()
             w = (distribute_tensor(w, mesh, [Shard(0)]) if split else w).requires_grad_()
-            kernel = kernels[kind if split else "torch"]
-            logprobs, entropy = fused.fused_logprobs(h, w, labels, 0.7, kernel=kernel)
+            if split:
+                logprobs, entropy = split_logprobs(h, w, labels, 0.7, None, kernels[kind])
+            else:
+                logprobs, entropy = fused.fused_logprobs(h, w, labels, 0.7)
             ((logprobs + entropy) * share).sum().backward()
             both.append(
                 {

@@ -1,0 +1,171 @@
+"""Attention of dense blocks, for CPUs and for what flash kernels do not take: caps on a GPU without
+flash-attn, fp32. Runs of queries with their segments of keys are padded to blocks of one length.
+
+T tokens, H heads of queries, G of keys (H is a multiple of G), D head dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from rl_core.learning.attention import Kernel, Segments
+
+MAX_RATIO = 4 / 3  # of lengths in a block; less padding means more and smaller blocks
+HIDDEN = 1e9  # log-sum-exp of a padded query: all its probabilities are 0
+
+
+def is_fused(q: Tensor, cap: float | None) -> bool:
+    """Whether torch's flash kernel for CPUs computes it."""
+    return q.device.type == "cpu" and cap is None
+
+
+@dataclass(kw_only=True, slots=True)
+class Layout:
+    """Runs of one length, or padded to it, as blocks that a kernel for dense tensors takes."""
+
+    blocks: list[tuple[int, int, int]]  # number of runs, queries and keys of each
+    tokens: Tensor | None = None  # the token in each place of the blocks; None: all in their order
+    places: Tensor | None = None  # [T] each token's place
+
+
+def layout_of(segments: Segments) -> Layout:
+    queries, keys = np.array(segments.lengths).T
+    if segments.is_causal and (queries == keys).all():
+        return padded_layout(queries, segments.cu_q.device)
+    same = itertools.groupby(segments.lengths)
+    return Layout(blocks=[(len(list(runs)), *pair) for pair, runs in same])
+
+
+def padded_layout(lengths: np.ndarray, device: torch.device) -> Layout:
+    """Padding at its end changes nothing under a causal mask: no token sees it."""
+    starts = lengths.cumsum() - lengths
+    kinds = np.floor(np.log(lengths) / np.log(MAX_RATIO))
+    blocks = []
+    tokens = []
+    for kind in dict.fromkeys(kinds.tolist()):
+        runs = np.flatnonzero(kinds == kind)
+        column = np.arange(lengths[runs].max())
+        places = np.where(column < lengths[runs, None], starts[runs, None] + column, -1)
+        tokens.append(places.ravel())
+        blocks.append((len(runs), len(column), len(column)))
+    flat = np.concatenate(tokens)
+    if np.array_equal(flat, np.arange(lengths.sum())):
+        return Layout(blocks=blocks)
+    places = flat.argsort()[len(flat) - lengths.sum() :]  # padding, -1, is sorted first
+    flat, places = (torch.from_numpy(x).to(device) for x in (flat.clip(0), places))
+    return Layout(blocks=blocks, tokens=flat, places=places)
+
+
+def rows(x: Tensor, places: Tensor | None) -> Tensor:
+    """Those rows of x; None: all. embedding() copies rows several times faster than index_select()
+    does."""
+    return x if places is None else embedding(places, x.flatten(1)).view(-1, *x.shape[1:])
+
+
+def unpadded(blocks: list[Tensor], layout: Layout) -> Tensor:
+    """[T, H, D] of blocks [runs, H, length, D]."""
+    parts = [x.transpose(1, 2).flatten(0, 1) for x in blocks]
+    # A single one is not copied.
+    return rows(parts[0] if len(parts) == 1 else torch.cat(parts), layout.places)
+
+
+def blocks_of(
+    layout: Layout, segments: Segments, queries: list[Tensor], keys: list[Tensor]
+) -> Iterator[tuple]:
+    """(is causal, mask, the block of each of `queries`, and of each of `keys`)"""
+    num_queries = [num * m for num, m, _ in layout.blocks]
+    num_keys = [num * n for num, _, n in layout.blocks]
+    parts = [x.split(num_queries) for x in queries] + [x.split(num_keys) for x in keys]
+    for (num, m, n), *blocks in zip(layout.blocks, *parts, strict=True):
+        mask, window = None, segments.window
+        if window is not None and not m == n <= window:
+            ones = queries[0].new_ones((m, n), dtype=torch.bool)
+            is_seen = ones.tril(n - m).triu(n - m - window + 1)
+            mask = queries[0].new_zeros(m, n).masked_fill_(~is_seen, -torch.inf)
+        is_causal = segments.is_causal and mask is None
+        yield is_causal, mask, *(x.unflatten(0, (num, -1)).transpose(1, 2) for x in blocks)
+
+
+def dense_forward(q, k, v, segments, scale, cap=None):
+    layout = segments.layout(layout_of)
+    forward = partial(math_forward, cap=cap)
+    if is_fused(q, cap):
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q, k, v = (rows(x, layout.tokens) for x in (q, k, v))
+    outs, lses = [], []
+    for is_causal, mask, *qkv in blocks_of(layout, segments, [q], [k, v]):
+        out, lse = forward(*qkv, 0.0, is_causal, attn_mask=mask, scale=scale)
+        outs.append(out)
+        lses.append(lse.transpose(0, 1).flatten(1))
+    lse = torch.cat(lses, 1)
+    return unpadded(outs, layout), lse if layout.places is None else lse[:, layout.places]
+
+
+def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
+    layout = segments.layout(layout_of)
+    backward = partial(math_backward, cap=cap)
+    if is_fused(q, cap):
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    lse = lse.T
+    if layout.places is not None:  # padded queries have no probabilities, and so no gradient
+        hidden = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN)
+        lse = hidden.index_copy_(0, layout.places, lse)
+    dout, q, k, v, out = (rows(x, layout.tokens) for x in (dout, q, k, v, out))
+    queries = [dout, q, out, lse[:, :, None]]
+    grads = []
+    for is_causal, mask, dout_b, q_b, out_b, lse_b, *kv in blocks_of(
+        layout, segments, queries, [k, v]
+    ):
+        of_forward = out_b, lse_b[..., 0].contiguous(), 0.0, is_causal
+        grads.append(backward(dout_b, q_b, *kv, *of_forward, attn_mask=mask, scale=scale))
+    return [unpadded(list(blocks), layout) for blocks in zip(*grads, strict=True)]
+
+
+def math_forward(q, k, v, dropout, is_causal, attn_mask=None, scale=1.0, cap=None):
+    """Attention written out, where no fused kernel fits; fp32 inside, or fp64."""
+    scores = math_scores(q, k, is_causal, attn_mask, scale, cap)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ repeated(v, q)).to(q.dtype), lse
+
+
+def math_backward(dout, q, k, v, out, lse, dropout, is_causal, attn_mask=None, scale=1.0, cap=None):
+    """With p = e^(score - lse) for the given lse: d loss / d score = p (dp - sum(dout * out))."""
+    with torch.enable_grad():
+        inputs = q, k, v = [x.detach().requires_grad_() for x in (q, k, v)]
+        scores = math_scores(q, k, is_causal, attn_mask, scale, cap)
+        probs = (scores - lse[..., None]).exp()
+        dout = dout.to(probs.dtype)
+        dprobs = dout @ repeated(v, q).mT
+        loss = probs * (dprobs - (dout * out).sum(-1, keepdim=True))
+        return torch.autograd.grad(loss.sum(), inputs)
+
+
+def math_scores(
+    q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float, cap: float | None
+) -> Tensor:
+    k = repeated(k, q)
+    scores = q.to(k.dtype) @ k.mT * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if is_causal:
+        is_later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(is_later, -torch.inf)
+    return scores if mask is None else scores + mask
+
+
+def repeated(x: Tensor, q: Tensor) -> Tensor:
+    """[B, H, length, D]: the heads of keys or values, each as often as heads of queries share it,
+    in fp32 or fp64."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+DENSE = Kernel(forward=dense_forward, backward=dense_backward)
