@@ -22,7 +22,6 @@ class Entry(NamedTuple):
     group_id: str
     rank: int  # that has it
     index: int  # there
-    num_bytes: int
     length: int
     prompt_length: int  # tokens before the first trained one
     prompt: int  # a hash of its group and of them
@@ -58,32 +57,12 @@ def make_entry(sample: TrainingSample, rank: int, index: int) -> Entry:
         group_id=sample.group_id,
         rank=rank,
         index=index,
-        num_bytes=len(bytes_of(sample)),
         length=len(sample.token_ids),
         prompt_length=length,
         prompt=zlib.crc32(sample.token_ids[:length].tobytes(), group),
         num_trained=int(sample.loss_mask.sum()),
         has_signal=bool(sample.advantages.any()),
     )
-
-
-def bytes_of(sample: TrainingSample) -> np.ndarray:
-    """What the sample has for its tokens, as it travels to another rank."""
-    arrays = [getattr(sample, name) for name in PER_TOKEN]
-    if sample.experts is not None:
-        arrays.append(sample.experts[: len(sample.token_ids) - 1].reshape(-1))
-    return np.concatenate([array.view(np.uint8) for array in arrays])
-
-
-def sample_of(data: np.ndarray, length: int) -> TrainingSample:
-    """The sample of `length` tokens that bytes_of() gave."""
-    arrays = {}
-    for name, dtype in PER_TOKEN.items():
-        size = length * np.dtype(dtype).itemsize
-        arrays[name] = data[:size].view(dtype)
-        data = data[size:]
-    experts = data.view(np.int16).reshape(length - 1, -1) if len(data) else None
-    return TrainingSample(**arrays, experts=experts)
 
 
 def trained_positions(sample: TrainingSample) -> np.ndarray:
@@ -141,14 +120,9 @@ def make_units(entries: list[Entry], budget: PackBudget, is_pairs: bool) -> list
         return [entries[i : i + 2] for i in range(0, len(entries), 2)]
     if budget.cp > 1:
         return [[entry] for entry in entries]
-    units = shared_units(entries, budget, budget.max_tokens)
-    total = sum(unit_cost(unit, budget)[0] for unit in units)
     # No unit is so large that the ranks' loads would differ.
-    return shared_units(entries, budget, min(budget.max_tokens, total // (2 * budget.num_ranks)))
-
-
-def shared_units(entries: list[Entry], budget: PackBudget, max_tokens: int) -> list[list[Entry]]:
-    """Entries that begin with the same prompt, in runs of at most max_tokens."""
+    share = sum(entry.length for entry in entries) // (2 * budget.num_ranks)
+    max_tokens = min(budget.max_tokens, share)
     units: list[list[Entry]] = []
     for entry in entries:
         if units and units[-1][0].prompt == entry.prompt:
@@ -189,7 +163,7 @@ def balanced_bins(
     sample stands alone). Their number is a multiple of `multiple`, or 0; some are empty where there
     are fewer samples. Most work first, each into the bin with the least work that has space (Graham
     1969; at most 4/3 of the best largest bin). It is deterministic."""
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i][1], i))
+    order = sorted(range(len(costs)), key=lambda i: -costs[i][1])
     least = -(-sum(tokens for tokens, _ in costs) // max_tokens)
     num = -(-least // multiple) * multiple
     while True:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import numpy as safetensors
 from torch import Tensor, nn
 
 from rl_core.algorithms import Algorithm, loss_denominator
@@ -17,17 +18,17 @@ from rl_core.config import Config
 from rl_core.data.packing import (
     Entry,
     PackBudget,
-    bytes_of,
     make_entry,
     pack_samples,
     plan_minibatches,
-    sample_of,
     trimmed,
 )
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
-from rl_core.types import PackedBatch, TrainingSample
+from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
+
+COLUMNS = (*PER_TOKEN, "experts")  # Of a sample, as it travels to other ranks.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,25 +99,38 @@ def move_samples(
     each."""
     if ranks.size == 1:
         return {entry: samples[entry.index] for entry in trainers}
-    incoming = [entry for entry, dp_rank in trainers.items() if dp_rank == ranks.dp_rank]
-    incoming.sort(key=lambda entry: entry.rank)
-    outgoing = [np.zeros(0, np.uint8)]
-    num_out, num_in = [0] * ranks.size, [0] * ranks.size  # bytes
-    for entry in incoming:
-        num_in[entry.rank] += entry.num_bytes
-    for rank in range(ranks.size):
-        for entry, dp_rank in trainers.items():
-            if entry.rank == ranks.rank and dp_rank == ranks.dp_rank_of(rank):
-                outgoing.append(bytes_of(samples[entry.index]))
-                num_out[rank] += entry.num_bytes
-    sent = torch.from_numpy(np.concatenate(outgoing))
-    arrived = torch.empty(sum(num_in), dtype=torch.uint8)
-    dist.all_to_all_single(arrived, sent, num_in, num_out)
+    outgoing: list[dict[str, np.ndarray]] = [{} for _ in range(ranks.size)]
+    for entry, dp_rank in trainers.items():
+        if entry.rank == ranks.rank:
+            arrays = arrays_of(samples[entry.index], entry.index)
+            for rank in range(ranks.size):
+                if ranks.dp_rank_of(rank) == dp_rank:
+                    outgoing[rank] |= arrays
+    arrived = [safetensors.load(part) for part in exchange([*map(safetensors.save, outgoing)])]
     received = {}
-    pieces = arrived.split([entry.num_bytes for entry in incoming])
-    for entry, piece in zip(incoming, pieces, strict=True):
-        received[entry] = sample_of(piece.numpy(), entry.length)
+    for entry, dp_rank in trainers.items():
+        if dp_rank == ranks.dp_rank:
+            arrays = arrived[entry.rank]
+            columns = {name: arrays.get(f"{entry.index}.{name}") for name in COLUMNS}
+            received[entry] = TrainingSample(**columns)
     return received
+
+
+def exchange(outgoing: list[bytes]) -> list[bytes]:
+    """What every rank sent to this one; outgoing[r] is for rank r."""
+    sizes = torch.tensor([len(part) for part in outgoing])
+    incoming_sizes = torch.empty_like(sizes)
+    dist.all_to_all_single(incoming_sizes, sizes)
+    sent = torch.frombuffer(bytearray().join(outgoing), dtype=torch.uint8)
+    split = incoming_sizes.tolist()
+    incoming = sent.new_empty(sum(split))
+    dist.all_to_all_single(incoming, sent, split, sizes.tolist())
+    return [part.numpy().tobytes() for part in incoming.split(split)]
+
+
+def arrays_of(sample: TrainingSample, index: int) -> dict[str, np.ndarray]:
+    columns = {f"{index}.{name}": getattr(sample, name) for name in COLUMNS}
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def pair_work(hf: nn.Module) -> float:
