@@ -191,25 +191,23 @@ class Piece(NamedTuple):
 
 def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
     """The samples end to end, each without its last token (it predicts nothing). A shared prompt
-    stands once: first unshared sequences, then shared prompts, then their continuations, prompt by
-    prompt. Without samples the batch has one untrained token, for a rank that must keep step with
-    the others. With cp > 1 each sample is unshared and padded."""
+    stands once: first the shared prompts, then unshared sequences, then what continues the prompts,
+    prompt by prompt. Without samples the batch has one untrained token, for a rank that must keep
+    step with the others. With cp > 1 each sample is unshared and padded."""
     by_prompt: dict[bytes, list[int]] = {}
     for i, sample in enumerate(samples):
         prompt = sample.token_ids[: prompt_length(sample)]
         by_prompt.setdefault(prompt.tobytes(), []).append(i)
-    unshared, prompts = [], []
+    prompts, alone, after = [], [], []
     for members in by_prompt.values():
         length = prompt_length(samples[members[0]])
         if cp == 1 and is_worth_sharing(length, [len(samples[i].token_ids) for i in members]):
-            prompts.append((length, members))
+            parent = len(prompts)
+            prompts.append(Piece(samples[members[0]].token_ids[:length], 0))
+            after += [Piece(samples[i].token_ids[length:-1], length, parent, i) for i in members]
         else:
-            unshared += members
-    unshared.sort(key=lambda i: len(samples[i].token_ids))
-    pieces = [Piece(samples[i].token_ids[:-1], 0, -1, i) for i in unshared]
-    pieces += [Piece(samples[members[0]].token_ids[:length], 0) for length, members in prompts]
-    for parent, (length, members) in enumerate(prompts, len(unshared)):
-        pieces += [Piece(samples[i].token_ids[length:-1], length, parent, i) for i in members]
+            alone += [Piece(samples[i].token_ids[:-1], 0, -1, i) for i in members]
+    pieces = [*prompts, *alone, *after]
     return packed(pieces or [Piece(np.zeros(1, np.int64), 0)], samples, cp)
 
 

@@ -233,20 +233,26 @@ def added(total: Tensor | None, part: Tensor, rows: Rows, num: int) -> Tensor:
 
 
 def attention_forward(
-    module, query, key, value, _, scaling=None, sliding_window=None, attention_plan=None, **more
+    module,
+    query,
+    key,
+    value,
+    mask,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    attention_plan=None,
+    **_,
 ):
     """[1, T, H, D]. query [1, H, T, D], key and value [1, G, T, D]; `attention_plan` comes through
-    the model's forward. Raises ValueError if a model's attention asks for what would be left out
-    silently."""
-    if more.get("dropout"):
-        raise ValueError("attention here has no dropout; train a model without it")
+    the model's forward. There is no dropout."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     width, head_dim = v.shape[2], q.shape[2]
     if width < head_dim:  # kernels want one head dim
         v = pad(v, (0, head_dim - width))
     scale = head_dim**-0.5 if scaling is None else scaling
-    changes = more.get("softcap"), more.get("s_aux")
-    out = attention_plan.attend(q, k, v, scale, sliding_window, *changes)
+    out = attention_plan.attend(q, k, v, scale, sliding_window, softcap, s_aux)
     return out[None, ..., :width], None
 
 

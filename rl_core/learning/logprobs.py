@@ -47,12 +47,17 @@ def fused_logprobs(
     assert hidden_MD.dtype == weight_VD.dtype, (hidden_MD.dtype, weight_VD.dtype)
     if cap is not None or hidden_MD.dtype == torch.float64:
         kernel = None
+    tile_bytes = CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
+    if kernel is not None:
+        tile_bytes = kernel.TILE_BYTES
+    num_tokens, num_ids = tile_shape(len(labels), *weight_VD.shape, tile_bytes)
+    tiles = slices(len(labels), num_tokens), slices(len(weight_VD), num_ids)
     kept = None
     is_small = not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
     if is_small and kernel is None and torch.is_grad_enabled():
         # One block: many of a tile's size would leave holes of that size in the heap.
         kept = hidden_MD.new_empty(len(labels), len(weight_VD), dtype=sum_dtype(hidden_MD))
-    how = temperature, cap, kernel, split
+    how = temperature, cap, kernel, split, tiles
     return FusedLogprobs.apply(hidden_MD, weight_VD, labels, kept, how)
 
 
@@ -111,10 +116,10 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, labels, kept_MV, how):
-        temperature, cap, kernel, split = how
+        temperature, cap, kernel, split, tiles = how
         factors = hidden_MD, weight_VD, labels, temperature
         if kernel is None:
-            stats = softmax_stats(*factors, cap, kept_MV)
+            stats = softmax_stats(*factors, cap, kept_MV, tiles)
         else:
             stats = kernel.softmax_stats(*factors)
         if split is not None:
@@ -130,7 +135,7 @@ class FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_MD, weight_VD, labels, kept_MV, lse, entropy = ctx.saved_tensors
-        temperature, cap, kernel, split = ctx.how
+        temperature, cap, kernel, split, (token_tiles, id_tiles) = ctx.how
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         # Of the logits before they are divided.
@@ -140,7 +145,6 @@ class FusedLogprobs(torch.autograd.Function):
         grad_hidden, grad_weight = torch.zeros_like(hidden_MD), None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD))
-        token_tiles, id_tiles = tiles(hidden_MD, weight_VD, kernel)
         for rows in token_tiles:
             h_CD = hidden_MD[rows]
             sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD))
@@ -168,17 +172,6 @@ class FusedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def tiles(
-    hidden_MD: Tensor, weight_VD: Tensor, kernel: Any = None
-) -> tuple[list[slice], list[slice]]:
-    """Which tokens and which vocabulary ids are in each tile."""
-    tile_bytes = CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
-    if kernel is not None:
-        tile_bytes = kernel.TILE_BYTES
-    sizes = tile_shape(len(hidden_MD), *weight_VD.shape, tile_bytes)
-    return slices(len(hidden_MD), sizes[0]), slices(len(weight_VD), sizes[1])
-
-
 def tile_shape(num_tokens: int, num_ids: int, width: int, tile_bytes: int) -> tuple[int, int]:
     """(C, S)"""
     size, side = tile_bytes // 4, max(1, SIDE_BYTES // 4 // width)
@@ -201,9 +194,10 @@ def softmax_stats(
     temperature: float,
     cap: float | None,
     kept_MV: Tensor | None,
+    tiles: tuple[list[slice], list[slice]],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logit of the label, entropy, lse), all [M]. Logits are kept if there is a place for them."""
-    token_tiles, id_tiles = tiles(hidden_MD, weight_VD)
+    token_tiles, id_tiles = tiles
     shape = 4, len(id_tiles), len(labels)
     stats = hidden_MD.new_empty(shape, dtype=sum_dtype(hidden_MD))
     for rows in token_tiles:

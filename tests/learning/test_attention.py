@@ -459,12 +459,6 @@ def test_kernels_of_a_gpu_give_what_whole_attention_does(kernel, window):
     assert family_errors(HEADS["gqa"], window, torch.float32, "cuda", 64) < 1e-4
 
 
-def test_dropout_is_refused():
-    plan, x = family_plan(), torch.randn(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="dropout"):
-        attention_forward(None, x, x, x, None, dropout=0.1, attention_plan=plan)
-
-
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """install(files) puts a folder flash_attn with these files first on the path; until the end of
