@@ -286,7 +286,7 @@ def sizes() -> dict[str, Size]:
 # the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
     "spine": (31_750, 300, 5.6),
-    "engines": (9_650, 220, 5.5),
+    "engines": (9_970, 220, 5.5),
     "agents": (6_800, 300, 6.0),
     "plugins": (36_300, 290, 6.0),
     "sandbox": (8_800, 280, 5.4),
