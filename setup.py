@@ -63,6 +63,7 @@ EXTRAS["test"] = [
     "pytest-xdist>=3.6",
     "playwright>=1.50",  # drives Debian's Chromium, not one of its own
     "ruff",
+    "anthropic>=0.60",  # its client checks the endpoint's /v1/messages
     "trl==1.16.0",
 ]
 # torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a

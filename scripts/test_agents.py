@@ -62,7 +62,7 @@ PROGRAMS = {
             call("bash", command="echo $((19 + 23)) > answer.txt"),
             call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
         ],
-        packages="mini-swe-agent",
+        packages="mini-swe-agent mcp",
     ),
 }
 

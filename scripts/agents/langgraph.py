@@ -4,8 +4,8 @@ import os
 import sys
 
 sys.path.pop(0)  # this folder holds a file of the package's name
-from langchain.agents import create_agent  # noqa: E402
-from langchain_openai import ChatOpenAI  # noqa: E402
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
 
 
 def add(a: int, b: int) -> int:

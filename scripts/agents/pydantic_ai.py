@@ -4,8 +4,8 @@ import os
 import sys
 
 sys.path.pop(0)  # this folder holds a file of the package's name
-from pydantic_ai import Agent  # noqa: E402
-from pydantic_ai.models.openai import OpenAIChatModel  # noqa: E402
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
 
 agent = Agent(OpenAIChatModel(os.environ["OPENAI_MODEL"]), system_prompt="Add by the tool.")
 

@@ -4,7 +4,7 @@ import os
 import sys
 
 sys.path.pop(0)  # this folder holds a file of the package's name
-from smolagents import OpenAIModel, ToolCallingAgent, tool  # noqa: E402
+from smolagents import OpenAIModel, ToolCallingAgent, tool
 
 
 @tool
