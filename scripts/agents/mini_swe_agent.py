@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from the network
 from minisweagent.agents.default import DefaultAgent
@@ -19,4 +20,4 @@ agent = DefaultAgent(
     instance_template="{{task}}",
 )
 agent.run(sys.argv[1])
-print(open("answer.txt").read().strip())
+print(Path("answer.txt").read_text().strip())
