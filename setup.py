@@ -43,7 +43,7 @@ EXTRAS["service"] += ["prometheus-client>=0.20"]
 EXTRAS["trackers"] = ["wandb>=0.31", "tensorboard>=2.21", "trackio>=0.43", "pandas>=2.2"]
 EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"]
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
-EXTRAS["sglang"] = ["sglang>=0.5.22"]
+EXTRAS["sglang"] = ["sglang>=0.5.17"]
 EXTRAS["view"] = ["textual>=8"]  # rl-core view --tui
 # The last formats signatures.
 EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -30,7 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rl_core.config import Config
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask, in_buckets
-from rl_core.engines.sglang_server import Server, check_sglang
+from rl_core.engines.sglang_server import Server, check_sglang, numbers
 from rl_core.host_copies import release_cached_memory
 from rl_core.metrics import Metric, Sum
 from rl_core.rules import refuse
@@ -46,6 +47,8 @@ from rl_core.sampling.engine import (
 from rl_core.sampling.weights import arriving_at, on_host
 from rl_core.types import Completion, SamplingParams
 
+# Older versions wait for ever for an adapter's requests that were aborted in their queue.
+FORGETS_ABORTED = (0, 5, 22)
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
 MEMORY = ("weights", "kv_cache", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
@@ -60,6 +63,7 @@ class AdapterSlot:
     version: int
     # Its name is unique to this version: SGLang keeps the old adapter if a name comes again.
     folder: Path
+    was_aborted: bool = False  # a request for it
 
 
 # (is it broken?, message). c: the configuration; a: the actor.
@@ -183,9 +187,13 @@ class SGLangEngine(Engine):
         except asyncio.CancelledError:
             self._aborts.add(task := asyncio.create_task(self._abort(rid)))
             task.add_done_callback(self._aborts.discard)
+            if slot:
+                slot.was_aborted = True
             raise
         finally:
             self._num_asked -= 1
+        if slot and answer["meta_info"]["finish_reason"]["type"] == "abort":
+            slot.was_aborted = True
         self._take(answer, done, params, max_tokens)
 
     def _take(
@@ -275,11 +283,12 @@ class SGLangEngine(Engine):
             with contextlib.suppress(EngineDied):
                 await self._be_awake((), restarts=True)  # Adapters have slots while it sleeps.
                 await self._load_adapter(folder)
-                if old is not None:
-                    await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
         self._slots[actor] = AdapterSlot(version=version, folder=folder)
         if old is not None:
             self.files.remove(old.folder)
+            if self._is_served and may_unload(old):
+                with contextlib.suppress(EngineDied):
+                    await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
 
     async def _load_adapter(self, folder: Path) -> None:
         await self._ask("load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
@@ -410,6 +419,12 @@ def adapter_files(
     }
     yield "adapter_model.safetensors", safetensors.torch.save(tensors)
     yield "adapter_config.json", json.dumps(read).encode()
+
+
+def may_unload(slot: AdapterSlot) -> bool:
+    if not slot.was_aborted:
+        return True
+    return numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED
 
 
 class Files:

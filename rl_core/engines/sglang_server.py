@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -24,6 +24,7 @@ import time
 from rl_core.engines.remote import ask
 from rl_core.sampling.engine import EngineDied, EngineSpec
 
+OLDEST = (0, 5, 17)
 POLL_S = 0.5
 POLLS_PER_NOTE = 60  # of a server that does not answer yet
 LOG_LINES = 12  # quoted when a server dies
@@ -64,18 +65,30 @@ NOT_FOR_CHILDREN = re.compile(
 
 
 def check_sglang(args: str = "", may_lack: bool = False) -> None:
-    """Raises ValueError if rl_core itself sets one of the server's flags, and, unless it may lack,
-    if SGLang is not installed. Imports nothing."""
+    """Raises ValueError if rl_core itself sets one of the server's flags, and if SGLang is too old
+    or, unless it may lack, not installed. Imports nothing."""
     for name in (arg.partition("=")[0].replace("_", "-") for arg in shlex.split(args)):
         if name in OWN_FLAGS:
             instead = f"give {OWN_FLAGS[name]}" if OWN_FLAGS[name] else "leave it out"
             raise ValueError(
                 f"--engine_args={args}: rl_core itself sets {name} of SGLang's server; {instead}"
             )
-    if importlib.util.find_spec("sglang") is None and not may_lack:
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        if may_lack:
+            return
         raise ValueError(
             "--engine=sglang needs sglang, which is not installed: pip install 'rl_core[sglang]'"
+        ) from None
+    if numbers(version) < OLDEST:
+        raise ValueError(
+            f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed"
         )
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 class Server:
