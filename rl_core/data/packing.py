@@ -108,7 +108,10 @@ def plan_minibatches(
         costs = [unit_cost(unit, budget) for unit in units]
         plan = MinibatchPlan(num_tokens=sum(e.num_trained for e in part), num_sequences=len(part))
         for numbers in balanced_bins(costs, budget.max_tokens, budget.num_ranks):
-            plan.bins.append([entry for n in numbers for entry in units[n]])
+            entries_of_bin: list[Entry] = []
+            for n in numbers:
+                entries_of_bin += units[n]
+            plan.bins.append(entries_of_bin)
             plan.bin_work.append(sum(costs[n][1] for n in numbers))
         plans.append(plan)
     return plans

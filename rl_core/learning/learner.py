@@ -129,7 +129,9 @@ class Learner:
         """Fills in old logprobs, where a batch is used for more than one update (the first update's
         ratio is 1 by definition), and what parts do: logprobs of the reference, the critic's
         values, advantages of these. Returns the parts' metrics."""
-        batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+        batches = []
+        for minibatch in minibatches:
+            batches += minibatch.batches
         if self.algorithm.is_rl and self.updates_per_step > 1:
             for batch in batches:
                 batch.old_logprobs = self.forward(batch)[0]

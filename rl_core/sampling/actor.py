@@ -389,7 +389,10 @@ class EpisodeActors(dict[str, Actor]):
 
     @property
     def conversations(self) -> list[Conversation]:
-        return [talk for actor in self.values() for talk in actor.conversations]
+        found: list[Conversation] = []
+        for actor in self.values():
+            found += actor.conversations
+        return found
 
     def close(self) -> None:
         """Engines free what they keep for the episode."""

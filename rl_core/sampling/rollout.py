@@ -327,5 +327,7 @@ class RolloutWorker:
 
 
 def in_order(groups: Iterable[Group]) -> list[Trajectory]:
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        trajectories += group.trajectories
     return sorted(trajectories, key=lambda t: (t.group_id, t.index, t.actor))
