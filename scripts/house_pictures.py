@@ -16,7 +16,7 @@ MONO = "font-family='ui-monospace, monospace'"
 INK, LINE = "#1f2933", "#7b8794"
 SPINE, OPTION, TOOL = "#e3f0fb", "#fdf0dc", "#eee9f7"
 
-GROUND = "types flags rules config plugin metrics distributed host_copies run_folder"
+GROUND = "types flags rules config algorithms plugin metrics distributed host_copies run_folder"
 NOTE = (
     "Dashed: an import inside a function, if a run asks for it. Options import the spine, never "
     "the roof."
@@ -25,6 +25,7 @@ NOTE = (
 OPTIONS = [
     ("engines", "engines/"),
     ("plugins", "plugins/"),
+    ("agents", "agents/"),
     ("service", "service/"),
     ("sandbox", "sandbox/"),
 ]
