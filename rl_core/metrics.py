@@ -70,12 +70,21 @@ def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = 
 
 def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]:
     """Name -> value over all ranks; a rank may lack names that others have."""
-    sent = {}
+    sent: dict[str, list] = {}
+    on_device = []
     for name, metric in metrics.items():
         sent[name] = [type(metric).__name__]
         for field in fields(metric):
             value = torch.as_tensor(getattr(metric, field.name), dtype=torch.float64)
-            sent[name].append(value.tolist())  # waits for the device where it is still there
+            if value.ndim == 0 and value.device.type != "cpu":
+                on_device.append((name, len(sent[name]), value))
+            sent[name].append(value)
+    # The device is waited for once.
+    numbers = torch.stack([value for *_, value in on_device]).tolist() if on_device else []
+    for (name, place, _), number in zip(on_device, numbers, strict=True):
+        sent[name][place] = number
+    for values in sent.values():
+        values[1:] = [v.tolist() if torch.is_tensor(v) else v for v in values[1:]]
     merged: dict[str, Metric] = {}
     for received in all_gather_json(sent, ranks):
         for name, (kind, *numbers) in received.items():

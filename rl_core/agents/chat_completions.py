@@ -71,9 +71,10 @@ def read_message(message: Any) -> Message:
     if role not in ("system", "user", "assistant", "tool"):
         raise Refusal(f"messages: role {role!r} is not supported")
     found: Message = {"role": role, "content": text_of_parts(message.get("content"), role)}
-    if message.get("tool_calls"):
+    asked = wanted(message, "tool_calls", list, [])
+    if asked:
         calls = []
-        for call in message["tool_calls"]:
+        for call in asked:
             try:
                 name, arguments = call["function"]["name"], call["function"]["arguments"]
             except (TypeError, KeyError):

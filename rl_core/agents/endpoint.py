@@ -11,7 +11,6 @@ import hmac
 import json
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -20,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from rl_core.agents import chat_completions, messages, responses
-from rl_core.agents.requests import Refusal, Reply, Request
+from rl_core.agents.requests import Refusal, Reply, Request, wanted
 from rl_core.agents.tree import Tree
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
@@ -30,6 +29,7 @@ DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
 # Between comments in a stream: clients and proxies give up connections on which nothing comes.
 KEEP_ALIVE_S = 10.0
+NO_EPISODE = "the API key is of no episode that runs"
 RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
 
 
@@ -44,6 +44,7 @@ class Endpoint:
     # What a request of /v1/responses continues by `previous_response_id`.
     stored: dict[str, list[Message]] = field(default_factory=dict)
     failure: EngineDied | None = None
+    is_shut: bool = False
 
     @property
     def base_url(self) -> str:
@@ -99,6 +100,8 @@ class Endpoint:
 
     async def answer(self, request: Request) -> list[Reply]:
         """Raises Refusal."""
+        if self.is_shut:  # while the body of the request came
+            raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
         if self.failure is not None:
             raise Refusal("the engine died; the episode begins again", status=503)
         tree = self.trees.get(request.model) or self.trees[self.model]
@@ -120,14 +123,12 @@ class Endpoint:
 
 
 class EndpointServer:
-    """The server of one process. `told` gets each name that the trainer decides, and the number of
-    the first episode's requests that set it, once."""
+    """The server of one process."""
 
     def __init__(self, host: str = "127.0.0.1"):
         self.host = host
         self.port = 0
         self.endpoints: dict[str, Endpoint] = {}  # by key
-        self.overridden: Counter[str] = Counter()  # requests that set what the trainer decides
         self.runner: web.AppRunner | None = None
         self.starting = asyncio.Lock()
 
@@ -144,8 +145,8 @@ class EndpointServer:
     def shut(self, endpoint: Endpoint) -> None:
         """Its key is no longer valid. Turns that are under way end unseen."""
         del self.endpoints[endpoint.api_key]
+        endpoint.is_shut = True
         for tree in endpoint.trees.values():
-            self.overridden.update(tree.overridden)
             tree.cancel()
 
     async def start(self) -> None:
@@ -162,9 +163,10 @@ class EndpointServer:
         self.runner = runner
 
     async def close(self) -> None:
-        if self.runner is not None:
-            await self.runner.cleanup()
-            self.runner = None
+        """Listens no more; the next open() begins anew, perhaps at another port."""
+        runner, self.runner = self.runner, None
+        if runner is not None:
+            await runner.cleanup()
 
     def endpoint_of(self, request: web.Request) -> Endpoint:
         """Whose key the request has. Raises Refusal."""
@@ -173,7 +175,7 @@ class EndpointServer:
         for known, endpoint in self.endpoints.items():
             if hmac.compare_digest(known.encode(), given.strip().encode()):
                 return endpoint
-        raise Refusal("the API key is of no episode that runs", status=401, code="invalid_api_key")
+        raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
 
     def handler(self, dialect: ModuleType) -> Any:
         async def handle(http: web.Request) -> web.StreamResponse:
@@ -196,7 +198,7 @@ class EndpointServer:
 
     async def put_before(self, endpoint: Endpoint, http: web.Request, request: Request) -> None:
         """The messages that `previous_response_id` stands for. Raises Refusal."""
-        previous = (await body_of(http)).get("previous_response_id")
+        previous = wanted(await body_of(http), "previous_response_id", str)
         if previous is None:
             return
         if previous not in endpoint.stored:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.types import Message
 
-# What a program may set, and the trainer decides: told once a run, and counted.
+# What a program may set, and the trainer decides: counted in a metric.
 DECIDED_BY_TRAINER = (
     "temperature",
     "top_p",
@@ -70,7 +70,6 @@ class Reply:
     thoughts: str
     calls: list[Call]
     finish_reason: str  # "stop", "length" or "calls"
-    num_prompt_tokens: int
     stop: str = ""  # which of the request's stops ended it
     num_prompt_tokens: int = 0
     num_tokens: int = 0

@@ -22,20 +22,16 @@ from rl_core.types import Task, Trajectory
 @asynccontextmanager
 async def open_endpoint(actor: Actor) -> AsyncIterator[Endpoint]:
     """An endpoint for one actor of an episode, with a server of its own."""
-    server = EndpointServer()
-    try:
-        async with serving(server, {actor.name: actor}, actor.max_turns) as llm:
-            yield llm
-    finally:
-        await server.close()
+    async with serving(EndpointServer(), {actor.name: actor}, actor.max_turns) as llm:
+        yield llm
 
 
 @asynccontextmanager
 async def serving(
     server: EndpointServer, actors: Mapping[str, Actor], max_turns: int
 ) -> AsyncIterator[Endpoint]:
-    """An episode's endpoint. Raises EngineDied, instead of what the program made of it, if an
-    engine died."""
+    """An episode's endpoint; the server closes with the last. Raises EngineDied, instead of what
+    the program made of it, if an engine died."""
     llm = await server.open(actors, max_turns)
     try:
         yield llm
@@ -45,6 +41,8 @@ async def serving(
         raise
     finally:
         server.shut(llm)
+        if not server.endpoints:
+            await server.close()
     if llm.failure is not None:
         raise llm.failure
 

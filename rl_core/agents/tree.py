@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from zlib import crc32
 
 from rl_core.agents.requests import Call, Refusal, Reply, Request
 from rl_core.sampling.actor import Actor, Conversation, without_thoughts
@@ -33,15 +34,16 @@ class Node:
     reply: Reply
     keys: list[Key]  # of the messages up to here
     num_children: int = 0
+    is_continued: bool = False  # the conversation itself goes on after this turn
 
     def continued(self) -> Conversation:
         """The conversation as it stood after this turn. The first request that continues it goes on
         in place; each other is a branch."""
         self.num_children += 1
-        talk = self.conversation
-        if talk.num_replies == self.num_replies and not talk.is_busy:
-            return talk
-        return talk.at(self.num_replies)
+        if not self.is_continued:
+            self.is_continued = True
+            return self.conversation
+        return self.conversation.at(self.num_replies)
 
 
 @dataclass(eq=False)
@@ -54,6 +56,7 @@ class Tree:
     # Replies by request: a retry gets the same.
     answered: dict[str, asyncio.Future[list[Node]]] = field(default_factory=dict)
     num_turns: int = 0
+    num_begun: Counter[str] = field(default_factory=Counter)  # conversations, by what they asked
     num_retries: int = 0
     overridden: Counter[str] = field(default_factory=Counter)  # requests that set it, by name
     # The episode's: a server's task has the context of whoever started the server.
@@ -79,7 +82,7 @@ class Tree:
         parent, num_known = self.longest(keys, tools_key(request.tools))
         work = []
         for _ in range(request.num_replies):
-            talk = self.actor_talk(parent, request)
+            talk = self.talk(parent, request)
             new = request.messages[num_known:] if parent else []
             work.append(self.speak(talk, new, request, keys))
         try:
@@ -118,11 +121,15 @@ class Tree:
             num_known += 1
         return found, num_known
 
-    def actor_talk(self, parent: Node | None, request: Request) -> Conversation:
+    def talk(self, parent: Node | None, request: Request) -> Conversation:
         if parent is not None:
             return parent.continued()
+        # Seeds depend on what is asked, not on when: requests at once come in any order.
+        asked = f"{crc32(json.dumps([request.messages, request.tools]).encode()):08x}"
+        self.num_begun[asked] += 1
+        label = f"{asked}-{self.num_begun[asked]}"
         try:
-            return self.actor.converse(request.messages, request.tools)
+            return self.actor.converse(request.messages, request.tools, label)
         except ValueError as error:
             raise Refusal(str(error)) from error
 

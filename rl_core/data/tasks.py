@@ -65,6 +65,8 @@ def column_messages(row: dict[str, Any], column: str, role: str = "user") -> lis
         if column == "instruction" and row.get("input"):
             value = f"{value}\n\n{row['input']}"
         return [{"role": role, "content": value}]
+    if isinstance(value, dict):  # one message, as ShareGPT's pairs have it
+        value = [value]
     if isinstance(value, list):
         value = [as_message(message) for message in value]
     try:

@@ -10,7 +10,6 @@ checkpoints/step_000010/manifest.json      written last: every file with its siz
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import re
@@ -113,7 +112,8 @@ def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
     """Writes this rank's part. What a run that resumes must know of the optimizer."""
     with learner.on_device(), learner.state_on_device():
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        with warnings.catch_warnings(action="ignore"):  # of torch, about a single process
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about a single process
             dcp.save(saved_tensors(learner), storage_writer=writer)
     name = type(learner.optimizer).__name__
     return {"name": name, "steps": learner.num_updates, "ranks": learner.ranks.size}
@@ -134,9 +134,11 @@ def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
 def facts_of(file: Path) -> dict[str, Any]:
     """Size and checksum of a file; the checksum finds damage at the speed of the disk, and no
     forgery."""
+    checksum = xxhash.xxh3_64()
     with open(file, "rb") as opened:
-        checksum = hashlib.file_digest(opened, xxhash.xxh3_64).hexdigest()
-    return {"bytes": file.stat().st_size, "xxh3_64": checksum}
+        while data := opened.read(1 << 20):
+            checksum.update(data)
+    return {"bytes": file.stat().st_size, "xxh3_64": checksum.hexdigest()}
 
 
 def delete_old(folder: Path, keep: int) -> None:

@@ -100,7 +100,8 @@ def load_learner(folder: Path, learner: Learner, name: str, steps: int, ranks: i
                 f"{folder}: {key} is missing or has another shape; is it of another model, or of "
                 "one with other adapters?"
             )
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.load(wanted, storage_reader=reader)
     learner.num_updates = steps
 

@@ -290,7 +290,8 @@ class RolloutWorker:
         num_here, num_ready = self._count(here, 1), self.num_ready(label)
         until = time.monotonic() + self.timeout_s
         while num_here < self.ranks.size or num_ready < num_groups:
-            await self._wait(POLL_S)
+            # One store answers all ranks.
+            await self._wait(POLL_S * max(1, self.ranks.size // 32))
             before = num_ready
             num_here, num_ready = self._count(here, 0), self.num_ready(label)
             # Episodes of this rank have deadlines of their own.

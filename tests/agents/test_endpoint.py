@@ -202,6 +202,70 @@ def test_n_replies_are_branches():
     assert len(branches) == 2
 
 
+def test_n_replies_that_continue_a_turn_are_branches_of_it():
+    async def play():
+        async with endpoint("one", "two", "three", "four") as (llm, tree):
+            client = openai_client(llm)
+            first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
+            wait_for_requests(tree.actor.engine, 2)
+            more = [*first, {"role": "user", "content": "more"}]
+            reply = await client.chat.completions.create(model="m", messages=more, n=2)
+            return sorted(c.message.content for c in reply.choices), llm.trajectories(1.0)
+
+    said, branches = asyncio.run(play())
+    assert said == ["three", "two"]
+    assert [len(branch.turns) for branch in branches] == [2, 2]
+    assert branches[0].turns[0] is branches[1].turns[0]
+    for branch in branches:
+        assert text_of(branch).count("more") == 1
+
+
+def test_a_request_whose_body_comes_after_the_episode_is_not_answered():
+    async def play():
+        async with endpoint("one") as (llm, tree):
+            sent, is_over = asyncio.Event(), asyncio.Event()
+
+            async def body():
+                yield b'{"messages": '
+                sent.set()
+                await is_over.wait()
+                yield json.dumps(HI).encode() + b"}"
+
+            headers = {"Authorization": f"Bearer {llm.api_key}"}
+            async with httpx.AsyncClient(headers=headers) as client:
+                url = f"{llm.base_url}/chat/completions"
+                asked = asyncio.ensure_future(client.post(url, content=body()))
+                await sent.wait()
+                await asyncio.sleep(0.1)
+                llm.is_shut = True
+                is_over.set()
+                return (await asked).status_code, tree.num_turns
+
+    assert asyncio.run(play()) == (401, 0)
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [5]}]}),
+        ("chat/completions", {"messages": [{"role": 3}]}),
+        ("responses", {"input": "x", "previous_response_id": {}}),
+        ("responses", {"input": 3}),
+        ("messages", {"messages": [{"role": "user", "content": 3}]}),
+        ("messages", {"messages": [{"role": "user", "content": [3]}]}),
+    ],
+)
+def test_a_malformed_body_is_the_clients_error(path, body):
+    async def play():
+        async with endpoint("one") as (llm, _):
+            headers = {"x-api-key": llm.api_key}
+            async with httpx.AsyncClient(headers=headers) as client:
+                return (await client.post(f"{llm.base_url}/{path}", json=body)).status_code
+
+    assert asyncio.run(play()) == 400
+
+
 def test_the_same_request_again_gets_the_same_reply_and_is_no_branch():
     async def play():
         async with endpoint("one", "two", "three") as (llm, tree):

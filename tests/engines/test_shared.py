@@ -76,7 +76,7 @@ def said(run, name: str) -> list[tuple[list[int], list[float]]]:
 def test_one_set_of_weights_serves_both_learners_and_their_engine(talk, tiny_model, tmp_path):
     given = make_run(tmp_path / "run", talk)
     assert len(given.actors) == 2
-    [engine] = given.engines
+    [engine] = given.device.engines
     models = [
         engine.model,
         *(model.hf for learner in given.learners.values() for model in learner.models()),
@@ -145,7 +145,7 @@ def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said
 ):
     judge = "--actors.judge.share bob --actors.judge.train false"
     given = make_run(tmp_path / "run", talk, judge, "--actors.bob.lr 0 --algo.kl_coef 0.01")
-    assert "judge" not in given.learners and len(given.engines) == 1
+    assert "judge" not in given.learners and len(given.device.engines) == 1
     for name, learner in given.learners.items():
         for i, parameter in enumerate(p for _, p in learner.trained_parameters()):
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))

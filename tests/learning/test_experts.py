@@ -29,6 +29,7 @@ from rl_core.plugins.lora import adapter_parameters, adapter_weights
 from rl_core.plugins.mfu import mfu, peak_flops
 from rl_core.plugins.padded import choose_forward
 from rl_core.plugins.shard_loading import local_slices
+from rl_core.registry import check_options
 from rl_core.tools.plan import model_size
 from rl_core.tools.tiny_model import character_tokenizer
 
@@ -241,7 +242,8 @@ def test_an_auxiliary_loss_is_refused_where_it_cannot_be(family, tiny_model, mod
         if why
         else nullcontext()
     ):
-        make_chats(config)[0]["policy"]
+        check_options(config)
+        make_chats(config)
 
 
 def test_a_model_without_experts_has_no_metric_of_them(tiny_model):

@@ -315,35 +315,51 @@ class Enough(Exception): ...
 
 
 class CountingRanks(Ranks):
-    """The first of two ranks, of which the other is never heard of. It counts questions to the
-    store, until there are enough."""
+    """The first of several ranks, of which the others are never heard of. It counts questions to
+    the store."""
 
-    num_adds = num_polls = 0
+    num_adds = 0
 
     def add(self, name, n):
         self.num_adds += 1
         return super().add(name, n)
 
-    def has_flag(self, name):
-        self.num_polls += 1
-        if self.num_polls == 20:
+
+class WaitingWorker(RolloutWorker):
+    """Counts its looks at the other ranks, until there are enough."""
+
+    num_waits = waited_s = 0
+
+    async def _wait(self, timeout_s):
+        self.num_waits += 1
+        self.waited_s += timeout_s
+        if self.num_waits == 40:
             raise Enough
-        return False
+        await asyncio.sleep(0)
 
 
-def test_a_rank_that_waits_asks_the_store_one_thing_at_a_time():
-    ranks = CountingRanks(rank=0, size=2, device=None)
+@pytest.mark.parametrize("size", [2, 1024])
+def test_what_a_rank_that_waits_asks_the_store_does_not_grow_with_ranks_or_groups(size):
+    ranks = CountingRanks(rank=0, size=size, device=None)
 
-    async def nothing(group):
-        return []
+    class Player:
+        max_episodes = 8
+
+        async def play(self, group):
+            return []
+
+    worker = WaitingWorker(Player(), ranks, 60.0)
 
     async def collect():
-        worker = RolloutWorker(nothing, ranks, 8, "train", 60.0)
         task = Task(id="0", env="x", row={}, messages=[])
         worker.submit(make_groups([task] * 4))
-        await worker.collect(4)
+        await asyncio.sleep(0.1)
+        ranks.num_adds = 0
+        await worker.collect(5)
 
     with pytest.raises(Enough):
         asyncio.run(collect())
-    assert ranks.num_adds < 20, "what it asks does not grow with the time that it waits"
+    assert ranks.num_adds <= 2 * 40 + 4
+    asked_a_second = size * ranks.num_adds / worker.waited_s
+    assert asked_a_second < 2_000, "one store answers all ranks"
     assert POLL_S >= 0.05

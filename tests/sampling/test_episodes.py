@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 KINDS = ("group_mean", "group_norm", "group_norm_unbiased", "rloo", "none", "custom")
 # Comprehensions over conversations that read what was earned or said, and why each may.
 READERS = {
+    "agents/chat_completions.py usage": "tokens of one request's replies",
     "data/episodes.py episode_rewards": "the law itself",
     "plugins/tables.py load_rollouts": "keeps conversations by their own reward, of SFT rows",
     "sampling/episode.py Episode.score": "one conversation",

@@ -540,7 +540,7 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
     [
         (
             "grpc://{0}/nobody",
-            "there is no environment 'nobody'; there are asking, count, hinted, scored, stateful, "
+            "there is no environment 'nobody'; there are agent, asking, count, hinted, scored, stateful, "
             "talk",
         ),
         (

@@ -248,7 +248,7 @@ class Fuzz:
 
     def of_runs_of_nothing(self):
         request = pb.RunRequest(
-            session=self.open, number=2, hook=self.pick("interact", "rollout", self.text())
+            session=self.open, number=2, hook=self.pick("turns", "rollout", "x" + self.text())
         )
         return pb.Request(run=request), {WRONG}
 
