@@ -49,9 +49,11 @@ def main(argv: list[str]) -> int:
 
 def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
     """The files of one step's episodes. Raises ValueError with the steps that there are."""
+    from rl_core.data.rows import check_exists
     from rl_core.tools.view.data import check_inner_runs, is_run
 
     if not run.is_dir():
+        check_exists(run)
         return [run]
     if not is_run(run):
         check_inner_runs(run)

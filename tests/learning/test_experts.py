@@ -404,6 +404,7 @@ def test_adapters_on_experts_are_refused_where_they_cannot_be(
         config = parse_config(
             kit.words("--model", path, sizes, "--actors.policy.lora.targets", flags)
         )
+        check_options(config)
         make_chats(config)[0]["policy"]
 
 
