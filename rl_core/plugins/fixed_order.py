@@ -24,16 +24,16 @@ LOOK_S = 0.002  # between looks at this rank's groups
 class FixedOrderWorker(RecordingWorker):
     def _fill(self) -> None:
         begun = {*self.running, *self.done}
-        for number, group in self.pending.items():
-            if self.is_own(group.position) and number not in begun:
-                self._begin(number)
+        for key, group in self.pending.items():
+            if self.is_own(group.position) and key not in begun:
+                self._begin(key)
 
     async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
         """Waits until the oldest groups are done, and all others of this rank rest."""
-        due = [number for number, group in self.pending.items() if group.label == label]
+        due = [key for key in self.pending if key[0] == label]
         due = due[:num_groups]
-        self.player.open({self.pending[number].id for number in due}, has_parts=not label)
-        while any(n in due or not self.player.rests(self.pending[n]) for n in self.running):
+        self.player.open({self.pending[key].id for key in due}, has_parts=not label)
+        while any(key in due or not self.player.rests(self.pending[key]) for key in self.running):
             await self._wait(LOOK_S)
         self.player.open(set(), has_parts=False)
 

@@ -66,8 +66,8 @@ class StaleGroups(Plugin):
         names = [f"{FILE}{rank:05d}.jsonl.zst" for rank in range(trainer.ranks.size)]
         own = scratch / names[trainer.ranks.rank]
         rows = []
-        for number in (*worker.done, *worker.running):
-            rows.append(worker.player.row_of(worker.pending[number]))
+        for key in (*worker.done, *worker.running):
+            rows.append(worker.player.row_of(worker.pending[key]))
         with naming(own):
             write_trajectories(own, rows)
         return [scratch / name for name in names]

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from rl_core.data.rows import read_json
 from rl_core.sampling.actor import Conversation, EpisodeActors
 from rl_core.sampling.env import Env
-from rl_core.sampling.rollout import Group, GroupPlayer, RolloutWorker
+from rl_core.sampling.rollout import Group, GroupPlayer, Key, RolloutWorker
 from rl_core.types import Completion, Message, SamplingParams, Trajectory
 
 FILE = "under_way.rank_"  # begins the name of each rank's file in a checkpoint
@@ -143,8 +143,8 @@ class RecordingWorker(RolloutWorker):
     num_restored: int
 
     def go_on(self, positions: list[int], restored: Callable[[Group], Group]) -> None:
-        """The first groups are those at these positions, and go on as `restored` gives them. Ranks
-        take them in turn."""
+        """The first groups without a label are those at these positions, and go on as `restored`
+        gives them. Ranks take them in turn."""
         self.own = iter([n for n, position in enumerate(positions) if self.is_own(position)])
         self.num_restored = len(positions)
         self.restored = restored
@@ -152,13 +152,15 @@ class RecordingWorker(RolloutWorker):
     def is_own(self, position: int) -> bool:
         return position % self.ranks.size == self.ranks.rank
 
-    def _draw(self) -> int:
+    def _draw(self, label: str = "") -> int:
+        if label:
+            return super()._draw(label)
         number = next(self.own, None)
         return self.num_restored + super()._draw() if number is None else number
 
-    def _begin(self, number: int) -> None:
-        self.pending[number] = self.restored(self.pending[number])
-        super()._begin(number)
+    def _begin(self, key: Key) -> None:
+        self.pending[key] = self.restored(self.pending[key])
+        super()._begin(key)
 
 
 def read_groups(

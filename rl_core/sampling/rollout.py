@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rl_core.distributed import Ranks
 
 POLL_S = 0.05  # between looks at other ranks, while groups of this rank are running
+# Of a group in a worker: its label, and its number among those submitted with that label.
+Key = tuple[str, int]
 SCORING = "group"  # in the place of an episode's number: what scores the whole group
 TRUNCATED = (
     "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not "
@@ -190,8 +192,8 @@ def failures(players: EpisodeActors, task: Task, reason: str) -> list[Trajectory
 
 
 class RolloutWorker:
-    """Plays submitted groups in the background, oldest first. Ranks draw groups from a shared
-    counter, so that fast ranks play more.
+    """Plays submitted groups in the background, oldest first, but those with a label before those
+    without. Ranks draw groups from a shared counter for each label, so that fast ranks play more.
 
     Training submits the groups of `1 + max_staleness` steps ahead and collects one step's. With
     max_staleness 0 that is the synchronous loop; above it is the bound of AReaL (Fu et al. 2025,
@@ -203,54 +205,59 @@ class RolloutWorker:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.version = 0  # of the weights by which groups begin
-        self.num_submitted = 0
-        self.pending: dict[int, Group] = {}  # submitted and not collected, on any rank
-        self.running: dict[int, asyncio.Task] = {}  # on this rank
-        self.done: list[int] = []  # on this rank
-        # This rank's next group, which begins once it is submitted and there is room.
-        self.next_number: int | None = None
+        self.num_submitted: Counter[str] = Counter()  # groups, by their label
+        self.pending: dict[Key, Group] = {}  # submitted and not collected, on any rank
+        self.running: dict[Key, asyncio.Task] = {}  # on this rank
+        self.done: list[Key] = []  # on this rank
+        # By label, this rank's next group, which begins once it is submitted and there is room.
+        self.next_number: dict[str, int] = {}
         self.num_collects = 0
         self.num_collected: Counter[str] = Counter()  # groups, by their label
 
     def submit(self, groups: Iterable[Group]) -> None:
         """Every rank must submit the same groups."""
         for group in groups:
-            self.pending[self.num_submitted] = group
-            self.num_submitted += 1
+            self.pending[group.label, self.num_submitted[group.label]] = group
+            self.num_submitted[group.label] += 1
         self._fill()
 
     def _fill(self) -> None:
-        while self._has_room():
-            if self.next_number is None:
-                self.next_number = self._draw()
-            if self.next_number not in self.pending:
-                return
-            self._begin(self.next_number)
-            self.next_number = None
+        for label in sorted({label for label, _ in self.pending}, reverse=True):  # "" is last
+            while self._has_room(label):
+                if label not in self.next_number:
+                    self.next_number[label] = self._draw(label)
+                key = (label, self.next_number[label])
+                if key not in self.pending:
+                    break
+                self._begin(key)
+                del self.next_number[label]
 
-    def _has_room(self) -> bool:
-        """At most an even share, so that no rank takes all before the others begin."""
-        if len(self.running) * self.ranks.size >= len(self.pending):
+    def _has_room(self, label: str) -> bool:
+        """At most an even share of a label, so that no rank takes all before the others begin."""
+        num_running, num_pending = (
+            sum(key[0] == label for key in keys) for keys in (self.running, self.pending)
+        )
+        if num_running * self.ranks.size >= num_pending:
             return False
-        playing = sum(self.pending[number].size for number in self.running)
+        playing = sum(self.pending[key].size for key in self.running)
         largest = max(group.size for group in self.pending.values())
         needed = largest if playing else 1
         return playing + needed <= self.player.max_episodes
 
-    def _draw(self) -> int:
-        return self._count("drawn", 1) - 1
+    def _draw(self, label: str = "") -> int:
+        return self._count(f"drawn/{label}", 1) - 1
 
-    def _begin(self, number: int) -> None:
-        group = self.pending[number]
+    def _begin(self, key: Key) -> None:
+        group = self.pending[key]
         if group.version < 0:  # no run before this one has begun it
             group.version = self.version
-        self.running[number] = asyncio.create_task(self._run(number, group))
+        self.running[key] = asyncio.create_task(self._run(key, group))
 
-    async def _run(self, number: int, group: Group) -> None:
+    async def _run(self, key: Key, group: Group) -> None:
         if not group.trajectories:  # a run before this one may have played it
             group.trajectories = await self.player.play(group)
-        del self.running[number]
-        self.done.append(number)
+        del self.running[key]
+        self.done.append(key)
         self._count(f"finished/{group.label}", 1)
         self._fill()
 
@@ -265,22 +272,23 @@ class RolloutWorker:
         await self._wait_for_due(num_groups, oldest, label)
         await self._wait_for_ranks(num_groups, label)
         complete = []
-        for number in self.done:
-            if self.pending[number].label == label:
-                complete.append((self.pending[number].version, number))
+        for key in self.done:
+            if key[0] == label:
+                complete.append((self.pending[key].version, key[1]))
         oldest_first = []
         for of_rank in all_gather_json(complete, self.ranks):
             oldest_first += map(tuple, of_rank)
         oldest_first.sort()
-        taken = {number: self.pending.pop(number) for _, number in oldest_first[:num_groups]}
+        keys = [(label, number) for _, number in oldest_first[:num_groups]]
+        taken = {key: self.pending.pop(key) for key in keys}
         self.num_collected[label] += num_groups
-        groups = [taken[number] for number in self.done if number in taken]
-        self.done = [number for number in self.done if number not in taken]
+        groups = [taken[key] for key in self.done if key in taken]
+        self.done = [key for key in self.done if key not in taken]
         return groups
 
     async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
         """Waits for this rank's groups that the next step may not take."""
-        while any(self.pending[number].version <= oldest for number in self.running):
+        while any(self.pending[key].version <= oldest for key in self.running):
             await self._wait(POLL_S)
 
     async def _wait_for_ranks(self, num_groups: int, label: str) -> None:

@@ -39,9 +39,9 @@ def reward_fn(messages):
 """
 
 
-def group_of(n: int):
+def group_of(n: int, label: str = ""):
     [group] = make_groups([Task(id=str(n), env="x", row={}, messages=[])])
-    group.position = n
+    group.position, group.label = n, label
     return group
 
 
@@ -95,7 +95,7 @@ def test_an_error_in_a_group_reaches_the_step_and_waiting_for_other_ranks_ends()
     async def collect(timeout_s, others=0):
         worker = worker_of(fails, timeout_s)
         # Another rank has these groups, and is never heard of again.
-        worker.ranks.add("rollout/drawn", others)
+        worker.ranks.add("rollout/drawn/", others)
         worker.submit(group_of(n) for n in range(4))
         await worker.collect(4)
 
@@ -106,6 +106,24 @@ def test_an_error_in_a_group_reaches_the_step_and_waiting_for_other_ranks_ends()
         match=r"rank 0 waited in the phase 'generate' for 4 groups .* 0 are .*--timeout_s=0.2",
     ):
         asyncio.run(collect(0.2, others=4))
+
+
+def test_an_evaluation_begins_before_training_groups_that_wait():
+    begun = []
+
+    async def run(number):
+        begun.append(number)
+        await asyncio.sleep(0)
+
+    async def play():
+        worker = worker_of(run, width=1)
+        worker.submit(group_of(n) for n in range(4))
+        worker.submit(group_of(n, "eval") for n in (10, 11))
+        evaluated = await worker.collect(2, label="eval")
+        return [g.position for g in (*evaluated, *await worker.collect(4))]
+
+    assert asyncio.run(play()) == [10, 11, 0, 1, 2, 3]
+    assert begun == [0, 10, 11, 1, 2, 3]
 
 
 @pytest.fixture
@@ -190,20 +208,33 @@ async def reward_fn(n):
 """
 
 
-def taken(ranks, *positions: str) -> list[list[int]]:
+def taken(ranks, num_evaluated: str, *positions: str) -> list[list[int]]:
     """Positions of the groups under way that this rank goes on with, and those whose answers it
-    reads from the checkpoint."""
-    worker = RecordingWorker(None, ranks, 20.0)
+    reads from the checkpoint. An evaluation of so many groups comes first."""
+
+    class Player:
+        max_episodes = 8
+
+        async def play(self, group) -> list[Trajectory]:
+            return []
+
+    async def play() -> list[int]:
+        labelled = [group_of(n, "eval") for n in range(int(num_evaluated))]
+        worker.submit(labelled)
+        await worker.collect(len(labelled), label="eval")
+        worker.submit(map(group_of, positions))
+        return [group.position for group in await worker.collect(len(positions))]
+
+    worker = RecordingWorker(Player(), ranks, 20.0)
     positions = [int(position) for position in positions]
     worker.go_on(positions, lambda group: group)
     read = [position for position in positions if worker.is_own(position)]
-    begun = [worker._draw() for _ in read]
-    assert worker._draw() >= len(positions)
-    return [[positions[number] for number in begun], read]
+    return [asyncio.run(play()), read]
 
 
-def test_a_rank_goes_on_with_the_groups_whose_answers_it_has_read():
-    found = of_ranks(3, __file__, "taken", 3, 7, 8, 9, 11, 12)
+@pytest.mark.parametrize("num_evaluated", [0, 4])
+def test_a_rank_goes_on_with_the_groups_whose_answers_it_has_read(num_evaluated):
+    found = of_ranks(3, __file__, "taken", num_evaluated, 3, 7, 8, 9, 11, 12)
     assert all(begins == reads for begins, reads in found)
     assert sorted(n for begins, _ in found for n in begins) == [3, 7, 8, 9, 11, 12]
 
