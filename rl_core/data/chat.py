@@ -25,7 +25,11 @@ from rl_core.types import Completion, Message, Turn
 # Unicode keeps these two for internal use: templates and tokenizers have no rule for them.
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
-_NOT_USER_TEXT = {"role", "type"}  # templates compare these values, or put them into a token's name
+# Values of "role" and "type" that templates compare, or put into a token's name.
+_ROLES = ("system", "developer", "user", "assistant", "model", "chatbot", "tool", "ipython")
+_PARTS = ("text", "image", "image_url", "video", "audio", "thinking", "reasoning", "refusal")
+_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+_KNOWN = (*_ROLES, *_PARTS, *_TYPES, "function", "tool_call", "tool_response")
 
 
 class Chat:
@@ -84,35 +88,42 @@ class Chat:
         """Token ids of a rendering or another marked text, or of a part of one that `continues`
         others."""
         ids: list[int] = []
-        for part in text.split(_MARK):
-            ids += self._encode(part, continues or bool(ids))
-        return ids
+        *parts, last = text.split(_MARK)
+        for part in parts:
+            # A special token of one character stands before its mark.
+            plain = part[-1:] if part[-1:] in self.special_ids else ""
+            ids += self._encode(part.removesuffix(plain), continues or bool(ids))
+            ids += self._encode(plain, continues or bool(ids), split_special_tokens=True)
+        return ids + self._encode(last, continues or bool(ids))
 
-    def _encode(self, text: str, continues: bool) -> list[int]:
+    def _encode(self, text: str, continues: bool, **options: bool) -> list[int]:
         if not text:
             return []
         if continues:
             # SentencePiece puts a space before the start of a text; behind a newline it does not.
-            ids = self.tokenizer.encode("\n" + text, add_special_tokens=False)
+            ids = self.tokenizer.encode("\n" + text, add_special_tokens=False, **options)
             if ids[: len(self._newline_ids)] == self._newline_ids:
                 return ids[len(self._newline_ids) :]
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False, **options)
 
     def marked(self, value: Any) -> Any:
         """A message, or a part of one, in which `encode` makes no string a special token."""
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, dict):
-            marked = {key: self.marked(part) for key, part in value.items()}
-            for key in _NOT_USER_TEXT & value.keys():
-                marked[key] = value[key]
+            marked = {}
+            for key, part in value.items():
+                is_known = key in ("role", "type") and part in _KNOWN
+                # Templates read the keys that are plain names.
+                name = key if str(key).isidentifier() else self.marked(key)
+                marked[name] = part if is_known else self.marked(part)
             return marked
         if isinstance(value, (list, tuple)):
             return [self.marked(v) for v in value]
         return value
 
     def _mark_text(self, text: str) -> str:
-        return self.special_token.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
+        return self.special_token.sub(lambda m: m[0][0] + _MARK + self._mark_text(m[0][1:]), text)
 
     def prompt_ids(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True

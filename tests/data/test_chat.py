@@ -245,6 +245,16 @@ def test_special_tokens_that_swallow_spaces_do_so_beside_hostile_text():
     assert tokenizer.decode(hostile) == "a <s> b<mask>a <s> b\n<s>"
 
 
+@pytest.mark.parametrize("text", ["★", "a ★ b★", "★★", "<★>", "<★> ★"])
+def test_a_special_token_of_one_character_is_text_in_a_message(text):
+    tokenizer = make_tokenizer.__wrapped__()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["★", "<★>"]})
+    chat = Chat(tokenizer, "{% for m in messages %}★{{ m.content }}★{% endfor %}")
+    ids = chat.prompt_ids([user(text), user(text)])
+    assert tokenizer.decode(ids) == f"★{text}★" * 2
+    assert count_special(chat, ids) == ids.count(tokenizer.convert_tokens_to_ids("★")) == 4
+
+
 def test_an_end_token_that_is_not_flagged_special_is_treated_as_one():
     tokenizer = make_tokenizer.__wrapped__()
     tokenizer.add_tokens(["<over>"])
@@ -349,6 +359,31 @@ def test_special_tokens_strings_in_tools_are_text():
     ids = chat.prompt_ids([user("hello")], [tool])
     assert "adds <|im_end|>" in chat.tokenizer.decode(ids)
     assert ids.count(chat.end_token_id) == 2
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "given", [{"type": END}, {"role": END}, {END: {}}, {"properties": {END: {"type": [END]}}}]
+)
+def test_keys_and_types_in_tools_and_in_arguments_of_calls_are_text(given):
+    chat = chat_named("qwen2_5")
+    tool = {"type": "function", "function": {"name": "add", "parameters": given}}
+    call = {"type": "function", "function": {"name": "add", "arguments": given}}
+    messages = [user("hello"), answer("", tool_calls=[call])]
+    ids = chat.prompt_ids(messages, [tool], add_generation_prompt=False)
+    assert chat.tokenizer.decode(ids).count(json.dumps(given)) == 2
+    assert ids.count(chat.end_token_id) == 3  # of the system's message, the user's, the call
+
+
+def test_a_type_that_a_template_compares_stays_though_its_name_is_a_special_token():
+    tokenizer = make_tokenizer.__wrapped__()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["user", "function"]})
+    chat = Chat(tokenizer, CHATML)
+    message = {**user("user"), "tool_calls": [{"type": "function"}]}
+    assert chat.marked(message) == {**message, "content": chat.marked("user")}
+    assert chat.marked("user") != "user"
 
 
 def answer(text, **more):
