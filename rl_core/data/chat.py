@@ -288,6 +288,12 @@ def load_chat(
             f"model {path} has no chat template: copy the tokenizer's files of the model that it "
             "was made from into the folder, or give one with --actors.NAME.chat_template FILE"
         )
+    # For some families transformers makes a tokenizer from nothing.
+    if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
+        raise ValueError(
+            f"model {path} has no tokenizer, such as tokenizer.json, but special tokens: copy the "
+            "tokenizer's files of the model that it was made from into the folder"
+        )
     return Chat(tokenizer, chat_template, variables, tool_reader)
 
 

@@ -470,6 +470,13 @@ def test_a_tokenizer_without_a_template_is_refused_and_load_chat_reads_one_from_
         load_chat(str(tmp_path), str(tmp_path / "missing.jinja"))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma", "cohere", "gpt2"])
+def test_a_folder_without_a_tokenizer_is_refused(family, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ValueError, match=rf"model {tmp_path} has no tokenizer.*: copy the"):
+        load_chat(str(tmp_path), CHATML)
+
+
 def test_what_a_template_refuses_is_an_error_of_one_line():
     chat = chat_named("gemma3")
     with pytest.raises(ValueError, match=r"roles \[user user\].*must alternate") as error:
