@@ -222,7 +222,8 @@ class RolloutWorker:
         self._fill()
 
     def _fill(self) -> None:
-        for label in sorted({label for label, _ in self.pending}, reverse=True):  # "" is last
+        # Evaluations first: "" is the label of training groups.
+        for label in sorted({label for label, _ in self.pending}, reverse=True):
             while self._has_room(label):
                 if label not in self.next_number:
                     self.next_number[label] = self._draw(label)
@@ -234,9 +235,11 @@ class RolloutWorker:
 
     def _has_room(self, label: str) -> bool:
         """At most an even share of a label, so that no rank takes all before the others begin."""
-        num_running, num_pending = (
-            sum(key[0] == label for key in keys) for keys in (self.running, self.pending)
-        )
+        num_running = num_pending = 0
+        for key in self.pending:
+            if key[0] == label:
+                num_pending += 1
+                num_running += key in self.running
         if num_running * self.ranks.size >= num_pending:
             return False
         playing = sum(self.pending[key].size for key in self.running)
@@ -282,8 +285,13 @@ class RolloutWorker:
         keys = [(label, number) for _, number in oldest_first[:num_groups]]
         taken = {key: self.pending.pop(key) for key in keys}
         self.num_collected[label] += num_groups
-        groups = [taken[key] for key in self.done if key in taken]
-        self.done = [key for key in self.done if key not in taken]
+        groups, left = [], []
+        for key in self.done:
+            if key in taken:
+                groups.append(taken[key])
+            else:
+                left.append(key)
+        self.done = left
         return groups
 
     async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
