@@ -12,6 +12,7 @@ from rl_core.agents.requests import (
     Refusal,
     Reply,
     Request,
+    called,
     limit_of,
     overridden_in,
     read_arguments,
@@ -79,8 +80,7 @@ def read_message(message: Any) -> Message:
                 name, arguments = call["function"]["name"], call["function"]["arguments"]
             except (TypeError, KeyError):
                 raise Refusal(f"tool_calls: {str(call)[:80]} is no call of a function") from None
-            function = {"name": name, "arguments": read_arguments(arguments)}
-            calls.append({"id": call.get("id", ""), "type": "function", "function": function})
+            calls.append(called(call.get("id", ""), name, read_arguments(arguments)))
         found["tool_calls"] = calls
     for key in ("tool_call_id", "name"):
         if isinstance(message.get(key), str) and role == "tool":

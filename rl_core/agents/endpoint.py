@@ -98,26 +98,28 @@ class Endpoint:
             "agent_overridden": float(sum(tree.overridden.values())),
         }
 
+    def tree_of(self, request: Request) -> Tree:
+        return self.trees.get(request.model) or self.trees[self.model]
+
     async def answer(self, request: Request) -> list[Reply]:
         """Raises Refusal."""
         if self.is_shut:  # while the body of the request came
             raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
         if self.failure is not None:
             raise Refusal("the engine died; the episode begins again", status=503)
-        tree = self.trees.get(request.model) or self.trees[self.model]
         try:
-            return await tree.answer(request)
+            return await self.tree_of(request).answer(request)
         except EngineDied as error:
             self.failure = error
             raise Refusal("the engine died; the episode begins again", status=503) from error
 
     def num_tokens(self, request: Request) -> int:
         """Tokens of the request's prompt. Raises Refusal."""
-        tree = self.trees.get(request.model) or self.trees[self.model]
-        if tree.actor.chat is None:
+        chat = self.tree_of(request).actor.chat
+        if chat is None:
             raise Refusal("the tokens of this model are not known here")
         try:
-            return len(tree.actor.chat.prompt_ids(request.messages, request.tools))
+            return len(chat.prompt_ids(request.messages, request.tools))
         except ValueError as error:
             raise Refusal(str(error)) from error
 
@@ -181,11 +183,12 @@ class EndpointServer:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 endpoint = self.endpoint_of(http)
-                request = dialect.read(await body_of(http))
+                body = await body_of(http)
+                request = dialect.read(body)
                 retries = [http.headers.get(name, "0") for name in RETRY_HEADERS]
                 request.is_retry = any(count not in ("", "0") for count in retries)
                 if dialect is responses:
-                    await self.put_before(endpoint, http, request)
+                    self.put_before(endpoint, body, request)
                 if request.is_streamed:
                     return await self.send_stream(http, dialect, endpoint, request)
                 replies = await endpoint.answer(request)
@@ -196,9 +199,9 @@ class EndpointServer:
 
         return handle
 
-    async def put_before(self, endpoint: Endpoint, http: web.Request, request: Request) -> None:
+    def put_before(self, endpoint: Endpoint, body: dict[str, Any], request: Request) -> None:
         """The messages that `previous_response_id` stands for. Raises Refusal."""
-        previous = wanted(await body_of(http), "previous_response_id", str)
+        previous = wanted(body, "previous_response_id", str)
         if previous is None:
             return
         if previous not in endpoint.stored:

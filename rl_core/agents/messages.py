@@ -10,6 +10,7 @@ from rl_core.agents.requests import (
     Refusal,
     Reply,
     Request,
+    called,
     limit_of,
     overridden_in,
     stops_of,
@@ -69,8 +70,8 @@ def read_message(message: Any) -> list[Message]:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-            calls.append({"id": block.get("id", ""), "type": "function", "function": function})
+            arguments = block.get("input") or {}
+            calls.append(called(block.get("id", ""), block.get("name"), arguments))
         elif kind == "tool_result":
             said = text_of_parts(block.get("content"), kind)
             call_id = block.get("tool_use_id", "")

@@ -78,12 +78,15 @@ class Reply:
     @property
     def message(self) -> Message:
         """As a program that keeps all of it echoes it."""
-        calls = []
-        for call in self.calls:
-            function = {"name": call.name, "arguments": call.arguments}
-            calls.append({"id": call.id, "type": "function", "function": function})
+        calls = [called(call.id, call.name, call.arguments) for call in self.calls]
         message = {"role": "assistant", "content": self.text}
         return message | {"tool_calls": calls} if calls else message
+
+
+def called(call_id: Any, name: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call in a message, as chat templates read it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def overridden_in(body: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from rl_core.agents.requests import (
     Refusal,
     Reply,
     Request,
+    called,
     limit_of,
     overridden_in,
     read_arguments,
@@ -78,11 +79,8 @@ def read_items(items: Any) -> list[Message]:
             content = text_of_parts(item.get("content"), role)
             messages.append({"role": role, "content": content})
         elif kind == "function_call":
-            function = {
-                "name": str(item.get("name")),
-                "arguments": read_arguments(item.get("arguments")),
-            }
-            call = {"id": item.get("call_id", ""), "type": "function", "function": function}
+            arguments = read_arguments(item.get("arguments"))
+            call = called(item.get("call_id", ""), str(item.get("name")), arguments)
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)

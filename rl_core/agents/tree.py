@@ -32,7 +32,8 @@ class Node:
     conversation: Conversation
     num_replies: int  # of the conversation, with this one
     reply: Reply
-    keys: list[Key]  # of the messages up to here
+    keys: list[Key]  # of the messages up to here that say something
+    tools: str  # of the conversation, as tools_key gives them
     num_children: int = 0
     is_continued: bool = False  # the conversation itself goes on after this turn
 
@@ -107,14 +108,13 @@ class Tree:
     def longest(self, keys: list[Key], tools: str) -> tuple[Node | None, int]:
         """The turn whose history is the longest beginning of these messages, and how many of the
         messages that is."""
-        asked = without_silence(keys)
+        asked = [key for key in keys if key]
         found: Node | None = None
         length = 0
         for node in self.nodes:
-            known = without_silence(node.keys)
-            continues = len(known) < len(asked) and asked[: len(known)] == known
-            if continues and len(known) > length and tools_key(node.conversation.tools) == tools:
-                found, length = node, len(known)
+            num = len(node.keys)
+            if length < num < len(asked) and node.tools == tools and asked[:num] == node.keys:
+                found, length = node, num
         num_known = 0
         while length:
             length -= bool(keys[num_known])
@@ -156,8 +156,8 @@ class Tree:
                 code=code_of(talk),
             )
         reply = reply_of(talk, request)
-        said = Node(talk, talk.num_replies, reply, [*keys, key_of(reply.message)])
-        return said
+        spoken = [key for key in [*keys, key_of(reply.message)] if key]
+        return Node(talk, talk.num_replies, reply, spoken, tools_key(talk.tools))
 
     def cancel(self) -> None:
         """Ends the turns that are under way."""
@@ -210,11 +210,6 @@ def key_of(message: Message) -> Key:
     if not content and not calls and role != "tool":
         return ()
     return role, content, tuple(calls)
-
-
-def without_silence(keys: Sequence[Key]) -> list[Key]:
-    """Keys of the messages that say something."""
-    return [key for key in keys if key]
 
 
 def reply_of(talk: Conversation, request: Request) -> Reply:
