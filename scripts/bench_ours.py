@@ -35,7 +35,7 @@ class Meter:
         run.log = self
         [learner] = run.learners.values()
         self.shard, learner.shard = learner.shard, self.count_tokens
-        for engine in run.engines:
+        for engine in run.device.engines:
             self.generate = engine.generate
             engine.generate = self.generate_at_length
         self.measured = Measured()
