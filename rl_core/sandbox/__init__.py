@@ -1,4 +1,4 @@
-"""A sandbox for code that models write: docs/sandbox.md."""
+"""A sandbox for code that models write, and boxes for agents' commands: docs/sandbox.md."""
 
 
 def __getattr__(name: str):

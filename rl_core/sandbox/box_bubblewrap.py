@@ -1,0 +1,359 @@
+"""Boxes by bubblewrap: a bwrap for each, with box_init.py as its first process. docs/sandbox.md"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rl_core.sandbox import isolation
+from rl_core.sandbox.box_settings import BoxEnded, BoxSettings, ExecResult, make_upload
+from rl_core.sandbox.values import MAX_FRAME
+
+START_S = 60.0
+GRACE_S = 30.0  # beyond a command's own deadline, until its box counts as lost
+TRANSFER_S = 120.0
+OPEN_FILES = 65536
+BEGIN = (
+    "import sys, json; sys.path.insert(0, {path!r}); from rl_core.sandbox.box_init import main; "
+    "main(json.loads(sys.argv[1]))"
+)
+ETC = {
+    "/etc/passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
+    "/etc/group": "root:x:0:\nnogroup:x:65534:\n",
+    "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+}
+# What names and certificates need.
+ETC_OF_NETWORK = ["/etc/resolv.conf", "/etc/ssl", "/etc/pki", "/etc/ca-certificates"]
+# An agent's programs serve and connect inside the box.
+ALLOWED = {"socket", "connect", "bind", "listen", "pidfd_open"}
+FAMILIES = {int(socket.AF_UNIX), int(socket.AF_INET), int(socket.AF_INET6), int(socket.AF_NETLINK)}
+MAX_FAMILY = 64
+# Done in name only: the box has one user, and archives name others.
+OWNERS = ["chown", "fchown", "lchown", "fchownat"]
+ERRORS = {
+    kind.__name__: kind
+    for kind in (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+}
+
+
+def find_bwrap() -> str:
+    """Its path. Raises OSError."""
+    path = shutil.which("bwrap")
+    if path is None:
+        raise OSError("bwrap is not installed; on Debian: apt-get install bubblewrap")
+    return path
+
+
+def compile_filter() -> bytes:
+    """A seccomp filter as the kernel takes it; b"" where pyseccomp or libseccomp is missing."""
+    try:
+        import pyseccomp as seccomp
+    except (ImportError, OSError, RuntimeError):
+        return b""
+    made = seccomp.SyscallFilter(seccomp.ALLOW)
+    refused = seccomp.ERRNO(errno.EPERM)
+    for name in set(isolation.DENIED) - ALLOWED:
+        with suppress(OSError, ValueError):  # Unknown on this machine.
+            made.add_rule(refused, isolation.NEW.get(name, name))
+    for name in OWNERS:
+        with suppress(OSError, ValueError):
+            made.add_rule(seccomp.ERRNO(0), name)
+    for family in set(range(MAX_FAMILY)) - FAMILIES:
+        made.add_rule(refused, "socket", seccomp.Arg(0, seccomp.EQ, family))
+    made.add_rule(refused, "socket", seccomp.Arg(0, seccomp.GE, MAX_FAMILY))
+    netlink = seccomp.Arg(0, seccomp.EQ, int(socket.AF_NETLINK))
+    made.add_rule(refused, "socket", netlink, seccomp.Arg(2, seccomp.NE, 0))
+    urgent = int(socket.MSG_OOB)
+    for name, flags in isolation.FLAGS_OF.items():
+        made.add_rule(refused, name, seccomp.Arg(flags, seccomp.MASKED_EQ, urgent, urgent))
+    for flag in (*isolation.NAMESPACES.values(), 0x2000000):
+        made.add_rule(refused, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
+    # Its flags lie in memory; libraries then use clone.
+    made.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
+    with open(os.memfd_create("filter"), "w+b") as file:
+        made.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+def memory_file(stack: ExitStack, data: bytes) -> int:
+    """A descriptor from which the data can be read, until the stack ends."""
+    descriptor = os.memfd_create("box")
+    stack.callback(os.close, descriptor)
+    os.write(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
+    """Arguments of bwrap: what a box sees. `files`: path in /etc -> a descriptor with its text."""
+    paths = [path for path in isolation.visible_paths() if not path.startswith("/etc/")]
+    in_etc = [path for path in isolation.SYSTEM if path.startswith("/etc/")]
+    if settings.network:
+        in_etc += ETC_OF_NETWORK
+    shown = {path: path for path in paths} | {isolation.BOX_PACKAGE: str(isolation.PACKAGE)}
+    # Root's are closed to programs by their owner, a user's by a mount.
+    mounts = {"/etc"}
+    if os.geteuid() != 0:
+        mounts |= {"/" + path.split("/")[1] for path in shown if path.count("/") > 1}
+    line = []
+    for folder in sorted(mounts):
+        line += ["--tmpfs", folder]
+    parents = {str(folder) for path in shown for folder in Path(path).parents}
+    # Of a closed folder such as /root bubblewrap makes a closed copy.
+    for folder in sorted(parents - {"/"} - mounts):
+        line += ["--perms", "0755", "--dir", folder]
+    for inside, path in shown.items():
+        line += ["--ro-bind", os.path.realpath(path), inside]
+    for path in filter(os.path.exists, in_etc):
+        line += ["--ro-bind", os.path.realpath(path), path]
+    for path, descriptor in files.items():
+        line += ["--perms", "0644", "--file", str(descriptor), path]
+    line += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm"]
+    for folder in [*sorted(mounts), "/dev"]:
+        line += ["--remount-ro", folder]
+    for inside, path in settings.binds:
+        kind = "--bind" if path.endswith(":rw") else "--ro-bind"
+        line += [kind, path.removesuffix(":rw"), inside]
+    return line
+
+
+def command_line(settings: BoxSettings, files: dict[str, int], init: dict[str, Any]) -> list[str]:
+    line = [find_bwrap(), "--unshare-pid", "--as-pid-1", "--unshare-ipc", "--unshare-uts"]
+    line += ["--clearenv", "--hostname", "box"]
+    if not settings.network:
+        line.append("--unshare-net")
+    rights = ["CAP_SYS_ADMIN", "CAP_SETPCAP"]
+    if os.geteuid() == 0:
+        rights += ["CAP_SETUID", "CAP_SETGID"]
+    else:
+        line += ["--unshare-user", "--uid", "0", "--gid", "0"]
+    for right in rights:
+        line += ["--cap-add", right]
+    line += view(files, settings)
+    begin = BEGIN.format(path=os.path.dirname(isolation.BOX_PACKAGE))
+    return [*line, "--chdir", "/", sys.executable, "-I", "-S", "-c", begin, json.dumps(init)]
+
+
+def end_process(control: socket.socket, process: subprocess.Popen) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+class BubblewrapBox:
+    """One box. It may be used from any event loop."""
+
+    def __init__(self, settings: BoxSettings):
+        self.settings = settings
+        self.filter = compile_filter()
+        self.pid = os.getpid()
+        # Without a filter a program can leave System V memory behind.
+        self.can_be_reset = bool(self.filter)
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.setblocking(False)
+        with theirs, ExitStack() as stack:
+            self.process = self.start(theirs, stack)
+        self.finalizer = weakref.finalize(self, end_process, self.control, self.process)
+
+    def start(self, theirs: socket.socket, stack: ExitStack) -> subprocess.Popen:
+        # Readable once this process has ended, however it ended. --die-with-parent would end the
+        # box with the thread that made it.
+        owner = os.pidfd_open(os.getpid())
+        stack.callback(os.close, owner)
+        files = {path: memory_file(stack, text.encode()) for path, text in ETC.items()}
+        limits = self.settings.limits
+        init = {
+            "control": theirs.fileno(),
+            "owner": owner,
+            "filter": memory_file(stack, self.filter) if self.filter else -1,
+            "is_root": os.geteuid() == 0,
+            "disk_mib": limits.disk_mib,
+            "memory_mib": limits.memory_mib,
+            "limits": {
+                "DATA": limits.memory_mib << 20,
+                "NPROC": limits.processes,
+                "NOFILE": OPEN_FILES,
+                "CORE": 0,
+                "MSGQUEUE": 0,
+            },
+            "environ": isolation.program_environment() | {"HOME": "/root"},
+        }
+        passed = [theirs.fileno(), owner, *files.values()]
+        if self.filter:
+            passed.append(init["filter"])
+        return subprocess.Popen(
+            command_line(self.settings, files, init),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            pass_fds=passed,
+            start_new_session=True,  # Ctrl-C is for the owner
+        )
+
+    @classmethod
+    async def open(cls, settings: BoxSettings) -> BubblewrapBox:
+        """Raises OSError if this machine makes no such box."""
+        box = cls(settings)
+        loop = asyncio.get_running_loop()
+        try:
+            hello = await asyncio.wait_for(loop.sock_recv(box.control, 1 << 16), START_S)
+            reason = json.loads(hello or b"{}").get("error", "")
+            if not hello:
+                reason = (await asyncio.to_thread(box.process.stderr.read, 4000)).decode().strip()
+            if reason or not hello:
+                raise OSError(reason or "its process ended at once")
+        except BaseException:
+            box.finalizer()
+            raise
+        box.process.stderr.close()
+        return box
+
+    @asynccontextmanager
+    async def request(self, verb: str, timeout_s: float) -> AsyncIterator[Channel]:
+        """Raises BoxEnded if the box is gone, or gives no answer within the time."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        header = json.dumps({"do": verb, "timeout_s": timeout_s}).encode()
+        with ours:
+            with theirs:
+                try:
+                    socket.send_fds(self.control, [header], [theirs.fileno()])
+                except OSError as error:
+                    raise BoxEnded(f"the box has ended ({error})") from None
+            yield Channel(ours)
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        stdin: str = "",
+        environ: dict[str, str] | None = None,
+        cwd: str = "",
+    ) -> ExecResult:
+        """The command's result. A string is run by bash, or sh. Its whole process tree is killed
+        when its time is over, or when this is cancelled."""
+        wanted = {
+            "command": command if isinstance(command, str) else list(command),
+            "timeout_s": timeout_s,
+            "stdin": stdin,
+            "environ": environ or {},
+            "cwd": cwd,
+        }
+        async with self.request("exec", timeout_s) as channel:
+            found = await self.wait(channel.exchange([to_json(wanted)], 3), timeout_s + GRACE_S)
+        if len(found) < 3:
+            self.check_alive()
+            text = "the command killed or stopped what watched it: all in the box was killed"
+            return ExecResult(code=137, stdout="", stderr=text)
+        head, stdout, stderr = found
+        stdout, stderr = (text.decode(errors="replace") for text in (stdout, stderr))
+        return ExecResult(stdout=stdout, stderr=stderr, **json.loads(head))
+
+    async def wait(self, answer: Any, timeout_s: float) -> list[bytes]:
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except asyncio.TimeoutError:
+            self.finalizer()
+            raise BoxEnded(f"the box gave no answer in {timeout_s:g} s and was ended") from None
+
+    def check_alive(self) -> None:
+        try:
+            alive = bool(self.control.recv(1))
+        except BlockingIOError:
+            return
+        except OSError:
+            alive = False
+        if not alive:
+            raise BoxEnded("the box has ended: its first process was killed from outside")
+
+    async def put(self, path: str, data: bytes | str | Path) -> None:
+        """Writes a file, or a folder of the host with all below it. A link that has the name is
+        replaced. Raises OSError."""
+        upload = await asyncio.to_thread(make_upload, path, data)
+        files = [(name, mode) for name, mode, _ in upload.files]
+        wanted = {"files": files, "folders": upload.folders, "links": upload.links}
+        frames = [to_json(wanted), *(content for _, _, content in upload.files)]
+        await self.ask("put", frames, 1)
+
+    async def get(self, path: str) -> bytes:
+        """A file's content, at most 64 MiB. Raises FileNotFoundError, OSError."""
+        _, data = await self.ask("get", [to_json({"path": path})], 2)
+        return data
+
+    async def ask(self, verb: str, frames: list[bytes], num: int) -> list[bytes]:
+        """So many frames of an answer. Raises the error that it tells."""
+        async with self.request(verb, TRANSFER_S) as channel:
+            found = await self.wait(channel.exchange(frames, num), TRANSFER_S + GRACE_S)
+        if not found:
+            self.check_alive()
+            raise OSError(f"{verb}: a process of the box killed what did it")
+        answer = json.loads(found[0])
+        if "error" in answer:
+            kind, text = answer["error"]
+            raise ERRORS.get(kind, OSError)(text)
+        return found
+
+    async def end_processes(self) -> None:
+        """Kills everything that runs in the box."""
+        await self.ask("end", [], 1)
+
+    async def reset(self) -> None:
+        """Kills everything and removes all files. Raises OSError if one cannot be removed."""
+        await self.ask("reset", [], 1)
+
+    async def close(self) -> None:
+        """Ends the box; the kernel removes its files. Idempotent."""
+        await asyncio.to_thread(self.finalizer)
+
+
+def to_json(wanted: dict[str, Any]) -> bytes:
+    return json.dumps(wanted).encode()
+
+
+class Channel:
+    """Frames of one request and its answer."""
+
+    def __init__(self, end: socket.socket):
+        self.end = end
+        self.loop = asyncio.get_running_loop()
+
+    async def exchange(self, frames: list[bytes], num: int) -> list[bytes]:
+        """At most `num` frames: fewer if the other end closes or tells an error."""
+        with suppress(ConnectionError):  # It answers before it has read all: the disk is full, say.
+            for data in frames:
+                await self.loop.sock_sendall(self.end, len(data).to_bytes(4, "big") + data)
+        found: list[bytes] = []
+        while len(found) < num:
+            head = await self.read(4)
+            size = int.from_bytes(head, "big")
+            if len(head) < 4 or size > MAX_FRAME:
+                break
+            found.append(await self.read(size))
+            if found[0][:8] == b'{"error"':
+                break
+        return found
+
+    async def read(self, size: int) -> bytes:
+        data = bytearray()
+        with suppress(ConnectionError):
+            while len(data) < size:
+                part = await self.loop.sock_recv(self.end, min(size - len(data), 1 << 20))
+                if not part:
+                    break
+                data += part
+        return bytes(data)

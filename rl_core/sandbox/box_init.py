@@ -1,0 +1,513 @@
+"""Process 1 of a box. It waits inside for requests; each is answered by a fork of it. Standard
+library only.
+
+A request comes over the control socket with a socket of its own: a frame says what is wanted, the
+answer goes back there, and closing it cancels the command. Process 1 cannot be killed or stopped
+from inside. A fork can: then everything in the box is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import selectors
+import signal
+import socket
+import stat
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from rl_core.sandbox import isolation
+from rl_core.sandbox.output import Output
+from rl_core.sandbox.values import read_frame, receive, send, write_frame
+
+SHM_MIB = 64  # of /dev/shm
+INODES_PER_MIB = 256
+FOLDERS = {"/app": 0o755, "/tmp": 0o1777, "/root": 0o700, "/var/tmp": 0o1777, "/run": 0o755}
+WORKDIR = "/app"
+TICK_S = 0.5
+# Beyond a command's own deadline: its fork has then been stopped from inside.
+OVERDUE_S = 2.0
+KILL_ROUNDS = 50
+SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
+REMOUNT = 0x20
+PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
+MAX_FILE_BYTES = 64 << 20
+
+
+class FilterProgram(ctypes.Structure):
+    """The kernel's sock_fprog."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Serves until the owner ends or closes the socket; the kernel then ends all in the box."""
+    control = socket.socket(fileno=settings["control"])
+    try:
+        remaining = set_up(settings)
+    except OSError as error:
+        control.send(json.dumps({"error": str(error)}).encode())
+        return
+    control.send(json.dumps({"ready": True}).encode())
+    Init(control, settings, remaining).serve()
+
+
+def set_up(settings: dict[str, Any]) -> dict[str, int]:
+    """Bounds the disk and gives up all rights. Returns the files that no program made, with their
+    modes."""
+    os.umask(0o022)
+    # Where memory runs out, the kernel ends a box, and no rank.
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    bound_disk("/", settings["disk_mib"])
+    bound_disk("/dev/shm", SHM_MIB)
+    if settings["is_root"]:
+        # Sticky, so that programs cannot replace what is root's: the folders above the interpreter.
+        for folder in filter(os.path.isdir, ["/", "/dev/shm", *FOLDERS]):
+            os.chmod(folder, 0o1777)
+        isolation.become_nobody()
+        uid, gid = os.geteuid(), os.getegid()
+        isolation.unshare("user")
+        isolation.map_ids(0, uid, gid)
+    drop_rights(settings["filter"])
+    make_folders()
+    return snapshot("/") | snapshot("/dev/shm")
+
+
+def bound_disk(folder: str, size_mib: int) -> None:
+    options = f"size={size_mib}m,nr_inodes={size_mib * INODES_PER_MIB}"
+    flags = REMOUNT | isolation.NOSUID | isolation.NODEV
+    isolation.mount("", folder, "", flags, options)
+
+
+def drop_rights(filter_fd: int) -> None:
+    """No capabilities, no way to get some, no look at this process from its own user's others."""
+    libc = isolation.LIBC
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    isolation.must(libc.prctl(isolation.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    isolation.set_capabilities(0)
+    isolation.must(libc.prctl(isolation.PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
+    if filter_fd < 0:
+        return
+    with open(filter_fd, "rb") as file:
+        code = file.read()
+    program = FilterProgram(len(code) // 8, code)
+    result = libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
+    isolation.must(result, "seccomp")
+
+
+def make_folders() -> None:
+    for folder, mode in FOLDERS.items():
+        os.makedirs(folder, exist_ok=True)
+        with suppress(PermissionError):  # Root's, and sticky.
+            os.chmod(folder, mode)
+
+
+def snapshot(folder: str) -> dict[str, int]:
+    """The mode of every file below the folder on the same disk."""
+    device = os.lstat(folder).st_dev
+    found = {folder: os.lstat(folder).st_mode}
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        status = os.lstat(path)
+        if status.st_dev != device:
+            continue
+        found[path] = status.st_mode
+        if stat.S_ISDIR(status.st_mode):
+            found |= snapshot(path)
+    return found
+
+
+class Init:
+    """The loop of process 1."""
+
+    def __init__(self, control: socket.socket, settings: dict[str, Any], remaining: dict[str, int]):
+        self.control = control
+        self.settings = settings
+        self.remaining = remaining
+        # Process ids of forks, and when each is overdue. None: it has answered, and waits for
+        # what the command left behind.
+        self.forks: dict[int, float | None] = {}
+        self.answered, self.tell_answered = os.pipe()
+
+    def serve(self) -> None:
+        wake, woken = socket.socketpair()
+        for end in (wake, woken):
+            end.setblocking(False)
+        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        waiting = select.poll()
+        owner = self.settings["owner"]
+        for source in (wake, self.control, owner, self.answered):
+            waiting.register(source, select.POLLIN)
+        while True:
+            timeout_ms = TICK_S * 1000 if self.forks else None
+            ready = {fd for fd, _ in waiting.poll(timeout_ms)}
+            if owner in ready:
+                return
+            if wake.fileno() in ready:
+                wake.recv(1 << 12)
+            if self.answered in ready:
+                self.forks[int.from_bytes(os.read(self.answered, 4), "big")] = None
+            self.reap()
+            self.kill_overdue()
+            if self.control.fileno() in ready and not self.take_request():
+                return
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            was_fork = self.forks.pop(pid, 0.0) != 0.0
+            if was_fork and os.WIFSIGNALED(status):
+                kill_all()  # Its command is no longer watched.
+
+    def kill_overdue(self) -> None:
+        now = time.monotonic()
+        for pid, overdue_at in self.forks.items():
+            if overdue_at is not None and now > overdue_at:
+                os.kill(pid, signal.SIGKILL)
+
+    def take_request(self) -> bool:
+        """False at the end of the stream."""
+        header, fds, _, _ = socket.recv_fds(self.control, 1 << 12, 1)
+        if not header:
+            return False
+        request = json.loads(header)
+        with socket.socket(fileno=fds[0]) as channel:
+            if request["do"] in ("end", "reset"):
+                self.forks.clear()
+                with suppress(OSError):  # The owner waits no longer.
+                    send(channel, self.end_processes(request["do"] == "reset"))
+                return True
+            pid = os.fork()
+            if pid == 0:
+                self.run_fork(request["do"], channel)
+            self.forks[pid] = time.monotonic() + request["timeout_s"] + OVERDUE_S
+        return True
+
+    def end_processes(self, is_reset: bool) -> dict[str, Any]:
+        kill_all()
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        if not is_reset:
+            return {"ready": True}
+        try:
+            empty(self.remaining)
+        except (OSError, RecursionError) as error:
+            return {"error": str(error)}
+        return {"ready": True}
+
+    def run_fork(self, verb: str, channel: socket.socket) -> None:
+        status = 70
+        try:
+            self.control.close()
+            isolation.LIBC.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if verb == "exec":
+                self.run_command(channel)
+            else:
+                {"put": put, "get": get}[verb](channel)
+            status = 0
+        except BaseException as error:
+            with suppress(BaseException):
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(status)
+
+    def run_command(self, channel: socket.socket) -> None:
+        command = Command(receive(channel), self.settings)
+        result = command.run(channel)
+        with suppress(OSError):
+            send(channel, result)
+            write_frame(channel, command.stdout.data())
+            write_frame(channel, command.stderr.data())
+        channel.close()
+        os.write(self.tell_answered, os.getpid().to_bytes(4, "big"))
+        command.outlast()
+
+
+def kill_all() -> None:
+    """Every process of the box but this one."""
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
+class Command:
+    """One command, in a fork of process 1: its pipes, its deadline and its descendants, which
+    become children of the fork when their parents end."""
+
+    def __init__(self, wanted: dict[str, Any], settings: dict[str, Any]):
+        self.settings = settings
+        self.timeout_s = wanted["timeout_s"]
+        self.stdin = memoryview(wanted["stdin"].encode(errors="surrogateescape"))
+        self.stdout, self.stderr = Output(), Output()
+        self.selector = selectors.DefaultSelector()
+        pipes = [os.pipe() for _ in range(3)]
+        self.pid = os.fork()
+        if self.pid == 0:
+            become_command(wanted, settings, [pipes[0][0], pipes[1][1], pipes[2][1]])
+        for end in (pipes[0][0], pipes[1][1], pipes[2][1]):
+            os.close(end)
+        for end in (pipes[0][1], pipes[1][0], pipes[2][0]):
+            os.set_blocking(end, False)
+        self.selector.register(pipes[0][1], selectors.EVENT_WRITE, self.feed)
+        self.selector.register(pipes[1][0], selectors.EVENT_READ, self.stdout)
+        self.selector.register(pipes[2][0], selectors.EVENT_READ, self.stderr)
+
+    def run(self, channel: socket.socket) -> dict[str, Any]:
+        """Until the command has ended, its time is over, or the owner closes the channel."""
+        process = os.pidfd_open(self.pid)
+        self.selector.register(process, selectors.EVENT_READ, "ended")
+        self.selector.register(channel, selectors.EVENT_READ, "cancelled")
+        deadline = time.monotonic() + self.timeout_s
+        reasons: set[str] = set()
+        while not reasons:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                reasons.add("timed out")
+                break
+            reasons = self.pump(left_s)
+        if "ended" not in reasons:
+            kill_descendants()
+        status = os.waitpid(self.pid, 0)[1]
+        self.selector.unregister(process)
+        self.selector.unregister(channel)
+        while self.selector.get_map() and self.pump(0.0, is_draining=True):
+            pass
+        code = os.waitstatus_to_exitcode(status)
+        return {"code": code if code >= 0 else 128 - code, "timed_out": "timed out" in reasons}
+
+    def pump(self, timeout_s: float, is_draining: bool = False) -> set[str]:
+        """Moves what the pipes hold. Returns what else happened; while draining, whether a pipe
+        held something."""
+        found = set()
+        for key, _ in self.selector.select(timeout_s):
+            if isinstance(key.data, str):
+                found.add(key.data)
+            elif key.data == self.feed:
+                self.feed(key.fd)
+            else:
+                data = read_some(key.fd)
+                key.data.add(data)
+                if not data:
+                    self.close_pipe(key.fd)
+                elif is_draining and key.data.num_bytes < (64 << 20):
+                    found.add("data")
+        return found
+
+    def feed(self, pipe: int) -> None:
+        try:
+            self.stdin = self.stdin[os.write(pipe, self.stdin[: 1 << 16]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.stdin = self.stdin[:0]
+        if not self.stdin:
+            self.close_pipe(pipe)
+
+    def close_pipe(self, pipe: int) -> None:
+        self.selector.unregister(pipe)
+        os.close(pipe)
+
+    def outlast(self) -> None:
+        """Waits for what the command left in the background, which may still write."""
+        while True:
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            if not self.selector.get_map():
+                time.sleep(TICK_S)
+                continue
+            for key, _ in self.selector.select(TICK_S):
+                if key.data == self.feed or not read_some(key.fd):
+                    self.close_pipe(key.fd)
+
+
+def read_some(pipe: int) -> bytes:
+    """b"" at the end."""
+    try:
+        return os.read(pipe, 1 << 16)
+    except OSError:
+        return b""
+
+
+def become_command(wanted: dict[str, Any], settings: dict[str, Any], pipes: list[int]) -> None:
+    try:
+        os.setsid()
+        for number, pipe in enumerate(pipes):
+            os.dup2(pipe, number)
+        os.closerange(3, 1 << 16)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        for name, value in settings["limits"].items():
+            limit(getattr(resource, f"RLIMIT_{name}"), value)
+        enter(wanted["cwd"])
+        argv = wanted["command"]
+        if isinstance(argv, str):
+            argv = [next(path for path in SHELLS if os.path.exists(path)), "-c", argv]
+        environ = settings["environ"] | wanted["environ"]
+        os.execvpe(argv[0], argv, environ)
+    except FileNotFoundError as error:
+        os.write(2, f"{error}\n".encode())
+        os._exit(127)
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(126)
+
+
+def limit(number: int, value: int) -> None:
+    hard = resource.getrlimit(number)[1]
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(number, (value, value))
+
+
+def enter(folder: str) -> None:
+    try:
+        os.chdir(folder or WORKDIR)
+    except OSError:
+        if folder:
+            raise
+        os.chdir("/")
+
+
+def kill_descendants() -> None:
+    """Stops all first, so that none forks away meanwhile. If they are faster, this fork kills
+    itself, and process 1 then kills everything."""
+    for _ in range(KILL_ROUNDS):
+        for pid in (found := descendants()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        if set(descendants()) == set(found):
+            break
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants() -> list[int]:
+    """Of this process."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            with open(f"/proc/{name}/stat", errors="replace") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found = list(children.get(os.getpid(), []))
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def full_path(path: str) -> str:
+    return os.path.join(WORKDIR, path)
+
+
+def put(channel: socket.socket) -> None:
+    """Writes the files of one request: a new file each, in place of whatever has the name."""
+    job = receive(channel)
+    try:
+        for path, mode in job["files"]:
+            write_file(full_path(path), read_frame(channel), mode)
+        for path in job["folders"]:
+            os.makedirs(full_path(path), exist_ok=True)
+        for path, target in job["links"]:
+            os.symlink(target, full_path(path))
+        send(channel, {"ready": True})
+    except OSError as error:
+        send(channel, {"error": [type(error).__name__, str(error)]})
+
+
+def write_file(path: str, data: bytes, mode: int) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    beside = f"{path}.{os.getpid()}.part"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with open(os.open(beside, flags, mode), "wb") as file:
+        file.write(data)
+    os.chmod(beside, mode)
+    os.replace(beside, path)
+
+
+def get(channel: socket.socket) -> None:
+    path = full_path(receive(channel)["path"])
+    try:
+        # A pipe without a writer is not waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            data = read_file(path, file)
+    except OSError as error:
+        send(channel, {"error": [type(error).__name__, str(error)]})
+        return
+    send(channel, {"ready": True})
+    write_frame(channel, data)
+
+
+def read_file(path: str, file: Any) -> bytes:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode) or status.st_dev == os.stat("/proc").st_dev:
+        raise OSError(f"{path} is not a file")
+    data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise OSError(f"{path} has over {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def empty(remaining: dict[str, int]) -> None:
+    """Removes all files but those that were there before any program. Raises OSError if another
+    stays."""
+    for folder in ("/", "/dev/shm"):
+        remove_below(folder, os.lstat(folder).st_dev)
+    make_folders()
+    for path, mode in remaining.items():
+        if stat.S_ISDIR(mode):
+            clear_folder(path, mode)
+    left = snapshot("/") | snapshot("/dev/shm")
+    if left != remaining:
+        changed = sorted(left.items() ^ remaining.items())
+        raise OSError(f"not as it was: {changed[:3]}")
+
+
+def clear_folder(path: str, mode: int) -> None:
+    with suppress(PermissionError):  # Root's: nobody has changed it.
+        os.chmod(path, stat.S_IMODE(mode))
+        for name in os.listxattr(path):
+            os.removexattr(path, name)
+
+
+def remove_below(folder: str, device: int) -> None:
+    """Whatever can be removed, without crossing into another disk. A folder that is too deep for
+    a path or for Python is an error."""
+    with suppress(PermissionError):
+        os.chmod(folder, stat.S_IMODE(os.lstat(folder).st_mode) | 0o700)
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        status = os.lstat(path)
+        if status.st_dev != device:
+            continue
+        with suppress(PermissionError, IsADirectoryError):
+            if stat.S_ISDIR(status.st_mode):
+                remove_below(path, device)
+                remove_folder(path)
+            else:
+                os.unlink(path)
+
+
+def remove_folder(path: str) -> None:
+    with suppress(OSError):  # It holds a part of the system.
+        os.rmdir(path)

@@ -1,0 +1,107 @@
+"""What boxes of every driver share: their settings and results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+MAX_FILE_BYTES = 64 << 20  # of one file that is put or got
+
+
+class BoxEnded(RuntimeError):
+    """The box is gone: closed, or its first process was killed from outside."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Limits:
+    """Of one box. docs/sandbox.md says what each driver enforces."""
+
+    memory_mib: int = 2048
+    processes: int = 256
+    disk_mib: int = 1024
+    cpus: float = 0.0  # 0: all
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BoxSettings:
+    driver: str
+    image: str = ""
+    limits: Limits = Limits()
+    network: bool = False
+    # (path inside, path of the host, with ":rw" at its end where it may be written)
+    binds: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class ExecResult:
+    """How a command ended. `code`: 128 + its number if a signal ended it, as shells say."""
+
+    code: int
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+
+
+class Box(Protocol):
+    """A private place with files and processes of its own."""
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        stdin: str = "",
+        environ: dict[str, str] | None = None,
+        cwd: str = "",
+    ) -> ExecResult: ...
+
+    async def put(self, path: str, data: bytes | str | Path) -> None: ...
+
+    async def get(self, path: str) -> bytes: ...
+
+    async def end_processes(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Upload:
+    """Files on their way into a box."""
+
+    files: list[tuple[str, int, bytes]] = field(default_factory=list)  # path, mode, data
+    folders: list[str] = field(default_factory=list)
+    links: list[tuple[str, str]] = field(default_factory=list)  # path, target
+
+
+def make_upload(path: str, data: bytes | str | Path) -> Upload:
+    """Links of a folder stay links: nothing outside the folder is read. Raises FileNotFoundError
+    and ValueError."""
+    if isinstance(data, str):
+        data = data.encode()
+    if isinstance(data, bytes):
+        return Upload(files=[(path, 0o644, checked(path, data))])
+    if not data.is_dir():
+        return Upload(files=[(path, mode_of(data), checked(path, data.read_bytes()))])
+    upload = Upload(folders=[path])
+    for file in sorted(data.rglob("*")):
+        target = os.path.join(path, file.relative_to(data))
+        if file.is_symlink():
+            upload.links.append((target, os.readlink(file)))
+        elif file.is_dir():
+            upload.folders.append(target)
+        elif file.is_file():
+            upload.files.append((target, mode_of(file), checked(target, file.read_bytes())))
+    return upload
+
+
+def mode_of(file: Path) -> int:
+    return file.stat().st_mode & 0o777
+
+
+def checked(path: str, data: bytes) -> bytes:
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"{path}: {len(data)} bytes; a file put into a box has at most 64 MiB")
+    return data
