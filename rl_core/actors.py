@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rl_core import registry
@@ -162,5 +163,5 @@ def make_speaker(
         lease=None if config.actors[own.share or name].engine_urls else lease,
         stale_engine=stale_engine,
         stale_frac=config.rollout.lagged[0],
-        open_endpoint=registry.open_endpoint,
+        open_endpoint=partial(registry.open_endpoint, config.agents),
     )

@@ -244,6 +244,16 @@ class RolloutConfig(Section, prefix="rollout."):
 
 
 @dataclass(kw_only=True)
+class AgentsConfig(Section, prefix="agents."):
+    host: str = flag(
+        "127.0.0.1", "where requests of agent programs arrive; 0.0.0.0: from other machines too"
+    )
+    address: str | None = flag(
+        None, "name or IP address that they are told; default: the host, or this machine's"
+    )
+
+
+@dataclass(kw_only=True)
 class EvalConfig(Section, prefix="eval."):
     num_tasks: Count = flag(0, "held-out tasks that are evaluated; 0: all")
     samples: Count = flag(4, "k of avg@k and pass@k; 0: greedy alone")
@@ -324,6 +334,7 @@ class Config(Section):
     data: DataConfig = flag(DataConfig, "the rows")
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
+    agents: AgentsConfig = flag(AgentsConfig, "the endpoint of agent programs", only=RL)
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss", only=RL)
     critic: CriticConfig = flag(CriticConfig, "value model (ppo)", only=RL)
     preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)", only=("dpo",))

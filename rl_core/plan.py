@@ -110,6 +110,7 @@ def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config,
             hook_timeout_s=config.rollout.hook_timeout_s,
             max_turns=section.max_turns or config.max_turns,
             module=own,
+            agents=config.agents,
         )
         envs[name], sections[name] = env, replace(section, max_turns=env.max_turns)
     if envs:

@@ -124,10 +124,10 @@ def api_actor(*actor: Any):
     return make_api_actor(*actor)
 
 
-def open_endpoint(actor: Any):
+def open_endpoint(config: Any, actor: Any):
     from rl_core.agents.rollout import open_endpoint
 
-    return open_endpoint(actor)
+    return open_endpoint(actor, config)
 
 
 def sft_dataset(*flags: Any):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import secrets
 import socket
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from aiohttp import web
 from rl_core.agents import chat_completions, messages, responses
 from rl_core.agents.requests import Refusal, Reply, Request, wanted
 from rl_core.agents.tree import Tree
+from rl_core.config import AgentsConfig
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import Message, Trajectory
@@ -29,6 +31,7 @@ DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
 # Between comments in a stream: clients and proxies give up connections on which nothing comes.
 KEEP_ALIVE_S = 10.0
+ELSEWHERE = ("192.0.2.1", 9)  # an address of documentation, which nobody has
 NO_EPISODE = "the API key is of no episode that runs"
 RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
 
@@ -91,7 +94,10 @@ class Endpoint:
         return found
 
     def metrics(self, tree: Tree, num_branches: int) -> dict[str, float]:
-        return {
+        overridden = {}
+        for name, num_requests in tree.overridden.items():
+            overridden[f"agent_overridden_{name}"] = float(num_requests)
+        return overridden | {
             "agent_requests": float(tree.num_turns),
             "agent_retries": float(tree.num_retries),
             "agent_branches": float(num_branches),
@@ -127,9 +133,11 @@ class Endpoint:
 class EndpointServer:
     """The server of one process."""
 
-    def __init__(self, host: str = "127.0.0.1"):
-        self.host = host
-        self.port = 0
+    def __init__(self, config: AgentsConfig | None = None, socket_path: str = ""):
+        """`socket_path`: of a Unix socket for boxes, at which it listens too."""
+        self.config = config or AgentsConfig()
+        self.socket_path = socket_path
+        self.address = ""  # as programs are told, with the port
         self.endpoints: dict[str, Endpoint] = {}  # by key
         self.runner: web.AppRunner | None = None
         self.starting = asyncio.Lock()
@@ -141,7 +149,7 @@ class EndpointServer:
                 await self.start()
         key = f"sk-{secrets.token_urlsafe(24)}"
         trees = {name: Tree(actor, max_turns) for name, actor in actors.items()}
-        self.endpoints[key] = Endpoint(f"http://{self.host}:{self.port}", key, trees)
+        self.endpoints[key] = Endpoint(self.address, key, trees)
         return self.endpoints[key]
 
     def shut(self, endpoint: Endpoint) -> None:
@@ -159,9 +167,14 @@ class EndpointServer:
         app.router.add_get("/v1/models", self.models)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        listener = socket.create_server((self.host, 0), backlog=1024)
+        listener = socket.create_server((self.config.host, 0), backlog=1024)
         await web.SockSite(runner, listener).start()
-        self.port = listener.getsockname()[1]
+        port = listener.getsockname()[1]
+        if self.socket_path:
+            await web.UnixSite(runner, self.socket_path).start()
+            # Programs of boxes are other users. Who may come to its folder is asked for a key.
+            os.chmod(self.socket_path, 0o666)
+        self.address = f"http://{self.config.address or reachable(self.config.host)}:{port}"
         self.runner = runner
 
     async def close(self) -> None:
@@ -257,6 +270,19 @@ class EndpointServer:
         for name in names:
             models.append({"id": name, "object": "model", "created": 0, "owned_by": "rl_core"})
         return web.json_response({"object": "list", "data": models})
+
+
+def reachable(host: str) -> str:
+    """By which others reach what listens at `host`."""
+    if host != "0.0.0.0":
+        return host
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            # UDP sends nothing when it connects. It shows the interface towards other networks.
+            probe.connect(ELSEWHERE)
+        except OSError:
+            return socket.gethostname()
+        return probe.getsockname()[0]
 
 
 async def body_of(http: web.Request) -> dict[str, Any]:

@@ -29,10 +29,12 @@ PIPE_TIMEOUT_S = 2.0
 class CommandResult:
     """How a command ended, as rewards get it by `result`."""
 
-    exit_code: int  # minus the signal's number if one ended it
+    # If a signal ended it: minus its number; in a box 128 plus its number, as in a shell.
+    exit_code: int
     stdout: str
     stderr: str
-    workspace: str  # the folder it ran in, which is removed after the rewards
+    # The folder it ran in; of a box, a path inside. It is removed after the rewards.
+    workspace: str
 
     @property
     def text(self) -> str:
@@ -57,6 +59,29 @@ class Output:
         left_out = self.num_bytes - len(self.head) - len(self.tail)
         middle = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
         return (self.head + middle + self.tail).decode(errors="replace")
+
+
+def folder_of(path: str) -> Path:
+    """Of an environment's file."""
+    return Path(path).expanduser().resolve().parent
+
+
+def files_named(command: Sequence[str], path: str) -> set[str]:
+    """Parts of a command that name files beside the environment's file, or in folders there."""
+    beside = folder_of(path)
+    found = set()
+    for part in command:
+        is_beside = not os.path.isabs(part) and ".." not in part.split("/")
+        if is_beside and os.path.isfile(beside / part):
+            found.add(part)
+    return found
+
+
+def placed(command: Sequence[str], path: str) -> list[str]:
+    """The command with the paths of the files that it names: it runs in another folder."""
+    named = files_named(command, path)
+    beside = folder_of(path)
+    return [str(beside / part) if part in named else part for part in command]
 
 
 def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[str]:

@@ -9,20 +9,26 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from inspect import Parameter, Signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.agents.endpoint import Endpoint, EndpointServer
-from rl_core.agents.program import CommandResult, filled, remove, run_command
+from rl_core.agents.program import CommandResult, filled, placed, remove, run_command
+from rl_core.config import AgentsConfig
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, wait_for_all
 from rl_core.types import Task, Trajectory
 
+if TYPE_CHECKING:
+    from rl_core.agents.boxed import CommandBox
+
 
 @asynccontextmanager
-async def open_endpoint(actor: Actor) -> AsyncIterator[Endpoint]:
+async def open_endpoint(
+    actor: Actor, config: AgentsConfig | None = None
+) -> AsyncIterator[Endpoint]:
     """An endpoint for one actor of an episode, with a server of its own."""
-    async with serving(EndpointServer(), {actor.name: actor}, actor.max_turns) as llm:
+    async with serving(EndpointServer(config), {actor.name: actor}, actor.max_turns) as llm:
         yield llm
 
 
@@ -54,6 +60,8 @@ class AgentRollout:
     path: str
     agent: Hook | Sequence[str]  # a function, or a command
     rewards: list[Hook]
+    box: CommandBox | None = None  # None: a command is a process beside the run
+    config: AgentsConfig | None = None
     server: EndpointServer | None = None
     loop: asyncio.AbstractEventLoop | None = None  # in which it listens
 
@@ -61,28 +69,40 @@ class AgentRollout:
         """The trajectories of each trainable actor that was asked; if none is trainable, of each
         actor that was asked. Raises ValueError if none was."""
         if self.loop is not asyncio.get_running_loop():
-            self.server, self.loop = EndpointServer(), asyncio.get_running_loop()
-        async with serving(self.server, actors, actors.max_turns) as llm:
-            result = None
-            try:
-                result = await self.run(task, llm)
-                asked = [name for name, tree in llm.trees.items() if tree.nodes]
-                learners = [name for name in asked if actors[name].is_trainable]
-                if not asked:
-                    raise ValueError(
-                        f"{self.path}: the agent asked no model; its requests go to llm.base_url, "
-                        f"with llm.api_key{ended(result)}"
-                    )
-                return await self.score(task, actors, llm, learners or asked, result)
-            finally:
-                if isinstance(result, CommandResult):
-                    remove(result.workspace)
+            socket_path = self.box.socket_path if self.box else ""
+            self.server = EndpointServer(self.config, socket_path)
+            self.loop = asyncio.get_running_loop()
+        endpoint = serving(self.server, actors, actors.max_turns)
+        async with endpoint as llm, self.played(task, llm) as (result, box):
+            asked = [name for name, tree in llm.trees.items() if tree.nodes]
+            learners = [name for name in asked if actors[name].is_trainable]
+            if not asked:
+                raise ValueError(
+                    f"{self.path}: the agent asked no model; its requests go to llm.base_url, "
+                    f"with llm.api_key{ended(result)}"
+                )
+            given = {"actors": actors, "result": result, "box": box}
+            return await self.score(task, given, llm, learners or asked)
 
-    async def run(self, task: Task, llm: Endpoint) -> Any:
-        """What the agent returned, or how its command ended."""
-        if not isinstance(self.agent, Hook):
-            command = filled(self.agent, task.row, self.path)
-            return await run_command(command, task.row, llm.environ)
+    @asynccontextmanager
+    async def played(self, task: Task, llm: Endpoint) -> AsyncIterator[tuple[Any, Any]]:
+        """(what the agent returned, or how its command ended; the command's box, if it has one).
+        What the command wrote is there until the end."""
+        if isinstance(self.agent, Hook):
+            yield await self.call_agent(task, llm), None
+        elif self.box is not None:
+            command = filled(self.box.placed(self.agent, self.path), task.row, self.path)
+            async with await self.box.open(task.row) as box:
+                yield await self.box.run(box, command, task.row, llm), box
+        else:
+            command = filled(placed(self.agent, self.path), task.row, self.path)
+            result = await run_command(command, task.row, llm.environ)
+            try:
+                yield result, None
+            finally:
+                remove(result.workspace)
+
+    async def call_agent(self, task: Task, llm: Endpoint) -> Any:
         try:
             return await self.agent(task, {"task": task, "llm": llm})
         except HookError:
@@ -92,20 +112,21 @@ class AgentRollout:
             raise
 
     async def score(
-        self, task: Task, actors: EpisodeActors, llm: Endpoint, names: list[str], result: Any
+        self, task: Task, given: dict[str, Any], llm: Endpoint, names: list[str]
     ) -> list[Trajectory]:
+        """`given`: what rewards may name besides the trajectories."""
         found = {name: llm.trajectories(0.0, name) for name in names}
         calls = []
         for hook in self.rewards:
             calls += [(hook, name) for name in (names if hook.is_per_actor else names[:1])]
         values = await wait_for_all(
-            [self.call(hook, task, actors, found[name], result) for hook, name in calls]
+            [self.call(hook, task, given, found[name]) for hook, name in calls]
         )
         for (hook, name), value in zip(calls, values, strict=True):
             parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
             for scored in [name] if hook.is_per_actor else names:
                 for t in found[scored]:
-                    add_parts(t.reward_parts, t.metrics, hook, parts, actors)
+                    add_parts(t.reward_parts, t.metrics, hook, parts, given["actors"])
         trajectories = [t for name in names for t in found[name]]
         for t in trajectories:
             t.reward_parts.pop("rollout", None)
@@ -113,17 +134,12 @@ class AgentRollout:
         return trajectories
 
     async def call(
-        self,
-        hook: Hook,
-        task: Task,
-        actors: EpisodeActors,
-        branches: list[Trajectory],
-        result: Any,
+        self, hook: Hook, task: Task, given: dict[str, Any], branches: list[Trajectory]
     ) -> Any:
         """A reward's result. It sees the branch that ended last."""
         last = branches[-1]
-        given = {"task": task, "prompt": task.messages, "messages": last.messages}
-        given |= {"trajectory": last, "actor": last.actor, "actors": actors, "result": result}
+        given = given | {"task": task, "prompt": task.messages, "messages": last.messages}
+        given |= {"trajectory": last, "actor": last.actor}
         given["completion"] = last.messages[-1].get("content") or ""
         return await hook(task, given)
 
@@ -136,11 +152,22 @@ def ended(result: Any) -> str:
     return f"; it ended with exit code {result.exit_code}: {wrote}"
 
 
-def agent_hooks(path: str, agent: Hook | Sequence[str], hooks: dict[str, Hook]) -> dict[str, Hook]:
+def agent_hooks(
+    path: str,
+    agent: Hook | Sequence[str],
+    hooks: dict[str, Hook],
+    box: Any = None,
+    config: AgentsConfig | None = None,
+) -> dict[str, Hook]:
     """The hooks of a file whose agent plays: a rollout() that calls the agent and its rewards, and
-    what scores whole groups. Columns that these need are the rollout's."""
+    what scores whole groups. Columns that these need are the rollout's. `box`: the file's setting
+    of that name."""
     rewards = [h for h in hooks.values() if not h.batched and h.name not in ARGUMENTS]
-    played = AgentRollout(path=path, agent=agent, rewards=rewards)
+    played = AgentRollout(path=path, agent=agent, rewards=rewards, config=config)
+    if box:
+        from rl_core.agents.boxed import make_box
+
+        played.box = make_box(box, path, agent)
 
     async def rollout(task: Task, actors: EpisodeActors, **columns: Any) -> list[Trajectory]:
         return await played.rollout(task, actors)

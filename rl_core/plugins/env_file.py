@@ -28,7 +28,7 @@ from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import RunError
 
 if TYPE_CHECKING:
-    from rl_core.config import Config
+    from rl_core.config import AgentsConfig, Config
     from rl_core.data.chat import Chat
 
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
@@ -57,6 +57,7 @@ def is_finite(value: Any) -> bool:
 # Setting -> (whether a value is good, what it must be).
 SETTINGS = {
     "agent": (is_agent, "a function, or a command: a list of texts"),
+    "box": (lambda v: v is True or isinstance(v, dict), "True, or a dict of a box's settings"),
     "max_turns": (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
     "tools": (
         lambda v: is_list(v, Callable | dict),
@@ -69,13 +70,21 @@ SETTINGS = {
 }
 
 
-def load_env(path: str, *, module: ModuleType | None = None, **limits: Any) -> Env:
+def load_env(
+    path: str,
+    *,
+    module: ModuleType | None = None,
+    agents: AgentsConfig | None = None,
+    **limits: Any,
+) -> Env:
     """The environment of a Python file, or of a module that there is already, as that of a URL.
-    `limits`: make_env()'s. Raises ValueError, with file and line for what the file raises, and for
-    hooks that are missing, misspelled or of the wrong kind."""
+    `agents`: where programs reach it. `limits`: make_env()'s. Raises ValueError, with file and line
+    for what the file raises, and for hooks that are missing, misspelled or of the wrong kind."""
     module = module or execute_file(path)
     check_names(module, path)
-    env = make_env(module, path, compile_setting, **limits)
+    of_agent = {"box": vars(module).get("box"), "config": agents}
+    compile_one = partial(compile_setting, of_agent=of_agent)
+    env = make_env(module, path, compile_one, **limits)
     for name, hook in env.hooks.items():
         if hook.is_async and name == "task_weight":
             raise ValueError(
@@ -89,9 +98,11 @@ def load_env(path: str, *, module: ModuleType | None = None, **limits: Any) -> E
     return env
 
 
-def compile_setting(name: str, value: Any, path: str, hooks: dict[str, Hook]) -> Any:
-    """What one of COMPILED says, as an Env holds it; of an agent, the file's hooks. Raises
-    ValueError."""
+def compile_setting(
+    name: str, value: Any, path: str, hooks: dict[str, Hook], of_agent: dict[str, Any]
+) -> Any:
+    """What one of COMPILED says, as an Env holds it; of an agent, the file's hooks. `of_agent`:
+    agent_hooks()' arguments. Raises ValueError."""
     if name == "load_tasks":
         return partial(rows_of, value, path=path)
     if name == "advantage_fn":
@@ -99,7 +110,7 @@ def compile_setting(name: str, value: Any, path: str, hooks: dict[str, Hook]) ->
     if name == "agent":
         from rl_core.agents.rollout import agent_hooks
 
-        return agent_hooks(path, hooks.pop(name, value), hooks)
+        return agent_hooks(path, hooks.pop(name, value), hooks, **of_agent)
     if name == "turns":
         from rl_core.plugins.schedule import make_turns
 
@@ -129,6 +140,11 @@ def check_names(module: ModuleType, path: str) -> None:
     for name, (is_good, rule) in rules.items():
         if has.get(name) is not None and not is_good(has[name]):
             raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
+    if "box" in has and (not has.get("agent") or callable(has["agent"])):
+        raise ValueError(
+            f"{path}: box is where an agent's command runs; write agent = [...], or open a box in "
+            "a hook: from rl_core.sandbox import boxes"
+        )
     rewards = marked_rewards(module)
     if not rewards and has.keys().isdisjoint(("interact", "rollout", "agent")):
         raise ValueError(

@@ -38,6 +38,10 @@ def is_most_of_first_step(values: list[float], run: RunWarnings, name: str) -> b
     return len(run.history[name]) == 1 and values[0] > MOST
 
 
+def is_in_first_step(values: list[float], run: RunWarnings, name: str) -> bool:
+    return len(run.history[name]) == 1
+
+
 def is_often_truncated(values: list[float], run: RunWarnings, name: str) -> bool:
     return fmean(values) > TRUNCATED
 
@@ -107,6 +111,14 @@ RULES = (
         f"is {{value:.2f}} over {SHORT} steps: these episodes hit a length limit before they "
         "ended; try a larger --max_tokens, --max_turns or a --sampling.stop, --algo.overlong soft, "
         "and read what is said (rl-core show)",
+    ),
+    Rule(
+        "overridden",
+        "rollout/[^/]+/agent_overridden_.+",
+        1,
+        is_in_first_step,
+        "is {value:.3g}: so many requests of an episode set this, and the run decides it "
+        "(--sampling.temperature, --seed); check that the program can do without",
     ),
     Rule(
         "no signal",

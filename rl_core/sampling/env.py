@@ -145,7 +145,7 @@ def make_hooks(
         if "start" in has and ours is SPOKEN:
             ours = ours | {"state"}
         if "agent" in has and ours is SPOKEN:
-            ours = ours | {"result"}
+            ours = ours | {"result", "box"}
         # An episode has its own deadline, and a served hook that of its service.
         has_deadline = name not in ("rollout", "agent", "task_weight") and "://" not in path
         hooks[name] = Hook(

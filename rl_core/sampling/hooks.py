@@ -39,6 +39,7 @@ SHARED = (
     "state",
     "llm",
     "result",
+    "box",
 )  # Hooks get these themselves, and copies of all other arguments.
 
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised

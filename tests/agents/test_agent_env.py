@@ -122,6 +122,17 @@ def reward_fn(result):
     assert left == []
 
 
+def test_a_program_beside_the_environment_is_named_without_a_path(tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "program.py").write_text(ASK + "print(ask('hi'), sys.argv[1])")
+    command = [sys.executable, "tools/program.py", "{answer}"]
+    # A row's value is no file of the environment's folder.
+    reward = "def reward_fn(result): return float(result.text == 'x env.py')"
+    env = load_env(write(tmp_path, f"agent = {command!r}\n{reward}"))
+    (trajectory,) = run(env, cast(policy="x"), rows=[{"prompt": "hi", "answer": "env.py"}])
+    assert (trajectory.reward, trajectory.error) == (1.0, "")
+
+
 def test_branches_are_trajectories_of_one_episode_with_one_reward(tmp_path):
     program = "ask('a'); ask('b'); ask('b', seed=1)"
     env = load_env(command_env(tmp_path, program, "def reward_fn(result): return 0.5"))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+import socket
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -14,6 +17,7 @@ import pytest
 from rl_core import registry
 from rl_core.agents.endpoint import MAX_BODY_BYTES, EndpointServer
 from rl_core.agents.tree import key_of
+from rl_core.config import AgentsConfig
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.engine import EngineDied
@@ -355,7 +359,53 @@ def test_what_the_trainer_decides_is_counted():
             await chat(client, HI, tool_choice="required", tools=TOOLS)
             return llm.trajectories(1.0)
 
-    assert asyncio.run(play())[0].metrics["agent_overridden"] == 3
+    metrics = asyncio.run(play())[0].metrics
+    counted = {name: metrics[name] for name in metrics if name.startswith("agent_overridden")}
+    assert counted == {
+        "agent_overridden": 3,
+        "agent_overridden_temperature": 1,
+        "agent_overridden_top_p": 1,
+        "agent_overridden_tool_choice": 1,
+    }
+
+
+def own_addresses() -> set[str]:
+    """IPv4 addresses of this machine, as its kernel lists them."""
+    lines = Path("/proc/net/fib_trie").read_text().splitlines()
+    pairs = pairwise(lines)
+    return {before.split()[-1] for before, line in pairs if "host LOCAL" in line}
+
+
+async def status_at(address: str) -> int:
+    async with httpx.AsyncClient() as client:
+        return (await client.get(f"{address}/v1/models")).status_code
+
+
+@pytest.mark.skipif(
+    not Path("/proc/net/fib_trie").exists(), reason="needs Linux's list of addresses"
+)
+def test_programs_elsewhere_are_told_an_address_of_this_machine():
+    async def play(config):
+        server = EndpointServer(config)
+        llm = await server.open({})
+        port = llm.address.rpartition(":")[2]
+        try:
+            elsewhere = []
+            for address in own_addresses() - {"127.0.0.1"}:
+                with suppress(httpx.ConnectError):
+                    elsewhere.append(await status_at(f"http://{address}:{port}"))
+            return llm.address, elsewhere
+        finally:
+            server.shut(llm)
+            await server.close()
+
+    address, elsewhere = asyncio.run(play(None))
+    assert address.startswith("http://127.0.0.1:") and elsewhere == []
+    address, elsewhere = asyncio.run(play(AgentsConfig(host="0.0.0.0")))
+    assert address.split("//")[1].split(":")[0] in own_addresses() | {socket.gethostname()}
+    assert elsewhere == [401] * len(own_addresses() - {"127.0.0.1"})  # a key is asked for
+    address, _ = asyncio.run(play(AgentsConfig(host="0.0.0.0", address="node7")))
+    assert address.startswith("http://node7:")
 
 
 async def chat_stream(llm):

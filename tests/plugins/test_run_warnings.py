@@ -205,6 +205,17 @@ async def reward_fn(n):
 """
 
 
+def test_what_programs_set_and_the_run_decides_is_told_once_for_each_name(tmp_path):
+    first = row(agent_overridden=12.0, agent_overridden_temperature=8.0)
+    later = first | row(agent_overridden_seed=4.0)
+    assert told([first, first, later, later], tmp_path) == [
+        (1, "overridden", "agent_overridden_temperature"),
+        (3, "overridden", "agent_overridden_seed"),
+    ]
+    line = json.loads((tmp_path / "warnings.jsonl").read_text().splitlines()[0])
+    assert "agent_overridden_temperature is 8: so many requests" in line["text"]
+
+
 def test_each_reason_of_failed_episodes_is_told_once_with_its_count_also_by_a_run_that_goes_on(
     places, tmp_path, capsys
 ):

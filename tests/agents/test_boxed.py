@@ -1,0 +1,230 @@
+"""An agent's command in a box: what it sees and reaches, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from kit import wait_until
+from stage import cast, run
+
+from rl_core.plugins.env_file import load_env
+
+# A client of the standard library: the whole program must fit into an image's Python.
+ASK = """
+import json, os, sys, urllib.request
+
+def ask(*messages, key=os.environ["OPENAI_API_KEY"]):
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = {"model": "m", "messages": [{"role": "user", "content": m} for m in messages]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": "Bearer " + key})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+ROW = {"prompt": "2+2", "answer": "4"}
+
+
+def can_box() -> bool:
+    """Whether bubblewrap makes namespaces here."""
+    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    return bool(shutil.which("bwrap")) and subprocess.run(command, check=False).returncode == 0
+
+
+pytestmark = pytest.mark.skipif(not can_box(), reason="needs bubblewrap and user namespaces")
+
+
+def boxed_env(folder: Path, program: str, reward: str, box: str = "True") -> object:
+    (folder / "program.py").write_text(ASK + program)
+    file = folder / "env.py"
+    file.write_text(f'agent = ["python", "program.py", "{{answer}}"]\nbox = {box}\n{reward}')
+    return load_env(str(file))
+
+
+def play(folder: Path, program: str, reward: str, box: str = "True", **how):
+    (trajectory,) = run(
+        boxed_env(folder, program, reward, box), cast(policy="x"), rows=[ROW], **how
+    )
+    return trajectory
+
+
+def said_by(folder: Path, program: str, box: str = "True") -> str:
+    """What a program prints that asks once."""
+    reward = f"""
+async def reward_fn(result):
+    open({str(folder / "said")!r}, "w").write(result.stdout + result.stderr)
+    return float(result.exit_code == 0)
+"""
+    trajectory = play(folder, f"ask('hi')\n{program}", reward, box)
+    assert trajectory.error == "", trajectory.error
+    return (folder / "said").read_text()
+
+
+def test_a_boxed_command_plays_and_its_rewards_look_into_the_box(tmp_path):
+    program = """
+said = ask('hi')
+open("made.txt", "w").write(said + sys.argv[1])
+print(said, json.load(open(os.environ["RL_CORE_TASK"]))["prompt"], os.getcwd())
+sys.stderr.write("no")
+sys.exit(3)
+"""
+    reward = """
+async def reward_fn(result, box):
+    assert (result.exit_code, result.text, result.stderr) == (3, "x 2+2 /app", "no"), result
+    assert await box.get("/app/made.txt") == b"x4"
+    done = await box.exec("cat made.txt task.json", cwd=result.workspace)
+    return {"code": done.code, "made": done.stdout.startswith('x4{"prompt": "2+2", "answer": "4"')}
+"""
+    trajectory = play(tmp_path, program, reward)
+    assert (trajectory.error, trajectory.reward_parts) == ("", {"code": 0.0, "made": 1.0})
+    assert [turn.completion.text for turn in trajectory.turns] == ["x"]
+
+
+def test_the_command_sees_the_files_that_it_was_given_alone(tmp_path):
+    (tmp_path / "answers.jsonl").write_text("secret")
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "one.txt").write_text("one")
+    program = """
+print(sorted(os.listdir("/agent")), open("/agent/prompts/one.txt").read())
+print(json.load(open("task.json")))
+for path in sys.argv[1:]:
+    try:
+        open("/agent/program.py", "a")
+    except OSError as error:
+        print("read-only")
+"""
+    assert said_by(tmp_path, program, '{"files": ["prompts"], "hides": ["answer"]}') == (
+        "['program.py', 'prompts'] one\n{'prompt': '2+2'}\nread-only\n"
+    )
+
+
+def test_the_box_has_no_variables_files_processes_or_network_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a secret of the run")
+    program = f"""
+import glob, socket
+print("variables:", sorted(set(os.environ) & {{"WANDB_API_KEY", "HF_TOKEN"}}))
+mine = b"a secret" + b" of the run"
+found = []
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        found += [path] if mine in open(path, "rb").read() else []
+    except OSError:
+        pass
+print("of processes:", found)
+print("home:", os.path.exists({str(tmp_path)!r}), os.path.exists({os.path.expanduser("~/.bashrc")!r}))
+for address in (("127.0.0.1", 22), ("192.0.2.1", 80), ("1.1.1.1", 53)):
+    with socket.socket() as client:
+        client.settimeout(2)
+        print("network:", client.connect_ex(address) == 0)
+print("interfaces:", [name for _, name in socket.if_nameindex()])
+"""
+    assert said_by(tmp_path, program) == (
+        "variables: []\nof processes: []\nhome: False False\n"
+        "network: False\nnetwork: False\nnetwork: False\ninterfaces: ['lo']\n"
+    )
+
+
+def test_a_box_reaches_its_own_conversation_alone(tmp_path):
+    """Both episodes talk over the same socket; without the other's key there is no way in."""
+    program = """
+import urllib.error
+for key in ("", "sk-" + "x" * 32, os.environ["OPENAI_API_KEY"][:-1]):
+    try:
+        print(ask("hi", key=key))
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+    assert said_by(tmp_path, program) == "401\n401\n401\n"
+
+
+def test_each_episode_has_a_box_of_its_own(tmp_path):
+    program = """
+import time
+before = sorted(os.listdir("/app") + os.listdir("/tmp"))
+open("/app/mine", "w"); open("/tmp/mine", "w")
+print(before, ask('hi'))
+"""
+    reward = """
+async def reward_fn(result):
+    return float(result.stdout == "['task.json'] x\\\\n")
+"""
+    env = boxed_env(tmp_path, program, reward.replace("\\\\", "\\"))
+    found = run(env, cast(policy="x"), rows=[ROW] * 3, group_size=3)
+    assert [(t.reward, t.error) for t in found] == [(1.0, "")] * 9
+
+
+def processes_with(mark: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [file.parent.name] if mark.encode() in file.read_bytes() else []
+        except OSError:
+            continue
+    return found
+
+
+FORKS_AWAY = """
+import subprocess
+ask('hi')
+how = dict(start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+subprocess.Popen(["setsid", "sleep", "{mark}"], **how)
+open("/app/begun", "w")
+"""
+
+
+def test_what_forks_away_is_ended_before_the_rewards(tmp_path):
+    program = FORKS_AWAY.replace("{mark}", "98713")
+    reward = """
+async def reward_fn(box):
+    await box.get("/app/begun")
+    return float("98713" in (await box.exec("cat /proc/[0-9]*/cmdline | tr -d '\\\\0'")).stdout)
+"""
+    trajectory = play(tmp_path, program, reward.replace("\\\\", "\\"))
+    assert (trajectory.reward, trajectory.error) == (0.0, "")
+    assert processes_with("98713") == []
+
+
+def test_an_episodes_deadline_ends_all_that_runs_in_its_box(tmp_path):
+    program = FORKS_AWAY.replace("{mark}", "98714") + "import time; time.sleep(98714)"
+    trajectory = play(tmp_path, program, "def reward_fn(result): return 1.0", timeout_s=5.0)
+    assert trajectory.status == "failed" and "episode_timeout_s" in trajectory.error
+    wait_until(lambda: not processes_with("98714"), "the end of all in the box")
+
+
+def test_output_without_end_is_bounded(tmp_path):
+    program = "ask('hi')\nfor _ in range(200): sys.stdout.write('x' * 1_000_000)\nprint('end')"
+    reward = """
+async def reward_fn(result):
+    assert result.stdout.startswith("xxx") and result.stdout.endswith("xend\\n")
+    return float(len(result.stdout) < 20_000_000)
+"""
+    trajectory = play(tmp_path, program, reward)
+    assert (trajectory.reward, trajectory.error) == (1.0, "")
+
+
+def test_a_program_that_is_missing_or_fails_says_so(tmp_path):
+    file = tmp_path / "env.py"
+    reward = "def reward_fn(result): return 1.0"
+    file.write_text(f'agent = ["no-such-program"]\nbox = True\n{reward}')
+    (trajectory,) = run(load_env(str(file)), cast(policy="x"), rows=[ROW])
+    assert trajectory.status == "failed" and "no-such-program" in trajectory.error
+    trajectory = play(tmp_path, "import signal; os.kill(os.getpid(), signal.SIGKILL)", reward)
+    assert trajectory.status == "failed" and "exit code 137" in trajectory.error
+
+
+REFUSED = {
+    "an unknown setting": ('agent = ["x"]\nbox = {"memory": 3}', "box: 'memory' is unknown"),
+    "a file that is not there": ('agent = ["x"]\nbox = {"files": ["y"]}', "there is no .*/y"),
+    "a wrong kind": ('agent = ["x"]\nbox = "docker"', "box = 'docker' must be True, or a dict"),
+    "no command": ("box = True\nasync def agent(task, llm): pass", "write agent = "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_box_that_cannot_be_is_refused(tmp_path, name):
+    text, error = REFUSED[name]
+    file = tmp_path / "env.py"
+    file.write_text(f"{text}\ndef reward_fn(result): return 1.0\n")
+    with pytest.raises(ValueError, match=error):
+        load_env(str(file))
