@@ -23,6 +23,7 @@ from rl_core.sandbox.values import MAX_FRAME
 START_S = 60.0
 GRACE_S = 30.0  # beyond a command's own deadline, until its box counts as lost
 TRANSFER_S = 120.0
+END_S = 2.0
 OPEN_FILES = 65536
 BEGIN = (
     "import sys, json; sys.path.insert(0, {path!r}); from rl_core.sandbox.box_init import main; "
@@ -111,7 +112,8 @@ def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
     line = []
     for folder in sorted(mounts):
         line += ["--tmpfs", folder]
-    parents = {str(folder) for path in shown for folder in Path(path).parents}
+    bound = [inside for inside, _ in settings.binds]
+    parents = {str(folder) for path in [*shown, *bound] for folder in Path(path).parents}
     # Of a closed folder such as /root bubblewrap makes a closed copy.
     for folder in sorted(parents - {"/"} - mounts):
         line += ["--perms", "0755", "--dir", folder]
@@ -122,11 +124,11 @@ def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
     for path, descriptor in files.items():
         line += ["--perms", "0644", "--file", str(descriptor), path]
     line += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm"]
-    for folder in [*sorted(mounts), "/dev"]:
-        line += ["--remount-ro", folder]
     for inside, path in settings.binds:
         kind = "--bind" if path.endswith(":rw") else "--ro-bind"
         line += [kind, path.removesuffix(":rw"), inside]
+    for folder in [*sorted(mounts), "/dev"]:
+        line += ["--remount-ro", folder]
     return line
 
 
@@ -147,10 +149,19 @@ def command_line(settings: BoxSettings, files: dict[str, int], init: dict[str, A
     return [*line, "--chdir", "/", sys.executable, "-I", "-S", "-c", begin, json.dumps(init)]
 
 
-def end_process(control: socket.socket, process: subprocess.Popen) -> None:
-    control.close()
-    process.kill()
-    process.wait()
+def end_process(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
+    """Returns when nothing of the box is left. In a fork of the owner it only forgets the box."""
+    if os.getpid() != owner:
+        control.close()
+        return
+    # A fork of this process may hold the socket too, so closing it is not enough.
+    with control, suppress(OSError):
+        control.send(b'{"do": "quit"}')
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class BubblewrapBox:
@@ -166,7 +177,7 @@ class BubblewrapBox:
         self.control.setblocking(False)
         with theirs, ExitStack() as stack:
             self.process = self.start(theirs, stack)
-        self.finalizer = weakref.finalize(self, end_process, self.control, self.process)
+        self.finalizer = weakref.finalize(self, end_process, self.control, self.process, self.pid)
 
     def start(self, theirs: socket.socket, stack: ExitStack) -> subprocess.Popen:
         # Readable once this process has ended, however it ended. --die-with-parent would end the

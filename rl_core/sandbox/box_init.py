@@ -185,6 +185,8 @@ class Init:
         if not header:
             return False
         request = json.loads(header)
+        if request["do"] == "quit":
+            return False
         with socket.socket(fileno=fds[0]) as channel:
             if request["do"] in ("end", "reset"):
                 self.forks.clear()
@@ -207,7 +209,7 @@ class Init:
         try:
             empty(self.remaining)
         except (OSError, RecursionError) as error:
-            return {"error": str(error)}
+            return {"error": ["OSError", str(error)]}
         return {"ready": True}
 
     def run_fork(self, verb: str, channel: socket.socket) -> None:

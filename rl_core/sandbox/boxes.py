@@ -33,7 +33,7 @@ class KeptBoxes:
     def take(self, settings: BoxSettings) -> BubblewrapBox | None:
         with self.lock:
             self.drop_those_of_another_process()
-            for box in self.boxes:
+            for box in reversed(self.boxes):
                 if box.settings == settings:
                     self.boxes.remove(box)
                     return box
@@ -48,9 +48,6 @@ class KeptBoxes:
 
     def drop_those_of_another_process(self) -> None:
         """After a fork they are the parent's."""
-        for box in self.boxes:
-            if box.pid != os.getpid():
-                box.finalizer.detach()
         self.boxes = [box for box in self.boxes if box.pid == os.getpid()]
 
 
