@@ -37,7 +37,7 @@ class Device:
         self.engines = list(dict.fromkeys(e for e in engines if e is not None))
         # None of `engines` is on this rank where a neighbour's spans its device.
         self.is_shared = bool(engines) and not ranks.engine_ranks
-        self.spans_ranks = config.engine_tp > 1
+        self.spans_ranks = any(config.of(name).engine_tp > 1 for name in config.actors)
         self.is_asynchronous = config.max_staleness > 0
 
     async def begin(self) -> None:

@@ -16,7 +16,7 @@ import yaml
 from annotated_types import Ge, Gt, Le
 
 from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS
-from rl_core.flags import Section, answer, flag, readable, unknown, validated
+from rl_core.flags import Section, answer, flag, typed, unknown, validated
 from rl_core.rules import check, flags_in, split
 
 RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
@@ -26,62 +26,15 @@ AtLeast1 = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+MemoryFraction = Annotated[float, Gt(0), Le(0.99)]
+# Flags that an actor can have of its own.
+OWN_SECTIONS = ("algo", "critic", "learner", "optim", "sampling")
+OWN = ("algorithm", "engine_tp", "engine_args", "engine_memory_frac", *OWN_SECTIONS)
 
 
-@dataclass(kw_only=True)
-class LoraConfig(Section, prefix="actors.NAME.lora."):
-    rank: Count = flag(
-        0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model"
-    )
-    alpha: Positive = flag(32.0, "LoRA: the adapters' product is scaled by alpha / rank")
-    targets: str = flag(
-        "all-linear", "LoRA: modules with an adapter, by last name: q_proj,v_proj; experts too"
-    )
-    quantize: Literal["none", "nf4"] = flag("none", "QLoRA: nf4 keeps the frozen model in 4 bits")
-
-
-@dataclass(kw_only=True)
-class ActorConfig(Section, prefix="actors.NAME."):
-    model: str | None = flag(
-        None, "folder or hub name of its model; with api, the model's name there"
-    )
-    train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api")
-    api: str | None = flag(
-        None, "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1"
-    )
-    api_key_env: str = flag(
-        "OPENAI_API_KEY", "environment variable that holds the endpoint's key; '': none"
-    )
-    engine_urls: str | None = flag(
-        None, "SGLang servers that run already: http://a:30000,http://b:30000"
-    )
-    max_tokens: AtLeast1 | None = flag(
-        None, "max new tokens of one of its turns; default: --max_tokens"
-    )
-    lr: NotNegative | None = flag(None, "its peak learning rate; default: --optim.lr")
-    router_aux_loss_coef: NotNegative = flag(
-        0.0, "mixture of experts: load balancing loss, 0.001 is usual"
-    )
-    router_replay: bool = flag(
-        False, "mixture of experts: the learner routes as the engine did (R3)", only=RL
-    )
-    share: str | None = flag(None, "actor with LoRA whose base model and engine this one uses too")
-    chat_template: str | None = flag(
-        None, "file with a Jinja chat template, instead of the tokenizer's"
-    )
-    chat_template_kwargs: dict[str, Any] = flag(
-        dict, "as --chat_template_kwargs, for its own template"
-    )
-    lora: LoraConfig = flag(LoraConfig, "adapters")
-
-    @property
-    def servers(self) -> list[str]:
-        """Addresses in engine_urls."""
-        return split(self.engine_urls)
-
-    @property
-    def is_trained(self) -> bool:
-        return self.api is None if self.train is None else self.train
+def own(section: type, only: tuple[str, ...] = ()) -> Any:
+    """A field of an actor: its own values of a section's flags, by name."""
+    return flag(dict, f"its own --{section.prefix}*, in the place of the global ones", only)
 
 
 @dataclass(kw_only=True)
@@ -223,6 +176,84 @@ class LearnerConfig(Section, prefix="learner."):
 
 
 @dataclass(kw_only=True)
+class LoraConfig(Section, prefix="actors.NAME.lora."):
+    rank: Count = flag(
+        0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model"
+    )
+    alpha: Positive = flag(32.0, "LoRA: the adapters' product is scaled by alpha / rank")
+    targets: str = flag(
+        "all-linear", "LoRA: modules with an adapter, by last name: q_proj,v_proj; experts too"
+    )
+    quantize: Literal["none", "nf4"] = flag("none", "QLoRA: nf4 keeps the frozen model in 4 bits")
+
+
+@dataclass(kw_only=True)
+class ActorConfig(Section, prefix="actors.NAME."):
+    model: str | None = flag(
+        None, "folder or hub name of its model; with api, the model's name there"
+    )
+    train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api")
+    api: str | None = flag(
+        None, "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1"
+    )
+    api_key_env: str = flag(
+        "OPENAI_API_KEY", "environment variable that holds the endpoint's key; '': none"
+    )
+    engine_urls: str | None = flag(
+        None, "SGLang servers that run already: http://a:30000,http://b:30000"
+    )
+    max_tokens: AtLeast1 | None = flag(
+        None, "max new tokens of one of its turns; default: --max_tokens"
+    )
+    lr: NotNegative | None = flag(None, "its peak learning rate; default: --optim.lr")
+    router_aux_loss_coef: NotNegative = flag(
+        0.0, "mixture of experts: load balancing loss, 0.001 is usual"
+    )
+    router_replay: bool = flag(
+        False, "mixture of experts: the learner routes as the engine did (R3)", only=RL
+    )
+    share: str | None = flag(None, "actor with LoRA whose base model and engine this one uses too")
+    chat_template: str | None = flag(
+        None, "file with a Jinja chat template, instead of the tokenizer's"
+    )
+    chat_template_kwargs: dict[str, Any] = flag(
+        dict, "as --chat_template_kwargs, for its own template"
+    )
+    lora: LoraConfig = flag(LoraConfig, "adapters")
+    algorithm: Literal[RL] | None = flag(None, "its own preset; default: --algorithm", only=RL)
+    learn_every: AtLeast1 = flag(1, "it learns in every so many-th step, by its samples", only=RL)
+    engine_tp: AtLeast1 | None = flag(None, "its own --engine_tp")
+    engine_args: str | None = flag(None, "its own --engine_args")
+    engine_memory_frac: MemoryFraction | None = flag(None, "its own --engine_memory_frac")
+    algo: dict[str, Any] = own(AlgoConfig, RL)
+    critic: dict[str, Any] = own(CriticConfig, RL)
+    learner: dict[str, Any] = own(LearnerConfig)
+    optim: dict[str, Any] = own(OptimConfig)
+    sampling: dict[str, Any] = own(SamplingConfig)
+
+    @property
+    def servers(self) -> list[str]:
+        """Addresses in engine_urls."""
+        return split(self.engine_urls)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What it sets for itself in the place of the global flags; sections as tables."""
+        found = {}
+        for name in OWN:
+            value = getattr(self, name)
+            if name == "optim" and self.lr is not None:
+                value = {"lr": self.lr} | value
+            if value not in (None, {}):
+                found[name] = value
+        return found
+
+    @property
+    def is_trained(self) -> bool:
+        return self.api is None if self.train is None else self.train
+
+
+@dataclass(kw_only=True)
 class RolloutConfig(Section, prefix="rollout."):
     max_concurrent: AtLeast1 = flag(
         256, "concurrent episodes, requests to an api and engine slots of one rank"
@@ -300,7 +331,7 @@ class Config(Section):
     engine: str = flag("auto", "inference engine; auto: sglang on a GPU")
     engine_tp: AtLeast1 = flag(1, "sglang: tensor parallel ranks of one engine")
     engine_args: str = flag("", "sglang: more flags of its server: '--quantization fp8'")
-    engine_memory_frac: Annotated[float, Gt(0), Le(0.99)] = flag(
+    engine_memory_frac: MemoryFraction = flag(
         0.6, "fraction of GPU memory for weights and KV cache of engines"
     )
     engine_ranks: Count = flag(0, "asynchronous: last ranks that only sample", only=RL)
@@ -353,6 +384,13 @@ class Config(Section):
         """Names of the actors that learn."""
         return [name for name, actor in self.actors.items() if actor.is_trained]
 
+    def of(self, name: str) -> "Config":
+        """The same with an actor's own settings in the place of the global ones."""
+        own = self.actors[name].own
+        for section in own.keys() & set(OWN_SECTIONS):
+            own[section] = replace(getattr(self, section), **own[section])
+        return replace(self, **own)
+
     def sharers(self, name: str) -> list[str]:
         """Names of the actors that share this one's model."""
         return [other for other, actor in self.actors.items() if actor.share == name]
@@ -386,8 +424,14 @@ class Config(Section):
 def known_flags() -> dict[str, tuple[Any, dataclasses.Field]]:
     """Name -> (default, field) of every flag, with NAME for the name of an actor or an
     environment."""
-    every = Config(actors={"NAME": ActorConfig()}, envs={"NAME": EnvConfig()})
-    return {name: (default, f) for name, default, f in flags_in(every)}
+    every, known = Config(actors={"NAME": ActorConfig()}, envs={"NAME": EnvConfig()}), {}
+    for name, default, f in flags_in(every):
+        known[name] = default, f
+        if name.partition(".")[0] in OWN_SECTIONS:
+            known[f"actors.NAME.{name}"] = None, f
+    for section in OWN_SECTIONS:
+        del known[f"actors.NAME.{section}"]
+    return known
 
 
 def parse_config(argv: list[str]) -> Config:
@@ -478,7 +522,7 @@ def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent
         name = f"{prefix}{key}"
         known = f"{parent}NAME" if parent in ("actors.", "envs.") else f"{parent}{key}"
         if known in flags:
-            tree[str(key)] = readable(name, value, flags[known][1].type)
+            tree[str(key)] = typed(name, value, flags[known][1].type)
         elif value is None or isinstance(value, dict):
             add(value or {}, tree.setdefault(str(key), {}), f"{name}.", f"{known}.")
         else:

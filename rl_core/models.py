@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,19 +29,25 @@ Adapter = tuple[LoraConfig, int]
 
 
 def is_sharded(config: Config) -> bool:
-    """Whether one rank alone holds its weights as shards."""
-    return compute_dtype(config) != torch.float32 or config.learner.offload == "always"
+    """Whether one rank alone holds weights of a learner as shards."""
+    for name in config.trained:
+        own = config.of(name)
+        if compute_dtype(own) != torch.float32 or own.learner.offload == "always":
+            return True
+    return False
 
 
-def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[str, Learner]:
-    """The learner of each actor that is trained. Those that share a model train an adapter of it
-    each."""
+def make_learners(
+    config: Config, algorithms: dict[str, Algorithm], ranks: Ranks
+) -> dict[str, Learner]:
+    """The learner of each actor that is trained, by its own settings. Those that share a model
+    train an adapter of it each."""
     learners: dict[str, Learner] = {}
     # Owners first.
     for name in sorted(config.trained, key=lambda name: bool(config.actors[name].share)):
         owner = learners.get(config.actors[name].share)
         shared = owner.policy if owner else None
-        learners[name] = make_learner(config, algorithm, name, ranks, shared)
+        learners[name] = make_learner(config.of(name), algorithms[name], name, ranks, shared)
     models = itertools.chain(*(learner.models() for learner in learners.values()))
     for model in dict.fromkeys(models):
         registry.choose_forward(model, ranks)
@@ -56,8 +61,6 @@ def make_learner(
     the algorithm asks for. A reference and a critic start as the model at the start of the run.
     `shared`: the model of which it trains an adapter."""
     actor = config.actors[name]
-    if actor.lr is not None:
-        config = replace(config, optim=replace(config.optim, lr=actor.lr))
     load = partial(
         make_policy, dtype=compute_dtype(config), ranks=ranks, attention=config.attention
     )

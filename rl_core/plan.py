@@ -30,7 +30,8 @@ class Plan:
     """What is known and checked before any model loads."""
 
     config: Config
-    algorithm: Algorithm
+    algorithm: Algorithm  # of the first actor that learns
+    algorithms: dict[str, Algorithm]  # of each actor that learns
     mesh: Mesh
     envs: dict[str, Env]  # by the name of its file
     train: TaskSource | None = None
@@ -80,8 +81,11 @@ def make_plan(
 def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     """What learning alone needs: no rows, no engines; of environments their advantage_fn."""
     mesh = make_mesh(num_ranks(), **{name: getattr(config, name) for name in MESH_FLAGS})
-    algorithm = choose_algorithm(config, envs)
-    return Plan(config=config, algorithm=algorithm, mesh=mesh, envs=envs)
+    algorithms = {}
+    for name in config.trained:
+        algorithms[name] = choose_algorithm(config.of(name), envs)
+    first = algorithms[config.trained[0]]
+    return Plan(config=config, algorithm=first, algorithms=algorithms, mesh=mesh, envs=envs)
 
 
 def num_ranks() -> int:

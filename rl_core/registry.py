@@ -567,7 +567,7 @@ PLUGINS = (
     ),
     (lambda trainer: trainer.config.profile_step, profiler),
     (lambda trainer: has_gpu(), mfu),
-    (lambda trainer: trainer.plan.algorithm.refill_rounds, refill),
+    (lambda trainer: any(a.refill_rounds for a in trainer.plan.algorithms.values()), refill),
     (lambda trainer: True, episode_metrics),
     (lambda trainer: trainer.config.keep_best, best_keeper),
     (lambda trainer: trainer.config.log_samples, log_samples),

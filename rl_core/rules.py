@@ -107,11 +107,14 @@ def check(c: Any) -> None:
     only = {f.name: f.metadata["only"] for f in dataclasses.fields(c)}
     for name, value, f in flags_in(c):
         algorithms = f.metadata["only"] or only[name.partition(".")[0]]
-        if algorithms and c.algorithm not in algorithms and value != f.default:
+        if algorithms and c.algorithm not in algorithms and value not in (f.default, {}):
             raise ValueError(
                 f"--{name}={value} has no meaning for --algorithm {c.algorithm}; leave it out"
             )
     refuse(OF_RUN, c=c)
+    for name in c.trained:
+        if c.actors[name].own:
+            refuse(OF_RUN, f"actor {name}: ", c=c.of(name))
 
 
 def refuse(rules: list, prefix: str = "", **read: Any) -> None:

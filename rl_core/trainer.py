@@ -45,7 +45,7 @@ class Trainer:
         self.checkpoint = None
         if config.resume:
             self.checkpoint = registry.resume().newest_intact(checkpoints, ranks)
-        self.learners = models.make_learners(config, plan.algorithm, ranks)
+        self.learners = models.make_learners(config, plan.algorithms, ranks)
         state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = registry.resume().load_checkpoint(self.checkpoint, self.learners, True)
@@ -113,6 +113,9 @@ class Trainer:
             with self.timed("generate"):
                 samples = await self.sample()
             for name in self.learners:
+                # The samples of those that do not learn in this step are left out.
+                if (step + 1) % self.config.actors[name].learn_every:
+                    continue
                 async with self.actors[name].learning():
                     with self.timed("learn"):
                         await self.call("before_learn", name, step)
@@ -291,13 +294,13 @@ def training_samples(
     """This rank's samples of these episodes, of each actor that learns. Every rank must call it."""
     samples = {}
     advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
-    scales_of = None
-    if plan.algorithm.normalize == "env":
-        scales_of = partial(registry.env_scales, ranks=ranks)
-    for name in plan.config.trained:
+    for name, algorithm in plan.algorithms.items():
+        scales_of = None
+        if algorithm.normalize == "env":
+            scales_of = partial(registry.env_scales, ranks=ranks)
         groups = baseline_groups([t for t in trajectories if t.actor == name])
-        if plan.algorithm.refill_rounds:
-            groups = [g for g in groups if registry.has_signal(g, plan.algorithm)]
+        if algorithm.refill_rounds:
+            groups = [g for g in groups if registry.has_signal(g, algorithm)]
         longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
-        samples[name] = samples_of(groups, plan.algorithm, longest, advantage_fns, scales_of)
+        samples[name] = samples_of(groups, algorithm, longest, advantage_fns, scales_of)
     return samples

@@ -8,6 +8,8 @@ import re
 from rl_core.config import Config
 from rl_core.rules import nearest, refuse, require, split
 
+OF_LEARNER = {"algorithm", "algo", "critic", "learner", "optim"}
+OF_MODEL = {"activations", "offload", "dtype"}  # flags of a learner
 URL = r"https?://[^/\s]+/?"
 # (is it broken?, message). c: the configuration; a: the actor.
 OF_ACTOR = [
@@ -28,8 +30,9 @@ OF_ACTOR = [
         ".api={a.api} and train=true: an endpoint cannot learn; drop one of them",
     ),
     (
-        lambda c, name, a: (a.lora.rank or a.lr) and not a.is_trained,
-        ": lora.rank and lr are of an actor that learns; leave them out",
+        lambda c, name, a: (a.lora.rank or a.own.keys() & OF_LEARNER) and not a.is_trained,
+        ": lora.rank, lr, algorithm, algo, critic, learner and optim are of an actor that learns; "
+        "leave them out",
     ),
     (
         lambda c, name, a: not a.lora.rank and a.lora != type(a.lora)(),
@@ -59,9 +62,28 @@ OF_ACTOR = [
         ),
         ".engine_urls={a.engine_urls} must be different addresses, such as http://127.0.0.1:30000",
     ),
+    (
+        lambda c, name, a: "kernels" in a.learner,
+        ".learner.kernels: all actors have the same; give --learner.kernels",
+    ),
+    (
+        lambda c, name, a: "dtype" in a.learner and c.engine_ranks,
+        ".learner.dtype: with --engine_ranks all actors have the same; give --learner.dtype",
+    ),
+    (
+        lambda c, name, a: a.learn_every > max(1, c.num_steps),
+        ".learn_every={a.learn_every}: it would not learn in --num_steps={c.num_steps}; lower it",
+    ),
 ]
 # a: an actor that shares the model of o.
 OF_SHARER = [
+    (
+        lambda c, name, a, o: (
+            a.learner.keys() & OF_MODEL or a.engine_tp or a.engine_args or a.engine_memory_frac
+        ),
+        ".share={a.share}: learner.activations, learner.offload, learner.dtype and engine_* are "
+        "the model's; give them to {a.share}",
+    ),
     (
         lambda c, name, a, o: o.share or not o.is_trained or not o.lora.rank,
         ".share={a.share}: what is shared is a frozen model beside adapters; give "

@@ -45,9 +45,10 @@ class EngineMaker:
         """Raises ValueError if engines cannot do what the flags ask, here or, if it is only
         planned, anywhere."""
         for name, cls in self.classes.items():
-            cls.check(self.config, name, is_planned)
+            config = self.config.of(name)
+            cls.check(config, name, is_planned)
             self.check_divides(f"--actors.{name}.engine_urls", len(self.servers(name)), num_ranks)
-        self.check_divides("--engine_tp", self.config.engine_tp, num_ranks)
+            self.check_divides("--engine_tp", config.engine_tp, num_ranks)
 
     @staticmethod
     def check_divides(flag: str, n: int, num_ranks: int) -> None:
@@ -107,7 +108,7 @@ class EngineMaker:
         self, name: str, chat: Chat, learner: Learner | None, ranks: Ranks, role: str = ""
     ) -> Engine | None:
         """`learner`: whose weights it may read. `role`: which of several engines of the actor."""
-        config, actor = self.config, self.config.actors[name]
+        config, actor = self.config.of(name), self.config.actors[name]
         module = self.make_module(name, learner, ranks)
         # The first of each --engine_tp neighbours, or of those that share a server that runs
         # already, has the engine.
@@ -122,6 +123,7 @@ class EngineMaker:
         num_awake = 1 if self.takes_turns else max(1, len(self.owners))
         if config.rollout.lagged[0] > 0 and actor.is_trained:  # a second one with older weights
             num_awake *= 2
+        share = config.engine_memory_frac / num_awake
         spec = EngineSpec(
             name=name + role,
             model=actor.model,
@@ -140,7 +142,7 @@ class EngineMaker:
             start_timeout_s=config.timeout_s,
             tp=config.engine_tp,
             args=config.engine_args,
-            memory_frac=round(config.engine_memory_frac / num_awake, 3),
+            memory_frac=round(actor.engine_memory_frac or share, 3),
             url=url,
             folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
         )
@@ -170,7 +172,7 @@ class EngineMaker:
             from rl_core.plugins.lora import second_model
 
             return second_model(policy.hf)
-        module = load_hf_model(path, compute_dtype(self.config), ranks.device)
+        module = load_hf_model(path, compute_dtype(self.config.of(name)), ranks.device)
         if policy is not None and policy.is_served and policy.is_quantized:
             load_weights(module, policy.named_weights())  # what its adapters learn beside
         return module

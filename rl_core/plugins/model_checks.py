@@ -34,13 +34,14 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
         check_lora(actor.lora, model_config)
     check_kernels(config, model_config, actor.lora if actor.is_trained else None)
     num_rows = model_config.get_text_config().vocab_size
-    if actor.is_trained and config.critic.model:
-        critic = read_config(config.critic.model)
+    critic_model = config.of(name).critic.model
+    if actor.is_trained and critic_model:
+        critic = read_config(critic_model)
         check_kernels(config, critic, LoraConfig())
         num_values = critic.get_text_config().vocab_size
         if num_values != num_rows:
             raise ValueError(
-                f"--critic.model={config.critic.model} has a vocabulary of {num_values} tokens, "
+                f"--critic.model={critic_model} has a vocabulary of {num_values} tokens, "
                 f"that of {name} has {num_rows}: a critic reads the actor's tokens; take a model "
                 "of the same family"
             )

@@ -16,9 +16,10 @@ from rl_core.types import Trajectory
 class Refill(Plugin):
     async def refill(self, groups: list[Group]) -> list[Group]:
         trainer, rounds = self.trainer, 0
+        max_rounds = max(a.refill_rounds for a in trainer.plan.algorithms.values())
         more: list[Group] = []
         missing = self.num_missing(groups)
-        while missing and rounds < trainer.plan.algorithm.refill_rounds:
+        while missing and rounds < max_rounds:
             rounds += 1
             trainer.worker.submit(trainer.draw_groups(missing))
             oldest = trainer.step - trainer.config.max_staleness
@@ -31,9 +32,10 @@ class Refill(Plugin):
     def num_missing(self, groups: list[Group]) -> int:
         """Groups with signal that the step lacks, on all ranks."""
         trainer, with_signal = self.trainer, set()
-        learned = [t for t in in_order(groups) if t.actor in trainer.config.trained]
+        asking = {name: a for name, a in trainer.plan.algorithms.items() if a.refill_rounds}
+        learned = [t for t in in_order(groups) if t.actor in asking]
         for group in baseline_groups(learned):
-            if has_signal(group, trainer.plan.algorithm):
+            if has_signal(group, asking[group[0].actor]):
                 with_signal.add(group[0].group_id)
         num = sum(all_gather_json(len(with_signal), trainer.ranks))
         return max(0, trainer.config.tasks_per_step - num)

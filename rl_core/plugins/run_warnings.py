@@ -164,11 +164,7 @@ class RunWarnings:
 
     def __init__(self, config: Config, out: Path):
         self.config, self.file = config, out / "warnings.jsonl"
-        algorithm = make_algorithm(config.algorithm, config.algo)
-        # Others learn from groups of equal rewards too: from the batch, a critic, or the turns' own
-        # rewards.
-        compares = ADVANTAGES[algorithm.advantage].needs_group
-        self.compares_groups = compares and algorithm.turn_discount is None
+        self.compares_groups = all(compares_groups(config.of(name)) for name in config.trained)
         # Metric -> its finite values of all steps, of those that a rule reads.
         self.history: dict[str, list[float]] = {}
         # (kind, metric) -> the last step at which the warning held, its text.
@@ -223,6 +219,13 @@ class RunWarnings:
                 self.now[rule.kind, name] = step, text
         self.now = {key: told for key, told in self.now.items() if step - told[0] < AGAIN}
         return began
+
+
+def compares_groups(config: Config) -> bool:
+    """Whether an actor with these settings learns nothing from groups of equal rewards. Others
+    learn from the batch, a critic, or the turns' own rewards too."""
+    algorithm = make_algorithm(config.algorithm, config.algo)
+    return ADVANTAGES[algorithm.advantage].needs_group and algorithm.turn_discount is None
 
 
 def read_lines(file: Path) -> list[dict]:

@@ -17,6 +17,7 @@ import huggingface_hub
 import torch
 import transformers
 
+from rl_core.config import ActorConfig, flat
 from rl_core.plugin import Plugin
 from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.rules import printable
@@ -105,8 +106,17 @@ def loaded(trainer: Any) -> str:
     if trainer.checkpoint:
         place = f"--resume: goes on from step {trainer.step} of {config.num_steps}"
     lines = [", ".join(models), work, f"{devices(trainer)}; {place}"]
+    for name, actor in config.actors.items():
+        if actor.own:
+            lines.append(f"{name} {own_settings(actor)}")
     lines += [engine.shortage for engine in trainer.device.engines if engine.shortage]
     return "\n".join(lines)
+
+
+def own_settings(actor: ActorConfig) -> str:
+    """by settings of its own: algorithm ppo, optim.lr 1e-05"""
+    values = [f"{flag} {value}" for flag, value in flat(actor.own).items()]
+    return f"by settings of its own: {', '.join(values)}"
 
 
 def size_of(learner: Any) -> str:

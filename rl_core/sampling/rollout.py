@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ class Group:
     label: str = ""
     position: int = 0  # of the task in the order of the data
     version: int = -1  # of the weights by which it began
+    # Actor -> what it draws by in the place of `params`.
+    own_params: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: dict[int, list[Trajectory]] = field(default_factory=dict)  # episodes, by number
     trajectories: list[Trajectory] = field(default_factory=list)  # once all have ended
 
@@ -66,7 +68,15 @@ def make_group(config: Config, task: Task, drawn: dict[str, float], **place: Any
     if own and own.max_tokens:
         max_tokens = own.max_tokens
     params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
-    return Group(task=task, params=params, seed=config.seed, **place)
+    group = Group(task=task, params=params, seed=config.seed, **place)
+    for name, actor in config.actors.items():
+        own = dict(actor.sampling)
+        if "stop" in own:
+            own["stop"] = tuple(own["stop"])
+        if group.label:  # An evaluation says itself how tokens are drawn.
+            own.pop("temperature", None)
+        group.own_params[name] = own
+    return group
 
 
 class GroupPlayer:
@@ -133,6 +143,8 @@ class GroupPlayer:
         """The actors in one episode, or in what scores the group."""
         session = f"{group.batch}/{group.number:06d}/{name}"
         players = EpisodeActors(self.actors, group.params, seed, session, env.max_turns)
+        for name, actor in players.items():
+            actor.params = replace(actor.params, **group.own_params.get(name, {}))
         if group.label:  # An evaluation is of the newest weights.
             for actor in players.values():
                 actor.stale_engine = None

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from typing import Any, Literal, get_args, get_origin
 
-from rl_core.config import Config, known_flags
+from rl_core.config import OWN_SECTIONS, Config, known_flags
 from rl_core.registry import CHOICES
 from rl_core.rules import NAMED, nearest
 
@@ -45,6 +45,8 @@ def help_page(section: str = "", usage: str = USAGE) -> str:
     for name, (value, f) in known_flags().items():
         if name.rpartition(".")[0].partition(".")[0] != section:
             continue
+        if name.startswith("actors.NAME.") and name.split(".")[2] in OWN_SECTIONS:
+            continue
         about = f.metadata["help"]
         if choices := choices_of(name, f.type):
             about += f" {{{', '.join(choices)}}}"
@@ -53,6 +55,9 @@ def help_page(section: str = "", usage: str = USAGE) -> str:
         lines += textwrap.wrap(
             about, width, initial_indent=f"  --{name:<26} ", subsequent_indent=" " * 31
         )
+    if section == "actors":
+        names = ", ".join(f"{name}.*" for name in OWN_SECTIONS)
+        lines.append(f"  --actors.NAME.{{{names}}}: its own, in the place of the global flags")
     if not section:
         lines += [
             "  --config FILE                a YAML file with the same keys; flags override it"

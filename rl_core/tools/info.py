@@ -1,6 +1,7 @@
 """rl-core info: versions, devices, extras with the line that installs each, the sandbox,
 algorithms, environments. rl-core info metrics [NAME]: what a metric of metrics.jsonl is, its unit,
-and which values are healthy. rl-core info --service grpc://HOST:PORT: the workers of `rl-core
+and which values are healthy. rl-core info RUN: what a run was told, and how its actors differ.
+rl-core info --service grpc://HOST:PORT: the workers of `rl-core
 serve`."""
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rl_core import __version__
-from rl_core.config import known_flags
+from rl_core.config import ActorConfig, Config, flat, known_flags, read_config
 from rl_core.plugins.metric_table import rows
 from rl_core.rules import nearest
 from rl_core.sandbox import Sandbox
@@ -29,7 +30,7 @@ LIBRARIES = ("torch", "transformers", "peft", "datasets", "sglang")
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core info", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("what", nargs="?", choices=["metrics"], help="only this")
+    parser.add_argument("what", nargs="?", help="'metrics', or the folder of a run: only this")
     parser.add_argument(
         "name", nargs="?", help="a metric, such as learn/policy/clip_frac or clip_frac"
     )
@@ -42,8 +43,11 @@ def main(argv: list[str]) -> int:
 
         print(service(args.service, args.json))
         return 0
-    if args.what:
+    if args.what == "metrics":
         print(metrics(args.name, args.json))
+        return 0
+    if args.what:
+        print(run_settings(Path(args.what)))
         return 0
     found = {
         "versions": {"rl_core": __version__, "python": platform.python_version(), **versions()},
@@ -78,6 +82,27 @@ def metrics(name: str | None, as_json: bool) -> str:
         texts += [f"{row.name}  ({row.unit})" if row.unit else row.name, f"  {row.what}"]
         texts += [f"  healthy: {row.healthy}"] if row.healthy else []
     return "\n".join(texts)
+
+
+def run_settings(run: Path) -> str:
+    """The flags of a run that are not the defaults, those of each actor in a paragraph. Raises
+    ValueError if the folder holds no run."""
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise ValueError(f"{run} is neither 'metrics' nor a folder of a run: it has no config.yaml")
+    config = read_config(["--config", str(file)])
+    usual = flat(dataclasses.asdict(Config()))
+    of_actor = flat(dataclasses.asdict(ActorConfig()))
+    lines = [f"== {run}"]
+    for name, value in flat(dataclasses.asdict(dataclasses.replace(config, actors={}))).items():
+        if usual.get(name) != value:
+            lines.append(f"  {name} {value}")
+    for actor, settings in config.actors.items():
+        lines += ["", f"== actor {actor}"]
+        for name, value in flat(dataclasses.asdict(settings)).items():
+            if of_actor.get(name) != value:
+                lines.append(f"  {name} {value}")
+    return "\n".join(lines)
 
 
 def as_text(found: dict[str, Any]) -> str:

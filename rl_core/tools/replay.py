@@ -15,7 +15,7 @@ import json
 import math
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
         differences += [difference(metrics[n], recorded[number].get(n)) for n in compared(metrics)]
     if other != config:
         for name, learner in learners.items():
-            learners[name] = with_objective(learner, other, asked.algorithm)
+            learners[name] = with_objective(learner, other.of(name), asked.algorithms[name])
     parts, trajectories = read_step(files[step], ranks)
     values: dict[int, Values] | None = {} if has_tokens else None
     metrics = learn(asked, learners, trajectories, step, ranks, values)
@@ -149,7 +149,7 @@ def load_learners(plan: Plan, ranks: Ranks, checkpoint: Path | None) -> dict[str
     from rl_core.models import make_learners
     from rl_core.plugins.resume import load_checkpoint
 
-    learners = make_learners(plan.config, plan.algorithm, ranks)
+    learners = make_learners(plan.config, plan.algorithms, ranks)
     if plan.config.learner.kernels == "liger":
         from rl_core.plugins.liger import apply_liger
 
@@ -327,10 +327,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     from rl_core.plugins.reference import Reference
     from rl_core.plugins.sequence_shards import SequenceShards
 
-    name, ranks, policy, actor = old.name, old.ranks, old.policy, config.actors[old.name]
-    config = replace(
-        config, optim=replace(config.optim, lr=config.optim.lr if actor.lr is None else actor.lr)
-    )
+    name, ranks, policy = old.name, old.ranks, old.policy
     make = models.learner_with(config)
     parts = {type(part): part for part in old.parts}
     reference, critic = parts.get(Reference), parts.get(Critic)

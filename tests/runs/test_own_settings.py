@@ -1,0 +1,145 @@
+"""Settings of one actor in the place of the global ones."""
+
+import re
+
+import pytest
+import torch
+from kit import run, steps, trajectories, weights, words
+
+from rl_core.cli import main
+from rl_core.config import (
+    ActorConfig,
+    Config,
+    OptimConfig,
+    checked,
+    parse_config,
+    read_config,
+    to_yaml,
+)
+from rl_core.plugins.actor_rules import check_actors
+
+BASE = "--model m --env_path e.py --out runs/x"
+# Each actor answers by itself, so that nothing of one reaches the other.
+APART = """
+def load_tasks(split):
+    return [{"messages": [{"role": "user", "content": text}]} for text in ("ab?", "cd?", "ef?")]
+
+
+async def rollout(task, actors):
+    found = []
+    for name, actor in actors.items():
+        reply = await actor.respond(task.messages)
+        found.append(reply.trajectory(float(sum(map(ord, reply.text)) % 7)))
+    return found
+"""
+TWO = (
+    "--actors.bob.model {model} --actors.alice.model {model} --env_path {env} "
+    "--max_tokens 6 --tasks_per_step 2 --group_size 4 --num_steps 3"
+)
+
+
+def test_an_actor_has_its_own_settings_before_the_global_ones():
+    config = parse_config(
+        words(
+            "--actors.bob.model b --actors.alice.model a --env_path e.py --out runs/x --optim.lr 1e-3 "
+            "--optim.eps 1e-5 --actors.bob.optim.lr 2e-3 --actors.bob.algorithm ppo "
+            "--actors.bob.optim.betas 0.5,0.6 --actors.bob.sampling.stop [x] --actors.bob.engine_tp 2"
+        )
+    )
+    bob, alice = config.of("bob"), config.of("alice")
+    assert (bob.optim.lr, bob.optim.eps, bob.optim.betas) == (2e-3, 1e-5, (0.5, 0.6))
+    assert (bob.algorithm, bob.sampling.stop, bob.engine_tp) == ("ppo", ["x"], 2)
+    assert alice == config and alice.optim == OptimConfig(lr=1e-3, eps=1e-5)
+    assert (alice.algorithm, alice.engine_tp) == ("grpo", 1)
+
+
+def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
+    given = words("--actors.bob.model b --env_path e.py --out runs/x --actors.bob.optim.lr 2e-3")
+    bob = ActorConfig(model="b", optim={"lr": 2e-3})
+    in_python = checked(Config(actors={"bob": bob}, env_path="e.py", out="runs/x"))
+    assert in_python == parse_config(given)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(in_python))
+    assert read_config(["--config", str(file)]) == in_python
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--actors.policy.optim.lrr 1", "did you mean 'actors.policy.optim.lr'?"),
+        ("--actors.policy.optim.lr high", "--actors.policy.optim.lr=high must be a valid number"),
+        ("--actors.policy.algo.clip_low 2", "--actors.policy.algo.clip_low=2 must be less than"),
+        ("--actors.policy.algorithm sft", "--actors.policy.algorithm=sft"),
+        ("--actors.policy.learner.minibatches 3", "actor policy: --learner.minibatches=3 must"),
+        ("--actors.policy.learner.kernels liger", "all actors have the same"),
+        ("--actors.policy.learn_every 200", "it would not learn in --num_steps=100"),
+        (
+            "--actors.judge.model m --actors.judge.train false --actors.judge.algo.kl_coef 1",
+            "--actors.judge: lora.rank, lr, algorithm, algo",
+        ),
+        (
+            "--actors.policy.lora.rank 2 --actors.b.share policy --actors.b.learner.offload phase",
+            "are the model's; give them to policy",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_actor_and_the_fix(flags, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_actors(parse_config(words(BASE, flags)))
+
+
+@pytest.fixture
+def two(tmp_path, tiny_model):
+    env = tmp_path / "apart.py"
+    env.write_text(APART)
+
+    def play(name, *flags):
+        out = tmp_path / name
+        run(out, *words(TWO.format(model=tiny_model, env=env)), *words(*flags))
+        return out
+
+    return play
+
+
+def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(two, capsys):
+    one = "--optim.lr 1e-2 --learner.minibatches 2 --sampling.temperature 0.7"
+    other = (
+        "--optim.lr 3e-3 --optim.name sgd --algorithm ppo --algo.kl_coef 0.1 "
+        "--learner.minibatches 1 --sampling.temperature 1"
+    )
+    mixed = two("mixed", one, other.replace("--", "--actors.bob."))
+    all_one, all_other = two("one", one), two("other", other)
+    for name, alike in (("alice", all_one), ("bob", all_other)):
+        expected = weights(alike, name)
+        for key, value in weights(mixed, name).items():
+            assert torch.equal(value, expected[key]), (name, key)
+    row = steps(mixed)[-1]
+    assert row["learn/bob/lr"] == pytest.approx(3e-3) and row["learn/alice/lr"] == pytest.approx(
+        1e-2
+    )
+    assert main(["info", str(mixed)]) == 0
+    said = capsys.readouterr().out
+    assert "bob by settings of its own: algorithm ppo, algo.kl_coef 0.1" in said
+    assert "== actor bob\n" in said and "\n  optim.name sgd\n" in said
+    values = {name for name in row if name.endswith("critic_value_mean")}
+    assert values == {"learn/bob/critic_value_mean"}
+
+
+def test_an_actor_that_learns_every_second_step_changes_in_these_alone(two):
+    out = two("every", "--optim.lr 1e-2 --actors.bob.learn_every 2")
+    learned = [("learn/bob/loss" in row, "learn/alice/loss" in row) for row in steps(out)]
+    assert learned == [(False, True), (True, True), (False, True)]
+
+
+def test_logprobs_are_of_the_actors_own_temperature(two):
+    out = two("hot", "--actors.bob.sampling.temperature 3 --optim.lr 0")
+    for row in steps(out):
+        assert (
+            row["learn/bob/mismatch_kl_nats"] < 1e-6 and row["learn/alice/mismatch_kl_nats"] < 1e-6
+        )
+    spread = {"bob": [], "alice": []}
+    for t in trajectories(out / "rollouts" / "step_000001.jsonl.zst"):
+        for turn in t["turns"]:
+            spread[t["actor"]] += turn["completion"]["logprobs"]
+    # A hotter distribution is flatter: what is sampled has less probability on average.
+    assert sum(spread["bob"]) / len(spread["bob"]) < sum(spread["alice"]) / len(spread["alice"])
