@@ -14,7 +14,7 @@ from kit import words
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.algorithms import PRESETS
-from rl_core.config import Config, known_flags, parse_config, to_yaml
+from rl_core.config import OWN_SECTIONS, Config, known_flags, parse_config, to_yaml
 from rl_core.plan import choose_algorithm, choose_engine
 from rl_core.registry import OPTIMIZERS, check_options
 from rl_core.tools.help import help_page, print_help
@@ -494,11 +494,15 @@ def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):
             assert print_help(["--help", section])
         shown += capsys.readouterr().out
     for name, (_, f) in known_flags().items():
+        own = name.removeprefix("actors.NAME.")
+        # Of an actor's own optim.lr the page of optim says what it is, that of actors that it is.
+        shown_as = own if own.partition(".")[0] in OWN_SECTIONS else name
         assert (
-            f"--{name} " in shown
+            f"--{shown_as} " in shown
             and 0 < len(f.metadata["help"]) < 90
             and "\n" not in f.metadata["help"]
         ), name
+    assert "--actors.NAME.{algo.*, critic.*, learner.*, optim.*, sampling.*}" in shown
     assert "{constant, linear, cosine, wsd} [constant]" in " ".join(shown.split())
 
 
