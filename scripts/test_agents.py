@@ -1,11 +1,13 @@
-"""Programs that exist already, against the endpoint: each plays one episode, with an engine that
-plays a sensible series of turns. scripts/test_agents.sh installs them and calls this.
+"""Programs that exist already, against the endpoint: each plays an episode in a box without
+network, with an engine that plays a sensible series of turns. scripts/test_agents.sh installs them
+and calls this.
 
-    python scripts/test_agents.py --venvs FOLDER [NAME ...]
+    python scripts/test_agents.py --folder FOLDER [NAME ...]
 
-Prints a table: whether the program printed the answer, turns, branches, retries, what it sent that
-the trainer decides, and whether each prompt is made of the tokens that were sampled before it.
-Exits with 1 if a program fails.
+Prints a table: the reward of each branch (1 for the right answer), turns, branches, retries, what
+the program sent that the trainer decides, whether each prompt is made of the tokens that were
+sampled before it, and whether a process stayed. Each program plays twice: the second time an answer
+gets lost on its way, and the program's retry must make no branch. Exits with 1 if a program fails.
 """
 
 from __future__ import annotations
@@ -13,23 +15,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_core import registry
-from rl_core.agents.endpoint import EndpointServer
-from rl_core.agents.program import remove, run_command
-from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.sampling.actor import EpisodeActors
-from rl_core.types import SamplingParams
+from rl_core.agents.endpoint import Endpoint, EndpointServer
+from rl_core.agents.program import CommandResult, remove, run_command
+from rl_core.data.chat import Chat
+from rl_core.engines.scripted import ScriptedEngine, plain_chat
+from rl_core.sampling.actor import Actor, EpisodeActors
+from rl_core.types import Completion, SamplingParams
 
 FOLDER = Path(__file__).resolve().parent / "agents"
-QUESTION = "What is 19 + 23?"
+QUESTION = "What is 19 + 23? Write the answer into answer.txt."
 ANSWER = "42"
+ASIDE = "Adding two numbers"
 TIMEOUT_S = 120.0
+# The workspace is made when the program starts; it is the shell's folder.
+BOX = """exec bwrap --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp --bind "$PWD" "$PWD" \
+--bind "$SOCKETS" "$SOCKETS" --ro-bind "$INSTALLED" "$INSTALLED" --ro-bind "$AGENTS" "$AGENTS" \
+--chdir "$PWD" --unshare-net --unshare-pid --unshare-ipc --die-with-parent "$@" """
 
 
 @dataclass(kw_only=True)
@@ -37,7 +51,8 @@ class Program:
     """What it asks for, turn by turn, so that it comes to the answer."""
 
     replies: Sequence[str]
-    packages: str  # as pip installs them
+    packages: str  # as pip or npm installs them; the first is the program's own
+    installer: str = "pip"
     num_branches: int = 1
 
 
@@ -45,7 +60,10 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-ADD = call("add", a=19, b=23)
+THOUGHT = "<think>A sum.</think>I add them.\n\n"
+ADD = THOUGHT + call("add", a=19, b=23)
+ADD_IN_SHELL = "echo $((19 + 23)) > answer.txt"
+DONE = "<think>It is there.</think>\n\nThe answer is in answer.txt."
 PROGRAMS = {
     "openai_agents": Program(replies=[ADD, ANSWER], packages="openai-agents"),
     "pydantic_ai": Program(replies=[ADD, ANSWER], packages="pydantic-ai-slim[openai]"),
@@ -59,47 +77,194 @@ PROGRAMS = {
     "mini_swe_agent": Program(
         replies=[
             call("bash", command="ls"),
-            call("bash", command="echo $((19 + 23)) > answer.txt"),
+            THOUGHT + call("bash", command=ADD_IN_SHELL),
             call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
         ],
         packages="mini-swe-agent mcp",
     ),
+    "aider": Program(
+        # It tells the model of its edits in words of its own, so each turn is a branch.
+        replies=[f"{THOUGHT}answer.txt\n```\n41\n```\n", "answer.txt\n```\n42\n```\n"],
+        packages="aider-chat",
+        num_branches=2,
+    ),
+    "pi": Program(
+        replies=[
+            THOUGHT + call("bash", command=ADD_IN_SHELL),
+            call("read", path="answer.txt") + call("bash", command="ls"),
+            DONE,
+        ],
+        packages="@mariozechner/pi-coding-agent",
+        installer="npm",
+    ),
+    "opencode": Program(
+        replies=[
+            THOUGHT + call("bash", command=ADD_IN_SHELL, description="adds"),
+            call("read", filePath="answer.txt") + call("glob", pattern="*.txt"),
+            DONE,
+        ],
+        packages="opencode-ai",
+        installer="npm",
+    ),
+    "codex": Program(
+        replies=[
+            THOUGHT + call("exec_command", cmd=ADD_IN_SHELL),
+            call("exec_command", cmd="cat answer.txt") + call("exec_command", cmd="ls"),
+            DONE,
+        ],
+        packages="@openai/codex",
+        installer="npm",
+    ),
+    "qwen_code": Program(
+        replies=[
+            THOUGHT + call("run_shell_command", command=ADD_IN_SHELL, is_background=False),
+            call("glob", pattern="*.txt") + call("todo_write", todos=[]),
+            DONE,
+        ],
+        packages="@qwen-code/qwen-code",
+        installer="npm",
+    ),
+    "claude_code": Program(
+        replies=[
+            THOUGHT + call("Bash", command=ADD_IN_SHELL, description="adds"),
+            call("Read", file_path="answer.txt") + call("Bash", command="ls", description="lists"),
+            DONE,
+        ],
+        packages="@anthropic-ai/claude-code",
+        installer="npm",
+    ),
 }
 
 
-async def play(name: str, program: Program, python: Path) -> dict[str, Any]:
+class PlayingEngine(ScriptedEngine):
+    """Gives its replies in order to requests that offer the tools which they call. Any other
+    request stands beside the conversation, such as one for a title."""
+
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, **about) -> Completion:
+        begun = self.num_requests
+        reply = self.replies[min(begun, len(self.replies) - 1)]
+        prompt = self.chat.tokenizer.decode(prompt_ids)
+        called = re.findall(r'<tool_call>{"name": "(\w+)"', reply)
+        if all(f'"name": "{name}"' in prompt for name in called):
+            return await super().generate(prompt_ids, params, **about)
+        aside = ScriptedEngine(self.chat, [ASIDE])
+        return await aside.generate(prompt_ids, params, **about)
+
+
+@dataclass(kw_only=True)
+class PlayingActor:
+    """An actor with such an engine."""
+
+    chat: Chat
+    replies: Sequence[str]
+
+    def in_episode(
+        self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
+    ) -> Actor:
+        actor = Actor(
+            name="policy",
+            engine=PlayingEngine(self.chat, self.replies),
+            chat=self.chat,
+            max_context_tokens=1 << 24,
+            stop_token_ids=self.chat.stop_token_ids,
+        )
+        return actor.in_episode(params, seed, session, max_turns)
+
+
+@dataclass
+class Relay:
+    """Between a Unix socket and the endpoint. It may lose one answer on its way."""
+
+    port: int
+    loses_answer: bool
+
+    async def connect(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        server, there = await asyncio.open_connection("127.0.0.1", self.port)
+        await asyncio.gather(self.pump(client, there), self.pump(server, back))
+        there.close()
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if self.loses_answer and data.startswith(b"HTTP/1.1 200"):
+                    self.loses_answer = False
+                    break
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def relaying(port: int, loses_answer: bool) -> AsyncIterator[Path]:
+    """The path of a Unix socket that leads to the endpoint."""
+    folder = Path(tempfile.mkdtemp(prefix="rl_core_sockets_"))
+    relay = Relay(port, loses_answer)
+    server = await asyncio.start_unix_server(relay.connect, folder / "endpoint")
+    try:
+        yield folder / "endpoint"
+    finally:
+        server.close()
+        shutil.rmtree(folder)
+
+
+def command_of(name: str, path: Path, port: int) -> list[str]:
+    """The program's command in a box without network but the endpoint's Unix socket."""
+    script = FOLDER / f"{name}.sh"
+    starts = ["sh", str(script)] if script.exists() else ["python", str(FOLDER / f"{name}.py")]
+    forward = [sys.executable, str(FOLDER / "forward.py"), str(path), str(port)]
+    return ["sh", "-c", BOX, "sh", *forward, *starts, QUESTION]
+
+
+async def run_program(
+    name: str, installed: Path, llm: Endpoint, port: int, loses_answer: bool
+) -> CommandResult | None:
+    """How the program ended, or None if it took too long."""
+    bins = [installed / "bin", installed / "node_modules" / ".bin"]
+    path = os.pathsep.join([*map(str, bins), os.environ["PATH"]])
+    places = {"INSTALLED": str(installed), "AGENTS": str(FOLDER)}
+    async with relaying(port, loses_answer) as socket:
+        places["SOCKETS"] = str(socket.parent)
+        environ = llm.environ | places | {"PATH": path}
+        work = run_command(command_of(name, socket, port), {"question": QUESTION}, environ)
+        try:
+            return await asyncio.wait_for(work, TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return None
+
+
+async def play(
+    name: str, program: Program, installed: Path, loses_answer: bool = False
+) -> dict[str, Any]:
     """What became of one episode."""
-    chat = plain_chat(registry.tool_calls)
-    actor = ScriptedActor(name="policy", chat=chat, replies=program.replies)
+    actor = PlayingActor(chat=plain_chat(registry.tool_calls), replies=program.replies)
     actors = EpisodeActors({"policy": actor}, SamplingParams(max_tokens=4096), 0, "episode")
     server = EndpointServer()
     llm = await server.open(actors)
     tree = llm.trees["policy"]
     try:
-        command = [str(python), str(FOLDER / f"{name}.py"), QUESTION]
-        row = {"question": QUESTION}
-        work = run_command(command, row, llm.environ)
-        try:
-            result = await asyncio.wait_for(work, TIMEOUT_S)
-        except asyncio.TimeoutError:
-            return {"program": name, "passed": False, "answered": f"not in {TIMEOUT_S:g} s"}
-        remove(result.workspace)
-        branches = llm.trajectories(1.0)
+        result = await run_program(name, installed, llm, server.port, loses_answer)
+        has_answered = result is not None and result.text.splitlines()[-1:] == [ANSWER]
+        branches = llm.trajectories(float(has_answered))
     finally:
         server.shut(llm)
         await server.close()
-    is_exact = all(not turn.is_fresh for t in branches for turn in t.turns[1:])
+    if result is None:
+        return {"passed": False, "ended": f"not in {TIMEOUT_S:g} s"}
+    remove(result.workspace)
+    sampled = [turn for t in branches for turn in t.turns[1:]]
     found = {
-        "program": name,
-        "answered": result.text.splitlines()[-1:] == [ANSWER],
+        "passed": False,
+        "reward": " ".join(f"{branch.reward:g}" for branch in branches),
         "turns": tree.num_turns,
         "branches": len(branches),
         "retries": tree.num_retries,
         "overridden": " ".join(sorted(tree.overridden)) or "-",
-        "exact": is_exact,
+        "exact": not any(turn.is_fresh for turn in sampled),
+        "stayed": len(processes_with(llm.api_key)),
     }
-    is_good = found["answered"] and is_exact and len(branches) == program.num_branches
-    found["passed"] = is_good and tree.num_turns == len(program.replies)
+    is_good = has_answered and found["exact"] and not found["stayed"]
+    is_whole = (found["turns"], len(branches)) == (len(program.replies), program.num_branches)
+    found["passed"] = is_good and is_whole and found["retries"] == loses_answer
     if not found["passed"]:
         print(f"{name}: exit code {result.exit_code}\n{result.stdout}\n{result.stderr[-3000:]}")
         for number, branch in enumerate(branches):
@@ -107,22 +272,49 @@ async def play(name: str, program: Program, python: Path) -> dict[str, Any]:
     return found
 
 
+def processes_with(key: str) -> list[int]:
+    """Processes that have the episode's key among their variables."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if key.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def version_of(program: Program, installed: Path) -> str:
+    """The version of the program's own package."""
+    package = program.packages.split()[0].partition("[")[0]
+    if program.installer == "npm":
+        about = (installed / "node_modules" / package / "package.json").read_text()
+        return json.loads(about)["version"]
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    python = installed / "bin" / "python"
+    return subprocess.check_output([str(python), "-c", code], text=True).strip()
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", default=list(PROGRAMS))
-    parser.add_argument("--venvs", type=Path, required=True, help="folder with NAME/bin/python")
-    parser.add_argument("--packages", action="store_true", help="prints what pip installs")
+    parser.add_argument("--folder", type=Path, required=True, help="FOLDER/NAME has the program")
+    parser.add_argument("--packages", action="store_true", help="prints what is installed")
     options = parser.parse_args(argv)
     if options.packages:
-        print(PROGRAMS[options.names[0]].packages)
+        for name in options.names:
+            print(name, PROGRAMS[name].installer, PROGRAMS[name].packages)
         return 0
-    rows = []
+    if shutil.which("bwrap") is None:
+        print("bubblewrap is missing; install the package of that name", file=sys.stderr)
+        return 1
+    has_passed = True
     for name in options.names:
-        python = options.venvs / name / "bin" / "python"
-        rows.append(asyncio.run(play(name, PROGRAMS[name], python)))
-    for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
-    return 0 if all(row["passed"] for row in rows) else 1
+        program, installed = PROGRAMS[name], (options.folder / name).resolve()
+        for loses_answer in (False, True):
+            row = {"program": name, "version": version_of(program, installed)}
+            row |= asyncio.run(play(name, program, installed, loses_answer))
+            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            has_passed = has_passed and row["passed"]
+    return 0 if has_passed else 1
 
 
 if __name__ == "__main__":
