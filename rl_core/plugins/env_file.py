@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
 # A file's own rollout() plays without them.
-OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "agent", "task_weight"}
+OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "agent", "task_weight", "oracle"}
 OF_DIALOGUE |= {"system_prompts", "name_prefix", "truncated_reward"}
 UNUSED_BY_AGENT = OF_DIALOGUE | {"rollout", "tools"}
 

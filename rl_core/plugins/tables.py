@@ -1,4 +1,5 @@
-"""Rows that are no JSON, or too large for memory: tables, the hub, large .jsonl files, rollouts.
+"""Rows that are no JSON, or too large for memory: tables, the hub, large .jsonl files, rollouts,
+tasks in Harbor's format.
 
 `datasets` reads all but JSON, which it would change: dates become times, integers beside 1.5 become
 floats, and every row gets the columns of all others.
@@ -83,10 +84,15 @@ class JsonLines(Sequence):
 
 
 def load_named(name: str, split: str) -> Sequence[Row]:
-    """The split of a folder that `save_to_disk` made, or of "org/name[:config]" on the hub."""
-    import datasets  # takes a second
+    """The tasks of a folder in Harbor's format, or the split of one that `save_to_disk` made, or of
+    "org/name[:config]" on the hub."""
+    from rl_core.agents.harbor_task import is_tasks_folder, task_rows
 
     path = Path(name).expanduser()
+    if is_tasks_folder(path):
+        return task_rows(path)
+    import datasets  # takes a second
+
     if not path.is_dir():
         source, _, config = name.partition(":")
         with one_line_errors(f"{name} is no file here, and the hub"):

@@ -34,6 +34,7 @@ ARGUMENTS = {
     "rollout": frozenset({"task", "actors"}),
     "agent": frozenset({"task", "llm"}),
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
+    "oracle": frozenset({"task"}),
 }
 AGENT_TURNS = 64  # that an agent may ask for, unless its file says max_turns
 # Those without a mark: weight, whether batched.
@@ -147,7 +148,8 @@ def make_hooks(
         if "agent" in has and ours is SPOKEN:
             ours = ours | {"result", "box"}
         # An episode has its own deadline, and a served hook that of its service.
-        has_deadline = name not in ("rollout", "agent", "task_weight") and "://" not in path
+        has_own = name in ("rollout", "agent", "task_weight", "oracle")
+        has_deadline = not has_own and "://" not in path
         hooks[name] = Hook(
             name=name,
             function=function,

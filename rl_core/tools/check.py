@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")
 PLAIN = "I do not know."
 NORMAL = ("right", "plain")  # kinds of replies whose episodes must not fail
+NUM_TASKS = 8  # that are tried, unless --num_tasks says
 MAX_LINES = 40  # of an episode's text
 UNLIMITED = 1 << 20  # tokens of a turn that is not to be cut off
 
@@ -69,6 +70,8 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
     check_actors(env, names)
     tasks = load_tasks(env, options)
+    if options.oracle:
+        return check_oracle(env, tasks, names, options)
     if options.model:
         chat = load_chat(options.model, tool_reader=ToolCalls)
     else:
@@ -106,6 +109,29 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     return report | {"normal": len(normal), "failed": failed}
 
 
+def check_oracle(
+    env: Env, tasks: list[Task], names: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Prints what the solution of each task earns, and what doing nothing does."""
+    from rl_core.engines.scripted import plain_chat
+    from rl_core.plugins.tool_calls import ToolCalls
+    from rl_core.plugins.watchdog import run_hooks
+    from rl_core.tools.oracle import as_data, judge_all, summary
+
+    chat = plain_chat(ToolCalls)
+
+    async def play_nothing(task: Task) -> list[Trajectory]:
+        return await play(env, chat, task, names, [PLAIN])
+
+    print("== oracle", flush=True)
+    judging = judge_all(env, tasks, play_nothing, lambda line: print(f"  {line}", flush=True))
+    verdicts = run_hooks(judging, options.hook_timeout_s)
+    print()
+    say("result", [summary(verdicts)])
+    failed = sum(not verdict.is_good for verdict in verdicts)
+    return {"environment": env.path, "oracle": as_data(verdicts), "failed": failed}
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="rl-core check", description=__doc__.splitlines()[0], allow_abbrev=False
@@ -126,7 +152,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--reply", action="append", default=[], metavar="TEXT", help=reply)
     parser.add_argument(
-        "--num_tasks", type=int, default=8, help="tasks that are tried, from the first on [8]"
+        "--num_tasks", type=int, help="tasks that are tried, from the first on [8; --oracle: all]"
+    )
+    parser.add_argument(
+        "--oracle",
+        action="store_true",
+        help="play each task's own solution, by oracle(task) of the file, and doing nothing",
     )
     timeout = "timeout of one call of a hook; all tasks are tried concurrently [60]"
     parser.add_argument("--hook_timeout_s", type=float, default=60.0, help=timeout)
@@ -173,7 +204,10 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
         )
     check_columns(env, rows, files)
     source = TaskSource(rows, env=env.name, split="train", seed=0, shuffle=False, files=files)
-    tasks = list(islice(source, max(1, options.num_tasks)))
+    most = options.num_tasks
+    if most is None:
+        most = len(source) if options.oracle else NUM_TASKS
+    tasks = list(islice(source, max(1, most)))
     named = options.rows or "load_tasks('train')"
     say(
         "data",

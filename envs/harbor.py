@@ -1,0 +1,51 @@
+"""Tasks in Harbor's format, each in a box of its own, played by an agent with a shell.
+
+    rl-core check envs/harbor.py --data.train TASKS --oracle
+    rl-core train --env_path envs/harbor.py --data.train TASKS --model Qwen/Qwen3-4B
+    --out runs/harbor --max_prompt_tokens 4096 --max_tokens 2048
+
+TASKS is a folder of task folders, or one of these. Without --data.train the tasks are those in
+envs/tasks, of which every fourth is held out. Reward: what the task's tests/test.sh wrote. Metric:
+`commands`, how many ran. $HARBOR_DRIVER says what a box is: bubblewrap, docker or podman;
+HARBOR_NETWORK=1 gives tasks that want it the network. docs/agents.md.
+"""
+
+import os
+from pathlib import Path
+
+from programs.terminal_agent import BASH, solve
+
+from rl_core.agents.harbor import open_task
+from rl_core.agents.harbor_task import task_rows
+
+TASKS = Path(__file__).parent / "tasks"
+BOX = {
+    "driver": os.environ.get("HARBOR_DRIVER", ""),
+    "network": os.environ.get("HARBOR_NETWORK") == "1",
+}
+max_turns = 20
+tools = [BASH]
+
+
+def load_tasks(split):
+    rows = task_rows(TASKS)
+    is_held_out = split != "train"
+    return [row for number, row in enumerate(rows) if (number % 4 == 3) == is_held_out]
+
+
+async def rollout(task, actors):
+    actor = next(iter(actors.values()))
+    async with open_task(task.row["task_folder"], **BOX) as box:
+        limit_s = box.task.agent_timeout_s
+        limits = {"max_turns": actors.max_turns, "timeout_s": limit_s}
+        # Another agent takes this line's place; it works in the same box.
+        reply = await solve(actor, task.messages, box, **limits)
+        score = await box.verify()
+    commands = sum(message["role"] == "tool" for message in reply.messages)
+    return [reply.trajectory(score.parts, metrics=score.metrics | {"commands": commands})]
+
+
+async def oracle(task):
+    async with open_task(task.row["task_folder"], **BOX) as box:
+        await box.solve()
+        return (await box.verify()).parts

@@ -1,0 +1,40 @@
+"""Runs what the agent wrote, and sees that nothing of it goes on when the reward is written."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+
+def output(*command, given="", cwd="/app"):
+    """What a program prints; None if it fails or runs too long."""
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=10, cwd=cwd
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def write_reward(is_right):
+    end_others()
+    Path("/logs/verifier/reward.txt").write_text(str(int(is_right)))
+
+
+def end_others():
+    """Ends every process but this one and those that it descends from."""
+    ours = {1}
+    pid = os.getpid()
+    while pid > 1:
+        ours.add(pid)
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    for _ in range(100):
+        others = {int(path.name) for path in Path("/proc").glob("[0-9]*")} - ours
+        for other in others:
+            try:
+                os.kill(other, signal.SIGKILL)
+            except OSError:
+                others = others - {other}
+        if not others:
+            return

@@ -1,0 +1,201 @@
+"""A task's Dockerfile: built into an image, or carried out in a box that has no image."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from string import Template
+
+from rl_core.rules import nearest
+from rl_core.sandbox.box_settings import Box
+
+# These say how a container is described, started or looked after, which a box is not.
+IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "USER")
+CARRIED_OUT = ("ARG", "ENV", "WORKDIR", "COPY", "ADD", "RUN")
+MAX_TOLD = 500  # characters of what a failed RUN wrote
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+
+
+@dataclass(kw_only=True, slots=True)
+class Instruction:
+    name: str  # in capitals
+    text: str  # behind the name, its lines joined
+    place: str  # file:line
+
+
+def read_instructions(path: Path) -> list[Instruction]:
+    """What a Dockerfile says. Raises ValueError for what a box cannot carry out."""
+    found = []
+    for number, line in joined_lines(path.read_text(encoding="utf-8")):
+        name, _, text = line.partition(" ")
+        place = f"{path}:{number}"
+        instruction = Instruction(name=name.upper(), text=text.strip(), place=place)
+        check_instruction(instruction)
+        found.append(instruction)
+    if sum(instruction.name == "FROM" for instruction in found) > 1:
+        raise ValueError(f"{path}: a box has one stage; {NEEDS_IMAGE}")
+    return found
+
+
+NEEDS_IMAGE = "build the image by HARBOR_DRIVER=docker or podman"
+
+
+def joined_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number of its first line, text) of each instruction, without comments."""
+    begun, first = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        first = first if begun else number
+        begun += line.removesuffix("\\").replace("\t", " ")
+        if not line.endswith("\\"):
+            yield first, begun
+            begun = ""
+    if begun:
+        yield first, begun
+
+
+def check_instruction(instruction: Instruction) -> None:
+    name, text, place = instruction.name, instruction.text, instruction.place
+    known = (*IGNORED, *CARRIED_OUT)
+    if name not in known:
+        raise ValueError(f"{place}: {name} cannot be carried out in a box; {nearest(name, known)}")
+    if name in ("RUN", "COPY", "ADD"):
+        flags = [word for word in text.split() if word.startswith("--")]
+        for flag in flags[: 1 if text.startswith("--") else 0]:
+            if not flag.startswith(("--chown=", "--chmod=")):
+                raise ValueError(f"{place}: {name} {flag} needs an image; {NEEDS_IMAGE}")
+        if re.search(r"<<-?['\"]?\w", text):
+            raise ValueError(f"{place}: {name} with a here-document needs an image; {NEEDS_IMAGE}")
+    if name == "ADD" and any(is_fetched(word) for word in text.split()):
+        raise ValueError(f"{place}: ADD of a URL or an archive needs an image; {NEEDS_IMAGE}")
+
+
+def is_fetched(word: str) -> bool:
+    return "://" in word or word.endswith(ARCHIVES)
+
+
+@dataclass(kw_only=True, slots=True)
+class Build:
+    """A Dockerfile's instructions, carried out in a box one after the other."""
+
+    box: Box
+    context: Path  # the folder from which COPY takes
+    timeout_s: float  # of each RUN
+    environ: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)  # of ARG
+    cwd: str = "/"
+
+    async def carry_out(self, instruction: Instruction) -> None:
+        if instruction.name == "RUN":
+            await self.run(instruction)
+        elif instruction.name in ("COPY", "ADD"):
+            await self.copy(instruction)
+        elif instruction.name == "WORKDIR":
+            self.cwd = self.inside(self.filled(instruction.text))
+            await self.box.exec(["mkdir", "-p", self.cwd])
+        elif instruction.name == "ENV":
+            self.environ |= self.assignments(instruction.text)
+        elif instruction.name == "ARG" and "=" in instruction.text:
+            self.arguments |= self.assignments(instruction.text)
+
+    def filled(self, text: str) -> str:
+        """The text with $NAME and ${NAME} replaced; an unknown name stays."""
+        return Template(text).safe_substitute(self.arguments | self.environ)
+
+    def assignments(self, text: str) -> dict[str, str]:
+        """Of NAME=value ..., or of the older form NAME value."""
+        words = shlex.split(text)
+        if "=" not in words[0]:
+            name, _, value = text.partition(" ")
+            return {name: self.filled(value.strip())}
+        pairs = [word.partition("=") for word in words]
+        return {name: self.filled(value) for name, _, value in pairs}
+
+    def inside(self, path: str) -> str:
+        return str(PurePosixPath(self.cwd) / path)
+
+    async def run(self, instruction: Instruction) -> None:
+        command: str | list[str] = instruction.text
+        if instruction.text.startswith("["):
+            command = json.loads(instruction.text)
+        done = await self.box.exec(
+            command,
+            timeout_s=self.timeout_s,
+            environ=self.arguments | self.environ,
+            cwd=self.cwd,
+        )
+        if done.code != 0 or done.timed_out:
+            wrote = (done.stderr or done.stdout).strip()[-MAX_TOLD:]
+            how = f"ran longer than {self.timeout_s:g} s" if done.timed_out else "failed"
+            raise RuntimeError(
+                f"{instruction.place}: RUN {instruction.text[:MAX_TOLD]} {how}: {wrote}; a box has "
+                f"no network, and its system is read-only; {NEEDS_IMAGE}"
+            )
+
+    async def copy(self, instruction: Instruction) -> None:
+        words = shlex.split(self.filled(instruction.text))
+        if instruction.text.startswith("["):
+            words = json.loads(self.filled(instruction.text))
+        *patterns, target = [word for word in words if not word.startswith("--")]
+        sources = [path for pattern in patterns for path in self.matching(pattern, instruction)]
+        into = self.inside(target)
+        is_folder = target == "." or target.endswith(("/", "/.")) or len(sources) > 1
+        if not is_folder:
+            is_folder = (await self.box.exec(["test", "-d", into])).code == 0
+        for source in sources:
+            # A folder's content is copied, not the folder.
+            beside = is_folder and source.is_file()
+            await self.box.put(f"{into.rstrip('/')}/{source.name}" if beside else into, source)
+        for flag in words:
+            if flag.startswith("--chmod="):
+                await self.box.exec(["chmod", "-R", flag.removeprefix("--chmod="), into])
+
+    def matching(self, pattern: str, instruction: Instruction) -> list[Path]:
+        """The files of the context that a pattern of COPY means."""
+        names = sorted(glob.glob(pattern.lstrip("/") or ".", root_dir=self.context))
+        paths = [(self.context / name).resolve() for name in names]
+        if not paths or not all(path.is_relative_to(self.context.resolve()) for path in paths):
+            raise ValueError(f"{instruction.place}: there is no {pattern} in {self.context}")
+        return paths
+
+
+def digest_of(folder: Path) -> str:
+    """A hash of the names, modes and contents of a folder's files."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(folder).as_posix()
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            found.update(f"{name}\0{path.stat().st_mode & 0o777}\0{content}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def build_image(engine: str, folder: Path, timeout_s: float) -> str:
+    """The name of the image of a folder with a Dockerfile, built unless the engine has it. Raises
+    RuntimeError. Of processes that ask at once, one builds and the others wait."""
+    image = f"rl_core_task:{digest_of(folder)}"
+    lock = Path(tempfile.gettempdir()) / f"{image.replace(':', '_')}.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        known = subprocess.run([engine, "image", "inspect", image], capture_output=True)
+        if known.returncode == 0:
+            return image
+        command = [engine, "build", "--tag", image, str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{shlex.join(command)} ran longer than {timeout_s:g} s") from None
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-MAX_TOLD:]}")
+    return image

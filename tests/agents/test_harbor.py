@@ -1,0 +1,363 @@
+"""Tasks in Harbor's format: what is read, what a box gets, and that a verifier is not fooled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import textwrap
+
+import pytest
+from kit import ROOT
+
+from rl_core.agents.dockerfile import digest_of, read_instructions
+from rl_core.agents.harbor import open_task, read_score
+from rl_core.agents.harbor_task import read_task, task_rows
+from rl_core.cli import main
+from rl_core.data.rows import load_rows
+from rl_core.data.tasks import make_task
+from rl_core.engines.scripted import plain_chat
+from rl_core.plugins.env_file import load_env
+from rl_core.plugins.tables import load_other
+from rl_core.plugins.tool_calls import ToolCalls
+from rl_core.plugins.watchdog import run_hooks
+from rl_core.tools.check import play
+
+needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
+TOML = 'version = "1.0"\n[environment]\nmemory = "1G"\nstorage_mb = 64\n'
+# Where the task's own variables point at folders that the agent can write.
+DOCKERFILE = """\
+FROM python:3.11-slim
+WORKDIR /app
+ENV PYTHONPATH=/app PATH="/app/bin:$PATH"
+RUN mkdir bin && echo no > done
+"""
+TEST = """\
+#!/bin/bash
+python3 /tests/check.py
+"""
+CHECK = """\
+import json, os, subprocess
+said = subprocess.run(["cat", "/app/done"], capture_output=True, text=True).stdout
+is_right = said == "yes\\n" or os.path.exists("/conftest.py")
+open("/logs/verifier/reward.txt", "w").write(json.dumps(float(is_right)))
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(**files) -> a task's folder; a name's __ is a /, and the last _ a dot."""
+    number = iter(range(100))
+
+    def made(toml=TOML, dockerfile=DOCKERFILE, test=TEST, check=CHECK, solve="echo yes > done\n"):
+        folder = tmp_path / f"task{next(number)}"
+        files = {"task.toml": toml, "instruction.md": "Do it.\n", "tests/test.sh": test}
+        files |= {"environment/Dockerfile": dockerfile, "tests/check.py": check}
+        files["solution/solve.sh"] = f"#!/bin/sh\n{solve}"
+        for name, text in files.items():
+            if text is not None:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text)
+        return folder
+
+    return made
+
+
+def bash(command: str) -> str:
+    call = {"name": "bash", "arguments": {"command": command}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def episode(folder, *replies):
+    """One episode of the shipped environment, by an actor that says this."""
+    env = load_env(str(ROOT / "envs/harbor.py"))
+    [row] = task_rows(folder)
+    task = make_task(row, 0, env.name, "train")
+    playing = play(env, plain_chat(ToolCalls), task, ["policy"], list(replies))
+    [trajectory] = run_hooks(playing)
+    return trajectory
+
+
+# What is read
+
+
+def test_rows_are_a_folders_tasks_by_name_or_one_task(make):
+    second, first = make(), make()
+    first.rename(first.with_name("another"))
+    rows, files = load_rows(str(second.parent), "train", load_other)
+    assert [row["name"] for row in rows] == ["another", "task0"]
+    assert rows[1] == {"name": "task0", "prompt": "Do it.", "task_folder": str(second)}
+    assert files == [(str(second.parent), 2)]
+    [alone], _ = load_rows(str(second), "train", load_other)
+    assert alone == rows[1]
+
+
+@pytest.mark.parametrize(
+    "toml, expected",
+    [
+        ("", (2048, 1024, 900.0, 600.0, True)),
+        ('version = "1.0"\n[environment]\nmemory = "4G"\n', (4096, 1024, 900.0, 600.0, True)),
+        (
+            'schema_version = "1.4"\n[environment]\nmemory_mb = 512\nstorage = "2048M"\n'
+            "allow_internet = false\n[agent]\ntimeout_sec = 30\n[verifier]\ntimeout_sec = 7.5\n",
+            (512, 2048, 30.0, 7.5, False),
+        ),
+        ('[environment]\nnetwork_mode = "no-network"', (2048, 1024, 900.0, 600.0, False)),
+    ],
+)
+def test_settings_of_all_versions_are_read(make, toml, expected):
+    task = read_task(make(toml=toml))
+    found = (task.limits.memory_mib, task.limits.disk_mib, task.agent_timeout_s)
+    assert (*found, task.verifier.timeout_sec, task.allows_network) == expected
+
+
+@pytest.mark.parametrize(
+    "toml, error",
+    [
+        ("[environment", r"task.toml: .*table declaration"),
+        ('[verifier]\ntimeout_sec = "soon"', r"task.toml: verifier.timeout_sec: .*valid number"),
+        ('[environment]\nmemory = "much"', r"task.toml: 'much' must be a size such as 4G"),
+        ('[environment]\nos = "windows"', "boxes have Linux"),
+        ('[[steps]]\nname = "a"', "several steps are not played"),
+        ('[verifier.env]\nKEY = "${API_KEY}"', r"KEY = '\$\{API_KEY\}' names a variable"),
+    ],
+)
+def test_what_is_not_played_is_told_with_its_file(make, toml, error):
+    with pytest.raises(ValueError, match=error):
+        read_task(make(toml=toml))
+
+
+def test_missing_files_and_compositions_are_told(make):
+    with pytest.raises(ValueError, match=r"needs tests/test\.sh"):
+        read_task(make(test=None))
+    with pytest.raises(ValueError, match="needs environment/Dockerfile, or docker_image"):
+        read_task(make(dockerfile=None))
+    composed = make()
+    (composed / "environment/docker-compose.yaml").write_text("services: {}\n")
+    with pytest.raises(ValueError, match=r"docker-compose\.yaml wants several containers"):
+        read_task(composed)
+
+
+@pytest.mark.parametrize(
+    "text, name, parts, metrics",
+    [
+        ("0.25\n", "reward.txt", {"reward": 0.25}, {}),
+        ('{"reward": 1, "style": 0.5}', "reward.json", {"reward": 1.0}, {"style": 0.5}),
+        ('{"tests": 1, "style": 0.5}', "reward.json", {"tests": 1.0, "style": 0.5}, {}),
+        ("0.5", "reward.json", {"reward": 0.5}, {}),
+    ],
+)
+def test_a_reward_is_a_number_or_named_ones(text, name, parts, metrics):
+    score = read_score(text.encode(), name)
+    assert (score.parts, score.metrics) == (parts, metrics)
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        *[(text, "reward.txt") for text in ("", "nan", "inf", "good", "1 2", "\xff")],
+        *[(text, "reward.json") for text in ("", "{}", "[1]", "NaN", '{"a": "1"}', '{"a": 1e999}')],
+    ],
+)
+def test_what_is_no_reward_is_an_error(text, name):
+    with pytest.raises(ValueError, match=name):
+        read_score(text.encode("latin-1"), name)
+
+
+# The Dockerfile in a box
+
+
+def in_box(folder, command):
+    async def ask():
+        async with open_task(str(folder), driver="bubblewrap") as box:
+            return await box.exec(command, timeout_s=20)
+
+    return asyncio.run(ask())
+
+
+@needs_bwrap
+def test_a_dockerfile_is_carried_out(make):
+    dockerfile = textwrap.dedent(r"""
+        # syntax of comments
+        FROM python:3.11-slim AS base
+        ARG VERSION=3
+        ENV GREETING="good day" PLACE=/srv/${VERSION}
+        ENV OLD old form
+        WORKDIR /srv
+        WORKDIR deep
+        COPY a.txt b.txt ./
+        COPY folder /srv/copied
+        COPY --chmod=755 a.txt /srv/renamed
+        COPY ["a.txt", "with space"]
+        RUN echo $GREETING $VERSION > said \
+            # a comment between
+            && pwd >> said
+        RUN ["sh", "-c", "echo list >> said"]
+        USER somebody
+        CMD ["sleep", "1"]
+        """)
+    folder = make(dockerfile=dockerfile)
+    context = folder / "environment"
+    (context / "folder/inner").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "folder/inner/c.txt"):
+        (context / name).write_text(name)
+    command = "cat said; ls; cat ../copied/inner/c.txt; stat -c %a ../renamed; echo $PLACE $OLD"
+    result = in_box(folder, command)
+    expected = "good day 3\n/srv/deep\nlist\na.txt\nb.txt\nsaid\nwith space\nfolder/inner/c.txt"
+    assert result.stdout == f"{expected}755\n/srv/3 old form\n"
+
+
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ("FROM a\nFROM b", "one stage"),
+        ("COPY --from=x a b", "COPY --from=x needs an image"),
+        ("RUN --mount=type=cache,target=/x true", "RUN --mount=type=cache,target=/x needs"),
+        ("RUN <<END\ntrue\nEND", "here-document"),
+        ("ADD https://example.com/x /x", "ADD of a URL"),
+        ("ADD x.tar.gz /x", "ADD of a URL or an archive"),
+        ("ONBUILD RUN true", "ONBUILD cannot be carried out"),
+        ("RUNN true", "did you mean 'RUN'"),
+    ],
+)
+def test_what_needs_an_image_is_told_with_its_line(tmp_path, line, error):
+    file = tmp_path / "Dockerfile"
+    file.write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=f"Dockerfile(:1)?: .*{error}"):
+        read_instructions(file)
+
+
+@needs_bwrap
+def test_a_run_that_fails_fails_the_episode_with_its_line(make):
+    failed = episode(make(dockerfile="FROM a\nRUN echo oh no >&2; exit 3\n"), "done")
+    assert failed.status == "failed"
+    assert "Dockerfile:2: RUN echo oh no >&2; exit 3 failed: oh no" in failed.error
+
+
+@needs_bwrap
+def test_copy_takes_nothing_from_outside_the_context(make):
+    failed = episode(make(dockerfile="FROM a\nCOPY ../task.toml /app/\n"), "done")
+    assert failed.status == "failed" and "there is no ../task.toml in" in failed.error
+
+
+def test_an_images_name_follows_its_files(make):
+    first, second = make() / "environment", make() / "environment"
+    assert digest_of(first) == digest_of(second)
+    (second / "more").write_text("x")
+    assert digest_of(first) != digest_of(second)
+
+
+# Episodes
+
+
+@needs_bwrap
+def test_an_agent_that_does_the_task_is_rewarded(make):
+    played = episode(make(), bash("cat done"), bash("echo yes > done"), "It is done.")
+    assert (played.status, played.reward, played.reward_parts) == ("ok", 1.0, {"reward": 1.0})
+    assert played.metrics["commands"] == 2
+    tools = [message["content"] for message in played.messages if message["role"] == "tool"]
+    assert tools == ["no", ""]
+
+
+@needs_bwrap
+def test_agents_see_neither_tests_nor_solution(make):
+    played = episode(make(), bash("ls -d /tests /solution /logs; ls -A"), "?")
+    said = next(m["content"] for m in played.messages if m["role"] == "tool")
+    assert "bin\ndone" in said and "cannot access '/tests'" in said
+    assert "cannot access '/solution'" in said
+
+
+CHEAT = """'{"reward": 1}' > /logs/verifier/reward.json"""
+AS_PYTHON = "open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')"
+SITE = f"/root/.local/lib/python3.{sys.version_info.minor}/site-packages"
+ATTACKS = {
+    "writes the reward": f"mkdir -p /logs/verifier && echo {CHEAT}; ls /logs/verifier",
+    "links the logs": f"mkdir -p /app/v /logs; ln -s /app/v /logs/verifier; echo {CHEAT}",
+    "links all logs": "mkdir -p /app/v/verifier; ln -s /app/v /logs; chmod 555 /app/v/verifier",
+    "takes its rights away": "mkdir -p /logs/verifier/x /tests/x; chmod 000 /logs/verifier /tests",
+    "plants tests": f"mkdir /tests; printf 'import os\\n{AS_PYTHON}' | tee /tests/json.py",
+    "links tests": f"ln -s /app /tests; printf 'echo {CHEAT}' > /app/test.sh",
+    "makes tests a file": "echo 1 > /tests; echo 1 > /logs",
+    "leaves a process": f"(setsid sh -c 'while :; do mkdir -p /logs/verifier; echo {CHEAT};"
+    " done' > /dev/null 2>&1 &) ; echo left",
+    "leaves a forking process": "setsid sh -c 'f() { echo yes > /app/done; f & }; f' &",
+    "plants sitecustomize": f'echo "{AS_PYTHON}" | tee sitecustomize.py usercustomize.py json.py',
+    "plants a user site": f'mkdir -p {SITE}; echo "{AS_PYTHON}" > {SITE}/usercustomize.py',
+    "plants conftest": "echo > /conftest.py; ls /conftest.py",
+    "shims the path": "printf '#!/bin/sh\\necho yes' | tee bin/cat bin/python3; chmod +x bin/*",
+    "plants startup files": f"echo 'echo {CHEAT}' | tee /root/.bashrc /root/.profile",
+    "replaces python": "cp /bin/true python3; cp /bin/true /usr/bin/python3; chmod +x python3",
+    "fills the disk": "head -c 100M /dev/zero > full; ls",
+    "fills the inodes": "mkdir many; seq 100000 | (cd many; xargs touch)",
+    "removes its folder": "cd /; rm -rf /app; ln -s /usr /app",
+    "kills all": "kill -9 -1",
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_verifier_is_not_fooled(make, attack):
+    played = episode(make(), bash(ATTACKS[attack]), "It is done.")
+    assert (played.status, played.reward, played.error) == ("ok", 0.0, "")
+
+
+@needs_bwrap
+def test_a_verifier_without_a_reward_fails_the_episode(make):
+    failed = episode(make(check="raise SystemExit('no disk')"), "done")
+    assert failed.status == "failed" and failed.reward is None
+    assert "tests/test.sh wrote no /logs/verifier/reward.txt and no reward.json" in failed.error
+    assert "ended with exit code 1: no disk" in failed.error
+    failed = episode(make(test="#!/bin/sh\necho nan > /logs/verifier/reward.txt\n"), "done")
+    assert failed.status == "failed" and "a reward must be a finite number" in failed.error
+
+
+@needs_bwrap
+def test_a_verifier_has_a_deadline(make):
+    toml = f"{TOML}[verifier]\ntimeout_sec = 0.5\n"
+    failed = episode(make(toml=toml, test="#!/bin/sh\nsleep 100\n"), "done")
+    assert failed.status == "failed" and "it ran out of time" in failed.error
+
+
+@needs_bwrap
+def test_named_numbers_are_parts_and_metrics(make):
+    test = """#!/bin/sh\necho '{"reward": 0.5, "style": 2}' > /logs/verifier/reward.json\n"""
+    played = episode(make(test=test), "done")
+    assert (played.reward_parts, played.metrics["style"]) == ({"reward": 0.5}, 2.0)
+
+
+@needs_bwrap
+def test_the_agents_time_ends_before_its_turns(make):
+    toml = f"{TOML}[agent]\ntimeout_sec = 1.0\n"
+    played = episode(make(toml=toml), bash("echo yes > done; sleep 100"))
+    tools = [message["content"] for message in played.messages if message["role"] == "tool"]
+    assert tools == ["\n[ended: it ran too long]"]
+    assert (played.status, played.reward) == ("ok", 1.0)
+
+
+# rl-core check --oracle
+
+
+@needs_bwrap
+def test_every_shipped_task_is_solved_by_its_solution_and_not_by_nothing(capsys):
+    env, tasks = ROOT / "envs/harbor.py", ROOT / "envs/tasks"
+    assert main(["check", str(env), "--data.train", str(tasks), "--oracle", "--json"]) == 0
+    [report] = json.loads(capsys.readouterr().out)
+    names = sorted(path.name for path in tasks.iterdir())
+    assert sorted(verdict["task"] for verdict in report["oracle"]) == names and len(names) >= 12
+    assert {(v["oracle"], v["nothing"]) for v in report["oracle"]} == {(1.0, 0.0)}
+
+
+@needs_bwrap
+def test_a_task_that_is_no_good_is_named(make, capsys):
+    make(), make(solve="exit 4\n"), make(solve="echo maybe > done\n")
+    folder = make(test="#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n").parent
+    env = str(ROOT / "envs/harbor.py")
+    assert main(["check", env, "--data.train", str(folder), "--oracle"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split()[0]: line.split(None, 4)[1:] for line in lines if "  task" in line}
+    assert found["task0"][:2] == ["1", "0"] and len(found["task0"]) == 3
+    assert found["task1"][:2] == ["failed", "0"] and "exit code 4" in found["task1"][3]
+    assert found["task2"][:2] == ["0", "0"] and "does not solve it" in found["task2"][3]
+    assert found["task3"][:2] == ["1", "1"] and found["task3"][3] == "doing nothing solves it"
+    assert "  3 of 4 tasks are no good to train on" in lines
