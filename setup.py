@@ -105,6 +105,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4",
         "tokenizers>=0.21",
+        "tomli>=2; python_version < '3.11'",  # task.toml
         "xxhash>=3.4",  # checksums of checkpoints
         "zstandard>=0.22",
     ],

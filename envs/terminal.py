@@ -4,8 +4,8 @@
     --max_prompt_tokens 1024 --max_tokens 256
 
 The model calls `bash` and sees what the command wrote. Reward: 1 if the folder holds just the files
-that it should, with their texts. Kinds (column `kind`): write, copy, move, remove, join. Rows of
-your own: a prompt, `files` (name -> text) before, and `wanted` after. A hash of the prompt says
+that it should, with their texts. Kinds (column `kind`): write, copy, move, remove, join, fold. Rows
+of your own: a prompt, `files` (name -> text) before, and `wanted` after. A hash of the prompt says
 which tenth is held out. Curve on a CPU: docs/curves.md.
 """
 
@@ -18,6 +18,8 @@ from programs.terminal_agent import BASH, solve
 from rl_core.sandbox import boxes
 
 NAMES = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdgklmnprt"]
+# `join` adds a file to another one, and `fold` removes it then.
+KINDS = ("write", "copy", "move", "remove", "join", "fold")
 TIMEOUT_S = 120.0
 FOLDER = "/app"
 # Nothing of the folder but files of text counts, each no longer than this.
@@ -44,15 +46,17 @@ def make_row(kind, rng):
     elif kind == "remove":
         asked, after = f"remove {first}", {}
     else:
-        asked, before = f"join {first} to {second}", before | {second: f"{first}\n"}
-        after = before | {second: f"{first}\n{word}\n"}
+        asked, before = f"{kind} {first} to {second}", before | {second: f"{first}\n"}
+        after = {second: f"{first}\n{word}\n"}
+        if kind == "join":
+            after[first] = f"{word}\n"
     return {"prompt": asked, "kind": kind, "files": before, "wanted": after}
 
 
 def load_tasks(split):
     rng, rows = random.Random(0), {}
     for number in range(2000):
-        row = make_row(("write", "copy", "move", "remove", "join")[number % 5], rng)
+        row = make_row(KINDS[number % len(KINDS)], rng)
         rows[row["prompt"]] = row
     return [row for row in rows.values() if is_held_out(row) == (split != "train")]
 

@@ -268,25 +268,30 @@ def test_agents_see_neither_tests_nor_solution(make):
     assert "cannot access '/solution'" in said
 
 
-CHEAT = """'{"reward": 1}' > /logs/verifier/reward.json"""
-AS_PYTHON = "open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')"
+CHEAT = """\
+cat > cheat <<'END'
+mkdir -p /logs/verifier; echo '{"reward": 1}' > /logs/verifier/reward.json
+END
+cat > cheat.py <<'END'
+open("/logs/verifier/reward.json", "w").write('{"reward": 1}')
+END
+"""
 SITE = f"/root/.local/lib/python3.{sys.version_info.minor}/site-packages"
 ATTACKS = {
-    "writes the reward": f"mkdir -p /logs/verifier && echo {CHEAT}; ls /logs/verifier",
-    "links the logs": f"mkdir -p /app/v /logs; ln -s /app/v /logs/verifier; echo {CHEAT}",
-    "links all logs": "mkdir -p /app/v/verifier; ln -s /app/v /logs; chmod 555 /app/v/verifier",
+    "writes the reward": "sh cheat; ls /logs/verifier",
+    "links the logs": "mkdir -p v /logs; ln -s /app/v /logs/verifier; sh cheat",
+    "links all logs": "mkdir -p v/verifier; ln -s /app/v /logs; sh cheat; chmod 555 v/verifier",
     "takes its rights away": "mkdir -p /logs/verifier/x /tests/x; chmod 000 /logs/verifier /tests",
-    "plants tests": f"mkdir /tests; printf 'import os\\n{AS_PYTHON}' | tee /tests/json.py",
-    "links tests": f"ln -s /app /tests; printf 'echo {CHEAT}' > /app/test.sh",
+    "plants tests": "mkdir /tests; cp cheat /tests/test.sh; cp cheat.py /tests/json.py",
+    "links tests": "ln -s /app /tests; cp cheat /app/test.sh",
     "makes tests a file": "echo 1 > /tests; echo 1 > /logs",
-    "leaves a process": f"(setsid sh -c 'while :; do mkdir -p /logs/verifier; echo {CHEAT};"
-    " done' > /dev/null 2>&1 &) ; echo left",
-    "leaves a forking process": "setsid sh -c 'f() { echo yes > /app/done; f & }; f' &",
-    "plants sitecustomize": f'echo "{AS_PYTHON}" | tee sitecustomize.py usercustomize.py json.py',
-    "plants a user site": f'mkdir -p {SITE}; echo "{AS_PYTHON}" > {SITE}/usercustomize.py',
+    "leaves a process": "(setsid sh -c 'while :; do sh /app/cheat; done' > /dev/null 2>&1 &)",
+    "leaves a forking process": "(setsid sh -c 'f() { sh /app/cheat; f & }; f' > /dev/null 2>&1 &)",
+    "plants sitecustomize": "tee sitecustomize.py usercustomize.py json.py os.py < cheat.py",
+    "plants a user site": f"mkdir -p {SITE}; cp cheat.py {SITE}/usercustomize.py",
     "plants conftest": "echo > /conftest.py; ls /conftest.py",
     "shims the path": "printf '#!/bin/sh\\necho yes' | tee bin/cat bin/python3; chmod +x bin/*",
-    "plants startup files": f"echo 'echo {CHEAT}' | tee /root/.bashrc /root/.profile",
+    "plants startup files": "tee /root/.bashrc /root/.profile /root/.bash_profile < cheat",
     "replaces python": "cp /bin/true python3; cp /bin/true /usr/bin/python3; chmod +x python3",
     "fills the disk": "head -c 100M /dev/zero > full; ls",
     "fills the inodes": "mkdir many; seq 100000 | (cd many; xargs touch)",
@@ -298,7 +303,7 @@ ATTACKS = {
 @needs_bwrap
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_verifier_is_not_fooled(make, attack):
-    played = episode(make(), bash(ATTACKS[attack]), "It is done.")
+    played = episode(make(), bash(CHEAT + ATTACKS[attack]), "It is done.")
     assert (played.status, played.reward, played.error) == ("ok", 0.0, "")
 
 

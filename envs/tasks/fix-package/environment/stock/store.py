@@ -1,11 +1,11 @@
+NOTHING = {}
+
+
 class Store:
     """How many of each thing there are."""
 
-    counts = {}
-
-    def __init__(self, counts=None):
-        if counts:
-            self.counts = counts
+    def __init__(self, counts=NOTHING):
+        self.counts = counts
 
     def add(self, name, number=1):
         if number < 0:
