@@ -258,7 +258,7 @@ CURVES = {
         habits={"policy": shell_commands},
         rl="--tasks_per_step 8 --num_steps 40 --optim.lr 5e-4 --eval_every 20 --max_turns 3",
         sft_steps=400,
-        num_sft=3000,
+        num_sft=2000,
     ),
 }
 

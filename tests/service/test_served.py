@@ -432,11 +432,13 @@ ALIKE = dict.fromkeys(
         "guess_number",
         "openai_agent",
         "sort_digits",
+        "terminal",
         "tool_use",
         "word_game",
     ],
     "--num_tasks 3",
 )
+ALIKE |= dict.fromkeys(["harbor"], "--num_tasks 2")
 ALIKE |= dict.fromkeys(["code", "code_contest", "code_feedback", "gym_text"], "--num_tasks 1")
 ALIKE |= dict.fromkeys(
     ["math_answer", "nim", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1"
