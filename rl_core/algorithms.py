@@ -178,7 +178,7 @@ def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
     """[M] for each token the sum of its sequence's values; the gradient goes through all of
     them."""
     # bincount would wait for the device to learn how many sequences there are.
-    sums = values.new_zeros(len(batch.order)).index_add(0, batch.sequences, values)
+    sums = values.new_zeros(len(batch.paths)).index_add(0, batch.sequences, values)
     return sums[batch.sequences]
 
 

@@ -162,22 +162,20 @@ class SequenceShard:
 
 @dataclass(kw_only=True, slots=True)
 class PackedBatch:
-    """One microbatch: N pieces of token sequences end to end, nothing padded. A piece is a whole
-    sequence, a prompt that several samples share, or what follows such a prompt in one of them. The
-    M trained tokens are listed on their own: packing.py shifts once, so that nobody else has to."""
+    """One microbatch: N pieces of token sequences end to end, nothing padded. Pieces form trees: a
+    piece is what several samples have in common, or the rest of one. The M trained tokens are
+    listed on their own: packing.py shifts once, so that nobody else has to."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, place in the sequence
-    # [N+1] int32 on the host, starts of pieces; shared prompts and whole sequences come first.
-    cu_seqlens: Tensor
-    # [N] the piece that holds the prompt of this one, -1 if it begins a sequence.
-    parents: list[int]
-    # [M] int64, index into T of the token before, whose hidden state predicts this one.
+    cu_seqlens: Tensor  # [N+1] int32 on the host, starts of pieces; each comes after its parent
+    parents: list[int]  # [N] the piece before this one, -1 if it begins a sequence
+    paths: list[np.ndarray]  # Of each sample, on the host: [L - 1] int64, its tokens in the batch.
+    # [M] int64, index into T of the token before, whose hidden state predicts this one. One may
+    # stand there for several samples.
     logit_indices: Tensor
     labels: Tensor  # [M] int64, the trained tokens
-    # [M] int64, which sample each is of, numbered from 0; a sample's stand together in their order.
-    sequences: Tensor
-    order: Tensor  # [sequences] int64, which of the samples that were packed each is
+    sequences: Tensor  # [M] int64, which sample each is of, in their order
     rollout_logprobs: Tensor  # [M] fp32
     advantages: Tensor  # [M] fp32
     policy_versions: Tensor  # [M] int64

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
+import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 
 from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 
-SHARE_FROM = 0.1  # least fraction of a group's tokens that a shared prompt must save
+SHARE_FROM = 0.1  # least fraction of its samples' tokens that a shared piece must save
 
 
 class Entry(NamedTuple):
@@ -23,10 +24,9 @@ class Entry(NamedTuple):
     rank: int  # that has it
     index: int  # there
     length: int
-    prompt_length: int  # tokens before the first trained one
-    prompt: int  # a hash of its group and of them
+    num_shared: int  # tokens that it and the last one of its group that is not skipped begin with
     num_trained: int  # tokens
-    has_signal: bool  # an advantage that is not 0
+    is_skipped: bool  # it needs no forward
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,30 +50,39 @@ class PackBudget:
     pair_work: float = 0.0
 
 
-def make_entry(sample: TrainingSample, rank: int, index: int) -> Entry:
-    length = prompt_length(sample)
-    group = zlib.crc32(sample.group_id.encode())
-    return Entry(
-        group_id=sample.group_id,
-        rank=rank,
-        index=index,
-        length=len(sample.token_ids),
-        prompt_length=length,
-        prompt=zlib.crc32(sample.token_ids[:length].tobytes(), group),
-        num_trained=int(sample.loss_mask.sum()),
-        has_signal=bool(sample.advantages.any()),
-    )
+def make_entries(samples: list[TrainingSample], rank: int, skips: bool) -> list[Entry]:
+    """Of a rank's samples, in which those that begin alike are neighbours."""
+    entries = []
+    before: TrainingSample | None = None
+    for index, sample in enumerate(samples):
+        shared = 0
+        if before is not None and before.group_id == sample.group_id:
+            shared = num_shared(before, sample)
+        entry = Entry(
+            group_id=sample.group_id,
+            rank=rank,
+            index=index,
+            length=len(sample.token_ids),
+            num_shared=shared,
+            num_trained=int(sample.loss_mask.sum()),
+            is_skipped=skips and not sample.advantages.any(),
+        )
+        entries.append(entry)
+        if not entry.is_skipped:
+            before = sample
+    return entries
+
+
+def num_shared(a: TrainingSample, b: TrainingSample) -> int:
+    """Tokens that both begin with and a model reads: not the last one of either."""
+    length = min(len(a.token_ids), len(b.token_ids)) - 1
+    differs = a.token_ids[:length] != b.token_ids[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 def trained_positions(sample: TrainingSample) -> np.ndarray:
     """Of trained tokens, but for the first, which nothing predicts."""
     return 1 + sample.loss_mask[1:].nonzero()[0]
-
-
-def prompt_length(sample: TrainingSample) -> int:
-    """Tokens before the first trained one; at least 1."""
-    trained = trained_positions(sample)
-    return int(trained[0]) if len(trained) else 1
 
 
 def trimmed(sample: TrainingSample) -> TrainingSample:
@@ -90,7 +99,6 @@ def plan_minibatches(
     entries: list[Entry],
     num: int,
     budget: PackBudget,
-    skip_zero_advantages: bool = False,
     is_pairs: bool = False,
 ) -> list[MinibatchPlan]:
     """Splits groups in their order into minibatches, and balances the samples of each over ranks
@@ -103,32 +111,27 @@ def plan_minibatches(
         parts[number * num // len(groups)] += group
     plans = []
     for part in parts:
-        used = [e for e in part if e.has_signal or not skip_zero_advantages]
+        used = [e for e in part if not e.is_skipped]
         units = make_units(used, budget, is_pairs)
         costs = [unit_cost(unit, budget) for unit in units]
         plan = MinibatchPlan(num_tokens=sum(e.num_trained for e in part), num_sequences=len(part))
         for numbers in balanced_bins(costs, budget.max_tokens, budget.num_ranks):
-            entries_of_bin: list[Entry] = []
-            for n in numbers:
-                entries_of_bin += units[n]
-            plan.bins.append(entries_of_bin)
+            plan.bins.append(sorted(itertools.chain(*(units[n] for n in numbers))))
             plan.bin_work.append(sum(costs[n][1] for n in numbers))
         plans.append(plan)
     return plans
 
 
 def make_units(entries: list[Entry], budget: PackBudget, is_pairs: bool) -> list[list[Entry]]:
-    """Entries that go to one bin together: pairs, or those that share a prompt."""
+    """Entries that go to one bin together: pairs, or those that begin alike."""
     if is_pairs:
         return [entries[i : i + 2] for i in range(0, len(entries), 2)]
-    if budget.cp > 1:
-        return [[entry] for entry in entries]
     # No unit is so large that the ranks' loads would differ.
     share = sum(entry.length for entry in entries) // (2 * budget.num_ranks)
     max_tokens = min(budget.max_tokens, share)
     units: list[list[Entry]] = []
     for entry in entries:
-        if units and units[-1][0].prompt == entry.prompt:
+        if budget.cp == 1 and units and is_worth_sharing(entry.num_shared, entry.length):
             longer = [*units[-1], entry]
             if unit_cost(longer, budget)[0] <= max_tokens:
                 units[-1] = longer
@@ -139,19 +142,17 @@ def make_units(entries: list[Entry], budget: PackBudget, is_pairs: bool) -> list
 
 def unit_cost(unit: list[Entry], budget: PackBudget) -> tuple[int, float]:
     """(tokens, work) of samples that are computed together. Work includes attention."""
-    lengths = [entry.length for entry in unit]
-    prompt = unit[0].prompt_length
-    saved = 0  # times that the prompt is not computed
-    if budget.cp == 1 and is_worth_sharing(prompt, lengths):
-        saved = len(unit) - 1
-    tokens = sum(padded_length(n, budget.cp) for n in lengths) - saved * prompt
-    pairs = sum(n * n for n in lengths) - saved * prompt**2
+    tokens = pairs = 0
+    shared = [entry.num_shared for entry in unit[1:]]
+    for piece in tree_pieces([entry.length - 1 for entry in unit], shared, budget.cp):
+        tokens += padded_length(piece.end - piece.first, budget.cp)
+        pairs += piece.end**2 - piece.first**2
     return tokens, tokens + budget.pair_work * pairs / 2
 
 
-def is_worth_sharing(prompt_length: int, lengths: list[int]) -> bool:
-    """Whether to compute a prompt of samples once: attention over a shared prompt costs more."""
-    return prompt_length * (len(lengths) - 1) >= SHARE_FROM * sum(lengths)
+def is_worth_sharing(num_saved: int, num_tokens: int) -> bool:
+    """Whether to save these of the tokens: attention over shared pieces costs more."""
+    return num_saved >= SHARE_FROM * num_tokens
 
 
 def padded_length(length: int, cp: int) -> int:
@@ -186,64 +187,77 @@ def balanced_bins(
 
 
 class Piece(NamedTuple):
-    token_ids: np.ndarray  # that the model reads
-    first: int  # position of the first in its sequence
-    parent: int = -1  # the piece that holds the prompt before them
-    sample: int = -1  # whose trained tokens they predict; -1: a shared prompt, or nothing
+    samples: range  # that read it
+    first: int  # positions in each of them
+    end: int
+    parent: int = -1  # the piece before it
+
+
+def tree_pieces(lengths: list[int], shared: list[int], cp: int) -> list[Piece]:
+    """Of sequences of these lengths, of which neighbours begin with so many equal tokens: level by
+    level, and those that follow one piece together. With cp > 1 nothing is shared."""
+    pieces: list[Piece] = []
+    families = deque([(range(len(lengths)), 0, -1)])
+    while families:
+        members, first, parent = families.popleft()
+        between = shared[members.start : members.stop - 1]
+        if not between:
+            pieces.append(Piece(members, first, lengths[members.start], parent))
+            continue
+        end = min(between)
+        cuts = [i for i, length in zip(members[1:], between, strict=True) if length == end]
+        parts = itertools.pairwise([members.start, *cuts, members.stop])
+        num_tokens = sum(lengths[i] - first for i in members)
+        if cp == 1 and is_worth_sharing((end - first) * len(between), num_tokens):
+            pieces.append(Piece(members, first, end, parent))
+            families.extend((range(a, b), end, len(pieces) - 1) for a, b in parts)
+        else:
+            # They come next: pieces of one level stand together.
+            families.extendleft((range(a, b), first, parent) for a, b in parts)
+    return pieces
 
 
 def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
-    """The samples end to end, each without its last token (it predicts nothing). A shared prompt
-    stands once: first the shared prompts, then unshared sequences, then what continues the prompts,
-    prompt by prompt. Without samples the batch has one untrained token, for a rank that must keep
-    step with the others. With cp > 1 each sample is unshared and padded."""
-    by_prompt: dict[bytes, list[int]] = {}
-    for i, sample in enumerate(samples):
-        prompt = sample.token_ids[: prompt_length(sample)]
-        by_prompt.setdefault(prompt.tobytes(), []).append(i)
-    prompts, alone, after = [], [], []
-    for members in by_prompt.values():
-        length = prompt_length(samples[members[0]])
-        if cp == 1 and is_worth_sharing(length, [len(samples[i].token_ids) for i in members]):
-            parent = len(prompts)
-            prompts.append(Piece(samples[members[0]].token_ids[:length], 0))
-            after += [Piece(samples[i].token_ids[length:-1], length, parent, i) for i in members]
-        else:
-            alone += [Piece(samples[i].token_ids[:-1], 0, -1, i) for i in members]
-    pieces = [*prompts, *alone, *after]
-    return packed(pieces or [Piece(np.zeros(1, np.int64), 0)], samples, cp)
-
-
-def packed(pieces: list[Piece], samples: Sequence[TrainingSample], cp: int) -> PackedBatch:
-    lengths = [padded_length(len(piece.token_ids), cp) for piece in pieces]
+    """The samples, each without its last token (it predicts nothing), as trees: what neighbours
+    begin with stands once, where that saves enough. Without samples the batch has one untrained
+    token, for a rank that must keep step with the others. With cp > 1 each sample stands alone,
+    padded."""
+    pieces = [Piece(range(0), 0, 1)]
+    if samples:
+        shared = list(itertools.starmap(num_shared, itertools.pairwise(samples)))
+        pieces = tree_pieces([len(sample.token_ids) - 1 for sample in samples], shared, cp)
+    lengths = [padded_length(piece.end - piece.first, cp) for piece in pieces]
     starts = np.cumsum([0, *lengths])
-    dtypes = PER_TOKEN | {"logit_indices": np.int64, "sequences": np.int64}
-    columns = {name: [np.zeros(0, dtype)] for name, dtype in dtypes.items()}
     input_ids, position_ids = np.zeros((2, starts[-1]), np.int64)
-    order = []
+    paths = [np.zeros(0, np.int64)] * len(samples)
     for piece, start, length in zip(pieces, starts.tolist(), lengths, strict=False):
-        input_ids[start : start + len(piece.token_ids)] = piece.token_ids
         position_ids[start : start + length] = np.arange(piece.first, piece.first + length)
-        if piece.sample < 0:
-            continue
-        sample = samples[piece.sample]
-        trained = trained_positions(sample)
-        logit_indices = start + trained - piece.first - 1
-        # The last token of a shared prompt predicts the first after it.
-        logit_indices[trained == piece.first] = starts[piece.parent + 1] - 1
-        columns["logit_indices"].append(logit_indices)
-        columns["sequences"].append(np.full(len(trained), len(order)))
-        for name in PER_TOKEN:
-            columns[name].append(getattr(sample, name)[trained])
-        order.append(piece.sample)
-    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
-    del joined["loss_mask"]
+        tokens = np.arange(start, start + piece.end - piece.first)
+        for i in piece.samples:
+            paths[i] = np.concatenate([paths[i], tokens])
+            input_ids[tokens] = samples[i].token_ids[piece.first : piece.end]
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         parents=[piece.parent for piece in pieces],
-        labels=joined.pop("token_ids"),
-        order=torch.tensor(order, dtype=torch.int64),
-        **joined,
+        paths=paths,
+        **trained_columns(samples, paths),
     )
+
+
+def trained_columns(
+    samples: Sequence[TrainingSample], paths: list[np.ndarray]
+) -> dict[str, torch.Tensor]:
+    """What a batch lists of trained tokens alone."""
+    dtypes = PER_TOKEN | {"logit_indices": np.int64, "sequences": np.int64}
+    columns = {name: [np.zeros(0, dtype)] for name, dtype in dtypes.items()}
+    for number, (sample, path) in enumerate(zip(samples, paths, strict=True)):
+        trained = trained_positions(sample)
+        columns["logit_indices"].append(path[trained - 1])
+        columns["sequences"].append(np.full(len(trained), number))
+        for name in PER_TOKEN:
+            columns[name].append(getattr(sample, name)[trained])
+    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+    del joined["loss_mask"]
+    return joined | {"labels": joined.pop("token_ids")}

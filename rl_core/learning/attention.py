@@ -1,4 +1,4 @@
-"""Attention over packed sequences: one mechanism for whole sequences, shared prompts and, in
+"""Attention over packed sequences: one mechanism for whole sequences, trees of them and, in
 plugins/ring.py, sequences cut over ranks.
 
 Queries attend to segments of keys, which a kernel computes without a mask or padding. Where a query
@@ -8,7 +8,7 @@ gradients of all segments only need adding.
 
     queries                         segments of keys
     each piece                      itself, causal
-    what follows a shared prompt    that prompt, all of it
+    what follows a shared piece     that piece, all of it
 
 T local tokens, H heads of queries, G of keys (H is a multiple of G), D head dim.
 """
@@ -85,8 +85,8 @@ def rows_of(runs: list[np.ndarray], device: torch.device) -> Rows:
 class AttentionPlan:
     """What attention needs to know about one batch, made once and given to every layer.
 
-    Its pieces start at cu_seqlens [N+1], on the CPU, and follow the prompts `parents` (-1: none);
-    what follows one prompt stands together."""
+    Its pieces start at cu_seqlens [N+1], on the CPU, and follow the pieces `parents` (-1: none),
+    which stand before them."""
 
     def __init__(
         self, cu_seqlens: Tensor, parents: list[int], kernel: Kernel, device: torch.device
@@ -95,28 +95,38 @@ class AttentionPlan:
         starts = cu_seqlens.tolist()
         self.num_tokens = starts[-1]
         self.pieces = np.split(np.arange(self.num_tokens), starts[1:-1])
-        # The prompt of each piece, or no token.
-        self.prompts = [self.pieces[n] if n >= 0 else np.arange(0) for n in parents]
-        self.longest = max(map(len, self.prompts)) + max(map(len, self.pieces))
+        # Of each piece, its sequence up to its end.
+        self.sequences = {-1: np.arange(0)}
+        for number, parent in enumerate(parents):
+            before = self.sequences[parent]
+            self.sequences[number] = np.concatenate([before, self.pieces[number]])
+        self.longest = max(map(len, self.sequences.values()))
         self.causal = Segments([(p, p) for p in self.pieces], device, is_causal=True)
         self.segments = [self.causal]
-        # The queries after one prompt are one run, for which its keys are read once.
-        prompts = []
-        for parent, family in itertools.groupby(range(len(parents)), parents.__getitem__):
-            if parent >= 0:
-                queries = np.concatenate([self.pieces[n] for n in family])
-                prompts.append((queries, self.pieces[parent]))
-        shared = Segments(prompts, device)
-        if shared.lengths:
-            self.segments.append(shared)
+        above = parents
+        parent_of = {-1: -1} | dict(enumerate(parents))
+        while max(above) >= 0:
+            shared = Segments(self.shared_runs(above), device)
+            if shared.lengths:
+                self.segments.append(shared)
+            above = [parent_of[n] for n in above]
         self.windows: dict[int, Segments] = {}
+
+    def shared_runs(self, above: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The queries that follow one piece are one run, for which its keys are read once."""
+        runs = []
+        for number, family in itertools.groupby(range(len(above)), above.__getitem__):
+            if number >= 0:
+                queries = np.concatenate([self.pieces[n] for n in family])
+                runs.append((queries, self.pieces[number]))
+        return runs
 
     def window_runs(self, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each run of queries with the keys within its window."""
         runs = []
-        for prompt, piece in zip(self.prompts, self.pieces, strict=True):
-            keys = np.concatenate([prompt, piece])
-            runs.append((piece, keys[max(0, len(prompt) + 1 - window) :]))
+        for number, piece in enumerate(self.pieces):
+            keys = self.sequences[number]
+            runs.append((piece, keys[max(0, len(keys) - len(piece) + 1 - window) :]))
         return runs
 
     def near(self, window: int) -> list[Segments]:

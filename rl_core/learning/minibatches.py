@@ -18,7 +18,7 @@ from rl_core.config import Config
 from rl_core.data.packing import (
     Entry,
     PackBudget,
-    make_entry,
+    make_entries,
     pack_samples,
     plan_minibatches,
     trimmed,
@@ -52,12 +52,14 @@ def shard_samples(
     at most once, from the rank that has it to the ranks that train on it. Every rank must call it;
     the plan is computed alike on all. `parts`: the learner's, which may add to each batch."""
     samples = [trimmed(sample) for sample in samples]
-    own = [make_entry(sample, ranks.rank, i) for i, sample in enumerate(samples)]
+    skips = algorithm.skips_zero_advantages
+    if not algorithm.is_pairs:
+        samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
+    own = make_entries(samples, ranks.rank, skips)
     entries = []
     for of_rank in all_gather_json(own, ranks):
         entries += [Entry(*facts) for facts in of_rank]
-    skip, is_pairs = algorithm.skips_zero_advantages, algorithm.is_pairs
-    plans = plan_minibatches(entries, config.learner.minibatches, budget, skip, is_pairs)
+    plans = plan_minibatches(entries, config.learner.minibatches, budget, algorithm.is_pairs)
     trainers: dict[Entry, int] = {}
     for plan in plans:
         for number, entries in enumerate(plan.bins):

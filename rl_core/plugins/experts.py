@@ -8,11 +8,11 @@ token goes to.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -250,17 +250,12 @@ def token_weights(batch: PackedBatch, tokens: Tensor, repeats_prompts: bool) -> 
     """[n] fp32, how often each token of a forward counts; `tokens` [n]: which of the batch's each
     is, -1 padding."""
     device = batch.input_ids.device
-    lengths = batch.cu_seqlens.long().diff()
-    pieces = sent(torch.arange(len(lengths)).repeat_interleave(lengths), device)
-    # Behind the last token before a trained one is padding.
-    last = torch.full((len(lengths),), -1, device=device)
-    last.scatter_reduce_(0, pieces[batch.logit_indices], batch.logit_indices, "amax")
-    weights = (torch.arange(len(pieces), device=device) <= last[pieces]).float()
-    if not repeats_prompts:
-        num_children = Counter(batch.parents)
-        counts = torch.tensor([float(num_children[n] or 1) for n in range(len(lengths))])
-        weights *= sent(counts, device)[pieces]
-    return torch.where(tokens < 0, 0.0, weights[tokens.clamp(0)])
+    read = sent(torch.from_numpy(np.concatenate([np.arange(0), *batch.paths])), device)
+    counts = torch.zeros(len(batch.input_ids), device=device)
+    counts.index_add_(0, read, torch.ones_like(read, dtype=torch.float32))
+    if repeats_prompts:
+        counts.clamp_(max=1)
+    return torch.where(tokens < 0, 0.0, counts[tokens.clamp(0)])
 
 
 def sent(value: Tensor, device: torch.device) -> Tensor:

@@ -9,7 +9,6 @@ of an engine's row.
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,9 +25,9 @@ from rl_core.learning.policy import Policy
 from rl_core.types import PackedBatch, TrainingSample
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Prompt and length of the samples by which a model's own attention and its head are found out, and
-# the step between their token ids.
-PROBE = ((1, 8, 5), (9, 16, 7), (9, 15, 7))
+# Of the samples by which a model's own attention and its head are found out: tokens before the
+# trained ones, length, and the step between token ids. Samples of one step begin alike.
+PROBE = ((1, 8, 5), (6, 14, 7), (9, 16, 7), (9, 15, 7))
 # What a forward that is not made for its model raises.
 ERRORS = (ValueError, TypeError, AttributeError, RuntimeError, KeyError)
 # The largest difference in fp32; the mean one in less.
@@ -147,13 +146,14 @@ def set_attention(hf: nn.Module, implementation: str) -> None:
 
 
 def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
-    """A sequence, and two that follow a shared prompt."""
+    """A sequence, and a tree of three."""
     samples = []
-    for prompt, length, step in PROBE:
+    for number, (prompt, length, step) in enumerate(PROBE):
         places, none = np.arange(length), np.zeros(length)
+        is_own = places >= prompt
         sample = TrainingSample(
-            token_ids=(places * step + 3) % vocab_size,
-            loss_mask=places >= prompt,
+            token_ids=(places * step + 3 + number * is_own) % vocab_size,
+            loss_mask=is_own,
             rollout_logprobs=none,
             policy_versions=none,
             advantages=none,
@@ -163,13 +163,11 @@ def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
 
 
 def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """(tokens [N, L] of the batch by sequence, shared prompts in each, -1 behind its end; where the
+    """(tokens [N, L] of the batch by sequence, shared ones in each, -1 behind its end; where the
     token before each trained one is among N * L)."""
-    pieces = [torch.arange(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
-    rows = []
-    for n, parent in enumerate(batch.parents):
-        if n not in batch.parents:
-            rows.append(torch.cat([pieces[parent], pieces[n]]) if parent >= 0 else pieces[n])
+    rows = [torch.from_numpy(path) for path in batch.paths]
+    # A rank without samples computes its untrained token.
+    rows = rows or [torch.arange(len(batch.input_ids))]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
     places = torch.empty(len(batch.input_ids), dtype=torch.long)
     for n, row in enumerate(rows):

@@ -18,7 +18,7 @@ def losses_of_replies(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """DPO's losses of the pairs of a batch, [P], from its tokens' logprobs [M]. Its samples are
     chosen and rejected in turn."""
-    pairs = batch.order[batch.sequences], len(batch.order) // 2
+    pairs = batch.sequences, len(batch.paths) // 2
     losses, rewards = dpo_losses(logprobs, batch.ref_logprobs, *pairs, config.preference)
     return losses, pair_metrics(rewards)
 
@@ -28,9 +28,8 @@ def losses_of_scores(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """A reward model's losses of the pairs of a batch, [P], from its tokens' scores [M]. A chosen
     sample's advantage is the margin."""
-    losses, rewards = rm_losses(
-        scores, batch.advantages, batch.order[batch.sequences], len(batch.order) // 2
-    )
+    pairs = batch.sequences, len(batch.paths) // 2
+    losses, rewards = rm_losses(scores, batch.advantages, *pairs)
     return losses, pair_metrics(rewards)
 
 

@@ -10,7 +10,6 @@ R routers, K experts that a token goes to, n rows of S tokens in a forward of th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
@@ -87,21 +86,12 @@ class Replay:
         self.shape = len(routers.modules), routers.modules[0].top_k
 
     def place(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
-        """The batch with the experts of its tokens. A prompt that several share gets those of one
-        of them."""
+        """The batch with the experts of its tokens. Those that several samples share get those of
+        the first."""
         experts = np.full((len(batch.input_ids), *self.shape), OWN, np.int16)
-        pieces = [slice(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
-        prompts, order = set(batch.parents), iter(batch.order.tolist())
-        for number, (parent, piece) in enumerate(zip(batch.parents, pieces, strict=True)):
-            if number in prompts or not samples:
-                continue
-            known, begin = samples[next(order)].experts, 0
-            if known is None:
-                continue
-            known = known.reshape(len(known), *self.shape)
-            if parent >= 0:
-                begin = pieces[parent].stop - pieces[parent].start
-                experts[pieces[parent]] = known[:begin]
-            known = known[begin : begin + piece.stop - piece.start]  # a piece may have padding
-            experts[piece][: len(known)] = known
+        read = list(zip(batch.paths, samples, strict=True))
+        for path, sample in reversed(read):
+            if sample.experts is not None:
+                known = sample.experts.reshape(-1, *self.shape)
+                experts[path] = known[: len(path)]
         return dataclasses.replace(batch, experts=torch.from_numpy(experts))

@@ -35,8 +35,12 @@ LENGTHS = [3, 21, 1, 16, 7, 21, 0, 5]  # four ranks pad each to a multiple of 8
 WINDOWS = (1, 3, 6, 20, 1000)
 SCALE = 0.3
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gpt_oss")
-# Lengths of pieces, and which of them holds the prompt that each follows.
-FAMILIES = [5, 17, 2, 9, 12, 3, 0, 30, 1, 4], [-1, -1, -1, -1, -1, 2, 3, 3, 4, 4]
+# Lengths of pieces, and which of them each follows: two trees of one level, two of three, and what
+# follows nothing.
+FAMILIES = (
+    [5, 17, 2, 9, 12, 3, 0, 30, 1, 4, 2, 6, 3, 1, 8, 5],
+    [-1, -1, -1, -1, -1, 2, 3, 3, 4, 4, 5, 7, 7, 9, 11, 11],
+)
 
 
 @dataclass
@@ -91,10 +95,14 @@ def seen_tokens(
 ) -> Tensor:
     """[T, T] bool: which tokens each token of these pieces sees."""
     parents = parents or [-1] * len(lengths)
-    prompts = [lengths[p] if p >= 0 else 0 for p in parents]
+    related, before = torch.eye(len(lengths), dtype=torch.bool), []
+    for number, parent in enumerate(parents):
+        if parent >= 0:
+            related[number] |= related[parent]
+        before.append(sum(lengths[n] for n in range(number) if related[number, n]))
     piece = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    place = torch.cat([torch.arange(p, p + n) for p, n in zip(prompts, lengths, strict=True)])
-    is_related = (piece[:, None] == piece) | (torch.tensor(parents)[piece][:, None] == piece)
+    place = torch.cat([torch.arange(p, p + n) for p, n in zip(before, lengths, strict=True)])
+    is_related = related[piece][:, piece]
     distance = place[:, None] - place
     return is_related & (distance >= 0) & (distance < (window or len(place) + 1))
 
@@ -382,7 +390,7 @@ def family_errors(heads, window, dtype=torch.float64, device="cpu", dim=8, kerne
 
 @pytest.mark.parametrize("window", [None, *WINDOWS])
 @pytest.mark.parametrize("heads", HEADS)
-def test_a_shared_prompt_is_seen_by_all_that_follows_it_and_by_nothing_else(heads, window):
+def test_a_shared_piece_is_seen_by_all_that_follows_it_and_by_nothing_else(heads, window):
     assert family_errors(HEADS[heads], window) < 1e-13
     assert family_errors(HEADS[heads], window, torch.float32) < 2e-6
 
@@ -434,6 +442,12 @@ def test_pieces_of_ragged_lengths_are_padded_by_a_third_at_most():
     blocks = dense_attention.layout_of(plan.causal).blocks
     assert sum(num for num, _, _ in blocks) == 300 and len(blocks) < 20
     assert sum(num * queries for num, queries, _ in blocks) <= sum(lengths) / 0.75
+
+
+def test_queries_below_shared_pieces_are_slices_that_cost_no_copy():
+    levels = [segments.q_rows for segments in family_plan().segments]
+    total = sum(FAMILIES[0])
+    assert levels == [slice(0, total), slice(45, total), slice(83, total), slice(95, total)]
 
 
 @pytest.mark.parametrize("window", [None, 4])

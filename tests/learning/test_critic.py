@@ -100,8 +100,8 @@ def test_what_stands_between_turns_is_no_step_and_the_reward_comes_last(
     batch = pack_samples(samples)
     learner.annotate([Minibatch(denominator=1, num_tokens=1, batches=[batch])])
     kl = batch.rollout_logprobs - batch.ref_logprobs if kl_in else torch.zeros(len(batch.labels))
-    for number, which in enumerate(batch.order.tolist()):
-        is_mine, values = batch.sequences == number, plain_values(learner, samples[which])
+    for which in range(len(samples)):
+        is_mine, values = batch.sequences == which, plain_values(learner, samples[which])
         penalties = [0.2 * x for x in kl[is_mine].tolist()]
         rewards = [0.0] * (len(values) - 1) + [max(samples[which].advantages, key=abs)]
         if kl_in == "reward":

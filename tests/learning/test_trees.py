@@ -1,0 +1,341 @@
+"""Samples that begin alike are packed as trees: the loss and the gradient are those of the samples
+one by one.
+
+As a program it is one rank of a comparison.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from kit import answer, make_learner, of_ranks, part_of, sample
+from models_table import make_family
+from test_learner import assert_same, gradients, padded_gradients
+
+from rl_core.data.packing import (
+    PackBudget,
+    make_entries,
+    pack_samples,
+    plan_minibatches,
+    unit_cost,
+)
+from rl_core.data.samples import samples_from_turns
+from rl_core.distributed import Mesh, on_mesh
+from rl_core.plugins.padded import PaddedForward, padded_rows, set_attention
+from rl_core.plugins.router_replay import OWN
+from rl_core.types import Completion, TrainingSample, Turn
+
+SGD = "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0"
+# A ratio other than 1 needs logprobs of the start: two epochs, of which the first changes nothing.
+PRESETS = {
+    "grpo": "--algo.kl_coef 0.1",
+    "dr_grpo": "",
+    "dapo": "",
+    "gspo": "",
+    "cispo": "--algo.entropy_coef 0.01",
+    "rloo": "",
+    "reinforce_pp": "--algo.kl_coef 0.1",
+    "ppo": "",
+    "sft": "",
+    "dpo": "",
+    "rm": "",
+}
+
+
+def turn(draw: random.Random, name: str, is_fresh: bool = False, length: int = 5) -> Turn:
+    sampled = [draw.randrange(8, 104) for _ in range(length)]
+    logprobs = [-4 - draw.random() for _ in sampled]
+    new_ids = [draw.randrange(8, 104) for _ in range(draw.randint(2, 4))]
+    completion = Completion(token_ids=sampled, logprobs=logprobs, policy_version=0)
+    return Turn(new_ids=new_ids, is_fresh=is_fresh, completion=completion, name=name)
+
+
+def episode(
+    name: str, depth: int, advantage: float, group: str, like: Sequence[Turn] = ()
+) -> tuple[list[TrainingSample], list[Turn]]:
+    """(samples, turns of the trunk): a branch after each turn of a trunk of so many turns. The
+    trunk begins with the tokens of other turns, sampled anew."""
+    draw, trunk = random.Random(name), []
+    for number in range(depth):
+        of_trunk = turn(draw, f"{name} {number}", is_fresh=not number)
+        if number < len(like):
+            of_trunk.new_ids = like[number].new_ids
+            of_trunk.completion.token_ids = like[number].completion.token_ids
+        trunk.append(of_trunk)
+    samples, trained = [], set()
+    for number in range(1, depth + 1):
+        for branch in range(2):
+            last = turn(draw, f"{name} {number} {branch}", length=draw.randint(1, 8))
+            samples += samples_from_turns([*trunk[:number], last], advantage, group, trained)
+    return samples, trunk
+
+
+def forest(depth: int) -> list[TrainingSample]:
+    """Two groups. In the second two episodes sampled the same first turns."""
+    samples, _ = episode("a", depth, 0.7, "0")
+    second, trunk = episode("b", depth, -1.1, "1")
+    third, _ = episode("c", depth, 0.4, "1", like=trunk[:-1] or trunk)
+    return samples + second + third
+
+
+def pairs() -> list[TrainingSample]:
+    draw, samples = random.Random(0), []
+    for group in range(3):
+        prompt = [draw.randrange(8, 104) for _ in range(12)]
+        for advantage in (0.3, 0.0):
+            said = [draw.randrange(8, 104) for _ in range(draw.randint(2, 9))]
+            mask = [0] * len(prompt) + [1] * len(said)
+            samples.append(sample(prompt + said, mask, advantage, f"{group}"))
+    return samples
+
+
+def taken(learner, samples: list[TrainingSample], is_unrolled: bool = False) -> tuple[float, dict]:
+    """(loss, what one step of SGD with rate 1 takes away from each weight)."""
+    before = {}
+    for part in learner.trained():
+        before |= {f"{part.name} {n}": w.clone() for n, w in part.named_weights()}
+    minibatches, _ = learner.shard(samples)
+    if is_unrolled:
+        [minibatch] = minibatches
+        minibatch.batches = [pack_samples(samples, cp=2)]
+        assert set(minibatch.batches[0].parents) == {-1}
+    learner.annotate(minibatches)
+    loss = learner.step(minibatches, 0)["loss"].value
+    after = {}
+    for part in learner.trained():
+        after |= {f"{part.name} {n}": w for n, w in part.named_weights()}
+    return float(loss), {name: before[name] - after[name] for name in before}
+
+
+def test_a_small_tree_as_it_stands_in_a_batch():
+    # 1 2 3 is in front of all, 4 5 of two; the third and the fourth sample are alike.
+    samples = [
+        sample([1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 0, 1, 1, 1], 1.0),
+        sample([1, 2, 3, 4, 5, 8, 9], [0, 0, 0, 0, 0, 1, 1], 2.0),
+        sample([1, 2, 3, 10, 11], [0, 0, 0, 1, 1], 3.0),
+        sample([1, 2, 3, 10, 11], [0, 1, 0, 0, 1], 4.0),
+    ]
+    batch = pack_samples(samples)
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 10, 6, 8]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 5, 5]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 6, 7, 8, 8, 8]
+    assert batch.parents == [-1, 0, 0, 1, 1, 2, 2]
+    assert [path.tolist() for path in batch.paths] == [
+        [0, 1, 2, 3, 4, 6],
+        [0, 1, 2, 3, 4, 7],
+        [0, 1, 2, 5],
+        [0, 1, 2, 5],
+    ]
+    assert batch.labels.tolist() == [2, 3, 5, 6, 7, 8, 9, 10, 11, 2, 11]
+    assert batch.logit_indices.tolist() == [0, 1, 3, 4, 6, 4, 7, 2, 5, 0, 5]
+    assert batch.sequences.tolist() == [0] * 5 + [1] * 2 + [2] * 2 + [3] * 2
+    assert batch.advantages.tolist() == [1] * 5 + [2] * 2 + [3] * 2 + [4] * 2
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize("algorithm, old_shift", [("sft", 0.0), ("grpo", 0.4)])
+def test_a_tree_has_the_loss_and_gradient_of_transformers_own_forward(
+    depth, algorithm, old_shift, any_model
+):
+    learner, samples = make_learner(any_model, f"--algorithm {algorithm}"), forest(depth)
+    [minibatch], metrics = learner.shard(samples)
+    num_levels = max(len(levels_above(b.parents, n)) for b in minibatch.batches for n in (-1,))
+    assert num_levels >= depth
+    assert metrics["pack/computed_tokens"].value < 0.75 * metrics["pack/tokens"].value
+    packed, packed_loss = gradients(learner, samples, old_shift)
+    padded, padded_loss = padded_gradients(learner, samples, old_shift)
+    assert packed_loss == pytest.approx(padded_loss, rel=2e-6, abs=2e-6)
+    assert_same(packed, padded)
+
+
+def levels_above(parents: list[int], number: int) -> list[int]:
+    """The pieces before this one in its sequences."""
+    above = []
+    while parents[number] >= 0:
+        number = parents[number]
+        above.append(number)
+    return above
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_learns_from_trees_what_it_learns_from_the_samples_one_by_one(
+    preset, tiny_model
+):
+    flags = SGD, f"--algorithm {preset}", PRESETS[preset]
+    samples = pairs() if preset in ("dpo", "rm") else forest(3)
+    wanted_loss, wanted = taken(make_learner(tiny_model, *flags), samples, is_unrolled=True)
+    loss, found = taken(make_learner(tiny_model, *flags), samples)
+    assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-6)
+    assert_same(found, wanted, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [100, 150])
+def test_several_microbatches_of_trees_give_one_gradient(tokens, tiny_model):
+    samples, flags = forest(3), (SGD, "--algorithm grpo")
+    wanted_loss, wanted = taken(make_learner(tiny_model, *flags), samples, is_unrolled=True)
+    learner = make_learner(tiny_model, *flags, f"--learner.microbatch_tokens {tokens}")
+    [minibatch], _ = learner.shard(samples)
+    assert len(minibatch.batches) > 1
+    assert max(len(batch.input_ids) for batch in minibatch.batches) <= tokens
+    loss, found = taken(learner, samples)
+    assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-6)
+    assert_same(found, wanted, tolerance=1e-5)
+
+
+def test_padded_rows_of_a_tree_are_its_samples_and_give_the_same_gradient(tiny_model):
+    learner, samples = make_learner(tiny_model, "--algorithm sft"), forest(3)
+    batch = pack_samples(samples)
+    rows, _ = padded_rows(batch)
+    for row, each in zip(rows, samples, strict=True):
+        assert batch.input_ids[row[row >= 0]].tolist() == each.token_ids[:-1].tolist()
+    wanted, wanted_loss = padded_gradients(learner, samples)
+    set_attention(learner.policy.hf, "sdpa")
+    learner.policy.use_forward(PaddedForward())
+    found, loss = gradients(learner, samples)
+    assert loss == pytest.approx(wanted_loss, rel=2e-6, abs=2e-6)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "qwen3_moe"])
+def test_windows_sinks_caps_and_experts_of_a_tree_are_those_of_its_samples(name, made_once):
+    """The family's window is shorter than the deepest path."""
+    folder = made_once(f"family_{name}", lambda folder: make_family(folder, name))
+    flags = [SGD, "--algorithm sft"]
+    if name == "qwen3_moe":
+        flags.append("--actors.policy.router_aux_loss_coef 0.5")
+    wanted_loss, wanted = taken(make_learner(folder, *flags), forest(6), is_unrolled=True)
+    learner = make_learner(folder, *flags)
+    window = getattr(learner.policy.hf.config, "sliding_window", None) or 0
+    assert window < max(len(each.token_ids) for each in forest(6))
+    loss, found = taken(learner, forest(6))
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    assert_same(found, wanted, tolerance=1e-5)
+
+
+def test_shared_tokens_go_to_the_experts_of_the_first_sample_that_read_them(made_once):
+    folder = made_once("family_qwen3_moe", lambda folder: make_family(folder, "qwen3_moe"))
+    learner = make_learner(folder, "--algorithm grpo --actors.policy.router_replay true")
+    samples, shape = forest(3), (2, 2)
+    for number, each in enumerate(samples):
+        each.experts = np.full((len(each.token_ids) - 1, *shape), number % 4, np.int16)
+    samples[0].experts = None
+    batch = pack_samples(samples)
+    placed = part_of(learner, "Experts").packed(batch, samples).experts
+    for token in range(len(batch.input_ids)):
+        readers = [n for n, path in enumerate(batch.paths) if token in path]
+        known = [n % 4 for n in readers if n > 0]
+        assert set(placed[token].flatten().tolist()) == {known[0] if known else OWN}
+
+
+def random_family(seed: int) -> list[TrainingSample]:
+    """Samples that continue one another, equal ones and single tokens among them."""
+    draw = random.Random(seed)
+    streams = [[draw.randrange(3)]]
+    for _ in range(draw.randint(1, 30)):
+        known = draw.choice(streams)
+        kept = known[: draw.randint(1, len(known))]
+        streams.append(kept + [draw.randrange(3) for _ in range(draw.choice([0, 1, 4, 40]))])
+    samples = []
+    for stream in streams:
+        mask = [0] + [draw.randrange(2) for _ in stream[1:]]
+        samples.append(sample(stream, mask, 1.0, "g"))
+    return sorted(samples, key=lambda s: s.token_ids.tobytes())
+
+
+def num_tokens_of_trie(samples: list[TrainingSample]) -> int:
+    """Beginnings that differ: the least that can be computed."""
+    beginnings = set()
+    for each in samples:
+        ids = each.token_ids.tolist()[:-1]
+        beginnings |= {tuple(ids[: n + 1]) for n in range(len(ids))}
+    return len(beginnings)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_path_of_a_random_tree_is_its_sample(seed):
+    samples = random_family(seed)
+    batch = pack_samples(samples)
+    for path, each in zip(batch.paths, samples, strict=True):
+        assert batch.input_ids[path].tolist() == each.token_ids[:-1].tolist()
+        assert batch.position_ids[path].tolist() == list(range(len(path)))
+    levels = [len(levels_above(batch.parents, n)) for n in range(len(batch.parents))]
+    assert levels == sorted(levels)
+    num_tokens = sum(len(each.token_ids) for each in samples)
+    least = num_tokens_of_trie(samples)
+    assert least <= len(batch.input_ids) <= least + 0.1 * num_tokens
+    assert len(batch.input_ids) <= num_tokens - len(samples)
+
+
+def test_what_a_unit_saves_is_what_neighbours_have_in_common():
+    """By hand: a trunk of 40, two branches of 10 and one of 10 that leaves it after 20."""
+    trunk = list(range(40))
+    streams = [trunk + [50] * 10, trunk + [60] * 10, trunk[:20] + [70] * 10]
+    samples = [sample(s, [0] + [1] * (len(s) - 1), 1.0, "g") for s in streams]
+    unit = make_entries(samples, rank=0, skips=False)
+    assert [entry.num_shared for entry in unit] == [0, 40, 20]
+    tokens, work = unit_cost(unit, PackBudget(max_tokens=1000, pair_work=1.0))
+    assert tokens == len(pack_samples(samples).input_ids) == 49 + 49 + 29 - 40 - 20
+    assert work == tokens + (49**2 + 49**2 + 29**2 - 40**2 - 20**2) / 2
+    assert unit_cost(unit, PackBudget(max_tokens=1000, cp=2))[0] == 52 + 52 + 32
+
+
+def test_a_sample_that_is_skipped_hides_nothing_from_its_neighbours():
+    trunk = list(range(20))
+    streams = {"a": trunk + [50] * 5, "b": trunk[:3] + [55] * 5, "c": trunk + [60] * 5}
+    samples = []
+    for name, stream in streams.items():
+        mask = [0] * 3 + [1] * (len(stream) - 3)
+        samples.append(sample(stream, mask, float(name != "b"), "g"))
+    found = make_entries(samples, rank=0, skips=True)
+    assert [(e.num_shared, e.is_skipped) for e in found] == [(0, False), (3, True), (20, False)]
+
+
+def test_the_branches_of_an_episode_go_to_one_rank_and_loads_are_even():
+    samples = []
+    for number in range(16):
+        samples += episode(f"{number}", 4, 1.0, f"{number:02d}")[0]
+    samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
+    entries, budget = make_entries(samples, 0, False), PackBudget(max_tokens=400, num_ranks=2)
+    [plan] = plan_minibatches(entries, 1, budget)
+    for number in range(16):
+        holding = [b for b in plan.bins if any(e.group_id == f"{number:02d}" for e in b)]
+        assert len(holding) == 1
+    assert sum(plan.bin_work) > 0.9 * max(plan.bin_work) * len(plan.bin_work)
+    assert plan == plan_minibatches(list(reversed(entries)), 1, budget)[0]
+
+
+MESHES = {"dp 2": Mesh(dp_shard=2), "cp 2": Mesh(cp=2)}
+
+
+def compare(ranks, folder, out) -> dict[str, float]:
+    """The loss on each mesh; the first rank writes what was taken away."""
+    losses = {}
+    for name, mesh in MESHES.items():
+        for preset in ("grpo", "ppo"):
+            flags = SGD, f"--algorithm {preset} --cp {mesh.cp}", "--learner.microbatch_tokens 150"
+            learner = make_learner(folder, *flags, ranks=on_mesh(ranks, mesh))
+            mine = [s for s in forest(3) if int(s.group_id) == ranks.rank]
+            loss, found = taken(learner, mine)
+            losses[f"{name} {preset}"] = loss
+            torch.save(found, f"{out}.{name}.{preset}.{ranks.rank}")
+    return losses
+
+
+def test_ranks_that_hold_trees_take_the_gradient_of_one_rank(tiny_model, tmp_path):
+    found = of_ranks(2, __file__, "compare", tiny_model, tmp_path / "taken")
+    for preset in ("grpo", "ppo"):
+        learner = make_learner(tiny_model, SGD, f"--algorithm {preset}")
+        _, wanted = taken(learner, forest(3), is_unrolled=True)
+        for name in MESHES:
+            for rank in range(2):
+                taken_there = torch.load(tmp_path / f"taken.{name}.{preset}.{rank}")
+                assert_same(taken_there, wanted, tolerance=1e-5)
+    assert len(found) == 2
+
+
+if __name__ == "__main__":
+    answer(globals())
