@@ -5,8 +5,9 @@ Legend: n requests in a forward, S new tokens of each, V vocabulary.
 
 Row i of the KV cache belongs to the i-th active request, so a forward reads the first rows as one
 view and never gathers. A row holds the keys and values of every token before the newest one. A
-decode step sends two small tensors to the device and brings one tensor of sampled tokens back;
-nothing else waits for the device.
+request begins with a copy of them, where another row or a parked session begins with the same
+tokens. A decode step sends two small tensors to the device and brings one tensor of sampled tokens
+back; nothing else waits for the device.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import operator
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
+# A shorter beginning that two conversations share is computed again: it is not worth a prefill of
+# its own before that of the others.
+SHARED_TOKENS = 64
 # Waiting requests are admitted at the latest this many decode steps after the last ones.
 REFILL_STEPS = 8
 # Of the cache's memory at most, where it does not hold all slots and as many parked sessions.
@@ -58,9 +62,12 @@ class Request:
     adapter: str  # "" is none
     random_bits: Callable[[int], int]  # this request's generator; one draw per token
     future: asyncio.Future[Completion]
-    key: tuple[str | int, ...] = ()  # its adapter and its tokens when it was queued
-    row: int = -1  # of the cache
-    num_cached: int = 0  # ids with keys and values from the session's last turn
+    num_prompt: int = 0  # ids when it was queued
+    head: int = 0  # hash of its adapter and of its first SHARED_TOKENS ids
+    source: Request | None = None  # whose keys and values it begins with
+    num_cached: int = 0  # ids that it takes from its source
+    row: int = -1  # of the cache, where its ids are computed
+    parked: Snapshot | None = None  # its row, while its session waits for the next turn
     hidden: Tensor | None = None  # [hidden size] of its last token when it entered
 
     @property
@@ -68,18 +75,18 @@ class Request:
         return len(self.ids) - self.num_cached
 
     @property
+    def num_computed(self) -> int:
+        """Ids with keys and values, once it has a row. The newest has none, if it was sampled."""
+        return max(self.num_prompt, len(self.ids) - 1)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.source is None or self.source.row >= 0
+
+    @property
     def has_limits(self) -> bool:
         params = self.params
         return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-
-
-@dataclass(kw_only=True, slots=True)
-class Parked:
-    """A session that waits for its next turn."""
-
-    adapter: str
-    ids: list[int]
-    cache: Snapshot
 
 
 class EmbeddedEngine(Engine):
@@ -118,9 +125,9 @@ class EmbeddedEngine(Engine):
                 f"{type(model).__name__} is sampled row by row, which has no adapters of several "
                 "actors; leave share"
             )
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []
         self._active: list[Request] = []  # the i-th has row i
-        self._parked: dict[str, Parked] = {}  # by session, oldest first
+        self._parked: dict[str, Request] = {}  # by session, oldest first
         self._steps_since_refill = 0
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
@@ -245,7 +252,8 @@ class EmbeddedEngine(Engine):
         self._cache = self._slots.make_cache(self.capacity, self.max_context_tokens)
 
     def _queue(self, request: Request) -> None:
-        request.key = (request.adapter, *request.ids)
+        request.row, request.num_cached, request.num_prompt = -1, 0, len(request.ids)
+        request.head = head_of(request)
         self._waiting.append(request)
 
     def _start_running(self) -> None:
@@ -297,55 +305,61 @@ class EmbeddedEngine(Engine):
             self.stats.update(decode_steps=1, decode_tokens=len(requests))
 
     def _admit(self) -> None:
-        """Prefills each new prompt once, and samples every request's first token."""
+        """Prefills what no row and no parked session has of each prompt, and samples every
+        request's first token."""
         self._steps_since_refill = 0
-        # By key the request whose row has this prompt. Only what is batched can be cut to it.
-        read = self._active if self._slots.is_batched else ()
-        owners = {request.key: request for request in read}
-        leaders: list[Request] = []
-        followers: list[Request] = []
-        num_free = self.capacity - len(self._active)
-        while self._waiting and len(leaders) + len(followers) < num_free:
-            request = self._waiting.popleft()
-            if request.future.done():  # It was cancelled.
-                continue
-            if owners.setdefault(request.key, request) is request:
-                request.num_cached = self._num_reusable(request)
-                leaders.append(request)
-            else:
-                followers.append(request)
-        chunks = list(prefill_chunks(leaders))
-        started = [*chain(*chunks), *followers]
+        self._waiting = [request for request in self._waiting if not request.future.done()]
+        started = self._waiting[: self.capacity - len(self._active)]
+        if not started:
+            return
+        computed: list[Request] = []
+        if self._slots.is_batched:
+            computed += [*self._parked.values(), *self._active]
         for request in started:
-            request.row = len(self._active)
-            self._active.append(request)
-        for chunk in chunks:
-            self._prefill(chunk)
-        for request in followers:
-            owner = owners[request.key]
-            prompt = self._cache.snapshot(owner.row, len(request.ids))
-            self._cache.restore(request.row, prompt, len(request.ids))
-            request.hidden = owner.hidden
-        if started:
-            for request in started:
-                version = self.adapter_versions.get(request.adapter, self.version)
-                note_version(request.completion, version)
-            self._take(started, torch.stack([request.hidden for request in started]))
+            self._find_source(request, computed)
+            computed.append(request)
+        left = started
+        while left:
+            # A request that begins like another of these comes after it.
+            ready = [request for request in left if request.is_ready]
+            ready.sort(key=lambda request: request.num_new)
+            for request in ready:
+                self._place(request)
+            for chunk in prefill_chunks(request for request in ready if request.num_new):
+                self._prefill(chunk)
+            left = [request for request in left if request.row < 0]
+        for request in started:
+            version = self.adapter_versions.get(request.adapter, self.version)
+            note_version(request.completion, version)
+        self._take(started, torch.stack([request.hidden for request in started]))
 
-    def _num_reusable(self, request: Request) -> int:
-        parked = self._parked.get(request.session)
-        if parked is None or parked.adapter != request.adapter:
-            return 0
-        # The last token is always forwarded: its hidden state gives the first logits.
-        same = map(operator.eq, parked.ids, request.ids[:-1])
-        return len(list(takewhile(bool, same)))
+    def _find_source(self, request: Request, computed: list[Request]) -> None:
+        """Finds the longest beginning of the prompt among what is computed."""
+        own = self._parked.get(request.session)
+        for source in computed:
+            if source is not own and source.head != request.head:
+                continue
+            num = num_shared(source, request)
+            # Only what is batched can be cut.
+            if num > request.num_cached and (self._slots.is_batched or num == len(request.ids)):
+                request.source, request.num_cached = source, num
+            if request.num_new == 0:
+                return
+
+    def _place(self, request: Request) -> None:
+        """Gives the next row to a request, with what it takes from its source."""
+        request.row = len(self._active)
+        self._active.append(request)
+        self._waiting.remove(request)
+        self._parked.pop(request.session, None)
+        source, request.source = request.source, None
+        if source is not None:
+            kept = source.parked or self._cache.snapshot(source.row, request.num_cached)
+            self._cache.restore(request.row, kept, request.num_cached)
+            request.hidden = source.hidden
 
     def _prefill(self, requests: list[Request]) -> None:
         """Fills the rows of requests that are active."""
-        for request in requests:
-            parked = self._parked.pop(request.session, None)
-            if request.num_cached:
-                self._cache.restore(request.row, parked.cache, request.num_cached)
         longest = max(r.num_new for r in requests)
         # There are several pieces only if a single prompt is longer than PREFILL_TOKENS.
         piece_tokens = PREFILL_TOKENS if self._slots.is_batched else longest
@@ -441,14 +455,14 @@ class EmbeddedEngine(Engine):
     def _park(self, request: Request) -> None:
         """Keeps a conversation's keys and values beside the slots, which other requests need
         meanwhile."""
-        ids = request.ids[:-1]
         self._parked.pop(request.session, None)  # The newest comes last.
-        room = self._parked_room - len(ids)
-        while self._parked and sum(len(parked.ids) for parked in self._parked.values()) > room:
+        room = self._parked_room - request.num_computed
+        while self._parked and sum(r.num_computed for r in self._parked.values()) > room:
             del self._parked[next(iter(self._parked))]
         if room >= 0:
-            cache = self._cache.snapshot(request.row, len(ids))
-            self._parked[request.session] = Parked(adapter=request.adapter, ids=ids, cache=cache)
+            request.head = head_of(request)
+            request.parked = self._cache.snapshot(request.row, request.num_computed)
+            self._parked[request.session] = request
 
     def _leave(self, request: Request) -> None:
         """Frees a request's row, and moves the last row into it."""
@@ -459,10 +473,25 @@ class EmbeddedEngine(Engine):
             last.row = request.row
 
 
+def head_of(request: Request) -> int:
+    return hash((request.adapter, *request.ids[:SHARED_TOKENS]))
+
+
+def num_shared(source: Request, request: Request) -> int:
+    """Ids of a request that its source has computed. The last is among them only where the source
+    keeps the hidden state that its first logits need."""
+    if source.adapter != request.adapter:
+        return 0
+    same = map(operator.eq, source.ids[: source.num_computed], request.ids)
+    num = len(list(takewhile(bool, same)))
+    is_whole = num == len(request.ids) == source.num_prompt
+    return num if is_whole else min(num, len(request.ids) - 1)
+
+
 def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Batches of requests with similar lengths, of at most PREFILL_TOKENS with padding."""
+    """Batches of requests, which come by length, of at most PREFILL_TOKENS with padding."""
     chunk: list[Request] = []
-    for request in sorted(requests, key=lambda r: r.num_new):
+    for request in requests:
         is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS
         if chunk and (is_full or request.num_new > 2 * chunk[0].num_new + 16):
             yield chunk

@@ -12,13 +12,15 @@ from kit import embedded, metrics, words
 from kit import run as run_command
 from models_table import load_plain, make_family
 from test_engine_contract import LORAS, load, logprobs_of, random_prompts
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rl_core.engines.embedded
+from rl_core.data.chat import Chat
 from rl_core.engines.slots import SlotModel, bytes_per_token
 from rl_core.host_copies import device_memory
 from rl_core.learning.logprobs import logit_change
 from rl_core.plugins.row_sampling import choose_sampler
+from rl_core.sampling.actor import Actor
 from rl_core.types import SamplingParams
 
 VOCAB_SIZE = 104
@@ -199,6 +201,118 @@ def test_a_session_prefills_only_what_its_prompt_adds(model):
     assert asyncio.run(two_turns(lambda one: [9] * 4)) == 4
 
 
+TRUNK = [*range(100)]
+TAILS = [[99 - i, *range(i, i + 7)] for i in range(8)]
+
+
+async def ask_branches(engine, params, adapter: str = "", tails=TAILS) -> list:
+    """Completions of all branches of the trunk at once, each a session of its own."""
+    asked = []
+    for i, tail in enumerate(tails):
+        more = {"seed": i, "session": f"branch {i}", "adapter": adapter}
+        asked.append(engine.generate(TRUNK + tail, params, **more))
+    return await asyncio.gather(*asked)
+
+
+@pytest.mark.parametrize("trunk_is", ["new", "decoding", "parked"])
+def test_branches_prefill_what_is_new_and_sample_what_they_would_alone(model, trunk_is):
+    params = SamplingParams(max_tokens=12)
+    engine = embedded(model, num_slots=9, max_context_tokens=200)
+
+    async def talk():
+        tasks = []
+        if trunk_is != "new":
+            most = SamplingParams(max_tokens=80 if trunk_is == "decoding" else 2)
+            spoken = engine.generate(TRUNK, most, seed=0, session="trunk")
+            tasks.append(asyncio.create_task(spoken))
+            await has_decoded(engine, 1)
+        before = engine.stats["prefill_tokens"]
+        branches = await ask_branches(engine, params)
+        num_new = engine.stats["prefill_tokens"] - before
+        assert len(await asyncio.gather(*tasks)) == (trunk_is != "new")
+        return branches, num_new
+
+    branches, num_new = asyncio.run(talk())
+    assert num_new == 8 * 8 + (len(TRUNK) if trunk_is == "new" else 0)
+    prompts = [TRUNK + tail for tail in TAILS]
+    assert_logprobs(model, prompts, branches)
+    alone = [
+        run(embedded(model, max_context_tokens=200), [prompt], params, first_seed=i)[0].token_ids
+        for i, prompt in enumerate(prompts)
+    ]
+    assert [branch.token_ids for branch in branches] == alone
+
+
+def test_a_trunk_stays_for_its_own_session_when_branches_begin_with_it(model):
+    engine = embedded(model, num_slots=9, max_context_tokens=200)
+    params = SamplingParams(max_tokens=4)
+
+    async def talk():
+        first = await engine.generate(TRUNK, params, seed=0, session="trunk")
+        await ask_branches(engine, params)
+        for i in range(8):
+            engine.end_session(f"branch {i}")
+        longer, before = TRUNK + first.token_ids + [5], engine.stats["prefill_tokens"]
+        second = await engine.generate(longer, params, seed=1, session="trunk")
+        return longer, second, engine.stats["prefill_tokens"] - before
+
+    longer, second, num_new = asyncio.run(talk())
+    assert num_new == 2
+    assert_logprobs(model, [longer], [second])
+
+
+def test_equal_prompts_that_begin_with_an_unknown_trunk_are_prefilled_once_each(model):
+    engine, params = embedded(model, num_slots=20), SamplingParams(max_tokens=3)
+    prompts = [TRUNK[:70] + tail for tail in TAILS[:4] for _ in range(4)]
+    assert_logprobs(model, prompts, run(engine, prompts, params))
+    assert engine.stats["prefill_tokens"] == 70 + 4 * 8
+
+
+def test_a_rewound_conversation_prefills_what_comes_after_the_turn(tiny_model):
+    """Two replies, then another second question to the first."""
+    chat = Chat(AutoTokenizer.from_pretrained(tiny_model))
+    model = load(tiny_model)
+    engine = embedded(model, max_context_tokens=400, tokenizer=chat.tokenizer)
+    actor = Actor(name="bob", engine=engine, chat=chat, max_context_tokens=400, max_tokens=8)
+    actor = actor.in_episode(SamplingParams(max_tokens=8), 0, "episode")
+
+    async def talk():
+        reply = await actor.respond("what is 1 + 2, and why? " * 4)
+        await reply.respond("and 3 + 4?")
+        branch, before = reply.at(1), engine.stats["prefill_tokens"]
+        return await branch.respond("and 5 + 6?"), engine.stats["prefill_tokens"] - before
+
+    branch, num_new = asyncio.run(talk())
+    # <|end|><|user|> and the letters of "and " are the same in both questions.
+    assert num_new == len(branch.turns[1].new_ids) - 6
+    first, second = branch.turns
+    prompt = first.new_ids + first.completion.token_ids + second.new_ids
+    assert_logprobs(model, [prompt], [second.completion])
+
+
+@pytest.mark.parametrize("arch", ["mamba", "llama4"])
+def test_branches_of_models_whose_caches_cannot_be_cut_are_read_from_their_first_token(
+    arch, tmp_path
+):
+    make_family(tmp_path, arch)
+    model = load_plain(tmp_path)
+    engine = embedded(model, num_slots=9, max_context_tokens=200)
+    params = SamplingParams(max_tokens=4)
+
+    async def talk():
+        await engine.generate(TRUNK, params, seed=0, session="trunk")
+        return await ask_branches(engine, params, tails=[*TAILS[:2], *TAILS[:2]])
+
+    branches = asyncio.run(talk())
+    prompts = [TRUNK + tail for tail in [*TAILS[:2], *TAILS[:2]]]
+    assert engine.stats["prefill_tokens"] == len(TRUNK) * 3 + 16
+    with torch.no_grad():
+        for prompt, branch in zip(prompts, branches, strict=True):
+            logits = model(torch.tensor([prompt])).logits[0, -1]
+            expected = logits.log_softmax(-1)[branch.token_ids[0]].item()
+            assert branch.logprobs[0] == pytest.approx(expected, abs=1e-4)
+
+
 def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model):
     """Beside a long addition to a short conversation, a short one to a conversation near the limit
     is padded past it."""
@@ -227,13 +341,13 @@ def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_
 
     async def speak(name: str) -> int:
         before = engine.stats["prefill_tokens"]
-        await engine.generate([1] * 20, params, seed=0, session=name)
+        await engine.generate([ord(name)] * 20, params, seed=0, session=name)
         return engine.stats["prefill_tokens"] - before
 
     async def open_sessions():
         return [await speak(name) for name in "abcddcba"]
 
-    assert asyncio.run(open_sessions()) == [20, 20, 20, 20, 1, 1, 1, 20]
+    assert asyncio.run(open_sessions()) == [20, 20, 20, 20, 0, 0, 0, 20]
 
 
 def test_long_and_ragged_prompts_are_prefilled_in_bounded_pieces(model, monkeypatch):
@@ -263,11 +377,25 @@ def test_late_requests_are_admitted_while_others_decode(model):
     assert_logprobs(model, [[1, 2], [3, 4, 5]], [slow, quick])
 
 
+def test_a_request_that_is_cancelled_before_it_has_a_slot_costs_nothing(model):
+    engine, params = embedded(model, num_slots=1), SamplingParams(max_tokens=20)
+
+    async def ask():
+        prompts = [[1] * 5, [2] * 6, [3] * 7]
+        tasks = [asyncio.create_task(engine.generate(p, params, seed=0)) for p in prompts]
+        await has_decoded(engine, 3)
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+
+    asyncio.run(ask())
+    assert engine.stats["prefill_tokens"] == 5 + 7
+
+
 # Its life
 
 
 def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model):
-    engine, prompt, params = embedded(model), [3] * 20, SamplingParams(max_tokens=8)
+    engine, prompt, params = embedded(model), [3] * 80, SamplingParams(max_tokens=8)
 
     async def before_and_after():
         old = await engine.generate(prompt, params, seed=1, session="s")
@@ -276,11 +404,12 @@ def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model)
                 parameter.mul_(1.5)
         await engine.update(None, version=4)
         second = prompt + old.token_ids
-        return old, second, await engine.generate(second, params, seed=1, session="s")
+        new = await engine.generate(second, params, seed=1, session="s")
+        return old, second, new, await engine.generate(second, params, seed=1, session="branch")
 
-    old, second, new = asyncio.run(before_and_after())
-    assert (old.policy_version, new.policy_version) == (0, 4)
-    assert_logprobs(model, [second], [new])
+    old, second, *new = asyncio.run(before_and_after())
+    assert [c.policy_version for c in (old, *new)] == [0, 4, 4]
+    assert_logprobs(model, [second] * 2, new)
 
 
 async def interrupted(engine, prompts, params, at: list[int], change) -> list:
@@ -297,7 +426,8 @@ async def interrupted(engine, prompts, params, at: list[int], change) -> list:
 
 
 def test_a_pause_changes_nothing_that_is_sampled(model):
-    prompts, params = random_prompts(12), SamplingParams(max_tokens=40)
+    prompts = [prompt for prompt in random_prompts(6) for _ in range(2)]
+    params = SamplingParams(max_tokens=40)
     expected = run(embedded(model), prompts, params)
 
     async def nothing(number): ...
@@ -476,6 +606,19 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_ch
         assert_logprobs(models[name], [longer], [second])
         return engine.stats["prefill_tokens"] - before, longer
 
+    async def branch(name: str, update_of: str) -> int:
+        """Tokens prefilled of branches by `name` of a trunk that bob has read."""
+        params = SamplingParams(max_tokens=3)
+        await engine.generate(TRUNK, params, seed=0, session="s", adapter="bob")
+        if update_of:
+            await engine.update(weights[update_of].items(), 2, adapter=update_of)
+        before = engine.stats["prefill_tokens"]
+        found = await ask_branches(engine, params, adapter=name)
+        assert_logprobs(models[name], [TRUNK + tail for tail in TAILS], found)
+        for session in ("s", *(f"branch {i}" for i in range(8))):
+            engine.end_session(session)
+        return engine.stats["prefill_tokens"] - before
+
     for name, update_of, is_reused in (
         ("bob", "", True),
         ("bob", "alice", False),
@@ -484,6 +627,8 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_ch
     ):
         num_new, longer = asyncio.run(talk(name, update_of))
         assert num_new == (3 if is_reused else len(longer)), (name, update_of)
+        num_new = asyncio.run(branch(name, update_of))
+        assert num_new == 64 + (0 if is_reused else len(TRUNK)), (name, update_of)
 
 
 def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_model):
@@ -508,7 +653,7 @@ def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_mod
 
 
 def cache_bytes(engine) -> int:
-    snapshots = [engine._cache.tensors, *(parked.cache for parked in engine._parked.values())]
+    snapshots = [engine._cache.tensors, *(request.parked for request in engine._parked.values())]
     return sum(tensor.nbytes for snapshot in snapshots for tensor in snapshot)
 
 

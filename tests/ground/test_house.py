@@ -286,7 +286,7 @@ def sizes() -> dict[str, Size]:
 # the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
     "spine": (31_470, 300, 5.6),
-    "engines": (10_310, 220, 5.6),
+    "engines": (10_420, 220, 5.6),
     "agents": (6_800, 300, 6.0),
     "plugins": (36_650, 290, 6.0),
     "sandbox": (8_800, 280, 5.4),
