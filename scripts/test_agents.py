@@ -20,30 +20,34 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_core import registry
+from rl_core.agents.boxed import PROGRAMS as PROGRAMS_FOLDER
+from rl_core.agents.boxed import CommandBox
 from rl_core.agents.endpoint import Endpoint, EndpointServer
-from rl_core.agents.program import CommandResult, remove, run_command
+from rl_core.agents.program import CommandResult
 from rl_core.data.chat import Chat
 from rl_core.engines.scripted import ScriptedEngine, plain_chat
 from rl_core.sampling.actor import Actor, EpisodeActors
+from rl_core.sandbox.boxes import Limits
 from rl_core.types import Completion, SamplingParams
 
 FOLDER = Path(__file__).resolve().parent / "agents"
 QUESTION = "What is 19 + 23? Write the answer into answer.txt."
 ANSWER = "42"
 ASIDE = "Adding two numbers"
-TIMEOUT_S = 120.0
-# The workspace is made when the program starts; it is the shell's folder.
-BOX = """exec bwrap --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp --bind "$PWD" "$PWD" \
---bind "$SOCKETS" "$SOCKETS" --ro-bind "$INSTALLED" "$INSTALLED" --ro-bind "$AGENTS" "$AGENTS" \
---chdir "$PWD" --unshare-net --unshare-pid --unshare-ipc --die-with-parent "$@" """
+TIMEOUT_S = 300.0
+# Node.js reserves much more memory than it uses.
+LIMITS = Limits(memory_mib=1 << 17, processes=1024, disk_mib=4096)
+# Paths in a box.
+INSTALLED, AGENTS = "installed", "agents"
+PLACE = f"{PROGRAMS_FOLDER}/{INSTALLED}"
 
 
 @dataclass(kw_only=True)
@@ -195,37 +199,41 @@ class Relay:
 
 
 @asynccontextmanager
-async def relaying(port: int, loses_answer: bool) -> AsyncIterator[Path]:
-    """The path of a Unix socket that leads to the endpoint."""
-    folder = Path(tempfile.mkdtemp(prefix="rl_core_sockets_"))
+async def relaying(port: int, path: str, loses_answer: bool) -> AsyncIterator[None]:
+    """A Unix socket that leads to the endpoint."""
     relay = Relay(port, loses_answer)
-    server = await asyncio.start_unix_server(relay.connect, folder / "endpoint")
+    server = await asyncio.start_unix_server(relay.connect, path)
+    os.chmod(path, 0o666)  # Programs of boxes are other users.
     try:
-        yield folder / "endpoint"
+        yield
     finally:
         server.close()
-        shutil.rmtree(folder)
 
 
-def command_of(name: str, path: Path, port: int) -> list[str]:
-    """The program's command in a box without network but the endpoint's Unix socket."""
-    script = FOLDER / f"{name}.sh"
-    starts = ["sh", str(script)] if script.exists() else ["python", str(FOLDER / f"{name}.py")]
-    forward = [sys.executable, str(FOLDER / "forward.py"), str(path), str(port)]
-    return ["sh", "-c", BOX, "sh", *forward, *starts, QUESTION]
+def command_of(name: str) -> list[str]:
+    """The program's command inside of its box."""
+    folder = f"{PROGRAMS_FOLDER}/{AGENTS}"
+    is_script = (FOLDER / f"{name}.sh").exists()
+    starts = ["sh", f"{folder}/{name}.sh"] if is_script else ["python", f"{folder}/{name}.py"]
+    return [
+        "sh",
+        "-c",
+        f'PATH={PLACE}/bin:{PLACE}/node_modules/.bin:$PATH exec "$@"',
+        "sh",
+        *starts,
+        QUESTION,
+    ]
 
 
 async def run_program(
-    name: str, installed: Path, llm: Endpoint, port: int, loses_answer: bool
+    name: str, installed: Path, llm: Endpoint, loses_answer: bool
 ) -> CommandResult | None:
     """How the program ended, or None if it took too long."""
-    bins = [installed / "bin", installed / "node_modules" / ".bin"]
-    path = os.pathsep.join([*map(str, bins), os.environ["PATH"]])
-    places = {"INSTALLED": str(installed), "AGENTS": str(FOLDER)}
-    async with relaying(port, loses_answer) as socket:
-        places["SOCKETS"] = str(socket.parent)
-        environ = llm.environ | places | {"PATH": path}
-        work = run_command(command_of(name, socket, port), {"question": QUESTION}, environ)
+    box = CommandBox(shown={INSTALLED: installed, AGENTS: FOLDER}, limits=LIMITS)
+    row = {"question": QUESTION}
+    port = urlsplit(llm.address).port
+    async with relaying(port, box.socket_path, loses_answer), await box.open(row) as place:
+        work = box.run(place, command_of(name), row, llm)
         try:
             return await asyncio.wait_for(work, TIMEOUT_S)
         except asyncio.TimeoutError:
@@ -242,7 +250,7 @@ async def play(
     llm = await server.open(actors)
     tree = llm.trees["policy"]
     try:
-        result = await run_program(name, installed, llm, server.port, loses_answer)
+        result = await run_program(name, installed, llm, loses_answer)
         has_answered = result is not None and result.text.splitlines()[-1:] == [ANSWER]
         branches = llm.trajectories(float(has_answered))
     finally:
@@ -250,7 +258,6 @@ async def play(
         await server.close()
     if result is None:
         return {"passed": False, "ended": f"not in {TIMEOUT_S:g} s"}
-    remove(result.workspace)
     sampled = [turn for t in branches for turn in t.turns[1:]]
     found = {
         "passed": False,
