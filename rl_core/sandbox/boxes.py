@@ -8,18 +8,22 @@ async with await boxes.open(row) as box:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rl_core.sandbox.box_bubblewrap import BubblewrapBox
+from rl_core.sandbox.box_containers import ContainerBox
 from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Limits
+from rl_core.sandbox.engines import ENGINES, find_engine
 
 __all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "open"]
 
 MAX_KEPT = 32
-DRIVERS = ("bubblewrap", "docker", "podman")
+DRIVERS = ("bubblewrap", *ENGINES)
 
 
 class KeptBoxes:
@@ -58,7 +62,7 @@ KEPT = KeptBoxes()
 class OpenBox:
     """What open() returns: the box of one episode. At close() it may be emptied and kept."""
 
-    def __init__(self, box: BubblewrapBox, reuse: bool):
+    def __init__(self, box: BubblewrapBox | ContainerBox, reuse: bool):
         self.box = box
         self.reuse = reuse
         self.is_closed = False
@@ -98,22 +102,42 @@ async def open(
     reuse: bool = True,
 ) -> OpenBox:
     """A box for one episode. The row's `image` counts before the argument. `driver`: bubblewrap,
-    docker or podman; "" takes the first that works, and docker or podman for an image. `binds`:
+    docker or podman; "" takes bubblewrap, and for an image docker or podman. `binds`:
     path inside -> path of the host, read-only unless that ends in ":rw". Raises RuntimeError where
     this machine has no such box, with what to install."""
+    if driver not in ("", *DRIVERS):
+        raise ValueError(f"driver={driver!r} is not one of {', '.join(DRIVERS)}")
     settings = BoxSettings(
-        driver=driver or "bubblewrap",
+        driver=driver,
         image=row.get("image") or image,
         limits=limits or Limits(),
         network=network,
         binds=tuple(sorted((binds or {}).items())),
     )
-    if driver not in ("", *DRIVERS):
-        raise ValueError(f"driver={driver!r} is not one of {', '.join(DRIVERS)}")
+    if settings.image and driver == "bubblewrap":
+        raise ValueError(f"image={settings.image!r} needs driver docker or podman")
+    if driver in ENGINES and not settings.image:
+        raise ValueError(f"driver={driver!r} needs an image: image='python:3.12-slim', say")
+    if settings.image:
+        return OpenBox(await open_container(settings), False)
+    settings = replace(settings, driver="bubblewrap")
     box = KEPT.take(settings) if reuse else None
     if box is None:
         try:
             box = await BubblewrapBox.open(settings)
         except OSError as error:
-            raise RuntimeError(f"this machine makes no box by bubblewrap: {error}") from error
+            raise RuntimeError(
+                f"this machine makes no box by bubblewrap ({error}); "
+                "give an image for docker or podman, or allow user namespaces"
+            ) from error
     return OpenBox(box, reuse)
+
+
+async def open_container(settings: BoxSettings) -> ContainerBox:
+    engines = (settings.driver,) if settings.driver else ENGINES
+    why = f"a box has image={settings.image!r}"
+    try:
+        engine = await asyncio.to_thread(find_engine, why, engines)
+        return await ContainerBox.open(replace(settings, driver=engine))
+    except (OSError, ValueError) as error:
+        raise RuntimeError(str(error)) from error

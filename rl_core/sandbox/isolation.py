@@ -241,32 +241,6 @@ def bubblewrap(argv: list[str]) -> list[str]:
     return [*line, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", *argv]
 
 
-def container(
-    runtime: str, image: str, flags: list[str], folder: str, argv: list[str]
-) -> list[str]:
-    """The command that runs argv in a container of docker or podman. `folder` holds the socket by
-    which it is reached."""
-    line = [
-        runtime,
-        "run",
-        "--rm",
-        "--network=none",
-        "--read-only",
-        "--cap-drop=ALL",
-        f"--user={NOBODY}:{NOBODY}",
-    ]
-    line += [
-        "--security-opt=no-new-privileges",
-        "--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777",
-        "--workdir=/tmp",
-    ]
-    line += [f"--volume={PACKAGE}:{BOX_PACKAGE}:ro", f"--volume={folder}:{BOX_FOLDER}"]
-    line += [
-        f"--env={name}={value}" for name, value in program_environment().items() if name != "PATH"
-    ]
-    return [*line, *flags, "--entrypoint=python3", image, *argv[1:]]
-
-
 def program_environment() -> dict[str, str]:
     """All environment variables that a program sees. The hash seed is fixed: sets have the same
     order in every run."""

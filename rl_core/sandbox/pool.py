@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.sandbox import isolation
+from rl_core.sandbox.engines import bind_flags, reap, run_line
 
 START_TIMEOUT_S = 60.0
 MAX_WAIT = 10  # times its timeout_s that a program may wait for a core beside it
@@ -187,7 +188,8 @@ class Pool:
             BEGIN.format(path=path, args=", ".join(map(repr, args))),
         ]
         if folder:
-            return isolation.container(level, self.image, self.flags, folder, argv)
+            reap(level)
+            return container(level, self.image, self.flags, folder, argv)
         if level == "bubblewrap" and not shutil.which("bwrap"):
             raise OSError("bwrap is not installed")
         return isolation.bubblewrap(argv) if level == "bubblewrap" else argv
@@ -209,6 +211,22 @@ class Pool:
             if self.finalizer is not None and self.pid == os.getpid():
                 self.finalizer()
             self.control = self.finalizer = None
+
+
+def container(
+    runtime: str, image: str, flags: list[str], folder: str, argv: list[str]
+) -> list[str]:
+    """The command that runs argv in a container of docker or podman. `folder` holds the socket by
+    which it is reached."""
+    line = [*run_line(runtime), "--read-only", f"--user={isolation.NOBODY}:{isolation.NOBODY}"]
+    line += ["--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777", "--workdir=/tmp"]
+    line += bind_flags(isolation.PACKAGE, isolation.BOX_PACKAGE) + bind_flags(
+        folder, isolation.BOX_FOLDER, writable=True
+    )
+    variables = isolation.program_environment()
+    del variables["PATH"]
+    line += [f"--env={name}={value}" for name, value in variables.items()]
+    return [*line, *flags, "--entrypoint=python3", image, *argv[1:]]
 
 
 class Channels:

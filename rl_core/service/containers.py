@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import os
 import re
 import secrets
-import shutil
-import socket
-import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,22 +18,25 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from rl_core.data.tasks import shorten
+from rl_core.sandbox.engines import (
+    ENGINE_S,
+    bind_flags,
+    find_engine,
+    memory_flags,
+    remove_line,
+    run_line,
+)
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import check_capacity
 from rl_core.service.session import Numbered, Session
 from rl_core.service.wire import CODES, MAX_MESSAGE, VERB_OF, ServiceError, wrong
 
 SETTINGS = ("image", "network", "cpus", "memory", "capacity")
-OWNER = "rl_core.owner"  # label: HOST PID START of the worker's process
 CAPACITY = 16  # sessions, which are containers, of one worker
-CONFINED = (
-    "--rm --interactive --init --read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m --env HOME=/tmp "
-    "--pids-limit 512 "
-    "--cap-drop ALL --security-opt no-new-privileges --log-driver none"
-)
+CONFINED = ["--interactive", "--init", "--read-only", "--env", "HOME=/tmp"]
+CONFINED += ["--tmpfs", "/tmp:rw,nosuid,nodev,size=256m"]
 OPEN_S = 300.0  # an image may have to be pulled
 GRACE_S = 2.0  # from the end of a container's stdin to its removal by force
-REMOVE_S = 60.0  # that the removal may take
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,29 +99,9 @@ class Runtime:
     def argv(self, name: str, path: str, settings: Settings, hook_timeout_s: float) -> list[str]:
         """The command that asks for a container, and then speaks with what runs in it."""
         file = Path(path).expanduser().resolve()
-        given = [
-            "--name",
-            name,
-            "--label",
-            f"{OWNER}={owner()}",
-            "--label",
-            f"rl_core.worker={self.worker}",
-        ]
-        given += [
-            "--cpus",
-            f"{settings.cpus:g}",
-            "--memory",
-            settings.memory,
-            "--memory-swap",
-            settings.memory,
-        ]
-        given += ["--network", "bridge" if settings.network else "none"]
-        given += [
-            "--mount",
-            f"type=bind,source={file.parent},target=/env,readonly",
-            "--entrypoint",
-            "python",
-        ]
+        given = [*CONFINED, "--name", name, "--label", f"rl_core.worker={self.worker}"]
+        given += ["--cpus", f"{settings.cpus:g}", *memory_flags(settings.memory)]
+        given += [*bind_flags(file.parent, "/env"), "--entrypoint", "python"]
         inside = [
             "-m",
             "rl_core.service.contained",
@@ -130,10 +109,11 @@ class Runtime:
             "--hook_timeout_s",
             f"{hook_timeout_s:g}",
         ]
-        return [self.program, "run", *CONFINED.split(), *given, settings.image, *inside]
+        line = run_line(self.program, network=settings.network)
+        return [*line, *given, settings.image, *inside]
 
     def remove_argv(self, names: list[str]) -> list[str]:
-        return [self.program, "rm", "--force", *names]
+        return remove_line(self.program, names)
 
     async def open(
         self, path: str, settings: Settings, hook_timeout_s: float, died: Callable[[str], None]
@@ -150,63 +130,13 @@ class Runtime:
         )
         return Box(self, name, process, died)
 
-    def reap(self) -> None:
-        """Removes containers of workers of this host that are no more. Raises OSError if there is
-        no engine."""
-        listed = self._run(
-            ["ps", "--all", "--filter", f"label={OWNER}", "--format", "{{.ID}} {{.Labels}}"]
-        )
-        # docker writes owner=X,other=Y and podman map[owner:X other:Y]
-        found = re.findall(rf"^(\S+) .*\b{re.escape(OWNER)}[=:](\S+ \d+ \d*)", listed, re.MULTILINE)
-        dead = [id for id, label in found if is_dead(label)]
-        if dead:
-            with suppress(OSError):  # another worker that starts removes the same
-                self._run(self.remove_argv(dead)[1:])
-
-    def _run(self, args: list[str]) -> str:
-        done = subprocess.run(
-            [self.program, *args], capture_output=True, text=True, timeout=60, check=False
-        )
-        if done.returncode:
-            raise OSError(" ".join(done.stderr.split())[:300])
-        return done.stdout
-
     async def close(self) -> None:
         await asyncio.gather(*self.closing, return_exceptions=True)
 
 
 def find_runtime(worker: str, why: str) -> Runtime:
     """docker or podman, whichever answers. Raises ValueError without one."""
-    tried = []
-    for program in ("docker", "podman"):
-        runtime = Runtime(program=program, worker=worker)
-        try:
-            if shutil.which(program):
-                runtime.reap()
-                return runtime
-            tried.append(f"{program} is not installed")
-        except (OSError, subprocess.TimeoutExpired) as error:
-            tried.append(f"{program}: {error}")
-    raise ValueError(f"{why}, which needs docker or podman: {'; '.join(tried)}")
-
-
-def owner() -> str:
-    return f"{socket.gethostname()} {os.getpid()} {start_time(os.getpid())}"
-
-
-def is_dead(label: str) -> bool:
-    """Whether the label's worker ran on this host and is no more."""
-    host, _, rest = label.partition(" ")
-    pid, _, began = rest.partition(" ")
-    return host == socket.gethostname() and pid.isdecimal() and start_time(int(pid)) != began
-
-
-def start_time(pid: int) -> str:
-    """When a process began, in ticks of the kernel; "" if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+    return Runtime(program=find_engine(why), worker=worker)
 
 
 class Box:
@@ -287,7 +217,7 @@ class Box:
             null = asyncio.subprocess.DEVNULL
             remover = await asyncio.create_subprocess_exec(*argv, stdout=null, stderr=null)
             with suppress(asyncio.TimeoutError):  # an engine that hangs holds up nobody
-                await asyncio.wait_for(remover.wait(), REMOVE_S)
+                await asyncio.wait_for(remover.wait(), ENGINE_S)
             for process in (remover, self.process):
                 if process.returncode is None:
                     process.kill()

@@ -74,7 +74,7 @@ BELOW = {
     "roof": {"ground", "pure", "interface", "shared", "sampling", "learning", "registry"},
     "sandbox": set(),
     # The spine reaches it by --env_path grpc://... alone.
-    "service": {"ground", "pure", "sampling", "plugins", "agents"},
+    "service": {"ground", "pure", "sampling", "plugins", "agents", "sandbox"},
     "tools": {
         "command",
         "interface",

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from kit import wait_until
 
+from rl_core.sandbox import engines
 from rl_core.service import containers
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import ContainedEnv, Runtime, Settings, container_settings
@@ -144,7 +145,7 @@ async def until(condition) -> None:
 
 def is_running(pid: int) -> bool:
     return (
-        containers.start_time(pid) != ""
+        engines.start_time(pid) != ""
         and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
     )
 
@@ -262,14 +263,12 @@ def test_the_command_limits_the_container(tmp_path):
     settings = container_settings(path)
     assert settings == Settings(image="rl-core-chess:1", memory="512m", cpus=0.5, capacity=3)
     argv = Runtime(program="docker", worker="0123456789ab").argv("rl-core-x", path, settings, 60.0)
-    assert " ".join(argv).replace(containers.owner(), "OWNER") == (
-        "docker run --rm --interactive --init --read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m "
-        "--env HOME=/tmp "
-        "--pids-limit 512 --cap-drop ALL --security-opt no-new-privileges --log-driver none --name "
-        "rl-core-x "
-        "--label rl_core.owner=OWNER --label rl_core.worker=0123456789ab --cpus 0.5 --memory 512m "
-        "--memory-swap 512m "
-        f"--network none --mount type=bind,source={tmp_path},target=/env,readonly --entrypoint "
+    assert " ".join(argv).replace(engines.owner(), "OWNER") == (
+        "docker run --rm --cap-drop ALL --security-opt no-new-privileges --log-driver none "
+        "--pids-limit 512 --network none --label rl_core.owner=OWNER "
+        "--interactive --init --read-only --env HOME=/tmp --tmpfs /tmp:rw,nosuid,nodev,size=256m "
+        "--name rl-core-x --label rl_core.worker=0123456789ab --cpus 0.5 --memory 512m "
+        f"--memory-swap 512m --mount type=bind,source={tmp_path},target=/env,readonly --entrypoint "
         "python rl-core-chess:1 "
         "-m rl_core.service.contained /env/boxed.py --hook_timeout_s 60"
     )
@@ -326,17 +325,17 @@ def test_without_an_image_there_is_no_container(tmp_path):
 
 
 def test_a_container_is_removed_with_its_worker_alone():
-    began = containers.start_time(os.getpid())
+    began = engines.start_time(os.getpid())
     assert int(began) > 0
-    assert not containers.is_dead(containers.owner())
+    assert not engines.is_dead(engines.owner())
     # Another process has its number now.
-    assert containers.is_dead(containers.owner().replace(began, "1"))
+    assert engines.is_dead(engines.owner().replace(began, "1"))
     ended = subprocess.Popen(["true"])
     ended.wait()
-    host = containers.owner().partition(" ")[0]
-    assert containers.is_dead(f"{host} {ended.pid} {began}")
-    assert not containers.is_dead(f"another-host {ended.pid} 1")
-    assert not containers.is_dead("")
+    host = engines.owner().partition(" ")[0]
+    assert engines.is_dead(f"{host} {ended.pid} {began}")
+    assert not engines.is_dead(f"another-host {ended.pid} 1")
+    assert not engines.is_dead("")
 
 
 def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path, monkeypatch):
@@ -345,9 +344,9 @@ def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path,
         f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != run ] || {{ pwd -P >> {log}; exec sleep 600; '
         f"}}\n"
         '[ "$3" != dead ] || exit 1  # another worker removes them\n'
-        f'[ "$1" != ps ] || printf \'dead rl_core.worker=x,rl_core.owner={containers.owner()}0\\n'
-        f"also map[rl_core.owner:{containers.owner()}0 rl_core.worker:x]\\nliving "
-        f"rl_core.owner={containers.owner()}\\n'\n"
+        f'[ "$1" != ps ] || printf \'dead rl_core.worker=x,rl_core.owner={engines.owner()}0\\n'
+        f"also map[rl_core.owner:{engines.owner()}0 rl_core.worker:x]\\nliving "
+        f"rl_core.owner={engines.owner()}\\n'\n"
     )
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

@@ -23,8 +23,9 @@ from kit import ROOT, wait_until
 from test_service import Service, said
 
 from rl_core.sandbox import Sandbox
+from rl_core.sandbox.engines import OWNER, ask_engine
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.containers import OWNER, find_runtime
+from rl_core.service.containers import find_runtime
 from rl_core.service.security import TOKEN_VARIABLE
 
 IMAGE = os.environ.get("RL_CORE_TEST_IMAGE", "")
@@ -114,7 +115,7 @@ class Boxes(Service):
             "--format",
             "{{.Names}}",
         ]
-        return self.runtime._run(listing).split()
+        return ask_engine(self.runtime.program, listing).split()
 
     def wait_for_containers(self, num: int) -> None:
         wait_until(lambda: len(self.containers()) == num, f"{num} containers")
@@ -253,7 +254,10 @@ def test_containers_of_a_killed_server_are_removed(serve):
 
 
 def test_the_image_is_small_and_serves_as_nobody(tmp_path, runtime):
-    assert int(runtime._run(["image", "inspect", "--format", "{{.Size}}", IMAGE])) < 300e6
+    assert (
+        int(ask_engine(runtime.program, ["image", "inspect", "--format", "{{.Size}}", IMAGE]))
+        < 300e6
+    )
     tasks = "def load_tasks(split):\n    return [{'prompt': 'x'}]\n\n"
     (tmp_path / "game.py").write_text(f"{tasks}def reward_fn():\n    return 1.0\n")
     tmp_path.chmod(0o755)
@@ -275,12 +279,12 @@ def test_the_image_is_small_and_serves_as_nobody(tmp_path, runtime):
         command, env=env, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.strip()
     try:
-        assert runtime._run(["exec", name, "id", "-u"]).strip() == "65534"
+        assert ask_engine(runtime.program, ["exec", name, "id", "-u"]).strip() == "65534"
         wait_until(
             lambda: "serving on" in subprocess.getoutput(f"{runtime.program} logs {name}"),
             "the server",
         )
-        address = runtime._run(["port", name, "50051"]).split()[0]
+        address = ask_engine(runtime.program, ["port", name, "50051"]).split()[0]
         client = [
             sys.executable,
             str(ROOT / "scripts/grpc_client.py"),
@@ -292,12 +296,14 @@ def test_the_image_is_small_and_serves_as_nobody(tmp_path, runtime):
         done = subprocess.run(client, env=env, capture_output=True, text=True, timeout=120)
         assert "reward 1" in done.stdout, done.stderr
     finally:
-        runtime._run(["rm", "--force", name])
+        ask_engine(runtime.program, ["rm", "--force", name])
 
 
 def test_the_sandbox_runs_programs_in_a_container(runtime):
     def containers() -> list[str]:
-        return runtime._run(["ps", "--all", "--quiet", "--filter", "label=rl_core.test"]).split()
+        return ask_engine(
+            runtime.program, ["ps", "--all", "--quiet", "--filter", "label=rl_core.test"]
+        ).split()
 
     flags = ["--label=rl_core.test=1"]
     sandbox = Sandbox(level=runtime.program, image=IMAGE, flags=flags)

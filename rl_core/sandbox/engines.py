@@ -1,0 +1,99 @@
+"""docker and podman: which one answers, what closes every container of ours in, and what removes
+those whose owner is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+ENGINES = ("docker", "podman")
+OWNER = "rl_core.owner"  # label: HOST PID START of the process that asked for the container
+HARDENED = ["--rm", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+HARDENED += ["--log-driver", "none"]
+ENGINE_S = 60.0  # that an engine may take to list, or to remove
+
+
+def run_line(engine: str, *, network: bool = False, processes: int = 512) -> list[str]:
+    """How the command of every container begins: no rights, no network unless asked for, and a
+    label with its owner."""
+    line = [engine, "run", *HARDENED, "--pids-limit", str(processes)]
+    line += ["--network", "bridge" if network else "none"]
+    return [*line, "--label", f"{OWNER}={owner()}"]
+
+
+def memory_flags(memory: str) -> list[str]:
+    """`memory` without swap beside it."""
+    return ["--memory", memory, "--memory-swap", memory]
+
+
+def bind_flags(source: str | Path, target: str, writable: bool = False) -> list[str]:
+    mount = f"type=bind,source={source},target={target}"
+    return ["--mount", mount if writable else f"{mount},readonly"]
+
+
+def remove_line(engine: str, names: list[str]) -> list[str]:
+    return [engine, "rm", "--force", *names]
+
+
+def ask_engine(engine: str, args: list[str]) -> str:
+    """What the engine prints. Raises OSError with its complaint."""
+    done = subprocess.run(
+        [engine, *args], capture_output=True, text=True, timeout=ENGINE_S, check=False
+    )
+    if done.returncode:
+        raise OSError(" ".join(done.stderr.split())[:300])
+    return done.stdout
+
+
+def reap(engine: str) -> None:
+    """Removes containers whose owners, of this host, are no more. Raises OSError if there is no
+    engine."""
+    listed = ask_engine(
+        engine, ["ps", "--all", "--filter", f"label={OWNER}", "--format", "{{.ID}} {{.Labels}}"]
+    )
+    # docker writes owner=X,other=Y and podman map[owner:X other:Y]
+    found = re.findall(rf"^(\S+) .*\b{re.escape(OWNER)}[=:](\S+ \d+ \d*)", listed, re.MULTILINE)
+    dead = [id for id, label in found if is_dead(label)]
+    if dead:
+        with suppress(OSError):  # Another process that starts removes the same.
+            ask_engine(engine, remove_line(engine, dead)[1:])
+
+
+def find_engine(why: str, engines: tuple[str, ...] = ENGINES) -> str:
+    """docker or podman, whichever answers; what dead owners left is removed. Raises ValueError
+    without one."""
+    tried = []
+    for engine in engines:
+        if not shutil.which(engine):
+            tried.append(f"{engine} is not installed")
+            continue
+        try:
+            reap(engine)
+            return engine
+        except (OSError, subprocess.TimeoutExpired) as error:
+            tried.append(f"{engine}: {error}")
+    raise ValueError(f"{why}, which needs {' or '.join(engines)}: {'; '.join(tried)}")
+
+
+def owner() -> str:
+    return f"{socket.gethostname()} {os.getpid()} {start_time(os.getpid())}"
+
+
+def is_dead(label: str) -> bool:
+    """Whether the label's owner ran on this host and is no more."""
+    host, _, rest = label.partition(" ")
+    pid, _, began = rest.partition(" ")
+    return host == socket.gethostname() and pid.isdecimal() and start_time(int(pid)) != began
+
+
+def start_time(pid: int) -> str:
+    """When a process began, in ticks of the kernel; "" if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
