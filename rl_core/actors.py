@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rl_core import registry
@@ -163,5 +162,5 @@ def make_speaker(
         lease=None if config.actors[own.share or name].engine_urls else lease,
         stale_engine=stale_engine,
         stale_frac=config.rollout.lagged[0],
-        open_endpoint=partial(registry.open_endpoint, config.agents),
+        open_endpoint=registry.endpoints(config.agents),
     )

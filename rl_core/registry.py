@@ -8,6 +8,7 @@ file imports an option: the roof asks here, and passes on what a run wants.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -124,10 +125,16 @@ def api_actor(*actor: Any):
     return make_api_actor(*actor)
 
 
-def open_endpoint(config: Any, actor: Any):
-    from rl_core.agents.rollout import open_endpoint
+def endpoints(config: Any):
+    """Opens an endpoint for an actor. What serves it is loaded with the first."""
 
-    return open_endpoint(actor, config)
+    @cache
+    def made():
+        from rl_core.agents.rollout import Endpoints
+
+        return Endpoints(config=config)
+
+    return lambda actor: made()(actor)
 
 
 def sft_dataset(*flags: Any):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.agents import forward
-from rl_core.agents.endpoint import Endpoint
+from rl_core.agents.endpoint import BOX_FOLDER, FORWARDER, SOCKET, Endpoint
 from rl_core.agents.program import TASK_FILE, CommandResult, files_named, folder_of
 from rl_core.rules import nearest
 from rl_core.sandbox import boxes
@@ -21,8 +21,6 @@ from rl_core.sandbox import boxes
 # Paths inside a box.
 WORKSPACE = "/app"
 PROGRAMS = "/agent"  # files that lie beside the environment's file
-ENDPOINT = "/run/rl_core"
-SOCKET = "endpoint.sock"
 NO_DEADLINE_S = 1e6  # The episode has one.
 
 
@@ -38,16 +36,13 @@ class CommandBox:
     shown: dict[str, Path] = field(default_factory=dict)  # path below PROGRAMS -> of the host
 
     @cached_property
-    def folder(self) -> tempfile.TemporaryDirectory:
-        """What boxes see of the run. It is private to this user. Whatever user a box has may enter
-        the folders in it."""
-        made = tempfile.TemporaryDirectory(prefix="rl_core_endpoint_", dir="/tmp")
-        programs, endpoint = Path(made.name, "programs"), Path(made.name, "endpoint")
-        for folder in (programs, endpoint):
-            folder.mkdir(mode=0o755)
-        shutil.copy(forward.__file__, endpoint / "forward.py")
+    def programs(self) -> tempfile.TemporaryDirectory:
+        """Copies of the files that are shown. They can be read whatever user a box has."""
+        made = tempfile.TemporaryDirectory(prefix="rl_core_programs_")
+        folder = Path(made.name, "shown")
+        folder.mkdir(mode=0o755)
         for name, path in self.shown.items():
-            inside = programs / name
+            inside = folder / name
             if path.is_dir():
                 inside.mkdir(parents=True, exist_ok=True)  # where the folder is mounted
             else:
@@ -56,15 +51,9 @@ class CommandBox:
                 inside.chmod(0o755)
         return made
 
-    @property
-    def socket_path(self) -> str:
-        """Where the endpoint listens for boxes."""
-        return f"{self.folder.name}/endpoint/{SOCKET}"
-
-    async def open(self, row: Mapping[str, Any]) -> boxes.Box:
+    async def open(self, row: Mapping[str, Any], llm: Endpoint) -> boxes.Box:
         """A box for one episode. The row's `image` wins."""
-        folder = self.folder.name
-        binds = {ENDPOINT: f"{folder}/endpoint", PROGRAMS: f"{folder}/programs"}
+        binds = await llm.binds() | {PROGRAMS: f"{self.programs.name}/shown"}
         for name, path in self.shown.items():
             if path.is_dir():
                 binds[f"{PROGRAMS}/{name}"] = str(path)
@@ -86,19 +75,39 @@ class CommandBox:
         self, box: boxes.Box, command: Sequence[str], row: Mapping[str, Any], llm: Endpoint
     ) -> CommandResult:
         """How the command ended. What it wrote stays in the box; no process of it does."""
+        file = f"{WORKSPACE}/{TASK_FILE}"
         shown = {name: value for name, value in row.items() if name not in self.hides}
-        await box.put(f"{WORKSPACE}/{TASK_FILE}", json.dumps(shown, default=str))
-        environ = {"RL_CORE_TASK": f"{WORKSPACE}/{TASK_FILE}"}
-        for name, value in llm.environ.items():
-            environ[name] = value.replace(llm.address, forward.ADDRESS)
-        forwarder = ["python3", f"{ENDPOINT}/forward.py", f"{ENDPOINT}/{SOCKET}"]
-        done = await box.exec(
-            [*forwarder, *command], timeout_s=NO_DEADLINE_S, environ=environ, cwd=WORKSPACE
+        await box.put(file, json.dumps(shown, default=str))
+        return await run_boxed(
+            box, command, llm, environ={"RL_CORE_TASK": file}, workspace=WORKSPACE
         )
-        await box.end_processes()
-        return CommandResult(
-            exit_code=done.code, stdout=done.stdout, stderr=done.stderr, workspace=WORKSPACE
-        )
+
+
+async def run_boxed(
+    box: boxes.Box,
+    command: Sequence[str],
+    llm: Endpoint,
+    *,
+    environ: Mapping[str, str] | None = None,
+    workspace: str = "",
+    timeout_s: float = NO_DEADLINE_S,
+) -> CommandResult:
+    """Runs a command in a box that was opened with llm.binds(): it finds the endpoint by its
+    variables. Then every process in the box is killed."""
+    of_endpoint = {}
+    for name, value in llm.environ.items():
+        of_endpoint[name] = value.replace(llm.address, forward.ADDRESS)
+    forwarder = ["python3", f"{BOX_FOLDER}/{FORWARDER}", f"{BOX_FOLDER}/{SOCKET}"]
+    done = await box.exec(
+        [*forwarder, *command],
+        timeout_s=timeout_s,
+        environ=dict(environ or {}) | of_endpoint,
+        cwd=workspace,
+    )
+    await box.end_processes()
+    return CommandResult(
+        exit_code=done.code, stdout=done.stdout, stderr=done.stderr, workspace=workspace
+    )
 
 
 def make_box(value: Any, path: str, command: Sequence[str]) -> CommandBox:

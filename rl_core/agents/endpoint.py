@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import os
 import secrets
+import shutil
 import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
-from rl_core.agents import chat_completions, messages, responses
+from rl_core.agents import chat_completions, forward, messages, responses
 from rl_core.agents.requests import Refusal, Reply, Request, wanted
 from rl_core.agents.tree import Tree
 from rl_core.config import AgentsConfig
@@ -32,6 +34,8 @@ MAX_BODY_BYTES = 64 << 20
 # Between comments in a stream: clients and proxies give up connections on which nothing comes.
 KEEP_ALIVE_S = 10.0
 ELSEWHERE = ("192.0.2.1", 9)  # an address of documentation, which nobody has
+# In a box: a folder, and what is in it.
+BOX_FOLDER, SOCKET, FORWARDER = "/run/rl_core", "endpoint.sock", "forward.py"
 NO_EPISODE = "the API key is of no episode that runs"
 RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
 
@@ -41,6 +45,7 @@ class Endpoint:
     """Where one episode's program finds its actors. The model's name in a request says which actor
     is meant; any other name means the first."""
 
+    server: EndpointServer
     address: str  # such as http://127.0.0.1:34567
     api_key: str
     trees: dict[str, Tree]  # actor -> what it was asked
@@ -76,6 +81,11 @@ class Endpoint:
             "ANTHROPIC_API_KEY": self.api_key,
             "ANTHROPIC_MODEL": self.model,
         }
+
+    async def binds(self) -> dict[str, str]:
+        """For boxes.open(): what a box needs to run a command at this endpoint. Equal for all
+        episodes of the server, so that boxes can be used again."""
+        return {BOX_FOLDER: await self.server.listen_for_boxes()}
 
     @property
     def is_truncated(self) -> bool:
@@ -133,14 +143,15 @@ class Endpoint:
 class EndpointServer:
     """The server of one process."""
 
-    def __init__(self, config: AgentsConfig | None = None, socket_path: str = ""):
-        """`socket_path`: of a Unix socket for boxes, at which it listens too."""
+    def __init__(self, config: AgentsConfig | None = None):
         self.config = config or AgentsConfig()
-        self.socket_path = socket_path
         self.address = ""  # as programs are told, with the port
         self.endpoints: dict[str, Endpoint] = {}  # by key
         self.runner: web.AppRunner | None = None
         self.starting = asyncio.Lock()
+        # Private to this user. What boxes see is a folder in it, which any user may enter.
+        self.folder: tempfile.TemporaryDirectory | None = None
+        self.is_for_boxes = False  # listens at the socket in this folder
 
     async def open(self, actors: Mapping[str, Actor], max_turns: int = 0) -> Endpoint:
         """An endpoint with a key of its own for an episode's actors."""
@@ -149,7 +160,7 @@ class EndpointServer:
                 await self.start()
         key = f"sk-{secrets.token_urlsafe(24)}"
         trees = {name: Tree(actor, max_turns) for name, actor in actors.items()}
-        self.endpoints[key] = Endpoint(self.address, key, trees)
+        self.endpoints[key] = Endpoint(self, self.address, key, trees)
         return self.endpoints[key]
 
     def shut(self, endpoint: Endpoint) -> None:
@@ -170,16 +181,33 @@ class EndpointServer:
         listener = socket.create_server((self.config.host, 0), backlog=1024)
         await web.SockSite(runner, listener).start()
         port = listener.getsockname()[1]
-        if self.socket_path:
-            await web.UnixSite(runner, self.socket_path).start()
-            # Programs of boxes are other users. Who may come to its folder is asked for a key.
-            os.chmod(self.socket_path, 0o666)
         self.address = f"http://{self.config.address or reachable(self.config.host)}:{port}"
         self.runner = runner
+
+    async def listen_for_boxes(self) -> str:
+        """The folder with a Unix socket at which it listens too, and with what forwards to it."""
+        async with self.starting:
+            shown = self.shown_folder()
+            if not self.is_for_boxes:
+                self.is_for_boxes = True
+                await web.UnixSite(self.runner, str(shown / SOCKET)).start()
+                # Programs in boxes are other users. They are asked for a key.
+                (shown / SOCKET).chmod(0o666)
+            return str(shown)
+
+    def shown_folder(self) -> Path:
+        if self.folder is None:
+            # The path of a socket has at most 107 bytes.
+            self.folder = tempfile.TemporaryDirectory(prefix="rl_core_endpoint_", dir="/tmp")
+            shown = Path(self.folder.name, "shown")
+            shown.mkdir(mode=0o755)
+            shutil.copy(forward.__file__, shown / FORWARDER)
+        return Path(self.folder.name, "shown")
 
     async def close(self) -> None:
         """Listens no more; the next open() begins anew, perhaps at another port."""
         runner, self.runner = self.runner, None
+        self.is_for_boxes = False
         if runner is not None:
             await runner.cleanup()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
@@ -23,34 +23,38 @@ if TYPE_CHECKING:
     from rl_core.agents.boxed import CommandBox
 
 
-@asynccontextmanager
-async def open_endpoint(
-    actor: Actor, config: AgentsConfig | None = None
-) -> AsyncIterator[Endpoint]:
-    """An endpoint for one actor of an episode, with a server of its own."""
-    async with serving(EndpointServer(config), {actor.name: actor}, actor.max_turns) as llm:
-        yield llm
+@dataclass(kw_only=True)
+class Endpoints:
+    """Opens an endpoint for each episode, all at one server of the event loop that runs."""
 
+    config: AgentsConfig | None = None
+    server: EndpointServer | None = None
+    loop: asyncio.AbstractEventLoop | None = None  # in which it listens
 
-@asynccontextmanager
-async def serving(
-    server: EndpointServer, actors: Mapping[str, Actor], max_turns: int
-) -> AsyncIterator[Endpoint]:
-    """An episode's endpoint; the server closes with the last. Raises EngineDied, instead of what
-    the program made of it, if an engine died."""
-    llm = await server.open(actors, max_turns)
-    try:
-        yield llm
-    except Exception:
+    def __call__(self, actor: Actor) -> AbstractAsyncContextManager[Endpoint]:
+        """For one actor of an episode."""
+        return self.open({actor.name: actor}, actor.max_turns)
+
+    @asynccontextmanager
+    async def open(self, actors: Mapping[str, Actor], max_turns: int) -> AsyncIterator[Endpoint]:
+        """The server closes with the last. Raises EngineDied, instead of what the program made of
+        it, if an engine died."""
+        if self.loop is not asyncio.get_running_loop():
+            self.server, self.loop = EndpointServer(self.config), asyncio.get_running_loop()
+        server = self.server
+        llm = await server.open(actors, max_turns)
+        try:
+            yield llm
+        except Exception:
+            if llm.failure is not None:
+                raise llm.failure from None
+            raise
+        finally:
+            server.shut(llm)
+            if not server.endpoints:
+                await server.close()
         if llm.failure is not None:
-            raise llm.failure from None
-        raise
-    finally:
-        server.shut(llm)
-        if not server.endpoints:
-            await server.close()
-    if llm.failure is not None:
-        raise llm.failure
+            raise llm.failure
 
 
 @dataclass(kw_only=True)
@@ -61,18 +65,12 @@ class AgentRollout:
     agent: Hook | Sequence[str]  # a function, or a command
     rewards: list[Hook]
     box: CommandBox | None = None  # None: a command is a process beside the run
-    config: AgentsConfig | None = None
-    server: EndpointServer | None = None
-    loop: asyncio.AbstractEventLoop | None = None  # in which it listens
+    endpoints: Endpoints
 
     async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
         """The trajectories of each trainable actor that was asked; if none is trainable, of each
         actor that was asked. Raises ValueError if none was."""
-        if self.loop is not asyncio.get_running_loop():
-            socket_path = self.box.socket_path if self.box else ""
-            self.server = EndpointServer(self.config, socket_path)
-            self.loop = asyncio.get_running_loop()
-        endpoint = serving(self.server, actors, actors.max_turns)
+        endpoint = self.endpoints.open(actors, actors.max_turns)
         async with endpoint as llm, self.played(task, llm) as (result, box):
             asked = [name for name, tree in llm.trees.items() if tree.nodes]
             learners = [name for name in asked if actors[name].is_trainable]
@@ -92,7 +90,7 @@ class AgentRollout:
             yield await self.call_agent(task, llm), None
         elif self.box is not None:
             command = filled(self.box.placed(self.agent, self.path), task.row, self.path)
-            async with await self.box.open(task.row) as box:
+            async with await self.box.open(task.row, llm) as box:
                 yield await self.box.run(box, command, task.row, llm), box
         else:
             command = filled(placed(self.agent, self.path), task.row, self.path)
@@ -163,7 +161,8 @@ def agent_hooks(
     what scores whole groups. Columns that these need are the rollout's. `box`: the file's setting
     of that name."""
     rewards = [h for h in hooks.values() if not h.batched and h.name not in ARGUMENTS]
-    played = AgentRollout(path=path, agent=agent, rewards=rewards, config=config)
+    endpoints = Endpoints(config=config)
+    played = AgentRollout(path=path, agent=agent, rewards=rewards, endpoints=endpoints)
     if box:
         from rl_core.agents.boxed import make_box
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpc import StatusCode
 
-from rl_core.agents.rollout import open_endpoint
+from rl_core.agents.rollout import Endpoints
 from rl_core.data.tasks import check_messages
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
 from rl_core.sampling.hooks import Hook
@@ -96,7 +96,7 @@ class Asks:
                 params = SamplingParams(
                     **{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()}
                 )
-                how = {"engine": None, "chat": None, "open_endpoint": open_endpoint}
+                how = {"engine": None, "chat": None, "open_endpoint": Endpoints()}
                 actor = RemoteActor(asks=self, params=params, **how, **one)
             except (TypeError, AttributeError) as error:
                 raise wrong(f"cast: it is no actor: {error}") from None

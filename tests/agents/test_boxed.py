@@ -11,6 +11,7 @@ import pytest
 from kit import wait_until
 from stage import cast, run
 
+from rl_core.agents.rollout import Endpoints
 from rl_core.plugins.env_file import load_env
 
 # A client of the standard library: the whole program must fit into an image's Python.
@@ -178,9 +179,11 @@ def test_what_forks_away_is_ended_before_the_rewards(tmp_path):
     reward = """
 async def reward_fn(box):
     await box.get("/app/begun")
-    return float("98713" in (await box.exec("cat /proc/[0-9]*/cmdline | tr -d '\\\\0'")).stdout)
+    running = (await box.exec("cat /proc/[0-9]*/cmdline")).stdout
+    assert "cat" in running
+    return float("98713" in running)
 """
-    trajectory = play(tmp_path, program, reward.replace("\\\\", "\\"))
+    trajectory = play(tmp_path, program, reward)
     assert (trajectory.reward, trajectory.error) == (0.0, "")
     assert processes_with("98713") == []
 
@@ -228,3 +231,27 @@ def test_a_box_that_cannot_be_is_refused(tmp_path, name):
     file.write_text(f"{text}\ndef reward_fn(result): return 1.0\n")
     with pytest.raises(ValueError, match=error):
         load_env(str(file))
+
+
+IN_A_ROLLOUT = """
+from rl_core.agents.boxed import run_boxed
+from rl_core.sandbox import boxes
+
+async def rollout(task, actors):
+    async with actors["policy"].endpoint() as llm:
+        async with await boxes.open(task.row, binds=await llm.binds()) as box:
+            await box.put("/app/program.py", task.row["program"])
+            result = await run_boxed(box, ["python3", "program.py"], llm, workspace="/app")
+            assert result.text == "x", result
+            return llm.trajectories(float((await box.exec("cat made.txt")).stdout))
+"""
+
+
+def test_a_rollout_of_its_own_runs_a_command_at_its_endpoint_in_its_box(tmp_path):
+    file = tmp_path / "env.py"
+    file.write_text(IN_A_ROLLOUT)
+    program = ASK + "print(ask('hi')); open('made.txt', 'w').write('0.25')"
+    actors = cast(policy="x")
+    actors["policy"].open_endpoint = Endpoints()
+    found = run(load_env(str(file)), actors, rows=[{"prompt": "a", "program": program}] * 2)
+    assert [(t.reward, t.error) for t in found] == [(0.25, "")] * 2

@@ -208,7 +208,8 @@ async def reward_fn(n):
 def test_what_programs_set_and_the_run_decides_is_told_once_for_each_name(tmp_path):
     first = row(agent_overridden=12.0, agent_overridden_temperature=8.0)
     later = first | row(agent_overridden_seed=4.0)
-    assert told([first, first, later, later], tmp_path) == [
+    without = [row(reward_mean=0.01 * n) for n in range(20)]
+    assert told([first, first, later, *without, later], tmp_path) == [
         (1, "overridden", "agent_overridden_temperature"),
         (3, "overridden", "agent_overridden_seed"),
     ]
