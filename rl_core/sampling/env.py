@@ -148,8 +148,9 @@ def make_hooks(
         if "agent" in has and ours is SPOKEN:
             ours = ours | {"result", "box"}
         # An episode has its own deadline, and a served hook that of its service.
-        has_own = name in ("rollout", "agent", "task_weight", "oracle")
-        has_deadline = not has_own and "://" not in path
+        has_deadline = (
+            name not in ("rollout", "agent", "task_weight", "oracle") and "://" not in path
+        )
         hooks[name] = Hook(
             name=name,
             function=function,
