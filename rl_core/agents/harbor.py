@@ -45,7 +45,7 @@ class TaskBox:
     box: Box
     task: HarborTask
     environ: dict[str, str]  # of the Dockerfile and task.toml
-    cwd: str  # of commands; "" is the image's own
+    cwd: str  # of commands
 
     async def exec(self, command: str | Sequence[str], timeout_s: float) -> boxes.ExecResult:
         """As the box's, in the task's working folder with its variables."""
@@ -87,17 +87,15 @@ class TaskBox:
 
     async def run(self, script: str, environ: dict[str, str], timeout_s: float) -> boxes.ExecResult:
         """Runs a script of the task in the working folder, if the agent left one."""
-        enter = f"cd {shlex.quote(self.cwd)} 2>/dev/null || cd /; " if self.cwd else ""
-        command = f"{enter}chmod +x {script}; exec {script}"
-        return await self.box.exec(["/bin/sh", "-c", command], timeout_s=timeout_s, environ=environ)
+        enter = f"cd {shlex.quote(self.cwd)} 2>/dev/null || cd /"
+        command = ["/bin/sh", "-c", f"{enter}; chmod +x {script}; exec {script}"]
+        return await self.box.exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
 
     async def clear(self) -> None:
         """Makes /tests and /logs anew, whatever the agent made of them."""
         planted = " ".join(f"/{name}" for name in READ_BY_PYTEST)
         old = f"{TESTS} {SOLUTION} {LOGS}"
-        made = f"{LOGS}/verifier {LOGS}/agent {LOGS}/artifacts {HOME}"
-        if self.cwd:
-            made += f" {shlex.quote(self.cwd)}"
+        made = f"{LOGS}/verifier {LOGS}/agent {LOGS}/artifacts {HOME} {shlex.quote(self.cwd)}"
         # The agent may have taken its own rights to these folders away.
         command = f"chmod u+rwx /; chmod -R u+rwX {old}; rm -rf {old} {planted}; mkdir -p {made}"
         # A folder that cannot be made is seen when the tests are put there.
@@ -181,7 +179,9 @@ async def open_task(
     )
     async with box:
         environ, cwd = dict(said.env), said.workdir or ""
-        if not image:
+        if image:
+            cwd = cwd or (await box.exec("pwd")).stdout.rstrip("\n")
+        else:
             build = await carried_out(task, box)
             environ, cwd = build.environ | environ, cwd or build.cwd
         yield TaskBox(box=box, task=task, environ=environ, cwd=cwd)
