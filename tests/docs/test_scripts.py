@@ -178,6 +178,18 @@ def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path
     assert line["documents"] == 2 and line["mfu"] > 0 and line["peak_gib"] > 0
 
 
+def test_bench_tree_has_one_loss_for_trees_of_fewer_tokens(tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, ROOT / "scripts/bench_tree.py", "--quick", "--out", out]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    lines = {line["work"]: line for line in json.loads(out.read_text())}
+    # By hand: a trunk of 20 + 20 + 2 * (10 + 21) tokens and 8 ends of 13, of which the last token is not read.
+    assert lines["branches"]["tree"]["tokens"] == 4 * (102 + 8 * 12)
+    assert lines["branches"]["fewer_tokens"] > 3 < len(done.stdout.splitlines())
+    for line in lines.values():
+        assert line["tree"]["loss"] == pytest.approx(line["unrolled"]["loss"], rel=1e-4, abs=1e-4)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
     command = [sys.executable, ROOT / "scripts/gpu_check.py", "--out", tmp_path]
