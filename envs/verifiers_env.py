@@ -1,98 +1,84 @@
-"""Any installed environment of the `verifiers` library (0.1.x):
+"""Any installed environment of the `verifiers` library's 1.0 API (0.4 and newer):
 https://github.com/PrimeIntellect-ai/verifiers.
 
-    pip install verifiers==0.1.10 && pip install my-environment
-    VERIFIERS_ENV=my-environment VERIFIERS_ARGS='{"num_train_examples": 100}' rl-core train
-    --env_path envs/verifiers_env.py \
-        --model Qwen/Qwen3-0.6B --out runs/verifiers --max_prompt_tokens 1024 --max_tokens 512
-        --max_turns 8
+    pip install verifiers==0.4.0 uv && pip install my-taskset
+    VERIFIERS_ENV=my-taskset VERIFIERS_ARGS='{"agent": {"harness": {"id": "null"}}}' rl-core train \
+        --env_path envs/verifiers_env.py --model Qwen/Qwen3-0.6B --out runs/verifiers
 
-Rows, turns, tools and reward are the environment's: its data sets, its rollout(), its rubric, whose
-parts are metrics. To it the actor is an OpenAI client. Where a request begins with the conversation
-so far, that is continued, and sampled tokens stay as they are; else a conversation begins anew.
-Each is trained with the same reward. Its sampling arguments do not count: --sampling does. An error
-in it fails the episode, with the cause, but for reward functions that raise: the library logs them
-and counts 0. Rubrics that score whole groups are not supported. What was run with verifiers 0.1.10:
-docs/environments.md. Needs a GPU, not run.
+Tasks, program (the library's harness), tools and rewards are the environment's. To it the actor is
+a model behind a URL: the run's endpoint, at which exactly the sampled tokens are trained
+(docs/agents.md). VERIFIERS_ARGS is the configuration of its environment as JSON; the harness runs
+as a process of this machine unless it says otherwise. Every tenth task is for evaluation. Its
+sampling arguments do not count: --sampling does. An episode that fails there fails here, with the
+cause, unless the conversation was full: then it is truncated, and what was scored counts.
+Episodes of several agents are not supported. What was run: docs/environments.md.
 """
 
 import json
 import os
-from types import SimpleNamespace
+from itertools import islice
 
 try:
-    import verifiers
-    from openai.types.chat import ChatCompletion
+    from verifiers.v1 import EvalClientConfig, ModelContext
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 except ImportError:
-    raise ImportError("verifiers is missing: pip install verifiers==0.1.10") from None
+    raise ImportError("verifiers is missing: pip install verifiers==0.4.0") from None
 
 NAME, ARGS = os.environ.get("VERIFIERS_ENV", ""), json.loads(os.environ.get("VERIFIERS_ARGS", "{}"))
 if not NAME:
-    raise ValueError("name an installed environment with VERIFIERS_ENV")
-ENV = verifiers.load_environment(NAME, **ARGS)
-max_turns = ENV.max_turns if getattr(ENV, "max_turns", 0) > 0 else 8
+    raise ValueError("name an installed taskset with VERIFIERS_ENV")
+NUM_TASKS = int(os.environ.get("VERIFIERS_NUM_TASKS", "10000"))  # of a taskset without end
+HELD_OUT = 10  # Every tenth task is for evaluation.
+
+
+def make_environment():
+    """The library's. Each episode has one: its servers end with it."""
+    args = {"agent": {}} | ARGS
+    args["taskset"] = {"id": NAME} | args.get("taskset", {})
+    args["agent"] = {"runtime": {"type": "subprocess"}} | args["agent"]
+    return load_environment(resolve_env_config(args))
+
+
+TASKS = list(islice(make_environment().taskset, NUM_TASKS))
 
 
 def load_tasks(split):
-    rows = ENV.get_dataset() if split == "train" else ENV.get_eval_dataset()
-    return [dict(row) for row in rows]
-
-
-class ContextFull(Exception):
-    """The conversation holds no further turn."""
-
-
-class Client:
-    """What the environment takes for an OpenAI client. `replies`: the conversations of this
-    episode."""
-
-    def __init__(self, actor):
-        self.actor, self.replies, self.seen = actor, [], []
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
-
-    async def create(self, *, messages, tools=None, model="", **sampling):
-        same = [(m["role"], m.get("content") or "") for m in messages]
-        reply = self.replies[-1] if self.replies else None
-        if reply and self.seen == same[: len(self.seen)]:
-            await reply.respond([dict(m) for m in messages[len(self.seen) :]])
-        else:
-            reply = await self.actor.respond([dict(m) for m in messages], tools=tools)
-            self.replies.append(reply)
-        if reply.truncated and not reply.text:
-            raise ContextFull("the context is full")
-        said = reply.messages[-1]
-        text, calls = said["content"] or "", said.get("tool_calls") or []
-        # The library refuses a reply that is empty.
-        self.seen = [*same, ("assistant", text or " " * (not calls))]
-        calls = [
-            {**c, "function": {**c["function"], "arguments": as_text(c["function"]["arguments"])}}
-            for c in calls
-        ]
-        message = {
-            "role": "assistant",
-            "content": text or " " * (not calls),
-            "tool_calls": calls or None,
-        }
-        finish = "length" if reply.truncated else "tool_calls" if calls else "stop"
-        choice = {"index": 0, "message": message, "finish_reason": finish}
-        about = {"id": "x", "object": "chat.completion", "created": 0, "model": model or "actor"}
-        return ChatCompletion.model_validate(about | {"choices": [choice]})
-
-
-def as_text(arguments):
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+    rows = []
+    for index, task in enumerate(TASKS):
+        is_held_out = index % HELD_OUT == HELD_OUT - 1
+        if is_held_out == (split != "train"):
+            rows.append({"index": index, "prompt": task.data.prompt_text})
+    return rows
 
 
 async def rollout(task, actors):
     [actor] = actors.values()
-    client = Client(actor)
-    state = await ENV.rollout(task.row, client, actor.name, {})
-    error = state.get("error")
-    if error is not None and not isinstance(error.__cause__, ContextFull):
-        raise error
-    await ENV.rubric.score_rollout(state)
-    reward, metrics = (
-        float(state["reward"]),
-        {name: float(value) for name, value in state["metrics"].items()},
-    )
-    return [reply.trajectory(reward, metrics=metrics) for reply in client.replies]
+    env = make_environment()
+    async with actor.endpoint() as llm:
+        episode = await play(env, TASKS[task.row["index"]], llm)
+        check_episode(episode, llm)
+        trace = episode.traces[-1]
+        found = llm.trajectories(trace.reward)
+        for trajectory in found:
+            trajectory.metrics |= {name: float(value) for name, value in trace.metrics.items()}
+        return found
+
+
+async def play(env, task, llm):
+    # The library reads keys from variables. Their name keeps them from the programs it starts.
+    variable = f"EPISODE_API_KEY_{llm.api_key[-16:]}"
+    os.environ[variable] = llm.api_key
+    client = EvalClientConfig(base_url=llm.base_url, api_key_var=variable)
+    try:
+        async with env.serving():
+            return await env.run_episode(task, ModelContext(model=llm.model, client=client))
+    finally:
+        del os.environ[variable]
+
+
+def check_episode(episode, llm):
+    if len(episode.traces) > 1:
+        raise ValueError(f"{NAME}: an episode of {len(episode.traces)} agents; one is supported")
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.traces or (errors and not llm.is_truncated):
+        raise RuntimeError(f"{NAME}: {errors[-1].type}: {errors[-1].message}")

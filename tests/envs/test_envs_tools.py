@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import json
+import os
 import random
 import re
 import socket
@@ -26,6 +28,7 @@ import stage
 from aiohttp import web
 from kit import ROOT, STOP, metrics, run, wait_until
 
+from rl_core.agents.rollout import open_endpoint
 from rl_core.cli import main as command
 from rl_core.plugins.env_file import load_env
 from rl_core.sampling.engine import EngineDied
@@ -978,132 +981,85 @@ def test_three_steps_of_chess_learn(warm, tmp_path):
 
 # Verifiers
 
-# Written after what verifiers 0.1.10 has for trainers, without its code: its package needs too much
-# for the tests.
-VERIFIERS = """
-import json
+# Whether the library is installed is asked without importing it: it is for an environment of its own.
+HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
+SUMS = """
+import verifiers.v1 as vf
 
-class ModelError(Exception): pass
+class SumsConfig(vf.TasksetConfig):
+    with_tool: bool = False
 
-class Rubric:
-    async def score_rollout(self, state):
-        last = state["completion"][-1]["content"]
-        state["reward"], state["metrics"] = float(last.strip() == state["answer"]), {"said": len(state["completion"])}
+class SumsData(vf.TaskData):
+    answer: str
 
-class Environment:
-    def __init__(self, how="", tools=None, max_turns=3):
-        self.how, self.tools, self.max_turns, self.rubric = how, tools, max_turns, Rubric()
+class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    def add(self, a: int, b: int) -> str:
+        "Adds two numbers."
+        return str(a + b)
 
-    def get_dataset(self):
-        return [{"prompt": [{"role": "user", "content": f"{n}+{n}?"}], "answer": str(2 * n)} for n in range(2, 10)]
+class SumsTask(vf.Task[SumsData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def is_right(self, trace) -> float:
+        return float(self.data.answer in trace.last_reply)
 
-    def get_eval_dataset(self):
-        return self.get_dataset()[:2]
+    @vf.metric
+    async def num_turns(self, trace) -> float:
+        return float(trace.num_turns)
 
-    async def rollout(self, input, client, model, sampling_args):
-        state = dict(input, completion=[], error=None)
-        messages = list(input["prompt"])
-        for _ in range(99):
-            try:
-                how = {"tools": self.tools} if self.tools else {}
-                answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=5, **how)
-            except Exception as error:
-                state["error"] = ModelError("no answer")
-                state["error"].__cause__ = error
-                return state
-            said = answer.choices[0].message
-            reply = {"role": "assistant", "content": said.content or ""}
-            called = said.tool_calls or []
-            if called:
-                reply["tool_calls"] = [call.model_dump() for call in called]
-            state["completion"].append(reply)
-            if not called and (said.content == input["answer"] or len(state["completion"]) == self.max_turns):
-                return state
-            if self.how == "raise":
-                raise OSError("the rubric is lost")
-            sums = [str(sum(json.loads(call.function.arguments).values())) for call in called]
-            more = [{"role": "tool", "tool_call_id": c.id, "content": text} for c, text in zip(called, sums)]
-            messages = [*messages, reply, *(more or [{"role": "user", "content": "No."}])]
-            if self.how == "forget":
-                messages = [{"role": "user", "content": f"Again: {input['prompt'][0]['content']}"}]
+class ToolTask(SumsTask):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())]
 
-def load_environment(name, **given):
-    assert name == "sums"
-    return Environment(**given)
+class SumsTaskset(vf.Taskset[SumsTask, SumsConfig]):
+    def load(self):
+        kind = ToolTask if self.config.with_tool else SumsTask
+        for n in range(20):
+            yield kind(SumsData(prompt=f"{n} + {n}?", answer=str(2 * n)), self.config.task)
+
+__all__ = ["SumsTaskset"]
 """
-ADD = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-}
 
 
 @pytest.fixture
 def sums(tmp_path, monkeypatch):
-    """sums(how the environment is loaded) -> it, as one of ours."""
-    (tmp_path / "verifiers.py").write_text(VERIFIERS)
+    """sums(with_tool) -> an environment of the library, as one of ours."""
+    (tmp_path / "sums_taskset.py").write_text(SUMS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "verifiers", raising=False)
-    monkeypatch.setenv("VERIFIERS_ENV", "sums")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("VERIFIERS_ENV", "sums_taskset")
 
-    def make(**given):
-        monkeypatch.setenv("VERIFIERS_ARGS", json.dumps(given))
+    def make(with_tool: bool):
+        args = {"taskset": {"with_tool": with_tool}, "agent": {"harness": {"id": "null"}}}
+        monkeypatch.setenv("VERIFIERS_ARGS", json.dumps(args))
         return env_of("verifiers_env")
 
-    yield make
-    sys.modules.pop("verifiers", None)
+    return make
 
 
-def test_a_verifiers_environment_plays_and_scores_in_one_conversation(sums, capsys):
-    env = sums()
-    rows = list(env.load_tasks("train"))
-    assert (len(rows), len(env.load_tasks("eval")), env.max_turns) == (8, 2, 3)
-    found = stage.play(env, "3", "", "4", row=rows[0])
-    assert (found.reward, found.metrics, [t.is_fresh for t in found.turns]) == (
-        1.0,
-        {"said": 3},
-        [True, False, False],
-    )
-    assert [m["content"] for m in found.messages] == ["2+2?", "3", "No.", "", "No.", "4"]
-    assert stage.play(env, "5", row=rows[0]).reward == 0.0
-    tool = stage.play(sums(tools=[ADD]), called("add", a=2, b=2), "4", row=rows[0], max_tokens=99)
-    assert (tool.reward, [m["content"] for m in tool.messages[1:]]) == (1.0, ["", "4", "4"])
-    assert [t.is_fresh for t in tool.turns] == [True, False]
-    assert command(["check", str(ENVS / "verifiers_env.py"), "--reply", "{{ answer }}"]) == 0
-    assert "every normal episode was scored" in capsys.readouterr().out
-
-
-def test_a_conversation_that_a_verifiers_environment_rewrites_begins_anew_with_the_same_reward(
-    sums,
-):
-    row = sums().load_tasks("train")[0]
-    found = stage.run(sums(how="forget"), stage.cast(policy="3"), rows=[row])
-    assert [t.messages[0]["content"] for t in found] == ["2+2?"] + ["Again: 2+2?"] * 2
-    assert {(t.reward, t.status, len(t.turns)) for t in found} == {(0.0, "ok", 1)}
-
-
-def test_what_a_verifiers_environment_raises_is_the_cause_and_a_full_context_ends_the_episode(sums):
-    row = sums().load_tasks("train")[0]
-    assert "OSError: the rubric is lost" in stage.error_of(sums(how="raise"), "3", row=row)
-    full = stage.play(sums(max_turns=99), "3", row=row, limits={"max_context_tokens": 40})
-    assert (full.status, full.reward) == ("truncated", 0.0) and 2 < len(full.turns) == full.metrics[
-        "said"
-    ] < 10
-
-    def engine_dies(prompt, seed):
-        raise EngineDied("no more memory")
-
-    actors = stage.cast(policy=engine_dies)
-    actors["policy"].engine.wake = lambda: engine_dies(None, None)
-    with pytest.raises(RunError, match="cannot be started again: no more memory"):
-        stage.run(sums(), actors, rows=[row])
-
-
-def test_three_steps_of_a_verifiers_environment_learn(warm, sums, tmp_path):
-    sums(max_turns=1)
-    rows = [
-        {"prompt": [{"role": "user", "content": "Which is it?"}], "answer": str(n)} for n in (0, 1)
-    ]
-    learns(warm, "verifiers_env", tmp_path, rows, "--max_prompt_tokens 64 --max_tokens 80", tasks=2)
+@pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed")
+@pytest.mark.parametrize(
+    "replies, with_tool, reward",
+    [
+        (["It is 2"], False, 1.0),
+        (["It is 3"], False, 0.0),
+        ([called("add", a=1, b=1), "It is 2"], True, 1.0),
+    ],
+)
+def test_a_verifiers_environment_plays_at_the_endpoint_and_scores(sums, replies, with_tool, reward):
+    env = sums(with_tool)
+    rows = env.load_tasks("train")
+    assert (len(rows), len(env.load_tasks("eval"))) == (18, 2)
+    assert rows[1] == {"index": 1, "prompt": "1 + 1?"}
+    actors = stage.cast(policy=replies)
+    actors["policy"].open_endpoint = open_endpoint
+    (found,) = stage.run(env, actors, rows=[rows[1]], max_tokens=200, timeout_s=200)
+    assert (found.error, found.reward) == ("", reward)
+    assert found.metrics["num_turns"] == len(replies)
+    assert [turn.is_fresh for turn in found.turns] == [True, False][: len(replies)]
+    results = [message["content"] for message in found.messages if message["role"] == "tool"]
+    assert results == (["2"] if with_tool else [])
 
 
 # The table of all environments
