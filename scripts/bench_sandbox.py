@@ -4,6 +4,7 @@ do to memory.
     python scripts/bench_sandbox.py                       # 300 programs a level, then 1,000 at
     once; a minute or two
     python scripts/bench_sandbox.py --at_once 20000 --out out.json
+    python scripts/bench_sandbox.py --boxes 100           # boxes alone, so many at once
 
 CPU is that of every process: this one's part, the warm one, supervisors, programs and their tests.
 """
@@ -15,12 +16,15 @@ import asyncio
 import json
 import os
 import platform
+import statistics
 import time
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 
 import psutil  # peft needs it too
 
-from rl_core.sandbox import Sandbox
+from rl_core.sandbox import Sandbox, boxes
 from rl_core.sandbox.isolation import LEVELS
 from rl_core.sandbox.pool import Refused
 
@@ -70,17 +74,53 @@ def measure(level: str, num: int) -> dict[str, float | str]:
     return row | {"wall_s": wall, "grown_mib": grown}
 
 
+async def time_boxes(num: int) -> dict[str, float]:
+    """Milliseconds of each step of one box, medians of 20; and seconds of so many at once, each
+    with a command."""
+    steps: dict[str, list[float]] = {}
+
+    async def timed(step: str, work: Awaitable) -> Any:
+        began = time.monotonic()
+        result = await work
+        steps.setdefault(step, []).append(1000 * (time.monotonic() - began))
+        return result
+
+    async def use(number: int) -> bool:
+        async with await boxes.open({}) as box:
+            await box.put("/app/mine", str(number))
+            return (await box.exec("cat mine")).stdout == str(number)
+
+    for _ in range(20):
+        box = await timed("open_ms", boxes.open({}, reuse=False))
+        await timed("exec_true_ms", box.exec("true"))
+        await timed("put_ms", box.put("/app/file", "x"))
+        await timed("get_ms", box.get("/app/file"))
+        await timed("reset_ms", box.box.reset())
+        await timed("close_ms", box.close())
+    row = {step: statistics.median(values) for step, values in steps.items()}
+    for name in ("at_once_s", "again_s"):
+        began = time.monotonic()
+        right = await asyncio.gather(*map(use, range(num)))
+        assert all(right)
+        row[name] = time.monotonic() - began
+    return {"boxes": num} | row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num", type=int, default=300, help="programs at each level")
     parser.add_argument(
         "--at_once", type=int, default=1000, help="programs at once at the strongest level"
     )
+    parser.add_argument("--boxes", type=int, default=0, help="boxes alone: so many at once")
     parser.add_argument("--out", type=Path, help="a file for the figures")
     args = parser.parse_args()
-    rows = [measure(level, args.num) for level in LEVELS]
-    best = next(row["level"] for row in rows if "error" not in row)
-    rows.append(measure(best, args.at_once))
+    if args.boxes:
+        rows = [asyncio.run(time_boxes(args.boxes))]
+    else:
+        rows = [measure(level, args.num) for level in LEVELS]
+        best = next(row["level"] for row in rows if "error" not in row)
+        rows.append(measure(best, args.at_once))
     for row in rows:
         print(
             "  ".join(

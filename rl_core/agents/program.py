@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.rules import nearest
+from rl_core.sandbox.output import Output
 
 # Of this process's variables, what a program gets: no keys, tokens and addresses of the run.
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE")
-MAX_OUTPUT_BYTES = 1 << 20  # of each of stdout and stderr; the middle of more is left out
 TASK_FILE = "task.json"
 # For what a program wrote before it ended; a process that hid itself may hold the pipe for ever.
 PIPE_TIMEOUT_S = 2.0
@@ -39,49 +39,6 @@ class CommandResult:
     @property
     def text(self) -> str:
         return self.stdout.strip()
-
-
-class Output:
-    """The beginning and the end of what a program wrote."""
-
-    def __init__(self, max_bytes: int = MAX_OUTPUT_BYTES):
-        self.half = max_bytes // 2
-        self.head, self.tail = b"", b""
-        self.num_bytes = 0
-
-    def add(self, data: bytes) -> None:
-        self.num_bytes += len(data)
-        room = self.half - len(self.head)
-        self.head += data[:room]
-        self.tail = (self.tail + data[room:])[-self.half :]
-
-    def text(self) -> str:
-        left_out = self.num_bytes - len(self.head) - len(self.tail)
-        middle = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
-        return (self.head + middle + self.tail).decode(errors="replace")
-
-
-def folder_of(path: str) -> Path:
-    """Of an environment's file."""
-    return Path(path).expanduser().resolve().parent
-
-
-def files_named(command: Sequence[str], path: str) -> set[str]:
-    """Parts of a command that name files beside the environment's file, or in folders there."""
-    beside = folder_of(path)
-    found = set()
-    for part in command:
-        is_beside = not os.path.isabs(part) and ".." not in part.split("/")
-        if is_beside and os.path.isfile(beside / part):
-            found.add(part)
-    return found
-
-
-def placed(command: Sequence[str], path: str) -> list[str]:
-    """The command with the paths of the files that it names: it runs in another folder."""
-    named = files_named(command, path)
-    beside = folder_of(path)
-    return [str(beside / part) if part in named else part for part in command]
 
 
 def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from kit import wait_until
 
-from rl_core.agents.program import MAX_OUTPUT_BYTES, Output, filled, run_command
+from rl_core.agents.program import filled, run_command
+from rl_core.sandbox.output import MAX_OUTPUT_BYTES, Output
 
 ROW = {"question": "1 + 2?", "answer": 3}
 
