@@ -7,22 +7,27 @@
 TASKS is a folder of task folders, or one of these. Without --data.train the tasks are those in
 envs/tasks, of which every fourth is held out. Reward: what the task's tests/test.sh wrote. Metric:
 `commands`, how many ran. $HARBOR_DRIVER says what a box is: bubblewrap, docker or podman;
-HARBOR_NETWORK=1 gives tasks that want it the network. docs/agents.md.
+HARBOR_NETWORK=1 gives tasks that want it the network. HARBOR_AGENT="my-agent {prompt}" is a command
+that plays in the place of the built-in agent. docs/agents.md.
 """
 
 import os
+import shlex
 from pathlib import Path
 
 from programs.terminal_agent import BASH, solve
 
+from rl_core.agents.boxed import run_boxed
 from rl_core.agents.harbor import open_task
 from rl_core.agents.harbor_task import task_rows
+from rl_core.agents.program import filled
 
 TASKS = Path(__file__).parent / "tasks"
 BOX = {
     "driver": os.environ.get("HARBOR_DRIVER", ""),
     "network": os.environ.get("HARBOR_NETWORK") == "1",
 }
+AGENT = shlex.split(os.environ.get("HARBOR_AGENT", ""))
 max_turns = 20
 tools = [BASH]
 
@@ -33,12 +38,27 @@ def load_tasks(split):
     return [row for number, row in enumerate(rows) if (number % 4 == 3) == is_held_out]
 
 
+async def play_command(task, actor):
+    """An episode by the command in $HARBOR_AGENT, as a program in the task's box."""
+    async with actor.endpoint() as llm:
+        binds = await llm.binds()
+        async with open_task(task.row["task_folder"], binds=binds, **BOX) as box:
+            own = {"environ": box.environ, "workspace": box.cwd}
+            limit_s = box.task.agent_timeout_s
+            await run_boxed(
+                box.box, filled(AGENT, task.row, __file__), llm, timeout_s=limit_s, **own
+            )
+            score = await box.verify()
+        return llm.trajectories(score.parts)
+
+
 async def rollout(task, actors):
     actor = next(iter(actors.values()))
+    if AGENT:
+        return await play_command(task, actor)
     async with open_task(task.row["task_folder"], **BOX) as box:
         limit_s = box.task.agent_timeout_s
         limits = {"max_turns": actors.max_turns, "timeout_s": limit_s}
-        # Another agent takes this line's place; it works in the same box.
         reply = await solve(actor, task.messages, box, **limits)
         score = await box.verify()
     commands = sum(message["role"] == "tool" for message in reply.messages)

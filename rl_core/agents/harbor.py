@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,10 +158,14 @@ def ended(done: boxes.ExecResult) -> str:
 
 @asynccontextmanager
 async def open_task(
-    folder: str, *, driver: str = "", network: bool = False
+    folder: str,
+    *,
+    driver: str = "",
+    network: bool = False,
+    binds: Mapping[str, str] | None = None,
 ) -> AsyncIterator[TaskBox]:
     """The box of a task, in which its Dockerfile was carried out or whose image it gave. `driver`:
-    as boxes.open(). `network`: the box has one if the task wants it too."""
+    and `binds`: as boxes.open(). `network`: the box has one if the task wants it too."""
     task = read_task(folder)
     said = task.environment
     image = said.docker_image or ""
@@ -176,6 +180,7 @@ async def open_task(
         image=image,
         limits=task.limits,
         network=network and task.allows_network,
+        binds=binds,
     )
     async with box:
         environ, cwd = dict(said.env), said.workdir or ""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from kit import wait_until
+from kit import ROOT, wait_until
 from stage import cast, run
 
+from rl_core.agents.harbor_task import task_rows
 from rl_core.agents.rollout import Endpoints
 from rl_core.plugins.env_file import load_env
 
@@ -255,3 +257,24 @@ def test_a_rollout_of_its_own_runs_a_command_at_its_endpoint_in_its_box(tmp_path
     actors["policy"].open_endpoint = Endpoints()
     found = run(load_env(str(file)), actors, rows=[{"prompt": "a", "program": program}] * 2)
     assert [(t.reward, t.error) for t in found] == [(0.25, "")] * 2
+
+
+def test_a_command_plays_tasks_in_harbors_format(monkeypatch):
+    program = ASK + "open('/app/answer.txt', 'w').write(ask(sys.argv[1]))"
+    monkeypatch.setenv("HARBOR_AGENT", shlex.join(["python3", "-c", braced(program), "{prompt}"]))
+    task = ROOT / "envs/tasks/count-errors"
+    (log,) = task.glob("environment/**/*.log")
+    right = sum(line.split()[2] == "ERROR" for line in log.read_text().splitlines())
+    rewards = []
+    for said in (right, right + 1):
+        actors = cast(policy=str(said))
+        actors["policy"].open_endpoint = Endpoints()
+        (trajectory,) = run(load_env(str(ROOT / "envs/harbor.py")), actors, rows=task_rows(task))
+        assert trajectory.error == ""
+        rewards.append(trajectory.reward)
+    assert rewards == [1.0, 0.0]
+
+
+def braced(text: str) -> str:
+    """As a part of a command, in which single braces name columns."""
+    return text.replace("{", "{{").replace("}", "}}")
