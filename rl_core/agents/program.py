@@ -41,6 +41,29 @@ class CommandResult:
         return self.stdout.strip()
 
 
+def folder_of(path: str) -> Path:
+    """Of an environment's file."""
+    return Path(path).expanduser().resolve().parent
+
+
+def files_named(command: Sequence[str], path: str) -> set[str]:
+    """Parts of a command that name files beside the environment's file, or in folders there."""
+    beside = folder_of(path)
+    found = set()
+    for part in command:
+        is_beside = not os.path.isabs(part) and ".." not in part.split("/")
+        if is_beside and os.path.isfile(beside / part):
+            found.add(part)
+    return found
+
+
+def placed(command: Sequence[str], path: str) -> list[str]:
+    """The command with the paths of the files that it names: it runs in another folder."""
+    named = files_named(command, path)
+    beside = folder_of(path)
+    return [str(beside / part) if part in named else part for part in command]
+
+
 def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[str]:
     """The command with each {column} replaced by the row's value; {{ and }} are braces. Raises
     ValueError for a column that the row lacks."""
