@@ -194,10 +194,10 @@ def explain_timeouts(phase: str, ranks: Ranks, timeout_s: float):
 
 
 def all_gather_json(value: Any, ranks: Ranks) -> list[Any]:
-    """Every rank's value, in the order of ranks."""
+    """Every rank's value, in the order of ranks. Scalars of numpy and torch become numbers."""
     if ranks.size == 1:
         return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(json.dumps(value, default=float).encode()), dtype=torch.uint8)
     sizes = torch.zeros(ranks.size, dtype=torch.int64)
     dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)

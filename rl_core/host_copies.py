@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -65,11 +64,3 @@ def release_cached_memory() -> None:
     """Torch keeps memory that its tensors have left. Call this before another process gets the
     device."""
     torch.cuda.empty_cache()  # does nothing where there is no GPU
-
-
-def device_memory(device: torch.device) -> int:
-    """Bytes of a GPU, or this rank's even share of the machine's memory."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -43,14 +43,15 @@ class Max:
 @dataclass(slots=True)
 class Percentile:
     percent: float
-    values: list[float]
+    values: list[float]  # numbers, or tensors of one
 
     def __add__(self, other: Percentile) -> Percentile:
         return Percentile(self.percent, self.values + other.values)
 
     @property
     def value(self) -> float:
-        return float(np.percentile(self.values, self.percent)) if self.values else math.nan
+        numbers = [float(value) for value in self.values]
+        return float(np.percentile(numbers, self.percent)) if numbers else math.nan
 
 
 Metric = Mean | Sum | Max | Percentile
@@ -71,22 +72,20 @@ def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = 
 def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]:
     """Name -> value over all ranks; a rank may lack names that others have."""
     sent: dict[str, list] = {}
-    on_device = []
+    tensors: dict[tuple[str, int], torch.Tensor] = {}
     for name, metric in metrics.items():
         sent[name] = [type(metric).__name__]
-        for field in fields(metric):
-            value = torch.as_tensor(getattr(metric, field.name), dtype=torch.float64)
-            if value.ndim == 0 and value.device.type != "cpu":
-                on_device.append((name, len(sent[name]), value))
+        for place, field in enumerate(fields(metric), 1):
+            value = getattr(metric, field.name)
             sent[name].append(value)
+            if torch.is_tensor(value):
+                tensors[name, place] = value.to(ranks.device, torch.float64)
     # The device is waited for once.
-    numbers = torch.stack([value for *_, value in on_device]).tolist() if on_device else []
-    for (name, place, _), number in zip(on_device, numbers, strict=True):
+    numbers = torch.stack([*tensors.values()]).tolist() if tensors else []
+    for (name, place), number in zip(tensors, numbers, strict=True):
         sent[name][place] = number
-    for values in sent.values():
-        values[1:] = [v.tolist() if torch.is_tensor(v) else v for v in values[1:]]
     merged: dict[str, Metric] = {}
     for received in all_gather_json(sent, ranks):
-        for name, (kind, *numbers) in received.items():
-            add_metrics(merged, {name: KINDS[kind](*numbers)})
+        for name, (kind, *values) in received.items():
+            add_metrics(merged, {name: KINDS[kind](*values)})
     return {name: merged[name].value for name in sorted(merged)}

@@ -11,10 +11,10 @@ from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
 from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
+from rl_core.engines.requests import check_request
 from rl_core.plugins.failure_limit import refuse_failures
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.engine import check_request
 from rl_core.sampling.rollout import Group, GroupPlayer, RolloutWorker, in_order
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.types import Completion, SamplingParams

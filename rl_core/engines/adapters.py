@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_core.sampling.weights import NamedWeights, arriving
+from rl_core.engines.weights import NamedWeights, arriving
 
 
 class AdapterTable:

@@ -25,17 +25,11 @@ import torch
 from torch import Tensor
 
 from rl_core.config import Config
-from rl_core.engines.slots import Snapshot, bytes_per_token, sample
-from rl_core.host_copies import HostCopies, device_memory
-from rl_core.sampling.engine import (
-    Engine,
-    EngineSpec,
-    check_logprobs,
-    check_request,
-    decoded,
-    note_version,
-)
-from rl_core.sampling.weights import load_weights
+from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
+from rl_core.engines.slots import Snapshot, bytes_per_token, device_memory, sample
+from rl_core.engines.weights import load_weights
+from rl_core.host_copies import HostCopies
+from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import Completion, SamplingParams
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations

@@ -31,20 +31,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from rl_core.config import Config
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask, in_buckets
+from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.sglang_server import Server, check_sglang, numbers
+from rl_core.engines.weights import arriving_at, on_host
 from rl_core.host_copies import release_cached_memory
 from rl_core.metrics import Metric, Sum
 from rl_core.rules import refuse
-from rl_core.sampling.engine import (
-    Engine,
-    EngineDied,
-    EngineSpec,
-    check_logprobs,
-    check_request,
-    decoded,
-    note_version,
-)
-from rl_core.sampling.weights import arriving_at, on_host
+from rl_core.sampling.engine import Engine, EngineDied, EngineSpec
 from rl_core.types import Completion, SamplingParams
 
 # Older versions wait for ever for an adapter's requests that were aborted in their queue.

@@ -7,6 +7,7 @@ head dim, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -253,6 +254,14 @@ def bytes_per_token(slots: SlotModel) -> float:
     with slots.borrowed():
         slots.forward(cache, slice(0, 1), token, None, 1)
     return sum(tensor.nbytes for tensor in cache.tensors) / (cache.max_tokens + 1)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU, or this rank's even share of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def sample(logits: Tensor, numbers: Tensor, has_limits: bool) -> Tensor:

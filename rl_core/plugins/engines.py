@@ -13,10 +13,10 @@ from torch import nn
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks
+from rl_core.engines.weights import load_weights
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import compute_dtype, load_hf_model, load_model_config, on_meta
 from rl_core.sampling.engine import Engine, EngineSpec
-from rl_core.sampling.weights import load_weights
 from rl_core.types import counter_seed
 
 # Hosts of servers that see this machine's shared memory.

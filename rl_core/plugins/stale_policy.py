@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rl_core.data.episodes import succeeded
+from rl_core.engines.weights import on_host
 from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin
 from rl_core.sampling.rollout import Group, in_order
-from rl_core.sampling.weights import on_host
 from rl_core.types import Trajectory
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,40 +123,3 @@ class EngineSpec:
     memory_frac: float  # of a GPU
     url: str = ""  # of a server that runs already
     folder: str | None = None  # where weights wait for that server
-
-
-def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int) -> None:
-    """Raises ValueError for a request that no engine can answer."""
-    if not 0 < len(prompt_ids) < max_context_tokens:
-        raise ValueError(
-            f"a prompt of {len(prompt_ids)} tokens must have at least 1 and fewer than "
-            f"{max_context_tokens=}; shorten it or raise the limit"
-        )
-    is_possible = params.max_tokens >= 1 and params.temperature >= 0
-    if not is_possible or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
-        raise ValueError(
-            f"{params} must have max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
-        )
-
-
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], keeps_special: bool = False) -> str:
-    """The text as it was sampled, without special tokens or with them."""
-    return tokenizer.decode(
-        ids, skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
-    )
-
-
-def check_logprobs(logprobs: list[float | None]) -> None:
-    """Raises ValueError if a sampled token has none."""
-    if any(value is None or math.isnan(value) for value in logprobs):
-        raise ValueError(
-            "the model's logits are NaN; its weights have diverged or were never loaded"
-        )
-
-
-def note_version(completion: Completion, version: int) -> None:
-    """Weights of this version sample all further tokens."""
-    if not completion.token_ids:
-        completion.policy_version = version
-    elif version != completion.policy_versions[-1]:
-        completion.newer_versions.append((len(completion.token_ids), version))

@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rl_core.engines.embedded
 from rl_core.data.chat import Chat
-from rl_core.engines.slots import SlotModel, bytes_per_token
-from rl_core.host_copies import device_memory
+from rl_core.engines.slots import SlotModel, bytes_per_token, device_memory
 from rl_core.learning.logprobs import logit_change
 from rl_core.plugins.row_sampling import choose_sampler
 from rl_core.sampling.actor import Actor
