@@ -15,14 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
 from rl_core.data.tasks import shorten
+from rl_core.plugins.env_hooks import execute_file, make_env, marked_rewards
 from rl_core.rules import nearest
-from rl_core.sampling.env import (
-    ARGUMENTS,
-    Env,
-    execute_file,
-    make_env,
-    marked_rewards,
-)
+from rl_core.sampling.env import ARGUMENTS, Env
 from rl_core.sampling.episode import check_name, is_list
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import RunError

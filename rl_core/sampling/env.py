@@ -1,26 +1,15 @@
-"""A user's environment file -> an Env, whose rollout() plays an episode.
-
-A file with a rollout() plays its episodes itself. All others are compiled to one: episode.py's
-Dialogue, in which actors take turns, and hooks answer and score. Nobody above asks which it was.
-"""
+"""An environment: what plays an episode, and what its hooks may name."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from rl_core.data.rows import check_exists
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.episode import Dialogue, checked
-from rl_core.sampling.hooks import Hook, describe_error
+from rl_core.sampling.episode import Dialogue
+from rl_core.sampling.hooks import Hook
 from rl_core.types import Task, Trajectory
 
 # What each hook may name besides the data's columns. `state` joins SPOKEN if there is a start().
@@ -36,14 +25,9 @@ ARGUMENTS = {
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
     "oracle": frozenset({"task"}),
 }
-AGENT_TURNS = 64  # that an agent may ask for, unless its file says max_turns
-# Those without a mark: weight, whether batched.
-REWARDS = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}
 # Hashes of the files that an episode's sessions at a service began with, the newest last. Two
 # workers may hold two files.
 SESSION_CODES: ContextVar[list[str]] = ContextVar("SESSION_CODES")
-# What a file may say beside hooks, and plugins/env_file.py compiles.
-COMPILED = ("turns", "tools", "system_prompts", "load_tasks", "advantage_fn")
 
 
 @dataclass(kw_only=True)
@@ -76,130 +60,3 @@ class Env:
             return task
         order = await self.dialogue.turns.draw(task, names, seed)
         return replace(task, info=task.info | {"turns": order})
-
-
-def make_env(
-    module: ModuleType,
-    path: str,
-    compile_setting: Callable[[str, Any, str, dict[str, Hook]], Any],
-    *,
-    hook_timeout_s: float = 60.0,
-    max_turns: int | None = None,
-) -> Env:
-    """The environment of a file's module. compile_setting(name, value, path, hooks) gives what one
-    of COMPILED says. `max_turns` overrides the file's. Raises ValueError."""
-    has = vars(module)
-    rewards = marked_rewards(module)
-    hooks = make_hooks(has, rewards, path, hook_timeout_s)
-    if "agent" in has:
-        hooks = compile_setting("agent", has["agent"], path, hooks)
-    compiled = dict.fromkeys(COMPILED)
-    for name in COMPILED:
-        if has.get(name) is not None:
-            compiled[name] = compile_setting(name, has[name], path, hooks)
-    turns = compiled["turns"]
-    longest = 8 if hooks.keys() & {"interact", "rollout"} else 1
-    if "agent" in has:
-        longest = AGENT_TURNS
-    if turns is not None:
-        longest = turns.longest
-    dialogue = Dialogue(
-        path=path,
-        hooks=hooks,
-        rewards=[hooks[name] for name in rewards if name in hooks],
-        turns=turns,
-        tools=compiled["tools"] or None,
-        system_prompts=compiled["system_prompts"] or {},
-        name_prefix=has.get("name_prefix", False),
-        truncated_reward=has.get("truncated_reward"),
-    )
-    return Env(
-        name=Path(path.partition("?")[0]).stem,
-        path=path,
-        rollout=partial(play, hooks["rollout"]) if "rollout" in hooks else dialogue.rollout,
-        hooks=hooks,
-        dialogue=dialogue,
-        load_tasks=compiled["load_tasks"],
-        advantage_fn=compiled["advantage_fn"],
-        max_turns=max_turns or has.get("max_turns") or longest,
-        tools=dialogue.tools,
-        code=module.heard_code if "://" in path else partial(str, hash_of(module)),
-    )
-
-
-async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:
-    """An episode by the file's own rollout()."""
-    returned = await hook(task, {"task": task, "actors": actors})
-    return checked(returned, hook.path, actors)
-
-
-def make_hooks(
-    has: dict[str, Any],
-    marked: dict[str, tuple[Callable, float, bool]],
-    path: str,
-    timeout_s: float,
-) -> dict[str, Hook]:
-    functions = {name: (has[name], 1.0, False) for name in ARGUMENTS if callable(has.get(name))}
-    hooks = {}
-    for name, (function, weight, batched) in (functions | marked).items():
-        ours = ARGUMENTS.get(name) or (OF_GROUP if batched else SPOKEN)
-        if "start" in has and ours is SPOKEN:
-            ours = ours | {"state"}
-        if "agent" in has and ours is SPOKEN:
-            ours = ours | {"result", "box"}
-        # An episode has its own deadline, and a served hook that of its service.
-        has_deadline = (
-            name not in ("rollout", "agent", "task_weight", "oracle") and "://" not in path
-        )
-        hooks[name] = Hook(
-            name=name,
-            function=function,
-            path=path,
-            timeout_s=timeout_s if has_deadline else None,
-            ours=ours,
-            weight=weight,
-            batched=batched,
-        )
-    return hooks
-
-
-def hash_of(module: ModuleType) -> str:
-    """The first 12 hex digits of the file's SHA-256; "" for a module without a file."""
-    file = Path(getattr(module, "__file__", None) or "")
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
-
-
-def execute_file(path: str) -> ModuleType:
-    file = Path(path).expanduser()
-    check_exists(file)
-    name = f"rl_core_env_{file.stem}"
-    spec = importlib.util.spec_from_loader(name, loader=None, origin=path)
-    module = importlib.util.module_from_spec(spec)
-    module.__file__ = str(file.resolve())
-    sys.modules[name] = module  # dataclasses and pickle look a class up there
-    # Files beside it can be imported, as in a script; last, so that they hide no library.
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        # compile() gets the path as the user wrote it: errors show that one.
-        exec(compile(file.read_bytes(), path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
-        hint = ""
-        if isinstance(error, ModuleNotFoundError):
-            hint = "; pip install it, or drop the import"
-        raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
-    return module
-
-
-def marked_rewards(module: ModuleType) -> dict[str, tuple[Callable, float, bool]]:
-    """Name -> (function, weight, whether it is batched). One that has two names counts once."""
-    rewards: dict[str, tuple[Callable, float, bool]] = {}
-    known: set[int] = set()
-    for name, value in vars(module).items():
-        mark = getattr(value, "__dict__", {}).get("reward_mark", REWARDS.get(name))
-        if mark and callable(value) and id(value) not in known:
-            known.add(id(value))
-            weight, batched = mark
-            rewards[name] = (value, weight, batched or name == "group_reward_fn")
-    return rewards

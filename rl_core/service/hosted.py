@@ -10,7 +10,8 @@ from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages, make_task
 from rl_core.plugins.env_file import load_env
-from rl_core.sampling.env import SPOKEN, execute_file
+from rl_core.plugins.env_hooks import execute_file
+from rl_core.sampling.env import SPOKEN
 from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.session import Session, is_whole, read_trajectory, too_slow

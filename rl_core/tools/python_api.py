@@ -121,7 +121,7 @@ def without_paths(given: dict[str, Any]) -> dict[str, Any]:
 
 def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) -> ModuleType:
     """A copy of the environment's module whose load_tasks gives these rows."""
-    from rl_core.sampling.env import execute_file
+    from rl_core.plugins.env_hooks import execute_file
 
     if module is None and "://" in config.env_path:
         from rl_core.service.client import load_module

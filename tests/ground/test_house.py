@@ -285,10 +285,10 @@ def sizes() -> dict[str, Size]:
 # A change that makes something smaller lowers its row. `python tests/ground/test_house.py` prints
 # the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
-    "spine": (31_490, 300, 5.6),
-    "engines": (10_420, 220, 5.6),
+    "spine": (30_410, 300, 5.6),
+    "engines": (10_860, 220, 5.6),
     "agents": (10_580, 300, 6.0),
-    "plugins": (36_650, 290, 6.0),
+    "plugins": (37_240, 290, 6.0),
     # Boxes: a driver for bubblewrap with its first process, one for containers, engines of both.
     "sandbox": (15_300, 280, 5.5),
     "service": (19_950, 270, 5.4),
