@@ -38,6 +38,9 @@ class Algorithm:
     refill_rounds: int = 0
     target_kl: float = 0.0
     turn_discount: float | None = None
+    reference: str | None = None  # None: the model at the start
+    teacher: str | None = None
+    teacher_coef: float = 1.0
     learns_from: str = "episodes"  # or rows, or pairs of replies
     is_scoring: bool = False  # the model is a classifier of one label
     has_reference: bool = False  # whatever kl_coef is
@@ -72,7 +75,7 @@ class Algorithm:
     def skips_zero_advantages(self) -> bool:
         """A sample whose advantages are all 0 has no gradient, and needs no forward, if nothing
         else moves it."""
-        is_final = self.normalize != "batch" and not self.has_critic
+        is_final = self.normalize != "batch" and not self.has_critic and not self.teacher
         return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and is_final
 
 
@@ -90,6 +93,11 @@ class Advantage:
 def own_reward(rewards: Array, weights: Array, episodes: Array) -> Array:
     """[G] R"""
     return rewards
+
+
+def no_reward(rewards: Array, weights: Array, episodes: Array) -> Array:
+    """[G] 0: a teacher alone says what is good."""
+    return 0.0 * rewards
 
 
 def group_mean(rewards: Array, weights: Array, episodes: Array) -> Array:
@@ -123,6 +131,7 @@ ADVANTAGES = {
     # The learner subtracts the critic's estimate.
     "gae": Advantage(own_reward, needs_group=False),
     "none": Advantage(own_reward, needs_group=False),
+    "zero": Advantage(no_reward, needs_group=False),
     "custom": Advantage(None, needs_group=False),
 }
 
@@ -277,6 +286,9 @@ PRESETS = {
     # Schulman et al. 2017, arXiv:1707.06347, with a critic that is a model of its own; the KL as in
     # Ouyang et al. 2022
     "ppo": Algorithm(advantage="gae", normalize="batch", kl="k1", kl_in="reward"),
+    # Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation: the teacher's reverse
+    # KL of each token is its advantage; whitened over the batch
+    "opd": Algorithm(advantage="zero", normalize="batch"),
     "sft": Algorithm(learns_from="rows"),
     # Rafailov et al. 2023, arXiv:2305.18290
     "dpo": Algorithm(learns_from="pairs", aggregation="pair", has_reference=True),

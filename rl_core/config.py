@@ -93,7 +93,7 @@ class AlgoConfig(Section, prefix="algo."):
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
     advantage: Literal[tuple(ADVANTAGES)] | None = flag(
-        None, "baseline over the group; gae: a critic's; custom: advantage_fn"
+        None, "baseline over the group; gae: a critic's; custom: advantage_fn; zero: a teacher's"
     )
     normalize: Literal["none", "batch", "env"] | None = flag(
         None, "whiten advantages over a batch or env"
@@ -127,6 +127,13 @@ class AlgoConfig(Section, prefix="algo."):
     overlong_buffer: Count | None = flag(None, "last tokens with soft penalty; 0: a fifth")
     refill_rounds: Count | None = flag(None, "dynamic sampling: refill zero-signal groups")
     turn_discount: Fraction | None = flag(None, "advantage per turn, with this discount")
+    reference: str | None = flag(
+        None, "reference model of the KL and of DPO: folder or hub name", only=(*RL, "dpo")
+    )
+    teacher: str | None = flag(
+        None, "on-policy distillation: teacher's folder, hub name, or frozen actor"
+    )
+    teacher_coef: Positive | None = flag(None, "weight of the KL to the teacher; default: 1")
     target_kl: NotNegative | None = flag(None, "early stop of a step above this KL; 0 is off")
 
 

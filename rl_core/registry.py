@@ -279,6 +279,12 @@ def critic(learner: Any):
     return make_critic(learner)
 
 
+def teacher(learner: Any):
+    from rl_core.plugins.teacher import make_teacher
+
+    return make_teacher(learner)
+
+
 def kl_penalty(learner: Any):
     from rl_core.plugins.reference import KLPenalty
 
@@ -322,6 +328,7 @@ PARTS = (
     (lambda learner: learner.algorithm.needs_reference, reference),
     (lambda learner: learner.algorithm.has_critic, critic),
     (lambda learner: learner.algorithm.penalises_advantages, kl_penalty),
+    (lambda learner: learner.algorithm.teacher, teacher),
     (lambda learner: learner.algorithm.normalize == "batch", batch_normalised),
     (has_routers, experts),
     (lambda learner: learner.ranks.mesh.cp > 1, sequence_shards),

@@ -70,6 +70,23 @@ OF_ALGORITHM = [
         "--algo.overlong_buffer needs --algo.overlong soft",
     ),
     (
+        lambda c, a, f: a.advantage == "zero" and not a.teacher,
+        "--algorithm {c.algorithm} learns from a teacher alone: give --algo.teacher MODEL",
+    ),
+    (
+        lambda c, a, f: c.algo.teacher_coef and not a.teacher,
+        "--algo.teacher_coef needs --algo.teacher",
+    ),
+    (
+        lambda c, a, f: a.teacher and a.has_critic,
+        "--algo.teacher={a.teacher}: a critic does not know the teacher's part of the advantage; "
+        "take another advantage than gae",
+    ),
+    (
+        lambda c, a, f: c.algo.reference and not a.needs_reference,
+        "--algo.reference needs --algo.kl_coef above 0",
+    ),
+    (
         lambda c, a, f: a.target_kl and c.learner.minibatches * c.learner.epochs == 1,
         "--algo.target_kl={a.target_kl} skips later updates of a step: raise "
         "--learner.minibatches or --learner.epochs",

@@ -45,6 +45,11 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
                 f"that of {name} has {num_rows}: a critic reads the actor's tokens; take a model "
                 "of the same family"
             )
+    algo = config.of(name).algo
+    if actor.is_trained and (algo.teacher or algo.reference):
+        from rl_core.plugins.teacher import check_tokens
+
+        check_tokens(config.of(name), name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
     chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
     check_variables(chat)

@@ -25,16 +25,22 @@ class Reference(LearnerPart):
 
 
 def make_reference(learner: PartSpec) -> Reference:
-    """A frozen copy of the actor's model at the start, in the dtype of compute, sharded as the
-    policy is; of a policy with adapters itself, without them. On a GPU a copy is CPU-offloaded to
-    pinned memory while it is not used."""
-    model = learner.policy
-    if not model.adapters:
-        model = learner.load(learner.config.actors[learner.name].model, is_frozen=True)
-        with model.on_device():
-            pass  # it leaves the device at the end
+    """A frozen copy of --algo.reference, by default of the actor's model at the start, in the dtype
+    of compute, sharded as the policy is; of a policy with adapters itself, without them. On a GPU a
+    copy is CPU-offloaded to pinned memory while it is not used."""
+    model, path = learner.policy, learner.config.algo.reference
+    if path or not model.adapters:
+        model = frozen_model(learner, path or learner.config.actors[learner.name].model)
     temperature = learner.config.sampling.temperature if learner.algorithm.is_rl else 1.0
     return Reference(model, temperature)
+
+
+def frozen_model(learner: PartSpec, path: str) -> Policy:
+    """A model that a part only reads."""
+    model = learner.load(path, is_frozen=True)
+    with model.on_device():
+        pass  # it leaves the device at the end
+    return model
 
 
 class KLPenalty(LearnerPart):

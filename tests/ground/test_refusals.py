@@ -411,7 +411,8 @@ def test_flags_alone_are_refused_with_the_value_and_the_fix(base, flags, says, e
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_contradict_nothing(preset):
-    config = parse_config([*MODEL, "--algorithm", preset])
+    needed = ["--algo.teacher", "m"] if preset == "opd" else []
+    config = parse_config([*MODEL, "--algorithm", preset, *needed])
     choose_algorithm(config, {})
 
 

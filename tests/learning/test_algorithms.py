@@ -72,6 +72,9 @@ DEFAULTS = {
     "refill_rounds": 0,
     "target_kl": 0.0,
     "turn_discount": None,
+    "reference": None,
+    "teacher": None,
+    "teacher_coef": 1.0,
     "learns_from": "episodes",
     "is_scoring": False,
     "has_reference": False,
@@ -85,6 +88,7 @@ TABLE = {
     "rloo": {"advantage": "rloo", "aggregation": "constant", "kl": "k1", "kl_in": "reward"},
     "reinforce_pp": {"advantage": "none", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
+    "opd": {"advantage": "zero", "normalize": "batch"},
     "sft": {"learns_from": "rows"},
     "dpo": {"learns_from": "pairs", "aggregation": "pair", "has_reference": True},
     "rm": {"learns_from": "pairs", "aggregation": "pair", "is_scoring": True},
@@ -423,7 +427,7 @@ def test_means_and_sums_over_sequences_stay_inside_them():
         torch.tensor([1.0, 2.0, 3.0, 10.0, -4.0, 6.0]),
         torch.tensor([0, 0, 0, 1, 2, 2]),
     )
-    batch = SimpleNamespace(sequences=sequences, order=torch.arange(3))
+    batch = SimpleNamespace(sequences=sequences, paths=[None] * 3)
     assert sequence_mean(values, batch).tolist() == [2, 2, 2, 10, 1, 1]
     assert sums_to_go(values, sequences).tolist() == [6, 5, 3, 10, 2, 6]
     nothing = torch.zeros(0), torch.zeros(0, dtype=torch.int64)

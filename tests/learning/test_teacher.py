@@ -1,0 +1,150 @@
+"""On-policy distillation: a teacher's logprobs as advantages."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from kit import gradient, make_learner, run, sample, steps, words
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_core.config import parse_config
+from rl_core.plan import choose_algorithm
+from rl_core.plugins.teacher import check_tokens
+
+PLAIN = "--algorithm opd --algo.normalize none"
+SAMPLES = [
+    sample([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1], 0.0, "a"),
+    sample([5, 6, 20, 21], [0, 0, 1, 1], 0.0, "a"),
+]
+ASK = """
+def load_tasks(split):
+    return [{"messages": [{"role": "user", "content": text}]} for text in ("ab?", "cd?", "ef?")]
+
+
+def reward_fn():
+    return 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def teacher(make_model):
+    return make_model(seed=7)
+
+
+def logprobs_of(model, ids: list[int]) -> torch.Tensor:
+    """[L - 1] of each token after the first, by transformers."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def test_the_gradient_is_that_of_the_papers_formula_by_transformers(tiny_model, teacher):
+    _, found = gradient(tiny_model, SAMPLES, PLAIN, "--algo.teacher", teacher)
+    student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    terms = []
+    for s in SAMPLES:
+        ids, mask = s.token_ids.tolist(), torch.tensor(s.loss_mask[1:])
+        with torch.no_grad():
+            gain = logprobs_of(other, ids)[mask] - torch.tensor(s.rollout_logprobs[1:])[mask]
+        terms.append(-gain * logprobs_of(student, ids)[mask])
+    expected = torch.cat(terms).mean()
+    expected.backward()
+    for name, weight in student.named_parameters():
+        if name in found:
+            torch.testing.assert_close(found[name], weight.grad, atol=2e-6, rtol=1e-4)
+    assert len(found) > 20 and max(g.abs().max() for g in found.values()) > 1e-3
+
+
+def test_half_the_coefficient_is_half_the_gradient(tiny_model, teacher):
+    _, whole = gradient(tiny_model, SAMPLES, PLAIN, "--algo.teacher", teacher)
+    half_flags = (PLAIN, "--algo.teacher_coef 0.5 --algo.teacher", teacher)
+    _, half = gradient(tiny_model, SAMPLES, *half_flags)
+    for name, value in whole.items():
+        torch.testing.assert_close(2 * half[name], value, atol=1e-6, rtol=1e-4)
+
+
+def test_a_teacher_stands_beside_rewards(tiny_model, teacher):
+    flags = "--optim.lr 0 --algo.teacher_coef 0.5 --algo.teacher"
+    learner = make_learner(tiny_model, "--algorithm grpo", flags, teacher)
+    paid = [sample([5, 6, 7, 8], [0, 0, 1, 1], 3.0, "a")]
+    (minibatch,), _ = learner.shard(paid)
+    with torch.no_grad():
+        learner.annotate([minibatch])
+    other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    with torch.no_grad():
+        gain = logprobs_of(other, [5, 6, 7, 8])[1:] + 4.6
+    [batch] = minibatch.batches
+    torch.testing.assert_close(batch.advantages, 3.0 + 0.5 * gain, atol=1e-4, rtol=1e-5)
+
+
+def test_the_reference_is_the_model_that_is_named(tiny_model, teacher):
+    learner = make_learner(tiny_model, "--algo.kl_coef 0.1 --algo.reference", teacher)
+    (minibatch,), _ = learner.shard([sample([5, 6, 7, 8], [0, 0, 1, 1], 3.0, "a")])
+    learner.annotate([minibatch])
+    other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    with torch.no_grad():
+        expected = logprobs_of(other, [5, 6, 7, 8])[1:]
+    [batch] = minibatch.batches
+    torch.testing.assert_close(batch.ref_logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_student_comes_nearer_to_its_teacher(tmp_path, tiny_model, teacher, ranks):
+    (tmp_path / "ask.py").write_text(ASK)
+    flags = (
+        "--algorithm opd --max_tokens 12 --tasks_per_step 4 --group_size 8 --num_steps 30 "
+        "--optim.lr 5e-3 --algo.teacher"
+    )
+    model = ["--model", tiny_model, "--env_path", tmp_path / "ask.py"]
+    # It learns though all rewards are equal.
+    out = run(tmp_path / "run", *model, flags, teacher, ranks=ranks)
+    kl = [row["learn/policy/teacher_kl_nats"] for row in steps(out)]
+    assert sum(kl[-5:]) < 0.8 * sum(kl[:5]), kl
+
+
+def test_a_frozen_actor_of_the_run_may_be_the_teacher_of_one_actor(tmp_path, tiny_model, teacher):
+    (tmp_path / "ask.py").write_text(ASK + "turns = 'bob'\n")
+    flags = (
+        f"--actors.bob.model {tiny_model} --actors.eve.model {teacher} --actors.eve.train false "
+        "--actors.bob.algorithm opd --actors.bob.algo.teacher eve --max_tokens 4 "
+        f"--tasks_per_step 2 --group_size 2 --num_steps 1 --env_path {tmp_path / 'ask.py'}"
+    )
+    out = run(tmp_path / "run", flags)
+    assert steps(out)[0]["learn/bob/teacher_kl_nats"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--algorithm opd", "learns from a teacher alone: give --algo.teacher"),
+        ("--algo.teacher_coef 2", "--algo.teacher_coef needs --algo.teacher"),
+        ("--algorithm ppo --algo.teacher t", "a critic does not know the teacher's part"),
+        ("--algo.reference t", "--algo.reference needs --algo.kl_coef"),
+    ],
+)
+def test_flags_that_contradict_a_teacher_are_refused(flags, said):
+    config = parse_config(words("--model m --env_path e.py --out runs/x", flags))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        choose_algorithm(config, {})
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_differing_id(
+    tmp_path, tiny_model
+):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    known = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    last = max(known) + 1
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    flags = ["--model", tiny_model, "--env_path e.py --out x --algorithm opd --algo.teacher", other]
+    with pytest.raises(ValueError, match=f"token {last} is '<new>' instead of None"):
+        check_tokens(parse_config(words(*flags)), "policy")
+
+
+def test_an_actor_that_learns_is_no_teacher(tiny_model):
+    flags = "--env_path e.py --out x --algorithm opd --algo.teacher policy --model"
+    with pytest.raises(ValueError, match="policy is an actor that learns"):
+        check_tokens(parse_config(words(flags, tiny_model)), "policy")
