@@ -146,6 +146,8 @@ def refuse_unknown(flags: list[str], own: frozenset[str], is_run: bool = False) 
 
 def commands_in(text: str) -> list[list[str]]:
     """Simple commands of a shell script, without comments."""
+    # A here-document is no command.
+    text = re.sub(r" <<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.DOTALL)
     lines = text.replace("\\\n", " ").splitlines()
     found = []
     for line in lines:
