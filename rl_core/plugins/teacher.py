@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from rl_core.config import Config
+from rl_core.data.pretrained import load_pretrained
 from rl_core.learning.learner import LearnerPart, PartSpec, mean_of
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric, add_metrics
@@ -69,7 +70,8 @@ def check_tokens(config: Config, name: str) -> None:
 def check_same_tokens(flag: str, path: str, own_path: str) -> None:
     from transformers import AutoTokenizer
 
-    own, other = (AutoTokenizer.from_pretrained(each) for each in (own_path, path))
+    own = load_pretrained(AutoTokenizer, own_path)
+    other = load_pretrained(AutoTokenizer, path)
     pairs = zip_longest(tokens_by_id(own), tokens_by_id(other))
     for token_id, (token, other_token) in enumerate(pairs):
         if token != other_token:
