@@ -17,22 +17,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from rl_core.agents import chat_completions, forward, messages, responses
 from rl_core.agents.requests import Refusal, Reply, Request, wanted
 from rl_core.agents.tree import Tree
-from rl_core.config import AgentsConfig
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import Message, Trajectory
+
+if TYPE_CHECKING:
+    from rl_core.config import AgentsConfig
 
 DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
 # Between comments in a stream: clients and proxies give up connections on which nothing comes.
 KEEP_ALIVE_S = 10.0
+LOOPBACK = "127.0.0.1"
 ELSEWHERE = ("192.0.2.1", 9)  # an address of documentation, which nobody has
 # In a box: a folder, and what is in it.
 BOX_FOLDER, SOCKET, FORWARDER = "/run/rl_core", "endpoint.sock", "forward.py"
@@ -144,7 +147,7 @@ class EndpointServer:
     """The server of one process."""
 
     def __init__(self, config: AgentsConfig | None = None):
-        self.config = config or AgentsConfig()
+        self.config = config  # None in workers of served environments, which have no run
         self.address = ""  # as programs are told, with the port
         self.endpoints: dict[str, Endpoint] = {}  # by key
         self.runner: web.AppRunner | None = None
@@ -178,10 +181,12 @@ class EndpointServer:
         app.router.add_get("/v1/models", self.models)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        listener = socket.create_server((self.config.host, 0), backlog=1024)
+        host = self.config.host if self.config else LOOPBACK
+        told = self.config.address if self.config else None
+        listener = socket.create_server((host, 0), backlog=1024)
         await web.SockSite(runner, listener).start()
         port = listener.getsockname()[1]
-        self.address = f"http://{self.config.address or reachable(self.config.host)}:{port}"
+        self.address = f"http://{told or reachable(host)}:{port}"
         self.runner = runner
 
     async def listen_for_boxes(self) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.agents.endpoint import Endpoint, EndpointServer
 from rl_core.agents.program import CommandResult, filled, placed, remove, run_command
-from rl_core.config import AgentsConfig
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, wait_for_all
@@ -21,6 +20,7 @@ from rl_core.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from rl_core.agents.boxed import CommandBox
+    from rl_core.config import AgentsConfig
 
 
 @dataclass(kw_only=True)
