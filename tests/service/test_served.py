@@ -168,7 +168,7 @@ max_turns = 3
 async def rollout(task, actors):
     policy, judge = actors["policy"], actors["judge"]
     if task.row.get("is_race"):
-        return [await race(policy, judge)]
+        return [await _race(policy, judge)]
     if odd := task.row.get("odd"):
         chance = await policy.respond(os.urandom(4).hex() if odd == "conversation" else "hi")
         await chance.respond(os.urandom(4).hex() if odd == "turn" else "ho")
@@ -181,7 +181,7 @@ async def rollout(task, actors):
     found[0].turn_rewards = [found[0].reward / n for n in (2, 2)[: len(found[0].turns)]] if len(found[0].turns) == 2 else []
     return [*found, branch.trajectory(len(branch.last_text), seat="b"), other.trajectory(policy.max_turns, seat="b")]
 
-async def race(policy, judge):
+async def _race(policy, judge):
     order = []
 
     async def say(actor, turns):
