@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import json
-import os
 import random
 import re
 import socket
@@ -28,7 +26,6 @@ import stage
 from aiohttp import web
 from kit import ROOT, STOP, metrics, run, wait_until
 
-from rl_core.agents.rollout import open_endpoint
 from rl_core.cli import main as command
 from rl_core.plugins.env_file import load_env
 from rl_core.sampling.engine import EngineDied
@@ -977,89 +974,6 @@ def test_three_steps_of_chess_learn(warm, tmp_path):
         tasks=2,
     )
     assert any(row["rollout/policy/moves"] for row in found)
-
-
-# Verifiers
-
-# Whether the library is installed is asked without importing it: it is for an environment of its own.
-HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
-SUMS = """
-import verifiers.v1 as vf
-
-class SumsConfig(vf.TasksetConfig):
-    with_tool: bool = False
-
-class SumsData(vf.TaskData):
-    answer: str
-
-class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
-    @vf.tool
-    def add(self, a: int, b: int) -> str:
-        "Adds two numbers."
-        return str(a + b)
-
-class SumsTask(vf.Task[SumsData, vf.State, vf.TaskConfig]):
-    @vf.reward
-    async def is_right(self, trace) -> float:
-        return float(self.data.answer in trace.last_reply)
-
-    @vf.metric
-    async def num_turns(self, trace) -> float:
-        return float(trace.num_turns)
-
-class ToolTask(SumsTask):
-    @classmethod
-    def toolsets(cls, config):
-        return [Adder(vf.ToolsetConfig())]
-
-class SumsTaskset(vf.Taskset[SumsTask, SumsConfig]):
-    def load(self):
-        kind = ToolTask if self.config.with_tool else SumsTask
-        for n in range(20):
-            yield kind(SumsData(prompt=f"{n} + {n}?", answer=str(2 * n)), self.config.task)
-
-__all__ = ["SumsTaskset"]
-"""
-
-
-@pytest.fixture
-def sums(tmp_path, monkeypatch):
-    """sums(with_tool) -> an environment of the library, as one of ours."""
-    (tmp_path / "sums_taskset.py").write_text(SUMS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("VERIFIERS_ENV", "sums_taskset")
-
-    def make(with_tool: bool):
-        args = {"taskset": {"with_tool": with_tool}, "agent": {"harness": {"id": "null"}}}
-        monkeypatch.setenv("VERIFIERS_ARGS", json.dumps(args))
-        return env_of("verifiers_env")
-
-    return make
-
-
-@pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed")
-@pytest.mark.parametrize(
-    "replies, with_tool, reward",
-    [
-        (["It is 2"], False, 1.0),
-        (["It is 3"], False, 0.0),
-        ([called("add", a=1, b=1), "It is 2"], True, 1.0),
-    ],
-)
-def test_a_verifiers_environment_plays_at_the_endpoint_and_scores(sums, replies, with_tool, reward):
-    env = sums(with_tool)
-    rows = env.load_tasks("train")
-    assert (len(rows), len(env.load_tasks("eval"))) == (18, 2)
-    assert rows[1] == {"index": 1, "prompt": "1 + 1?"}
-    actors = stage.cast(policy=replies)
-    actors["policy"].open_endpoint = open_endpoint
-    (found,) = stage.run(env, actors, rows=[rows[1]], max_tokens=200, timeout_s=200)
-    assert (found.error, found.reward) == ("", reward)
-    assert found.metrics["num_turns"] == len(replies)
-    assert [turn.is_fresh for turn in found.turns] == [True, False][: len(replies)]
-    results = [message["content"] for message in found.messages if message["role"] == "tool"]
-    assert results == (["2"] if with_tool else [])
 
 
 # The table of all environments
