@@ -131,8 +131,8 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     for."""
     algorithm = make_algorithm(config.algorithm, config.algo)
     has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
-    is_open = config.algo.advantage is None and config.is_rl and not algorithm.has_critic
-    if has_advantage_fn and is_open:
+    is_open = config.algo.advantage is None and config.is_rl and algorithm.advantage != "zero"
+    if has_advantage_fn and is_open and not algorithm.has_critic:
         algorithm = replace(algorithm, advantage="custom")
     is_default = algorithm == Algorithm() and config.critic == CriticConfig()
     if algorithm.is_rl and (not is_default or config.group_size < 2):

@@ -358,12 +358,13 @@ CHOICES = {"engine": ENGINES, "optim.name": OPTIMIZERS}
 def check_options(config: Config) -> None:
     """Raises ValueError for a name that no option has, and for flags of an option that contradict
     each other."""
-    for flag, table in CHOICES.items():
-        value = attrgetter(flag)(config)
-        if value not in (*table, "auto"):
-            raise ValueError(f"--{flag}={value} is unknown; {nearest(value, table)}")
-    if config.optim.name == "adamw8bit":
-        require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
+    for own in (config, *map(config.of, config.trained)):
+        for flag, table in CHOICES.items():
+            value = attrgetter(flag)(own)
+            if value not in (*table, "auto"):
+                raise ValueError(f"--{flag}={value} is unknown; {nearest(value, table)}")
+        if own.optim.name == "adamw8bit":
+            require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
     if config.learner.kernels == "liger":
         require("liger_kernel", "--learner.kernels=liger", "liger")
     if config.actors != {"policy": ActorConfig(model=config.model)}:

@@ -171,7 +171,6 @@ class Trainer:
         return make_group(
             config,
             task,
-            {"temperature": config.sampling.temperature},
             batch=f"train/{step:06d}",
             number=number,
             position=position,

@@ -130,14 +130,27 @@ def make_units(entries: list[Entry], budget: PackBudget, is_pairs: bool) -> list
     share = sum(entry.length for entry in entries) // (2 * budget.num_ranks)
     max_tokens = min(budget.max_tokens, share)
     units: list[list[Entry]] = []
+    tokens = 0  # of the last unit, at least
     for entry in entries:
-        if budget.cp == 1 and units and is_worth_sharing(entry.num_shared, entry.length):
-            longer = [*units[-1], entry]
-            if unit_cost(longer, budget)[0] <= max_tokens:
-                units[-1] = longer
-                continue
-        units.append([entry])
-    return units
+        begins_alike = budget.cp == 1 and is_worth_sharing(entry.num_shared, entry.length)
+        tokens += entry.length - 1 - entry.num_shared
+        if not begins_alike or tokens > max_tokens:
+            units.append([])
+            tokens = entry.length - 1
+        units[-1].append(entry)
+    return fitting(units, max_tokens, budget)
+
+
+def fitting(units: list[list[Entry]], max_tokens: int, budget: PackBudget) -> list[list[Entry]]:
+    """The units, halved where not all that their entries share is worth computing once."""
+    found: list[list[Entry]] = []
+    for unit in units:
+        half = len(unit) // 2
+        if half and unit_cost(unit, budget)[0] > max_tokens:
+            found += fitting([unit[:half], unit[half:]], max_tokens, budget)
+        else:
+            found.append(unit)
+    return found
 
 
 def unit_cost(unit: list[Entry], budget: PackBudget) -> tuple[int, float]:

@@ -330,8 +330,13 @@ class EmbeddedEngine(Engine):
     def _find_source(self, request: Request, computed: list[Request]) -> None:
         """Finds the longest beginning of the prompt among what is computed."""
         own = self._parked.get(request.session)
+        computed = computed if own is None else [own, *computed]
         for source in computed:
             if source is not own and source.head != request.head:
+                continue
+            # One that shares more has this token too.
+            further = slice(request.num_cached, request.num_cached + 1)
+            if source.ids[further] != request.ids[further]:
                 continue
             num = num_shared(source, request)
             # Only what is batched can be cut.

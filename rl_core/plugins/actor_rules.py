@@ -71,6 +71,11 @@ OF_ACTOR = [
         ".learner.dtype: with --engine_ranks all actors have the same; give --learner.dtype",
     ),
     (
+        lambda c, name, a: a.learn_every > 1 and c.rollout.lagged[0],
+        ".learn_every={a.learn_every} has no --rollout.lagged, whose older weights are renewed by "
+        "updates; leave one out",
+    ),
+    (
         lambda c, name, a: a.learn_every > max(1, c.num_steps),
         ".learn_every={a.learn_every}: it would not learn in --num_steps={c.num_steps}; lower it",
     ),

@@ -16,6 +16,12 @@ OF_ALGORITHM = [
         "--algorithm grpo",
     ),
     (
+        lambda c, a, f: f and a.advantage == "zero" and c.algo.advantage is None,
+        "{c.env_path} defines advantage_fn, which --algorithm {c.algorithm} would not call: it "
+        "learns from a teacher alone; set --algo.advantage custom to add both, or zero to leave "
+        "rewards out",
+    ),
+    (
         lambda c, a, f: a.advantage == "custom" and not f,
         "--algo.advantage=custom needs def advantage_fn(rewards) in {c.env_path}; define it",
     ),
@@ -76,6 +82,16 @@ OF_ALGORITHM = [
     (
         lambda c, a, f: c.algo.teacher_coef and not a.teacher,
         "--algo.teacher_coef needs --algo.teacher",
+    ),
+    (
+        lambda c, a, f: (
+            c.algo.teacher_coef
+            and a.advantage == "zero"
+            and a.normalize == "batch"
+            and not a.kl_coef
+        ),
+        "--algo.teacher_coef changes nothing where advantages are the teacher's alone and "
+        "normalized; leave it out, or give --algo.normalize none",
     ),
     (
         lambda c, a, f: a.teacher and a.has_critic,

@@ -36,9 +36,7 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
     num_rows = model_config.get_text_config().vocab_size
     critic_model = config.of(name).critic.model
     if actor.is_trained and critic_model:
-        critic = read_config(critic_model)
-        check_kernels(config, critic, LoraConfig())
-        num_values = critic.get_text_config().vocab_size
+        num_values = read_beside(config, critic_model).get_text_config().vocab_size
         if num_values != num_rows:
             raise ValueError(
                 f"--critic.model={critic_model} has a vocabulary of {num_values} tokens, "
@@ -47,8 +45,10 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
             )
     algo = config.of(name).algo
     if actor.is_trained and (algo.teacher or algo.reference):
-        from rl_core.plugins.teacher import check_tokens
+        from rl_core.plugins.teacher import check_tokens, judges
 
+        for path in judges(config.of(name)).values():
+            read_beside(config, path)
         check_tokens(config.of(name), name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
     chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
@@ -67,6 +67,15 @@ def read_config(path: str) -> PretrainedConfig:
         raise ValueError(why_no_model(path, error)) from None
     check_is_decoder(config, path)
     return config
+
+
+def read_beside(config: Config, path: str) -> PretrainedConfig:
+    """The config.json of a model that computes an actor's episodes beside its own. Raises
+    ValueError if it cannot."""
+    model_config = read_config(path)
+    check_positions(config, path, model_config)
+    check_kernels(config, model_config, LoraConfig())
+    return model_config
 
 
 def check_is_decoder(config: PretrainedConfig, path: str) -> None:

@@ -223,9 +223,10 @@ class RunWarnings:
 
 def compares_groups(config: Config) -> bool:
     """Whether an actor with these settings learns nothing from groups of equal rewards. Others
-    learn from the batch, a critic, or the turns' own rewards too."""
+    learn from the batch, a critic, a teacher, or the turns' own rewards too."""
     algorithm = make_algorithm(config.algorithm, config.algo)
-    return ADVANTAGES[algorithm.advantage].needs_group and algorithm.turn_discount is None
+    has_others = algorithm.turn_discount is not None or algorithm.teacher
+    return ADVANTAGES[algorithm.advantage].needs_group and not has_others
 
 
 def read_lines(file: Path) -> list[dict]:

@@ -57,14 +57,20 @@ def teacher_path(config: Config) -> str:
     return actor.model
 
 
-def check_tokens(config: Config, name: str) -> None:
-    """Raises ValueError unless an actor's teacher and reference read the actor's tokens."""
-    paths = {"reference": config.algo.reference}
+def judges(config: Config) -> dict[str, str]:
+    """Flag -> path of the models that an actor is compared with, but for its own."""
+    paths = {}
+    if config.algo.reference:
+        paths["reference"] = config.algo.reference
     if config.algo.teacher:
         paths["teacher"] = teacher_path(config)
-    for flag, path in paths.items():
-        if path:
-            check_same_tokens(f"--algo.{flag}={path}", path, config.actors[name].model)
+    return paths
+
+
+def check_tokens(config: Config, name: str) -> None:
+    """Raises ValueError unless an actor's teacher and reference read the actor's tokens."""
+    for flag, path in judges(config).items():
+        check_same_tokens(f"--algo.{flag}={path}", path, config.actors[name].model)
 
 
 def check_same_tokens(flag: str, path: str, own_path: str) -> None:

@@ -62,18 +62,22 @@ class Group:
         return counter_seed(self.seed, self.batch, self.number, *parts)
 
 
-def make_group(config: Config, task: Task, drawn: dict[str, float], **place: Any) -> Group:
-    """`drawn`: how tokens are. `place`: size of the group, and its place in a batch."""
+def make_group(
+    config: Config, task: Task, drawn: dict[str, float] | None = None, **place: Any
+) -> Group:
+    """`drawn`: how tokens are; None: as in training, by each actor's own temperature. `place`: size
+    of the group, and its place in a batch."""
     max_tokens, own = config.max_tokens, config.envs.get(task.env)
     if own and own.max_tokens:
         max_tokens = own.max_tokens
-    params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
+    how = {"temperature": config.sampling.temperature} if drawn is None else drawn
+    params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **how)
     group = Group(task=task, params=params, seed=config.seed, **place)
     for name, actor in config.actors.items():
         own = dict(actor.sampling)
         if "stop" in own:
             own["stop"] = tuple(own["stop"])
-        if group.label:  # An evaluation says itself how tokens are drawn.
+        if drawn is not None:
             own.pop("temperature", None)
         group.own_params[name] = own
     return group

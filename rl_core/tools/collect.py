@@ -83,9 +83,8 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
                     continue
                 first = number * size
                 tasks = [source.task(position) for position in range(first, min(first + size, end))]
-                drawn = {"temperature": config.sampling.temperature}
                 place = {"batch": "collect", "label": f"collect/{number:06d}", "first": first}
-                played = await playing.play(tasks, config.group_size, drawn, **place)
+                played = await playing.play(tasks, config.group_size, None, **place)
                 own = [t for t in played if t.actor in names]
                 done = succeeded(own)
                 good = [t for t in done if min_reward is None or t.reward >= min_reward]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import ActorConfig, parse_config
@@ -93,9 +93,10 @@ def model_size(actor: ActorConfig) -> Size:
 
 
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
-    """What a learner holds on one rank. Weights, gradients and optimizer state are fp32,
-    sharded."""
+    """What a learner holds on one rank. Weights, gradients and optimizer state are fp32, sharded.
+    `plan`: with the actor's own settings."""
     from rl_core.learning.loading import compute_dtype
+    from rl_core.plugins.teacher import judges
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
     learner = config.learner
@@ -123,8 +124,11 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         "activations": (0.0, tokens * (kept + 2 * (4 + w) * size.hidden)),
         "logprobs": (0.0, logits + 4 * size.vocabulary * size.hidden / mesh.tp),
     }
+    compared_with = judges(config)
     if plan.algorithm.needs_reference and not size.adapters:
-        found["reference"] = (0.0, w * size.total / shards)
+        compared_with.setdefault("reference", actor.model)
+    for what, path in compared_with.items():
+        found[what] = (0.0, w * model_size(ActorConfig(model=path)).total / shards)
     if plan.algorithm.has_critic:
         held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards
         found["critic, its optimizer"] = (held * while_sampling, held * while_learning)
@@ -164,9 +168,10 @@ def facts(plan: Plan) -> dict[str, Any]:
     for name in config.trained:
         actor = config.actors[name]
         size = model_size(actor)
-        table = learner_bytes(plan, actor, size, mesh)
+        own = replace(plan, config=config.of(name), algorithm=plan.algorithms[name])
+        table = learner_bytes(own, actor, size, mesh)
         if algorithm.is_rl and not actor.share:
-            table |= engine_bytes(plan, name, size, mesh)
+            table |= engine_bytes(own, name, size, mesh)
         sampling, learning = zip(*table.values(), strict=True)
         table["sum"] = sum(sampling), sum(learning)
         actors[name] = {

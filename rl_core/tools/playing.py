@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.config import RL, Config, LoraConfig, parse_config
+from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
 from rl_core.plugins.actor_rules import URL
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ ALONE |= {
     "canary_tolerance": 0,
     "optim.name": "adamw",
 }
+# Models that nobody needs where nothing is learned.
+ALONE |= {"algo.teacher": "null", "algo.reference": "null", "critic.model": "null"}
 
 
 def read_flags(
@@ -59,7 +61,8 @@ def read_flags(
         has_model = any(re.match(r"--(model|actors\.[^.]+\.(model|api))\b", flag) for flag in flags)
         before = [] if has_model else ["--model", options.models[0]]
     alone = (f"--{name}={value}" for name, value in ALONE.items())
-    config = parse_config([*before, *flags, *alone, f"--out={out}"])
+    config = read_config([*before, *flags, *alone, f"--out={out}"])
+    config = checked(replace(config, actors=dict(map(without_learning, config.actors.items()))))
     if not config.is_rl or not config.env_path:
         raise ValueError(
             f"--algorithm {config.algorithm} has no episodes to play; name an environment by "
@@ -69,6 +72,14 @@ def read_flags(
 
     quiet()  # before rows are read
     return options, config
+
+
+def without_learning(item: tuple[str, ActorConfig]) -> tuple[str, ActorConfig]:
+    """An actor and its settings without those by which it alone learned. The engine computes in its
+    dtype."""
+    name, actor = item
+    learner = {key: value for key, value in actor.learner.items() if key == "dtype"}
+    return name, replace(actor, learner=learner, optim={}, algo={}, critic={})
 
 
 def flags_of_run(model: str) -> list[str] | None:
@@ -160,12 +171,13 @@ class Player:
         self,
         tasks: list[Task],
         size: int,
-        drawn: dict[str, float],
+        drawn: dict[str, float] | None,
         batch: str,
         label: str,
         first: int = 0,
     ) -> list[Trajectory]:
-        """`size` episodes of each task. Raises RunError if too many fail."""
+        """`size` episodes of each task; `drawn`: make_group()'s. Raises RunError if too many
+        fail."""
         from rl_core.plugins.failure_limit import refuse_failures
         from rl_core.sampling.rollout import in_order, make_group
 

@@ -252,6 +252,8 @@ def learn(
     metrics: dict[str, Any] = {}
     samples = training_samples(plan, trajectories, ranks)
     for name, learner in learners.items():
+        if number % plan.config.actors[name].learn_every:
+            continue
         with learner.on_device():
             minibatches, _ = learner.shard(samples[name])
             add_metrics(metrics, learner.annotate(minibatches), prefix=f"learn/{name}/")
@@ -331,9 +333,10 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     make = models.learner_with(config)
     parts = {type(part): part for part in old.parts}
     reference, critic = parts.get(Reference), parts.get(Critic)
+    compared_with = old.config.algo.reference or old.config.actors[name].model
 
     def load(path: str, is_frozen: bool = False, **how: Any) -> Policy:
-        if is_frozen and reference:
+        if is_frozen and reference and path == compared_with:
             return reference.policy
         if critic and not is_frozen:
             return critic.learner.policy

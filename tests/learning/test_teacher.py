@@ -1,5 +1,6 @@
 """On-policy distillation: a teacher's logprobs as advantages."""
 
+import json
 import re
 import shutil
 
@@ -10,7 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config
 from rl_core.plan import choose_algorithm
+from rl_core.plugins.env_file import load_env
+from rl_core.plugins.run_warnings import compares_groups
 from rl_core.plugins.teacher import check_tokens
+from rl_core.registry import checked_chat
+from rl_core.tools.replay import replay
 
 PLAIN = "--algorithm opd --algo.normalize none"
 SAMPLES = [
@@ -121,6 +126,10 @@ def test_a_frozen_actor_of_the_run_may_be_the_teacher_of_one_actor(tmp_path, tin
         ("--algo.teacher_coef 2", "--algo.teacher_coef needs --algo.teacher"),
         ("--algorithm ppo --algo.teacher t", "a critic does not know the teacher's part"),
         ("--algo.reference t", "--algo.reference needs --algo.kl_coef"),
+        (
+            "--algorithm opd --algo.teacher t --algo.teacher_coef 2",
+            "--algo.teacher_coef changes nothing",
+        ),
     ],
 )
 def test_flags_that_contradict_a_teacher_are_refused(flags, said):
@@ -148,3 +157,42 @@ def test_an_actor_that_learns_is_no_teacher(tiny_model):
     flags = "--env_path e.py --out x --algorithm opd --algo.teacher policy --model"
     with pytest.raises(ValueError, match="policy is an actor that learns"):
         check_tokens(parse_config(words(flags, tiny_model)), "policy")
+
+
+def test_rewards_by_advantage_fn_are_not_added_to_a_teacher_unasked(tmp_path):
+    (tmp_path / "own.py").write_text(ASK + "\n\ndef advantage_fn(rewards):\n    return rewards\n")
+    envs = {"own": load_env(str(tmp_path / "own.py"))}
+    flags = "--model m --env_path own.py --out x --algorithm opd --algo.teacher t"
+    with pytest.raises(ValueError, match=r"own\.py defines advantage_fn, which --algorithm opd"):
+        choose_algorithm(parse_config(words(flags)), envs)
+    asked = parse_config(words(flags, "--algo.advantage custom"))
+    assert choose_algorithm(asked, envs).advantage == "custom"
+
+
+def test_a_teacher_that_cannot_judge_is_refused_before_it_loads(tmp_path, tiny_model):
+    short = tmp_path / "short"
+    shutil.copytree(tiny_model, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    flags = "--env_path e.py --out x --algorithm opd --model"
+    for teacher, said in ((short, "short has 16 positions"), (tmp_path / "none", "none")):
+        given = words(flags, tiny_model, "--algo.teacher", teacher)
+        with pytest.raises(ValueError, match=said) as caught:
+            checked_chat(parse_config(given), "policy")
+        assert "Repo id" not in str(caught.value)
+
+
+def test_equal_rewards_beside_a_teacher_are_no_reason_for_a_warning():
+    flags = words("--model m --env_path e.py --out x")
+    assert compares_groups(parse_config(flags))
+    assert not compares_groups(parse_config([*flags, "--algo.teacher", "t"]))
+
+
+def test_a_step_replayed_with_another_objective_has_the_same_teacher(tmp_path, tiny_model, teacher):
+    (tmp_path / "ask.py").write_text(ASK)
+    model = ["--model", tiny_model, "--env_path", tmp_path / "ask.py", "--algo.teacher", teacher]
+    flags = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --num_steps 1 --algo.kl_coef 0.1"
+    out = run(tmp_path / "run", *model, flags)
+    found = replay(out, 1, ["--algo.clip_low=0.3"])
+    kl = "learn/policy/teacher_kl_nats"
+    assert found.replayed[kl] == found.recorded[kl] > 0

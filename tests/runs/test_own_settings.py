@@ -1,5 +1,6 @@
 """Settings of one actor in the place of the global ones."""
 
+import argparse
 import re
 
 import pytest
@@ -17,6 +18,9 @@ from rl_core.config import (
     to_yaml,
 )
 from rl_core.plugins.actor_rules import check_actors
+from rl_core.registry import check_options
+from rl_core.tools.playing import read_flags
+from rl_core.tools.replay import replay
 
 BASE = "--model m --env_path e.py --out runs/x"
 # Each actor answers by itself, so that nothing of one reaches the other.
@@ -74,6 +78,10 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
         ("--actors.policy.learner.kernels liger", "all actors have the same"),
         ("--actors.policy.learn_every 200", "it would not learn in --num_steps=100"),
         (
+            "--actors.policy.learn_every 2 --rollout.lagged 0.5,2",
+            ".learn_every=2 has no --rollout.lagged",
+        ),
+        (
             "--actors.judge.model m --actors.judge.train false --actors.judge.algo.kl_coef 1",
             "--actors.judge: lora.rank, lr, algorithm, algo",
         ),
@@ -86,6 +94,26 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
 def test_what_cannot_be_is_refused_with_the_actor_and_the_fix(flags, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         check_actors(parse_config(words(BASE, flags)))
+
+
+def test_an_unknown_optimizer_of_one_actor_is_refused_before_a_model_loads():
+    flags = words(BASE, "--engine embedded --actors.policy.optim.name adamm")
+    with pytest.raises(ValueError, match=r"adamm is unknown; did you mean 'adamw'"):
+        check_options(parse_config(flags))
+
+
+def test_where_nothing_is_learned_an_actors_settings_of_learning_do_not_count():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="+")
+    flags = (
+        "m --env_path e.py --actors.bob.model m --actors.bob.learner.microbatch_tokens 64 "
+        "--actors.bob.learner.dtype bfloat16 --actors.bob.algorithm opd "
+        "--actors.bob.algo.teacher t --algo.teacher u --critic.model v"
+    )
+    _, config = read_flags(parser, words(flags), "out")
+    bob = config.of("bob")
+    assert bob.learner.dtype == "bfloat16", "the engine computes in it"
+    assert (bob.algo.teacher, bob.critic.model) == (None, None)
 
 
 @pytest.fixture
@@ -129,6 +157,21 @@ def test_an_actor_that_learns_every_second_step_changes_in_these_alone(two):
     out = two("every", "--optim.lr 1e-2 --actors.bob.learn_every 2")
     learned = [("learn/bob/loss" in row, "learn/alice/loss" in row) for row in steps(out)]
     assert learned == [(False, True), (True, True), (False, True)]
+    found = replay(out, 3, [])
+    assert found.replayed == found.recorded and found.between == 0.0
+
+
+def test_episodes_are_collected_by_the_actors_own_temperature(tmp_path, tiny_model):
+    (tmp_path / "apart.py").write_text(APART)
+    flags = words(TWO.format(model=tiny_model, env=tmp_path / "apart.py"))
+    said = {}
+    for flag in ("--sampling.temperature", "--actors.bob.sampling.temperature"):
+        out = tmp_path / flag
+        assert main(["collect", str(tiny_model), *flags, f"--out={out}", f"{flag}=3"]) == 0
+        rows = trajectories(out / "rollouts" / "step_000001.jsonl.zst")
+        said[flag] = [turn["completion"]["logprobs"] for t in rows for turn in t["turns"]]
+    assert len(said[flag]) == 8
+    assert said["--sampling.temperature"] == said["--actors.bob.sampling.temperature"]
 
 
 def test_logprobs_are_of_the_actors_own_temperature(two):

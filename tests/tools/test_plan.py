@@ -85,6 +85,27 @@ def test_a_reference_is_as_large_as_the_one_that_a_learner_has(flags):
     assert learner_bytes(plan, actor, size, Mesh(dp_shard=2, tp=2))["reference"] == (0, held / 4)
 
 
+def test_an_actors_own_settings_are_planned_as_the_global_ones_are(flags):
+    own = ["algo.kl_coef=0.1", "learner.microbatch_tokens=4096", "optim.name=sgd", "algorithm=ppo"]
+    found = []
+    for prefix in ("--", "--actors.policy."):
+        plan = make_plan(parse_config([*flags, *(prefix + flag for flag in own)]))
+        found.append(facts(plan)["actors"])
+    assert (
+        found[0] == found[1] and "critic, its optimizer" in found[0]["policy"]["bytes_on_one_rank"]
+    )
+
+
+def test_a_teacher_is_as_large_as_the_one_that_a_learner_has(flags, make_model):
+    teacher = make_model(layers=3)
+    asked = ["--algo.teacher", str(teacher), "--actors.policy.lora.rank", "4"]
+    plan = make_plan(parse_config([*flags, *asked]))
+    learner = Trainer(plan, init_ranks(60)).learners["policy"]
+    held = sum(p.nbytes for p in kit.part_of(learner, "Teacher").policy.parameters())
+    table = facts(plan)["actors"]["policy"]["bytes_on_one_rank"]
+    assert table["teacher"] == {"sample": 0, "learn": held}
+
+
 MESHES = (Mesh(dp_shard=4), Mesh(dp_shard=2, tp=2))
 
 
