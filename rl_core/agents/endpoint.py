@@ -54,6 +54,8 @@ class Endpoint:
     trees: dict[str, Tree]  # actor -> what it was asked
     # What a request of /v1/responses continues by `previous_response_id`.
     stored: dict[str, list[Message]] = field(default_factory=dict)
+    # What an `item_reference` of such a request names.
+    items: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: EngineDied | None = None
     is_shut: bool = False
 
@@ -179,6 +181,8 @@ class EndpointServer:
             app.router.add_post(dialect.PATH, self.handler(dialect))
         app.router.add_post(f"{messages.PATH}/count_tokens", self.count_tokens)
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{name:.+}", self.model)
+        app.router.add_get("/", say_nothing)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         host = self.config.host if self.config else LOOPBACK
@@ -230,6 +234,8 @@ class EndpointServer:
             try:
                 endpoint = self.endpoint_of(http)
                 body = await body_of(http)
+                if dialect is responses:
+                    body["input"] = responses.put_in(body.get("input"), endpoint.items)
                 request = dialect.read(body)
                 retries = [http.headers.get(name, "0") for name in RETRY_HEADERS]
                 request.is_retry = any(count not in ("", "0") for count in retries)
@@ -258,6 +264,8 @@ class EndpointServer:
         for reply in replies:
             history = [*request.messages, reply.message]
             endpoint.stored[responses.response_id(reply)] = history
+            for item in responses.output(reply):
+                endpoint.items[item["id"]] = item
 
     async def send_stream(
         self, http: web.Request, dialect: ModuleType, endpoint: Endpoint, request: Request
@@ -299,10 +307,30 @@ class EndpointServer:
         except Refusal as refusal:
             error = chat_completions.write_error(refusal)
             return web.json_response(error, status=refusal.status)
-        models = []
-        for name in names:
-            models.append({"id": name, "object": "model", "created": 0, "owned_by": "rl_core"})
-        return web.json_response({"object": "list", "data": models})
+        models = [describe(name) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1]}
+        return web.json_response({"object": "list", "data": models, "has_more": False} | ends)
+
+    async def model(self, http: web.Request) -> web.Response:
+        """Any name's, as requests are answered under any name."""
+        try:
+            self.endpoint_of(http)
+        except Refusal as refusal:
+            error = chat_completions.write_error(refusal)
+            return web.json_response(error, status=refusal.status)
+        return web.json_response(describe(http.match_info["name"]))
+
+
+async def say_nothing(http: web.Request) -> web.Response:
+    """Clients ask, without a key, whether something listens."""
+    return web.Response()
+
+
+def describe(name: str) -> dict[str, Any]:
+    """A model, with the fields of both OpenAI's and Anthropic's clients."""
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "rl_core"}
+    begun = "1970-01-01T00:00:00Z"
+    return model | {"type": "model", "display_name": name, "created_at": begun}
 
 
 def reachable(host: str) -> str:

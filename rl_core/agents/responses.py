@@ -22,6 +22,8 @@ from rl_core.agents.requests import (
 from rl_core.types import Message
 
 PATH = "/v1/responses"
+CALLS = ("function_call", "custom_tool_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
 __all__ = ["PATH", "read", "stream", "write", "write_error"]
 
 
@@ -78,19 +80,50 @@ def read_items(items: Any) -> list[Message]:
                 raise Refusal(f"input: role {role!r} is not supported")
             content = text_of_parts(item.get("content"), role)
             messages.append({"role": role, "content": content})
-        elif kind == "function_call":
-            arguments = read_arguments(item.get("arguments"))
+        elif kind in CALLS:
+            arguments = arguments_of(item)
             call = called(item.get("call_id", ""), str(item.get("name")), arguments)
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
+        elif kind in OUTPUTS:
             content = text_of_parts(item.get("output"), kind)
             call_id = item.get("call_id", "")
             messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif kind != "reasoning":
             raise Refusal(f"input: an item of type {kind!r} is not supported")
     return messages
+
+
+def arguments_of(item: dict[str, Any]) -> dict[str, Any]:
+    """Of a call. A custom tool's call has a text in their place."""
+    if item["type"] == "custom_tool_call":
+        return {"input": wanted(item, "input", str, "")}
+    return read_arguments(item.get("arguments"))
+
+
+def put_in(items: Any, known: dict[str, dict[str, Any]]) -> Any:
+    """Input items, with those of earlier responses in the place of references to them. Raises
+    Refusal."""
+    if not isinstance(items, list):
+        return items
+    found = []
+    for item in items:
+        if is_reference(item):
+            name = str(item.get("id"))
+            if name not in known:
+                raise Refusal(f"input: item_reference {name!r} is no item of this episode")
+            item = known[name]
+        found.append(item)
+    return found
+
+
+def is_reference(item: Any) -> bool:
+    """Clients may leave out or empty its type."""
+    if not isinstance(item, dict):
+        return False
+    is_bare = item.get("type") is None and "role" not in item
+    return item.get("type") == "item_reference" or (is_bare and "id" in item)
 
 
 def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:

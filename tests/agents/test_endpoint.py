@@ -518,6 +518,69 @@ def test_a_conversation_by_responses_continues_by_items_and_by_id():
     )
 
 
+def test_items_of_earlier_responses_are_named_by_their_ids():
+    async def play():
+        async with endpoint(f"I add {CALL}", "three") as (llm, _):
+            client = openai_client(llm)
+            tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+            asked = {"model": "m", "tools": [tool]}
+            first = await client.responses.create(input=HI, **asked)
+            said, call = first.output
+            items = [
+                {"role": "user", "content": "hi"},
+                {"type": "item_reference", "id": said.id},
+                {"type": None, "id": call.id},
+                {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
+            ]
+            second = await client.responses.create(input=items, **asked)
+            unknown = [{"type": "item_reference", "id": "msg_1"}]
+            with pytest.raises(openai.BadRequestError, match="'msg_1' is no item of this episode"):
+                await client.responses.create(input=unknown, **asked)
+            return second.output_text, llm.trajectories(1.0)
+
+    said, (trajectory,) = asyncio.run(play())
+    assert said == "three"
+    assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
+
+
+def test_calls_of_custom_tools_are_read_and_other_items_are_refused():
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+ a"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+    ]
+    shell = {"type": "local_shell_call", "call_id": "s", "action": {}, "status": "completed"}
+
+    async def play():
+        async with endpoint("one") as (llm, tree):
+            client = openai_client(llm)
+            reply = await client.responses.create(model="m", input=items)
+            with pytest.raises(openai.BadRequestError, match="type 'local_shell_call' is not"):
+                await client.responses.create(model="m", input=[*items, shell])
+            return reply.output_text, tree.nodes[0].conversation.history
+
+    said, (_, asked, result, _) = asyncio.run(play())
+    assert said == "one" and result["content"] == "done"
+    (call,) = asked["tool_calls"]
+    assert call["function"] == {"name": "patch", "arguments": {"input": "+ a"}}
+
+
+def test_clients_find_models_and_that_something_listens():
+    async def play():
+        async with endpoint("one") as (llm, _), httpx.AsyncClient() as plain:
+            probes = [await plain.request(verb, llm.address) for verb in ("GET", "HEAD")]
+            assert [(probe.status_code, probe.content) for probe in probes] == [(200, b"")] * 2
+            keyless = await plain.get(f"{llm.base_url}/models/policy")
+            assert keyless.status_code == 401
+            other = anthropic_client(llm)
+            client = openai_client(llm)
+            found = [await client.models.retrieve("org/any"), await other.models.retrieve("any")]
+            listed = [(await one.models.list()).data[0].id for one in (client, other)]
+            return [model.id for model in found], found[1].created_at.year, listed
+
+    assert asyncio.run(play()) == (["org/any", "any"], 1970, ["policy"] * 2)
+
+
 def test_a_conversation_by_messages_continues_by_blocks():
     async def play():
         async with endpoint(f"<think>so</think>I add {CALL}", "three") as (llm, _):
