@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import json
 import os
@@ -192,7 +193,6 @@ class BubblewrapBox:
             "filter": memory_file(stack, self.filter) if self.filter else -1,
             "is_root": os.geteuid() == 0,
             "disk_mib": limits.disk_mib,
-            "memory_mib": limits.memory_mib,
             "limits": {
                 "DATA": limits.memory_mib << 20,
                 "NPROC": limits.processes,
@@ -232,6 +232,20 @@ class BubblewrapBox:
             raise
         box.process.stderr.close()
         return box
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def hand_over(self) -> BubblewrapBox:
+        """The same box as a new object. By this one nobody reaches it any more: a call that comes
+        late would else be in another episode."""
+        heir = copy.copy(self)
+        self.finalizer.detach()
+        heir.finalizer = weakref.finalize(heir, end_process, self.control, self.process, self.pid)
+        self.control = socket.socket()
+        self.control.close()
+        return heir
 
     @asynccontextmanager
     async def request(self, verb: str, timeout_s: float) -> AsyncIterator[Channel]:
@@ -290,7 +304,7 @@ class BubblewrapBox:
         except OSError:
             alive = False
         if not alive:
-            raise BoxEnded("the box has ended: its first process was killed from outside")
+            raise BoxEnded("the box has ended: it was closed, or killed from outside")
 
     async def put(self, path: str, data: bytes | str | Path) -> None:
         """Writes a file, or a folder of the host with all below it. A link that has the name is

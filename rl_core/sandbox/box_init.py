@@ -32,7 +32,7 @@ FOLDERS = {"/app": 0o755, "/tmp": 0o1777, "/root": 0o700, "/var/tmp": 0o1777, "/
 WORKDIR = "/app"
 TICK_S = 0.5
 # Beyond a command's own deadline: its fork has then been stopped from inside.
-OVERDUE_S = 2.0
+OVERDUE_S = 5.0
 KILL_ROUNDS = 50
 SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 REMOUNT = 0x20
@@ -132,10 +132,10 @@ class Init:
         self.control = control
         self.settings = settings
         self.remaining = remaining
-        # Process ids of forks, and when each is overdue. None: it has answered, and waits for
-        # what the command left behind.
+        # Process ids of forks, and when each is overdue. None: its command has ended. It answers as
+        # fast as the owner reads, and waits for what the command left behind.
         self.forks: dict[int, float | None] = {}
-        self.answered, self.tell_answered = os.pipe()
+        self.ended, self.tell_ended = os.pipe()
 
     def serve(self) -> None:
         wake, woken = socket.socketpair()
@@ -145,7 +145,7 @@ class Init:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         waiting = select.poll()
         owner = self.settings["owner"]
-        for source in (wake, self.control, owner, self.answered):
+        for source in (wake, self.control, owner, self.ended):
             waiting.register(source, select.POLLIN)
         while True:
             timeout_ms = TICK_S * 1000 if self.forks else None
@@ -154,12 +154,16 @@ class Init:
                 return
             if wake.fileno() in ready:
                 wake.recv(1 << 12)
-            if self.answered in ready:
-                self.forks[int.from_bytes(os.read(self.answered, 4), "big")] = None
+            if self.ended in ready:
+                self.note_ended(int.from_bytes(os.read(self.ended, 4), "big"))
             self.reap()
             self.kill_overdue()
             if self.control.fileno() in ready and not self.take_request():
                 return
+
+    def note_ended(self, pid: int) -> None:
+        if pid in self.forks:  # else it was killed meanwhile
+            self.forks[pid] = None
 
     def reap(self) -> None:
         while True:
@@ -232,12 +236,12 @@ class Init:
     def run_command(self, channel: socket.socket) -> None:
         command = Command(receive(channel), self.settings)
         result = command.run(channel)
+        os.write(self.tell_ended, os.getpid().to_bytes(4, "big"))
         with suppress(OSError):
             send(channel, result)
             write_frame(channel, command.stdout.data())
             write_frame(channel, command.stderr.data())
         channel.close()
-        os.write(self.tell_answered, os.getpid().to_bytes(4, "big"))
         command.outlast()
 
 
@@ -431,7 +435,7 @@ def put(channel: socket.socket) -> None:
         for path in job["folders"]:
             os.makedirs(full_path(path), exist_ok=True)
         for path, target in job["links"]:
-            os.symlink(target, full_path(path))
+            write_link(full_path(path), target)
         send(channel, {"ready": True})
     except OSError as error:
         send(channel, {"error": [type(error).__name__, str(error)]})
@@ -444,6 +448,12 @@ def write_file(path: str, data: bytes, mode: int) -> None:
     with open(os.open(beside, flags, mode), "wb") as file:
         file.write(data)
     os.chmod(beside, mode)
+    os.replace(beside, path)
+
+
+def write_link(path: str, target: str) -> None:
+    beside = f"{path}.{os.getpid()}.part"
+    os.symlink(target, beside)
     os.replace(beside, path)
 
 

@@ -37,6 +37,8 @@ class KeptBoxes:
     def take(self, settings: BoxSettings) -> BubblewrapBox | None:
         with self.lock:
             self.drop_those_of_another_process()
+            # Where memory ran out, the kernel may have killed one.
+            self.boxes = [box for box in self.boxes if box.is_running]
             for box in reversed(self.boxes):
                 if box.settings == settings:
                     self.boxes.remove(box)
@@ -80,15 +82,18 @@ class OpenBox:
         if self.is_closed:
             return
         self.is_closed = True
-        surplus = self.box
-        if self.reuse and self.box.can_be_reset:
-            try:
-                await self.box.reset()
-                surplus = KEPT.put(self.box)
-            except (OSError, BoxEnded):
-                pass  # What cannot be emptied is not used again.
-        if surplus is not None:
-            await surplus.close()
+        if not (self.reuse and self.box.can_be_reset):
+            await self.box.close()
+            return
+        surplus = box = self.box.hand_over()
+        try:
+            await box.reset()
+            surplus = KEPT.put(box)
+        except (OSError, BoxEnded):
+            pass  # What cannot be emptied is not used again.
+        finally:
+            if surplus is not None:
+                await surplus.close()
 
 
 async def open(

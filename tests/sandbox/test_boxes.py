@@ -352,9 +352,68 @@ def test_a_box_serves_several_event_loops_one_after_another():
     async def work():
         async with await boxes.open({}) as box:
             await box.exec("true")
-            return box.box
+            return box.box.process.pid
 
-    assert asyncio.run(work()) is asyncio.run(work())
+    assert asyncio.run(work()) == asyncio.run(work())
+
+
+def test_a_call_that_comes_after_close_does_not_reach_the_next_episode(tmp_path):
+    (tmp_path / "late").write_text("x")
+
+    async def work():
+        box = await boxes.open({})
+        pid = box.box.process.pid
+        running = asyncio.ensure_future(box.exec("sleep 1000"))
+        uploading = asyncio.ensure_future(box.put("/app/up", tmp_path / "late"))
+        await asyncio.sleep(0)
+        await box.close()
+        async with await boxes.open({}) as other:
+            assert other.box.process.pid == pid
+            late = [asyncio.ensure_future(box.exec("touch late"))]
+            late.append(asyncio.ensure_future(box.put("late", "x")))
+            for call in (running, uploading, *late):
+                with pytest.raises(boxes.BoxEnded):
+                    await call
+            return (await other.exec("ls /app")).stdout
+
+    assert asyncio.run(work()) == ""
+
+
+def test_a_kept_box_that_was_killed_is_not_given_to_the_next():
+    async def work():
+        box = await boxes.open({})
+        await box.close()
+        process = box.box.process
+        psutil.Process(process.pid).children()[0].kill()
+        process.wait()
+        async with await boxes.open({}) as other:
+            return (await other.exec("echo works")).stdout
+
+    assert asyncio.run(work()) == "works\n"
+
+
+def test_a_long_answer_is_whole_though_its_reader_was_busy():
+    command = "sleep 1000 >/dev/null 2>&1 & head -c 900000 /dev/zero | tr '\\0' a; sleep 1000"
+
+    async def work(box):
+        call = asyncio.ensure_future(box.exec(command, timeout_s=1))
+        await asyncio.sleep(0.5)
+        time.sleep(12)  # The reader of this event loop is away, well beyond the deadline.
+        return await call
+
+    result = in_box(work)
+    assert (result.timed_out, len(result.stdout)) == (True, 900_000)
+
+
+def test_a_folder_with_links_can_be_put_twice(tmp_path):
+    (tmp_path / "link").symlink_to("/usr")
+
+    async def work(box):
+        for _ in range(2):
+            await box.put("/tests", tmp_path)
+        return (await box.exec("readlink /tests/link")).stdout
+
+    assert in_box(work) == "/usr\n"
 
 
 def test_a_fork_of_the_owner_neither_uses_nor_ends_its_boxes():
@@ -380,7 +439,7 @@ def test_a_fork_of_the_owner_neither_uses_nor_ends_its_boxes():
     assert os.waitpid(pid, 0)[1] == 0
     assert asyncio.run(name_in(box)) == "mine"
     again = asyncio.run(opened())
-    assert again.box is kept.box and asyncio.run(again.exec("echo x")).stdout == "x\n"
+    assert again.box.process is kept.box.process and asyncio.run(again.exec("echo x")).stdout == "x\n"
     for one in (box, again):
         asyncio.run(one.close())
 
@@ -393,7 +452,7 @@ def test_a_folder_that_is_too_deep_to_be_removed_ends_the_box():
         await box.exec(["python3", "-c", deep])
         await box.close()
         async with await boxes.open({}) as other:
-            return box.box is other.box, (await other.exec("ls")).stdout
+            return box.box.process is other.box.process, (await other.exec("ls")).stdout
 
     assert asyncio.run(work()) == (False, "")
 
@@ -408,7 +467,7 @@ def test_what_a_program_changes_of_the_first_folders_is_as_it_was():
         async with await boxes.open({}) as box:
             await box.exec(spoil)
         async with await boxes.open({}) as again:
-            assert again.box is box.box
+            assert again.box.process is box.box.process
             return await again.exec("touch /app/x /var/tmp/y /dev/shm/z /run/u && ls /tmp")
 
     result = asyncio.run(work())
