@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shlex
 import sys
 import time
@@ -27,6 +28,8 @@ RUNS_CODE += ("LD_LIBRARY_PATH", "NODE_OPTIONS", "NODE_PATH", "PERL5LIB", "PERL5
 # pytest reads these in the folders above a test.
 READ_BY_PYTEST = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg")
 READ_BY_PYTEST += ("pyproject.toml", "pytest.toml", ".pytest.toml")
+SIGNALLED = range(129, 193)  # exit codes of what a signal ended
+MAX_APART = 1e-3  # of one reward in two files
 MAX_TOLD = 500  # characters of what a script wrote, in an error
 
 
@@ -36,6 +39,10 @@ class Score:
 
     parts: dict[str, float]  # of the reward, which is their sum
     metrics: dict[str, float]  # what it said beside a `reward`
+
+    @property
+    def reward(self) -> float:
+        return math.fsum(self.parts.values())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +73,8 @@ class TaskBox:
     async def verify(self) -> Score:
         """What test.sh says of the box as the agent left it. Nothing that the agent left running,
         planted in /tests or /logs, or set for shells takes part. Raises RuntimeError if test.sh
-        leaves no reward."""
+        leaves no reward, or does not come to its end: a program of the agent that it ran may have
+        ended it, and have written the reward."""
         await self.box.end_processes()
         await self.clear()
         try:
@@ -81,6 +89,8 @@ class TaskBox:
         begun = time.monotonic()
         done = await self.run(f"{TESTS}/test.sh", environ, said.timeout_sec)
         await self.box.end_processes()
+        if done.timed_out or done.code in SIGNALLED:
+            raise RuntimeError(f"{self.task.folder}: tests/test.sh {ended(done)}")
         score = await self.read_reward(done)
         score.metrics["verifier_s"] = time.monotonic() - begun
         return score
@@ -120,18 +130,27 @@ class TaskBox:
         return False
 
     async def read_reward(self, done: boxes.ExecResult) -> Score:
-        """Of reward.json, else of reward.txt, as Harbor reads them."""
+        """Of reward.json, else of reward.txt, as Harbor reads them. If both are there they must
+        agree: one may be of a program of the agent that test.sh ran."""
+        found = []
         place = f"{self.task.folder}: what tests/test.sh wrote into {LOGS}/verifier/"
         for name in ("reward.json", "reward.txt"):
             try:
                 data = await self.box.get(f"{LOGS}/verifier/{name}")
             except FileNotFoundError:
                 continue
-            return read_score(data, f"{place}{name}")
-        raise RuntimeError(
-            f"{self.task.folder}: tests/test.sh wrote no {LOGS}/verifier/reward.txt and no "
-            f"reward.json; it {ended(done)}"
-        )
+            found.append(read_score(data, f"{place}{name}"))
+        if not found:
+            raise RuntimeError(
+                f"{self.task.folder}: tests/test.sh wrote no {LOGS}/verifier/reward.txt and no "
+                f"reward.json; it {ended(done)}"
+            )
+        if abs(found[0].reward - found[-1].reward) > MAX_APART:
+            raise RuntimeError(
+                f"{place}reward.json is {found[0].reward:g}, and reward.txt {found[-1].reward:g}; "
+                "write one of them"
+            )
+        return found[0]
 
 
 def read_score(data: bytes, place: str) -> Score:

@@ -19,7 +19,8 @@ import socket
 import stat
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rl_core.sandbox import isolation
@@ -443,18 +444,30 @@ def put(channel: socket.socket) -> None:
 
 def write_file(path: str, data: bytes, mode: int) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    beside = f"{path}.{os.getpid()}.part"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(beside, flags, mode), "wb") as file:
-        file.write(data)
-    os.chmod(beside, mode)
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        with open(os.open(beside, flags, mode), "wb") as file:
+            file.write(data)
+        os.chmod(beside, mode)
 
 
 def write_link(path: str, target: str) -> None:
+    with replacing(path) as beside:
+        os.symlink(target, beside)
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """A name beside the path. What is made there takes the path's place; nothing of it stays if
+    that fails."""
     beside = f"{path}.{os.getpid()}.part"
-    os.symlink(target, beside)
-    os.replace(beside, path)
+    try:
+        yield beside
+        os.replace(beside, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
 
 
 def get(channel: socket.socket) -> None:

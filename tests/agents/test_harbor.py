@@ -307,6 +307,44 @@ def test_a_verifier_is_not_fooled(make, attack):
     assert (played.status, played.reward, played.error) == ("ok", 0.0, "")
 
 
+SCORES_ITSELF = "open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')\n"
+AND_THEN = {
+    "goes on": ("", ""),
+    "closes the folder": ("import os; os.chmod('/logs/verifier', 0o555); os.chmod('/logs', 0)", ""),
+    "makes the reward a folder": ("import os; os.mkdir('/logs/verifier/reward.txt')", ""),
+    "ends what tests it": ("import os; os.kill(os.getppid(), 15)", "ended with exit code 143"),
+    "ends all": ("import os; os.kill(-1, 9)", "ended with exit code 137"),
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("deed", AND_THEN)
+def test_a_program_that_the_verifier_runs_does_not_score_itself(deed):
+    code, error = AND_THEN[deed]
+    written = f"cat > words.py <<'END'\n{SCORES_ITSELF}{code}\nEND\n"
+    played = episode(ROOT / "envs/tasks/word-count", bash(written), "It is done.")
+    if error:
+        assert played.status == "failed" and error in played.error
+    else:
+        assert (played.status, played.reward, played.error) == ("ok", 0.0, "")
+
+
+@needs_bwrap
+def test_two_rewards_must_agree(make):
+    test = "#!/bin/sh\ncd /logs/verifier; echo {} > reward.txt; echo '{{\"a\": 0.5, \"b\": 0.25}}' > "
+    assert episode(make(test=test.format(0.75) + "reward.json\n"), "done").reward == 0.75
+    failed = episode(make(test=test.format(0) + "reward.json\n"), "done")
+    assert failed.status == "failed" and "reward.json is 0.75, and reward.txt 0;" in failed.error
+
+
+@needs_bwrap
+def test_a_reward_of_a_verifier_that_ran_out_of_time_does_not_count(make):
+    toml = f"{TOML}[verifier]\ntimeout_sec = 1\n"
+    test = "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\nsleep 100\n"
+    failed = episode(make(toml=toml, test=test), "done")
+    assert failed.status == "failed" and "test.sh ran out of time" in failed.error
+
+
 @needs_bwrap
 def test_a_verifier_without_a_reward_fails_the_episode(make):
     failed = episode(make(check="raise SystemExit('no disk')"), "done")
@@ -321,7 +359,7 @@ def test_a_verifier_without_a_reward_fails_the_episode(make):
 def test_a_verifier_has_a_deadline(make):
     toml = f"{TOML}[verifier]\ntimeout_sec = 0.5\n"
     failed = episode(make(toml=toml, test="#!/bin/sh\nsleep 100\n"), "done")
-    assert failed.status == "failed" and "it ran out of time" in failed.error
+    assert failed.status == "failed" and "test.sh ran out of time" in failed.error
 
 
 @needs_bwrap

@@ -249,6 +249,7 @@ def test_a_full_disk_is_an_error_inside_and_emptied_for_the_next():
         full = await box.exec("head -c 100000000 /dev/zero > /app/a")
         with pytest.raises(OSError, match="No space"):
             await box.put("/app/b", b"x" * 100_000)
+        assert (await box.exec("ls -A /app")).stdout == "a\n"
         many = await box.exec("rm /app/a; mkdir m; cd m; seq 100000 | xargs touch")
         await box.close()
         async with await boxes.open({}, limits=limits) as box:
