@@ -4,6 +4,7 @@ run's endpoint and nothing else."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -123,6 +124,8 @@ def make_box(value: Any, path: str, command: Sequence[str]) -> CommandBox:
     shown = {}
     beside = folder_of(path)
     for name in (*given.pop("files", ()), *files_named(command, path)):
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise ValueError(f"{path}: box: files: {name!r} must lie beside this file, or below")
         if not (beside / name).exists():
             raise ValueError(f"{path}: box: files: there is no {beside / name}")
         shown[name] = beside / name

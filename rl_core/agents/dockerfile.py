@@ -6,6 +6,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from string import Template
 
 from rl_core.rules import nearest
 from rl_core.sandbox.box_settings import Box
+from rl_core.sandbox.engines import ENGINE_S
 
 # These say how a container is described, started or looked after, which a box is not.
 IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "USER")
@@ -103,11 +105,19 @@ class Build:
             await self.copy(instruction)
         elif instruction.name == "WORKDIR":
             self.cwd = self.inside(self.filled(instruction.text))
-            await self.box.exec(["mkdir", "-p", self.cwd])
+            await self.do(["mkdir", "-p", self.cwd], instruction)
         elif instruction.name == "ENV":
             self.environ |= self.assignments(instruction.text)
         elif instruction.name == "ARG" and "=" in instruction.text:
             self.arguments |= self.assignments(instruction.text)
+
+    async def do(self, command: list[str], instruction: Instruction) -> None:
+        done = await self.box.exec(command)
+        if done.code != 0:
+            raise RuntimeError(
+                f"{instruction.place}: {instruction.name} {instruction.text[:MAX_TOLD]} failed: "
+                f"{done.stderr.strip()[-MAX_TOLD:]}; {NEEDS_IMAGE}"
+            )
 
     def filled(self, text: str) -> str:
         """The text with $NAME and ${NAME} replaced; an unknown name stays."""
@@ -159,13 +169,15 @@ class Build:
             await self.box.put(f"{into.rstrip('/')}/{source.name}" if beside else into, source)
         for flag in words:
             if flag.startswith("--chmod="):
-                await self.box.exec(["chmod", "-R", flag.removeprefix("--chmod="), into])
+                mode = flag.removeprefix("--chmod=")
+                await self.do(["chmod", "-R", mode, into], instruction)
 
     def matching(self, pattern: str, instruction: Instruction) -> list[Path]:
         """The files of the context that a pattern of COPY means."""
         names = sorted(glob.glob(pattern.lstrip("/") or ".", root_dir=self.context))
-        paths = [(self.context / name).resolve() for name in names]
-        if not paths or not all(path.is_relative_to(self.context.resolve()) for path in paths):
+        paths = [self.context / name for name in names]
+        context = self.context.resolve()
+        if not paths or not all(path.resolve().is_relative_to(context) for path in paths):
             raise ValueError(f"{instruction.place}: there is no {pattern} in {self.context}")
         return paths
 
@@ -185,17 +197,20 @@ def build_image(engine: str, folder: Path, timeout_s: float) -> str:
     """The name of the image of a folder with a Dockerfile, built unless the engine has it. Raises
     RuntimeError. Of processes that ask at once, one builds and the others wait."""
     image = f"rl_core_task:{digest_of(folder)}"
-    lock = Path(tempfile.gettempdir()) / f"{image.replace(':', '_')}.lock"
+    lock = Path(tempfile.gettempdir()) / f"{image.replace(':', '_')}.{os.getuid()}.lock"
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        known = subprocess.run([engine, "image", "inspect", image], capture_output=True)
-        if known.returncode == 0:
-            return image
+        inspecting = [engine, "image", "inspect", image]
         command = [engine, "build", "--tag", image, str(folder)]
         try:
+            known = subprocess.run(inspecting, capture_output=True, timeout=ENGINE_S)
+            if known.returncode == 0:
+                return image
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{shlex.join(command)} ran longer than {timeout_s:g} s") from None
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(
+                f"{shlex.join(error.cmd)} ran longer than {error.timeout:g} s"
+            ) from None
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-MAX_TOLD:]}")
     return image

@@ -198,10 +198,10 @@ class EndpointServer:
         async with self.starting:
             shown = self.shown_folder()
             if not self.is_for_boxes:
-                self.is_for_boxes = True
                 await web.UnixSite(self.runner, str(shown / SOCKET)).start()
                 # Programs in boxes are other users. They are asked for a key.
                 (shown / SOCKET).chmod(0o666)
+                self.is_for_boxes = True
             return str(shown)
 
     def shown_folder(self) -> Path:

@@ -50,7 +50,10 @@ def forward(client: socket.socket, path: str) -> None:
 def accept(listener: socket.socket, path: str) -> None:
     while True:
         client, _ = listener.accept()
-        threading.Thread(target=forward, args=(client, path), daemon=True).start()
+        try:
+            threading.Thread(target=forward, args=(client, path), daemon=True).start()
+        except RuntimeError:  # The box has no room for another thread. Its client may try again.
+            client.close()
 
 
 def main(path: str, command: "list[str]") -> int:

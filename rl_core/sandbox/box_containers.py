@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import secrets
 import subprocess
 import tarfile
@@ -60,10 +61,13 @@ GET = ENTER + (
 )
 
 
-def end_container(engine: str, name: str, client: subprocess.Popen) -> None:
-    """Its first process ends with its stdin; the engine removes the rest by force."""
+def end_container(engine: str, name: str, client: subprocess.Popen, owner: int) -> None:
+    """Its first process ends with its stdin; the engine removes the rest by force. In a fork of the
+    owner it only forgets the container."""
     with suppress(OSError):
         client.stdin.close()
+    if os.getpid() != owner:
+        return
     with suppress(OSError, subprocess.TimeoutExpired):  # An engine that hangs holds up nobody.
         ask_engine(engine, remove_line(engine, [name])[1:])
     client.kill()
@@ -82,7 +86,9 @@ class ContainerBox:
         self.engine = settings.driver
         self.name = f"rl-core-box-{secrets.token_hex(6)}"
         self.client = self.start()
-        self.finalizer = weakref.finalize(self, end_container, self.engine, self.name, self.client)
+        self.finalizer = weakref.finalize(
+            self, end_container, self.engine, self.name, self.client, os.getpid()
+        )
 
     def start(self) -> subprocess.Popen:
         limits = self.settings.limits
@@ -115,6 +121,8 @@ class ContainerBox:
                 reason = await asyncio.to_thread(box.client.stderr.read)
                 raise OSError(reason.decode(errors="replace").strip()[-2000:])
         except BaseException:
+            # Else a thread waits for what an engine that hangs says.
+            box.client.kill()
             await asyncio.to_thread(box.finalizer)
             raise
         return box
@@ -148,7 +156,8 @@ class ContainerBox:
         except asyncio.TimeoutError:
             timed_out, code = True, 137
         except asyncio.CancelledError:
-            await asyncio.shield(self.kill(mark))
+            with suppress(BoxEnded, OSError, asyncio.TimeoutError):
+                await asyncio.shield(self.kill(mark))
             raise
         if timed_out:
             await self.kill(mark)

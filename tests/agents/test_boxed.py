@@ -141,6 +141,30 @@ for key in ("", "sk-" + "x" * 32, os.environ["OPENAI_API_KEY"][:-1]):
     assert said_by(tmp_path, program) == "401\n401\n401\n"
 
 
+def test_more_connections_than_threads_do_not_end_the_forwarding(tmp_path):
+    program = """
+import socket, time
+from urllib.parse import urlsplit
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+ends = [socket.create_connection((url.hostname, url.port)) for _ in range(90)]
+time.sleep(1)
+for end in ends:
+    end.close()
+for _ in range(100):
+    try:
+        print(ask("hi"))
+        break
+    except OSError:
+        time.sleep(0.1)
+"""
+    reward = """
+async def reward_fn(result):
+    return float(result.text == "x")
+"""
+    found = play(tmp_path, program, reward, '{"processes": 60}', timeout_s=60.0)
+    assert (found.reward, found.error) == (1.0, "")
+
+
 def test_each_episode_has_a_box_of_its_own(tmp_path):
     program = """
 import time
@@ -221,6 +245,8 @@ def test_a_program_that_is_missing_or_fails_says_so(tmp_path):
 REFUSED = {
     "an unknown setting": ('agent = ["x"]\nbox = {"memory": 3}', "box: 'memory' is unknown"),
     "a file that is not there": ('agent = ["x"]\nbox = {"files": ["y"]}', "there is no .*/y"),
+    "a file above": ('agent = ["x"]\nbox = {"files": ["../y"]}', "'../y' must lie beside"),
+    "a file elsewhere": ('agent = ["x"]\nbox = {"files": ["/etc/hosts"]}', "must lie beside"),
     "a wrong kind": ('agent = ["x"]\nbox = "docker"', "box = 'docker' must be True, or a dict"),
     "no command": ("box = True\nasync def agent(task, llm): pass", "write agent = "),
 }

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from rl_core import registry
-from rl_core.agents.endpoint import MAX_BODY_BYTES, EndpointServer
+from rl_core.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
 from rl_core.agents.tree import key_of
 from rl_core.config import AgentsConfig
 from rl_core.engines.scripted import ScriptedActor, plain_chat
@@ -703,3 +703,16 @@ def test_a_message_and_its_echo_have_one_key_and_others_have_not():
     assert key_of(said) == key_of({"role": "assistant", "content": " b\n"})
     assert key_of(said) != key_of({"role": "user", "content": "b"})
     assert key_of({"role": "user", "content": "a b"}) != key_of({"role": "user", "content": "ab"})
+
+
+def test_a_server_that_cannot_listen_for_boxes_says_so_each_time():
+    async def ask():
+        server = EndpointServer()
+        await server.start()
+        (server.shown_folder() / SOCKET).mkdir()
+        for _ in range(2):
+            with pytest.raises(OSError):
+                await server.listen_for_boxes()
+        await server.close()
+
+    asyncio.run(ask())

@@ -236,6 +236,26 @@ def test_a_run_that_fails_fails_the_episode_with_its_line(make):
 
 
 @needs_bwrap
+@pytest.mark.parametrize(
+    "line, why", [("WORKDIR /usr/src/app", "Read-only"), ("COPY --chmod=x1 a /app/", "invalid mode")]
+)
+def test_an_instruction_that_fails_fails_the_episode_with_its_line(make, line, why):
+    folder = make(dockerfile=f"FROM a\n{line}\n")
+    (folder / "environment/a").write_text("x")
+    failed = episode(folder, "done")
+    assert failed.status == "failed", failed.reward
+    assert f"Dockerfile:2: {line} failed: " in failed.error and why in failed.error
+
+
+@needs_bwrap
+def test_copy_keeps_the_name_of_a_link(make):
+    folder = make(dockerfile="FROM a\nCOPY link /app/\n")
+    (folder / "environment/file").write_text("x")
+    (folder / "environment/link").symlink_to("file")
+    assert in_box(folder, "cat /app/link").stdout == "x"
+
+
+@needs_bwrap
 def test_copy_takes_nothing_from_outside_the_context(make):
     failed = episode(make(dockerfile="FROM a\nCOPY ../task.toml /app/\n"), "done")
     assert failed.status == "failed" and "there is no ../task.toml in" in failed.error

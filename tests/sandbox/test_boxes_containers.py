@@ -104,6 +104,34 @@ def test_a_command_that_kills_all_leaves_the_box_working():
 
 
 @needs_image
+def test_a_fork_of_the_owner_does_not_end_its_container():
+    async def opened():
+        return await boxes.open({"image": IMAGE})
+
+    box = asyncio.run(opened())
+    pid = os.fork()
+    if pid == 0:
+        del box
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert asyncio.run(box.exec("echo alive")).stdout == "alive\n"
+    asyncio.run(box.close())
+
+
+@needs_image
+def test_a_cancelled_command_is_cancelled_though_its_box_has_ended():
+    async def work(box):
+        command = asyncio.ensure_future(box.exec("sleep 1000"))
+        await asyncio.sleep(1)
+        command.cancel()
+        await box.close()
+        with pytest.raises(asyncio.CancelledError):
+            await command
+
+    in_box(work)
+
+
+@needs_image
 def test_containers_end_with_their_owner_and_with_close():
     code = (
         "import asyncio, os, signal\n"
