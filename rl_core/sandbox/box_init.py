@@ -39,6 +39,7 @@ SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 REMOUNT = 0x20
 PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
 MAX_FILE_BYTES = 64 << 20
+NUM_LIMITS = 16  # RLIM_NLIMITS of the kernel
 
 
 class FilterProgram(ctypes.Structure):
@@ -137,6 +138,7 @@ class Init:
         # fast as the owner reads, and waits for what the command left behind.
         self.forks: dict[int, float | None] = {}
         self.ended, self.tell_ended = os.pipe()
+        self.first_state = own_state()
 
     def serve(self) -> None:
         wake, woken = socket.socketpair()
@@ -144,6 +146,8 @@ class Init:
             end.setblocking(False)
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Of the other signals from inside the kernel keeps off those that have no handler.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         waiting = select.poll()
         owner = self.settings["owner"]
         for source in (wake, self.control, owner, self.ended):
@@ -213,6 +217,8 @@ class Init:
             return {"ready": True}
         try:
             empty(self.remaining)
+            if own_state() != self.first_state:
+                raise OSError("a program changed the first process")
         except (OSError, RecursionError) as error:
             return {"error": ["OSError", str(error)]}
         return {"ready": True}
@@ -244,6 +250,13 @@ class Init:
             write_frame(channel, command.stderr.data())
         channel.close()
         command.outlast()
+
+
+def own_state() -> list[Any]:
+    """Of process 1, what every command inherits and a program of its user can change."""
+    limits = [resource.getrlimit(number) for number in range(NUM_LIMITS)]
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    return [limits, priority, os.sched_getscheduler(0), os.sched_getaffinity(0)]
 
 
 def kill_all() -> None:

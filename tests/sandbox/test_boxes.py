@@ -222,6 +222,43 @@ def test_a_command_that_kills_or_stops_all_is_answered_and_the_box_still_works()
     assert in_box(work) == (137, 137, "works\n")
 
 
+def test_no_signal_from_inside_ends_the_first_process():
+    code = "import os\nfor number in [*range(1, 32), *range(34, 65)]: os.kill(1, number)"
+
+    async def work(box):
+        sent = await box.exec(["python3", "-c", code])
+        return sent.code, (await box.exec("echo works")).stdout
+
+    assert in_box(work) == (0, "works\n")
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "import resource; resource.prlimit(1, resource.RLIMIT_FSIZE, (1000, 1000))",
+        "import os; os.setpriority(os.PRIO_PROCESS, 1, 19)",
+        "import os; os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))",
+        "import os; os.sched_setaffinity(1, [min(os.sched_getaffinity(0))])",
+    ],
+)
+def test_what_a_program_does_to_the_first_process_does_not_reach_the_next(deed):
+    state = (
+        "import os, resource; print(resource.getrlimit(resource.RLIMIT_FSIZE),"
+        "os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getaffinity(0))"
+    )
+
+    async def work():
+        found = []
+        for command in ("", deed, ""):
+            async with await boxes.open({}) as box:
+                found.append((await box.exec(["python3", "-c", state])).stdout)
+                await box.exec(["python3", "-c", command])
+        return found
+
+    first, _, last = asyncio.run(work())
+    assert first == last
+
+
 def test_output_without_end_keeps_its_beginning_and_its_end():
     async def work(box):
         return await box.exec("echo first; head -c 50000000 /dev/zero | tr '\\0' a; echo last")
