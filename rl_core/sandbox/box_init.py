@@ -69,6 +69,9 @@ def set_up(settings: dict[str, Any]) -> dict[str, int]:
         file.write("1000")
     bound_disk("/", settings["disk_mib"])
     bound_disk("/dev/shm", SHM_MIB)
+    # Settings of the box's namespaces are its user's, and would stay for the next episode.
+    isolation.mount("/proc/sys", "/proc/sys", flags=isolation.BIND)
+    isolation.make_read_only("/proc/sys")
     if settings["is_root"]:
         # Sticky, so that programs cannot replace what is root's: the folders above the interpreter.
         for folder in filter(os.path.isdir, ["/", "/dev/shm", *FOLDERS]):
