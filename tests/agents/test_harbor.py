@@ -237,7 +237,8 @@ def test_a_run_that_fails_fails_the_episode_with_its_line(make):
 
 @needs_bwrap
 @pytest.mark.parametrize(
-    "line, why", [("WORKDIR /usr/src/app", "Read-only"), ("COPY --chmod=x1 a /app/", "invalid mode")]
+    "line, why",
+    [("WORKDIR /usr/src/app", "Read-only"), ("COPY --chmod=x1 a /app/", "invalid mode")],
 )
 def test_an_instruction_that_fails_fails_the_episode_with_its_line(make, line, why):
     folder = make(dockerfile=f"FROM a\n{line}\n")
@@ -351,7 +352,7 @@ def test_a_program_that_the_verifier_runs_does_not_score_itself(deed):
 
 @needs_bwrap
 def test_two_rewards_must_agree(make):
-    test = "#!/bin/sh\ncd /logs/verifier; echo {} > reward.txt; echo '{{\"a\": 0.5, \"b\": 0.25}}' > "
+    test = '#!/bin/sh\ncd /logs/verifier; echo {} > reward.txt; echo \'{{"a": 0.5, "b": 0.25}}\' > '
     assert episode(make(test=test.format(0.75) + "reward.json\n"), "done").reward == 0.75
     failed = episode(make(test=test.format(0) + "reward.json\n"), "done")
     assert failed.status == "failed" and "reward.json is 0.75, and reward.txt 0;" in failed.error
