@@ -102,14 +102,21 @@ class TaskBox:
         return await self.box.exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
 
     async def clear(self) -> None:
-        """Makes /tests and /logs anew, whatever the agent made of them."""
+        """Makes /tests and /logs anew, whatever the agent made of them. Raises RuntimeError."""
         planted = " ".join(f"/{name}" for name in READ_BY_PYTEST)
         old = f"{TESTS} {SOLUTION} {LOGS}"
         made = f"{LOGS}/verifier {LOGS}/agent {LOGS}/artifacts {HOME} {shlex.quote(self.cwd)}"
         # The agent may have taken its own rights to these folders away.
-        command = f"chmod u+rwx /; chmod -R u+rwX {old}; rm -rf {old} {planted}; mkdir -p {made}"
+        command = f"chmod u+rwx /; chmod -R u+rwX {old}; rm -rf {old} {planted} || exit 1; "
         # A folder that cannot be made is seen when the tests are put there.
-        await self.box.exec(["/bin/sh", "-c", command], environ={"PATH": SYSTEM_PATH}, cwd="/")
+        command += f"mkdir -p {made} || :"
+        path = {"PATH": SYSTEM_PATH}
+        done = await self.box.exec(["/bin/sh", "-c", command], environ=path, cwd="/")
+        if done.code != 0:
+            raise RuntimeError(
+                f"{self.task.folder}: what the agent left in {TESTS}, {SOLUTION} or {LOGS} cannot "
+                f"be removed: it {ended(done)}"
+            )
 
     def verifier_environ(self) -> dict[str, str]:
         own = {name: value for name, value in self.environ.items() if name not in RUNS_CODE}

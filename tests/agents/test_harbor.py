@@ -328,6 +328,17 @@ def test_a_verifier_is_not_fooled(make, attack):
     assert (played.status, played.reward, played.error) == ("ok", 0.0, "")
 
 
+@needs_bwrap
+def test_what_cannot_be_removed_before_the_tests_fails_the_episode(make, tmp_path):
+    async def verify():
+        binds = {"/tests/held": str(tmp_path)}
+        async with open_task(str(make()), driver="bubblewrap", binds=binds) as box:
+            await box.verify()
+
+    with pytest.raises(RuntimeError, match=r"(?s)/logs cannot be removed.*/tests/held"):
+        asyncio.run(verify())
+
+
 SCORES_ITSELF = "open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')\n"
 AND_THEN = {
     "goes on": ("", ""),
