@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from kit import ROOT, wait_until
 from stage import cast, run
 
+from rl_core.agents import forward
 from rl_core.agents.harbor_task import task_rows
 from rl_core.agents.rollout import Endpoints
 from rl_core.plugins.env_file import load_env
@@ -163,6 +166,28 @@ async def reward_fn(result):
 """
     found = play(tmp_path, program, reward, '{"processes": 60}', timeout_s=60.0)
     assert (found.reward, found.error) == (1.0, "")
+
+
+# 127.0.0.2 is this machine too: who listens at all of its addresses answers there.
+CONNECT = """
+import os, socket
+port = int(os.environ["AT"].rpartition(":")[2])
+for host in ("127.0.0.1", "127.0.0.2"):
+    print(socket.socket().connect_ex((host, port)))
+"""
+
+
+def test_the_forwarder_listens_at_one_address_alone(tmp_path):
+    """A box with a network has that of the machine."""
+    command = [sys.executable, forward.__file__, str(tmp_path / "none.sock")]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", CONNECT],
+        env=os.environ | {"AT": forward.ADDRESS},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["0", str(errno.ECONNREFUSED)]
 
 
 def test_each_episode_has_a_box_of_its_own(tmp_path):

@@ -698,11 +698,21 @@ def test_episodes_do_not_see_each_other():
     assert asyncio.run(play()) == []
 
 
+def test_the_socket_for_boxes_lies_in_a_folder_of_this_user_alone():
+    async def mode():
+        async with endpoint("x") as (llm, _):
+            [shown] = (await llm.binds()).values()
+            return Path(shown).parent.stat().st_mode
+
+    assert asyncio.run(mode()) & 0o777 == 0o700
+
+
 def test_a_message_and_its_echo_have_one_key_and_others_have_not():
     said = {"role": "assistant", "content": "<think>a</think>b"}
     assert key_of(said) == key_of({"role": "assistant", "content": " b\n"})
     assert key_of(said) != key_of({"role": "user", "content": "b"})
     assert key_of({"role": "user", "content": "a b"}) != key_of({"role": "user", "content": "ab"})
+    assert key_of({"role": "tool", "content": "3"}) != key_of({"role": "tool", "content": "4"})
 
 
 def test_a_server_that_cannot_listen_for_boxes_says_so_each_time():

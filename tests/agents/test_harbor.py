@@ -436,3 +436,19 @@ def test_a_task_that_is_no_good_is_named(make, capsys):
     assert found["task2"][:2] == ["0", "0"] and "does not solve it" in found["task2"][3]
     assert found["task3"][:2] == ["1", "1"] and found["task3"][3] == "doing nothing solves it"
     assert "  3 of 4 tasks are no good to train on" in lines
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"solve": "echo maybe > done\n"},
+        {"test": "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"},
+    ],
+)
+def test_one_bad_task_among_good_ones_fails_the_check(make, fault):
+    folder = make().parent
+    command = ["check", str(ROOT / "envs/harbor.py"), "--data.train", str(folder), "--oracle"]
+    assert main(command) == 0
+    make(**fault)
+    assert main(command) == 1

@@ -123,6 +123,22 @@ def test_files_processes_network_and_variables_of_the_host_are_not_seen(tmp_path
     assert in_box(work) == commands
 
 
+def test_the_first_process_of_a_box_has_no_variables_of_the_run(monkeypatch):
+    monkeypatch.setenv("API_KEY", "secret-of-the-run")
+
+    async def work():
+        box = await boxes.open({}, reuse=False)
+        [inside] = psutil.Process(box.box.process.pid).children()
+        try:
+            return inside.environ()
+        except psutil.AccessDenied:
+            pytest.skip("only root reads the variables of a process that is not dumpable")
+        finally:
+            await box.close()
+
+    assert asyncio.run(work()) == {"PWD": "/"}
+
+
 def test_loopback_and_unix_sockets_work_inside():
     code = """
 import socket
