@@ -594,10 +594,10 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_ch
         models[name] = model.merge_and_unload().eval()
         asyncio.run(engine.update(weights[name].items(), 1, adapter=name))
 
-    async def talk(name: str, update_of: str) -> tuple[int, list[int]]:
-        """(tokens prefilled, prompt) of bob's conversation gone on with by `name`."""
+    async def talk(name: str, update_of: str, begun_by: str = "bob") -> tuple[int, list[int]]:
+        """(tokens prefilled, prompt) of a conversation that `name` goes on with."""
         prompt, params = [7] * 20, SamplingParams(max_tokens=12)
-        first = await engine.generate(prompt, params, seed=0, session="s", adapter="bob")
+        first = await engine.generate(prompt, params, seed=0, session="s", adapter=begun_by)
         if update_of:
             await engine.update(weights[update_of].items(), 2, adapter=update_of)
         longer, before = [*prompt, *first.token_ids, 5, 6], engine.stats["prefill_tokens"]
@@ -628,6 +628,8 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_ch
         assert num_new == (3 if is_reused else len(longer)), (name, update_of)
         num_new = asyncio.run(branch(name, update_of))
         assert num_new == 64 + (0 if is_reused else len(TRUNK)), (name, update_of)
+    num_new, longer = asyncio.run(talk("bob", "", begun_by=""))
+    assert num_new == len(longer)
 
 
 def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_model):
