@@ -213,9 +213,7 @@ class Init:
 
     def end_processes(self, is_reset: bool) -> dict[str, Any]:
         kill_all()
-        with suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
+        reap_all()
         if not is_reset:
             return {"ready": True}
         try:
@@ -253,6 +251,13 @@ class Init:
             write_frame(channel, command.stderr.data())
         channel.close()
         command.outlast()
+
+
+def reap_all() -> None:
+    """Waits until no child is left."""
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
 
 
 def own_state() -> list[Any]:
@@ -306,6 +311,8 @@ class Command:
         if "ended" not in reasons:
             kill_descendants()
         status = os.waitpid(self.pid, 0)[1]
+        if "ended" not in reasons:
+            reap_all()  # They were killed, and are gone before the answer.
         self.selector.unregister(process)
         self.selector.unregister(channel)
         while self.selector.get_map() and self.pump(0.0, is_draining=True):

@@ -290,7 +290,7 @@ BUDGETS = {
     "agents": (11_000, 300, 6.0),
     "plugins": (37_740, 290, 6.0),
     # Boxes: a driver for bubblewrap with its first process, one for containers, engines of both.
-    "sandbox": (15_480, 280, 5.5),
+    "sandbox": (15_500, 280, 5.5),
     "service": (19_950, 270, 5.4),
     "tools": (18_290, 330, 5.6),
     "scripts": (24_000, 320, 5.8),
