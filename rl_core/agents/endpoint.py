@@ -183,6 +183,7 @@ class EndpointServer:
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{name:.+}", self.model)
         app.router.add_get("/", say_nothing)
+        app.router.add_route("*", "/{path:.*}", self.no_such_path)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         host = self.config.host if self.config else LOOPBACK
@@ -300,6 +301,14 @@ class EndpointServer:
         except Refusal as refusal:
             return web.json_response(messages.write_error(refusal), status=refusal.status)
         return web.json_response({"input_tokens": number})
+
+    async def no_such_path(self, http: web.Request) -> web.Response:
+        refusal = Refusal(
+            f"there is no {http.path}; llm.base_url ends in /v1, for OpenAI's clients, and "
+            "llm.anthropic_url does not, for Anthropic's",
+            status=404,
+        )
+        return web.json_response(chat_completions.write_error(refusal), status=refusal.status)
 
     async def models(self, http: web.Request) -> web.Response:
         try:

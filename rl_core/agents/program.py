@@ -21,6 +21,7 @@ from rl_core.sandbox.output import Output
 # Of this process's variables, what a program gets: no keys, tokens and addresses of the run.
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE")
 TASK_FILE = "task.json"
+PLACE = re.compile(r"\{\{|\}\}|\{(\w+)\}")  # of a column in a command; or a brace
 # For what a program wrote before it ended; a process that hid itself may hold the pipe for ever.
 PIPE_TIMEOUT_S = 2.0
 
@@ -64,6 +65,14 @@ def placed(command: Sequence[str], path: str) -> list[str]:
     return [str(beside / part) if part in named else part for part in command]
 
 
+def columns_named(command: Sequence[str]) -> set[str]:
+    """Columns of the row that a command names, as {question}."""
+    found = set()
+    for part in command:
+        found.update(match[1] for match in PLACE.finditer(part) if match[1])
+    return found
+
+
 def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[str]:
     """The command with each {column} replaced by the row's value; {{ and }} are braces. Raises
     ValueError for a column that the row lacks."""
@@ -80,7 +89,7 @@ def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[st
         found = row[name]
         return found if isinstance(found, str) else json.dumps(found)
 
-    return [re.sub(r"\{\{|\}\}|\{(\w+)\}", value, part) for part in command]
+    return [PLACE.sub(value, part) for part in command]
 
 
 async def run_command(

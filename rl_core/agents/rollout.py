@@ -12,7 +12,14 @@ from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
 
 from rl_core.agents.endpoint import Endpoint, EndpointServer
-from rl_core.agents.program import CommandResult, filled, placed, remove, run_command
+from rl_core.agents.program import (
+    CommandResult,
+    columns_named,
+    filled,
+    placed,
+    remove,
+    run_command,
+)
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, wait_for_all
@@ -69,15 +76,14 @@ class AgentRollout:
 
     async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
         """The trajectories of each trainable actor that was asked; if none is trainable, of each
-        actor that was asked. Raises ValueError if none was."""
+        actor that was asked. Raises HookError if none was."""
         endpoint = self.endpoints.open(actors, actors.max_turns)
         async with endpoint as llm, self.played(task, llm) as (result, box):
             asked = [name for name, tree in llm.trees.items() if tree.nodes]
             learners = [name for name in asked if actors[name].is_trainable]
             if not asked:
-                raise ValueError(
-                    f"{self.path}: the agent asked no model; its requests go to llm.base_url, "
-                    f"with llm.api_key{ended(result)}"
+                raise HookError(
+                    f"{self.path}: the agent asked no model for task {task.id}; {unasked(result)}"
                 )
             given = {"actors": actors, "result": result, "box": box}
             return await self.score(task, given, llm, learners or asked)
@@ -142,12 +148,16 @@ class AgentRollout:
         return await hook(task, given)
 
 
-def ended(result: Any) -> str:
-    """How a command ended, for an error."""
+def unasked(result: Any) -> str:
+    """What to look at if an agent asked no model, for an error."""
     if not isinstance(result, CommandResult):
-        return ""
-    wrote = (result.stderr or result.stdout).strip()[-300:]
-    return f"; it ended with exit code {result.exit_code}: {wrote}"
+        return "its requests go to llm.base_url, with llm.api_key"
+    # The folder has another name in each episode, and equal reasons are counted together.
+    wrote = (result.stderr or result.stdout).replace(f"{result.workspace}/", "")
+    return (
+        "a command finds the model by OPENAI_BASE_URL or ANTHROPIC_BASE_URL; this one ended with "
+        f"exit code {result.exit_code}: {' '.join(wrote[-300:].split())}"
+    )
 
 
 def agent_hooks(
@@ -168,11 +178,17 @@ def agent_hooks(
 
         played.box = make_box(box, path, agent)
 
-    async def rollout(task: Task, actors: EpisodeActors, **columns: Any) -> list[Trajectory]:
+    async def agent_and_rewards(
+        task: Task, actors: EpisodeActors, **columns: Any
+    ) -> list[Trajectory]:
         return await played.rollout(task, actors)
 
-    called = [*rewards, *([agent] if isinstance(agent, Hook) else [])]
+    called = [*rewards]
     columns: dict[str, Any] = {}
+    if isinstance(agent, Hook):
+        called.append(agent)
+    else:
+        columns = dict.fromkeys(sorted(columns_named(agent)), Parameter.empty)
     for hook in called:
         for name in sorted(hook.named - hook.ours):
             is_needed = name in hook.required
@@ -180,10 +196,10 @@ def agent_hooks(
     parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in ("task", "actors")]
     for name, default in columns.items():
         parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
-    rollout.__signature__ = Signature(parameters)
+    agent_and_rewards.__signature__ = Signature(parameters)
     own = Hook(
         name="rollout",
-        function=rollout,
+        function=agent_and_rewards,
         path=path,
         timeout_s=None,
         ours=frozenset({"task", "actors"}),

@@ -107,7 +107,7 @@ def loaded(trainer: Any) -> str:
         place = f"--resume: goes on from step {trainer.step} of {config.num_steps}"
     lines = [", ".join(models), work, f"{devices(trainer)}; {place}"]
     for name, actor in config.actors.items():
-        if actor.own:
+        if actor.own or actor.learn_every > 1:
             lines.append(f"{name} {own_settings(actor)}")
     lines += [engine.shortage for engine in trainer.device.engines if engine.shortage]
     return "\n".join(lines)
@@ -116,6 +116,8 @@ def loaded(trainer: Any) -> str:
 def own_settings(actor: ActorConfig) -> str:
     """by settings of its own: algorithm ppo, optim.lr 1e-05"""
     values = [f"{flag} {value}" for flag, value in flat(actor.own).items()]
+    if actor.learn_every > 1:
+        values.append(f"learn_every {actor.learn_every}")
     return f"by settings of its own: {', '.join(values)}"
 
 
@@ -171,10 +173,13 @@ def results(metrics: dict[str, float], actors: list[str]) -> list[str]:
     """Rewards and losses, and how many episodes failed."""
     texts = []
     for actor in actors:
-        if len(actors) > 1:
-            texts.append(f"{actor}:")
+        found = []
         for label, name in OF_ACTOR.items():
             value = metrics.get(name.format(actor), math.nan)
             if math.isfinite(value) and (value or label != "failed"):
-                texts.append(f"{label} {value:.4g}")
+                found.append(f"{label} {value:.4g}")
+        if len(actors) > 1:
+            texts.append(f"{actor}:")
+            found = found or ["no turns"]
+        texts += found
     return texts

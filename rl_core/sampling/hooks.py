@@ -103,6 +103,8 @@ class Hook:
                 f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task "
                 f"{task.id}; make it faster or raise --rollout.hook_timeout_s"
             ) from None
+        if isinstance(error, HookError):
+            raise error  # A hook that this one called: the message names it and its line.
         if error is not None:
             described = describe_error(error, self.path)
             raise HookError(f"{self.name}() failed for task {task.id}: {described}") from error

@@ -177,7 +177,9 @@ def describe_hook(hook: Hook) -> str:
     """Its arguments, and the columns among them."""
     columns = ["every column"] if hook.takes_all else sorted(hook.required - hook.ours)
     columns += [f"{name} (optional)" for name in sorted(hook.named - hook.required - hook.ours)]
-    return f"{hook.name}{inspect.signature(hook.function)}" + (
+    # An agent's file has a rollout that is composed of the agent and its rewards.
+    name = getattr(hook.function, "__name__", hook.name)
+    return f"{name}{inspect.signature(hook.function)}" + (
         f"    reads {', '.join(columns)}" if columns else ""
     )
 
@@ -353,7 +355,7 @@ def describe_episodes(outcomes: list[dict[str, Any]]) -> list[str]:
         "failed"
     ]
     for o in outcomes:
-        turns, reward, why = "-", "-", f"failed: {short(o['error'])}"
+        turns, reward, why = "-", "-", f"failed: {short(o['error'], width=600)}"
         if o["status"] != "failed":
             turns, reward = f"{o['turns']:.3g}", f"{o['reward']:.4g}"
             parts = ", ".join(f"{name} {value:.4g}" for name, value in o["parts"].items())
@@ -368,7 +370,8 @@ def describe_truncated(env: Env, cut: Trajectory) -> list[str]:
     """What hooks see of an episode whose turn was cut off."""
     if "rollout" in env.hooks:
         lines = [
-            "a reply that is cut off, as by --max_tokens, has truncated = True; rollout() goes on"
+            "a reply that is cut off, as by --max_tokens, has truncated = True; rollout(), or the "
+            "agent, goes on"
         ]
     else:
         lines = [

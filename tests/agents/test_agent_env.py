@@ -143,6 +143,14 @@ def test_branches_are_trajectories_of_one_episode_with_one_reward(tmp_path):
 BROKEN = {
     "raises": ("async def agent(task, llm): raise KeyError('x')", "KeyError: 'x'"),
     "asks nothing": ("async def agent(task, llm): return 4", "the agent asked no model"),
+    "raises, told once": (
+        "async def agent(task, llm): return {}[task.id]",
+        r"^agent\(\) failed for task \S+ \S+env.py:1: KeyError: '\S+'$",
+    ),
+    "a command with a script that is not there": (
+        f"agent = [{sys.executable!r}, 'nowhere.py']",
+        r"no model for task .* OPENAI_BASE_URL .* exit code 2: .*file 'nowhere.py'",
+    ),
     "exits": ("async def agent(task, llm): raise SystemExit(3)", "SystemExit: 3"),
     "a command that asks nothing": (
         f"agent = [{sys.executable!r}, '-c', 'raise OSError(28)']",
@@ -221,6 +229,10 @@ def test_columns_of_agents_and_their_rewards_are_checked(tmp_path):
         check_columns(env, [{"answer": "y"}])
     with pytest.raises(ValueError, match="names 'answer', which is neither"):
         check_columns(env, [{"question": "y"}])
+    command = load_env(write(tmp_path, "agent = ['say', '{question} {{x}}']" + REWARD))
+    check_columns(command, [{"question": "x", "answer": "y"}])
+    with pytest.raises(ValueError, match="names 'question', which is neither"):
+        check_columns(command, [{"answer": "y"}])
 
 
 ENDPOINT = """

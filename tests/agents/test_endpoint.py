@@ -630,6 +630,19 @@ def test_what_cannot_be_had_is_refused_in_the_dialects_words():
     assert asyncio.run(play()) == []
 
 
+def test_a_path_that_is_not_there_says_which_address_fits_which_client():
+    async def play():
+        async with endpoint("one") as (llm, _):
+            client = openai_client(llm).with_options(base_url=llm.anthropic_url)
+            with pytest.raises(openai.NotFoundError, match="no /models; llm"):
+                await client.models.list()
+            other = anthropic_client(llm).with_options(base_url=llm.base_url)
+            with pytest.raises(anthropic.NotFoundError, match="no /v1/v1/models; llm"):
+                await other.models.list()
+
+    asyncio.run(play())
+
+
 def test_bodies_are_bounded_and_must_be_json():
     async def play():
         async with endpoint("one") as (llm, _), httpx.AsyncClient() as client:

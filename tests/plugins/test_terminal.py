@@ -131,7 +131,7 @@ def test_the_progress_line_names_actors_and_counts_their_failures():
         "rollout/alice/length_mean": math.nan,
     }  # bob's turns were the limit
     assert progress_line(3, 9, values | nothing, ["bob", "alice"]).startswith(
-        "step 3/9  bob:  reward 0.5  loss 0.1  failed 1  alice:  2.00 s"
+        "step 3/9  bob:  reward 0.5  loss 0.1  failed 1  alice:  no turns  2.00 s"
     )
     values |= {"rollout/alice/reward_mean": 0.25, "rollout/alice/failed": 2}
     assert progress_line(3, 9, values, ["bob", "alice"]).startswith(

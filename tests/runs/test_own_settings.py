@@ -153,10 +153,11 @@ def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(t
     assert values == {"learn/bob/critic_value_mean"}
 
 
-def test_an_actor_that_learns_every_second_step_changes_in_these_alone(two):
+def test_an_actor_that_learns_every_second_step_changes_in_these_alone(two, capsys):
     out = two("every", "--optim.lr 1e-2 --actors.bob.learn_every 2")
     learned = [("learn/bob/loss" in row, "learn/alice/loss" in row) for row in steps(out)]
     assert learned == [(False, True), (True, True), (False, True)]
+    assert "bob by settings of its own: learn_every 2" in capsys.readouterr().out
     found = replay(out, 3, [])
     assert found.replayed == found.recorded and found.between == 0.0
 
