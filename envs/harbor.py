@@ -21,6 +21,7 @@ from rl_core.agents.boxed import run_boxed
 from rl_core.agents.harbor import open_task
 from rl_core.agents.harbor_task import task_rows
 from rl_core.agents.program import filled
+from rl_core.agents.rollout import unasked
 
 TASKS = Path(__file__).parent / "tasks"
 BOX = {
@@ -45,11 +46,13 @@ async def play_command(task, actor):
         async with open_task(task.row["task_folder"], binds=binds, **BOX) as box:
             own = {"environ": box.environ, "workspace": box.cwd}
             limit_s = box.task.agent_timeout_s
-            await run_boxed(
-                box.box, filled(AGENT, task.row, __file__), llm, timeout_s=limit_s, **own
-            )
+            command = filled(AGENT, task.row, __file__)
+            result = await run_boxed(box.box, command, llm, timeout_s=limit_s, **own)
             score = await box.verify()
-        return llm.trajectories(score.parts)
+        trajectories = llm.trajectories(score.parts)
+        if not trajectories:
+            raise RuntimeError(f"$HARBOR_AGENT asked no model; {unasked(result)}")
+        return trajectories
 
 
 async def rollout(task, actors):

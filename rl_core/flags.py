@@ -135,6 +135,9 @@ def answer(name: str, flags: Iterable[str]) -> str:
         if word in ours:
             return f"here it is {ours[word]}"
     own = name.split(".")[1] if "." in name else "NAME"
+    of_all = name.removeprefix(f"actors.{own}.")
+    if of_all != name and of_all in flags:
+        return f"--{of_all} is the same for all actors"
     for flag in flags:
         flag = flag.replace("NAME", own)
         ours[flag] = flag

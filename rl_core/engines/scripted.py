@@ -67,13 +67,14 @@ class ScriptedActor:
     max_context_tokens: int = 1 << 24
     capacity: int = 256
     is_trainable: bool = True
+    open_endpoint: Callable[[Actor], Any] | None = None  # as an Actor's
 
     def in_episode(
         self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
     ) -> Actor:
         same = {
             name: getattr(self, name)
-            for name in ("name", "chat", "max_context_tokens", "is_trainable")
+            for name in ("name", "chat", "max_context_tokens", "is_trainable", "open_endpoint")
         }
         engine, stops = ScriptedEngine(self.chat, self.replies), self.chat.stop_token_ids
         return Actor(engine=engine, stop_token_ids=stops, **same).in_episode(

@@ -271,11 +271,13 @@ async def play(
     max_tokens: int = UNLIMITED,
 ) -> list[Trajectory]:
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
+    from rl_core import registry
     from rl_core.engines.scripted import ScriptedActor
     from rl_core.sampling.rollout import Group, GroupPlayer
     from rl_core.types import SamplingParams
 
-    actors = {name: ScriptedActor(name=name, chat=chat, replies=replies) for name in names}
+    scripted = {"chat": chat, "replies": replies, "open_endpoint": registry.endpoints(None)}
+    actors = {name: ScriptedActor(name=name, **scripted) for name in names}
     size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
     return await GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group)

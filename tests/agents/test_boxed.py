@@ -326,6 +326,16 @@ def test_a_command_plays_tasks_in_harbors_format(monkeypatch):
     assert rewards == [1.0, 0.0]
 
 
+def test_a_command_that_asks_nothing_fails_its_task_with_what_it_wrote(monkeypatch):
+    monkeypatch.setenv("HARBOR_AGENT", "python3 nowhere.py {prompt}")
+    actors = cast(policy="4")
+    actors["policy"].open_endpoint = Endpoints()
+    rows = task_rows(ROOT / "envs/tasks/count-errors")
+    (trajectory,) = run(load_env(str(ROOT / "envs/harbor.py")), actors, rows=rows)
+    assert trajectory.status == "failed" and trajectory.reward is None
+    assert "asked no model" in trajectory.error and "file 'nowhere.py'" in trajectory.error
+
+
 def braced(text: str) -> str:
     """As a part of a command, in which single braces name columns."""
     return text.replace("{", "{{").replace("}", "}}")

@@ -71,6 +71,8 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
     ("flags", "said"),
     [
         ("--actors.policy.optim.lrr 1", "did you mean 'actors.policy.optim.lr'?"),
+        ("--actors.policy.group_size 4", "--group_size is the same for all actors"),
+        ("--actors.policy.rollout.save false", "--rollout.save is the same for all actors"),
         ("--actors.policy.optim.lr high", "--actors.policy.optim.lr=high must be a valid number"),
         ("--actors.policy.algo.clip_low 2", "--actors.policy.algo.clip_low=2 must be less than"),
         ("--actors.policy.algorithm sft", "--actors.policy.algorithm=sft"),

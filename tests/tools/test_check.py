@@ -245,6 +245,23 @@ def test_check_of_a_rollout_of_ones_own(check):
     ]
 
 
+def test_check_of_a_rollout_that_opens_an_endpoint(check):
+    code = """
+        import openai
+        def load_tasks(split): return [{"prompt": "go", "answer": "7"}]
+        async def rollout(task, actors):
+            async with actors["policy"].endpoint() as llm:
+                async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+                    asked = {"model": "m", "messages": task.messages}
+                    reply = await client.chat.completions.create(**asked)
+                said = reply.choices[0].message.content
+                return llm.trajectories(float(said == task.row["answer"]))
+    """
+    status, report, _ = check(code, "--reply", "{{ answer }}")
+    assert status == 0
+    assert [outcomes(report)[reply, "policy"][2] for reply in ("right", "plain")] == ["1", "0"]
+
+
 def test_several_environments_are_checked_with_their_hooks_side_by_side(check, tmp_path):
     # Each hook waits until those of all episodes are there: one after the other they would time
     # out.
