@@ -43,7 +43,7 @@ BLOCK = re.compile(
 BLOCKS = {page: [m.groups() for m in BLOCK.finditer(text)] for page, text in PAGES.items()}
 # Why a block may be marked, and how many are.
 REASONS = {
-    "a GPU": 1,
+    "a GPU": 2,
     "several machines": 1,
     "a container engine": 2,
     "minutes long": 3,
