@@ -30,7 +30,6 @@ class Plan:
     """What is known and checked before any model loads."""
 
     config: Config
-    algorithm: Algorithm  # of the first actor that learns
     algorithms: dict[str, Algorithm]  # of each actor that learns
     mesh: Mesh
     envs: dict[str, Env]  # by the name of its file
@@ -42,6 +41,11 @@ class Plan:
     sft_dataset: Any = None  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
     # Called after each step with the trainer and the step's metrics.
     on_step: OnStep | None = None
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Of the first actor that learns."""
+        return next(iter(self.algorithms.values()))
 
 
 def make_plan(
@@ -84,8 +88,7 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     algorithms = {}
     for name in config.trained:
         algorithms[name] = choose_algorithm(config.of(name), envs)
-    first = algorithms[config.trained[0]]
-    return Plan(config=config, algorithm=first, algorithms=algorithms, mesh=mesh, envs=envs)
+    return Plan(config=config, algorithms=algorithms, mesh=mesh, envs=envs)
 
 
 def num_ranks() -> int:

@@ -34,7 +34,8 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
         check_lora(actor.lora, model_config)
     check_kernels(config, model_config, actor.lora if actor.is_trained else None)
     num_rows = model_config.get_text_config().vocab_size
-    critic_model = config.of(name).critic.model
+    own = config.of(name)
+    critic_model = own.critic.model
     if actor.is_trained and critic_model:
         num_values = read_beside(config, critic_model).get_text_config().vocab_size
         if num_values != num_rows:
@@ -43,13 +44,12 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
                 f"that of {name} has {num_rows}: a critic reads the actor's tokens; take a model "
                 "of the same family"
             )
-    algo = config.of(name).algo
-    if actor.is_trained and (algo.teacher or algo.reference):
+    if actor.is_trained and (own.algo.teacher or own.algo.reference):
         from rl_core.plugins.teacher import check_tokens, judges
 
-        for path in judges(config.of(name)).values():
+        for path in judges(own).values():
             read_beside(config, path)
-        check_tokens(config.of(name), name)
+        check_tokens(own, name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
     chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
     check_variables(chat)

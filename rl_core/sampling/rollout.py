@@ -147,10 +147,9 @@ class GroupPlayer:
         """The actors in one episode, or in what scores the group."""
         session = f"{group.batch}/{group.number:06d}/{name}"
         players = EpisodeActors(self.actors, group.params, seed, session, env.max_turns)
-        for name, actor in players.items():
-            actor.params = replace(actor.params, **group.own_params.get(name, {}))
-        if group.label:  # An evaluation is of the newest weights.
-            for actor in players.values():
+        for speaker, actor in players.items():
+            actor.params = replace(actor.params, **group.own_params.get(speaker, {}))
+            if group.label:  # An evaluation is of the newest weights.
                 actor.stale_engine = None
         return players
 

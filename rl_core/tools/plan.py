@@ -163,14 +163,14 @@ def facts(plan: Plan) -> dict[str, Any]:
     bytes on one rank."""
     from rl_core.learning.loading import compute_dtype
 
-    config, algorithm, mesh = plan.config, plan.algorithm, plan.mesh
+    config, mesh = plan.config, plan.mesh
     actors = {}
     for name in config.trained:
         actor = config.actors[name]
         size = model_size(actor)
-        own = replace(plan, config=config.of(name), algorithm=plan.algorithms[name])
+        own = replace(plan, config=config.of(name), algorithms={name: plan.algorithms[name]})
         table = learner_bytes(own, actor, size, mesh)
-        if algorithm.is_rl and not actor.share:
+        if config.is_rl and not actor.share:
             table |= engine_bytes(own, name, size, mesh)
         sampling, learning = zip(*table.values(), strict=True)
         table["sum"] = sum(sampling), sum(learning)
@@ -184,9 +184,9 @@ def facts(plan: Plan) -> dict[str, Any]:
             },
         }
     samples, each = "rows", 1
-    if algorithm.is_rl:
+    if config.is_rl:
         samples, each = "episodes", config.group_size
-    elif algorithm.is_pairs:
+    elif plan.algorithm.is_pairs:
         samples, each = "replies", 2
     return {
         "train_rows": len(plan.train),
@@ -195,7 +195,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "tasks_per_step": config.tasks_per_step,
         "epochs": config.num_steps * config.tasks_per_step / len(plan.train),
         "ranks": {"all": mesh.size + config.engine_ranks} | asdict(mesh),
-        "engine": config.engine if algorithm.is_rl else None,
+        "engine": config.engine if config.is_rl else None,
         "dtype": str(compute_dtype(config)).removeprefix("torch."),
         "microbatch_tokens": config.learner.microbatch_tokens,
         "samples": samples,
