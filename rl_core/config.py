@@ -81,11 +81,13 @@ class OptimConfig(Section, prefix="optim."):
         "constant", "learning rate after the warmup"
     )
     warmup_steps: Count = flag(0, "steps over which the learning rate rises from 0")
+    warmup_frac: Fraction = flag(0.0, "warmup_ratio: warmup_steps as a fraction of --num_steps")
     min_lr_frac: Fraction = flag(0.0, "where linear, cosine and wsd end, as a fraction of lr")
     betas: tuple[Fraction, Fraction] = flag((0.9, 0.95), "AdamW; the first is SGD's momentum")
     eps: NotNegative = flag(1e-8, "AdamW's epsilon")
     weight_decay: NotNegative = flag(0.0, "weight decay of matrices; biases and norms have none")
     max_grad_norm: NotNegative = flag(1.0, "clip the gradient to this norm; 0 is off")
+    load: str | None = flag(None, "run or checkpoint whose optimizer state a new run starts from")
 
 
 @dataclass(kw_only=True)
@@ -144,6 +146,7 @@ class CriticConfig(Section, prefix="critic."):
     )
     lr: NotNegative = flag(1e-5, "its peak learning rate; --optim has the rest")
     warmup_steps: Count = flag(0, "steps in which only the critic learns")
+    updates: AtLeast1 = flag(1, "its updates for each update of the policy")
     value_clip: NotNegative = flag(0.2, "clip range of values; 0 is off")
     gamma: Fraction = flag(1.0, "discount of rewards per token")
     gae_lambda: Fraction = flag(0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards")
@@ -324,6 +327,9 @@ class Config(Section):
     save_every: Count = flag(0, "checkpoint every so many steps; 0: by the clock and at the end")
     save_minutes: NotNegative = flag(30.0, "checkpoint when the last one is so old; 0: off")
     keep_checkpoints: Count = flag(2, "newest checkpoints that are kept; 0: all")
+    save_optimizer: bool = flag(
+        True, "false: smaller checkpoints; a resumed run's optimizer begins anew"
+    )
     keep_best: str | None = flag(
         None, "export the best by this metric of an evaluation: greedy_score"
     )

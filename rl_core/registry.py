@@ -560,6 +560,16 @@ def checkpointer(trainer: Any):
     return Checkpointer(trainer)
 
 
+def optimizer_start(trainer: Any):
+    from rl_core.plugins.optimizer_start import OptimizerStart
+
+    return OptimizerStart(trainer)
+
+
+def loads_optimizer(trainer: Any) -> bool:
+    return any(trainer.config.of(name).optim.load for name in trainer.config.trained)
+
+
 def hub(trainer: Any):
     from rl_core.plugins.hub import Hub
 
@@ -592,6 +602,7 @@ PLUGINS = (
     (lambda trainer: True, signal_handler),
     (lambda trainer: True, failure_limit),
     (lambda trainer: True, checkpointer),
+    (loads_optimizer, optimizer_start),
     (lambda trainer: trainer.config.push_to_hub, hub),
 )
 

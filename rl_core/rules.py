@@ -83,6 +83,11 @@ OF_RUN = [
         "--keep_best={c.keep_best} needs evaluations: give --eval_every",
     ),
     (
+        lambda c: c.optim.warmup_steps and c.optim.warmup_frac,
+        "--optim.warmup_steps={c.optim.warmup_steps} and --optim.warmup_frac={c.optim.warmup_frac} "
+        "say the same; leave one out",
+    ),
+    (
         lambda c: c.preference.label_smoothing and "sigmoid" not in c.preference.loss,
         "--preference.label_smoothing={c.preference.label_smoothing} needs --preference.loss "
         "sigmoid",

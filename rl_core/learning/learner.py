@@ -323,9 +323,10 @@ def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
     """The learning rate of an update that starts `step` (a fraction for later minibatches) of
     num_steps. wsd: constant until the last fifth of the run, then linear (Hu et al. 2024,
     arXiv:2404.06395, section 4)."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / (config.warmup_steps + 1)
-    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    warmup = config.warmup_steps or config.warmup_frac * num_steps
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, num_steps - warmup)
     heights = {
         "constant": 1.0,
         "linear": 1 - done,

@@ -42,14 +42,19 @@ def trained_learners(learners: dict[str, Learner]) -> dict[str, Learner]:
     return {learner.name: learner for owner in learners.values() for learner in owner.trained()}
 
 
-def saved_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Name -> trained weight or optimizer state, as this rank holds it. State in 8 bits cannot be
-    cut for another number of ranks: its names tell whose it is."""
+def saved_tensors(learner: Learner, has_optimizer: bool = True) -> dict[str, Tensor]:
+    """Name -> trained weight or optimizer state, as this rank holds it."""
     if learner.policy.is_sharded:
         # After a forward without a backward some parameters are still gathered.
         learner.policy.reshard()
     weights = dict(learner.trained_parameters())
     tensors = {f"param/{name}": weight.detach() for name, weight in weights.items()}
+    return tensors | optimizer_tensors(learner, weights) if has_optimizer else tensors
+
+
+def optimizer_tensors(learner: Learner, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """State in 8 bits cannot be cut for another number of ranks: its names tell whose it is."""
+    tensors = {}
     for group in learner.optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             for kind, value in learner.optimizer.state.get(parameter, {}).items():
@@ -110,13 +115,14 @@ def broken_weights(trained: dict[str, Learner]) -> list[str]:
 
 def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
     """Writes this rank's part. What a run that resumes must know of the optimizer."""
+    is_saved = learner.config.save_optimizer
     with learner.on_device(), learner.state_on_device():
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about a single process
-            dcp.save(saved_tensors(learner), storage_writer=writer)
-    name = type(learner.optimizer).__name__
-    return {"name": name, "steps": learner.num_updates, "ranks": learner.ranks.size}
+            dcp.save(saved_tensors(learner, is_saved), storage_writer=writer)
+    facts = {"name": type(learner.optimizer).__name__, "steps": learner.num_updates}
+    return facts | {"ranks": learner.ranks.size, "is_saved": is_saved}
 
 
 def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:

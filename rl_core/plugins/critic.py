@@ -72,8 +72,11 @@ class Critic(LearnerPart):
         self, learner: Learner, minibatch: Minibatch, step: float
     ) -> dict[str, Metric]:
         of_tokens = dataclasses.replace(minibatch, denominator=minibatch.num_tokens)
-        metrics, _ = self.learner.update(of_tokens, step)
-        return {f"critic_{name}": metric for name, metric in metrics.items()}
+        metrics: dict[str, Metric] = {}
+        for _ in range(self.config.updates):
+            of_update, _ = self.learner.update(of_tokens, step)
+            add_metrics(metrics, of_update, prefix="critic_")
+        return metrics
 
 
 def make_critic(learner: PartSpec) -> Critic:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
@@ -77,23 +78,43 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: boo
     return state
 
 
-def load_learner(folder: Path, learner: Learner, name: str, steps: int, ranks: int) -> None:
+def load_learner(
+    folder: Path, learner: Learner, name: str, steps: int, ranks: int, is_saved: bool = True
+) -> None:
+    """`is_saved`: the checkpoint has the optimizer's state, not weights alone."""
+    if is_saved and steps:
+        check_optimizer(folder, learner, name, ranks)
+        make_state(learner, steps)
+    elif steps and learner.ranks.rank == 0:
+        print(
+            f"{folder} has no optimizer state (--save_optimizer false): {learner.name}'s optimizer "
+            "begins anew",
+            flush=True,
+        )
+    fill(folder, saved_tensors(learner))
+    learner.num_updates = steps
+
+
+def check_optimizer(folder: Path, learner: Learner, name: str, ranks: int) -> None:
+    """Raises ValueError unless the learner's optimizer can use the state of one of this name, saved
+    by so many ranks."""
     own = type(learner.optimizer).__name__
     if name != own:
         raise ValueError(
             f"{folder} holds the state of {name}, which {own} cannot use; resume with the "
             "--optim.name that it was saved with"
         )
-    if name.endswith("8bit") and steps and ranks != learner.ranks.size:
+    if name.endswith("8bit") and ranks != learner.ranks.size:
         raise ValueError(
             f"{folder} holds 8-bit optimizer state of {ranks} ranks, which cannot be cut for "
             f"{learner.ranks.size}; resume with as many ranks"
         )
-    if steps:
-        make_state(learner, steps)
+
+
+def fill(folder: Path, wanted: dict[str, Tensor]) -> None:
+    """Reads these tensors from a learner's part of a checkpoint."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
-    wanted = saved_tensors(learner)
     for key, value in wanted.items():
         if key not in saved or saved[key].size != value.shape:
             raise ValueError(
@@ -103,7 +124,6 @@ def load_learner(folder: Path, learner: Learner, name: str, steps: int, ranks: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(wanted, storage_reader=reader)
-    learner.num_updates = steps
 
 
 def make_state(learner: Learner, steps: int) -> None:

@@ -258,6 +258,21 @@ def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
     assert learner.optimizer.state[next(actor.parameters())]["step"] == 1
 
 
+def test_a_critic_may_take_several_updates_for_one_of_the_policy(tiny_model):
+    one, two = make_ppo(tiny_model), make_ppo(tiny_model, "--critic.updates", "2")
+    batches = []
+    for learner in (one, two):
+        minibatches, _ = learner.shard(ragged_samples())
+        learner.annotate(minibatches)
+        batches.append(minibatches)
+    part_of(one, "Critic").before_update(one, batches[0][0], 0.0)
+    found = [learner.step(b, 0) for learner, b in zip((one, two), batches, strict=True)]
+    assert found[1]["critic_updates"].value == 2 * found[0]["critic_updates"].value
+    for a, b in zip(critic_of(one).parameters(), critic_of(two).parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert [learner.num_updates for learner in (one, two)] == [1, 1]
+
+
 def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
     learner, batch = make_ppo(tiny_model), pack_samples(ragged_samples())
     critic_of(learner).hf.save_pretrained(tmp_path)

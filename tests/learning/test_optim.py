@@ -3,11 +3,14 @@ restores."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from kit import metrics, weights
+from kit import metrics, run, weights, words
+from safetensors.torch import load_file
 from test_learner import make_learner, ragged_samples
 
 from rl_core.config import OptimConfig
@@ -51,6 +54,84 @@ def test_state_of_another_optimizer_is_refused(tiny_model, tmp_path):
             tmp_path / "step_000001",
             {"policy": learner_after(tiny_model, 0, "--optim.name", "sgd")},
         )
+
+
+def test_a_new_run_starts_from_the_optimizer_of_another_with_its_own_weights(
+    tiny_model, sort_data, tmp_path
+):
+    flags = "--algorithm sft --tasks_per_step 4 --max_tokens 40 --max_prompt_tokens 24"
+    flags = words(flags, "--data.train", sort_data / "few.jsonl", "--model", tiny_model)
+    first, rate = tmp_path / "first", words("--optim.lr 1e-2 --optim.max_grad_norm 0")
+    run(first, flags, rate, "--num_steps 2")
+    run(tmp_path / "second", flags, rate, "--num_steps 1 --optim.load", first)
+    loaded = saved_state(tmp_path / "second", 1)
+    run(tmp_path / "plain", flags, rate, "--num_steps 1")
+    before, own = saved_state(first, 2), saved_state(tmp_path / "plain", 1)
+    start = {name: value.float() for name, value in load_model(tiny_model).items()}
+    for name in [n.removeprefix("exp_avg/") for n in own if n.startswith("exp_avg/")]:
+        # Of AdamW from nothing the first mean is 0.1 of the gradient, the second 0.05 of its square.
+        gradient = own[f"exp_avg/{name}"] / 0.1
+        mean = 0.9 * before[f"exp_avg/{name}"] + 0.1 * gradient
+        square = 0.95 * before[f"exp_avg_sq/{name}"] + 0.05 * gradient**2
+        torch.testing.assert_close(loaded[f"exp_avg/{name}"], mean, atol=1e-6, rtol=1e-4)
+        change = 1e-2 * (mean / (1 - 0.9**3)) / ((square / (1 - 0.95**3)).sqrt() + 1e-8)
+        expected = start[name.removeprefix("hf.")] - change
+        torch.testing.assert_close(loaded[f"param/{name}"], expected, atol=1e-5, rtol=1e-4)
+
+
+def saved_state(out, step: int) -> dict:
+    found = {}
+    for file in (out / f"checkpoints/step_{step:06d}/policy").glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def load_model(folder) -> dict:
+    found = {}
+    for file in Path(folder).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("nothing", "has no checkpoint; name a run's folder"),
+        ("light", "has no optimizer state of policy; name a run that made an update"),
+    ],
+)
+def test_an_optimizer_that_is_not_there_is_refused(
+    path, message, tiny_model, sort_data, tmp_path, capsys
+):
+    flags = "--algorithm sft --tasks_per_step 4 --max_tokens 40 --max_prompt_tokens 24"
+    flags = words(flags, "--data.train", sort_data / "few.jsonl", "--model", tiny_model)
+    run(tmp_path / "light", flags, "--num_steps 1 --save_optimizer false")
+    run(tmp_path / "next", flags, "--num_steps 1 --optim.load", tmp_path / path, status=1)
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_optimizer_state_is_small_and_goes_on_with_a_new_one(
+    tiny_model, sort_data, tmp_path, capsys
+):
+    flags = "--algorithm sft --tasks_per_step 4 --max_tokens 40 --max_prompt_tokens 24"
+    flags = words(flags, "--data.train", sort_data / "few.jsonl", "--model", tiny_model)
+    out = tmp_path / "light"
+    run(out, flags, "--num_steps 2 --optim.lr 1e-2 --save_optimizer false")
+    saved = saved_state(out, 2)
+    assert saved and all(name.startswith("param/") for name in saved)
+    capsys.readouterr()
+    run(out, flags, "--num_steps 3 --optim.lr 1e-2 --save_optimizer false --resume")
+    assert "policy's optimizer begins anew" in capsys.readouterr().out
+    # AdamW's first step moves each weight by the learning rate, wherever its gradient is not tiny.
+    moved = [(saved_state(out, 3)[n] - saved[n]).abs().max().item() for n in saved]
+    assert max(moved) == pytest.approx(1e-2, rel=1e-3)
+    assert state_of(out, 3) == {"steps": 3, "is_saved": False}
+
+
+def state_of(out, step: int) -> dict:
+    text = (out / f"checkpoints/step_{step:06d}/state.json").read_text()
+    facts = json.loads(text)["optimizers"]["policy"]
+    return {name: facts[name] for name in ("steps", "is_saved")}
 
 
 def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
@@ -128,3 +209,8 @@ def test_the_rate_warms_up_and_ends_at_its_floor(schedule, rates):
     assert [
         learning_rate(config, step, 20) for step in (0, 1, 2, 3, 12, 16, 19, 20)
     ] == pytest.approx(rates)
+
+
+def test_the_warm_up_may_be_a_fraction_of_the_run():
+    config = OptimConfig(lr=2.0, warmup_frac=0.15)
+    assert [learning_rate(config, step, 20) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]

@@ -1,0 +1,70 @@
+"""--optim.load: a new run begins with the optimizer state of another run, not with its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl_core.learning.learner import Learner
+from rl_core.plugin import Plugin
+from rl_core.plugins.checkpoint import (
+    checkpoints_in,
+    optimizer_tensors,
+    read_object,
+    trained_learners,
+)
+from rl_core.plugins.resume import check_optimizer, fill, find_damage, make_state
+
+
+class OptimizerStart(Plugin):
+    def __init__(self, trainer: Any):
+        """Raises ValueError if there is no such checkpoint, or if it lacks an actor."""
+        super().__init__(trainer)
+        self.folders: dict[str, Path] = {}
+        for name in trainer.config.trained:
+            if path := trainer.config.of(name).optim.load:
+                self.folders[name] = checkpoint_at(Path(path), name)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """A run that goes on has the state of its own checkpoint."""
+        if self.trainer.checkpoint is not None:
+            return
+        for name, folder in self.folders.items():
+            if damage := find_damage(folder, self.trainer.ranks):
+                raise ValueError(f"--optim.load: {damage}; name another checkpoint")
+            saved = read_object(folder / "state.json")["optimizers"]
+            for learner in trained_learners({name: self.trainer.learners[name]}).values():
+                if learner.name in saved:
+                    load_optimizer(folder / learner.name, learner, **saved[learner.name])
+
+
+def checkpoint_at(path: Path, actor: str) -> Path:
+    """The checkpoint at a path, or the newest of the run there. Raises ValueError unless it has the
+    state of this actor's optimizer."""
+    found = [path] if (path / "manifest.json").exists() else checkpoints_in(path / "checkpoints")
+    if not found:
+        raise ValueError(
+            f"--optim.load={path} has no checkpoint; name a run's folder, or one of its "
+            "checkpoints/step_N"
+        )
+    folder = found[-1]
+    saved = read_object(folder / "state.json")["optimizers"]
+    if actor not in saved:
+        raise ValueError(
+            f"--optim.load: {folder} has no actor {actor!r}; it has {', '.join(saved)}"
+        )
+    if not saved[actor]["steps"] or not saved[actor].get("is_saved", True):
+        raise ValueError(
+            f"--optim.load: {folder} has no optimizer state of {actor}; name a run that made an "
+            "update and has --save_optimizer true"
+        )
+    return folder
+
+
+def load_optimizer(
+    folder: Path, learner: Learner, name: str, steps: int, ranks: int, is_saved: bool = True
+) -> None:
+    """The learner's weights stay, and so does its count of updates: schedules begin anew."""
+    check_optimizer(folder, learner, name, ranks)
+    make_state(learner, steps)
+    fill(folder, optimizer_tensors(learner, dict(learner.trained_parameters())))
