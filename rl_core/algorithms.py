@@ -41,6 +41,8 @@ class Algorithm:
     reference: str | None = None  # None: the model at the start
     teacher: str | None = None
     teacher_coef: float = 1.0
+    teacher_loss: str = "sampled"
+    teacher_beta: float = 0.5
     learns_from: str = "episodes"  # or rows, or pairs of replies
     is_scoring: bool = False  # the model is a classifier of one label
     has_reference: bool = False  # whatever kl_coef is

@@ -136,6 +136,11 @@ class AlgoConfig(Section, prefix="algo."):
         None, "on-policy distillation: teacher's folder, hub name, or frozen actor"
     )
     teacher_coef: Positive | None = flag(None, "weight of the KL to the teacher; default: 1")
+    teacher_loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] | None = flag(
+        None,
+        "sampled: each token's logprob as advantage; exact KL or jsd (GKD) over the vocabulary",
+    )
+    teacher_beta: Fraction | None = flag(None, "jsd: beta, between forward and reverse KL")
     target_kl: NotNegative | None = flag(None, "early stop of a step above this KL; 0 is off")
 
 

@@ -186,3 +186,4 @@ class PackedBatch:
     shard: SequenceShard | None = None  # this rank's part; None: all of it
     # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.
     experts: Tensor | None = None
+    teacher: Any = None  # what a teacher read of it

@@ -1,18 +1,20 @@
-"""Three ways to learn from a teacher that sorts digits, with the same student and as many samples:
-its judgement of the student's own samples (on-policy distillation), SFT on its samples, and, for
-comparison, the reward alone (GRPO).
+"""Ways to learn from a teacher that sorts digits, with the same student and as many samples: its
+judgement of the student's own samples (on-policy distillation), by the tokens that were sampled and
+by whole distributions, SFT on its samples, and, for comparison, the reward alone (GRPO).
 
     bash scripts/quickstart.sh       # makes the student (sft) and the teacher (grpo)
     python scripts/distill.py        # --seeds 0,1,2 --steps 40 --out FILE.json
 
-Prints a table: held-out tasks that are right (greedy, and 4 samples), and the KL of the student to
-the teacher on its own samples in the last step. The runs lie in runs/distill.
+Prints a table: held-out tasks that are right (greedy, and 4 samples), the KL of the student to the
+teacher on its own samples in the last step, and the samples that were drawn until it first fell
+below a tenth of a nat. The runs lie in runs/distill.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -25,6 +27,10 @@ TRAIN = "-m torch.distributed.run --standalone --nproc_per_node 1 -m rl_core.tra
 LENGTHS = "--max_tokens 8 --max_prompt_tokens 16"
 ENV = "--env_path envs/sort_digits.py"
 TASKS, GROUP = 16, 8
+NEAR_NATS = 0.1
+# Those that differ in what --algo.teacher_loss compares; the first is the sampled form.
+FORMS = {"opd": "sampled", "opd_exact": "reverse_kl", "opd_forward": "forward_kl", "opd_jsd": "jsd"}
+WAYS = (*FORMS, "sft", "grpo")
 
 
 def python(command: str) -> None:
@@ -51,8 +57,9 @@ def measure(student: Path, teacher: Path, steps: int, seed: int) -> dict[str, di
         f"--num_steps {steps} --eval_every {steps} --optim.warmup_steps 5"
     )
     judged = f"--algo.teacher {teacher}"
-    opd = f"--algorithm opd {judged} --optim.lr 1e-3"
-    python(f"{rl} --model {student} --out {out}/opd {opd}")
+    for way, form in FORMS.items():
+        opd = f"--algorithm opd {judged} --algo.teacher_loss {form} --optim.lr 1e-3"
+        python(f"{rl} --model {student} --out {out}/{way} {opd}")
     # The reward decides; the teacher is only asked, so that the KL is known.
     grpo = f"--optim.lr 3e-4 --algo.clip_high 0.28 {judged} --algo.teacher_coef 1e-9"
     python(f"{rl} --model {student} --out {out}/grpo {grpo}")
@@ -70,13 +77,18 @@ def measure(student: Path, teacher: Path, steps: int, seed: int) -> dict[str, di
     measured = f"{rl} --num_steps 1 --eval_every 1 --optim.lr 0 --algorithm opd {judged}"
     python(f"{measured} --model {out}/sft/hf/policy --out {out}/sft_measured")
     found = {}
-    for way, run in {"opd": "opd", "sft": "sft_measured", "grpo": "grpo"}.items():
+    for way in WAYS:
+        run = "sft_measured" if way == "sft" else way
         kl = [
             row["learn/policy/teacher_kl_nats"]
             for row in lines_of(out / run)
             if "time/step_s" in row
         ]
-        found[way] = scores(out / run) | {"teacher_kl_nats": kl[-1]}
+        near = next((step for step, value in enumerate(kl) if value < NEAR_NATS), math.nan)
+        drawn = near * TASKS * GROUP
+        if way == "sft":
+            drawn = num_tasks * GROUP
+        found[way] = scores(out / run) | {"teacher_kl_nats": kl[-1], "samples": drawn}
     return found
 
 
@@ -97,13 +109,13 @@ def main() -> None:
         f"\n{args.steps} steps of {TASKS * GROUP} samples, seeds {args.seeds}: "
         "mean (lowest, highest)"
     )
-    for way in ("opd", "sft", "grpo"):
+    for way in WAYS:
         cells = []
-        for name in ("greedy_pass", "avg@4", "teacher_kl_nats"):
+        for name in ("greedy_pass", "avg@4", "teacher_kl_nats", "samples"):
             values = [found[seed][way][name] for seed in seeds]
             mean = statistics.mean(values)
-            cells.append(f"{name} {mean:.3f} ({min(values):.3f}, {max(values):.3f})")
-        print(f"{way:<5} {'  '.join(cells)}")
+            cells.append(f"{name} {mean:.4g} ({min(values):.4g}, {max(values):.4g})")
+        print(f"{way:<11} {'  '.join(cells)}")
 
 
 if __name__ == "__main__":

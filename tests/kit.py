@@ -562,13 +562,16 @@ def learn(learner: Any, *steps_of_samples: list, first: int = 0) -> list[dict[st
     return found
 
 
-def gradient(model: Path | str, samples: list, *flags: Any) -> tuple[float, dict[str, Any]]:
+def gradient(
+    model: Path | str, samples: list, *flags: Any, ranks: Any = None
+) -> tuple[float, dict[str, Any]]:
     """The loss of these samples under these flags, and its gradient by the names of the weights:
     what one step of SGD with rate 1 takes away."""
     learner = make_learner(
         model,
         "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0",
         *flags,
+        ranks=ranks,
     )
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     [row] = learn(learner, samples)

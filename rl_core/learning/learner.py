@@ -19,7 +19,7 @@ from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, local
 from rl_core.host_copies import HostCopies
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
-from rl_core.learning.policy import Policy
+from rl_core.learning.policy import PackedForward, Policy
 from rl_core.metrics import Mean, Metric, Percentile, Sum, add_metrics, count_once, reduce_metrics
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
@@ -40,6 +40,7 @@ class LearnerPart:
 
     models: tuple[Policy, ...] = ()  # that it only reads
     learners: tuple[Learner, ...] = ()  # that it trains
+    forward_pass: PackedForward | None = None  # instead of the policy's own
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         """The batch, or one with more of what these samples carry."""
@@ -120,9 +121,11 @@ class Learner:
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         with ExitStack() as stack:
+            forward_pass = None
             for part in self.parts:
                 stack.enter_context(part.around(batch))
-            return self.policy(batch, self.temperature, self.adapter)
+                forward_pass = part.forward_pass or forward_pass
+            return self.policy(batch, self.temperature, self.adapter, forward_pass)[:2]
 
     @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> Metrics:

@@ -84,8 +84,22 @@ OF_ALGORITHM = [
         "--algo.teacher_coef needs --algo.teacher",
     ),
     (
+        lambda c, a, f: c.algo.teacher_loss and not a.teacher,
+        "--algo.teacher_loss={a.teacher_loss} needs --algo.teacher",
+    ),
+    (
+        lambda c, a, f: c.algo.teacher_beta is not None and a.teacher_loss != "jsd",
+        "--algo.teacher_beta={a.teacher_beta} needs --algo.teacher_loss jsd",
+    ),
+    (
+        lambda c, a, f: not 0 < a.teacher_beta < 1,
+        "--algo.teacher_beta={a.teacher_beta} must be between 0 and 1; at these the divergence is "
+        "--algo.teacher_loss forward_kl or reverse_kl",
+    ),
+    (
         lambda c, a, f: (
             c.algo.teacher_coef
+            and a.teacher_loss == "sampled"
             and a.advantage == "zero"
             and a.normalize == "batch"
             and not a.kl_coef
@@ -94,9 +108,9 @@ OF_ALGORITHM = [
         "normalized; leave it out, or give --algo.normalize none",
     ),
     (
-        lambda c, a, f: a.teacher and a.has_critic,
+        lambda c, a, f: a.teacher and a.has_critic and a.teacher_loss == "sampled",
         "--algo.teacher={a.teacher}: a critic does not know the teacher's part of the advantage; "
-        "take another advantage than gae",
+        "take another advantage than gae, or --algo.teacher_loss reverse_kl",
     ),
     (
         lambda c, a, f: c.algo.reference and not a.needs_reference,

@@ -37,7 +37,7 @@ class RingForward(PackedForward):
 
     def __call__(
         self, policy: Policy, batch: PackedBatch, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         if batch.shard is None:  # each rank has all of it
             return super().__call__(policy, batch, temperature)
         shard, ids = batch.shard, batch.input_ids
@@ -49,8 +49,7 @@ class RingForward(PackedForward):
         )
         labels = batch.labels[shard.trained]
         outputs = policy.outputs(hidden_1TD[0, shard.logit_indices], labels, temperature)
-        logprobs, entropy = FromShards.apply(shard, self.group, torch.stack(outputs))
-        return logprobs, entropy
+        return tuple(FromShards.apply(shard, self.group, torch.stack(outputs)))
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         return super().tokens(batch) if batch.shard is None else batch.shard.tokens

@@ -104,11 +104,16 @@ def split_logprobs(
     hidden_MD: Tensor, weight_VD: DTensor, labels: Tensor, *how
 ) -> tuple[Tensor, Tensor]:
     """fused_logprobs() with a weight that is split by rows: the same on all ranks."""
+    weight_SD, first, split = own_slice(weight_VD)
+    return fused_logprobs(hidden_MD, weight_SD, labels - first, *how, split=split)
+
+
+def own_slice(weight_VD: DTensor) -> tuple[Tensor, int, SplitVocabulary]:
+    """(this rank's rows of a weight that is split by rows, the first one's number, what merges)."""
     mesh = weight_VD.device_mesh
     placed = weight_VD.shape, mesh, weight_VD.placements
     _, (first, _) = compute_local_shape_and_global_offset(*placed)
-    split = SplitVocabulary(mesh.get_group())
-    return fused_logprobs(hidden_MD, weight_VD.to_local(), labels - first, *how, split=split)
+    return weight_VD.to_local(), first, SplitVocabulary(mesh.get_group())
 
 
 class TensorParallelPolicy(Policy):

@@ -75,6 +75,8 @@ DEFAULTS = {
     "reference": None,
     "teacher": None,
     "teacher_coef": 1.0,
+    "teacher_loss": "sampled",
+    "teacher_beta": 0.5,
     "learns_from": "episodes",
     "is_scoring": False,
     "has_reference": False,

@@ -39,7 +39,7 @@ RUNS = {
     "environments": RL.replace("letters.py", "letters.py,{dir}/digits.py"),
     "ppo": f"{RL} --algorithm ppo --critic.value_clip 0.1 --critic.warmup_steps 1 --num_steps 2",
     "far": f"{RL} --algo.kl_coef 0.1 --learner.epochs 3 --algo.target_kl 1e-9",
-    "taught": f"{RL} --algorithm opd --algo.teacher {{other}}",
+    "taught": f"{RL} --algorithm opd --algo.teacher {{other}} --algo.teacher_loss jsd",
     "dapo": f"{RL} --algorithm dapo",
     "older": f"{RL} --rollout.lagged 0.5,3 --num_steps 3",
     "stale": f"{RL} --max_staleness 1 --num_steps 2 --engine_ranks 1",

@@ -1,0 +1,234 @@
+"""How far a student's distribution of each token is from a teacher's: over the whole vocabulary, or
+over the teacher's likeliest tokens with all others as one. Never [tokens, vocabulary] of either.
+
+p is the student's distribution and q the teacher's. Each divergence D is a sum over tokens v of the
+vocabulary, whose gradient in the student's logits is s_v - p_v sum(s) with s_v = p_v dD/dp_v.
+
+M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one tile, K likeliest
+tokens, B = K + 1 of them and the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_core.learning.logprobs import (
+    CPU_TILE_BYTES,
+    CUDA_TILE_BYTES,
+    add_product,
+    scaled_logits,
+    slices,
+    sum_dtype,
+    tile_shape,
+)
+
+# (hidden states [M, D], weight [V, D], temperature, cap), as head_factors() gives.
+Factors = tuple[Tensor, Tensor, float, float | None]
+Tiles = tuple[list[slice], list[slice]]
+# (log p, log q) of tokens -> (their terms of the divergence, their s).
+Form = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# What others than the teacher's likeliest tokens have at least: their probability is 1 less those
+# of the likeliest, which a server rounds.
+LEAST_REST = 1e-6
+
+
+def reverse_kl(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p || q) = sum p (log p - log q)."""
+    terms = logp.exp() * (logp - logq)
+    return terms, terms
+
+
+def forward_kl(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q || p) = sum q (log q - log p)."""
+    q = logq.exp()
+    return q * (logq - logp), -q
+
+
+def jsd(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (Agarwal et al. 2024,
+    arXiv:2306.13649, section 2)."""
+    logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
+    slopes = (1 - beta) * logp.exp() * (logp - logm)
+    return beta * logq.exp() * (logq - logm) + slopes, slopes
+
+
+def make_form(name: str, beta: float) -> Form:
+    """`beta`: of jsd."""
+    forms = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": partial(jsd, beta=beta)}
+    return forms[name]
+
+
+def fused_divergence(student: Factors, target: Any, num_ids: int, split: Any = None) -> Tensor:
+    """[M] nats, of the target from the student over the first `num_ids` rows of the student's
+    weight, in fp64 if the hidden states are, else fp32. Differentiable, once, in the student's
+    hidden states and weight. `target`: WholeVocabulary or TopTokens. `split`: merges sums with
+    those of ranks that have other vocabulary ids."""
+    hidden_MD, weight_VD, temperature, cap = student
+    tile_bytes = CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
+    width = max(hidden_MD.shape[1], target.width)
+    tokens, ids = tile_shape(len(hidden_MD), max(1, num_ids), width, tile_bytes)
+    tiles = slices(len(hidden_MD), tokens), slices(num_ids, ids)
+    return FusedDivergence.apply(hidden_MD, weight_VD, target, (temperature, cap, split, tiles))
+
+
+class FusedDivergence(torch.autograd.Function):
+    """The backward computes each tile of logits again."""
+
+    @staticmethod
+    def forward(ctx, hidden_MD, weight_VD, target, how):
+        temperature, cap, split, tiles = how
+        student = hidden_MD, weight_VD, temperature, cap
+        values, stats = target.measure(student, tiles, split)
+        ctx.save_for_backward(hidden_MD, weight_VD, *stats)
+        ctx.target, ctx.how = target, how
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_values):
+        hidden_MD, weight_VD, *stats = ctx.saved_tensors
+        temperature, cap, split, (token_tiles, id_tiles) = ctx.how
+        grad_hidden, grad_weight = torch.zeros_like(hidden_MD), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD))
+        for rows in token_tiles:
+            h_CD = hidden_MD[rows]
+            sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD))
+            # Of the logits before they are divided.
+            scale = grad_values[rows, None] / temperature
+            of_rows = [value[rows] for value in stats]
+            for ids in id_tiles:
+                w_SD = weight_VD[ids]
+                z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
+                grad_CS = scale * ctx.target.gradient(z_CS, rows, ids, *of_rows)
+                if cap is not None:
+                    grad_CS *= 1 - (z_CS * (temperature / cap)) ** 2
+                add_product(sum_CD, grad_CS, w_SD)
+                if grad_weight is not None:
+                    add_product(grad_weight[ids], grad_CS.T, h_CD)
+            grad_hidden[rows] = sum_CD
+        if split is not None:
+            split.add_up(grad_hidden)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VD.dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+class WholeVocabulary:
+    """The teacher's distribution by its own hidden states and head, whose rows are the student's
+    first ones."""
+
+    def __init__(self, teacher: Factors, form: Form):
+        self.teacher, self.form = teacher, form
+        self.width = teacher[0].shape[1]
+
+    def measure(self, student: Factors, tiles: Tiles, split: Any) -> tuple[Tensor, list[Tensor]]:
+        """([M] divergences, what gradient() needs)"""
+        own_lse = merged_lse(log_partition(student, tiles), split)
+        lse = merged_lse(log_partition(self.teacher, tiles), split)
+        sums = torch.zeros(2, len(lse), dtype=lse.dtype, device=lse.device)
+        for rows, ids in each_tile(tiles):
+            logp_CS = logits(student, rows, ids) - own_lse[rows, None]
+            logq_CS = logits(self.teacher, rows, ids) - lse[rows, None]
+            for total, part in zip(sums, self.form(logp_CS, logq_CS), strict=True):
+                total[rows] += part.sum(-1)
+        if split is not None:
+            split.add_up(sums)
+        values, slopes = sums
+        return values, [own_lse, lse, slopes]
+
+    def gradient(
+        self, z_CS: Tensor, rows: slice, ids: slice, own_lse: Tensor, lse: Tensor, slopes: Tensor
+    ) -> Tensor:
+        """[C, S] of the divided logits."""
+        logp_CS = z_CS - own_lse[:, None]
+        logq_CS = logits(self.teacher, rows, ids) - lse[:, None]
+        return self.form(logp_CS, logq_CS)[1] - logp_CS.exp() * slopes[:, None]
+
+
+class TopTokens:
+    """The teacher's K likeliest tokens, and all others as one bucket."""
+
+    width = 1
+
+    def __init__(self, ids_MK: Tensor, logq_MK: Tensor, form: Form, first: int = 0):
+        """`first`: the id of the student's first row on this rank."""
+        self.ids_MK, self.form = ids_MK - first, form
+        rest = (1 - logq_MK.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST).log()
+        self.logq_MB = torch.cat([logq_MK, rest], 1)
+
+    def measure(self, student: Factors, tiles: Tiles, split: Any) -> tuple[Tensor, list[Tensor]]:
+        """([M] divergences, what gradient() needs)"""
+        dtype = sum_dtype(student[0])
+        z_MK = torch.zeros_like(self.logq_MB[:, :-1], dtype=dtype)
+        rest = torch.full_like(z_MK[:, 0], -math.inf)
+        for rows, ids in each_tile(tiles):
+            z_CS = logits(student, rows, ids)
+            place, is_here = self.places(rows, ids, z_CS)
+            z_MK[rows] += z_CS.gather(1, place).where(is_here, 0.0)
+            others = without(z_CS, place, is_here).logsumexp(-1)
+            rest[rows] = torch.logaddexp(rest[rows], others)
+        if split is not None:
+            split.add_up(z_MK)
+        rest = merged_lse(rest, split)
+        logp_MB = torch.cat([z_MK, rest[:, None]], 1).log_softmax(-1)
+        terms, slopes = self.form(logp_MB, self.logq_MB.to(dtype))
+        grad_MB = slopes - logp_MB.exp() * slopes.sum(-1, keepdim=True)
+        return terms.sum(-1), [rest, grad_MB]
+
+    def gradient(
+        self, z_CS: Tensor, rows: slice, ids: slice, rest: Tensor, grad_CB: Tensor
+    ) -> Tensor:
+        """[C, S] of the divided logits: the bucket's is shared as the student's probability is."""
+        place, is_here = self.places(rows, ids, z_CS)
+        others_CS = without(z_CS, place, is_here) - rest[:, None]
+        grad_CS = others_CS.exp_().mul_(grad_CB[:, -1:])
+        return grad_CS.scatter_add_(1, place, grad_CB[:, :-1].where(is_here, 0.0))
+
+    def places(self, rows: slice, ids: slice, z_CS: Tensor) -> tuple[Tensor, Tensor]:
+        """([C, K] where the likeliest tokens stand in a tile, whether they do)"""
+        wanted = self.ids_MK[rows] - ids.start
+        place = wanted.clamp(0, z_CS.shape[1] - 1)
+        return place, place == wanted
+
+
+def without(z_CS: Tensor, place: Tensor, is_here: Tensor) -> Tensor:
+    """The logits with -inf at these places, if they are here."""
+    lowest = torch.full_like(place, math.inf, dtype=z_CS.dtype).masked_fill_(is_here, -math.inf)
+    return z_CS.scatter_reduce(1, place, lowest, "amin")
+
+
+def each_tile(tiles: Tiles) -> Iterator[tuple[slice, slice]]:
+    token_tiles, id_tiles = tiles
+    for rows in token_tiles:
+        for ids in id_tiles:
+            yield rows, ids
+
+
+def logits(factors: Factors, rows: slice, ids: slice) -> Tensor:
+    hidden_MD, weight_VD, temperature, cap = factors
+    return scaled_logits(hidden_MD[rows], weight_VD[ids], temperature, cap)
+
+
+def log_partition(factors: Factors, tiles: Tiles) -> Tensor:
+    """[M] log sum exp of the logits."""
+    hidden_MD = factors[0]
+    shape = hidden_MD.shape[:1]
+    lse = hidden_MD.new_full(shape, -math.inf, dtype=sum_dtype(hidden_MD))
+    for rows, ids in each_tile(tiles):
+        lse[rows] = torch.logaddexp(lse[rows], logits(factors, rows, ids).logsumexp(-1))
+    return lse
+
+
+def merged_lse(lse: Tensor, split: Any) -> Tensor:
+    if split is None:
+        return lse
+    zero = torch.zeros_like(lse)
+    return split.merged(zero, zero, lse)[2]

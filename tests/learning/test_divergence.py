@@ -1,0 +1,200 @@
+"""Exact forms of a teacher: divergences and their gradients are those of autograd over all logits
+in float64, by the papers' formulas, within bounded memory, on every mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit import answer, gradient, of_ranks, sample
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from rl_core.distributed import Mesh, on_mesh
+from rl_core.learning import logprobs as fused
+from rl_core.plugins import divergence
+from rl_core.plugins.divergence import TopTokens, WholeVocabulary, fused_divergence, make_form
+
+FORMS = ("reverse_kl", "forward_kl", "jsd")
+BETA = 0.3
+PLAIN = "--algorithm opd --algo.normalize none"
+SAMPLES = [
+    sample([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1], 0.0, "a"),
+    sample([5, 6, 20, 21], [0, 0, 1, 1], 0.0, "a"),
+    sample([30, 31, 32, 33, 34, 35, 36], [0, 1, 1, 0, 1, 1, 1], 0.0, "b"),
+]
+
+
+def written_out(form: str, logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
+    """[M] the papers' formulas of log p, the student's, and log q."""
+    p, q = logp.exp(), logq.exp()
+    if form == "reverse_kl":
+        return (p * (logp - logq)).sum(-1)
+    if form == "forward_kl":
+        return (q * (logq - logp)).sum(-1)
+    m = BETA * q + (1 - BETA) * p
+    to_teacher, to_student = q * (logq - m.log()), p * (logp - m.log())
+    return (BETA * to_teacher + (1 - BETA) * to_student).sum(-1)
+
+
+def log_softmax(factors) -> torch.Tensor:
+    hidden, weight, temperature, cap = factors
+    z = hidden @ weight.T
+    z = z if cap is None else cap * (z / cap).tanh()
+    return (z / temperature).log_softmax(-1)
+
+
+def draw(*shape: int, seed: int, dtype=torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def make_factors(num_tokens: int, num_ids: int, width: int, seed: int, how=(0.7, None), **kind):
+    hidden = draw(num_tokens, width, seed=seed, **kind)
+    weight = 3 * draw(num_ids, width, seed=seed + 1, **kind) / width**0.5
+    return hidden.requires_grad_(), weight.requires_grad_(), *how
+
+
+def gradients_of(values: torch.Tensor, factors) -> list[torch.Tensor]:
+    weights = torch.sin(torch.arange(len(values))).to(values.dtype) + 1.5
+    return list(torch.autograd.grad((values * weights).sum(), factors[:2]))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """So that 37 tokens and 101 ids are many tiles."""
+    monkeypatch.setattr(divergence, "CPU_TILE_BYTES", 4 * 8 * 16)
+    monkeypatch.setattr(fused, "LEAST_IDS", 16)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("how", [(0.7, None), (1.3, 5.0)])
+def test_tiles_give_the_formula_and_its_gradient(small_tiles, form, how):
+    student = make_factors(37, 101, 12, 1, how)
+    teacher = tuple(x.detach() for x in make_factors(37, 104, 20, 5, how)[:2]) + how
+    # The teacher's embedding has rows that pad it.
+    bounded = teacher[0], teacher[1][:101], *how
+    expected = written_out(form, log_softmax(student), log_softmax(bounded))
+    found = fused_divergence(student, WholeVocabulary(teacher, make_form(form, BETA)), 101)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    for got, wanted in zip(
+        gradients_of(found, student), gradients_of(expected, student), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-9)
+        assert wanted.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_likeliest_tokens_and_one_bucket_for_the_rest(small_tiles, form):
+    student = make_factors(37, 101, 12, 1)
+    logq = log_softmax([x.detach() for x in make_factors(37, 101, 20, 5)[:2]] + [1.0, None])
+    top = logq.topk(7)
+    found = fused_divergence(
+        student, TopTokens(top.indices, top.values, make_form(form, BETA)), 101
+    )
+
+    def buckets(logprobs):
+        is_top = torch.zeros_like(logq, dtype=torch.bool).scatter(1, top.indices, True)
+        rest = logprobs.masked_fill(is_top, -torch.inf).logsumexp(-1, keepdim=True)
+        return torch.cat([logprobs.gather(1, top.indices), rest], 1)
+
+    expected = written_out(form, buckets(log_softmax(student)), buckets(logq))
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-8)
+    for got, wanted in zip(
+        gradients_of(found, student), gradients_of(expected, student), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-7)
+
+
+def test_the_sampled_form_has_the_gradient_of_the_reverse_kl_in_expectation():
+    """Over all tokens that the student can sample: E[(log p - log q) grad log p] = grad KL."""
+    student = make_factors(3, 40, 8, 1)
+    teacher = make_factors(3, 40, 8, 5)
+    logp, logq = log_softmax(student), log_softmax(teacher).detach()
+    gain = (logp - logq).detach()
+    sampled = (logp.exp().detach() * gain * logp).sum(-1)  # each weighed by how often it is sampled
+    exact = fused_divergence(student, WholeVocabulary(teacher, make_form("reverse_kl", 0.5)), 40)
+    for got, wanted in zip(
+        gradients_of(sampled, student), gradients_of(exact, student), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-9)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(value, torch.Tensor):
+                self.bytes = max(self.bytes, value.untyped_storage().nbytes())
+        return out
+
+
+def test_no_tensor_has_all_logits():
+    num_tokens, num_ids = 3000, 20_000
+    student = make_factors(num_tokens, num_ids, 16, 1, dtype=torch.float32)
+    teacher = make_factors(num_tokens, num_ids, 24, 5, dtype=torch.float32)
+    with LargestTensor() as largest:
+        target = WholeVocabulary(
+            [x.detach() for x in teacher[:2]] + [1.0, None], make_form("jsd", 0.5)
+        )
+        fused_divergence(student, target, num_ids).sum().backward()
+    all_logits = 4 * num_tokens * num_ids
+    assert largest.bytes <= 2 * divergence.CPU_TILE_BYTES < all_logits / 20
+
+
+@pytest.fixture(scope="module")
+def teacher(make_model):
+    return make_model(seed=7, hidden=48)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_loss_is_the_mean_over_trained_tokens_by_transformers(tiny_model, teacher, form):
+    flags = f"--algo.teacher_loss {form} --sampling.temperature 0.8 --algo.teacher_coef 0.5"
+    beta = f"--algo.teacher_beta {BETA}" if form == "jsd" else ""
+    _, found = gradient(tiny_model, SAMPLES, PLAIN, flags, beta, "--algo.teacher", teacher)
+    student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    terms = []
+    for s in SAMPLES:
+        ids, mask = torch.tensor(s.token_ids)[None], torch.tensor(s.loss_mask[1:])
+        logp = (student(ids).logits[0, :-1][mask] / 0.8).log_softmax(-1)
+        with torch.no_grad():
+            logq = (other(ids).logits[0, :-1][mask] / 0.8).log_softmax(-1)
+        terms.append(written_out(form, logp, logq))
+    (0.5 * torch.cat(terms).mean()).backward()
+    for name, weight in student.named_parameters():
+        if name in found:
+            torch.testing.assert_close(found[name].double(), weight.grad, atol=2e-6, rtol=1e-4)
+    assert len(found) > 20 and max(g.abs().max() for g in found.values()) > 1e-3
+
+
+MESHES = {"dp 2": Mesh(dp_shard=2), "cp 2": Mesh(cp=2), "tp 2": Mesh(tp=2)}
+EXACT = f"--algo.teacher_loss jsd --algo.teacher_beta {BETA}"
+
+
+def compare(ranks, model: str, teacher: str, out: str) -> None:
+    """Writes the gradient on each mesh."""
+    for name, mesh in MESHES.items():
+        mine = [s for n, s in enumerate(SAMPLES) if n % 2 == ranks.rank]
+        cut = f"--cp {mesh.cp} --tp {mesh.tp}"
+        flags = PLAIN, EXACT, cut, "--learner.microbatch_tokens 100 --algo.teacher", teacher
+        _, found = gradient(model, mine, *flags, ranks=on_mesh(ranks, mesh))
+        torch.save(found, f"{out}.{name}.{ranks.rank}")
+
+
+def test_two_ranks_take_the_gradient_of_one(tiny_model, teacher, tmp_path):
+    of_ranks(2, __file__, "compare", tiny_model, teacher, tmp_path / "taken")
+    _, wanted = gradient(tiny_model, SAMPLES, PLAIN, EXACT, "--algo.teacher", teacher)
+    for name in MESHES:
+        for rank in range(2):
+            found = torch.load(f"{tmp_path / 'taken'}.{name}.{rank}")
+            assert found.keys() == wanted.keys()
+            for weight, value in wanted.items():
+                torch.testing.assert_close(found[weight], value, atol=2e-6, rtol=1e-4)
+
+
+if __name__ == "__main__":
+    answer(globals())
