@@ -185,8 +185,8 @@ class LearnerConfig(Section, prefix="learner."):
         "default", "torch.compile, or Liger's kernels"
     )
     offload: Literal["none", "phase", "always"] = flag("none", "CPU offload; phase: while sampling")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "mixed precision; auto: bfloat16 on a GPU"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "mixed precision; auto: bfloat16 on a GPU, or float16 if it has none"
     )
 
 

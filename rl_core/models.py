@@ -105,7 +105,10 @@ def adapters_of(config: Config, name: str) -> dict[str, Adapter]:
 
 def learner_with(config: Config) -> Callable[..., Learner]:
     """Learner() with the optimizer that the flags name."""
-    return partial(Learner, make_optimizer=registry.OPTIMIZERS[config.optim.name]())
+    learner_class = Learner
+    if compute_dtype(config) == torch.float16:
+        learner_class = registry.scaled_learner()
+    return partial(learner_class, make_optimizer=registry.OPTIMIZERS[config.optim.name]())
 
 
 def make_policy(

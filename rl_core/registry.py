@@ -560,6 +560,12 @@ def checkpointer(trainer: Any):
     return Checkpointer(trainer)
 
 
+def scaled_learner():
+    from rl_core.plugins.loss_scale import ScaledLearner
+
+    return ScaledLearner
+
+
 def optimizer_start(trainer: Any):
     from rl_core.plugins.optimizer_start import OptimizerStart
 

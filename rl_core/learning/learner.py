@@ -80,6 +80,8 @@ class PartSpec:
 
 
 class Learner:
+    scale = 1.0  # of the loss, while gradients are in fp16
+
     def __init__(
         self,
         config: Config,
@@ -205,7 +207,7 @@ class Learner:
             total = loss * one + sum(part.loss() for part in self.parts)
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global
             # mean.
-            (total * (self.ranks.size / self.ranks.mesh.tp)).backward()
+            (total * (self.scale * self.ranks.size / self.ranks.mesh.tp)).backward()
             add_metrics(found, metrics | {"loss": Mean(loss.detach(), count)})
         for part in self.parts:
             add_metrics(found, part.metrics())
@@ -286,6 +288,13 @@ class Learner:
     def optimizer_state(self) -> Iterator[Tensor]:
         for state in self.optimizer.state.values():
             yield from map(local, filter(torch.is_tensor, state.values()))
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps beside weights and the optimizer's state."""
+        return {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """What state() gave."""
 
     def leave_device(self) -> None:
         """CPU-offloads, if --learner.offload says so, what was made or loaded on the device."""

@@ -24,7 +24,11 @@ SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}
 
 def compute_dtype(config: Config) -> torch.dtype:
     if config.learner.dtype == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        if not torch.cuda.is_available():
+            return torch.float32
+        # T4 and V100 have no bf16.
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float16
     return getattr(torch, config.learner.dtype)
 
 

@@ -122,7 +122,7 @@ def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # of torch, about a single process
             dcp.save(saved_tensors(learner, is_saved), storage_writer=writer)
     facts = {"name": type(learner.optimizer).__name__, "steps": learner.num_updates}
-    return facts | {"ranks": learner.ranks.size, "is_saved": is_saved}
+    return facts | {"ranks": learner.ranks.size, "is_saved": is_saved, "state": learner.state()}
 
 
 def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:

@@ -34,8 +34,8 @@ class OptimizerStart(Plugin):
                 raise ValueError(f"--optim.load: {damage}; name another checkpoint")
             saved = read_object(folder / "state.json")["optimizers"]
             for learner in trained_learners({name: self.trainer.learners[name]}).values():
-                if learner.name in saved:
-                    load_optimizer(folder / learner.name, learner, **saved[learner.name])
+                if facts := saved.get(learner.name):
+                    load_optimizer(folder / learner.name, learner, facts)
 
 
 def checkpoint_at(path: Path, actor: str) -> Path:
@@ -61,10 +61,8 @@ def checkpoint_at(path: Path, actor: str) -> Path:
     return folder
 
 
-def load_optimizer(
-    folder: Path, learner: Learner, name: str, steps: int, ranks: int, is_saved: bool = True
-) -> None:
+def load_optimizer(folder: Path, learner: Learner, facts: dict[str, Any]) -> None:
     """The learner's weights stay, and so does its count of updates: schedules begin anew."""
-    check_optimizer(folder, learner, name, ranks)
-    make_state(learner, steps)
+    check_optimizer(folder, learner, facts["name"], facts["ranks"])
+    make_state(learner, facts["steps"])
     fill(folder, optimizer_tensors(learner, dict(learner.trained_parameters())))

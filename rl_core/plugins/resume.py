@@ -79,9 +79,16 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: boo
 
 
 def load_learner(
-    folder: Path, learner: Learner, name: str, steps: int, ranks: int, is_saved: bool = True
+    folder: Path,
+    learner: Learner,
+    name: str,
+    steps: int,
+    ranks: int,
+    is_saved: bool = True,
+    state: dict[str, float] | None = None,
 ) -> None:
-    """`is_saved`: the checkpoint has the optimizer's state, not weights alone."""
+    """`is_saved`: the checkpoint has the optimizer's state, not weights alone. `state`: the
+    learner's own; checkpoints of older versions have none."""
     if is_saved and steps:
         check_optimizer(folder, learner, name, ranks)
         make_state(learner, steps)
@@ -93,6 +100,7 @@ def load_learner(
         )
     fill(folder, saved_tensors(learner))
     learner.num_updates = steps
+    learner.load_state(state or {})
 
 
 def check_optimizer(folder: Path, learner: Learner, name: str, ranks: int) -> None:

@@ -38,6 +38,7 @@ RUNS = {
     "own": f"--model {{model}} --env_path {{dir}}/own.py --max_tokens 10 --max_prompt_tokens 400 --tasks_per_step 2 {TIMES}",
     "environments": RL.replace("letters.py", "letters.py,{dir}/digits.py"),
     "ppo": f"{RL} --algorithm ppo --critic.value_clip 0.1 --critic.warmup_steps 1 --num_steps 2",
+    "fp16": f"{RL} --learner.dtype float16",
     "far": f"{RL} --algo.kl_coef 0.1 --learner.epochs 3 --algo.target_kl 1e-9",
     "taught": f"{RL} --algorithm opd --algo.teacher {{other}} --algo.teacher_loss jsd",
     "dapo": f"{RL} --algorithm dapo",
