@@ -30,6 +30,10 @@ class Algorithm:
     kl: str = "k3"
     kl_in: str = "loss"
     kl_coef: float = 0.0
+    # (estimator, coefficient) of further KLs in the reward and in the loss.
+    kl_reward: tuple[str, float] | None = None
+    kl_loss: tuple[str, float] | None = None
+    log_kl: bool = False
     entropy_coef: float = 0.0
     correction: str = "none"
     correction_range: tuple[float, float] = (0.5, 2.0)
@@ -39,6 +43,8 @@ class Algorithm:
     target_kl: float = 0.0
     turn_discount: float | None = None
     reference: str | None = None  # None: the model at the start
+    reference_every: int = 0  # steps after which it is renewed from the policy
+    reference_decay: float = 0.0
     teacher: str | None = None
     teacher_coef: float = 1.0
     teacher_loss: str = "sampled"
@@ -63,22 +69,30 @@ class Algorithm:
         return self.advantage == "gae"
 
     @property
+    def kl_terms(self) -> dict[str, tuple[str, float]]:
+        """Place (reward, loss, advantage) -> (estimator, coefficient) of each KL penalty."""
+        terms = {"reward": self.kl_reward, "loss": self.kl_loss}
+        if self.kl_coef:
+            terms[self.kl_in] = self.kl, self.kl_coef
+        return {place: term for place, term in terms.items() if term and term[1]}
+
+    @property
     def needs_reference(self) -> bool:
-        """Compares with the model at the start of the run."""
-        return self.kl_coef > 0 or self.has_reference
+        """Compares with a reference model."""
+        return bool(self.kl_terms) or self.log_kl or self.has_reference
 
     @property
     def penalises_advantages(self) -> bool:
         """The KL to the reference is subtracted from advantages. A critic's rewards contain it."""
-        in_advantage = self.kl_in == "advantage" or (self.kl_in == "reward" and not self.has_critic)
-        return self.kl_coef > 0 and in_advantage
+        terms = self.kl_terms
+        return "advantage" in terms or ("reward" in terms and not self.has_critic)
 
     @property
     def skips_zero_advantages(self) -> bool:
         """A sample whose advantages are all 0 has no gradient, and needs no forward, if nothing
         else moves it."""
         is_final = self.normalize != "batch" and not self.has_critic and not self.teacher
-        return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and is_final
+        return self.is_rl and self.entropy_coef == 0 and not self.kl_terms and is_final
 
 
 @dataclass(slots=True, frozen=True)
@@ -244,8 +258,9 @@ def token_losses(
         losses, is_clipped = policy_losses(a, batch, logprobs)
     else:
         losses, is_clipped = -batch.advantages * logprobs, None
-    if a.kl_coef and a.kl_in == "loss":
-        losses = losses + a.kl_coef * kl_estimate(a.kl, logprobs, batch.ref_logprobs)
+    if "loss" in a.kl_terms:
+        kind, coef = a.kl_terms["loss"]
+        losses = losses + coef * kl_estimate(kind, logprobs, batch.ref_logprobs)
     if a.entropy_coef:
         losses = losses - a.entropy_coef * entropy
     if a.aggregation == "sequence":

@@ -116,6 +116,13 @@ class AlgoConfig(Section, prefix="algo."):
     kl_coef: NotNegative | None = flag(
         None, "weight of the KL penalty (beta); 0: no reference model"
     )
+    kl_reward: tuple[Literal[tuple(KL_ESTIMATES)], NotNegative] | None = flag(
+        None, "a KL penalty in the reward: its estimator and coefficient, such as k1,0.05"
+    )
+    kl_loss: tuple[Literal[tuple(KL_ESTIMATES)], NotNegative] | None = flag(
+        None, "a KL penalty in the loss, beside one in the reward: k3,0.001"
+    )
+    log_kl: bool | None = flag(None, "log the KL to the reference model without a penalty")
     entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off")
     correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
         None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)"
@@ -131,6 +138,14 @@ class AlgoConfig(Section, prefix="algo."):
     turn_discount: Fraction | None = flag(None, "advantage per turn, with this discount")
     reference: str | None = flag(
         None, "reference model of the KL and of DPO: folder or hub name", only=(*RL, "dpo")
+    )
+    reference_every: Count | None = flag(
+        None, "sync the reference model with the policy every N steps; 0: never", only=(*RL, "dpo")
+    )
+    reference_decay: Fraction | None = flag(
+        None,
+        "EMA of the reference: decay * reference + (1 - decay) * policy at each sync",
+        only=(*RL, "dpo"),
     )
     teacher: str | None = flag(
         None, "on-policy distillation: teacher's folder, hub name, or frozen actor"

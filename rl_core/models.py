@@ -81,6 +81,7 @@ def make_learner(
         algorithm=algorithm,
         name=name,
         policy=policy,
+        adapter=adapter,
         ranks=ranks,
         load=load,
         make=make,

@@ -138,7 +138,7 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     if has_advantage_fn and is_open and not algorithm.has_critic:
         algorithm = replace(algorithm, advantage="custom")
     is_default = algorithm == Algorithm() and config.critic == CriticConfig()
-    if algorithm.is_rl and (not is_default or config.group_size < 2):
+    if not is_default or config.group_size < 2:
         registry.check_algorithm(config, algorithm, has_advantage_fn)
     if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
         # Weights each token by how likely the newer policy makes it.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class LearnerPart:
 
     models: tuple[Policy, ...] = ()  # that it only reads
     learners: tuple[Learner, ...] = ()  # that it trains
+    copies: tuple[Any, ...] = ()  # plugins/weights_copy.py's, of what the actor trains
     forward_pass: PackedForward | None = None  # instead of the policy's own
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
@@ -56,6 +58,9 @@ class LearnerPart:
 
     def before_update(self, learner: Learner, minibatch: Minibatch, step: float) -> Metrics:
         return {}
+
+    def after_step(self, step: int) -> None:
+        """The weights are those that the step has made."""
 
     def loss(self) -> Tensor | float:
         """Added to the loss of the last forward."""
@@ -74,6 +79,7 @@ class PartSpec:
     algorithm: Algorithm
     name: str  # of the actor
     policy: Policy
+    adapter: str  # of the policy, which the actor trains, if any
     ranks: Ranks
     load: Callable[..., Policy]  # a further model from its folder
     make: Callable[..., Learner]  # a further learner
@@ -163,6 +169,8 @@ class Learner:
                     num_left_out = self.updates_per_step - number
                     metrics["kl_stopped_updates"] = Sum(num_left_out / self.ranks.size)
                     break
+        for part in self.parts:
+            part.after_step(step)
         return metrics
 
     def update(self, minibatch: Minibatch, step: float) -> tuple[Metrics, bool]:

@@ -102,7 +102,7 @@ OF_ALGORITHM = [
             and a.teacher_loss == "sampled"
             and a.advantage == "zero"
             and a.normalize == "batch"
-            and not a.kl_coef
+            and not a.kl_terms
         ),
         "--algo.teacher_coef changes nothing where advantages are the teacher's alone and "
         "normalized; leave it out, or give --algo.normalize none",
@@ -113,8 +113,14 @@ OF_ALGORITHM = [
         "take another advantage than gae, or --algo.teacher_loss reverse_kl",
     ),
     (
-        lambda c, a, f: c.algo.reference and not a.needs_reference,
-        "--algo.reference needs --algo.kl_coef above 0",
+        lambda c, a, f: c.algo.kl_reward and a.kl_coef and a.kl_in == "reward",
+        "--algo.kl_reward={a.kl_reward} and --algo.kl_coef={a.kl_coef} are two KLs in the reward; "
+        "leave one out, or give --algo.kl_in loss",
+    ),
+    (
+        lambda c, a, f: c.algo.kl_loss and a.kl_coef and a.kl_in == "loss",
+        "--algo.kl_loss={a.kl_loss} and --algo.kl_coef={a.kl_coef} are two KLs in the loss; leave "
+        "one out, or give --algo.kl_in reward",
     ),
     (
         lambda c, a, f: a.target_kl and c.learner.minibatches * c.learner.epochs == 1,
@@ -124,6 +130,31 @@ OF_ALGORITHM = [
 ]
 
 
+# Of a reference model, which DPO has too.
+OF_REFERENCE = [
+    (
+        lambda c, a: c.algo.reference and not a.needs_reference,
+        "--algo.reference needs --algo.kl_coef above 0, another KL, or --algo.log_kl",
+    ),
+    (
+        lambda c, a: (a.reference_every or a.reference_decay) and not a.needs_reference,
+        "--algo.reference_every and reference_decay renew a reference: give --algo.kl_coef above "
+        "0, another KL, or --algo.log_kl",
+    ),
+    (
+        lambda c, a: (a.reference_every or a.reference_decay) and a.reference,
+        "--algo.reference={a.reference}: a reference that is renewed begins as the actor's model; "
+        "leave out --algo.reference, or reference_every and reference_decay",
+    ),
+    (
+        lambda c, a: a.reference_decay == 1,
+        "--algo.reference_decay=1 would never renew the reference; take less, such as 0.99",
+    ),
+]
+
+
 def check_algorithm(config: Config, algorithm: Algorithm, has_advantage_fn: bool) -> None:
     """Raises ValueError with what was given, the rule and the fix."""
-    refuse(OF_ALGORITHM, c=config, a=algorithm, f=has_advantage_fn)
+    refuse(OF_REFERENCE, c=config, a=algorithm)
+    if algorithm.is_rl:
+        refuse(OF_ALGORITHM, c=config, a=algorithm, f=has_advantage_fn)

@@ -5,6 +5,7 @@ checkpoints/step_000010/manifest.json      written last: every file with its siz
                         state.json         step, data position
                         policy/*.safetensors  trained weights and the optimizer's state, by
                                            torch.distributed.checkpoint
+                        policy_reference/*.safetensors  a copy of weights that is renewed
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rl_core.data.rows import flush_to_disk
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
 from rl_core.learning.policy import Policy
+from rl_core.plugins.weights_copy import WeightsCopy
 from rl_core.types import RunError
 
 NAME = re.compile(r"step_[0-9]{6,}")
@@ -40,6 +42,21 @@ NOT_SAVED = ("step", "qmap1", "qmap2")
 def trained_learners(learners: dict[str, Learner]) -> dict[str, Learner]:
     """All that actors' learners train, critics included."""
     return {learner.name: learner for owner in learners.values() for learner in owner.trained()}
+
+
+def renewed_copies(learners: dict[str, Learner]) -> dict[str, WeightsCopy]:
+    """Folder -> each copy of weights that differs from those at the start."""
+    copies = {}
+    for learner in learners.values():
+        for part in learner.parts:
+            copies |= {kept.name: kept for kept in part.copies if kept.every}
+    return copies
+
+
+def copied_tensors(kept: WeightsCopy) -> dict[str, Tensor]:
+    """Name -> weight, as this rank holds it, inside kept.in_place()."""
+    weights = kept.policy.trained(kept.adapter)
+    return {f"param/{name}": weight.detach() for name, weight in weights}
 
 
 def saved_tensors(learner: Learner, has_optimizer: bool = True) -> dict[str, Tensor]:
@@ -79,17 +96,21 @@ def save_checkpoint(
     call it. Raises RunError on all of them, and writes nothing, if a weight is not finite."""
     trained = trained_learners(learners)
     refuse_nonfinite(broken_weights(trained), f"{folder} is not written", ranks)
-    beside = folder.with_name(f".{folder.name}.tmp")
+    beside, copies = folder.with_name(f".{folder.name}.tmp"), renewed_copies(learners)
     if ranks.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
-        for name in trained:
+        for name in (*trained, *copies):
             (beside / name).mkdir(parents=True)
     barrier(ranks)  # the folders are there
     optimizers = {name: save_learner(beside / name, learner) for name, learner in trained.items()}
+    for name, weights in copies.items():
+        with weights.policy.on_device(), weights.in_place():
+            write_shards(beside / name, copied_tensors(weights))
+    state = state | {"optimizers": optimizers, "copies": [*copies]}
     if ranks.rank == 0:
         for file in files:
             shutil.copy(file, beside)
-        (beside / "state.json").write_text(json.dumps(state | {"optimizers": optimizers}, indent=1))
+        (beside / "state.json").write_text(json.dumps(state, indent=1))
     barrier(ranks)  # every rank has written
     manifest = make_manifest(beside, ranks)
     if ranks.rank == 0:
@@ -117,12 +138,16 @@ def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
     """Writes this rank's part. What a run that resumes must know of the optimizer."""
     is_saved = learner.config.save_optimizer
     with learner.on_device(), learner.state_on_device():
-        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about a single process
-            dcp.save(saved_tensors(learner, is_saved), storage_writer=writer)
+        write_shards(folder, saved_tensors(learner, is_saved))
     facts = {"name": type(learner.optimizer).__name__, "steps": learner.num_updates}
     return facts | {"ranks": learner.ranks.size, "is_saved": is_saved, "state": learner.state()}
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about a single process
+        dcp.save(tensors, storage_writer=writer)
 
 
 def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:

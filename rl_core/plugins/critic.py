@@ -95,13 +95,12 @@ def is_last(sequences: Tensor) -> Tensor:
 
 def token_rewards(a: Algorithm, batch: PackedBatch) -> Tensor:
     """[M] the reward of each trained token: the sample's, which batch.advantages holds, at its last
-    one, less kl_coef times the KL of each if that is in the reward (Ziegler et al. 2019,
+    one, less the coefficient times the KL of each if that is in the reward (Ziegler et al. 2019,
     arXiv:1909.08593)."""
     rewards = torch.where(is_last(batch.sequences), batch.advantages, 0.0)
-    if a.kl_coef and a.kl_in == "reward":
-        rewards = rewards - a.kl_coef * kl_estimate(
-            a.kl, batch.rollout_logprobs, batch.ref_logprobs
-        )
+    if "reward" in a.kl_terms:
+        kind, coef = a.kl_terms["reward"]
+        rewards = rewards - coef * kl_estimate(kind, batch.rollout_logprobs, batch.ref_logprobs)
     return rewards
 
 

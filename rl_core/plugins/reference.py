@@ -1,4 +1,5 @@
-"""The frozen model at the start of the run, to which KL penalties and DPO compare."""
+"""The model to which KL penalties and DPO compare: frozen as at the start of the run, or renewed
+from the policy."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.learning.learner import LearnerPart, PartSpec
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric
+from rl_core.plugins.weights_copy import WeightsCopy
 from rl_core.types import PackedBatch
 
 
@@ -24,15 +26,41 @@ class Reference(LearnerPart):
         return {}
 
 
-def make_reference(learner: PartSpec) -> Reference:
+class RenewedReference(LearnerPart):
+    """The policy of some steps ago, or the exponential mean over its steps."""
+
+    def __init__(self, copy: WeightsCopy, temperature: float):
+        self.copy, self.temperature = copy, temperature
+        self.copies = (copy,)
+
+    def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
+        with self.copy.in_place():
+            for batch in batches:
+                batch.ref_logprobs = self.copy.read(batch, self.temperature)
+        return {}
+
+    def after_step(self, step: int) -> None:
+        self.copy.after_step(step)
+
+
+def make_reference(learner: PartSpec) -> LearnerPart:
     """A frozen copy of --algo.reference, by default of the actor's model at the start, in the dtype
     of compute, sharded as the policy is; of a policy with adapters itself, without them. On a GPU a
-    copy is CPU-offloaded to pinned memory while it is not used."""
+    copy is CPU-offloaded to pinned memory while it is not used. One that --algo.reference_every or
+    reference_decay renew is a copy of what the actor trains."""
     model, path = learner.policy, learner.config.algo.reference
+    temperature = learner.config.sampling.temperature if learner.algorithm.is_rl else 1.0
+    if every := renewal(learner.algorithm):
+        decay = learner.algorithm.reference_decay
+        return RenewedReference(WeightsCopy(learner, "reference", every, decay), temperature)
     if path or not model.adapters:
         model = frozen_model(learner, path or learner.config.actors[learner.name].model)
-    temperature = learner.config.sampling.temperature if learner.algorithm.is_rl else 1.0
     return Reference(model, temperature)
+
+
+def renewal(algorithm: Algorithm) -> int:
+    """Steps between two renewals of the reference, 0 if it stays: a mean is taken after each."""
+    return algorithm.reference_every or int(algorithm.reference_decay > 0)
 
 
 def frozen_model(learner: PartSpec, path: str) -> Policy:
@@ -58,11 +86,15 @@ class KLPenalty(LearnerPart):
 def kl_penalised(a: Algorithm, batch: PackedBatch) -> Tensor:
     """[M] advantages less the KL of the sampled tokens, by the logprobs that they were sampled
     with. In the reward: the sum from the token on, its return (REINFORCE++, arXiv:2501.03262),
-    without a baseline. In the advantage: its own alone."""
-    kl = kl_estimate(a.kl, batch.rollout_logprobs, batch.ref_logprobs)
-    if a.kl_in == "reward":
-        kl = sums_to_go(kl, batch.sequences)
-    return batch.advantages - a.kl_coef * kl
+    without a baseline; a critic's rewards have it already. In the advantage: its own alone."""
+    advantages = batch.advantages
+    for place, (kind, coef) in a.kl_terms.items():
+        kl = kl_estimate(kind, batch.rollout_logprobs, batch.ref_logprobs)
+        if place == "reward" and not a.has_critic:
+            advantages = advantages - coef * sums_to_go(kl, batch.sequences)
+        elif place == "advantage":
+            advantages = advantages - coef * kl
+    return advantages
 
 
 def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:

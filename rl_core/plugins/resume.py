@@ -14,8 +14,10 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
 from rl_core.plugins.checkpoint import (
     checkpoints_in,
+    copied_tensors,
     facts_of,
     read_object,
+    renewed_copies,
     saved_tensors,
     trained_learners,
 )
@@ -75,6 +77,12 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: boo
         if name not in known:
             raise ValueError(f"{folder} has no actor {name!r}; it has {', '.join(known)}")
         load_learner(folder / name, learner, **known[name])
+    for name, copy in renewed_copies(learners).items():
+        if name in state.get("copies", ()):
+            with copy.policy.on_device(), copy.in_place():
+                fill(folder / name, copied_tensors(copy))
+        elif next(iter(trained.values())).ranks.rank == 0:
+            print(f"warning: {folder} has no {name}: it begins as in a new run", flush=True)
     return state
 
 

@@ -125,7 +125,9 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         "logprobs": (0.0, logits + 4 * size.vocabulary * size.hidden / mesh.tp),
     }
     compared_with = judges(config)
-    if plan.algorithm.needs_reference and not size.adapters:
+    algorithm = plan.algorithm
+    is_renewed = algorithm.reference_every or algorithm.reference_decay  # It waits on the host.
+    if algorithm.needs_reference and not size.adapters and not is_renewed:
         compared_with.setdefault("reference", actor.model)
     for what, path in compared_with.items():
         found[what] = (0.0, w * model_size(ActorConfig(model=path)).total / shards)

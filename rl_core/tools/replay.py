@@ -348,6 +348,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         algorithm=algorithm,
         name=name,
         policy=policy,
+        adapter=old.adapter,
         ranks=ranks,
         load=load,
         make=make,
@@ -357,6 +358,10 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         stays = part in (registry.experts, registry.sequence_shards)
         if is_wanted(spec) and not stays:
             chosen.append(part(spec))
+    known_copies = {copy.name: copy for part in old.parts for copy in part.copies}
+    for copy in [copy for part in chosen for copy in part.copies]:
+        if copy.name in known_copies:
+            copy.take(known_copies[copy.name])
     # Of the model and the mesh, which stay.
     chosen += [part for part in old.parts if isinstance(part, (Experts, SequenceShards))]
     new = make(config, algorithm, policy, ranks, parts=chosen, name=name, adapter=old.adapter)

@@ -1,0 +1,295 @@
+"""The reference of KL penalties and DPO: its place in reward and loss, and how it is renewed."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from kit import gradient, learn, make_learner, part_of, run, sample, steps, weights, words
+from transformers import AutoModelForCausalLM
+
+from rl_core.config import parse_config
+from rl_core.plan import choose_algorithm
+
+SAMPLES = [
+    sample([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1], 0.7, "a"),
+    sample([5, 6, 20, 21], [0, 0, 1, 1], -0.7, "a"),
+]
+SGD = "--optim.name sgd --optim.lr 0.5 --optim.betas 0,0"
+ESTIMATES = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: (-d).exp() - 1 + d}
+ASK = """
+def load_tasks(split):
+    return [{"messages": [{"role": "user", "content": text}]} for text in ("ab?", "cd?", "ef?")]
+
+
+async def reward_fn(completion):
+    return sum(map(ord, completion)) / 1000
+"""
+SIZES = "--max_tokens 6 --tasks_per_step 3 --group_size 3 --optim.lr 1e-2"
+
+
+def logprobs_of(model, s) -> torch.Tensor:
+    """Of a sample's trained tokens, by transformers in fp64."""
+    ids = torch.tensor(s.token_ids[None])
+    logits = model(ids).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, ids[0, 1:, None])[:, 0][torch.tensor(s.loss_mask[1:])]
+
+
+@pytest.mark.parametrize(
+    "flags, in_reward, in_loss",
+    [
+        ("--algo.kl_reward k1,0.3 --algo.kl_loss k3,0.2", ("k1", 0.3), ("k3", 0.2)),
+        ("--algo.kl_reward k2,0.3 --algo.kl_coef 0.2 --algo.kl k2", ("k2", 0.3), ("k2", 0.2)),
+        (
+            "--algo.kl_loss k2,0.2 --algo.kl_coef 0.3 --algo.kl k3 --algo.kl_in reward",
+            ("k3", 0.3),
+            ("k2", 0.2),
+        ),
+        ("--algo.kl_reward k3,0.3 --algo.kl_loss k2,0", ("k3", 0.3), ("k2", 0.0)),
+    ],
+)
+def test_kls_in_the_reward_and_in_the_loss_are_the_formulas_in_fp64(
+    flags, in_reward, in_loss, tiny_model, make_model
+):
+    other = make_model(seed=7)
+    _, found = gradient(tiny_model, SAMPLES, flags, "--algo.reference", other)
+    student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    reference = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float64)
+    losses = []
+    for s in SAMPLES:
+        new = logprobs_of(student, s)
+        rollout = torch.tensor(s.rollout_logprobs).double()[torch.tensor(s.loss_mask)]
+        with torch.no_grad():
+            ref = logprobs_of(reference, s)
+        of_token = in_reward[1] * ESTIMATES[in_reward[0]](rollout - ref)
+        for t, logprob in enumerate(new):
+            advantage = float(s.advantages.max() + s.advantages.min()) - of_token[t:].sum()
+            loss = -advantage * logprob + in_loss[1] * ESTIMATES[in_loss[0]](logprob - ref[t])
+            losses.append(loss)
+    torch.stack(losses).mean().backward()
+    for name, weight in student.named_parameters():
+        if name in found:
+            torch.testing.assert_close(found[name].double(), weight.grad, atol=5e-6, rtol=1e-4)
+    assert max(g.abs().max() for g in found.values()) > 1e-3
+
+
+def test_with_a_critic_the_kl_of_the_reward_is_in_its_rewards_alone(tiny_model):
+    """Beside one in the advantage: that of the reward reaches it by GAE."""
+    flags = "--algorithm ppo --algo.normalize none --algo.kl_reward k1,0.2 --algo.kl_coef 0.1"
+    learner = make_learner(tiny_model, flags, "--algo.kl k2 --algo.kl_in advantage")
+    (minibatch,), _ = learner.shard(SAMPLES)
+    learner.annotate([minibatch])
+    [batch] = minibatch.batches
+    d = (batch.rollout_logprobs - batch.ref_logprobs).double()
+    # The critic's values are 0 at first: GAE sums what is still to come, times lambda each.
+    for s in (0, 1):
+        at = (batch.sequences == s).nonzero()[:, 0]
+        length = len(at)
+        # Samples are sorted: the reward is told by the length.
+        advantage = 0.7 if length == 4 else -0.7
+        rewards = -0.2 * d[at]
+        rewards[-1] += advantage
+        expected = torch.stack(
+            [sum(0.95 ** (u - t) * rewards[u] for u in range(t, length)) for t in range(length)]
+        )
+        expected = expected - 0.1 * d[at] ** 2 / 2
+        torch.testing.assert_close(batch.advantages[at].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def kept(learner) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in part_of(learner, "RenewedReference").copy.tensors]
+
+
+def own(learner) -> list[torch.Tensor]:
+    return [weight.detach().clone() for _, weight in learner.trained_parameters()]
+
+
+@pytest.mark.parametrize("lora", ["", "--actors.policy.lora.rank 4"])
+def test_a_reference_is_the_policy_of_every_nth_step_to_the_bit(tiny_model, lora):
+    learner = make_learner(tiny_model, SGD, lora, "--algo.kl_coef 0.1 --algo.reference_every 2")
+    begin = own(learner)
+    expected = [begin]
+    for step in range(5):
+        learn(learner, SAMPLES, first=step)
+        expected.append(own(learner))
+        last = expected[(step + 1) // 2 * 2]
+        assert all(map(torch.equal, kept(learner), last)), step
+    assert not all(map(torch.equal, expected[0], expected[2]))
+
+
+def test_a_reference_that_decays_is_the_recurrence_in_fp64(tiny_model):
+    learner = make_learner(tiny_model, SGD, "--algo.log_kl true --algo.reference_decay 0.9")
+    mean = [weight.double() for weight in own(learner)]
+    for step in range(6):
+        learn(learner, SAMPLES, first=step)
+        mean = [0.9 * m + 0.1 * w.double() for m, w in zip(mean, own(learner), strict=True)]
+    for found, expected in zip(kept(learner), mean, strict=True):
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+    assert max((a - b).abs().max() for a, b in zip(kept(learner), own(learner), strict=True)) > 1e-3
+
+
+def test_every_and_decay_together_are_trls_sync_of_a_reference(tiny_model):
+    """TRL: every ref_model_sync_steps, alpha * policy + (1 - alpha) * reference."""
+    flags = "--algo.kl_coef 0.1 --algo.reference_every 3 --algo.reference_decay 0.4"
+    learner = make_learner(tiny_model, SGD, flags)
+    begin, alpha = own(learner), 0.6
+    for step in range(3):
+        assert all(map(torch.equal, kept(learner), begin))
+        learn(learner, SAMPLES, first=step)
+    for found, first, now in zip(kept(learner), begin, own(learner), strict=True):
+        torch.testing.assert_close(found, alpha * now + (1 - alpha) * first)
+
+
+def test_a_renewed_reference_reads_by_its_own_weights_and_leaves_the_policys(tiny_model):
+    learner = make_learner(tiny_model, SGD, "--algo.kl_coef 0.1 --algo.reference_every 100")
+    learn(learner, SAMPLES, SAMPLES)
+    before = own(learner)
+    (minibatch,), _ = learner.shard(SAMPLES)
+    learner.annotate([minibatch])
+    assert all(map(torch.equal, own(learner), before))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    [batch] = minibatch.batches
+    with torch.no_grad():
+        expected = [
+            logprobs_of(model, s) for s in sorted(SAMPLES, key=lambda s: s.token_ids.tobytes())
+        ]
+    torch.testing.assert_close(batch.ref_logprobs, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        now = learner.forward(batch)[0]
+    assert (now - batch.ref_logprobs).abs().max() > 1e-3
+
+
+def test_an_actor_that_learns_seldom_renews_at_the_first_step_after_each_nth(tiny_model):
+    flags = "--algo.kl_coef 0.1 --algo.reference_every 3 --actors.policy.learn_every 2"
+    learner = make_learner(tiny_model, SGD, flags)
+    renewed = []
+    for step in (1, 3, 5, 7, 9, 11):
+        before = kept(learner)
+        learn(learner, SAMPLES, first=step)
+        renewed.append(not all(map(torch.equal, kept(learner), before)))
+    # After 2, 4, 6, 8, 10, 12 steps: 3, 6, 9 and 12 are passed.
+    assert renewed == [False, True, True, False, True, True]
+
+
+def test_a_kl_that_is_only_logged_changes_no_weight(tmp_path, tiny_model):
+    (tmp_path / "ask.py").write_text(ASK)
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, "--num_steps 3")
+    plain = run(tmp_path / "plain", flags)
+    logged = run(tmp_path / "logged", flags, "--algo.log_kl true")
+    for name, weight in weights(plain).items():
+        assert torch.equal(weights(logged)[name], weight)
+    kl = [row["learn/policy/ref_kl_nats"] for row in steps(logged)]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-4
+    assert "learn/policy/ref_kl_nats" not in steps(plain)[0]
+
+
+RENEWED = {
+    "every": "--algo.kl_loss k3,0.1 --algo.kl_reward k1,0.1 --algo.reference_every 2",
+    "mean": "--algo.kl_coef 0.1 --algo.reference_decay 0.5",
+    "adapter": "--algo.kl_coef 0.1 --algo.reference_decay 0.5 --actors.policy.lora.rank 4",
+    "offload": "--algo.kl_coef 0.1 --algo.reference_decay 0.5 --learner.offload always",
+    "bf16": "--algo.kl_coef 0.1 --algo.reference_every 2 --learner.dtype bfloat16",
+}
+
+
+def numbers(out) -> list[dict]:
+    """What steps learned, without times."""
+    return [{k: v for k, v in row.items() if k.startswith("learn/")} for row in steps(out)]
+
+
+@pytest.mark.parametrize("how", RENEWED)
+def test_a_run_with_a_renewed_reference_resumes_to_the_bit(how, tmp_path, tiny_model):
+    (tmp_path / "ask.py").write_text(ASK)
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED[how])
+    whole = run(tmp_path / "whole", flags, "--num_steps 5")
+    parts = run(tmp_path / "parts", flags, "--num_steps 3")
+    run(parts, flags, "--num_steps 5 --resume")
+    assert numbers(parts) == numbers(whole)
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(parts)[name], weight)
+
+
+@pytest.mark.parametrize("more", ["", "--tp 2", "--cp 2", "--learner.offload always"])
+def test_two_ranks_renew_a_reference_as_one_does(more, tmp_path, tiny_model):
+    (tmp_path / "ask.py").write_text(ASK)
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED["mean"])
+    flags += words("--num_steps 4 --optim.name sgd --optim.lr 0.05")
+    one, two = run(tmp_path / "one", flags), run(tmp_path / "two", flags, more, ranks=2)
+    for a, b in zip(numbers(one), numbers(two), strict=True):
+        names = ("learn/policy/ref_kl_nats", "learn/policy/loss", "learn/policy/grad_norm")
+        assert {n: b[n] for n in names} == pytest.approx(
+            {n: a[n] for n in names}, abs=1e-5, rel=1e-3
+        )
+    for name, weight in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], weight, atol=2e-5, rtol=1e-4)
+
+
+def test_a_run_with_a_renewed_reference_goes_on_with_another_number_of_ranks(tmp_path, tiny_model):
+    (tmp_path / "ask.py").write_text(ASK)
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED["mean"])
+    flags += words("--optim.name sgd --optim.lr 0.05")
+    whole = run(tmp_path / "whole", flags, "--num_steps 4")
+    parts = run(tmp_path / "parts", flags, "--num_steps 2", ranks=2)
+    run(parts, flags, "--num_steps 4 --resume")
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], weight, atol=2e-5, rtol=1e-4)
+    assert numbers(parts)[-1]["learn/policy/ref_kl_nats"] == pytest.approx(
+        numbers(whole)[-1]["learn/policy/ref_kl_nats"], rel=1e-3, abs=1e-5
+    )
+
+
+def test_a_checkpoint_without_a_reference_begins_with_that_of_a_new_run(
+    tmp_path, tiny_model, capsys
+):
+    (tmp_path / "ask.py").write_text(ASK)
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES)
+    out = run(tmp_path / "run", flags, "--num_steps 2")
+    state = out / "checkpoints/step_000002/state.json"
+    assert json.loads(state.read_text())["copies"] == []
+    shutil.copytree(out, tmp_path / "fixed")
+    run(out, flags, RENEWED["mean"], "--num_steps 3 --resume")
+    assert "has no policy_reference: it begins as in a new run" in capsys.readouterr().out
+    run(tmp_path / "fixed", flags, "--algo.kl_coef 0.1 --num_steps 3 --resume")
+    kl = [steps(folder)[-1]["learn/policy/ref_kl_nats"] for folder in (out, tmp_path / "fixed")]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-5) and kl[0] > 1e-5
+
+
+def test_dpo_with_a_reference_of_the_last_step_is_dpo_around_the_policy(tmp_path, tiny_model):
+    rows = [{"prompt": "a", "chosen": "b" * (n + 1), "rejected": "c"} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = words("--model", tiny_model, "--algorithm dpo --data.train", tmp_path / "rows.jsonl")
+    flags += words("--tasks_per_step 4 --num_steps 3 --optim.lr 1e-2 --max_tokens 20")
+    still = steps(run(tmp_path / "still", flags))
+    renewed = steps(run(tmp_path / "renewed", flags, "--algo.reference_every 1"))
+    # Around itself every margin is 0, and the loss log 2.
+    assert [row["learn/policy/loss"] for row in renewed] == pytest.approx([0.6931472] * 3)
+    assert still[2]["learn/policy/loss"] < 0.6
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--algo.kl_reward k1,0.1 --algo.kl_coef 0.1 --algo.kl_in reward", "two KLs in the reward"),
+        ("--algo.kl_loss k3,0.1 --algo.kl_coef 0.1", "two KLs in the loss"),
+        ("--algo.reference_every 3", "renew a reference: give --algo.kl_coef"),
+        ("--algo.reference_decay 0.9", "renew a reference: give --algo.kl_coef"),
+        (
+            "--algo.kl_coef 1 --algo.reference_every 3 --algo.reference m",
+            "begins as the actor's model; leave out --algo.reference",
+        ),
+        ("--algo.kl_coef 1 --algo.reference_decay 1", "would never renew the reference"),
+        ("--algorithm dpo --algo.reference_decay 1", "would never renew the reference"),
+    ],
+)
+def test_flags_of_a_reference_that_contradict_each_other_are_refused(flags, said):
+    env = "" if "dpo" in flags else "--env_path e.py"
+    config = parse_config(words("--model m --out runs/x", env, flags))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        choose_algorithm(config, {})
+
+
+def test_an_unknown_estimator_and_a_missing_coefficient_are_refused():
+    for value in ("k9,0.1", "k1", "k1,-1"):
+        with pytest.raises(ValueError, match=r"algo\.kl_reward"):
+            parse_config(words("--model m --out x --env_path e.py --algo.kl_reward", value))
