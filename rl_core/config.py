@@ -70,6 +70,15 @@ class DataConfig(Section, prefix="data."):
 @dataclass(kw_only=True)
 class SamplingConfig(Section, prefix="sampling."):
     temperature: Positive = flag(1.0, "of training samples, and of the learner's logprobs")
+    top_k: Annotated[int, Ge(0), Le(1024)] = flag(
+        0, "of training samples: only so many most likely ids; the ratio is over them; 0: off", RL
+    )
+    top_p: Annotated[float, Gt(0), Le(1)] = flag(
+        1.0, "of training samples, beside top_k: the nucleus of this probability; 1: off", RL
+    )
+    min_p: Fraction = flag(
+        0.0, "of training samples, beside top_k: at least this share of the top's; 0: off", RL
+    )
     stop: list[str] = flag(list, "strings that end a turn; they stay in the text")
 
 

@@ -157,6 +157,7 @@ def make_policy(
         registry.activations_on_host() if learner.activations == "offload" else nullcontext,
         HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
         registry.logprob_kernel(ranks.device),
+        registry.support_logprobs,
     )
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:

@@ -228,6 +228,12 @@ def logprob_kernel(device: Any):
     return triton_logprobs
 
 
+def support_logprobs(*how: Any):
+    from rl_core.plugins.truncation import support_logprobs
+
+    return support_logprobs(*how)
+
+
 def tensor_parallel_policy():
     from rl_core.plugins.tensor_parallel import TensorParallelPolicy
 
@@ -309,6 +315,12 @@ def replay(routers: Any):
     return Replay(routers)
 
 
+def kept_ids(learner: Any):
+    from rl_core.plugins.truncation import KeptIds
+
+    return KeptIds(learner.name)
+
+
 def sequence_shards(learner: Any):
     from rl_core.plugins.sequence_shards import SequenceShards
 
@@ -331,6 +343,7 @@ PARTS = (
     (lambda learner: learner.algorithm.teacher, teacher),
     (lambda learner: learner.algorithm.normalize == "batch", batch_normalised),
     (has_routers, experts),
+    (lambda learner: learner.algorithm.is_rl and learner.config.sampling.top_k, kept_ids),
     (lambda learner: learner.ranks.mesh.cp > 1, sequence_shards),
 )
 

@@ -39,6 +39,7 @@ def samples_from_turns(
             columns["rollout_logprobs"][num_new:] = sampled.logprobs
             columns["policy_versions"][num_new:] = sampled.policy_versions
             columns["advantages"][num_new:] = [advantage] * num_sampled
+            drafts[-1]["kept_ids"] += sampled.kept_ids
             if turn.name:
                 trained.add(turn.name)
         drafts[-1]["token_ids"] += [*turn.new_ids, *sampled.token_ids]

@@ -78,6 +78,11 @@ class Request:
         return self.source is None or self.source.row >= 0
 
     @property
+    def num_kept(self) -> int:
+        """Ids that the completion names with each token, at most."""
+        return self.params.top_k if self.params.keeps_ids else 0
+
+    @property
     def has_limits(self) -> bool:
         params = self.params
         return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
@@ -412,14 +417,20 @@ class EmbeddedEngine(Engine):
             how = (uniform, params.temperature == 0, params.temperature or 1.0)
             rows.append((*how, params.top_k, params.top_p, params.min_p))
         numbers = self._to_device(rows, torch.float32).T
-        has_limits = any(request.has_limits for request in requests)
-        sampled = sample(self._slots.logits(hidden), numbers, has_limits)
-        tokens, logprobs = sampled.tolist()  # The one wait for the device.
+        logits, num_kept = self._slots.logits(hidden), max(r.num_kept for r in requests)
+        num_ordered = 0
+        if any(request.has_limits for request in requests):
+            num_ordered = max(int(r.params.top_k) or logits.shape[-1] for r in requests)
+        sampled = sample(logits, numbers, num_ordered, num_kept)
+        tokens, logprobs, *kept = sampled.tolist()  # The one wait for the device.
         check_logprobs(logprobs)
-        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+        for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             request.ids.append(int(token))
             request.completion.token_ids.append(int(token))
-            request.completion.logprobs.append(logprob)
+            request.completion.logprobs.append(logprobs[i])
+            if request.num_kept:
+                ids = [int(of_rank[i]) for of_rank in kept]
+                request.completion.kept_ids.append(" ".join(str(n) for n in ids if n >= 0))
         for request in reversed(requests):
             request.completion.finish_reason = self._finish_reason(request)
             if request.completion.finish_reason:

@@ -74,6 +74,11 @@ OF_SGLANG = [
         lambda c, a: a.router_replay,
         ".router_replay=true needs --engine embedded, which tells the experts of each token",
     ),
+    (
+        lambda c, a: a.is_trained and c.sampling.top_k,
+        ": --sampling.top_k={c.sampling.top_k} in training needs --engine embedded: SGLang's "
+        "logprobs are of all ids, and it does not tell which it kept",
+    ),
 ]
 
 

@@ -264,26 +264,38 @@ def device_memory(device: torch.device) -> int:
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def sample(logits: Tensor, numbers: Tensor, has_limits: bool) -> Tensor:
-    """[2, n] fp32 on the device: tokens, which are exact in fp32, and their logprobs. logits [n, V]
-    fp32; numbers [6, n]: uniforms in [0, 1), is greedy, temperatures, top_k, top_p, min_p."""
+def sample(logits: Tensor, numbers: Tensor, num_ordered: int, num_kept: int = 0) -> Tensor:
+    """[2 + num_kept, n] fp32 on the device: tokens, which are exact in fp32; their logprobs; the
+    ids that each was drawn from, -1 behind them. logits [n, V] fp32; numbers [6, n]: uniforms in
+    [0, 1), is greedy, temperatures, top_k, top_p, min_p. num_ordered: as in truncated_logits(),
+    0 if no row has limits."""
     uniforms, greedy, temperatures, *limits = numbers.float()
     logits = logits / temperatures[:, None]
-    if has_limits:
-        logits = truncated_logits(logits, *limits)
-    return torch.stack(sample_tokens(logits, uniforms, greedy.bool()))
+    kept = logits.new_zeros(num_kept, len(logits))
+    if num_ordered:
+        logits, kept = truncated_logits(logits, *limits, num_ordered)
+        kept = kept[:, :num_kept].T
+    return torch.cat([torch.stack(sample_tokens(logits, uniforms, greedy.bool())), kept])
 
 
-def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits [n, V] with -inf where top-k, then top-p of the rest, then min-p exclude; limits [n]
-    are per row."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
+def truncated_logits(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, num_ordered: int
+) -> tuple[Tensor, Tensor]:
+    """(logits [n, V] with -inf where top-k, then top-p of the rest, then min-p exclude; the ids
+    that are left [n, num_ordered], most likely first, -1 behind them). Limits [n] are per row, and
+    none leaves more than num_ordered ids."""
+    if num_ordered < logits.shape[-1]:
+        ordered, order = logits.topk(num_ordered)  # Far less work than to sort a vocabulary.
+    else:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[-1], device=logits.device)
     ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), -torch.inf)
     probs = ordered.softmax(-1)
     before = probs.cumsum(-1) - probs
     excluded = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
-    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(excluded, -torch.inf))
+    ordered = ordered.masked_fill(excluded, -torch.inf)
+    kept = order.masked_fill(ordered.isneginf(), -1)
+    return torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered), kept
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,14 +59,16 @@ class Policy(nn.Module):
         activations: Callable[[], AbstractContextManager] = nullcontext,
         host_copies: HostCopies | None = None,
         logprob_kernel: Any = None,
+        support_logprobs: Callable | None = None,
     ):
         """`activations`: makes the context in which a forward saves its tensors. `host_copies`:
-        where the weights wait outside on_device(). `logprob_kernel`: of fused_logprobs()."""
+        where the weights wait outside on_device(). `logprob_kernel`: of fused_logprobs().
+        `support_logprobs`: in its place for labels [M, K], the ids that tokens were drawn from."""
         super().__init__()
         self.hf, self.forward_pass = hf, forward_pass
         self.checkpoint_dtype, self.compute_dtype = checkpoint_dtype, compute_dtype
         self.activations, self.host_copies = activations, host_copies
-        self.logprob_kernel = logprob_kernel
+        self.logprob_kernel, self.support_logprobs = logprob_kernel, support_logprobs
         self.adapters: dict[str, Any] = {}  # peft's configurations by name
         self.is_served = False  # its engine applies its adapters beside its weights
 
@@ -97,7 +99,8 @@ class Policy(nn.Module):
             scores = scores_of(self.hf, hidden_MD)
             return scores, torch.zeros_like(scores)
         hidden_MD, weight, temperature, cap = head_factors(self.hf, hidden_MD, temperature)
-        return self.logprobs(hidden_MD, weight, labels, temperature, cap, self.logprob_kernel)
+        compute = self.logprobs if labels.ndim == 1 else self.support_logprobs
+        return compute(hidden_MD, weight, labels, temperature, cap, self.logprob_kernel)
 
     @property
     def is_scoring(self) -> bool:

@@ -14,7 +14,7 @@ from rl_core.distributed import all_gather_json
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Max
 from rl_core.plugin import Plugin
-from rl_core.sampling.actor import revived
+from rl_core.sampling.actor import DRAWING, revived
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, RunError, SamplingParams, TrainingSample, Turn, counter_seed
 
@@ -59,7 +59,8 @@ class Canary(Plugin):
         for i in range(max(NUM_PROMPTS, self.trainer.ranks.engine_ranks)):
             prompts.append([counter_seed("canary", i, j) % num_ids for j in range(size)])
         limit = min(NEW_TOKENS, speaker.max_context_tokens - size)
-        params = SamplingParams(max_tokens=limit, temperature=learner.temperature)
+        drawn = {name: getattr(learner.config.sampling, name) for name in DRAWING}
+        params = SamplingParams(max_tokens=limit, keeps_ids=True, **drawn)
 
         async def speak() -> list[Completion]:
             asked = [speaker.generate(prompt, params, i) for i, prompt in enumerate(prompts)]

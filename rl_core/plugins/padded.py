@@ -62,6 +62,10 @@ class OwnForward(PaddedForward):
             ids = batch.input_ids[rows.clamp(0)]
             logits = policy.hf(input_ids=ids, use_cache=False).logits
         logits = logits.flatten(0, 1)[places].float() / temperature
+        if batch.labels.ndim == 2:
+            from rl_core.plugins.truncation import over_support
+
+            return over_support(logits.gather(1, batch.labels.clamp(0)), batch.labels)
         logprobs_MV = logits.log_softmax(-1)
         entropy = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
         return logprobs_MV.gather(1, batch.labels[:, None])[:, 0], entropy

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, RolloutConfig
 from rl_core.data.episodes import succeeded
-from rl_core.sampling.actor import EpisodeActors, revived
+from rl_core.sampling.actor import DRAWING, EpisodeActors, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
 from rl_core.sampling.episode import add_group_rewards, group_rewards
@@ -65,12 +65,14 @@ class Group:
 def make_group(
     config: Config, task: Task, drawn: dict[str, float] | None = None, **place: Any
 ) -> Group:
-    """`drawn`: how tokens are; None: as in training, by each actor's own temperature. `place`: size
+    """`drawn`: how tokens are; None: as in training, by each actor's own flags. `place`: size
     of the group, and its place in a batch."""
     max_tokens, own = config.max_tokens, config.envs.get(task.env)
     if own and own.max_tokens:
         max_tokens = own.max_tokens
-    how = {"temperature": config.sampling.temperature} if drawn is None else drawn
+    how = drawn
+    if how is None:
+        how = {name: getattr(config.sampling, name) for name in DRAWING} | {"keeps_ids": True}
     params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **how)
     group = Group(task=task, params=params, seed=config.seed, **place)
     for name, actor in config.actors.items():
@@ -78,7 +80,7 @@ def make_group(
         if "stop" in own:
             own["stop"] = tuple(own["stop"])
         if drawn is not None:
-            own.pop("temperature", None)
+            own = {flag: value for flag, value in own.items() if flag not in DRAWING}
         group.own_params[name] = own
     return group
 

@@ -6,6 +6,7 @@ As a program it is one rank of the comparison. What one rank does alone is worke
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import random
@@ -100,12 +101,19 @@ CASES = {
         [14, 2],
         FIRST,
     ),
+    "top_k": (
+        "qwen3",
+        f"{SGD} --sampling.top_k 5 --learner.epochs 2 --algo.kl_coef 0.1 --algo.entropy_coef 0.01",
+        [14, 2],
+        FIRST,
+    ),
     "gspo": ("qwen3", f"{SGD} --algorithm gspo --learner.epochs 2", [14], WEIGHTS),
     "reinforce_pp": ("qwen3", f"{SGD} --algorithm reinforce_pp --algo.kl_coef 0.1", [14], PARTS),
     "ppo": ("qwen3", f"{SGD} --algorithm ppo --learner.epochs 2", [14], WEIGHTS),
     "dpo": ("qwen3", f"{SGD} --algorithm dpo --learner.microbatch_tokens 400", [14, 2], PARTS),
     "rm": ("qwen3", f"{SGD} --algorithm rm --learner.microbatch_tokens 400", [2], FIRST),
     "adamw": ("qwen3", ADAMW, [14], ["tp 2 x dp 2", "hsdp 2 x tp 2"]),
+    "untied top_k": ("qwen3 untied", f"{ADAMW} --sampling.top_k 5", [14], ["cp 2 x tp 2", "tp 4"]),
     "untied": ("qwen3 untied", ADAMW, [14], ["tp 2 x dp 2", "cp 2 x tp 2", "tp 4", "dp 3 x tp 2"]),
     "uneven": ("qwen2 uneven", ADAMW, [14], ["tp 2 x dp 2", "dp 3 x tp 2"]),
     "llama": ("llama untied", f"{ADAMW} --learner.activations recompute", [14], ["tp 2 x dp 2"]),
@@ -122,7 +130,7 @@ ALL = [
     for num in nums
     for mesh in meshes
 ]
-LOSSES = [(case, num, mesh) for case in list(CASES)[:7] for num in CASES[case][2] for mesh in FIRST]
+LOSSES = [(case, num, mesh) for case in list(CASES)[:8] for num in CASES[case][2] for mesh in FIRST]
 SLOW = [case for case in ALL if MESHES[case[-1]].size == 6] + [
     case for case in LOSSES if case not in ALL
 ]
@@ -180,7 +188,13 @@ def ragged(num: int, seed: int, is_pairs: bool) -> list[TrainingSample]:
         token_ids = [prompt.randrange(8, 104) for _ in range(lengths[0])]
         token_ids += [draw.randrange(8, 104) for _ in mask[len(token_ids) :]]
         advantage = (0.3 if i % 2 == 0 else 0.0) if is_pairs else draw.gauss(0, 1)
-        samples.append(sample(token_ids, mask, advantage, f"{group:04d}"))
+        one = sample(token_ids, mask, advantage, f"{group:04d}")
+        # The ids that each trained token was drawn from, for learners that read them.
+        lines, others = [], random.Random(i)
+        for token in one.token_ids[one.loss_mask].tolist():
+            ids = {token, *others.sample(range(104), others.randint(0, 4))}
+            lines.append(" ".join(map(str, sorted(ids))))
+        samples.append(dataclasses.replace(one, kept_ids=lines))
     return samples
 
 

@@ -1,0 +1,396 @@
+"""Truncated sampling in training: the engine names the ids that each token was drawn from, and the
+learner's probabilities are over these."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import kit
+import numpy as np
+import pytest
+import torch
+from kit import embedded, gradient, make_learner, metrics, part_of, run, trajectories, words
+from transformers import (
+    AutoModelForCausalLM,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from rl_core.algorithms import Algorithm, policy_losses
+from rl_core.config import parse_config
+from rl_core.data.packing import pack_samples
+from rl_core.data.samples import samples_from_turns
+from rl_core.engines.sglang import SGLangEngine
+from rl_core.engines.slots import sample
+from rl_core.plugins import truncation
+from rl_core.plugins.algorithm_rules import check_algorithm
+from rl_core.plugins.padded import OwnForward, PaddedForward
+from rl_core.plugins.truncation import support_labels, support_logprobs
+from rl_core.types import SamplingParams, Turn
+
+TOP = "--sampling.top_k 5 --sampling.top_p 0.8"
+TOY = torch.tensor([0.15, 0.45, 0.1, 0.3])
+# Limits of the toy -> probabilities of its four tokens, worked out by hand.
+TABLE = [
+    ({"top_k": 2}, [0, 0.6, 0, 0.4]),
+    ({"top_p": 0.7}, [0, 0.6, 0, 0.4]),
+    ({"min_p": 0.3}, [1 / 6, 1 / 2, 0, 1 / 3]),
+    # Top-p of what top-k leaves: 1/2 and 1/3 are the first to reach 0.7.
+    ({"top_k": 3, "top_p": 0.7}, [0, 0.6, 0, 0.4]),
+    ({"top_k": 1}, [0, 1.0, 0, 0]),
+    ({"top_k": 3, "min_p": 0.5}, [0, 0.6, 0, 0.4]),
+]
+
+
+def drawn(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """(tokens, logprobs, ids that each was drawn from) of one row of logits at each uniform."""
+    how = [0.0, temperature, top_k, top_p, min_p]
+    numbers = torch.tensor([[u, *how] for u in uniforms]).T
+    most = top_k or len(logits)
+    tokens, logprobs, *kept = sample(logits.expand(len(uniforms), -1), numbers, most, most)
+    ids = [{int(n) for n in of_one if n >= 0} for of_one in torch.stack(kept, 1).tolist()]
+    return tokens.long().tolist(), logprobs, ids
+
+
+@pytest.mark.parametrize(("limits", "probs"), TABLE)
+def test_tokens_are_drawn_with_the_probabilities_of_the_table(limits, probs):
+    uniforms = [n / 1000 for n in range(1000)]
+    tokens, logprobs, ids = drawn(TOY.log(), uniforms, **limits)
+    for token, prob in enumerate(probs):
+        assert tokens.count(token) == pytest.approx(1000 * prob, abs=1)
+    expected = torch.tensor(probs, dtype=torch.float32)[tokens]
+    torch.testing.assert_close(logprobs.exp(), expected, atol=1e-6, rtol=0)
+    assert all(kept == {n for n, p in enumerate(probs) if p} for kept in ids)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_ids_and_their_probabilities_are_those_of_transformers_warpers(seed):
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        logits = 3 * torch.randn(50, generator=generator)
+        temperature, top_k = choose.uniform(0.5, 2), choose.randint(1, 60)
+        top_p, min_p = choose.uniform(0.3, 1), choose.choice([0.0, choose.uniform(0, 0.3)])
+        warpers = [TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)]
+        warpers += [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
+        warped = logits[None]
+        for warper in warpers:
+            warped = warper(None, warped)
+        expected = warped[0].log_softmax(0)
+        tokens, logprobs, [ids] = drawn(logits, [0.7], temperature, top_k, top_p, min_p)
+        assert ids == set(expected.isfinite().nonzero()[:, 0].tolist())
+        torch.testing.assert_close(logprobs, expected[tokens], atol=1e-5, rtol=0)
+
+
+def conversations(model, **limits) -> list:
+    """Samples of two turns by an engine with fewer slots than conversations, some untrained."""
+
+    async def play(engine) -> list[list[Turn]]:
+        async def talk(number: int) -> list[Turn]:
+            draw, turns, seen = random.Random(number // 2), [], []
+            for turn in range(2):
+                new = [draw.randrange(8, 104) for _ in range(draw.randint(3, 12))]
+                num = random.Random(number + 10 * turn).randint(1, 9)
+                params = SamplingParams(max_tokens=num, keeps_ids=True, **limits)
+                how = {"seed": number + 10 * turn, "session": f"{number}"}
+                done = await engine.generate([*seen, *new], params, **how)
+                turns.append(Turn(new_ids=new, is_fresh=not turn, completion=done, name=str(how)))
+                seen += [*new, *done.token_ids]
+            return turns
+
+        found = await asyncio.gather(*map(talk, range(8)))
+        await engine.close()
+        return found
+
+    played = asyncio.run(play(embedded(model, num_slots=3)))
+    samples = []
+    for number, turns in enumerate(played):
+        # Branches of a conversation share a turn, which is trained once.
+        trained = {turns[0].name} if number == 5 else set()
+        advantage = random.Random(number).gauss(0, 1)
+        samples += samples_from_turns(turns, advantage, f"{number // 2}", trained)
+    return samples
+
+
+@pytest.fixture(scope="module")
+def played(make_model):
+    """(folder of a model, samples of it with top-k 5 and top-p 0.8 at temperature 0.7)"""
+    model = make_model(seed=3)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return model, conversations(plain, top_k=5, top_p=0.8, temperature=0.7)
+
+
+def batch_of(learner, samples):
+    [minibatch], _ = learner.shard(samples)
+    [batch] = minibatch.batches
+    return batch
+
+
+@torch.no_grad()
+def test_the_learner_gives_the_engines_logprobs(played):
+    model, samples = played
+    learner = make_learner(model, TOP, "--sampling.temperature 0.7")
+    batch = batch_of(learner, samples)
+    logprobs, entropy = learner.forward(batch)
+    torch.testing.assert_close(logprobs, batch.rollout_logprobs, atol=2e-5, rtol=0)
+    assert len(batch.parents) > len(samples), "no prompt is shared"
+    num_ids = (batch.labels >= 0).sum(1)
+    assert num_ids.min() < num_ids.max() <= 5
+    assert (entropy <= num_ids.log() + 1e-6).all()
+    plain = make_learner(model, "--sampling.temperature 0.7")
+    error = plain.forward(batch_of(plain, samples))[0] - batch.rollout_logprobs
+    assert error.max() < 1e-5 and error.mean() < -0.1, "all ids would be the same"
+
+
+def masked_logits(hf, one, temperature=0.7):
+    """[m, V] fp64 logits of the trained tokens, -inf outside the ids that each was drawn from; [m]
+    the tokens."""
+    logits = hf(input_ids=torch.from_numpy(one.token_ids)[None]).logits[0] / temperature
+    places = one.loss_mask.nonzero()[0]
+    mask = torch.full((len(places), logits.shape[1]), -torch.inf, dtype=logits.dtype)
+    for row, line in enumerate(one.kept_ids.tobytes().decode().splitlines()):
+        mask[row, [int(n) for n in line.split()]] = 0.0
+    return logits[places - 1] + mask, torch.from_numpy(one.token_ids[places])
+
+
+def outputs_by_autograd(hf, one):
+    """(logprobs, entropies) of the trained tokens over whole vocabularies with masks."""
+    logits, tokens = masked_logits(hf, one)
+    return logprobs_and_entropies(logits, tokens)
+
+
+def logprobs_and_entropies(logits, tokens):
+    logp = logits.log_softmax(-1)
+    terms = torch.where(logits.isneginf(), 0.0, logp.exp() * logp.clamp(min=-1e9))
+    return logp.gather(1, tokens[:, None])[:, 0], -terms.sum(-1)
+
+
+def test_loss_and_gradient_are_those_of_masked_logits_in_fp64(played, make_model):
+    """GRPO with an entropy bonus and a KL to another model, k3, written out."""
+    model, samples = played
+    other = make_model(seed=4)
+    flags = f"{TOP} --sampling.temperature 0.7 --algo.entropy_coef 0.1 --algo.kl_coef 0.2"
+    loss, found = gradient(model, samples, flags, f"--algo.reference {other}")
+    hf, reference = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, other)
+    )
+    terms = []
+    for one in samples:
+        logprobs, entropy = outputs_by_autograd(hf, one)
+        with torch.no_grad():
+            ref, _ = outputs_by_autograd(reference, one)
+        advantages = torch.from_numpy(one.advantages[one.loss_mask])
+        ratio = (logprobs - logprobs.detach()).exp()
+        k3 = (ref - logprobs).exp() - 1 - (ref - logprobs)
+        terms.append(-ratio * advantages + 0.2 * k3 - 0.1 * entropy)
+    expected = torch.cat(terms).mean()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), abs=2e-6)
+    parameters = dict(hf.named_parameters())
+    assert parameters.keys() == found.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), parameters[name].grad, atol=2e-5, rtol=1e-4)
+    assert max(value.abs().max() for value in found.values()) > 0.01
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("tile_bytes", [1 << 20, 512])
+def test_logprobs_and_entropy_are_those_of_masked_logits(monkeypatch, cap, tile_bytes):
+    monkeypatch.setattr(truncation, "TILE_BYTES", tile_bytes)
+    draw, choose = torch.Generator().manual_seed(0), random.Random(0)
+    hidden, weight = (torch.randn(n, 16, generator=draw).double() for n in (23, 37))
+    lines = [" ".join(map(str, choose.sample(range(37), choose.randint(1, 9)))) for _ in range(23)]
+    first = torch.tensor([int(line.split()[-1]) for line in lines])
+    labels, found = support_labels(first, lines), []
+    share = torch.randn(2, 23, generator=draw).double()
+    for is_ours in (True, False):
+        h, w = (value.clone().requires_grad_() for value in (hidden, weight))
+        if is_ours:
+            logprobs, entropy = support_logprobs(h, w, labels, 0.7, cap)
+        else:
+            z = h @ w.T
+            z = (z if cap is None else cap * (z / cap).tanh()) / 0.7
+            mask = torch.full_like(z, -torch.inf)
+            for row, line in enumerate(lines):
+                mask[row, [int(n) for n in line.split()]] = 0.0
+            logprobs, entropy = logprobs_and_entropies(z + mask, first)
+        (share[0] * logprobs + share[1] * entropy).sum().backward()
+        found.append((logprobs, entropy, h.grad, w.grad))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-12, rtol=0)
+
+
+def test_bf16_products_are_summed_in_fp32():
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=draw).bfloat16() for n in (5, 9))
+    labels = torch.arange(9).expand(5, -1)
+    found = support_logprobs(hidden, weight, labels)[0]
+    expected = (hidden.double() @ weight.double().T).log_softmax(-1)[:, 0]
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_microbatches_give_the_same_gradient(played):
+    model, samples = played
+    flags = f"{TOP} --sampling.temperature 0.7 --algo.entropy_coef 0.1"
+    loss, found = gradient(model, samples, flags)
+    sizes = "--max_prompt_tokens 20 --max_tokens 30 --learner.microbatch_tokens 50"
+    split = make_learner(model, flags, sizes)
+    assert len(split.shard(samples)[0][0].batches) >= 4
+    loss_split, found_split = gradient(model, samples, flags, sizes)
+    assert loss_split == pytest.approx(loss, abs=1e-6)
+    for name, value in found.items():
+        torch.testing.assert_close(found_split[name], value, atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forward", [PaddedForward, OwnForward])
+def test_padded_rows_give_the_same(played, forward):
+    model, samples = played
+    learner = make_learner(model, TOP, "--sampling.temperature 0.7")
+    batch = batch_of(learner, samples)
+    packed = learner.policy(batch, 0.7)
+    learner.policy.hf.set_attn_implementation("sdpa")
+    padded = learner.policy(batch, 0.7, "", forward())
+    for one, other in zip(packed, padded, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def test_reinforce_over_the_ids_is_unbiased():
+    """All pairs of tokens of a toy with three, of which the first position keeps two: the mean of
+    our losses' gradients, by the probability of each pair, is that of the expected reward. With
+    probabilities over all three it is not."""
+    logits = torch.tensor([[0.3, -0.5, 1.2], [0.1, 0.9, -0.4]], dtype=torch.float64)
+    rewards = torch.tensor([[1.0, -2.0, 0.5], [0.7, 3.0, 0.1], [-1.0, 2.0, 4.0]]).double()
+    kept = ["2 0", "0 1 2"]
+
+    def probs(z):
+        mask = torch.zeros_like(z)
+        mask[0, 1] = -torch.inf
+        first, second = (z + mask).softmax(-1)
+        return first[:, None] * second
+
+    z = logits.clone().requires_grad_()
+    (-(probs(z) * rewards).sum()).backward()
+    found = {}
+    for name in ("kept", "all"):
+        ours = logits.clone().requires_grad_()
+        for pair in [(i, j) for i in (0, 2) for j in range(3)]:
+            labels = torch.tensor(pair)
+            lines = kept if name == "kept" else ["0 1 2"] * 2
+            # Each position's logits are a row of the head, read by its own hidden state.
+            weight = ours.T
+            logprobs, _ = support_logprobs(
+                torch.eye(2).double(), weight, support_labels(labels, lines)
+            )
+            one = kit.sample([0, *pair], [0, 1, 1], rewards[pair].item())
+            losses, _ = policy_losses(Algorithm(), pack_samples([one]), logprobs)
+            (probs(logits)[pair] * losses.sum()).backward()
+        found[name] = ours.grad
+    torch.testing.assert_close(found["kept"], z.grad, atol=1e-6, rtol=0)
+    assert (found["all"] - z.grad).abs().max() > 0.05
+
+
+def test_each_label_stands_before_the_other_ids_of_its_line():
+    labels = support_labels(torch.tensor([7, 3, 9]), ["4 7 1", "3", "9 0"])
+    assert labels.tolist() == [[7, 4, 1], [3, -1, -1], [9, 0, -1]]
+
+
+def test_tokens_without_their_ids_are_refused(played):
+    model, samples = played
+    learner = make_learner(model, TOP)
+    first = samples[0]
+    first = type(first)(**{n: getattr(first, n) for n in first.__slots__} | {"kept_ids": None})
+    with pytest.raises(ValueError, match="tokens of policy do not name the ids"):
+        learner.shard([first, *samples[1:]])
+
+
+def test_what_training_cannot_do_is_refused_at_start_up(places):
+    given = words("--model {model} --env_path {dir}/letters.py --out x".format(**places))
+    config = parse_config([*given, "--sampling.top_p", "0.9"])
+    with pytest.raises(ValueError, match=r"top_p=0.9 and min_p=0.0 need --sampling\.top_k"):
+        check_algorithm(config, Algorithm(), False)
+    check_algorithm(parse_config([*given, *words(TOP)]), Algorithm(), False)
+    for wrong in ("--sampling.top_k 5000", "--sampling.top_p 0", "--sampling.min_p 2"):
+        with pytest.raises(ValueError, match=wrong.split()[0]):
+            parse_config([*given, *words(wrong)])
+    sft = words("--algorithm sft --data.train rows.jsonl --sampling.top_k 3")
+    with pytest.raises(ValueError, match="top_k=3 has no meaning for --algorithm sft"):
+        parse_config([*given[:2], *given[4:], *sft])
+    config = parse_config([*given, "--engine", "sglang", "--sampling.top_k", "20"])
+    with pytest.raises(ValueError, match="SGLang's logprobs are of all ids"):
+        SGLangEngine.check(config, "policy", True)
+
+
+RUN = (
+    "--model {model} --env_path {dir}/ask.py --max_tokens 10 --max_prompt_tokens 24 --num_steps 2 "
+    "--tasks_per_step 4 --group_size 4 --optim.lr 1e-2 " + kit.STOP
+)
+
+
+def test_a_run_learns_with_several_updates_and_a_reference(places, tmp_path):
+    more = "--learner.epochs 2 --algo.kl_coef 0.1 --algo.correction tis --eval_every 2"
+    out = run(tmp_path / "run", RUN.format(**places), TOP, more)
+    rows = [row for row in metrics(out) if "learn/policy/loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["learn/policy/mismatch_kl_nats"] < 1e-7
+        assert row["learn/policy/step_kl_nats"] > 1e-6
+        assert row["learn/policy/entropy_nats"] < np.log(5)
+    completions = [
+        turn["completion"]
+        for one in trajectories(out / "rollouts/step_000001.jsonl.zst")
+        for turn in one["turns"]
+    ]
+    for done in completions:
+        assert len(done["kept_ids"]) == len(done["token_ids"])
+        for token, line in zip(done["token_ids"], done["kept_ids"], strict=True):
+            assert str(token) in line.split() and len(line.split()) <= 5
+    for file in (out / "rollouts").glob("eval*"):
+        assert all(
+            not turn["completion"]["kept_ids"]
+            for one in trajectories(file)
+            for turn in one["turns"]
+        )
+
+
+def test_a_step_is_replayed_from_its_rollouts(places, tmp_path):
+    from rl_core.tools.replay import replay
+
+    out = run(tmp_path / "run", RUN.format(**places), TOP, "--learner.minibatches 2")
+    found = replay(out, 2, [])
+    assert found.recorded.keys() <= found.replayed.keys()
+    for name in ("learn/policy/loss", "learn/policy/grad_norm", "learn/policy/entropy_nats"):
+        assert found.replayed[name] == pytest.approx(found.recorded[name], rel=1e-4, abs=1e-6)
+
+
+def test_ids_travel_from_ranks_that_only_sample(places, tmp_path):
+    """And to the rank that trains on the sample."""
+    more = "--engine_ranks 1 --max_staleness 1 --max_turns 2"
+    out = run(tmp_path / "run", RUN.format(**places), TOP, more, ranks=3)
+    rows = [row for row in metrics(out) if "learn/policy/loss" in row]
+    assert len(rows) == 2
+    assert rows[0]["learn/policy/mismatch_kl_nats"] < 1e-7
+
+
+def test_an_actor_has_limits_of_its_own(places, tmp_path):
+    flags = (
+        "--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py "
+        "--max_tokens 10 --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4 --num_steps 1 "
+        f"--actors.bob.sampling.top_k 3 {kit.STOP}"
+    )
+    out = run(tmp_path / "run", flags.format(**places))
+    [row] = [row for row in metrics(out) if "learn/bob/loss" in row]
+    assert row["learn/bob/entropy_nats"] < np.log(3) < row["learn/alice/entropy_nats"]
+    for name in ("bob", "alice"):
+        assert row[f"learn/{name}/mismatch_kl_nats"] < 1e-7
+
+
+def test_without_limits_no_part_and_no_ids(places):
+    learner = make_learner(places["model"])
+    assert part_of(learner, "KeptIds") is None
+    plain = AutoModelForCausalLM.from_pretrained(places["model"], dtype=torch.float32)
+    samples = conversations(plain)
+    assert all(one.kept_ids is None for one in samples)
+    assert batch_of(learner, samples).labels.ndim == 1
