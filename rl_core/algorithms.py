@@ -42,6 +42,8 @@ class Algorithm:
     refill_rounds: int = 0
     target_kl: float = 0.0
     turn_discount: float | None = None
+    state_coef: float = 1.0
+    state_discount: float = 0.95
     reference: str | None = None  # None: the model at the start
     reference_every: int = 0  # steps after which it is renewed from the policy
     reference_decay: float = 0.0

@@ -145,6 +145,8 @@ class AlgoConfig(Section, prefix="algo."):
     overlong_buffer: Count | None = flag(None, "last tokens with soft penalty; 0: a fifth")
     refill_rounds: Count | None = flag(None, "dynamic sampling: refill zero-signal groups")
     turn_discount: Fraction | None = flag(None, "advantage per turn, with this discount")
+    state_coef: NotNegative | None = flag(None, "GiGPO: weight of equal states' turns; default: 1")
+    state_discount: Fraction | None = flag(None, "GiGPO: discount of their returns; default: 0.95")
     reference: str | None = flag(
         None, "reference model of the KL and of DPO: folder or hub name", only=(*RL, "dpo")
     )

@@ -270,6 +270,15 @@ def env_scales(judged: Any, ranks: Any):
     return env_scales(judged, ranks)
 
 
+def advantages_of(algorithm: Any, groups: Any):
+    """None: turns are not compared by their states."""
+    if not algorithm.state_coef or not any(t.has_state_keys for group in groups for t in group):
+        return None
+    from rl_core.plugins.state_groups import turn_advantages
+
+    return turn_advantages
+
+
 # What a learner has beside its policy.
 
 

@@ -301,5 +301,8 @@ def training_samples(
         if algorithm.refill_rounds:
             groups = [g for g in groups if registry.has_signal(g, algorithm)]
         longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
-        samples[name] = samples_of(groups, algorithm, longest, advantage_fns, scales_of)
+        advantages_of = registry.advantages_of(algorithm, groups)
+        samples[name] = samples_of(
+            groups, algorithm, longest, advantage_fns, scales_of, advantages_of
+        )
     return samples

@@ -85,6 +85,9 @@ class Turn:
     completion: Completion
     # Unique in the run. Branches of a conversation share turns, which are trained once.
     name: str = ""
+    # Of the environment's state when the turn began. Turns with one key share a baseline of their
+    # own; "" shares none.
+    state_key: str = ""
 
     def __deepcopy__(self, memo: dict) -> Turn:
         """For a hook, which may change it. Faster than a copy of each token."""
@@ -117,6 +120,10 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def has_state_keys(self) -> bool:
+        return any(turn.state_key for turn in self.turns)
 
 
 # Arrays of a TrainingSample that hold a value for each token.

@@ -264,9 +264,15 @@ class TokenStream:
             self.prompt_ids = [*self.prompt_ids, *token_ids, *self.new_ids]
         return not self.is_fresh
 
-    def turn(self, completion: Completion, name: str = "") -> Turn:
+    def turn(self, completion: Completion, name: str = "", state_key: str = "") -> Turn:
         """The turn in which the actor answers the prompt."""
-        return Turn(new_ids=self.new_ids, is_fresh=self.is_fresh, completion=completion, name=name)
+        return Turn(
+            new_ids=self.new_ids,
+            is_fresh=self.is_fresh,
+            completion=completion,
+            name=name,
+            state_key=state_key,
+        )
 
 
 def load_chat(

@@ -23,18 +23,20 @@ def samples_of(
     max_tokens: int,
     advantage_fns: dict[str, AdvantageFn | None] | None = None,
     scales_of: Callable[[Judged], dict[str, float]] | None = None,
+    advantages_of: Callable[..., list[list[float]]] | None = None,
 ) -> list[TrainingSample]:
     """Each trajectory's samples with its advantage over its group, or those of its turns. Overlong
     ones may be penalised before, or left out after: they count in the baseline, but neither in the
     loss nor in its denominator. `advantage_fns`: by environment. `scales_of`: environment -> what
-    divides its advantages."""
+    divides its advantages. `advantages_of`: in the place of turn_advantages()."""
+    advantages_of = advantages_of or turn_advantages
     judged: Judged = []
     for group in groups:
         penalties = [0.0] * len(group)
         if algorithm.overlong == "soft":
             penalties = [overlong_penalty(t, max_tokens, algorithm.overlong_buffer) for t in group]
         advantage_fn = (advantage_fns or {}).get(group[0].env)
-        advantages = turn_advantages(group, penalties, algorithm, advantage_fn)
+        advantages = advantages_of(group, penalties, algorithm, advantage_fn)
         judged += zip(group, advantages, strict=True)
     if algorithm.overlong == "mask":
         judged = [(t, values) for t, values in judged if t.status != "truncated"]

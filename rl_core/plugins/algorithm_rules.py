@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rl_core.algorithms import ADVANTAGES, Algorithm
 from rl_core.config import Config
+from rl_core.plugins.state_groups import compares_states
 from rl_core.rules import refuse
 
 # (is it broken?, message). c: the configuration; a: the preset with the parts that were
@@ -49,6 +50,18 @@ OF_ALGORITHM = [
         ),
         "--algo.advantage=gae: a critic learns from every token; leave out objective gspo, "
         "refill_rounds, normalize env and turn_discount",
+    ),
+    (
+        lambda c, a, f: c.algo.state_coef and not compares_states(a),
+        "--algo.state_coef={c.algo.state_coef}: turns that began in equal states are compared as "
+        "episodes are, and --algo.advantage {a.advantage} compares none; leave it out, or take "
+        "--algorithm grpo",
+    ),
+    (
+        lambda c, a, f: c.algo.state_discount is not None and not compares_states(a),
+        "--algo.state_discount={c.algo.state_discount} is of the returns by which turns of equal "
+        "states are compared; leave it out, or take --algo.state_coef 1 and an advantage that "
+        "compares, as group_norm",
     ),
     (
         lambda c, a, f: a.objective == "cispo" and a.dual_clip,

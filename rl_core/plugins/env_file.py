@@ -266,6 +266,15 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
                 f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or "
                 f"give --actors.{name}.train false"
             )
+    has_keys = any(env.hooks.keys() & {"state_key", "rollout"} for env in envs.values())
+    for name in config.trained:
+        algo = config.of(name).algo
+        for flag in ("state_coef", "state_discount"):
+            if getattr(algo, flag) and envs and not has_keys:
+                raise ValueError(
+                    f"--algo.{flag}={getattr(algo, flag)} is for turns that begin in equal states, "
+                    f"and {config.env_path} says of none; add def state_key(messages, state)"
+                )
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(
             f"of {config.env_path} some define advantage_fn and some do not; let all do, or none"

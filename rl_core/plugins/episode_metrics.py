@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rl_core.data.episodes import (
     baseline_groups,
     by_episode,
@@ -67,8 +69,25 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
         "failed": Sum(len(failed)),
         "tokens": Sum(sum(all_lengths)),
         "zero_signal_frac": mean_of([float(not has_spread(rewards)) for rewards in groups]),
+        **state_metrics(done),
         **part_metrics(done),
     }
+
+
+def state_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
+    """Of turns with a state key, the fraction whose state another turn of the group began in. None
+    without keys."""
+    num_turns = num_shared = 0
+    for group in baseline_groups(t for t in trajectories if t.has_state_keys):
+        keys = {}
+        for number, t in enumerate(group):
+            for place, turn in enumerate(t.turns):
+                if turn.state_key:
+                    keys[turn.name or (number, place)] = turn.state_key
+        visits = Counter(keys.values())
+        num_turns += len(keys)
+        num_shared += sum(n for n in visits.values() if n > 1)
+    return {"shared_state_frac": Mean(num_shared, num_turns)} if num_turns else {}
 
 
 def mean_of(values: list[float]) -> Mean:

@@ -3,12 +3,15 @@ sampling, arXiv:2503.14476, section 3.2)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rl_core.algorithms import Algorithm
 from rl_core.data.episodes import baseline_groups, has_spread
 from rl_core.distributed import all_gather_json
 from rl_core.learning.advantages import turn_returns
 from rl_core.metrics import Mean
 from rl_core.plugin import Plugin
+from rl_core.plugins.state_groups import compares_states, state_advantages
 from rl_core.sampling.rollout import Group, in_order
 from rl_core.types import Trajectory
 
@@ -42,8 +45,13 @@ class Refill(Plugin):
 
 
 def has_signal(group: list[Trajectory], algorithm: Algorithm) -> bool:
-    """Whether the episodes' rewards differ, or, where each turn has an advantage of its own, the
-    returns of their turns."""
+    """Whether the episodes' rewards differ, or, where turns have advantages of their own, the
+    returns of their turns, or of those that began in equal states."""
+    if compares_states(algorithm):
+        centred = replace(algorithm, advantage="group_mean")
+        of_states = state_advantages(group, [0.0] * len(group), centred, None)
+        if any(map(any, of_states)):
+            return True
     returns = [turn_returns(t, 0.0, algorithm.turn_discount) for t in group]
     if len({len(values) for values in returns}) > 1:
         return True

@@ -16,7 +16,7 @@ from rl_core.data.chat import Chat, TokenStream
 from rl_core.data.tasks import check_messages
 from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine, EngineDied
-from rl_core.sampling.hooks import finite_parts, wait_for_all
+from rl_core.sampling.hooks import finite_parts, key_text, wait_for_all
 from rl_core.types import (
     Completion,
     Message,
@@ -51,6 +51,7 @@ class Conversation:
         self.params = replace(speaker.params, **sampling) if sampling else speaker.params
         self.turn_params = self.params
         self.overridden = [name for name in DRAWING if name in sampling]
+        self.state_key = ""  # of the turn under way
         self.history = list(messages)
         self.turns = []
         self.marks: list[tuple[int, TokenStream | None]] = []  # after each reply
@@ -96,11 +97,15 @@ class Conversation:
         """The name of the turn that is to come, unique in the run."""
         return f"{self.session}#{self.num_replies}"
 
-    async def respond(self, messages: str | Sequence[Message] = (), **limits: Any) -> Conversation:
+    async def respond(
+        self, messages: str | Sequence[Message] = (), state_key: Any = None, **limits: Any
+    ) -> Conversation:
         """This conversation, continued by the actor's next turn after `messages` from others. If
         the context is full, its text is "" and it is truncated. Raises ValueError if the first
-        prompt fills the context. `limits`: max_tokens and stop of this turn."""
+        prompt fills the context. `state_key`: as the hook of that name returns. `limits`:
+        max_tokens and stop of this turn."""
         self._check_idle()
+        self.state_key = key_text(state_key)
         self.turn_params = replace(self.params, **limits) if limits else self.params
         messages = as_messages(messages) if messages else []
         self.is_busy = True  # for good if this raises: tokens and messages may differ
@@ -124,7 +129,7 @@ class Conversation:
         else:
             completion = await self._sample(seed)
             reply = self._read(completion)
-            self.turns.append(self.stream.turn(completion, self.next_turn))
+            self.turns.append(self.stream.turn(completion, self.next_turn, self.state_key))
         self.history.append(reply)
         self.text = completion.text
         self.truncated = completion.finish_reason == "length"
@@ -323,13 +328,14 @@ class Actor:
         messages: str | Sequence[Message],
         n: int | None = None,
         tools: list | None = None,
+        state_key: Any = None,
         **sampling,
     ) -> Conversation | list[Conversation]:
         """One reply, or a list of `n` that are sampled concurrently. A string is one user message.
-        `sampling`: max_tokens and stop; temperature, top_p, top_k and min_p too, but then the reply
-        cannot be trained."""
+        `state_key`: as the hook of that name returns. `sampling`: max_tokens and stop; temperature,
+        top_p, top_k and min_p too, but then the reply cannot be trained."""
         for name in sampling.keys() - set(SAMPLING):
-            hint = nearest(name, ("n", "tools", *SAMPLING))
+            hint = nearest(name, ("n", "tools", "state_key", *SAMPLING))
             raise ValueError(f"respond({name}=...) is unknown; {hint}")
         if "stop" in sampling:
             stop = sampling["stop"]
@@ -342,7 +348,7 @@ class Actor:
             label = f"{prompt_hash}-{self.num_replies[prompt_hash]}"
             replies.append(self.converse(messages, tools, label, **sampling))
             self.num_replies[prompt_hash] += 1
-        await wait_for_all([reply.respond() for reply in replies])
+        await wait_for_all([reply.respond(state_key=state_key) for reply in replies])
         return replies[0] if n is None else replies
 
 

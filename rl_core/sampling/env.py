@@ -19,6 +19,7 @@ OF_GROUP = frozenset({"trajectories", "prompt", "task", "actor", "actors"})
 ARGUMENTS = {
     "start": BEFORE | {"actor", "actors"},
     "interact": SPOKEN,
+    "state_key": SPOKEN,  # before the actor's turn: what it said last, if it spoke
     "turns": BEFORE | {"actors"},  # their names: they cannot speak yet
     "rollout": frozenset({"task", "actors"}),
     "agent": frozenset({"task", "llm"}),

@@ -110,12 +110,14 @@ class Episode:
         """The actor's next turn. False if it was cut off or the context is full, which ends the
         episode."""
         conversation = self.conversations.get(name) or self.open(name)
-        num_replies = conversation.num_replies
+        num_replies, key = conversation.num_replies, None
+        if "state_key" in self.dialogue.hooks:
+            key = await self.call(self.dialogue.hooks["state_key"], name)
         if num_replies:
-            await conversation.respond(self.unheard_by(name) or CONTINUE)
+            await conversation.respond(self.unheard_by(name) or CONTINUE, state_key=key)
         elif not (conversation.room < 1 and self.speaker):
             # Where nobody has spoken yet, the task is too long: an error.
-            await conversation.respond()
+            await conversation.respond(state_key=key)
         if conversation.num_replies > num_replies:
             self.add_turn(name, conversation)
         self.num_heard[name] = len(self.messages)

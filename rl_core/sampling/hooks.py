@@ -7,6 +7,7 @@ import _thread
 import asyncio
 import copy
 import inspect
+import json
 import math
 import numbers
 import threading
@@ -357,3 +358,16 @@ def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], floa
         return check_messages(messages), reward, bool(answer.get("done"))
     except ValueError as error:
         raise ValueError(f"{what} {error}") from None
+
+
+def key_text(value: Any) -> str:
+    """A state's key as text: itself, or its JSON; "" for None. Raises ValueError for what JSON
+    cannot hold: two equal values could have two texts."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    try:
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the state_key {shorten(value)} is neither text nor JSON: {error}"
+        ) from None

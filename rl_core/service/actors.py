@@ -38,6 +38,8 @@ class RemoteConversation(Conversation):
         limits = {}
         if self.turn_params is not self.params:
             limits = {"max_tokens": self.turn_params.max_tokens, "stop": self.turn_params.stop}
+        if self.state_key:
+            limits["state_key"] = self.state_key
         spoken, said, turn = await asks.ask(self.id, self.history[self.num_told :], limits)
         self.history += said
         self.num_told = len(self.history)

@@ -251,7 +251,8 @@ class Session:
             keep=keep, actor=given.get("actor") or "", completion=given.get("completion")
         )
         said.messages = to_json(messages[keep:], "messages")
-        if hook.takes_all or "trajectory" in {*hook.required, *hook.optional}:
+        names_trajectory = hook.takes_all or "trajectory" in {*hook.required, *hook.optional}
+        if names_trajectory and given["trajectory"] is not None:  # None before the first turn
             said.trajectory = to_json(plain(given["trajectory"]), "the trajectory")
         return said
 

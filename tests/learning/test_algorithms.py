@@ -75,6 +75,8 @@ DEFAULTS = {
     "refill_rounds": 0,
     "target_kl": 0.0,
     "turn_discount": None,
+    "state_coef": 1.0,
+    "state_discount": 0.95,
     "reference": None,
     "reference_every": 0,
     "reference_decay": 0.0,

@@ -1,0 +1,99 @@
+"""GiGPO: turns of a group that began in equal states share a baseline, beside the episodes' (Feng
+et al. 2025, arXiv:2505.10978)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl_core.algorithms import ADVANTAGES, Algorithm
+from rl_core.learning import advantages
+from rl_core.learning.advantages import AdvantageFn, group_advantages, turn_returns
+from rl_core.types import Trajectory
+
+
+@dataclass(kw_only=True, slots=True)
+class Visit:
+    """A turn that began in a state."""
+
+    episode: tuple[str, int]
+    # By conversation: those that branched off later share the turn.
+    returns: dict[int, float] = field(default_factory=dict)
+    advantage: float = 0.0
+
+    @property
+    def mean_return(self) -> float:
+        return sum(self.returns.values()) / len(self.returns)
+
+
+def compares_states(algorithm: Algorithm) -> bool:
+    """Whether its advantage is one among others: a critic's, a teacher's and a reward itself are
+    not."""
+    is_compared = ADVANTAGES[algorithm.advantage].needs_group or algorithm.advantage == "custom"
+    return is_compared and algorithm.state_coef > 0
+
+
+def turn_advantages(
+    group: list[Trajectory],
+    penalties: list[float],
+    algorithm: Algorithm,
+    advantage_fn: AdvantageFn | None,
+) -> list[list[float]]:
+    """Of each trajectory's turns: what advantages.py gives, plus state_coef times the turn's
+    advantage among those that began in its state."""
+    found = advantages.turn_advantages(group, penalties, algorithm, advantage_fn)
+    if not compares_states(algorithm):
+        return found
+    of_states = state_advantages(group, penalties, algorithm, advantage_fn)
+    pairs = zip(found, of_states, strict=True)
+    return [(np.array(own) + algorithm.state_coef * np.array(more)).tolist() for own, more in pairs]
+
+
+def state_advantages(
+    group: list[Trajectory],
+    penalties: list[float],
+    algorithm: Algorithm,
+    advantage_fn: AdvantageFn | None,
+) -> list[list[float]]:
+    """Of each trajectory's turns: the advantage of its return over those of all turns of the group
+    with its state key. 0 without a key, and where no other turn has it. The return is r_k + g
+    r_{k+1} + ... with g = state_discount."""
+    states: dict[str, dict[str, Visit]] = defaultdict(dict)
+    visits_of: list[list[Visit]] = []
+    for number, (t, penalty) in enumerate(zip(group, penalties, strict=True)):
+        returns = turn_returns(t, penalty, algorithm.state_discount)
+        own = []
+        # A conversation without turns has a return too.
+        for place, (turn, value) in enumerate(zip(t.turns, returns, strict=False)):
+            visit = Visit(episode=(t.task_id, t.index))
+            if turn.state_key:
+                name = turn.name or f"{number}/{place}"
+                visit = states[turn.state_key].setdefault(name, visit)
+            visit.returns[number] = value
+            own.append(visit)
+        visits_of.append(own)
+    for visits in states.values():
+        if len(visits) > 1:
+            compare(list(visits.values()), algorithm.advantage, advantage_fn)
+    return [[visit.advantage for visit in own] for own in visits_of]
+
+
+def compare(visits: list[Visit], kind: str, advantage_fn: AdvantageFn | None) -> None:
+    """Fills in the advantages of visits to one state. A conversation's visits weigh 1 each, as in
+    the paper; an episode's conversations weigh as one."""
+    conversations: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for visit in visits:
+        conversations[visit.episode].update(visit.returns)
+    names = list(conversations)
+    episodes, weights = [], []
+    for visit in visits:
+        episodes.append(names.index(visit.episode))
+        weights.append(len(visit.returns) / len(conversations[visit.episode]))
+    if kind == "custom":
+        episodes = weights = None  # advantage_fn gets the return of each visit
+    returns = [visit.mean_return for visit in visits]
+    found = group_advantages(returns, kind, advantage_fn, episodes, weights)
+    for visit, advantage in zip(visits, found, strict=True):
+        visit.advantage = advantage
