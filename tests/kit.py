@@ -54,6 +54,12 @@ max_turns = 3
 async def interact(messages):
     return [{"role": "user", "content": str(len(messages))}]
 """
+# Some of its states come again in other episodes of a group.
+KEYED = ASK
+KEYED += """
+async def state_key(messages):
+    return [len(messages), len(messages[-2:][0]["content"]) % 3]
+"""
 TALK = LETTERS.replace("(completion):", "(completion, actor):").replace(
     "/ 1000", "/ (1000 if actor == 'bob' else -1000)"
 )
@@ -72,7 +78,7 @@ DIALOGS = [
     for row in ROWS
 ]
 PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} for n in range(16)]
-ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "talk": TALK}
+ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "keyed": KEYED, "talk": TALK}
 DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
 
 # What is cut short ends its episode, and an untrained model seldom ends a turn.

@@ -155,6 +155,11 @@ def check_names(module: ModuleType, path: str) -> None:
             raise ValueError(f"{path}: an agent needs a hook that scores, as def reward_fn(result)")
     elif "rollout" in has:
         single = {name for name, (_, _, batched) in rewards.items() if not batched}
+        if "state_key" in has:
+            raise ValueError(
+                f"{path}: rollout() replaces 'state_key', which nobody would call; it gives a turn "
+                "its key itself: respond(messages, state_key=...)"
+            )
         for name in sorted(OF_DIALOGUE & has.keys() | single):
             raise ValueError(
                 f"{path}: rollout() replaces {name!r}, which nobody would call; drop one of them"

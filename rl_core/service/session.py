@@ -254,7 +254,11 @@ class Session:
         """What a hook returned."""
         if hook.name not in self.scores:
             self.count()
-        value = await self.run(hook, self.given(said, said.actor, trajectory))
+        given = self.given(said, said.actor, trajectory)
+        if hook.name == "state_key":  # Before the actor's first turn there is neither.
+            spoken = said.completion if said.HasField("completion") else None
+            given |= {"completion": spoken, "trajectory": trajectory}
+        value = await self.run(hook, given)
         try:
             text = to_json(value, f"{self.env.path}: what {hook.name}() returned")
         except ServiceError as error:

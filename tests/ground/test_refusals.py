@@ -390,6 +390,9 @@ FLAGS = [
     (MODEL, f"{PPO} --algo.refill_rounds 2", "refill_rounds"),
     (MODEL, f"{PPO} --algo.normalize env", "normalize env"),
     (MODEL, f"{PPO} --algo.turn_discount 0.9", "and turn_discount"),
+    (MODEL, f"{PPO} --algo.state_coef 1", "--algo.advantage gae compares none"),
+    (MODEL, "--algorithm reinforce_pp --algo.state_discount 0.9", "--algo.state_discount=0.9"),
+    (MODEL, "--algo.state_coef 0 --algo.state_discount 0.9", "take --algo.state_coef 1"),
     (MODEL, f"{PPO} --critic.gamma 1.5", "--critic.gamma=1.5 must be less than or equal to 1"),
 ]
 

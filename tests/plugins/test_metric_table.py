@@ -44,6 +44,7 @@ RUNS = {
     "dapo": f"{RL} --algorithm dapo",
     "older": f"{RL} --rollout.lagged 0.5,3 --num_steps 3",
     "stale": f"{RL} --max_staleness 1 --num_steps 2 --engine_ranks 1",
+    "keyed": RL.replace("letters.py", "keyed.py"),
     "turns": f"{TWO} --actors.alice.train false --rollout.engines_awake one",
     "judge": TWO.replace("--actors.alice.model {other}", API),
     "pairs": f"{FIT} {PAIRS}",

@@ -158,6 +158,7 @@ TWO_RANKS = {
     "one episode": (f"{PPO} --tasks_per_step 1 --group_size 1", ""),
     "gae, cispo": (f"{RL} --algorithm cispo --algo.advantage gae --learner.minibatches 2", ""),
     "normalized": (f"{TALK} {STOP} --algo.normalize env --algo.turn_discount 0.9", ""),
+    "states": (f"{RL.replace('letters', 'keyed')} {STOP} --algo.turn_discount 0.9", ""),
     "sft": (f"{SFT} --learner.microbatch_tokens 200 --sft.weights 0.25,0.5", ""),
     "dpo": (DPO, ""),
     "rm": (RM, ""),
@@ -183,7 +184,7 @@ COMPARED = (
     "score",
     "explained_variance",
 )
-COMPARED += ("length_p50", "length_p95", "length_max", "pack/tokens")
+COMPARED += ("length_p50", "length_p95", "length_max", "pack/tokens", "shared_state_frac")
 
 
 @pytest.mark.parametrize("how", TWO_RANKS)

@@ -97,6 +97,10 @@ truncated_reward = -0.25
 def start(task, answer, actor):
     return SimpleNamespace(said=[], goal=int(answer), actor=actor)
 
+def state_key(messages, trajectory, completion, actor, state):
+    spoken = len(trajectory.turns) if trajectory else completion
+    return {{"goal": state.goal, "spoken": spoken, "length": len(messages), "actor": actor}}
+
 async def interact(messages, completion, state, trajectory):
     state.said.append(len(completion))
     said = [{{"role": "user", "content": f"{{state.goal}} {{state.said}} {{len(trajectory.turns)}} {{state.actor}}"}}]
@@ -112,6 +116,9 @@ system_prompts = {{"bob": "Say {{{{ answer }}}}.", "alice": "Listen."}}
 def turns(task, actors):
     yield from sorted(actors)[:: 1 if task.row["answer"] < "4" else -1]
     yield "bob"
+
+async def state_key(actor, state, completion):
+    return [actor, len(state), completion] if state else None
 
 async def interact(actor, state, messages):
     state.append(actor)
@@ -172,9 +179,9 @@ async def rollout(task, actors):
     if odd := task.row.get("odd"):
         chance = await policy.respond(os.urandom(4).hex() if odd == "conversation" else "hi")
         await chance.respond(os.urandom(4).hex() if odd == "turn" else "ho")
-    first, other = await policy.respond(task.messages, n=2)
+    first, other = await policy.respond(task.messages, n=2, state_key=["opening", 2])
     branch, before = first.fork(), first.turns[0].completion.logprobs[0]
-    replies = await asyncio.gather(first.respond("more"), branch.respond([{{"role": "user", "content": "less"}}]))
+    replies = await asyncio.gather(first.respond("more", state_key="more"), branch.respond([{{"role": "user", "content": "less"}}]))
     verdict = await judge.respond(f"{{first.text}} or {{branch.text}}?", max_tokens=2, temperature=0.5)
     parts = {{"own": len(first.text) / 9 + before, "judged": sum(map(ord, verdict.answer)) / 999}}
     found = [first.trajectory(parts, seat="a", metrics={{"tried": len(replies)}})]
@@ -401,6 +408,13 @@ SAME = {
 }
 
 
+KEYS = {
+    "several turns": {'{"actor": "policy", "goal": 3, "length": 1, "spoken": null}', ""},
+    "two actors": {"", '["alice", 1, null]'},
+    "hooks that ask": {'["opening", 2]', "more", ""},
+}
+
+
 def lasting(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
@@ -422,6 +436,8 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
     rows = [[row for file in found for row in trajectories(file)] for found in played]
     assert rows[0] == rows[1] and all(row["status"] != "failed" for row in rows[0])
     assert len({row["reward"] for row in rows[0]}) > 5
+    keys = {turn["state_key"] for row in rows[0] for turn in row["turns"]}
+    assert KEYS.get(how, {""}) <= keys, keys
 
 
 # Environment -> flags of check, which tries some of its tasks.
