@@ -455,6 +455,7 @@ ALIKE = dict.fromkeys(
     "--num_tasks 3",
 )
 ALIKE |= dict.fromkeys(["harbor"], "--num_tasks 2")
+ALIKE |= {f"agentbench_{name}": "--num_tasks 2" for name in ("db", "house", "kg", "os", "shop")}
 ALIKE |= dict.fromkeys(["code", "code_contest", "code_feedback", "gym_text"], "--num_tasks 1")
 ALIKE |= dict.fromkeys(
     ["math_answer", "nim", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1"

@@ -1,0 +1,202 @@
+"""AgentBench's database (arXiv:2308.03688): questions about a table, and changes of it, in SQL.
+
+    rl-core train --env_path envs/agentbench_db.py --data.columns prompt=description --model M
+    --data.train AgentBench/data/dbbench/standard.jsonl --max_prompt_tokens 1024 --out runs/db
+
+The model calls `execute_sql`. Its last message, without a call, is the answer; several values are a
+JSON list. Reward: 1 if it equals the row's `label` (numbers to 0.01), or, for types INSERT, UPDATE
+and DELETE, if the table is then as after the label, or has the row's `answer_md5`; else 0. Each
+episode has an SQLite database of its own in memory, without files, and 2 s for a statement. Columns
+are texts, as in AgentBench. Without --data.train: made-up orders, five types; a hash of the prompt
+says which tenth is held out. docs/environments.md. Needs a GPU, not run.
+"""
+
+import hashlib
+import json
+import random
+import sqlite3
+import sys
+import time
+import zlib
+
+from programs.calling import answers, tool
+
+if sys.version_info < (3, 11):
+    raise ImportError("envs/agentbench_db.py needs Python 3.11: only there sqlite3 bounds values")
+CHANGES = ("INSERT", "UPDATE", "DELETE")
+STATEMENT_S, MAX_ROWS = 2.0, 30
+MAX_VALUE_BYTES, MAX_PAGES = 1 << 17, 1 << 14  # A page has 4 KiB.
+NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Fay", "Gus", "Hana")
+max_turns = 8
+tools = [tool("execute_sql", "Runs one statement and gives its rows.", query="SQLite's SQL")]
+system_prompts = {
+    "policy": (
+        "Answer with the help of an SQLite database; call execute_sql. {{ add_description }} When "
+        "you know the answer, reply without a call: the answer alone. If a change is asked for, "
+        "make it and reply: done"
+    )
+}
+
+
+def make_row(kind, rng):
+    columns = ["customer", "item", "price"]
+    made = [[rng.choice(NAMES), rng.choice(("tea", "milk", "rice")), ""] for _ in range(8)]
+    for row in made:
+        row[2] = str(rng.randrange(2, 100))
+    name, item, _ = rng.choice(made)
+    new = rng.randrange(100, 200)
+    asked, label = {
+        "counting": (f"How many orders has {name}?", sum(row[0] == name for row in made)),
+        "aggregation-SUM": (
+            f"What do all orders of {item} cost?",
+            sum(int(row[2]) for row in made if row[1] == item),
+        ),
+        "ranking": (
+            f"What is the highest price of {item}?",
+            max(int(row[2]) for row in made if row[1] == item),
+        ),
+        "INSERT": (
+            f"Add that {name} orders {item} for {new}.",
+            f"INSERT INTO orders VALUES ('{name}', '{item}', '{new}')",
+        ),
+        "UPDATE": (
+            f"Set the price of all {item} that {name} ordered to {new}.",
+            f"UPDATE orders SET price = '{new}' WHERE customer = '{name}' AND item = '{item}'",
+        ),
+    }[kind]
+    info = {"columns": [{"name": column, "type": "TEXT"} for column in columns], "rows": made}
+    return {
+        "prompt": asked,
+        "type": [kind],
+        "label": [str(label)],
+        "add_description": f"The table orders has the columns {', '.join(columns)}.",
+        "table": {"table_name": "orders", "table_info": info},
+    }
+
+
+def load_tasks(split):
+    rng, rows = random.Random(0), []
+    for number in range(1000):
+        kinds = ("counting", "aggregation-SUM", "ranking", "INSERT", "UPDATE")
+        rows.append(make_row(kinds[number % 5], rng))
+    return [row for row in rows if is_held_out(row) == (split != "train")]
+
+
+def is_held_out(row):
+    return zlib.crc32(json.dumps(row).encode()) % 10 == 0
+
+
+def quoted(name):
+    return "`" + name.replace("`", "``") + "`"
+
+
+class Database:
+    """The row's table in memory. Nothing else can be attached, and no setting changed."""
+
+    def __init__(self, row):
+        table = row["table"]
+        self.table = quoted(table["table_name"])
+        names = [quoted(column["name"]) for column in table["table_info"]["columns"]]
+        self.held = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+        self.held.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        self.held.execute(f"PRAGMA max_page_count = {MAX_PAGES}")
+        self.held.execute(f"CREATE TABLE {self.table} ({', '.join(n + ' TEXT' for n in names)})")
+        fill = f"INSERT INTO {self.table} VALUES ({', '.join('?' * len(names))})"
+        rows = [list(map(str, values)) for values in table["table_info"]["rows"]]
+        self.held.executemany(fill, rows)
+        self.held.set_authorizer(permit)
+
+    def execute_sql(self, query):
+        """Its rows as text. Raises ValueError."""
+        deadline = time.monotonic() + STATEMENT_S
+        self.held.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+        try:
+            found = self.held.execute(query).fetchmany(MAX_ROWS)
+        except (sqlite3.Error, sqlite3.Warning, OverflowError, MemoryError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        return json.dumps(found, ensure_ascii=False, default=repr) if found else "no rows"
+
+    def rows(self):
+        """The table's rows in an order of their own; None if it is gone or too large."""
+        try:
+            found = self.held.execute(f"SELECT * FROM {self.table}").fetchmany(100_000)
+        except sqlite3.Error:
+            return None
+        return sorted([[str(v) for v in row if v is not None] for row in found])
+
+
+def permit(action, *_):
+    """SQLite asks before each thing that a statement does: other files and settings are closed."""
+    is_closed = action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_PRAGMA)
+    return sqlite3.SQLITE_DENY if is_closed else sqlite3.SQLITE_OK
+
+
+def table_md5(rows):
+    """MySQL's md5(group_concat(hash)) over the sorted hashes of rows, as AgentBench computes it."""
+    hashes = [hashlib.md5(",".join(row).encode()).hexdigest()[:5] for row in rows]
+    # MySQL cuts group_concat after 1,024 bytes.
+    return hashlib.md5(",".join(sorted(hashes))[:1024].encode()).hexdigest()
+
+
+def start(task):
+    return Database(task.row)
+
+
+def interact(messages, state):
+    return answers(messages[-1], {"execute_sql": state.execute_sql})
+
+
+def is_changed_right(database, row):
+    found = database.rows()
+    if found is None:
+        return False
+    if row.get("answer_md5") and table_md5(found) in row["answer_md5"]:
+        return True
+    wanted = Database(row)
+    try:
+        wanted.execute_sql(row["label"][0])
+    except ValueError:
+        if not row.get("answer_md5"):
+            raise
+        return False  # MySQL runs it and SQLite does not: the hash alone decides.
+    return found == wanted.rows()
+
+
+def values_of(text):
+    """The values of an answer: those of a JSON list, or one."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = text
+    given = given if isinstance(given, list) else [given]
+    return [str(value).strip().strip("'\"").rstrip("%").replace(",", "") for value in given]
+
+
+def is_same(value, wanted):
+    try:
+        return abs(float(value) - float(wanted)) <= 0.01
+    except ValueError:
+        return value == wanted
+
+
+def is_right(answer, label):
+    found = sorted(values_of(answer))
+    wanted = sorted(values_of(json.dumps(label)))
+    return len(found) == len(wanted) and all(map(is_same, found, wanted))
+
+
+def reward_fn(messages, state, task):
+    last, row = messages[-1], task.row
+    if last.get("tool_calls") or last["role"] != "assistant":
+        return 0.0
+    if row["type"][0] in CHANGES:
+        return float(is_changed_right(state, row))
+    return float(is_right(last["content"].rpartition("</think>")[2].strip(), row["label"]))
+
+
+def oracle(task):
+    row, database = task.row, Database(task.row)
+    if row["type"][0] in CHANGES:
+        database.execute_sql(row["label"][0])
+    said = {"role": "assistant", "content": json.dumps(row["label"])}
+    return reward_fn([said], database, task)
