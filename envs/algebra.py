@@ -14,10 +14,14 @@ import re
 import zlib
 from fractions import Fraction
 
-KINDS = ("linear", "quadratic", "system", "inequality")
 NUMBER = r"-?[0-9]{1,9}(?:\.[0-9]{1,9}|/[0-9]{1,9})?"
-STATEMENT = rf"([xy])(<=|>=|=|<|>)({NUMBER})(?![0-9./a-z])"
-FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "="}
+STATEMENT = rf"([xy])\s*(<=|>=|=|<|>)\s*({NUMBER})(?![0-9a-z]|[./][0-9])"
+FLIPPED = {
+    "<": ">",
+    ">": "<",
+    "<=": ">=",
+    ">=": "<=",
+}
 HOW = "The last line of your answer is the solution alone, such as: {}"
 FORMS = {
     "linear": "x = -3/2",
@@ -29,8 +33,11 @@ FORMS = {
 
 def term(number, name=""):
     """A term of a sum with its sign: `+3x`, `-x`, `+5`."""
-    size = "" if abs(number) == 1 and name else abs(number)
-    return f"{'-' if number < 0 else '+'}{size}{name}"
+    sign = "-" if number < 0 else "+"
+    size = abs(number)
+    if size == 1 and name:
+        return sign + name
+    return f"{sign}{size}{name}"
 
 
 def total(*terms):
@@ -46,18 +53,21 @@ def nonzero(rng, most):
 def sides(level, rng, x):
     """Two sums, equal at x, and how much faster the left one grows."""
     while True:
-        a, c = nonzero(rng, 9), 0
+        a = nonzero(rng, 9)
+        b = nonzero(rng, 20)
+        c = 0
+        inner = 0
         if level > 1:
             c = nonzero(rng, 9)
-        b, inner = nonzero(rng, 20), 0
         if level > 2:
             inner = nonzero(rng, 5)
         right = a * (x + inner) + b - c * x
         if a != c and right.denominator == 1:
             break
-    left = total((a, "x"), (b, ""))
-    if level > 2:
-        left = f"{total((a, f'(x{term(inner)})'))}{term(b)}"
+    name = "x"
+    if inner:
+        name = f"(x{term(inner)})"
+    left = total((a, name), (b, ""))
     return left, total((c, "x"), (right, "")), a - c
 
 
@@ -73,54 +83,80 @@ def inequality(level, rng):
     x = Fraction(nonzero(rng, 12))
     left, right, slope = sides(level, rng, x)
     sign = rng.choice(("<", ">", "<=", ">="))
-    return f"{left} {sign} {right}", f"x {sign if slope > 0 else FLIPPED[sign]} {x}"
+    found = sign
+    if slope < 0:
+        found = FLIPPED[sign]
+    return f"{left} {sign} {right}", f"x {found} {x}"
 
 
 def quadratic(level, rng):
     """a (x - p)(x - q) = 0 with integers: the second root is a fraction above level 1, and above
     level 2 a part stands on the right."""
-    a = 1 if level == 1 else rng.randint(2, 4)
-    p, q = Fraction(nonzero(rng, 9)), Fraction(nonzero(rng, 9), a)
-    b, c = -a * (p + q), a * p * q
-    moved = 0, 0
-    if level == 3:
-        moved = nonzero(rng, 9), nonzero(rng, 9)
-    left = total((a, "x^2"), (b + moved[0], "x"), (c + moved[1], ""))
-    right = total((moved[0], "x"), (moved[1], ""))
-    return f"{left} = {right}", " or ".join(f"x = {root}" for root in sorted({p, q}))
+    a = 1
+    if level > 1:
+        a = rng.randint(2, 4)
+    p = Fraction(nonzero(rng, 9))
+    q = Fraction(nonzero(rng, 9), a)
+    b = -a * (p + q)
+    c = a * p * q
+    d = 0
+    e = 0
+    if level > 2:
+        d = nonzero(rng, 9)
+        e = nonzero(rng, 9)
+    left = total(
+        (a, "x^2"),
+        (b + d, "x"),
+        (c + e, ""),
+    )
+    right = total((d, "x"), (e, ""))
+    roots = [f"x = {root}" for root in sorted({p, q})]
+    return f"{left} = {right}", " or ".join(roots)
 
 
 def system(level, rng):
     most = 3 * level
-    x, y = nonzero(rng, 4 * level), nonzero(rng, 4 * level)
-    a, b = nonzero(rng, most), nonzero(rng, most)
-    c, d = nonzero(rng, most), nonzero(rng, most)
+    x = nonzero(rng, most)
+    y = nonzero(rng, most)
+    a, b, c, d = (nonzero(rng, most) for _ in range(4))
     if a * d == b * c:
         return system(level, rng)
-    first = f"{total((a, 'x'), (b, 'y'))} = {a * x + b * y}"
-    second = f"{total((c, 'x'), (d, 'y'))} = {c * x + d * y}"
-    return f"{first} and {second}", f"x = {x}, y = {y}"
+    equations = []
+    for of_x, of_y in ((a, b), (c, d)):
+        left = total((of_x, "x"), (of_y, "y"))
+        equations.append(f"{left} = {of_x * x + of_y * y}")
+    return " and ".join(equations), f"x = {x}, y = {y}"
 
 
-MAKERS = {"linear": linear, "quadratic": quadratic, "system": system, "inequality": inequality}
+MAKERS = {
+    "linear": linear,
+    "quadratic": quadratic,
+    "system": system,
+    "inequality": inequality,
+}
 
 
 def load_tasks(split):
     rng, rows = random.Random(0), {}
     for number in range(3600):
-        kind = KINDS[number % 4]
+        kind = [*FORMS][number % 4]
         level = number // 4 % 3 + 1
         asked, answer = MAKERS[kind](level, rng)
         prompt = f"Solve {asked}\n{HOW.format(FORMS[kind])}"
         is_held_out = zlib.crc32(prompt.encode()) % 10 == 0
         if is_held_out == (split != "train"):
-            rows[prompt] = {"prompt": prompt, "answer": answer, "kind": kind, "level": level}
+            rows[prompt] = {
+                "prompt": prompt,
+                "answer": answer,
+                "kind": kind,
+                "level": level,
+            }
     return list(rows.values())
 
 
 def solution(text):
     """What a line says of x and y: a set of (name, sign, number)."""
-    line = re.sub(r"[\s$*]", "", text.strip().split("\n")[-1])
+    line = text.strip().split("\n")[-1]
     line = line.replace("\u2264", "<=").replace("\u2265", ">=").replace("\u2212", "-")
     found = set()
     for name, sign, number in re.findall(STATEMENT, line):

@@ -31,8 +31,10 @@ def loss(count, who, thing, rng):
 
 
 def boxes(count, who, thing, rng):
-    number, each = rng.randint(2, 6), rng.randint(2, 12)
-    return count + number * each, f"{who} buys {number} boxes with {each} {thing} each."
+    number = rng.randint(2, 6)
+    each = rng.randint(2, 12)
+    said = f"{who} buys {number} boxes with {each} {thing} each."
+    return count + number * each, said
 
 
 def multiple(count, who, thing, rng):
@@ -46,9 +48,11 @@ def share(count, who, thing, rng):
     if not people:
         return gain(count, who, thing, rng)
     number = rng.choice(people)
-    others = number - 1
-    friends = "a friend" if others == 1 else f"{others} friends"
-    return count // number, f"{who} shares them equally with {friends}, and keeps one part."
+    friends = "a friend"
+    if number > 2:
+        friends = f"{number - 1} friends"
+    said = f"{who} shares them equally with {friends}, and keeps one part."
+    return count // number, said
 
 
 STEPS = (gain, loss, boxes, multiple, share)
@@ -58,9 +62,10 @@ def compare(count, who, other, thing, rng):
     """The last step: what another one has, or both together."""
     more = rng.randint(2, 20)
     said = f"{other} has {more} more {thing} than {who} has then."
+    others = count + more
     if rng.random() < 0.5:
-        return count + more, f"{said} How many {thing} has {other}?"
-    return 2 * count + more, f"{said} How many {thing} have both together?"
+        return others, f"{said} How many {thing} has {other}?"
+    return count + others, f"{said} How many {thing} have both together?"
 
 
 def make_problem(level, rng):
@@ -72,15 +77,20 @@ def make_problem(level, rng):
     is_compared = level > 1 and rng.random() < 0.5
     for _ in range(level - is_compared):
         # Numbers stay small, and there is always something to give away.
-        steps = [step for step in STEPS if count > 1 or step is not loss]
+        steps = list(STEPS)
+        if count == 1:
+            steps.remove(loss)
         if count > 60:
             steps = [loss, share]
-        count, line = rng.choice(steps)(count, who, thing, rng)
+        step = rng.choice(steps)
+        count, line = step(count, who, thing, rng)
         lines.append(line)
     if level > 2:
         place = rng.choice(PLACES)
-        away = f"It takes {who} {rng.randint(2, 59)} minutes to walk to {place}."
-        lines.insert(rng.randint(1, len(lines) - 1), away)
+        minutes = rng.randint(2, 59)
+        away = f"It takes {who} {minutes} minutes to walk to {place}."
+        where = rng.randint(1, len(lines) - 1)
+        lines.insert(where, away)
     if is_compared:
         count, question = compare(count, who, other, thing, rng)
     else:
@@ -95,7 +105,11 @@ def load_tasks(split):
         prompt, answer = make_problem(level, rng)
         is_held_out = zlib.crc32(prompt.encode()) % 10 == 0
         if is_held_out == (split != "train"):
-            rows[prompt] = {"prompt": prompt, "answer": answer, "level": level}
+            rows[prompt] = {
+                "prompt": prompt,
+                "answer": answer,
+                "level": level,
+            }
     return list(rows.values())
 
 

@@ -443,6 +443,7 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
 # Environment -> flags of check, which tries some of its tasks.
 ALIKE = dict.fromkeys(
     [
+        "algebra",
         "calculator",
         "countdown",
         "guess_number",
@@ -451,6 +452,7 @@ ALIKE = dict.fromkeys(
         "terminal",
         "tool_use",
         "word_game",
+        "word_problems",
     ],
     "--num_tasks 3",
 )
