@@ -18,7 +18,7 @@ from rl_core.learning.loading import compute_dtype
 from rl_core.learning.policy import end_token_ids
 from rl_core.plan import Plan
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.engine import Engine
+from rl_core.sampling.engine import STALE, Engine
 
 
 class Device:
@@ -110,21 +110,20 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
     """All actors of a run on this rank. Where rows are learned they have no engines."""
     config, lease, is_elsewhere = plan.config, None, ranks.engine_ranks and not ranks.is_engine
     engines: dict[str, Engine | None] = {}
-    stale: dict[str, Engine | None] = {}
     if config.is_rl:
         maker = registry.engine_maker(config)
         if is_elsewhere:
             dtype = compute_dtype(config)
-            engines = registry.connect(list(plan.chats), ranks, dtype, config.timeout_s)
+            names = [*plan.chats, *maker.stale_names]
+            engines = registry.connect(names, ranks, dtype, config.timeout_s)
         else:
             engines = maker.make_all(plan.chats, learners, ranks)
-            stale = maker.make_stale(plan.chats, ranks)
             lease = registry.device_lease() if maker.takes_turns else None
     if config.learner.kernels == "liger":
         # Last, since what is loaded after it is of Liger's classes, which lack options of some
         # models.
-        registry.apply_liger(learners, [*engines.values(), *stale.values()])
-    device = Device(config, ranks, [*engines.values(), *stale.values()], lease)
+        registry.apply_liger(learners, engines.values())
+    device = Device(config, ranks, engines.values(), lease)
     actors = {}
     for name in config.actors:
         actor = ActorRuntime(name=name, device=device, learner=learners.get(name))
@@ -133,7 +132,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         if name in engines:
             actor.engine, actor.adapter = engines[name], maker.adapter_of(name)
             actor.shares_weights = maker.shares_weights(actor.learner)
-            own = actor.engine, actor.adapter, stale.get(name)
+            own = actor.engine, actor.adapter, engines.get(name + STALE)
             actor.speaker = make_speaker(config, name, plan.chats[name], lease, *own)
     return actors
 

@@ -93,16 +93,8 @@ OF_RUN = [
         "sigmoid",
     ),
     (
-        lambda c: (
-            c.rollout.lagged[0]
-            and (
-                c.max_staleness
-                or c.engine_ranks
-                or any(a.share or a.servers for a in c.actors.values())
-            )
-        ),
-        "--rollout.lagged needs a second engine: leave out --max_staleness, --engine_ranks, share "
-        "and engine_urls",
+        lambda c: c.rollout.lagged[0] and any(a.share or a.servers for a in c.actors.values()),
+        "--rollout.lagged needs a second engine: leave out share and engine_urls",
     ),
 ]
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from rl_core.distributed import Ranks
 from rl_core.engines.lease import DeviceLease
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
-from rl_core.sampling.engine import Engine, EngineDied
+from rl_core.sampling.engine import STALE, Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20
@@ -215,6 +215,8 @@ class EngineServer:
         try:
             if engine is not None:
                 await engine.update(coming, version, adapter=adapter)
+                if self.lease:  # The holder, which may be another engine, wakes by itself.
+                    await engine.sleep()
         finally:
             for _ in coming:  # A broadcast needs every rank.
                 pass
@@ -437,7 +439,10 @@ class EngineRank:
         self.signal_handler = signal_handler(self)
         actors = make_actors(plan, {}, ranks)
         self.device = next(iter(actors.values())).device
-        engines = {name: actors[name].engine for name in plan.chats}
+        engines: dict[str, Engine | None] = {}
+        for name in plan.chats:
+            engines[name] = actors[name].engine
+            engines[name + STALE] = actors[name].speaker.stale_engine
         self.server = EngineServer(engines, self.device.lease, ranks, self.config.timeout_s)
 
     async def fit(self) -> None:

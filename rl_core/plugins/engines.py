@@ -16,7 +16,7 @@ from rl_core.distributed import Ranks
 from rl_core.engines.weights import load_weights
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import compute_dtype, load_hf_model, load_model_config, on_meta
-from rl_core.sampling.engine import Engine, EngineSpec
+from rl_core.sampling.engine import STALE, Engine, EngineSpec
 from rl_core.types import counter_seed
 
 # Hosts of servers that see this machine's shared memory.
@@ -59,6 +59,16 @@ class EngineMaker:
             )
 
     @property
+    def lagged(self) -> list[str]:
+        """Actors with a second engine, for weights of an earlier version: all that learn."""
+        return list(self.config.trained) if self.config.rollout.lagged[0] else []
+
+    @property
+    def stale_names(self) -> list[str]:
+        """Names of these second engines."""
+        return [name + STALE for name in self.lagged]
+
+    @property
     def takes_turns(self) -> bool:
         """Whether one engine of a device is awake at a time. Otherwise they divide
         --engine_memory_frac."""
@@ -90,19 +100,18 @@ class EngineMaker:
     def make_all(
         self, chats: dict[str, Chat], learners: dict[str, Learner], ranks: Ranks
     ) -> dict[str, Engine | None]:
-        """Each actor's engine in this process. Actors that share a model have one. None: another
-        rank's engine has this one's device."""
+        """Each actor's engines in this process: by its name, and by its name and STALE the second
+        one. Actors that share a model have one. None: another rank's engine has this one's
+        device."""
         by_owner: dict[str, Engine | None] = {}
         for name in chats:
             owner = self.config.actors[name].share or name
             if owner not in by_owner:
                 by_owner[owner] = self.make(owner, chats[owner], learners.get(owner), ranks)
-        return {name: by_owner[self.config.actors[name].share or name] for name in chats}
-
-    def make_stale(self, chats: dict[str, Chat], ranks: Ranks) -> dict[str, Engine | None]:
-        """Of each actor that learns a second engine, for weights of an earlier version."""
-        names = self.config.trained if self.config.rollout.lagged[0] else ()
-        return {name: self.make(name, chats[name], None, ranks, "_older") for name in names}
+        engines = {name: by_owner[self.config.actors[name].share or name] for name in chats}
+        for name in self.lagged:
+            engines[name + STALE] = self.make(name, chats[name], None, ranks, STALE)
+        return engines
 
     def make(
         self, name: str, chat: Chat, learner: Learner | None, ranks: Ranks, role: str = ""
@@ -121,7 +130,7 @@ class EngineMaker:
         groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
         num_slots = min(config.rollout.max_concurrent, groups * config.group_size)
         num_awake = 1 if self.takes_turns else max(1, len(self.owners))
-        if config.rollout.lagged[0] > 0 and actor.is_trained:  # a second one with older weights
+        if name in self.lagged:  # A second one has older weights.
             num_awake *= 2
         share = config.engine_memory_frac / num_awake
         spec = EngineSpec(

@@ -44,6 +44,7 @@ class StalePolicy(Plugin):
                         version = int(saved.metadata()["version"])
                     weights = load_file(file).items()
                 await self._renew(trainer.actors[name], weights, version)
+        await trainer.resume()
 
     async def after_sync(self, actor: str, version: int) -> None:
         if version % self.every == 0:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from rl_core.metrics import Metric
 
 
+# Ends the name of an actor's second engine, which samples with older weights. No actor's name has a
+# dot.
+STALE = ".older"
+
+
 class EngineDied(RunError):
     """The engine's process ended or does not answer. The message quotes the end of its log."""
 

@@ -90,6 +90,7 @@ RUNS = {
     "two engines, one awake": f"{TWO} --learner.offload phase",
     "two engines awake": f"{TWO} --rollout.engines_awake all",
     "older weights": f"{ONE} --rollout.lagged 0.5,2",
+    "older weights, episodes that go on": f"{ONE} --rollout.lagged 0.5,2 --max_staleness 1",
 }
 SIZES = (
     "--tasks_per_step 2 --group_size 2 --max_tokens 8 --max_prompt_tokens 16 --eval.num_tasks 2 "

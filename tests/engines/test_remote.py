@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from kit import engine_spec
 from test_engine_contract import GREEDY, LONG, load, make_embedded
 
 from rl_core.engines import remote
+from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.lease import DeviceLease
 from rl_core.engines.remote import (
     EngineServer,
@@ -246,3 +248,43 @@ def test_buckets_hold_as_much_as_they_may_and_a_larger_tensor_is_alone(monkeypat
         ["e"],
         ["f"],
     ]
+
+
+class Watched(EmbeddedEngine):
+    """Keeps which of several engines have memory of the device."""
+
+    def __init__(self, name: str, model, awake: list[set[str]]):
+        super().__init__(engine_spec(model))
+        self.name, self.awake = name, awake
+
+    async def wake(self) -> None:
+        await super().wake()
+        self.awake.append(self.awake[-1] | {self.name})
+
+    async def sleep(self) -> None:
+        await super().sleep()
+        self.awake.append(self.awake[-1] - {self.name})
+
+
+def test_of_engines_that_take_turns_one_is_awake_after_an_update_of_another(ranks, tiny_model):
+    awake: list[set[str]] = [set()]
+    names = ("policy", "policy.older")
+    engines = {name: Watched(name, load(tiny_model), awake) for name in names}
+    ranks = [SimpleNamespace(**(vars(one) | {"engine_ranks": 1})) for one in ranks[:2]]
+    server = threading.Thread(
+        target=lambda: asyncio.run(EngineServer(engines, DeviceLease(), ranks[1], 60).serve())
+    )
+    server.start()
+    newest, older = connect(list(engines), ranks[0], torch.float32, 60).values()
+
+    async def run() -> list[int]:
+        await newest.generate([3], GREEDY, seed=0)
+        await older.update(changed(tiny_model, 1.3).items(), version=3)
+        again = await newest.generate([3], GREEDY, seed=0)
+        other = await older.generate([3], GREEDY, seed=0)
+        await newest.close()
+        return [again.policy_version, other.policy_version]
+
+    assert asyncio.run(run()) == [0, 3]
+    server.join(60)
+    assert {"policy"} in awake and {"policy.older"} in awake and set(names) not in awake

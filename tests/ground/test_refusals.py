@@ -294,13 +294,11 @@ FLAGS = [
         "needs --preference.loss sigmoid",
     ),
     # older weights
-    (MODEL, "--rollout.lagged 0.5,4 --max_staleness 1", "leave out --max_staleness"),
     (
         MODEL,
         "--rollout.fixed_order true --engine sglang",
         "--rollout.fixed_order=true needs --engine embedded",
     ),
-    (MODEL, "--rollout.lagged 0.5,4 --engine_ranks 1", "leave out --max_staleness"),
     (MODEL, "--rollout.lagged 0.5,4 --actors.policy.engine_urls http://127.0.0.1:1", "engine_urls"),
     (BOB, "--rollout.lagged 0.5,4 --actors.alice.share bob", "share and engine_urls"),
     # actors

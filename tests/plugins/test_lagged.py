@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from kit import embedded, metrics, steps, trajectories, words
+from kit import embedded, metrics, run, run_ranks, steps, trajectories, words
 from safetensors.torch import load_file
 from test_engine_contract import needs_sglang
+from test_runs import assert_same_weights, lasting
 from transformers import AutoModelForCausalLM
 
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.sampling.actor import Actor
 from rl_core.train import main
-from rl_core.types import SamplingParams
+from rl_core.types import Completion, SamplingParams
 
 # Hooks that are not async run in threads, whose timing says what is computed together, and so how
 # it is rounded.
@@ -101,6 +103,14 @@ def models_of(out: Path, path: Path, num_steps: int) -> dict[int, torch.nn.Modul
     return models
 
 
+@torch.no_grad()
+def logprobs_by(model: torch.nn.Module, turn: dict) -> torch.Tensor:
+    """[L] of a turn's tokens, by transformers."""
+    prompt, sampled = turn["prompt_ids"], turn["completion"]["token_ids"]
+    logits = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
+
+
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=needs_sglang)])
 def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
     engine, talk, tiny_model, tmp_path
@@ -113,14 +123,6 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
     )
     assert main(words(talk, kept, num_steps, "--out", out)) == 0
     models = models_of(out, tiny_model, num_steps)
-
-    def logprobs(version: int, turn: dict) -> torch.Tensor:
-        prompt, sampled = turn["prompt_ids"], turn["completion"]["token_ids"]
-        with torch.no_grad():
-            logits = models[version](torch.tensor([prompt + sampled])).logits[
-                0, len(prompt) - 1 : -1
-            ]
-        return logits.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
 
     apart = 0.0
     for version, row in enumerate(steps(out)):
@@ -135,9 +137,10 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
                 torch.tensor(turn["completion"]["logprobs"]),
                 turn["completion"]["policy_version"],
             )
-            torch.testing.assert_close(own, logprobs(maker, turn), atol=2e-5, rtol=0)
+            torch.testing.assert_close(own, logprobs_by(models[maker], turn), atol=2e-5, rtol=0)
             if maker != version:
-                apart = max(apart, (own - logprobs(version, turn)).abs().max().item())
+                newest = logprobs_by(models[version], turn)
+                apart = max(apart, (own - newest).abs().max().item())
         sampled = [
             (v, len(turn["completion"]["token_ids"]))
             for t in found
@@ -186,3 +189,134 @@ def test_what_older_weights_said_is_corrected_unless_the_run_says_otherwise(talk
         norms[name] = [row["learn/policy/grad_norm"] for row in steps(tmp_path / name)]
     assert norms["default"] == pytest.approx(norms["tis"], rel=1e-4)
     assert norms["default"] != pytest.approx(norms["none"], rel=1e-3)
+
+
+def versions_of(turn: dict) -> list[int]:
+    """Of each token."""
+    return Completion(**turn["completion"]).policy_versions
+
+
+def renewed(version: int) -> int:
+    """The older weights that an engine has beside this version."""
+    return version - version % EVERY
+
+
+def check_logprobs(turns: list[dict], models: dict[int, torch.nn.Module]) -> None:
+    """Each token's logprob is that of the version that it names, and not that of others."""
+    apart = 0.0
+    for turn in turns:
+        own, versions = torch.tensor(turn["completion"]["logprobs"]), versions_of(turn)
+        for version, model in models.items():
+            by = logprobs_by(model, turn)
+            made = torch.tensor([v == version for v in versions])
+            torch.testing.assert_close(own[made], by[made], atol=2e-5, rtol=0)
+            if not made.all():
+                apart = max(apart, (own - by)[~made].abs().max().item())
+    assert apart > 1e-2, "one version says what another does"
+
+
+STALE = "--max_staleness 1 --tasks_per_step 2 --save_every 1 --keep_checkpoints 0"
+LONG = ["--sampling.stop", json.dumps(list("abcd"))]  # most turns are interrupted
+ORDERED = f"{STALE} --rollout.fixed_order true"
+# What samples -> flags, number of ranks.
+PLACES = {"the learner's ranks": ("", 1), "a rank of its own": ("--engine_ranks 1", 2)}
+
+
+@pytest.fixture
+def whole_run(talk, tmp_path):
+    """whole_run(place) -> the folder of a run of five steps, in which each weight is renewed beside
+    conversations that are under way."""
+
+    def made(place: str) -> Path:
+        more, ranks = PLACES[place]
+        return run(tmp_path / place, talk, LONG, ORDERED, more, "--num_steps 5", ranks=ranks)
+
+    return made
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_turn_that_an_update_interrupts_goes_on_with_the_weights_of_its_engine(
+    place, whole_run, tiny_model
+):
+    out = whole_run(place)
+    models = models_of(out, tiny_model, 5)
+    interrupted, spoken = set(), []
+    for version, row in enumerate(steps(out)):
+        found = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
+        begun = max(0, version - 1)  # when a step began, the step before had half of its turns
+        lags = []
+        for turns in (t["turns"] for t in found):
+            for number, turn in enumerate(turns):
+                # The newest weights, and the older ones, while the turn was sampled.
+                both = [[begun] * 6 + [version] * 6, [renewed(begun)] * 6 + [renewed(version)] * 6]
+                if number:
+                    both = [[version] * 12, [renewed(version)] * 12]
+                versions = versions_of(turn)
+                assert versions in [may[: len(versions)] for may in both]
+                interrupted.add((versions[0], versions[-1]))
+                lags += [version - v for v in versions]
+        older = [lag for lag in lags if lag]
+        assert row["rollout/policy/lagged_frac"] == len(older) / len(lags)
+        assert row.get("rollout/policy/lag_versions", 0) == pytest.approx(
+            sum(older) / max(1, len(older))
+        )
+        spoken += [turn for t in found[::3] for turn in t["turns"]]
+    check_logprobs(spoken, models)
+    # Turns by the newest weights, and by older ones that stayed and that were renewed.
+    assert {(1, 2), (2, 3), (0, 0), (0, 3)} <= interrupted
+
+
+def test_engines_on_ranks_of_their_own_give_what_they_give_in_turn_with_a_learner(whole_run):
+    one, other = (whole_run(place) for place in PLACES)
+    for a, b in zip(steps(one), steps(other), strict=True):
+        names = {name for name in a if not name.startswith(("time/", "pack/"))}
+        assert {n: b.get(n) for n in names} == pytest.approx({n: a[n] for n in names}, rel=1e-4)
+    assert_same_weights(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "more, ranks",
+    [
+        ("", 1),
+        ("--engine_ranks 1", 2),
+        pytest.param("--engine sglang", 1, marks=needs_sglang),
+        pytest.param("--engine sglang --engine_ranks 1", 2, marks=needs_sglang),
+    ],
+)
+def test_tokens_name_the_weights_that_sampled_them_whatever_the_order(
+    more, ranks, talk, tiny_model, tmp_path
+):
+    """With as many requests at once as there are episodes."""
+    out = tmp_path / "run"
+    flags = words(talk, LONG, STALE, more, "--num_steps 7 --out", out)
+    run_ranks(ranks, "-m", "rl_core.train", *flags, timeout_s=600)  # two servers start
+    models, spoken = models_of(out, tiny_model, 7), []
+    for version in range(7):
+        found = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
+        own = [turn for t in found for turn in t["turns"]]
+        assert {t["status"] for t in found} <= {"ok", "truncated"}
+        might = {max(0, version - 1), version}
+        might |= {renewed(v) for v in might}
+        versions = {v for turn in own for v in versions_of(turn)}
+        assert versions <= might
+        assert (version - 2) in versions or version not in (2, 5), "older weights say nothing"
+        spoken += own[::3]
+    check_logprobs(spoken, models)
+    assert all(row["learn/policy/grad_norm"] > 0 for row in steps(out))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_run_that_was_stopped_with_episodes_under_way_goes_on(
+    place, stop, whole_run, talk, tmp_path
+):
+    whole, parts = whole_run(place), tmp_path / "parts"
+    # What a run leaves that is killed before it saves again.
+    for file in ("metrics.jsonl", "env_code.yaml", f"checkpoints/step_{stop:06d}"):
+        (parts / file).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (whole / file).is_dir() else shutil.copy)(whole / file, parts / file)
+    more, ranks = PLACES[place]
+    run(parts, talk, LONG, ORDERED, more, "--num_steps 5 --resume", ranks=ranks)
+    assert not (parts / f"rollouts/step_{stop:06d}.jsonl.zst").exists(), "it began anew"
+    assert lasting(steps(whole)) == lasting(steps(parts))
+    assert_same_weights(whole, parts)

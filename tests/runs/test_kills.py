@@ -80,6 +80,8 @@ SETUPS = {
     "stale ppo": (f"{ASYNC} --max_staleness 1 --algorithm ppo --critic.lr 1e-2", 1),
     "stale, two ranks": (f"{ASYNC} --max_staleness 2", 2),
     "two ranks": (f"{RL} --rollout.fixed_order true --learner.offload phase", 2),
+    "stale, older weights": (f"{ASYNC} --max_staleness 1 {OLDER}", 1),
+    "engine rank, older weights": (f"{ASYNC} --max_staleness 1 --engine_ranks 1 {OLDER}", 2),
     "two learners, two engines": (f"{ASYNC} --max_staleness 1 --engine_ranks 2", 4),
 }
 NUM_FAULTS = 50

@@ -170,6 +170,7 @@ TWO_RANKS = {
     "shared, 4 bits": (f"{SHARED} --actors.bob.lora.quantize nf4", "--learner.offload phase"),
     "offload": (f"{PPO} --algo.kl_coef 0.1", "--learner.offload always"),
     "older weights": (f"{RL} {OLDER} --num_steps 4", ""),
+    "engine ranks, older weights": (f"{RL} {OLDER} --num_steps 4", "--engine_ranks 1"),
     "engine ranks": (f"{RL} --algo.correction none --eval_every 2", "--engine_ranks 1"),
     "tp": (f"{PPO} --algo.kl_coef 0.1", "--tp 2"),
     "cp": (f"{PPO} --algo.kl_coef 0.1", "--cp 2"),
