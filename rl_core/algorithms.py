@@ -51,6 +51,7 @@ class Algorithm:
     teacher_coef: float = 1.0
     teacher_loss: str = "sampled"
     teacher_beta: float = 0.5
+    teacher_top_k: int = 0
     learns_from: str = "episodes"  # or rows, or pairs of replies
     is_scoring: bool = False  # the model is a classifier of one label
     has_reference: bool = False  # whatever kl_coef is

@@ -46,6 +46,7 @@ class EnvConfig(Section, prefix="envs.NAME."):
     max_turns: AtLeast1 | None = flag(
         None, "turns of an episode here; default: the file's max_turns, 1 or 8"
     )
+    teacher: str | None = flag(None, "its own --algo.teacher; none: nobody teaches here")
 
 
 NO_ENV = EnvConfig()  # An environment without flags of its own.
@@ -159,12 +160,15 @@ class AlgoConfig(Section, prefix="algo."):
         only=(*RL, "dpo"),
     )
     teacher: str | None = flag(
-        None, "on-policy distillation: teacher's folder, hub name, or frozen actor"
+        None, "on-policy distillation: teacher's folder, hub name, actor, or server's URL"
     )
     teacher_coef: Positive | None = flag(None, "weight of the KL to the teacher; default: 1")
     teacher_loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] | None = flag(
         None,
         "sampled: each token's logprob as advantage; exact KL or jsd (GKD) over the vocabulary",
+    )
+    teacher_top_k: Count | None = flag(
+        None, "exact forms by a server: its likeliest tokens (top logprobs), all others as one"
     )
     teacher_beta: Fraction | None = flag(None, "jsd: beta, between forward and reverse KL")
     target_kl: NotNegative | None = flag(None, "early stop of a step above this KL; 0 is off")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -47,19 +47,26 @@ def make_learners(
     for name in sorted(config.trained, key=lambda name: bool(config.actors[name].share)):
         owner = learners.get(config.actors[name].share)
         shared = owner.policy if owner else None
-        learners[name] = make_learner(config.of(name), algorithms[name], name, ranks, shared)
+        own = config.of(name), algorithms[name], name
+        learners[name] = make_learner(*own, ranks, shared, learners)
     models = itertools.chain(*(learner.models() for learner in learners.values()))
     for model in dict.fromkeys(models):
         registry.choose_forward(model, ranks)
-    return {name: learners[name] for name in config.trained}
+    return {name: learners[name] for name in registry.learning_order(config)}
 
 
 def make_learner(
-    config: Config, algorithm: Algorithm, name: str, ranks: Ranks, shared: Policy | None = None
+    config: Config,
+    algorithm: Algorithm,
+    name: str,
+    ranks: Ranks,
+    shared: Policy | None = None,
+    learners: Mapping[str, Learner] | None = None,
 ) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the parts that
     the algorithm asks for. A reference and a critic start as the model at the start of the run.
-    `shared`: the model of which it trains an adapter."""
+    `shared`: the model of which it trains an adapter. `learners`: of all actors, once they are
+    made."""
     actor = config.actors[name]
     load = partial(
         make_policy, dtype=compute_dtype(config), ranks=ranks, attention=config.attention
@@ -83,6 +90,7 @@ def make_learner(
         policy=policy,
         adapter=adapter,
         ranks=ranks,
+        learners={} if learners is None else learners,
         load=load,
         make=make,
     )

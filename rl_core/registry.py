@@ -300,6 +300,15 @@ def teacher(learner: Any):
     return make_teacher(learner)
 
 
+def learning_order(config: Config) -> list[str]:
+    """The actors that learn, as they do one after the other."""
+    if not any(config.of(name).algo.teacher for name in config.trained):
+        return config.trained
+    from rl_core.plugins.teacher import pupils_first
+
+    return pupils_first(config)
+
+
 def kl_penalty(learner: Any):
     from rl_core.plugins.reference import KLPenalty
 

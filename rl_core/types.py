@@ -147,6 +147,7 @@ class TrainingSample:
     policy_versions: np.ndarray  # [L] int64, -1 where loss_mask is False
     advantages: np.ndarray  # [L] fp32, 0 where loss_mask is False
     group_id: str = ""  # samples of one group stay in one minibatch
+    env: str = ""  # in which it was sampled
     experts: np.ndarray | None = (
         None  # [L - 1, routers, top_k] int16, to which its tokens go; None: the learner chooses
     )
@@ -205,4 +206,4 @@ class PackedBatch:
     shard: SequenceShard | None = None  # this rank's part; None: all of it
     # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.
     experts: Tensor | None = None
-    teacher: Any = None  # what a teacher read of it
+    teacher: Any = None  # plugins/teacher.py's, of what teachers make of it

@@ -27,6 +27,7 @@ class Entry(NamedTuple):
     num_shared: int  # tokens that it and the last one of its group that is not skipped begin with
     num_trained: int  # tokens
     is_skipped: bool  # it needs no forward
+    env: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,6 +67,7 @@ def make_entries(samples: list[TrainingSample], rank: int, skips: bool) -> list[
             num_shared=shared,
             num_trained=int(sample.loss_mask.sum()),
             is_skipped=skips and not sample.advantages.any(),
+            env=sample.env,
         )
         entries.append(entry)
         if not entry.is_skipped:

@@ -4,6 +4,7 @@ TrainingSamples. G conversations of a group."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,7 +46,8 @@ def samples_of(
     trained: set[str] = set()
     for t, values in judged:
         scale = scales.get(t.env, 1.0)
-        samples += samples_from_turns(t.turns, [a / scale for a in values], t.group_id, trained)
+        found = samples_from_turns(t.turns, [a / scale for a in values], t.group_id, trained)
+        samples += [replace(sample, env=t.env) for sample in found]
     return samples
 
 

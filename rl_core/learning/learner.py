@@ -4,9 +4,9 @@ here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -83,6 +83,7 @@ class PartSpec:
     ranks: Ranks
     load: Callable[..., Policy]  # a further model from its folder
     make: Callable[..., Learner]  # a further learner
+    learners: Mapping[str, Learner] = field(default_factory=dict)  # all actors', once made
 
 
 class Learner:

@@ -114,7 +114,7 @@ def move_samples(
         if dp_rank == ranks.dp_rank:
             arrays = arrived[entry.rank]
             columns = {name: arrays.get(f"{entry.index}.{name}") for name in COLUMNS}
-            received[entry] = TrainingSample(**columns)
+            received[entry] = TrainingSample(**columns, env=entry.env)
     return received
 
 

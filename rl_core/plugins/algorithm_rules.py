@@ -101,6 +101,25 @@ OF_ALGORITHM = [
         "--algo.teacher_loss={a.teacher_loss} needs --algo.teacher",
     ),
     (
+        lambda c, a, f: c.cp > 1 and any(env.teacher for env in c.envs.values()),
+        "--cp={c.cp}: a teacher of some environments cannot read parts of sequences; take --cp 1",
+    ),
+    (
+        lambda c, a, f: has_server(c) and a.teacher_loss != "sampled" and not a.teacher_top_k,
+        "--algo.teacher_loss={a.teacher_loss} by a server compares its likeliest tokens: give "
+        "--algo.teacher_top_k, 20 is usual",
+    ),
+    (
+        lambda c, a, f: a.teacher_top_k and (a.teacher_loss == "sampled" or not has_server(c)),
+        "--algo.teacher_top_k={a.teacher_top_k} is for a teacher behind a URL and "
+        "--algo.teacher_loss reverse_kl, forward_kl or jsd",
+    ),
+    (
+        lambda c, a, f: has_server(c) and (c.sampling.temperature != 1 or c.sampling.top_k),
+        "a teacher behind a URL gives logprobs at temperature 1 over all tokens: take "
+        "--sampling.temperature 1 without top_k, top_p and min_p, or a teacher's folder",
+    ),
+    (
         lambda c, a, f: c.algo.teacher_beta is not None and a.teacher_loss != "jsd",
         "--algo.teacher_beta={a.teacher_beta} needs --algo.teacher_loss jsd",
     ),
@@ -170,6 +189,12 @@ OF_REFERENCE = [
         "--algo.reference_decay=1 would never renew the reference; take less, such as 0.99",
     ),
 ]
+
+
+def has_server(config: Config) -> bool:
+    """Whether a teacher is behind a URL."""
+    names = [config.algo.teacher, *(env.teacher for env in config.envs.values())]
+    return any(name and name.startswith(("http://", "https://")) for name in names)
 
 
 def check_algorithm(config: Config, algorithm: Algorithm, has_advantage_fn: bool) -> None:

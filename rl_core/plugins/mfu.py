@@ -11,6 +11,7 @@ from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import active_parameters
 from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin
+from rl_core.plugins.teacher import SampledTeacher
 
 # Dense bfloat16 of a GPU, by words of torch's name for it, the longer first.
 PEAK_TFLOPS = {
@@ -78,4 +79,15 @@ def mfu(learner: Learner, work: float, seconds: float, peak: float | None) -> di
     forwards += learner.algorithm.needs_reference
     backward = 2 if learner.adapter else 4  # frozen weights have no gradient
     passes = 2 * forwards + (2 + backward) * learner.config.learner.epochs
-    return {"mfu": Mean(passes * parameters * work / (seconds * peak * learner.ranks.size))}
+    flops = passes * parameters + 2 * read_parameters(learner)
+    return {"mfu": Mean(flops * work / (seconds * peak * learner.ranks.size))}
+
+
+def read_parameters(learner: Learner) -> float:
+    """Parameters that a token meets in the teachers of an actor: where environments have their own,
+    on average."""
+    sizes = []
+    for part in learner.parts:
+        if isinstance(part, SampledTeacher):
+            sizes += [active_parameters(model.hf) for model in part.models]
+    return sum(sizes) / max(1, len(sizes))

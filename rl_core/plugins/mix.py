@@ -35,6 +35,11 @@ def check_flags(config: Config) -> None:
         if name not in config.env_paths:
             near = nearest(name, config.env_paths)
             raise ValueError(f"--envs.{name}: --env_path has no such file; {near}")
+        if env.teacher and not any(config.of(actor).algo.teacher for actor in config.trained):
+            raise ValueError(
+                f"--envs.{name}.teacher={env.teacher} needs --algo.teacher, that of the other "
+                "environments"
+            )
         if (env.max_tokens or 0) > config.max_tokens:
             raise ValueError(
                 f"--envs.{name}.max_tokens={env.max_tokens} must be at most "

@@ -45,11 +45,11 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
                 "of the same family"
             )
     if actor.is_trained and (own.algo.teacher or own.algo.reference):
-        from rl_core.plugins.teacher import check_tokens, judges
+        from rl_core.plugins.teacher import check_teachers, judges
 
         for path in judges(own).values():
             read_beside(config, path)
-        check_tokens(own, name)
+        check_teachers(own, name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
     chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
     check_variables(chat)

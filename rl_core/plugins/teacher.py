@@ -3,73 +3,170 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 
-from rl_core.algorithms import Algorithm
+from rl_core.algorithms import Algorithm, sequence_sums
 from rl_core.config import Config
+from rl_core.data.packing import pack_samples
 from rl_core.data.pretrained import load_pretrained
-from rl_core.distributed import unsharded
-from rl_core.learning.learner import LearnerPart, PartSpec, mean_of
+from rl_core.distributed import Ranks, unsharded
+from rl_core.learning.learner import Learner, LearnerPart, PartSpec, mean_of
 from rl_core.learning.logprobs import head_factors
-from rl_core.learning.minibatches import Minibatch
+from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.learning.policy import PackedForward, Policy
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugins.divergence import (
     Factors,
     Form,
+    TopTokens,
     WholeVocabulary,
     fused_divergence,
     make_form,
 )
 from rl_core.plugins.reference import frozen_model
-from rl_core.types import PackedBatch, RunError
+from rl_core.types import PackedBatch, RunError, TrainingSample
 
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """What a teacher makes of the trained tokens of a batch, this rank's m of them with --cp."""
+    """What a teacher makes of trained tokens of a batch, of this rank's with --cp where it has
+    whole distributions."""
 
     logprobs: Tensor  # [M] nats
+    rows: Tensor | None = None  # [M] which of the batch's trained tokens these are; None: all
     # Of the teacher's head, on the CPU where the policy is on a GPU: hidden states [m, D], weight
-    # [V, D], temperature, cap. None: not asked for.
+    # [V, D], temperature, cap.
     factors: Factors | None = None
+    # [m, K] ids and logprobs of the likeliest tokens, of a teacher whose head is elsewhere.
+    top: tuple[Tensor, Tensor] | None = None
+
+    def divergence(self, student: Factors, form: Form) -> Tensor:
+        """[m] nats, from the student's distributions of these tokens."""
+        hidden_MD, weight_VD, *how = student
+        device, rows = hidden_MD.device, self.rows
+        if rows is not None:
+            hidden_MD = hidden_MD[rows]
+        weight_SD, first, split = own_rows(weight_VD)
+        num_ids, target = len(weight_SD), None
+        if self.top is not None:
+            target = TopTokens(*self.top, form, first)
+        else:
+            theirs_MD, theirs_VD, *their_how = self.factors
+            # The shorter vocabulary bounds both: rows beyond it only pad an embedding.
+            num_ids = max(0, min(num_ids, len(theirs_VD) - first))
+            theirs_SD = theirs_VD[first : first + num_ids].to(device)
+            target = WholeVocabulary((theirs_MD.to(device), theirs_SD, *their_how), form)
+        found = fused_divergence((hidden_MD, weight_SD, *how), target, num_ids, split)
+        if rows is None:
+            return found
+        return found.new_zeros(len(student[0])).index_copy(0, rows, found)
+
+
+# A batch in the place of the learner's, and which of the learner's trained tokens it has.
+OwnBatch = tuple[PackedBatch, Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class OfTeachers:
+    """What a batch has of each teacher."""
+
+    own: list[OwnBatch | None]  # that it reads in the place of the batch
+    readings: list[Reading] = field(default_factory=list)  # once it has read
 
 
 class ModelTeacher:
-    """A frozen model that reads batches. What else can be asked so may be a teacher too."""
+    """A frozen model that reads batches."""
+
+    is_fixed = True  # its weights stay as they are
+    adapter = ""  # of the policy
 
     def __init__(self, policy: Policy, temperature: float):
         self.policy, self.temperature = policy, temperature
-        self.models = (policy,)
         self.weight_VD: Tensor | None = None  # of the head, unsharded
 
-    def on_device(self) -> AbstractContextManager:
-        return self.policy.on_device()
+    @property
+    def models(self) -> tuple[Policy, ...]:
+        return (self.policy,)
+
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> OwnBatch | None:
+        """What it reads instead of the batch of these samples; None: the batch."""
+        return None
+
+    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[Reading]:
+        if not self.is_fixed:
+            self.weight_VD = None
+        with self.policy.on_device():
+            return [self.read(batch, is_exact) for batch in batches]
 
     def read(self, batch: PackedBatch, is_exact: bool = False) -> Reading:
         """`is_exact`: with what whole distributions are computed from. Every rank must call it,
-        inside on_device(). Raises RunError for a model whose head is not a product."""
+        with the policy on the device. Raises RunError for a model whose head is not a product."""
         view = HeadInputs(self.policy)
 
         def forward(policy: Policy, *batch: Any) -> tuple[Tensor, ...]:
             return policy.forward_pass(view, *batch)
 
-        logprobs = self.policy(batch, self.temperature, "", forward if is_exact else None)[0]
+        how = self.temperature, self.adapter, forward if is_exact else None
+        logprobs = self.policy(batch, *how)[0]
         if not is_exact:
             return Reading(logprobs=logprobs)
         check_factors(view)
-        hidden_MD, weight_VD, *how = view.factors
+        hidden_MD, weight_VD, *scale = view.factors
         if self.weight_VD is None:
-            # FSDP frees what it gathered.
             whole = unsharded(weight_VD.detach())
-            self.weight_VD = whole.clone().cpu() if self.policy.is_sharded else whole.cpu()
-        return Reading(logprobs=logprobs, factors=(hidden_MD.detach().cpu(), self.weight_VD, *how))
+            # FSDP frees what it gathered, and a learner changes what it has.
+            is_kept = self.is_fixed and not self.policy.is_sharded
+            self.weight_VD = whole.cpu() if is_kept else whole.clone().cpu()
+        factors = hidden_MD.detach().cpu(), self.weight_VD, *scale
+        return Reading(logprobs=logprobs, factors=factors)
+
+
+class ActorTeacher(ModelTeacher):
+    """Another actor that learns, as it is when its pupil learns: before its own update of the
+    step."""
+
+    is_fixed = False
+
+    def __init__(self, learners: Mapping[str, Learner], name: str, temperature: float):
+        """`learners`: of this rank. That of the teacher may be made later."""
+        self.learners, self.name, self.temperature = learners, name, temperature
+        self.weight_VD = None
+
+    @property
+    def policy(self) -> Policy:
+        return self.learners[self.name].policy
+
+    @property
+    def adapter(self) -> str:
+        return self.learners[self.name].adapter
+
+
+class OfEnvironments:
+    """A teacher that reads the samples of some environments alone."""
+
+    def __init__(self, teacher: Any, envs: list[str], ranks: Ranks):
+        self.teacher, self.envs, self.ranks = teacher, envs, ranks
+        self.read_all = teacher.read_all
+
+    @property
+    def models(self) -> tuple[Policy, ...]:
+        return self.teacher.models
+
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> OwnBatch | None:
+        is_own = [sample.env in self.envs for sample in samples]
+        own = [sample for sample, is_here in zip(samples, is_own, strict=True) if is_here]
+        rows = torch.tensor(is_own, dtype=torch.bool)[batch.sequences].nonzero()[:, 0]
+        return to_device(pack_samples(own), self.ranks.device), rows.to(self.ranks.device)
 
 
 class HeadInputs:
@@ -86,31 +183,23 @@ class HeadInputs:
 
 
 class Compared(HeadInputs):
-    """A policy with a third output: [m] the divergence of trained tokens from what a teacher
+    """A policy with a third output: [m] the divergence of trained tokens from what teachers
     read."""
 
-    def __init__(self, policy: Policy, reading: Reading, form: Form):
+    def __init__(self, policy: Policy, readings: list[Reading], form: Form):
         super().__init__(policy)
-        self.reading, self.form = reading, form
+        self.readings, self.form = readings, form
 
     def outputs(self, hidden_MD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, ...]:
         logprobs, entropy = super().outputs(hidden_MD, labels, temperature)
-        hidden_MD, weight_VD, *how = self.factors
-        weight_SD, first, split = own_rows(weight_VD)
-        theirs_MD, theirs_VD, *their_how = self.reading.factors
-        num_ids = min(len(weight_VD), len(theirs_VD)) - first
-        num_ids = max(0, min(num_ids, len(weight_SD)))
-        theirs_SD = theirs_VD[first : first + num_ids]
-        device = hidden_MD.device
-        target = WholeVocabulary(
-            (theirs_MD.to(device), theirs_SD.to(device), *their_how), self.form
-        )
-        divergence = fused_divergence((hidden_MD, weight_SD, *how), target, num_ids, split)
+        divergence = torch.zeros_like(entropy)
+        for reading in self.readings:
+            divergence = divergence + reading.divergence(self.factors, self.form)
         return logprobs, entropy, divergence
 
 
 class ComparedForward(PackedForward):
-    """The policy's own forward, with the divergence from what a teacher read of the batch."""
+    """The policy's own forward, with the divergence from what teachers read of the batch."""
 
     def __init__(self, form: Form):
         self.form = form
@@ -120,9 +209,9 @@ class ComparedForward(PackedForward):
         self, policy: Policy, batch: PackedBatch, temperature: float
     ) -> tuple[Tensor, ...]:
         self.divergence = None
-        if batch.teacher is None:  # it has not read yet
+        if not batch.teacher.readings:
             return policy.forward_pass(policy, batch, temperature)
-        view = Compared(policy, batch.teacher, self.form)
+        view = Compared(policy, batch.teacher.readings, self.form)
         outputs = policy.forward_pass(view, batch, temperature)
         check_factors(view)
         # FSDP gathers weights for the backward of what a forward returns.
@@ -136,22 +225,42 @@ class SampledTeacher(LearnerPart):
 
     is_exact = False
 
-    def __init__(self, teacher: ModelTeacher, coef: float):
-        self.teacher, self.coef = teacher, coef
-        self.models = teacher.models
+    def __init__(self, teachers: list[Any], coef: float):
+        self.teachers, self.coef = teachers, coef
+
+    @property
+    def models(self) -> tuple[Policy, ...]:
+        return tuple(itertools.chain(*(teacher.models for teacher in self.teachers)))
+
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
+        own = [teacher.packed(batch, samples) for teacher in self.teachers]
+        return replace(batch, teacher=OfTeachers(own=own))
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {}
-        with self.teacher.on_device():
-            for batch in batches:
-                reading = self.teacher.read(batch, self.is_exact)
-                kl = batch.rollout_logprobs - reading.logprobs
-                self.learn_from(batch, reading, kl)
+        readings: list[list[Reading]] = [[] for _ in batches]
+        for number, teacher in enumerate(self.teachers):
+            own = [batch.teacher.own[number] for batch in batches]
+            asked = list(map(asked_of, batches, own))
+            found = teacher.read_all(asked, self.is_exact)
+            for reading, mine, of_batch in zip(found, own, readings, strict=True):
+                if mine is not None:
+                    reading.rows = mine[1]
+                of_batch.append(reading)
+        for batch, of_batch in zip(batches, readings, strict=True):
+            for reading in of_batch:
+                rows = slice(None) if reading.rows is None else reading.rows
+                kl = batch.rollout_logprobs[rows] - reading.logprobs
                 add_metrics(metrics, {"teacher_kl_nats": mean_of(kl)})
+                self.learn_from(batch, rows, kl)
+            batch.teacher.readings = of_batch
         return metrics
 
-    def learn_from(self, batch: PackedBatch, reading: Reading, kl: Tensor) -> None:
-        batch.advantages = batch.advantages - self.coef * kl
+    def learn_from(self, batch: PackedBatch, rows: Any, kl: Tensor) -> None:
+        """`kl`: of the trained tokens of these rows."""
+        advantages = batch.advantages.clone()
+        advantages[rows] -= self.coef * kl
+        batch.advantages = advantages
 
 
 class ExactTeacher(SampledTeacher):
@@ -160,29 +269,44 @@ class ExactTeacher(SampledTeacher):
 
     is_exact = True
 
-    def __init__(self, teacher: ModelTeacher, algorithm: Algorithm):
-        super().__init__(teacher, algorithm.teacher_coef)
+    def __init__(self, teachers: list[Any], algorithm: Algorithm):
+        super().__init__(teachers, algorithm.teacher_coef)
         self.algorithm = algorithm
         form = make_form(algorithm.teacher_loss, algorithm.teacher_beta)
         self.forward_pass = ComparedForward(form)
+        self.batch: PackedBatch | None = None  # of the last forward
         self.denominator = 1
         self.found: dict[str, Metric] = {}
 
-    def learn_from(self, batch: PackedBatch, reading: Reading, kl: Tensor) -> None:
-        batch.teacher = reading
+    def learn_from(self, batch: PackedBatch, rows: Any, kl: Tensor) -> None:
+        """Advantages stay as they are."""
+
+    def around(self, batch: PackedBatch) -> AbstractContextManager:
+        self.batch = batch
+        return nullcontext()
 
     def before_update(self, learner: Any, minibatch: Minibatch, step: float) -> dict[str, Metric]:
         self.denominator = minibatch.denominator
         return {}
 
     def loss(self) -> Tensor:
-        divergence = self.forward_pass.divergence
-        add_metrics(self.found, {"teacher_loss_nats": mean_of(divergence)})
-        return self.coef * divergence.sum() / self.denominator
+        losses = self.forward_pass.divergence
+        add_metrics(self.found, {"teacher_loss_nats": mean_of(losses)})
+        if self.algorithm.aggregation == "sequence":
+            losses = losses / sequence_sums(torch.ones_like(losses), self.batch)
+        return self.coef * losses.sum() / self.denominator
 
     def metrics(self) -> dict[str, Metric]:
-        found, self.found = self.found, {}
+        found, self.found, self.batch = self.found, {}, None
         return found
+
+
+def asked_of(batch: PackedBatch, own: OwnBatch | None) -> PackedBatch:
+    """The batch that a teacher reads, by the same ids from which tokens were drawn."""
+    if own is None:
+        return batch
+    other, rows = own
+    return replace(other, labels=batch.labels[rows])
 
 
 def check_factors(view: HeadInputs) -> None:
@@ -203,50 +327,115 @@ def own_rows(weight_VD: Tensor) -> tuple[Tensor, int, Any]:
 
 
 def make_teacher(learner: PartSpec) -> SampledTeacher:
-    """A copy of the teacher's weights in the dtype of compute, sharded as the policy is, and on a
-    GPU CPU-offloaded while it is not used."""
+    """What learns from the teachers of an actor's environments, each made once."""
     config, algorithm = learner.config, learner.algorithm
-    model = frozen_model(learner, teacher_path(config))
-    teacher = ModelTeacher(model, config.sampling.temperature)
+    by_name = envs_by_teacher(config)
+    teachers = []
+    for name, envs in by_name.items():
+        teacher = make_reader(learner, name)
+        if len(envs) < len(config.env_paths):
+            teacher = OfEnvironments(teacher, envs, learner.ranks)
+        teachers.append(teacher)
     if algorithm.teacher_loss == "sampled":
-        return SampledTeacher(teacher, algorithm.teacher_coef)
-    return ExactTeacher(teacher, algorithm)
+        return SampledTeacher(teachers, algorithm.teacher_coef)
+    return ExactTeacher(teachers, algorithm)
 
 
-def teacher_path(config: Config) -> str:
-    """Of a folder, a hub name, or the model of a frozen actor of the run. Raises ValueError for an
-    actor that learns, or that is behind a URL."""
-    name = config.algo.teacher
+def make_reader(learner: PartSpec, name: str) -> Any:
+    """The teacher of this name: a server; another actor that learns; else a copy of the weights in
+    the dtype of compute, sharded as the policy is, and on a GPU CPU-offloaded while it is not
+    used."""
+    config = learner.config
+    if is_url(name):
+        from rl_core.plugins.teacher_server import ServerTeacher
+
+        num_top, at_once = learner.algorithm.teacher_top_k, config.rollout.max_concurrent
+        # Other ranks wait for this one's answers as long as for anything.
+        return ServerTeacher(name, num_top, learner.ranks, at_once, config.timeout_s / 2)
+    temperature = config.sampling.temperature
+    if name in config.trained:
+        return ActorTeacher(learner.learners, name, temperature)
+    return ModelTeacher(frozen_model(learner, teacher_path(config, name)), temperature)
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def envs_by_teacher(config: Config) -> dict[str, list[str]]:
+    """Name of a teacher -> the environments whose samples it reads."""
+    if not config.algo.teacher:
+        return {}
+    found: dict[str, list[str]] = {}
+    for env in config.env_paths:
+        name = config.env(env).teacher or config.algo.teacher
+        if name != "none":
+            found.setdefault(name, []).append(env)
+    return found
+
+
+def teacher_path(config: Config, name: str) -> str:
+    """Of a folder, a hub name, or the model of an actor of the run."""
     actor = config.actors.get(name)
-    if actor is None:
-        return name
-    if actor.api or actor.is_trained:
-        raise ValueError(
-            f"--algo.teacher={name} is an actor that learns or has an api; name a folder, a hub "
-            "name, or an actor that is frozen here"
-        )
-    return actor.model
+    return name if actor is None else actor.model
+
+
+def pupils_first(config: Config) -> list[str]:
+    """The actors that learn, each before those that teach it: a teacher is as it was when the step
+    began. Raises ValueError for actors that teach each other."""
+    teachers = {name: envs_by_teacher(config.of(name)) for name in config.trained}
+    order: list[str] = []
+    left = list(config.trained)
+    while left:
+        ready = [name for name in left if not any(name in teachers[pupil] for pupil in left)]
+        if not ready:
+            raise ValueError(
+                f"--algo.teacher: of {', '.join(left)} each is taught by an actor that learns and "
+                "would change before it reads; give one of them a frozen teacher"
+            )
+        order += ready
+        left = [name for name in left if name not in ready]
+    return order
 
 
 def judges(config: Config) -> dict[str, str]:
-    """Flag -> path of the models that an actor is compared with, but for its own."""
+    """What it is -> path of the models that an actor is compared with and that are loaded beside
+    its own."""
     paths = {}
     if config.algo.reference:
         paths["reference"] = config.algo.reference
-    if config.algo.teacher:
-        paths["teacher"] = teacher_path(config)
+    for name, envs in envs_by_teacher(config).items():
+        if not is_url(name) and name not in config.trained:
+            is_of_all = len(envs) == len(config.env_paths)
+            what = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
+            paths[what] = teacher_path(config, name)
     return paths
 
 
-def check_tokens(config: Config, name: str) -> None:
-    """Raises ValueError unless an actor's teacher and reference read the actor's tokens."""
-    for flag, path in judges(config).items():
-        check_same_tokens(f"--algo.{flag}={path}", path, config.actors[name].model)
+def check_teachers(config: Config, name: str) -> None:
+    """Raises ValueError unless an actor's teachers and reference read the actor's tokens, and can
+    be asked."""
+    pupils_first(config)
+    path = config.actors[name].model
+    if config.algo.reference:
+        check_same_tokens(f"--algo.reference={config.algo.reference}", config.algo.reference, path)
+    for teacher in envs_by_teacher(config):
+        flag = f"--algo.teacher={teacher}"
+        if is_url(teacher):
+            from rl_core.plugins.teacher_server import check_same_texts
+
+            check_same_texts(teacher, load_pretrained(AutoTokenizer, path), path)
+            continue
+        actor = config.actors.get(teacher)
+        if actor is not None and actor.api:
+            raise ValueError(
+                f"{flag} is an actor behind an api, of which only texts are known; name its server "
+                "if that gives prompt_logprobs: --algo.teacher http://host:port/v1"
+            )
+        check_same_tokens(flag, teacher_path(config, teacher), path)
 
 
 def check_same_tokens(flag: str, path: str, own_path: str) -> None:
-    from transformers import AutoTokenizer
-
     own = load_pretrained(AutoTokenizer, own_path)
     other = load_pretrained(AutoTokenizer, path)
     pairs = zip_longest(tokens_by_id(own), tokens_by_id(other))

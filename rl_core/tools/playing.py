@@ -62,7 +62,9 @@ def read_flags(
         before = [] if has_model else ["--model", options.models[0]]
     alone = (f"--{name}={value}" for name, value in ALONE.items())
     config = read_config([*before, *flags, *alone, f"--out={out}"])
-    config = checked(replace(config, actors=dict(map(without_learning, config.actors.items()))))
+    envs = {name: replace(env, teacher=None) for name, env in config.envs.items()}
+    actors = dict(map(without_learning, config.actors.items()))
+    config = checked(replace(config, actors=actors, envs=envs))
     if not config.is_rl or not config.env_path:
         raise ValueError(
             f"--algorithm {config.algorithm} has no episodes to play; name an environment by "

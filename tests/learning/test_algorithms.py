@@ -84,6 +84,7 @@ DEFAULTS = {
     "teacher_coef": 1.0,
     "teacher_loss": "sampled",
     "teacher_beta": 0.5,
+    "teacher_top_k": 0,
     "learns_from": "episodes",
     "is_scoring": False,
     "has_reference": False,

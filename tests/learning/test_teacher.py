@@ -1,20 +1,24 @@
 """On-policy distillation: a teacher's logprobs as advantages."""
 
 import json
+import math
 import re
 import shutil
 
 import pytest
 import torch
-from kit import gradient, make_learner, run, sample, steps, words
+from kit import answer, gradient, learn, make_learner, of_ranks, run, sample, steps, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
+from rl_core.distributed import init_ranks
+from rl_core.models import make_learners
 from rl_core.plan import choose_algorithm
 from rl_core.plugins.env_file import load_env
 from rl_core.plugins.run_warnings import compares_groups
-from rl_core.plugins.teacher import check_tokens
-from rl_core.registry import checked_chat
+from rl_core.plugins.teacher import check_teachers
+from rl_core.registry import check_options, checked_chat
 from rl_core.tools.replay import replay
 
 PLAIN = "--algorithm opd --algo.normalize none"
@@ -126,6 +130,21 @@ def test_a_frozen_actor_of_the_run_may_be_the_teacher_of_one_actor(tmp_path, tin
         ("--algo.teacher_coef 2", "--algo.teacher_coef needs --algo.teacher"),
         ("--algorithm ppo --algo.teacher t", "a critic does not know the teacher's part"),
         ("--algo.reference t", "--algo.reference needs --algo.kl_coef"),
+        ("--algo.teacher_loss jsd", "--algo.teacher_loss=jsd needs --algo.teacher"),
+        ("--algo.teacher t --algo.teacher_beta 0.1", "needs --algo.teacher_loss jsd"),
+        (
+            "--algo.teacher t --algo.teacher_loss jsd --algo.teacher_beta 0",
+            "--algo.teacher_beta=0.0 must be between 0 and 1",
+        ),
+        (
+            "--algo.teacher http://h:1 --algo.teacher_loss jsd",
+            "by a server compares its likeliest tokens: give --algo.teacher_top_k",
+        ),
+        ("--algo.teacher t --algo.teacher_top_k 5", "is for a teacher behind a URL"),
+        (
+            "--algo.teacher http://h:1 --sampling.temperature 0.7",
+            "a teacher behind a URL gives logprobs at temperature 1",
+        ),
         (
             "--algorithm opd --algo.teacher t --algo.teacher_coef 2",
             "--algo.teacher_coef changes nothing",
@@ -150,13 +169,132 @@ def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_differing_id
     tokenizer.save_pretrained(other)
     flags = ["--model", tiny_model, "--env_path e.py --out x --algorithm opd --algo.teacher", other]
     with pytest.raises(ValueError, match=f"token {last} is '<new>' instead of None"):
-        check_tokens(parse_config(words(*flags)), "policy")
+        check_teachers(parse_config(words(*flags)), "policy")
 
 
-def test_an_actor_that_learns_is_no_teacher(tiny_model):
+TWO = "--env_path e.py --out x --actors.eve.model {eve} --actors.bob.model {bob} "
+TAUGHT = "--actors.bob.algorithm opd --actors.bob.algo.teacher eve "
+
+
+def two_actors(bob, eve, more: str = ""):
+    return parse_config(words((TWO + TAUGHT + more).format(bob=bob, eve=eve)))
+
+
+def test_an_actor_that_learns_teaches_as_it_was_before_its_own_update(tiny_model, teacher):
+    config = two_actors(tiny_model, teacher, "--engine embedded")
+    algorithms = {
+        n: make_algorithm(config.of(n).algorithm, config.of(n).algo) for n in config.trained
+    }
+    learners = make_learners(config, algorithms, init_ranks(60))
+    # It learns after its pupil, though it is named first.
+    assert list(learners) == ["bob", "eve"]
+    (minibatch,), _ = learners["bob"].shard([sample([5, 6, 7, 8], [0, 0, 1, 1], 0.0, "a")])
+    other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    for _ in range(2):
+        found = learners["bob"].annotate([minibatch])["teacher_kl_nats"].value
+        with torch.no_grad():
+            gain = logprobs_of(other, [5, 6, 7, 8])[1:] + 4.6
+        assert found == pytest.approx(-gain.mean().item(), abs=1e-4)
+        # Whatever it learns, it teaches then.
+        for weight in other.parameters():
+            weight.data *= 1.1
+        for weight in learners["eve"].policy.hf.parameters():
+            weight.data *= 1.1
+
+
+def test_the_head_of_a_teacher_that_learns_is_read_again(tiny_model, teacher):
+    config = two_actors(tiny_model, teacher, "--actors.bob.algo.teacher_loss forward_kl")
+    algorithms = {
+        n: make_algorithm(config.of(n).algorithm, config.of(n).algo) for n in config.trained
+    }
+    learners = make_learners(config, algorithms, init_ranks(60))
+    losses = []
+    for _ in range(2):
+        [row] = learn(learners["bob"], [sample([5, 6, 7, 8], [0, 0, 1, 1], 0.0, "a")])
+        losses.append(row["teacher_loss_nats"])
+        head = learners["eve"].policy.hf.get_output_embeddings()
+        head.weight.data.zero_()
+    student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        logp = student(torch.tensor([[5, 6, 7, 8]])).logits[0, 1:3].log_softmax(-1)
+    # Its distribution is even. One step at 1e-6 does not move the student.
+    expected = (-math.log(logp.shape[1]) - logp.mean(-1)).mean().item()
+    assert losses[1] == pytest.approx(expected, abs=1e-3)
+    assert abs(losses[0] - losses[1]) > 0.01
+
+
+def test_actors_that_teach_each_other_or_themselves_are_refused(tiny_model):
+    mutual = two_actors(tiny_model, tiny_model, "--actors.eve.algo.teacher bob")
+    with pytest.raises(ValueError, match="of eve, bob each is taught by an actor that learns"):
+        check_teachers(mutual.of("bob"), "bob")
     flags = "--env_path e.py --out x --algorithm opd --algo.teacher policy --model"
-    with pytest.raises(ValueError, match="policy is an actor that learns"):
-        check_tokens(parse_config(words(flags, tiny_model)), "policy")
+    with pytest.raises(ValueError, match="give one of them a frozen teacher"):
+        check_teachers(parse_config(words(flags, tiny_model)), "policy")
+
+
+SPLIT = (
+    "--env_path a.py,b.py,c.py --envs.b.teacher {other} --envs.c.teacher none --algo.teacher {one}"
+)
+OF_ENVS = [
+    sample([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1], 0.0, "1"),
+    sample([5, 6, 20, 21], [0, 0, 1, 1], 0.0, "2"),
+    sample([30, 31, 32, 33], [0, 1, 1, 1], 0.0, "3"),
+]
+for of_env, name in zip(OF_ENVS, "abc", strict=True):
+    of_env.env = name
+
+
+def gradients_by_environment(ranks, model: str, flags: str, out: str) -> None:
+    mine = [s for number, s in enumerate(OF_ENVS) if number % 2 == ranks.rank]
+    _, found = gradient(model, mine, PLAIN, flags, ranks=ranks)
+    torch.save(found, f"{out}.{ranks.rank}")
+
+
+@pytest.mark.parametrize("form", ["sampled", "reverse_kl"])
+def test_each_environment_has_a_teacher_of_its_own_or_none(tmp_path, make_model, teacher, form):
+    model, other = make_model(), make_model(seed=8, hidden=48)
+    flags = SPLIT.format(one=teacher, other=other) + f" --algo.teacher_loss {form}"
+    _, found = gradient(model, OF_ENVS, PLAIN, flags)
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    total, num_tokens = torch.zeros(()), sum(int(s.loss_mask[1:].sum()) for s in OF_ENVS)
+    for s, path in zip(OF_ENVS[:2], (teacher, other), strict=True):
+        ids, mask = s.token_ids.tolist(), torch.tensor(s.loss_mask[1:])
+        judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            gain = logprobs_of(judge, ids)[mask] - torch.tensor(s.rollout_logprobs[1:])[mask]
+            logq = judge(torch.tensor([ids])).logits[0, :-1][mask].log_softmax(-1)
+        logp = student(torch.tensor([ids])).logits[0, :-1][mask].log_softmax(-1)
+        if form == "sampled":
+            total = total - (gain * logprobs_of(student, ids)[mask]).sum()
+        else:
+            total = total + (logp.exp() * (logp - logq)).sum()
+    (total / num_tokens).backward()
+    for name, weight in student.named_parameters():
+        if name in found:
+            torch.testing.assert_close(found[name], weight.grad, atol=2e-6, rtol=1e-4)
+    # A sample's environment is known on the rank that learns from it.
+    of_ranks(2, __file__, "gradients_by_environment", model, flags, tmp_path / "taken")
+    for rank in range(2):
+        for name, value in torch.load(f"{tmp_path / 'taken'}.{rank}").items():
+            torch.testing.assert_close(value, found[name], atol=2e-6, rtol=1e-4)
+
+
+def test_a_teacher_of_one_environment_needs_that_of_the_others():
+    config = parse_config(words("--model m --env_path e.py --out x --envs.e.teacher t"))
+    with pytest.raises(ValueError, match=r"--envs\.e\.teacher=t needs --algo\.teacher"):
+        check_options(config)
+
+
+def test_two_environments_are_taught_in_a_run(tmp_path, tiny_model, teacher):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(ASK)
+    flags = (
+        f"--env_path {tmp_path / 'one.py'},{tmp_path / 'two.py'} --algorithm opd --max_tokens 4 "
+        f"--tasks_per_step 2 --group_size 2 --num_steps 2 --algo.teacher {teacher} "
+        f"--envs.two.teacher none --algo.teacher_loss jsd --model {tiny_model}"
+    )
+    found = [row["learn/policy/teacher_loss_nats"] for row in steps(run(tmp_path / "run", flags))]
+    assert len(found) == 2 and min(found) > 0
 
 
 def test_rewards_by_advantage_fn_are_not_added_to_a_teacher_unasked(tmp_path):
@@ -196,3 +334,7 @@ def test_a_step_replayed_with_another_objective_has_the_same_teacher(tmp_path, t
     found = replay(out, 1, ["--algo.clip_low=0.3"])
     kl = "learn/policy/teacher_kl_nats"
     assert found.replayed[kl] == found.recorded[kl] > 0
+
+
+if __name__ == "__main__":
+    answer(globals())

@@ -101,7 +101,7 @@ def test_a_teacher_is_as_large_as_the_one_that_a_learner_has(flags, make_model):
     asked = ["--algo.teacher", str(teacher), "--actors.policy.lora.rank", "4"]
     plan = make_plan(parse_config([*flags, *asked]))
     learner = Trainer(plan, init_ranks(60)).learners["policy"]
-    held = sum(p.nbytes for p in kit.part_of(learner, "Teacher").policy.parameters())
+    held = sum(p.nbytes for p in kit.part_of(learner, "SampledTeacher").models[0].parameters())
     table = facts(plan)["actors"]["policy"]["bytes_on_one_rank"]
     assert table["teacher"] == {"sample": 0, "learn": held}
 
