@@ -295,7 +295,7 @@ def critic(learner: Any):
 
 
 def teacher(learner: Any):
-    from rl_core.plugins.teacher import make_teacher
+    from rl_core.plugins.teachers import make_teacher
 
     return make_teacher(learner)
 
@@ -304,7 +304,7 @@ def learning_order(config: Config) -> list[str]:
     """The actors that learn, as they do one after the other."""
     if not any(config.of(name).algo.teacher for name in config.trained):
         return config.trained
-    from rl_core.plugins.teacher import pupils_first
+    from rl_core.plugins.teachers import pupils_first
 
     return pupils_first(config)
 

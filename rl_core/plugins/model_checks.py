@@ -45,7 +45,7 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
                 "of the same family"
             )
     if actor.is_trained and (own.algo.teacher or own.algo.reference):
-        from rl_core.plugins.teacher import check_teachers, judges
+        from rl_core.plugins.teachers import check_teachers, judges
 
         for path in judges(own).values():
             read_beside(config, path)

@@ -7,20 +7,16 @@ import itertools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
 
 from rl_core.algorithms import Algorithm, sequence_sums
-from rl_core.config import Config
 from rl_core.data.packing import pack_samples
-from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, unsharded
-from rl_core.learning.learner import Learner, LearnerPart, PartSpec, mean_of
+from rl_core.learning.learner import Learner, LearnerPart, mean_of
 from rl_core.learning.logprobs import head_factors
 from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.learning.policy import PackedForward, Policy
@@ -33,7 +29,6 @@ from rl_core.plugins.divergence import (
     fused_divergence,
     make_form,
 )
-from rl_core.plugins.reference import frozen_model
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
 
@@ -324,129 +319,3 @@ def own_rows(weight_VD: Tensor) -> tuple[Tensor, int, Any]:
     from rl_core.plugins.tensor_parallel import own_slice
 
     return own_slice(weight_VD)
-
-
-def make_teacher(learner: PartSpec) -> SampledTeacher:
-    """What learns from the teachers of an actor's environments, each made once."""
-    config, algorithm = learner.config, learner.algorithm
-    by_name = envs_by_teacher(config)
-    teachers = []
-    for name, envs in by_name.items():
-        teacher = make_reader(learner, name)
-        if len(envs) < len(config.env_paths):
-            teacher = OfEnvironments(teacher, envs, learner.ranks)
-        teachers.append(teacher)
-    if algorithm.teacher_loss == "sampled":
-        return SampledTeacher(teachers, algorithm.teacher_coef)
-    return ExactTeacher(teachers, algorithm)
-
-
-def make_reader(learner: PartSpec, name: str) -> Any:
-    """The teacher of this name: a server; another actor that learns; else a copy of the weights in
-    the dtype of compute, sharded as the policy is, and on a GPU CPU-offloaded while it is not
-    used."""
-    config = learner.config
-    if is_url(name):
-        from rl_core.plugins.teacher_server import ServerTeacher
-
-        num_top, at_once = learner.algorithm.teacher_top_k, config.rollout.max_concurrent
-        # Other ranks wait for this one's answers as long as for anything.
-        return ServerTeacher(name, num_top, learner.ranks, at_once, config.timeout_s / 2)
-    temperature = config.sampling.temperature
-    if name in config.trained:
-        return ActorTeacher(learner.learners, name, temperature)
-    return ModelTeacher(frozen_model(learner, teacher_path(config, name)), temperature)
-
-
-def is_url(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
-def envs_by_teacher(config: Config) -> dict[str, list[str]]:
-    """Name of a teacher -> the environments whose samples it reads."""
-    if not config.algo.teacher:
-        return {}
-    found: dict[str, list[str]] = {}
-    for env in config.env_paths:
-        name = config.env(env).teacher or config.algo.teacher
-        if name != "none":
-            found.setdefault(name, []).append(env)
-    return found
-
-
-def teacher_path(config: Config, name: str) -> str:
-    """Of a folder, a hub name, or the model of an actor of the run."""
-    actor = config.actors.get(name)
-    return name if actor is None else actor.model
-
-
-def pupils_first(config: Config) -> list[str]:
-    """The actors that learn, each before those that teach it: a teacher is as it was when the step
-    began. Raises ValueError for actors that teach each other."""
-    teachers = {name: envs_by_teacher(config.of(name)) for name in config.trained}
-    order: list[str] = []
-    left = list(config.trained)
-    while left:
-        ready = [name for name in left if not any(name in teachers[pupil] for pupil in left)]
-        if not ready:
-            raise ValueError(
-                f"--algo.teacher: of {', '.join(left)} each is taught by an actor that learns and "
-                "would change before it reads; give one of them a frozen teacher"
-            )
-        order += ready
-        left = [name for name in left if name not in ready]
-    return order
-
-
-def judges(config: Config) -> dict[str, str]:
-    """What it is -> path of the models that an actor is compared with and that are loaded beside
-    its own."""
-    paths = {}
-    if config.algo.reference:
-        paths["reference"] = config.algo.reference
-    for name, envs in envs_by_teacher(config).items():
-        if not is_url(name) and name not in config.trained:
-            is_of_all = len(envs) == len(config.env_paths)
-            what = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
-            paths[what] = teacher_path(config, name)
-    return paths
-
-
-def check_teachers(config: Config, name: str) -> None:
-    """Raises ValueError unless an actor's teachers and reference read the actor's tokens, and can
-    be asked."""
-    pupils_first(config)
-    path = config.actors[name].model
-    if config.algo.reference:
-        check_same_tokens(f"--algo.reference={config.algo.reference}", config.algo.reference, path)
-    for teacher in envs_by_teacher(config):
-        flag = f"--algo.teacher={teacher}"
-        if is_url(teacher):
-            from rl_core.plugins.teacher_server import check_same_texts
-
-            check_same_texts(teacher, load_pretrained(AutoTokenizer, path), path)
-            continue
-        actor = config.actors.get(teacher)
-        if actor is not None and actor.api:
-            raise ValueError(
-                f"{flag} is an actor behind an api, of which only texts are known; name its server "
-                "if that gives prompt_logprobs: --algo.teacher http://host:port/v1"
-            )
-        check_same_tokens(flag, teacher_path(config, teacher), path)
-
-
-def check_same_tokens(flag: str, path: str, own_path: str) -> None:
-    own = load_pretrained(AutoTokenizer, own_path)
-    other = load_pretrained(AutoTokenizer, path)
-    pairs = zip_longest(tokens_by_id(own), tokens_by_id(other))
-    for token_id, (token, other_token) in enumerate(pairs):
-        if token != other_token:
-            raise ValueError(
-                f"{flag} has another tokenizer than {own_path}: token {token_id} is "
-                f"{other_token!r} instead of {token!r}; take a model of the same family"
-            )
-
-
-def tokens_by_id(tokenizer: Any) -> list[str | None]:
-    ids = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-    return [ids.get(token_id) for token_id in range(max(ids) + 1)]

@@ -96,7 +96,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     """What a learner holds on one rank. Weights, gradients and optimizer state are fp32, sharded.
     `plan`: with the actor's own settings."""
     from rl_core.learning.loading import compute_dtype
-    from rl_core.plugins.teacher import judges
+    from rl_core.plugins.teachers import judges
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
     learner = config.learner

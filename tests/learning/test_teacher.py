@@ -17,7 +17,7 @@ from rl_core.models import make_learners
 from rl_core.plan import choose_algorithm
 from rl_core.plugins.env_file import load_env
 from rl_core.plugins.run_warnings import compares_groups
-from rl_core.plugins.teacher import check_teachers
+from rl_core.plugins.teachers import check_teachers
 from rl_core.registry import check_options, checked_chat
 from rl_core.tools.replay import replay
 

@@ -17,7 +17,7 @@ from kit import answer, gradient, of_ranks, run, sample, steps, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config
-from rl_core.plugins.teacher import check_teachers
+from rl_core.plugins.teachers import check_teachers
 from rl_core.types import RunError
 
 PLAIN = "--algorithm opd --algo.normalize none"
