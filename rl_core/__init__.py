@@ -7,8 +7,12 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """Config, imported when it is asked for. `train` is a module that can be called
-    (rl_core/tools/python_api.py)."""
+    """Config and Environment, imported when they are asked for. `train` is a module that can be
+    called (rl_core/tools/python_api.py)."""
+    if name == "Environment":
+        from rl_core.tools.python_envs import Environment
+
+        return Environment
     if name == "Config":
         from rl_core.config import Config
 

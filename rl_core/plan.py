@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,6 @@ from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.rules import check
 from rl_core.sampling.env import Env
 
-OnStep = Callable[[Any, dict[str, float]], None]
-
 
 @dataclass(kw_only=True)
 class Plan:
@@ -39,8 +37,8 @@ class Plan:
     chats: dict[str, Chat] = field(default_factory=dict)  # of the actors that have a model here
     endpoints: dict[str, Any] = field(default_factory=dict)  # actors behind a URL
     sft_dataset: Any = None  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
-    # Called after each step with the trainer and the step's metrics.
-    on_step: OnStep | None = None
+    # Of a script: each is called with the trainer, and gives a Plugin.
+    plugins: Sequence[Callable[[Any], Any]] = ()
 
     @property
     def algorithm(self) -> Algorithm:
@@ -50,20 +48,20 @@ class Plan:
 
 def make_plan(
     config: Config,
-    module: ModuleType | None = None,
+    modules: Mapping[str, ModuleType] | None = None,
     is_planned: bool = False,
-    on_step: OnStep | None = None,
+    plugins: Sequence[Callable[[Any], Any]] = (),
 ) -> Plan:
-    """`module`: instead of --env_path's file. `is_planned`: the run is for another machine. Raises
-    ValueError."""
+    """`modules`: instead of files of --env_path, by the names of environments. `is_planned`: the
+    run is for another machine. Raises ValueError."""
     registry.quiet()
     config = choose_engine(config, config.engine_ranks or num_ranks(), is_planned)
     check_folder(Path(config.out), config.resume)
     if config.trackers:
         registry.check_trackers(config.trackers)
-    config, envs = load_envs(config, module)
+    config, envs = load_envs(config, modules)
     plan = plan_learning(config, envs)
-    plan.on_step = on_step
+    plan.plugins = plugins
     plan.train = train_tasks(config, envs)
     if config.eval_every:
         plan.eval = eval_tasks(config, envs)
@@ -104,13 +102,15 @@ def check_folder(out: Path, is_resumed: bool) -> None:
         )
 
 
-def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config, dict[str, Env]]:
+def load_envs(
+    config: Config, modules: Mapping[str, ModuleType] | None = None
+) -> tuple[Config, dict[str, Env]]:
     """(the configuration with --max_turns filled in, environments by the names of their files). The
-    flags' limits hold, then a file's own. `module`: instead of a file."""
+    flags' limits hold, then a file's own. `modules`: instead of files."""
     envs, sections = {}, {}
     for name, path in config.env_paths.items():
-        own, section = module, config.env(name)
-        if module is None and "://" in path:
+        own, section = (modules or {}).get(name), config.env(name)
+        if own is None and "://" in path:
             own = registry.served_environment(path)
         env = registry.env_file().load_env(
             path,

@@ -561,12 +561,6 @@ def log_samples(trainer: Any):
     return LogSamples(trainer)
 
 
-def on_step(trainer: Any):
-    from rl_core.plugins.on_step import OnStep
-
-    return OnStep(trainer)
-
-
 def signal_handler(trainer: Any):
     from rl_core.plugins.signal_handler import SignalHandler
 
@@ -634,8 +628,10 @@ PLUGINS = (
     (lambda trainer: trainer.config.keep_best, best_keeper),
     (lambda trainer: trainer.config.log_samples, log_samples),
     (lambda trainer: trainer.config.eval_every, evaluation),
-    (lambda trainer: trainer.plan.on_step, on_step),
-    # Last: evaluations end before signals are caught, and what is saved is what the others have.
+)
+# After a script's own: evaluations end before signals are caught, and what is saved is what the
+# others have.
+LAST_PLUGINS = (
     (lambda trainer: True, signal_handler),
     (lambda trainer: True, failure_limit),
     (lambda trainer: True, checkpointer),
@@ -645,4 +641,6 @@ PLUGINS = (
 
 
 def make_plugins(trainer: Any) -> list[Any]:
-    return [make(trainer) for is_wanted, make in PLUGINS if is_wanted(trainer)]
+    own = tuple((lambda trainer: True, make) for make in trainer.plan.plugins)
+    table = PLUGINS + own + LAST_PLUGINS
+    return [make(trainer) for is_wanted, make in table if is_wanted(trainer)]

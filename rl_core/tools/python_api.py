@@ -1,5 +1,4 @@
-"""train() for scripts and notebooks: one device, with the environment and the rows as Python
-objects.
+"""train() for scripts and notebooks: with environments and rows as Python objects.
 
 from rl_core import Config, train
 result = train(Config(model="Qwen/Qwen3-0.6B", out="runs/first"), env=reward_fn, data=[{"prompt": "2
@@ -15,15 +14,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, checked, from_sections
+from rl_core.plugin import Plugin
+from rl_core.rules import split
+from rl_core.tools.python_envs import Environment, Rows, as_list, with_environments
 
 if TYPE_CHECKING:
     from rl_core.trainer import Trainer
 
-Rows = Sequence[dict[str, Any]]  # a list, or a table of `datasets`
 OnStep = Callable[[int, dict[str, float]], Any]
 
 
@@ -44,39 +44,51 @@ class TrainResult:
 def train(
     config: Config,
     *,
-    env: str | Path | ModuleType | Callable | None = None,
+    env: Any = None,
     data: Rows | None = None,
     eval_data: Rows | None = None,
     on_step: OnStep | None = None,
+    plugins: Sequence[Callable[[Trainer], Plugin]] = (),
+    nproc: int = 1,
 ) -> TrainResult:
-    """What a run on this process's device has learned; the files are those of the command.
+    """What a run has learned, on this process's device; the files are those of the command.
 
-    `env`: an environment's file or module, or a function that is its reward_fn. `data`,
-    `eval_data`: rows instead of config.data.train and .eval. Sections of the configuration may be
-    dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)`, in the run's thread, ends
-    the run by returning False; then a checkpoint is saved, and as well at Ctrl-C. Raises ValueError
-    for a mistake and RunError where a run cannot go on.
+    `env`: an environment's file or module, a function that is its reward_fn, an Environment, or a
+    list of these. `data`, `eval_data`: rows instead of config.data.train and .eval. Sections of the
+    configuration may be dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)`, in the
+    run's thread, ends the run by returning False; then a checkpoint is saved, and as well at
+    Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin. `nproc`: ranks on this machine, in
+    processes of their own. Raises ValueError for a mistake and RunError where a run cannot go on.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
-            "train() is for one device: several ranks are started by torchrun -m rl_core.train"
+            "train() starts its own ranks (nproc=2): leave out torchrun, or call it as torchrun -m "
+            "rl_core.train"
         )
-    if eval_data is not None and not config.eval_every:
+    config, environments = with_objects(config, env, {"train": data, "eval": eval_data})
+    has_eval = any(env.eval_data is not None for env in environments)
+    if has_eval and not config.eval_every:
         raise ValueError(
             "eval_data needs Config(eval_every=...): how many steps lie between evaluations"
         )
-    config, module = with_objects(config, env, {"train": data, "eval": eval_data})
+    if nproc > 1:
+        from rl_core.tools.python_ranks import run_ranks
+
+        if on_step is not None or plugins:
+            raise ValueError(
+                f"nproc={nproc}: on_step and plugins are called in this process, where no rank is; "
+                "leave them out, or give nproc=1"
+            )
+        run_ranks(config, environments, nproc)
+        return read_result(config)
     stop = threading.Event()
 
-    def after_step(trainer: Trainer, metrics: dict[str, float]) -> None:
-        if on_step is not None and on_step(trainer.step, metrics) is False:
-            trainer.end("ended by on_step")
-        if stop.is_set():
-            trainer.end("interrupted", is_interrupted=True)
+    def callback(trainer: Trainer) -> StepCallback:
+        return StepCallback(trainer, on_step, stop)
 
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
-        running = pool.submit(run_here, config, module, after_step)
+        running = pool.submit(run_here, config, environments, (*plugins, callback))
         try:
             running.result()
         except KeyboardInterrupt:
@@ -87,26 +99,40 @@ def train(
     return read_result(config)
 
 
+class StepCallback(Plugin):
+    """Calls a function of the script after each step, which may end the run."""
+
+    def __init__(self, trainer: Trainer, on_step: OnStep | None, stop: threading.Event):
+        super().__init__(trainer)
+        self.on_step, self.stop = on_step, stop
+        self.evaluated: dict[str, float] = {}  # since the last call
+
+    async def before_step(self, step: int) -> None:
+        self.evaluated = {}
+
+    async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.evaluated = metrics
+
+    async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        metrics = metrics | self.evaluated
+        if self.on_step is not None and self.on_step(step, metrics) is False:
+            self.trainer.end("ended by on_step")
+        if self.stop.is_set():
+            self.trainer.end("interrupted", is_interrupted=True)
+
+
 def with_objects(
     config: Config, env: Any, rows: dict[str, Rows | None]
-) -> tuple[Config, ModuleType | None]:
-    """The checked configuration, and the module of an environment that no file tells."""
-    config, module = from_sections(without_paths(asdict(config))), None
-    if isinstance(env, ModuleType):
-        module, config.env_path = env, getattr(env, "__file__", None) or env.__name__
-    elif callable(env):
-        module, config.env_path = ModuleType("reward_fn"), "reward_fn"
-        module.reward_fn = env
-    elif env is not None:
-        config.env_path = str(env)
+) -> tuple[Config, list[Environment]]:
+    """The checked configuration, and its environments."""
+    config = from_sections(without_paths(asdict(config)))
+    environments = as_list(split(config.env_path) if env is None else env)
     rows = {split: own for split, own in rows.items() if own is not None}
-    if rows and not (config.env_path or config.is_rl):
-        module, config.env_path = ModuleType("data"), "data"
-        module.reward_fn = lambda messages: 0.0  # nothing is sampled that it could score
-    for split in rows:
-        setattr(config.data, split, None)
-    config = checked(config)
-    return config, with_rows(config, module, rows) if rows else module
+    if rows and not (environments or config.is_rl):
+        # Nothing is sampled that it could score.
+        environments = [Environment(lambda messages: 0.0, name="data")]
+    config, environments = with_environments(config, environments, rows)
+    return checked(config), environments
 
 
 def without_paths(given: dict[str, Any]) -> dict[str, Any]:
@@ -119,27 +145,10 @@ def without_paths(given: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) -> ModuleType:
-    """A copy of the environment's module whose load_tasks gives these rows."""
-    from rl_core.plugins.env_hooks import execute_file
-
-    if module is None and "://" in config.env_path:
-        from rl_core.service.client import load_module
-
-        module = load_module(config.env_path)
-    module = module or execute_file(config.env_path)
-    own = getattr(module, "load_tasks", lambda split: [])
-    copy = ModuleType(module.__name__)
-    vars(copy).update(
-        vars(module), load_tasks=lambda split: rows[split] if split in rows else own(split)
-    )
-    return copy
-
-
 def run_here(
     config: Config,
-    module: ModuleType | None,
-    on_step: Callable[[Trainer, dict[str, float]], None],
+    environments: list[Environment],
+    plugins: Sequence[Callable[[Trainer], Plugin]],
 ) -> None:
     """The run itself."""
     from rl_core.distributed import close_ranks, init_ranks
@@ -149,7 +158,8 @@ def run_here(
     from rl_core.run_folder import locked
     from rl_core.trainer import Trainer, run_to_end
 
-    plan = make_plan(config, module, on_step=on_step)
+    modules = {env.name: env.module() for env in environments if not env.is_file}
+    plan = make_plan(config, modules, plugins=plugins)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     try:
         with locked(Path(config.out)):

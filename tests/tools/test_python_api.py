@@ -18,10 +18,12 @@ import sys
 
 import pytest
 import torch
-from kit import DATA, DIGITS, ROOT, metrics, run, weights
+from kit import DATA, DIGITS, ROOT, metrics, run, trajectories, weights
 
-from rl_core import Config, train
+from rl_core import Config, Environment, train
 from rl_core.config import LoraConfig, OptimConfig
+from rl_core.metrics import Mean
+from rl_core.plugin import Plugin
 from rl_core.types import RunError
 
 ROWS = [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
@@ -103,6 +105,75 @@ def test_on_step_ends_the_run_with_a_checkpoint_from_which_it_goes_on(config_of,
     ]
 
 
+def test_environments_are_values_that_add_up(config_of, tmp_path):
+    file = tmp_path / "digits.py"
+    file.write_text(DIGITS)
+    long = Environment(len_of, name="long", data=ROWS[:3], eval_data=ROWS[3:5], weight=3)
+    digits = Environment(file, max_tokens=4)
+    held_out = Environment(lambda completion: 1.0, name="held_out", eval_data=ROWS[5:], weight=0)
+    both = [*(long + digits), held_out]
+    assert long + digits + held_out == both and [env.name for env in both] == [
+        "long",
+        "digits",
+        "held_out",
+    ]
+    config = config_of("mix", tasks_per_step=4, eval_every=2, eval={"samples": 0})
+    result = train(config, env=long + digits + held_out)
+    line = result.metrics
+    for name in ("long", "digits", "held_out"):
+        assert f"eval/{name}/greedy_score" in line
+    assert line["eval/held_out/greedy_score"] == 1.0
+    drawn = [
+        row for n in (1, 2) for row in trajectories(result.out / f"rollouts/step_{n:06d}.jsonl.zst")
+    ]
+    of_long = {row["task_id"] for row in drawn if row["env"] == "long"}
+    assert of_long == {"train/0", "train/1", "train/2"}
+    assert {row["env"] for row in drawn} == {"long", "digits"}
+    counts = [sum(row["env"] == name for row in drawn) for name in ("long", "digits")]
+    assert counts == [24, 8], "3 of 4 tasks, in groups of 4, in 2 steps"
+    with pytest.raises(ValueError, match="two environments have the name 'reward_fn'"):
+        train(config_of("twice"), env=[len_of, len_of])
+    with pytest.raises(ValueError, match="rows of one environment, these are 2"):
+        train(config_of("rows"), env=[len_of, file], data=ROWS)
+
+
+def test_a_plugin_of_the_script_has_the_hooks_of_ours(config_of):
+    seen = []
+
+    class Mine(Plugin):
+        async def after_rollout(self, step, groups):
+            self.trainer.note("rollout/policy/", {"mine": Mean(step)})
+            seen.append((step, len(groups)))
+
+        def state(self):
+            return {"mine": len(seen)}
+
+    result = train(config_of("own"), env=len_of, data=ROWS, plugins=[Mine])
+    assert seen == [(0, 2), (1, 2)] and result.metrics["rollout/policy/mine"] == 1.0
+    state = json.loads((result.out / "checkpoints/step_000002/state.json").read_text())
+    assert state["mine"] == 2
+
+
+def test_two_ranks_from_python_are_those_of_the_command(config_of, tiny_model, tmp_path, capsys):
+    file = tmp_path / "digits.py"
+    file.write_text(DIGITS)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:5]))
+    flags = [f"--{name}={value}" for name, value in SIZES.items()]
+    flags += ["--model", tiny_model, "--env_path", file, "--data.train", tmp_path / "rows.jsonl"]
+    run(tmp_path / "command", flags, ranks=2)
+    result = train(config_of("python"), env=file, data=ROWS[:5], nproc=2)
+    assert result.step == 2 and "saved step 2" in capsys.readouterr().out
+    theirs, ours = weights(tmp_path / "command"), weights(result.out)
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    with pytest.raises(ValueError, match="reward_fn must be a file, for other processes read it"):
+        train(config_of("function"), env=len_of, data=ROWS, nproc=2)
+    with pytest.raises(ValueError, match="on_step and plugins are called in this process"):
+        train(config_of("called"), env=file, on_step=lambda *_: None, nproc=2)
+    with pytest.raises(RunError, match="no such file"):
+        config = config_of("missing", data={"train": str(tmp_path / "none.jsonl")})
+        train(config, env=file, nproc=2)
+
+
 def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path, capsys):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -177,7 +248,7 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         on_step=lambda step, found: 1 / 0,
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(ValueError, "one device", config_of("a"), env=len_of, data=ROWS)
+    refused(ValueError, "starts its own ranks", config_of("a"), env=len_of, data=ROWS)
     assert "error:" not in capsys.readouterr().err
 
 
@@ -227,7 +298,7 @@ def test_every_code_block_of_the_page_runs(tiny_model, tmp_path, monkeypatch):
     for block in blocks:
         block = block.replace("float(answer in completion)", "len(completion) / 8")
         exec(block.replace("Qwen/Qwen3-0.6B", str(tiny_model)), names)
-    assert len(blocks) == 4 and len(names["rewards"]) == 4 and names["result"].step == 2
+    assert len(blocks) == 6 and len(names["rewards"]) == 4 and names["result"].step == 2
     assert (
         names["model"].num_parameters() > 0 and names["dpo"].step == names["calculator"].step == 2
     )

@@ -1,0 +1,129 @@
+"""Environments as Python values, for train()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rl_core.config import Config, EnvConfig
+
+Rows = Sequence[dict[str, Any]]  # a list, or a table of `datasets`
+Source = str | Path | ModuleType | Callable
+
+
+@dataclass
+class Environment:
+    """An environment of a run. `math + code` is a list of both, which train() takes.
+
+    `source`: its file, its module, or a function that is its reward_fn. `name`: of its metrics, by
+    default that of the file. `data`, `eval_data`: rows instead of its own. `weight`: its share of a
+    step's tasks; 0: it is only evaluated. `max_tokens`, `max_turns`: its own limits.
+    """
+
+    source: Source
+    name: str = ""
+    data: Rows | None = None
+    eval_data: Rows | None = None
+    weight: float = 1.0
+    max_tokens: int | None = None
+    max_turns: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            self.name = Path(self.path.partition("?")[0]).stem
+
+    def __add__(self, other: Environment | list[Environment]) -> list[Environment]:
+        return [self, *as_list(other)]
+
+    def __radd__(self, others: list[Environment]) -> list[Environment]:
+        return [*others, self]
+
+    @property
+    def path(self) -> str:
+        """As errors name it."""
+        if isinstance(self.source, ModuleType):
+            return getattr(self.source, "__file__", None) or self.source.__name__
+        return "reward_fn" if callable(self.source) else str(self.source)
+
+    @property
+    def flag(self) -> str:
+        """As --env_path has it. The run names an environment by its file."""
+        is_named_so = Path(self.path.partition("?")[0]).stem == self.name
+        return self.path if is_named_so else self.name
+
+    @property
+    def rows(self) -> dict[str, Rows]:
+        given = {"train": self.data, "eval": self.eval_data}
+        return {split: rows for split, rows in given.items() if rows is not None}
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the run reads it by --env_path alone."""
+        return self.flag == self.path and not (self.rows or callable(self.source))
+
+    def module(self) -> ModuleType:
+        """A copy of its module, whose load_tasks gives its rows."""
+        from rl_core.plugins.env_hooks import execute_file
+
+        if isinstance(self.source, ModuleType):
+            module = self.source
+        elif callable(self.source):
+            module = ModuleType(self.name)
+            module.reward_fn = self.source
+        elif "://" in self.path:
+            from rl_core.service.client import load_module
+
+            module = load_module(self.path)
+        else:
+            module = execute_file(self.path)
+        copy = ModuleType(module.__name__)
+        vars(copy).update(vars(module))
+        if self.rows:
+            own, rows = getattr(module, "load_tasks", lambda split: []), self.rows
+            copy.load_tasks = lambda split: rows[split] if split in rows else own(split)
+        return copy
+
+
+def as_list(env: Any) -> list[Environment]:
+    """Environments of what train() is given: one or several of files, modules, functions and
+    Environments."""
+    if env is None:
+        return []
+    if isinstance(env, (list, tuple)):
+        return [one for part in env for one in as_list(part)]
+    return [env if isinstance(env, Environment) else Environment(env)]
+
+
+def with_environments(
+    config: Config, environments: list[Environment], rows: dict[str, Rows]
+) -> tuple[Config, list[Environment]]:
+    """The configuration that names them. `rows`: of the only one. Raises ValueError if two have one
+    name."""
+    if rows and len(environments) > 1:
+        raise ValueError(
+            f"data and eval_data are rows of one environment, these are {len(environments)}: give "
+            "each its own by Environment(source, data=..., eval_data=...)"
+        )
+    if rows and environments:
+        data, eval_data = rows.get("train"), rows.get("eval")
+        environments = [replace(environments[0], data=data, eval_data=eval_data)]
+    names = [env.name for env in environments]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"two environments have the name {name!r}: give Environment(source, name=...)"
+            )
+    sections = dict(config.envs)
+    for env in environments:
+        own = {"weight": env.weight, "max_tokens": env.max_tokens, "max_turns": env.max_turns}
+        if EnvConfig(**own) != EnvConfig():
+            sections[env.name] = replace(sections.get(env.name, EnvConfig()), **own)
+    if environments:
+        path = ",".join(env.flag for env in environments)
+        config = replace(config, env_path=path, envs=sections)
+    for split in rows:
+        setattr(config.data, split, None)
+    return config, environments

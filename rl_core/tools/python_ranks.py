@@ -1,0 +1,68 @@
+"""train(nproc=2): a run on several ranks of this machine, from Python."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from rl_core.config import Config, EnvConfig, to_yaml
+from rl_core.rules import split
+from rl_core.tools.python_envs import Environment, Rows
+from rl_core.types import RunError
+
+
+def run_ranks(config: Config, environments: list[Environment], nproc: int) -> None:
+    """Runs `rl-core train` with this configuration. Rows lie in OUT.rows, which a resumed run reads
+    again. Ctrl-C saves when the step is done. Raises ValueError for an environment that is no file,
+    and RunError if the run fails."""
+    folder = Path(f"{config.out}.rows")
+    for env in environments:
+        if config.is_rl and not (env.flag == env.path and is_path(env.path)):
+            raise ValueError(
+                f"nproc={nproc}: {env.name} must be a file, for other processes read it: write the "
+                "function into a file, and give its path, without another name"
+            )
+        section = config.data
+        if len(environments) > 1:
+            section = config.envs.setdefault(env.name, EnvConfig())
+        for part, rows in env.rows.items():
+            setattr(section, part, str(write_rows(folder / f"{env.name}.{part}.jsonl", rows)))
+    if not config.is_rl:
+        config.env_path = None  # A script's rows have no file.
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-m", "rl_core.cli", "train", "--nproc_per_node", str(nproc)]
+    run = subprocess.Popen(
+        [*command, "--config", str(folder / "config.yaml")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches this process alone.
+    )
+    last = ""
+    try:
+        for line in run.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+        status = run.wait()
+    except KeyboardInterrupt:
+        run.send_signal(signal.SIGTERM)
+        for line in run.stdout:
+            print(line, end="", flush=True)
+        run.wait()
+        raise
+    if status:
+        raise RunError(last.removeprefix("error: "))
+
+
+def is_path(text: str) -> bool:
+    return "://" in text or all(Path(part).is_file() for part in split(text))
+
+
+def write_rows(file: Path, rows: Rows) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
+    return file
