@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rl_core import registry
 from rl_core.config import Config
 from rl_core.data.chat import Chat
@@ -16,9 +18,11 @@ from rl_core.host_copies import release_cached_memory
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import compute_dtype
 from rl_core.learning.policy import end_token_ids
+from rl_core.metrics import Metric, add_metrics
 from rl_core.plan import Plan
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import STALE, Engine
+from rl_core.types import TrainingSample
 
 
 class Device:
@@ -90,6 +94,17 @@ class ActorRuntime:
             yield self.learner
         self.device.hand_over()
 
+    def learn(self, samples: list[TrainingSample], step: int) -> dict[str, Metric]:
+        """The metrics of one step of the learner, which is on the device. Every rank must call
+        it."""
+        if self.device.ranks.device.type == "cuda":
+            torch.cuda.set_device(self.device.ranks.device)  # each thread has its own
+        minibatches, metrics = self.learner.shard(samples)
+        of_learner = self.learner.annotate(minibatches)
+        add_metrics(of_learner, self.learner.step(minibatches, step))
+        add_metrics(metrics, of_learner, prefix=f"learn/{self.name}/")
+        return metrics
+
     async def sync(self, version: int) -> None:
         """The engine gets the learner's weights. One that shares them only drops what it computed
         with the old. Every rank must call it: gathering a weight is a collective."""
@@ -107,11 +122,11 @@ class ActorRuntime:
 
 
 def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[str, ActorRuntime]:
-    """All actors of a run on this rank. Where rows are learned they have no engines."""
+    """All actors of a run as this rank sees them. Where rows are learned they have no engines."""
     config, lease, is_elsewhere = plan.config, None, ranks.engine_ranks and not ranks.is_engine
     engines: dict[str, Engine | None] = {}
     if config.is_rl:
-        maker = registry.engine_maker(config)
+        maker = registry.engine_maker(config, plan.local)
         if is_elsewhere:
             dtype = compute_dtype(config)
             names = [*plan.chats, *maker.stale_names]
@@ -119,6 +134,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         else:
             engines = maker.make_all(plan.chats, learners, ranks)
             lease = registry.device_lease() if maker.takes_turns else None
+        engines |= registry.placed_engines(plan, ranks)
     if config.learner.kernels == "liger":
         # Last, since what is loaded after it is of Liger's classes, which lack options of some
         # models.
@@ -133,7 +149,8 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
             actor.engine, actor.adapter = engines[name], maker.adapter_of(name)
             actor.shares_weights = maker.shares_weights(actor.learner)
             own = actor.engine, actor.adapter, engines.get(name + STALE)
-            actor.speaker = make_speaker(config, name, plan.chats[name], lease, *own)
+            own_lease = lease if name in plan.local else None
+            actor.speaker = make_speaker(config, name, plan.chats[name], own_lease, *own)
     return actors
 
 

@@ -267,6 +267,9 @@ class ActorConfig(Section, prefix="actors.NAME."):
     lora: LoraConfig = flag(LoraConfig, "adapters")
     algorithm: Literal[RL] | None = flag(None, "its own preset; default: --algorithm", only=RL)
     learn_every: AtLeast1 = flag(1, "it learns in every so many-th step, by its samples", only=RL)
+    ranks: str | None = flag(
+        None, "ranks of its own, such as 4-7: actors apart learn at the same time", only=RL
+    )
     engine_tp: AtLeast1 | None = flag(None, "its own --engine_tp")
     engine_args: str | None = flag(None, "its own --engine_args")
     engine_memory_frac: MemoryFraction | None = flag(None, "its own --engine_memory_frac")

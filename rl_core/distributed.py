@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,7 +77,8 @@ class Ranks:
     # Ranks that hold parts of the same sequences; None if that is this one.
     cp_group: dist.ProcessGroup | None = None
     engine_ranks: int = 0  # how many ranks only sample; 0: each rank does both
-    is_engine: bool = False  # this is one of them
+    is_engine: bool = False  # its engines are asked by ranks that play episodes
+    group: int = 0  # number of its process group; 0 plays episodes
     store: dist.Store = dataclasses.field(default_factory=dist.HashStore)  # shared by all ranks
 
     @property
@@ -107,11 +109,17 @@ class Ranks:
         return self.store.check([name])
 
 
-def init_ranks(timeout_s: float, mesh: Mesh | None = None, is_sharded: bool = False) -> Ranks:
+def init_ranks(
+    timeout_s: float,
+    mesh: Mesh | None = None,
+    is_sharded: bool = False,
+    groups: Sequence[Sequence[int]] = (),
+) -> Ranks:
     """This process's place, from the variables that torchrun sets. Several ranks are a process
     group, and so is one that alone is to hold its weights as shards, as mixed precision asks.
     Without a mesh all are data parallel. Ranks beyond the mesh only sample: they and those that
-    learn are each a process group of their own, numbered from 0."""
+    learn are each a process group of their own, numbered from 0. So is each of `groups`, whose
+    first plays episodes; the mesh is that of this rank's."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -125,24 +133,27 @@ def init_ranks(timeout_s: float, mesh: Mesh | None = None, is_sharded: bool = Fa
     else:
         store = dist.HashStore()
     store.set_timeout(timeout)
+    engine_ranks = 0 if groups else size - mesh.size
+    groups = groups or (range(mesh.size), range(mesh.size, size))
+    number = [rank in group for group in groups].index(True)
     ranks = Ranks(
-        rank=rank,
-        size=mesh.size,
+        rank=groups[number].index(rank),
+        size=len(groups[number]),
         device=device,
-        engine_ranks=size - mesh.size,
+        engine_ranks=engine_ranks,
+        is_engine=number > 0,
+        group=number,
         store=dist.PrefixStore("rl_core", store),
     )
-    if ranks.engine_ranks:
+    if len(groups[0]) < size:
         if ranks.add("present", 1) == size:
             ranks.set_flag("all_present")
         ranks.store.wait(["all_present"])  # every rank has checked its flags and the folder
-    if rank >= mesh.size:
-        ranks.is_engine = True
-        ranks.rank, ranks.size = rank - mesh.size, ranks.engine_ranks
+    if engine_ranks and ranks.is_engine:
         mesh = Mesh(dp_shard=ranks.size)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("engines" if ranks.is_engine else "learners", store),
+        store=dist.PrefixStore(f"group{number}", store),
         rank=ranks.rank,
         world_size=ranks.size,
         timeout=timeout,

@@ -40,11 +40,11 @@ def is_sharded(config: Config) -> bool:
 def make_learners(
     config: Config, algorithms: dict[str, Algorithm], ranks: Ranks
 ) -> dict[str, Learner]:
-    """The learner of each actor that is trained, by its own settings. Those that share a model
-    train an adapter of it each."""
+    """The learner of each actor that `algorithms` names, by its own settings. Those that share a
+    model train an adapter of it each."""
     learners: dict[str, Learner] = {}
     # Owners first.
-    for name in sorted(config.trained, key=lambda name: bool(config.actors[name].share)):
+    for name in sorted(algorithms, key=lambda name: bool(config.actors[name].share)):
         owner = learners.get(config.actors[name].share)
         shared = owner.policy if owner else None
         own = config.of(name), algorithms[name], name
@@ -52,7 +52,8 @@ def make_learners(
     models = itertools.chain(*(learner.models() for learner in learners.values()))
     for model in dict.fromkeys(models):
         registry.choose_forward(model, ranks)
-    return {name: learners[name] for name in registry.learning_order(config)}
+    order = registry.learning_order(config)
+    return {name: learners[name] for name in order if name in learners}
 
 
 def make_learner(

@@ -31,6 +31,9 @@ class Plan:
     algorithms: dict[str, Algorithm]  # of each actor that learns
     mesh: Mesh
     envs: dict[str, Env]  # by the name of its file
+    local: list[str]  # actors whose models are on this rank
+    # Ranks and their actors, those that play episodes first; none if no actor has its own.
+    places: list[Any] = field(default_factory=list)
     train: TaskSource | None = None
     # By the name of its environment, or of the held-out set.
     eval: dict[str, TaskSource] = field(default_factory=dict)
@@ -44,6 +47,11 @@ class Plan:
     def algorithm(self) -> Algorithm:
         """Of the first actor that learns."""
         return next(iter(self.algorithms.values()))
+
+    @property
+    def local_algorithms(self) -> dict[str, Algorithm]:
+        """Of the actors that learn on this rank."""
+        return {name: self.algorithms[name] for name in self.local if name in self.algorithms}
 
 
 def make_plan(
@@ -82,11 +90,19 @@ def make_plan(
 
 def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     """What learning alone needs: no rows, no engines; of environments their advantage_fn."""
-    mesh = make_mesh(num_ranks(), **{name: getattr(config, name) for name in MESH_FLAGS})
-    algorithms = {}
+    algorithms, local = {}, list(config.actors)
+    places = registry.places(config, num_ranks())
+    if places:
+        rank = int(os.environ.get("RANK", 0))
+        own = next(place for place in places if rank in place.ranks)
+        mesh, local = own.mesh, own.actors
+    else:
+        mesh = make_mesh(num_ranks(), **{name: getattr(config, name) for name in MESH_FLAGS})
     for name in config.trained:
         algorithms[name] = choose_algorithm(config.of(name), envs)
-    return Plan(config=config, algorithms=algorithms, mesh=mesh, envs=envs)
+    return Plan(
+        config=config, algorithms=algorithms, mesh=mesh, envs=envs, local=local, places=places
+    )
 
 
 def num_ranks() -> int:
@@ -153,7 +169,7 @@ def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> C
         config = replace(config, engine=registry.auto_engine(config))
     registry.check_options(config)
     if config.is_rl:
-        registry.engine_maker(config).check(num_ranks, is_planned)
+        registry.check_engines(config, num_ranks, is_planned)
     return config
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.metrics import Metric
     from rl_core.sampling.rollout import Group
-    from rl_core.types import Trajectory
+    from rl_core.types import TrainingSample, Trajectory
 
 
 class Plugin:
@@ -51,11 +51,17 @@ class Plugin:
         """Reason -> how many episodes of a step, or of an evaluation, failed for it on all
         ranks."""
 
+    async def on_samples(self, step: int, samples: dict[str, list[TrainingSample]]) -> None:
+        """This rank's part of what each actor learns from in this step."""
+
     async def before_learn(self, actor: str, step: int) -> None:
         """The learner is on the device, with the weights that sampled."""
 
     async def after_sync(self, actor: str, version: int) -> None:
         """The engine has the new weights."""
+
+    async def after_learn(self, step: int) -> None:
+        """All learners of this rank have learned, and the step goes on."""
 
     def agree(self) -> dict[str, Metric]:
         """Noted beside every line of metrics, an evaluation's too, and not logged: what all ranks
@@ -78,6 +84,9 @@ class Plugin:
         """Further files of a checkpoint, which may be written into the folder `scratch`. Rank 0
         copies its own."""
         return []
+
+    async def export(self, folder: Path) -> None:
+        """Further models as Hugging Face folders beside those of this rank's learners."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON."""

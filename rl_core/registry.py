@@ -429,14 +429,33 @@ def auto_engine(config: Any) -> str:
     return "sglang" if has_sglang and not in_4_bits else "embedded"
 
 
-def engine_maker(config: Any):
+def places(config: Config, num_ranks: int) -> list[Any]:
+    """Ranks with their actors, those that play episodes first; none if no actor has its own."""
+    if not any(actor.ranks for actor in config.actors.values()):
+        return []
+    from rl_core.plugins.place_rules import places_of
+
+    return places_of(config, num_ranks)
+
+
+def check_engines(config: Config, num_ranks: int, is_planned: bool) -> None:
+    """Raises ValueError if engines cannot do what the flags ask."""
+    if found := places(config, num_ranks):
+        for place in found:
+            engine_maker(config, place.actors).check(len(place.ranks), is_planned)
+    else:
+        engine_maker(config).check(num_ranks, is_planned)
+
+
+def engine_maker(config: Any, local: Any = None):
+    """`local`: the actors whose engines share a device; default: all."""
     from rl_core.plugins.engines import EngineMaker
 
     classes = {}
     for name, actor in config.actors.items():
         if not actor.api:
             classes[name] = sglang() if actor.servers else ENGINES[config.engine]()
-    return EngineMaker(config, classes, choose_sampler)
+    return EngineMaker(config, classes, choose_sampler, classes if local is None else local)
 
 
 def device_lease() -> Any:
@@ -451,10 +470,25 @@ def connect(*engines: Any):
     return connect(*engines)
 
 
-def engine_rank(*rank: Any):
+def placed_engines(plan: Any, ranks: Any) -> dict[str, Any]:
+    """The engines of actors with ranks of their own, as ranks that play episodes see them."""
+    if ranks.is_engine or not plan.places:
+        return {}
+    from rl_core.plugins.places import connect_places
+
+    return connect_places(plan, ranks)
+
+
+def engine_rank(plan: Any, ranks: Any, make_learners: Any, make_actors: Any):
+    """A rank that plays no episodes: its engines are asked by those that do."""
+    if plan.places:
+        from rl_core.plugins.place_rank import PlaceRank
+
+        checks = [canary] if plan.config.canary_tolerance != 0 else []
+        return PlaceRank(plan, ranks, make_learners, make_actors, signal_handler, checks)
     from rl_core.engines.remote import EngineRank
 
-    return EngineRank(*rank, signal_handler)
+    return EngineRank(plan, ranks, make_actors, signal_handler)
 
 
 def rollout_classes(config: Config):
@@ -607,9 +641,17 @@ def hub(trainer: Any):
     return Hub(trainer)
 
 
+def learning_elsewhere(trainer: Any):
+    from rl_core.plugins.places import Places
+
+    return Places(trainer)
+
+
 # In the order in which they are called.
 PLUGINS = (
-    # First: the files of what was played are written before the run may end by it.
+    # First: what is played later is by the weights that they loaded.
+    (lambda trainer: trainer.plan.places, learning_elsewhere),
+    # The files of what was played are written before the run may end by it.
     (lambda trainer: True, run_files),
     # Before evaluations, whose lines come after their step's.
     (lambda trainer: trainer.ranks.is_writer, terminal),

@@ -47,7 +47,7 @@ def run_command(argv: list[str] | None) -> int:
         gc.disable()
         from rl_core.actors import make_actors
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
-        from rl_core.models import is_sharded
+        from rl_core.models import is_sharded, make_learners
         from rl_core.plan import make_plan
         from rl_core.run_folder import locked
         from rl_core.trainer import Trainer, run_to_end
@@ -55,12 +55,13 @@ def run_command(argv: list[str] | None) -> int:
         plan = make_plan(config)
         gc.freeze()
         gc.enable()
-        ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
+        groups = [place.ranks for place in plan.places]
+        ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), groups)
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # every rank has seen that the folder is free
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 if ranks.is_engine:
-                    trainer = registry.engine_rank(plan, ranks, make_actors)
+                    trainer = registry.engine_rank(plan, ranks, make_learners, make_actors)
                 else:
                     trainer = Trainer(plan, ranks)
                 work = run_to_end(trainer)

@@ -45,7 +45,7 @@ class Trainer:
         self.checkpoint = None
         if config.resume:
             self.checkpoint = registry.resume().newest_intact(checkpoints, ranks)
-        self.learners = models.make_learners(config, plan.algorithms, ranks)
+        self.learners = models.make_learners(config, plan.local_algorithms, ranks)
         state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = registry.resume().load_checkpoint(self.checkpoint, self.learners, True)
@@ -112,6 +112,7 @@ class Trainer:
         with self.timed("step"):
             with self.timed("generate"):
                 samples = await self.sample()
+            await self.call("on_samples", step, samples)
             for name in self.learners:
                 # The samples of those that do not learn in this step are left out.
                 if (step + 1) % self.config.actors[name].learn_every:
@@ -122,6 +123,7 @@ class Trainer:
                         await self.learn(name, samples[name])
                     with self.timed("sync"):
                         await self.sync(name, step + 1)
+            await self.call("after_learn", step)
             self.step += 1
             await self.resume()
         self.data_state = self.read_data_state()
@@ -180,19 +182,12 @@ class Trainer:
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
         """One step of a learner. Where engines are elsewhere it runs in a thread, so that
         conversations go on."""
+        learn = self.actors[name].learn
         if self.ranks.engine_ranks:
-            await asyncio.to_thread(self.learn_here, name, samples)
+            metrics = await asyncio.to_thread(learn, samples, self.step)
         else:
-            self.learn_here(name, samples)
-
-    def learn_here(self, name: str, samples: list[TrainingSample]) -> None:
-        if self.ranks.device.type == "cuda":
-            torch.cuda.set_device(self.ranks.device)  # each thread has its own
-        learner = self.learners[name]
-        minibatches, packing = learner.shard(samples)
-        self.note("", packing)
-        self.note(f"learn/{name}/", learner.annotate(minibatches))
-        self.note(f"learn/{name}/", learner.step(minibatches, self.step))
+            metrics = learn(samples, self.step)
+        self.note("", metrics)
 
     async def sync(self, name: str, version: int) -> None:
         await self.actors[name].sync(version)

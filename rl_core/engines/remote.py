@@ -1,5 +1,5 @@
-"""Engines on other ranks (--engine_ranks): torchrun's last ranks serve the engine's verbs over HTTP
-to the learners.
+"""Engines on other ranks, which serve the engine's verbs over HTTP to those that play episodes:
+torchrun's last ranks (--engine_ranks), and the ranks of an actor's own (plugins/place_rank.py).
 
 Requests are JSON: POST /ACTOR/VERB. Weights do not pass through HTTP. The first learner broadcasts
 them in buckets, by a process group of itself and all ranks that sample. Nothing is pickled.
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -34,6 +35,7 @@ from rl_core.metrics import KINDS, Mean, Metric, add_metrics
 from rl_core.sampling.engine import STALE, Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
+dumps = partial(json.dumps, default=float)  # Numbers of torch and numpy become JSON's.
 BUCKET_BYTES = 512 << 20
 LOOPBACK = "127.0.0.1"
 # How a server's error reaches the learner.
@@ -115,20 +117,21 @@ def make_weight_channel(ranks: Ranks, timeout_s: float) -> WeightChannel:
 
 
 class EngineServer:
-    """Serves the engines of a rank that only samples. `engines` has None where another rank holds
-    an actor's engine."""
+    """Serves the engines of a rank that plays no episodes. `engines` has None where another rank
+    holds an actor's engine."""
 
     def __init__(
         self,
         engines: dict[str, Engine | None],
         lease: DeviceLease | None,
         ranks: Ranks,
-        timeout_s: float,
+        channel: WeightChannel | None,
     ):
+        """`channel`: of weights that other ranks learn, if they do."""
         self.engines, self.lease, self.ranks = engines, lease, ranks
         self.all_engines = {engine for engine in engines.values() if engine is not None}
         self.token = secrets.token_hex(16)
-        self.channel = make_weight_channel(ranks, timeout_s)
+        self.channel = channel
         self.stopped = asyncio.Event()
         self.begun: dict[str, Completion] = {}  # under way, by the key that the learner gave it
         self.num_open = 0
@@ -149,7 +152,8 @@ class EngineServer:
         url = f"http://{host}:{runner.addresses[0][1]}"
         capacity = {name: engine.capacity if engine else 0 for name, engine in self.engines.items()}
         facts = {"url": url, "token": self.token, "capacity": capacity}
-        self.ranks.store.set(f"engine/{self.ranks.rank}", json.dumps(facts))
+        address = address_of(self.ranks.group, self.ranks.rank)
+        self.ranks.store.set(address, json.dumps(facts))
         await self.stopped.wait()
         await runner.cleanup()
 
@@ -161,7 +165,7 @@ class EngineServer:
         engine = self.engines.get(request.match_info["actor"])
         try:
             work = getattr(self, f"do_{request.match_info['verb']}")
-            return web.json_response(await work(engine, **await request.json()))
+            return web.json_response(await work(engine, **await request.json()), dumps=dumps)
         except Exception as error:
             for status, kind in ERRORS.items():
                 if isinstance(error, kind):
@@ -233,10 +237,7 @@ class EngineServer:
         self.count_idle()
         metrics["time/engines_idle_frac"] = Mean(self.idle_s, self.counted_at - self.asked_at)
         self.idle_s, self.asked_at = 0.0, self.counted_at
-        return {
-            name: [type(metric).__name__, *dataclasses.astuple(metric)]
-            for name, metric in metrics.items()
-        }
+        return sent_metrics(metrics)
 
     def count_idle(self) -> None:
         now = time.monotonic()
@@ -246,6 +247,23 @@ class EngineServer:
 
     async def do_stop(self, engine: Engine | None) -> None:
         self.stopped.set()
+
+
+def sent_metrics(metrics: dict[str, Metric]) -> dict[str, list]:
+    """As received_metrics() reads them. Numbers may be on the device."""
+    return {
+        name: [type(metric).__name__, *dataclasses.astuple(metric)]
+        for name, metric in metrics.items()
+    }
+
+
+def received_metrics(answer: dict[str, list]) -> dict[str, Metric]:
+    return {name: KINDS[kind](*parts) for name, (kind, *parts) in answer.items()}
+
+
+def address_of(group: int, rank: int) -> str:
+    """The key under which a rank's server is found."""
+    return f"engine/{group}/{rank}"
 
 
 def own_address() -> str:
@@ -266,7 +284,7 @@ def own_address() -> str:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Server:
-    """An actor's engine on one rank that samples, as a learner sees it."""
+    """An actor's engine on one rank that plays no episodes, as those see it that play."""
 
     url: str  # up to the verb
     token: str
@@ -284,16 +302,17 @@ class Server:
 
 @dataclass(kw_only=True, eq=False)
 class RemoteEngine(Engine):
-    """An Engine on the ranks that only sample. A session stays with the rank that has its KV
+    """An Engine on ranks that play no episodes. A session stays with the rank that has its KV
     cache. Other engines' devices are not its own, and an update pauses it: it never sleeps."""
 
     is_elsewhere = True
 
     servers: list[Server]
-    channel: WeightChannel
-    dtype: torch.dtype  # in which weights are sent
-    capacity: int  # this learner's share
+    is_first: bool  # of the ranks that ask; it speaks for all
+    capacity: int  # this rank's share
     timeout_s: float
+    channel: WeightChannel | None = None  # None: its ranks learn the weights
+    dtype: torch.dtype | None = None  # in which weights are sent
     version: int = 0
     places: dict[str, Server] = field(default_factory=dict)  # of sessions
     # Under way, by a key that the server is told.
@@ -372,11 +391,9 @@ class RemoteEngine(Engine):
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine. The first learner asks for all."""
         metrics: dict[str, Metric] = {}
-        if self.channel.group is not None:
+        if self.is_first:
             for server in self.sampling:
-                answer = await server.ask("take_metrics")
-                found = {name: KINDS[kind](*parts) for name, (kind, *parts) in answer.items()}
-                add_metrics(metrics, found)
+                add_metrics(metrics, received_metrics(await server.ask("take_metrics")))
         return metrics
 
     async def close(self) -> None:
@@ -385,7 +402,7 @@ class RemoteEngine(Engine):
 
     async def _tell_all(self, verb: str, **body) -> None:
         """The first learner sends it for all."""
-        if self.channel.group is not None:
+        if self.is_first:
             asked = [server.ask(verb, timeout_s=self.timeout_s, **body) for server in self.servers]
             await asyncio.gather(*asked)
 
@@ -396,7 +413,16 @@ def connect(
     """A learner's engines, by actor. Waits until the ranks that sample have published their
     addresses."""
     channel = make_weight_channel(ranks, timeout_s)
-    facts = [json.loads(ranks.store.get(f"engine/{n}")) for n in range(ranks.engine_ranks)]
+    size = ranks.engine_ranks
+    return engines_at(1, size, names, ranks, timeout_s, channel=channel, dtype=dtype)
+
+
+def engines_at(
+    group: int, size: int, names: Iterable[str], ranks: Ranks, timeout_s: float, **weights: Any
+) -> dict[str, RemoteEngine]:
+    """Engines by actor on the `size` ranks of a process group. Waits for their addresses.
+    `weights`: how they get there."""
+    facts = [json.loads(ranks.store.get(address_of(group, rank))) for rank in range(size)]
     engines = {}
     for name in names:
         servers = []
@@ -406,10 +432,10 @@ def connect(
         total = sum(server.capacity for server in servers)
         engines[name] = RemoteEngine(
             servers=servers,
-            channel=channel,
-            dtype=dtype,
+            is_first=ranks.rank == 0,
             capacity=-(-total // ranks.size),
             timeout_s=timeout_s,
+            **weights,
         )
     return engines
 
@@ -443,7 +469,8 @@ class EngineRank:
         for name in plan.chats:
             engines[name] = actors[name].engine
             engines[name + STALE] = actors[name].speaker.stale_engine
-        self.server = EngineServer(engines, self.device.lease, ranks, self.config.timeout_s)
+        channel = make_weight_channel(ranks, self.config.timeout_s)
+        self.server = EngineServer(engines, self.device.lease, ranks, channel)
 
     async def fit(self) -> None:
         """Until the learners end."""

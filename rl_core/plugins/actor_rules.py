@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from rl_core.config import Config
+from rl_core.plugins.place_rules import check_ranks
 from rl_core.rules import nearest, refuse, require, split
 
 OF_LEARNER = {"algorithm", "algo", "critic", "learner", "optim"}
@@ -133,3 +134,4 @@ def check_actors(config: Config) -> None:
             require("bitsandbytes", "lora.quantize=nf4", "bnb")
         if actor.api:
             require("openai", "--actors.NAME.api", "api")
+    check_ranks(config)

@@ -91,25 +91,24 @@ def save_checkpoint(
     keep: int,
     files: Iterable[Path] = (),
 ) -> None:
-    """checkpoints/step_N, complete or not there at all: all that each actor's learner trains, and a
-    copy of further files of rank 0. Then deletes those before the newest `keep`. Every rank must
-    call it. Raises RunError on all of them, and writes nothing, if a weight is not finite."""
-    trained = trained_learners(learners)
-    refuse_nonfinite(broken_weights(trained), f"{folder} is not written", ranks)
-    beside, copies = folder.with_name(f".{folder.name}.tmp"), renewed_copies(learners)
+    """checkpoints/step_N, complete or not there at all: all that each actor's learner trains, and
+    further files of rank 0, of which folders are moved. `state` may have the facts of learners in
+    these. Then deletes those before the newest `keep`. Every rank must call it. Raises RunError on
+    all of them, and writes nothing, if a weight is not finite."""
+    beside = folder.with_name(f".{folder.name}.tmp")
     if ranks.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
-        for name in (*trained, *copies):
-            (beside / name).mkdir(parents=True)
-    barrier(ranks)  # the folders are there
-    optimizers = {name: save_learner(beside / name, learner) for name, learner in trained.items()}
-    for name, weights in copies.items():
-        with weights.policy.on_device(), weights.in_place():
-            write_shards(beside / name, copied_tensors(weights))
-    state = state | {"optimizers": optimizers, "copies": [*copies]}
+    barrier(ranks)  # what a run that was killed left is gone
+    optimizers, copies = save_learners(beside, learners, ranks, str(folder))
+    optimizers |= state.get("optimizers", {})
+    copies += state.get("copies", [])
     if ranks.rank == 0:
         for file in files:
-            shutil.copy(file, beside)
+            if file.is_dir():
+                shutil.move(file, beside / file.name)
+            else:
+                shutil.copy(file, beside)
+        state = state | {"optimizers": optimizers, "copies": copies}
         (beside / "state.json").write_text(json.dumps(state, indent=1))
     barrier(ranks)  # every rank has written
     manifest = make_manifest(beside, ranks)
@@ -118,9 +117,31 @@ def save_checkpoint(
         rename_into_place(beside, folder)
         # While updates are skipped the weights may be ruined, and an older checkpoint the only way
         # back.
-        if keep and not any(learner.nonfinite_in_a_row for learner in trained.values()):
+        trained = trained_learners(learners).values()
+        if keep and not any(learner.nonfinite_in_a_row for learner in trained):
             delete_old(folder, keep)
     barrier(ranks)  # no rank goes on before the checkpoint stands
+
+
+def save_learners(
+    beside: Path, learners: dict[str, Learner], ranks: Ranks, what: str
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Writes all that they train into folders of their names. (what a run that resumes must know of
+    each optimizer, by name; names of copies that are renewed). Every rank must call it. Raises RunError on all of them, and writes
+    nothing, if a weight is not finite; `what` is not written then."""
+    trained, copies = trained_learners(learners), renewed_copies(learners)
+    refuse_nonfinite(broken_weights(trained), f"{what} is not written", ranks)
+    if ranks.rank == 0:
+        beside.mkdir(parents=True, exist_ok=True)
+        for name in (*trained, *copies):
+            shutil.rmtree(beside / name, ignore_errors=True)
+            (beside / name).mkdir()
+    barrier(ranks)  # the folders are there
+    optimizers = {name: save_learner(beside / name, learner) for name, learner in trained.items()}
+    for name, weights in copies.items():
+        with weights.policy.on_device(), weights.in_place():
+            write_shards(beside / name, copied_tensors(weights))
+    return optimizers, [*copies]
 
 
 def broken_weights(trained: dict[str, Learner]) -> list[str]:

@@ -65,10 +65,6 @@ class Checkpointer(Plugin):
         if step == self.saved_step:
             return
         trainer.begin_phase("save")
-        state = {"step": step, "seed": trainer.config.seed, "to_evaluate": False}
-        state |= trainer.data_state
-        for plugin in trainer.plugins:
-            state |= plugin.state()
         folder = trainer.out / "checkpoints" / f"step_{step:06d}"
         scratch = trainer.out / "under_way"
         scratch.mkdir(exist_ok=True)
@@ -76,6 +72,10 @@ class Checkpointer(Plugin):
         await trainer.device.sleep()
         for plugin in trainer.plugins:
             files += await plugin.files(scratch)
+        state = {"step": step, "seed": trainer.config.seed, "to_evaluate": False}
+        state |= trainer.data_state
+        for plugin in trainer.plugins:
+            state |= plugin.state()
         keep = trainer.config.keep_checkpoints
         with naming(folder):
             save_checkpoint(folder, trainer.learners, state, trainer.ranks, keep, files)
@@ -83,7 +83,7 @@ class Checkpointer(Plugin):
         await export(trainer, trainer.out / "hf")
         await trainer.resume()
         self.saved_at, self.saved_step = time.monotonic(), step
-        exported = ", ".join(str(trainer.out / "hf" / name) for name in trainer.learners)
+        exported = ", ".join(str(trainer.out / "hf" / name) for name in trainer.config.trained)
         trainer.log.say(f"saved step {step} to {folder.parent} and {exported}")
 
     def refuse_ruined(self) -> None:
@@ -99,10 +99,12 @@ class Checkpointer(Plugin):
                 )
 
     def after_run(self) -> None:
-        """Raises RunError if nothing was learned from the first step to the last."""
+        """Raises RunError if nothing was learned from the first step to the last. What learned on
+        ranks of its own is not known here."""
         num_steps = self.trainer.config.num_steps
         trained = trained_learners(self.trainer.learners).values()
         has_learned = any(learner.num_updates for learner in trained)
+        has_learned |= len(self.trainer.learners) < len(self.trainer.config.trained)
         is_whole = self.saved_step == num_steps and not self.trainer.signal
         if trained and is_whole and not has_learned:
             raise RunError(
@@ -157,6 +159,12 @@ class BestKeeper(Plugin):
 
 async def export(trainer: Any, folder: Path) -> None:
     """Each model as a Hugging Face folder."""
+    await export_local(trainer, folder)
+    await trainer.call("export", folder)
+
+
+async def export_local(trainer: Any, folder: Path) -> None:
+    """Those of this rank's learners."""
     for name in trainer.learners:
         async with trainer.actors[name].learning() as learner:
             with naming(folder / name):

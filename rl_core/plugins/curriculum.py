@@ -100,8 +100,9 @@ class Curriculum(Plugin):
     """Tells the orders of training tasks, the same on every rank, what each step has shown."""
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
-        trainer, pass_reward = self.trainer, self.trainer.config.eval.pass_reward
-        results = group_results(in_order(groups), trainer.learners, pass_reward, trainer.ranks)
+        trainer, config = self.trainer, self.trainer.config
+        trajectories, pass_reward = in_order(groups), config.eval.pass_reward
+        results = group_results(trajectories, config.trained, pass_reward, trainer.ranks)
         state = trainer.read_data_state()
         position = min([*state["pending"], state["position"]])
         try:

@@ -3,7 +3,7 @@ its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,12 +29,14 @@ class EngineMaker:
         config: Config,
         classes: dict[str, type[Engine]],
         choose_sampler: Callable[[nn.Module], Any],
+        local: Iterable[str],
     ):
-        """`classes`: of each actor that has a model here."""
+        """`classes`: of each actor that has a model here. `local`: the actors of this rank."""
         self.config, self.classes, self.choose_sampler = config, classes, choose_sampler
+        self.local = [name for name in classes if name in local]
         # Actors with an engine on this device; those that share a model have one.
         self.owners = [
-            name for name in classes if not (config.actors[name].share or self.servers(name))
+            name for name in self.local if not (config.actors[name].share or self.servers(name))
         ]
 
     def servers(self, name: str) -> list[str]:
@@ -44,9 +46,9 @@ class EngineMaker:
     def check(self, num_ranks: int, is_planned: bool) -> None:
         """Raises ValueError if engines cannot do what the flags ask, here or, if it is only
         planned, anywhere."""
-        for name, cls in self.classes.items():
+        for name in self.local:
             config = self.config.of(name)
-            cls.check(config, name, is_planned)
+            self.classes[name].check(config, name, is_planned)
             self.check_divides(f"--actors.{name}.engine_urls", len(self.servers(name)), num_ranks)
             self.check_divides("--engine_tp", config.engine_tp, num_ranks)
 
@@ -100,15 +102,14 @@ class EngineMaker:
     def make_all(
         self, chats: dict[str, Chat], learners: dict[str, Learner], ranks: Ranks
     ) -> dict[str, Engine | None]:
-        """Each actor's engines in this process: by its name, and by its name and STALE the second
-        one. Actors that share a model have one. None: another rank's engine has this one's
-        device."""
+        """Each local actor's engines: by its name, and by its name and STALE the second one. Actors
+        that share a model have one. None: another rank's engine has this one's device."""
         by_owner: dict[str, Engine | None] = {}
-        for name in chats:
+        for name in self.local:
             owner = self.config.actors[name].share or name
             if owner not in by_owner:
                 by_owner[owner] = self.make(owner, chats[owner], learners.get(owner), ranks)
-        engines = {name: by_owner[self.config.actors[name].share or name] for name in chats}
+        engines = {name: by_owner[self.config.actors[name].share or name] for name in self.local}
         for name in self.lagged:
             engines[name + STALE] = self.make(name, chats[name], None, ranks, STALE)
         return engines

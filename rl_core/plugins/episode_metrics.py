@@ -23,7 +23,7 @@ class EpisodeMetrics(Plugin):
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         trainer, trajectories = self.trainer, in_order(groups)
-        for name in trainer.learners:
+        for name in trainer.config.trained:
             own = [t for t in trajectories if t.actor == name]
             trainer.note(f"rollout/{name}/", rollout_metrics(own))
             if len(trainer.plan.envs) > 1:
@@ -39,11 +39,14 @@ class EpisodeMetrics(Plugin):
 
     async def before_log(self, step: int) -> None:
         trainer, metrics = self.trainer, self.trainer.metrics
-        spoken = [f"rollout/{name}/tokens" for name in trainer.learners]
+        spoken = [f"rollout/{name}/tokens" for name in trainer.config.trained]
         for phase, names in (("generate", spoken), ("learn", ["pack/tokens"])):
             tokens = sum(metrics[name].value for name in names if name in metrics)
             if tokens:
-                speed = Sum(tokens / metrics[f"time/{phase}_s"].value)
+                # Learners on ranks of their own may go on when those here have learned.
+                phases = (f"time/{phase}_s", "time/places_s")[: 1 + (phase == "learn")]
+                seconds = sum(metrics[name].value for name in phases if name in metrics)
+                speed = Sum(tokens / seconds)
                 trainer.note("time/", {f"{phase}_tokens_per_s": speed})
         if trainer.ranks.engine_ranks:
             waited = Mean(metrics["time/generate_s"].value, metrics["time/step_s"].value)

@@ -31,7 +31,7 @@ def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
         damage = find_damage(folder / name, ranks)
         if not damage:
             for text in damages:
-                if ranks.rank == 0:
+                if ranks.is_writer:
                     print(f"warning: {text}; goes on from {name}, the one before it", flush=True)
             return folder / name
         damages.append(damage)

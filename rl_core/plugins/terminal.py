@@ -96,6 +96,9 @@ def loaded(trainer: Any) -> str:
     for name, actor in config.actors.items():
         learner = trainer.learners.get(name)
         about = size_of(learner) if learner is not None else actor.api or "frozen"
+        for place in plan.places[1:]:
+            if name in place.actors:
+                about = f"{'learns' if actor.is_trained else 'frozen'} on {place}"
         models.append(f"{name}: {actor.model} ({about})")
     work = f"{config.algorithm}: {sum(len(source) for source in plan.train.sources):,} rows"
     if plan.eval:
@@ -140,7 +143,8 @@ def devices(trainer: Any) -> str:
     """8 x NVIDIA H100 80GB HBM3 (dp_shard 8), sglang engine"""
     ranks = trainer.ranks
     device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device)
-    text = f"{ranks.size + ranks.engine_ranks} x {device}"
+    num_elsewhere = sum(len(place.ranks) for place in trainer.plan.places[1:])
+    text = f"{ranks.size + ranks.engine_ranks + num_elsewhere} x {device}"
     sizes = asdict(ranks.mesh) | {"engine_ranks": ranks.engine_ranks}
     if split := " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1):
         text += f" ({split})"
@@ -160,7 +164,7 @@ def short(n: float) -> str:
 def progress_line(step: int, num_steps: int, metrics: dict[str, float], actors: list[str]) -> str:
     """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)"""
     phases = []
-    for phase in ("generate", "learn", "sync"):
+    for phase in ("generate", "learn", "sync", "places"):
         seconds = metrics.get(f"time/{phase}_s", 0.0)
         if seconds >= 0.005:
             phases.append(f"{phase} {seconds:.2f}")

@@ -81,7 +81,7 @@ def without_learning(item: tuple[str, ActorConfig]) -> tuple[str, ActorConfig]:
     dtype."""
     name, actor = item
     learner = {key: value for key, value in actor.learner.items() if key == "dtype"}
-    return name, replace(actor, learner=learner, optim={}, algo={}, critic={})
+    return name, replace(actor, learner=learner, optim={}, algo={}, critic={}, ranks=None)
 
 
 def flags_of_run(model: str) -> list[str] | None:

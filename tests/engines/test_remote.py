@@ -48,10 +48,10 @@ def ranks():
     """A learner and two ranks that sample, which are processes in all but their threads."""
     same = {"store": dist.HashStore(), "device": torch.device("cpu"), "engine_ranks": NUM_ENGINES}
     samplers = [
-        SimpleNamespace(rank=n, size=NUM_ENGINES, is_engine=True, **same)
+        SimpleNamespace(rank=n, size=NUM_ENGINES, is_engine=True, group=1, **same)
         for n in range(NUM_ENGINES)
     ]
-    return [SimpleNamespace(rank=0, size=1, is_engine=False, **same), *samplers]
+    return [SimpleNamespace(rank=0, size=1, is_engine=False, group=0, **same), *samplers]
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def served(ranks, tiny_model):
     engines = [make_embedded(tiny_model) for _ in range(NUM_ENGINES)]
 
     def serve(number: int) -> None:
-        asyncio.run(
-            EngineServer({"policy": engines[number]}, DeviceLease(), ranks[1 + number], 60).serve()
-        )
+        own = ranks[1 + number]
+        channel = make_weight_channel(own, 60)
+        asyncio.run(EngineServer({"policy": engines[number]}, DeviceLease(), own, channel).serve())
 
     threads = [threading.Thread(target=serve, args=(number,)) for number in range(NUM_ENGINES)]
     for thread in threads:

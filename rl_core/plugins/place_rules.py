@@ -1,0 +1,132 @@
+"""Ranks of an actor's own (--actors.NAME.ranks): which ranks have which actors, and what flags
+cannot go with it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_core.config import Config
+from rl_core.distributed import Mesh, make_mesh
+from rl_core.rules import refuse, split
+
+RANKS = r"\d+(-\d+)?(,\d+(-\d+)?)*"
+# (is it broken?, message). c: the configuration; a: an actor with ranks.
+OF_RANKS = [
+    (
+        lambda c, a: not re.fullmatch(RANKS, a.ranks) or not numbers(a.ranks),
+        ".ranks={a.ranks} must be numbers of ranks, such as 4-7 or 4,5",
+    ),
+    (
+        lambda c, a: 0 in numbers(a.ranks),
+        ".ranks={a.ranks}: rank 0 plays the episodes and writes; give higher ones",
+    ),
+    (
+        lambda c, a: a.share,
+        ".ranks={a.ranks}: it shares the model of {a.share}, and is on its ranks; give them to "
+        "{a.share}",
+    ),
+    (
+        lambda c, a: a.api or a.engine_urls,
+        ".ranks={a.ranks} has no api and no engine_urls: its engine is on these ranks; leave one "
+        "out",
+    ),
+    (
+        lambda c, a: c.engine_ranks or c.max_staleness or c.rollout.lagged[0],
+        ".ranks={a.ranks} has no --engine_ranks, --max_staleness and --rollout.lagged; leave one "
+        "out",
+    ),
+    (
+        lambda c, a: a.router_replay,
+        ".ranks={a.ranks} has no router_replay, whose experts do not travel; leave one out",
+    ),
+]
+
+
+@dataclass(kw_only=True)
+class Place:
+    """Ranks that are a process group of their own, and the actors that sample and learn there."""
+
+    ranks: tuple[int, ...]
+    actors: list[str]
+    mesh: Mesh
+
+    def __str__(self) -> str:
+        """ranks 2-3 (bob, judge)"""
+        first, last = self.ranks[0], self.ranks[-1]
+        text = f"rank {first}"
+        if len(self.ranks) > 1:
+            text = f"ranks {','.join(map(str, self.ranks))}"
+            if last - first + 1 == len(self.ranks):
+                text = f"ranks {first}-{last}"
+        return f"{text} ({', '.join(self.actors)})"
+
+
+def check_ranks(config: Config) -> None:
+    """Raises ValueError with what was given, the rule and the fix."""
+    for name, actor in config.actors.items():
+        if actor.ranks:
+            refuse(OF_RANKS, f"--actors.{name}", c=config, a=actor)
+
+
+def without_ranks(config: Config) -> Config:
+    """All actors share the ranks that there are."""
+    actors = {name: replace(actor, ranks=None) for name, actor in config.actors.items()}
+    return replace(config, actors=actors)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """4-6,8 -> 4, 5, 6, 8. None where a range runs backwards."""
+    found: set[int] = set()
+    for part in split(text):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+def places_of(config: Config, num_ranks: int) -> list[Place]:
+    """All ranks with their actors. Those that play episodes are first: they have the actors without
+    ranks of their own. Raises ValueError for ranks that do not exist, that overlap in part, or that
+    the mesh does not divide."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    left: list[str] = []
+    for name, actor in config.actors.items():
+        ranks = (config.actors[actor.share] if actor.share else actor).ranks
+        if ranks:
+            by_ranks.setdefault(numbers(ranks), []).append(name)
+        else:
+            left.append(name)
+    owner: dict[int, str] = {}
+    for ranks, names in by_ranks.items():
+        flag = f"--actors.{names[0]}.ranks={config.actors[names[0]].ranks}"
+        if ranks[-1] >= num_ranks:
+            raise ValueError(
+                f"{flag}: there are ranks 0 to {num_ranks - 1}; start more by torchrun "
+                f"--nproc_per_node, or give lower ones"
+            )
+        for rank in ranks:
+            if rank in owner:
+                other = config.actors[owner[rank]].ranks
+                raise ValueError(
+                    f"{flag} and --actors.{owner[rank]}.ranks={other} overlap in part; give both "
+                    "actors the same ranks, or different ones"
+                )
+            owner[rank] = names[0]
+    main = tuple(rank for rank in range(num_ranks) if rank not in owner)
+    places = []
+    for ranks, names in ({main: left} | by_ranks).items():
+        places.append(Place(ranks=ranks, actors=names, mesh=mesh_of(config, ranks, names)))
+    return places
+
+
+def mesh_of(config: Config, ranks: tuple[int, ...], names: list[str]) -> Mesh:
+    """The mesh flags hold in each place where an actor learns."""
+    if not any(name in config.trained for name in names):
+        return Mesh(dp_shard=len(ranks))
+    flags = {name: getattr(config, name) for name in ("dp_replicate", "cp", "tp")}
+    try:
+        return make_mesh(len(ranks), **flags)
+    except ValueError as error:
+        place: Any = Place(ranks=ranks, actors=names, mesh=Mesh())
+        raise ValueError(f"{place}: {error}") from None
