@@ -81,9 +81,7 @@ class PlaceRank:
     def note(self, prefix: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=prefix)
 
-    async def learn(
-        self, step: int, samples: dict[str, list[TrainingSample]]
-    ) -> dict[str, Metric]:
+    async def learn(self, step: int, samples: dict[str, list[TrainingSample]]) -> dict[str, Metric]:
         """The metrics of one step of each actor that has samples. Every rank of the place must call
         it."""
         # Elsewhere an episode may still go on: it needs this rank's engine, and its rank's samples
