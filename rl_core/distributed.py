@@ -197,9 +197,10 @@ def explain_timeouts(phase: str, ranks: Ranks, timeout_s: float):
     except RuntimeError as error:
         if ranks.size == 1 or not LOST.search(str(error)):
             raise
+        rank = os.environ.get("RANK", ranks.rank)  # its number among all
         raise RunError(
-            f"rank {ranks.rank} waited in the phase {phase!r} for another rank, which is gone or "
-            "did not come within "
+            f"rank {rank} waited in the phase {phase!r} for another rank, which is gone or did not "
+            "come within "
             f"--timeout_s={timeout_s:g}: {str(error).splitlines()[0]}"
         ) from error
 

@@ -169,7 +169,8 @@ def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> C
         config = replace(config, engine=registry.auto_engine(config))
     registry.check_options(config)
     if config.is_rl:
-        registry.check_engines(config, num_ranks, is_planned)
+        places = registry.places(config, num_ranks)
+        registry.engine_maker(config).check(num_ranks, is_planned, places)
     return config
 
 

@@ -438,15 +438,6 @@ def places(config: Config, num_ranks: int) -> list[Any]:
     return places_of(config, num_ranks)
 
 
-def check_engines(config: Config, num_ranks: int, is_planned: bool) -> None:
-    """Raises ValueError if engines cannot do what the flags ask."""
-    if found := places(config, num_ranks):
-        for place in found:
-            engine_maker(config, place.actors).check(len(place.ranks), is_planned)
-    else:
-        engine_maker(config).check(num_ranks, is_planned)
-
-
 def engine_maker(config: Any, local: Any = None):
     """`local`: the actors whose engines share a device; default: all."""
     from rl_core.plugins.engines import EngineMaker

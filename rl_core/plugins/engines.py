@@ -43,14 +43,17 @@ class EngineMaker:
         """Addresses of engines that run already."""
         return self.config.actors[name].servers
 
-    def check(self, num_ranks: int, is_planned: bool) -> None:
+    def check(self, num_ranks: int, is_planned: bool, places: Iterable[Any] = ()) -> None:
         """Raises ValueError if engines cannot do what the flags ask, here or, if it is only
-        planned, anywhere."""
-        for name in self.local:
-            config = self.config.of(name)
-            self.classes[name].check(config, name, is_planned)
-            self.check_divides(f"--actors.{name}.engine_urls", len(self.servers(name)), num_ranks)
-            self.check_divides("--engine_tp", config.engine_tp, num_ranks)
+        planned, anywhere. `places`: ranks and their actors, if some have their own."""
+        sizes: dict[str, int] = {}
+        for place in places:
+            sizes |= dict.fromkeys(place.actors, len(place.ranks))
+        for name, cls in self.classes.items():
+            config, size = self.config.of(name), sizes.get(name, num_ranks)
+            cls.check(config, name, is_planned)
+            self.check_divides(f"--actors.{name}.engine_urls", len(self.servers(name)), size)
+            self.check_divides("--engine_tp", config.engine_tp, size)
 
     @staticmethod
     def check_divides(flag: str, n: int, num_ranks: int) -> None:

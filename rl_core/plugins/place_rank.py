@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_core.distributed import Ranks, barrier
+from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.engines.remote import EngineServer, sent_metrics
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Metric, add_metrics
@@ -84,22 +84,28 @@ class PlaceRank:
     async def learn(self, step: int, samples: dict[str, list[TrainingSample]]) -> dict[str, Metric]:
         """The metrics of one step of each actor that has samples. Every rank of the place must call
         it."""
+        timeout_s = self.config.timeout_s
+        self.metrics = {}
         # Elsewhere an episode may still go on: it needs this rank's engine, and its rank's samples
         # are for another rank of this place.
-        await asyncio.to_thread(barrier, self.ranks)
-        self.metrics = {}
+        with explain_timeouts("generate", self.ranks, timeout_s):
+            await asyncio.to_thread(barrier, self.ranks)
         for plugin in self.plugins:
             await plugin.before_rollout(step)
         for name, own in samples.items():
-            actor = self.actors[name]
-            async with actor.learning():
-                for plugin in self.plugins:
-                    await plugin.before_learn(name, step)
-                # In a thread, so that this one can answer.
-                self.note("", await asyncio.to_thread(actor.learn, own, step))
-                await actor.sync(step + 1)
+            with explain_timeouts(f"learn of {name}", self.ranks, timeout_s):
+                await self.learn_one(name, step, own)
         self.step = step + 1
         return self.metrics
+
+    async def learn_one(self, name: str, step: int, samples: list[TrainingSample]) -> None:
+        actor = self.actors[name]
+        async with actor.learning():
+            for plugin in self.plugins:
+                await plugin.before_learn(name, step)
+            # In a thread, so that this one can answer.
+            self.note("", await asyncio.to_thread(actor.learn, samples, step))
+            await actor.sync(step + 1)
 
 
 class PlaceServer(EngineServer):

@@ -54,13 +54,16 @@ class Place:
 
     def __str__(self) -> str:
         """ranks 2-3 (bob, judge)"""
+        return f"{self.where} ({', '.join(self.actors)})"
+
+    @property
+    def where(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]
-        text = f"rank {first}"
-        if len(self.ranks) > 1:
-            text = f"ranks {','.join(map(str, self.ranks))}"
-            if last - first + 1 == len(self.ranks):
-                text = f"ranks {first}-{last}"
-        return f"{text} ({', '.join(self.actors)})"
+        if first == last:
+            return f"rank {first}"
+        if last - first + 1 == len(self.ranks):
+            return f"ranks {first}-{last}"
+        return f"ranks {','.join(map(str, self.ranks))}"
 
 
 def check_ranks(config: Config) -> None:

@@ -98,7 +98,7 @@ def loaded(trainer: Any) -> str:
         about = size_of(learner) if learner is not None else actor.api or "frozen"
         for place in plan.places[1:]:
             if name in place.actors:
-                about = f"{'learns' if actor.is_trained else 'frozen'} on {place}"
+                about = f"{'learns' if actor.is_trained else 'frozen'} on {place.where}"
         models.append(f"{name}: {actor.model} ({about})")
     work = f"{config.algorithm}: {sum(len(source) for source in plan.train.sources):,} rows"
     if plan.eval:

@@ -45,6 +45,7 @@ RUNS = {
     "older": f"{RL} --rollout.lagged 0.5,3 --num_steps 3",
     "stale": f"{RL} --max_staleness 1 --num_steps 2 --engine_ranks 1",
     "keyed": RL.replace("letters.py", "keyed.py"),
+    "apart": f"{TWO} --actors.alice.ranks 1",
     "turns": f"{TWO} --actors.alice.train false --rollout.engines_awake one",
     "judge": TWO.replace("--actors.alice.model {other}", API),
     "pairs": f"{FIT} {PAIRS}",
@@ -70,7 +71,7 @@ def test_every_metric_of_runs_has_a_row_and_every_row_is_written(places, family,
             words["dir"] = tmp_path if name in ("own", "nan") else folder
             defaults = [] if "--num_steps" in flags else ["--num_steps", "1"]
             flags = [word.format(**words) for word in flags.split(" ")]
-            ranks, status = 2 if name == "stale" else 1, int(name == "nan")
+            ranks, status = 2 if name in ("stale", "apart") else 1, int(name == "nan")
             out = run(tmp_path / name, flags, defaults, ranks=ranks, status=status)
             # Metrics() refuses others.
             written |= {key for line in metrics(out) for key in line if key != "step"}

@@ -82,6 +82,10 @@ SETUPS = {
     "two ranks": (f"{RL} --rollout.fixed_order true --learner.offload phase", 2),
     "stale, older weights": (f"{ASYNC} --max_staleness 1 {OLDER}", 1),
     "engine rank, older weights": (f"{ASYNC} --max_staleness 1 --engine_ranks 1 {OLDER}", 2),
+    "an actor apart": (
+        f"{TWO} --actors.alice.ranks 1 --rollout.fixed_order true --eval_every 2 --eval.samples 0",
+        2,
+    ),
     "two learners, two engines": (f"{ASYNC} --max_staleness 1 --engine_ranks 2", 4),
 }
 NUM_FAULTS = 50
