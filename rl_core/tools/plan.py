@@ -166,9 +166,13 @@ def facts(plan: Plan) -> dict[str, Any]:
     from rl_core.learning.loading import compute_dtype
 
     config, mesh = plan.config, plan.mesh
+    meshes, num_ranks = {}, mesh.size + config.engine_ranks
+    for place in plan.places[1:]:
+        meshes |= dict.fromkeys(place.actors, place.mesh)
+        num_ranks += len(place.ranks)
     actors = {}
     for name in config.trained:
-        actor = config.actors[name]
+        actor, mesh = config.actors[name], meshes.get(name, plan.mesh)
         size = model_size(actor)
         own = replace(plan, config=config.of(name), algorithms={name: plan.algorithms[name]})
         table = learner_bytes(own, actor, size, mesh)
@@ -178,6 +182,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         table["sum"] = sum(sampling), sum(learning)
         actors[name] = {
             "model": actor.model,
+            "ranks": actor.ranks,
             "parameters": size.total,
             "adapter_parameters": size.adapters,
             "bytes_on_one_rank": {
@@ -196,7 +201,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "num_steps": config.num_steps,
         "tasks_per_step": config.tasks_per_step,
         "epochs": config.num_steps * config.tasks_per_step / len(plan.train),
-        "ranks": {"all": mesh.size + config.engine_ranks} | asdict(mesh),
+        "ranks": {"all": num_ranks} | asdict(plan.mesh),
         "engine": config.engine if config.is_rl else None,
         "dtype": str(compute_dtype(config)).removeprefix("torch."),
         "microbatch_tokens": config.learner.microbatch_tokens,
@@ -231,6 +236,8 @@ def describe(found: dict[str, Any]) -> str:
         adapters = actor["adapter_parameters"]
         more = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
         size = f"{actor['parameters'] / 1e6:.2f} M parameters{more}"
+        if actor["ranks"]:
+            size += f", on ranks {actor['ranks']}"
         lines += ["", f"{name}: {actor['model']}, {size}"]
         lines.append(f"{'GiB on one rank':<22} {'sample':>10} {'learn':>10}")
         for what, row in actor["bytes_on_one_rank"].items():

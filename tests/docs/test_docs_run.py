@@ -342,11 +342,10 @@ def as_module(words: list[str]) -> tuple[int, list[str]]:
     ranks = 1
     if first == "torchrun":
         at = args.index("-m")
-        ranks = (
-            min(2, int(args[args.index("--nproc_per_node") + 1]))
-            if "--nproc_per_node" in args[:at]
-            else 1
-        )
+        if "--nproc_per_node" in args[:at]:
+            ranks = int(args[args.index("--nproc_per_node") + 1])
+            if not any(arg.endswith(".ranks") for arg in args):
+                ranks = min(2, ranks)
         args = args[at:]
     elif first == "rl-core":
         args = ["-m", "rl_core.cli", *args]
