@@ -475,8 +475,7 @@ def engine_rank(plan: Any, ranks: Any, make_learners: Any, make_actors: Any):
     if plan.places:
         from rl_core.plugins.place_rank import PlaceRank
 
-        checks = [canary] if plan.config.canary_tolerance != 0 else []
-        return PlaceRank(plan, ranks, make_learners, make_actors, signal_handler, checks)
+        return PlaceRank(plan, ranks, make_learners, make_actors, signal_handler, make_checks)
     from rl_core.engines.remote import EngineRank
 
     return EngineRank(plan, ranks, make_actors, signal_handler)
@@ -671,6 +670,12 @@ LAST_PLUGINS = (
     (loads_optimizer, optimizer_start),
     (lambda trainer: trainer.config.push_to_hub, hub),
 )
+
+
+def make_checks(rank: Any) -> list[Any]:
+    """Plugins of ranks that learn without playing episodes."""
+    found = [row for row in PLUGINS if row[1] in (canary, optimizer_start)]
+    return [make(rank) for is_wanted, make in found if is_wanted(rank)]
 
 
 def make_plugins(trainer: Any) -> list[Any]:

@@ -126,9 +126,10 @@ def save_checkpoint(
 def save_learners(
     beside: Path, learners: dict[str, Learner], ranks: Ranks, what: str
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Writes all that they train into folders of their names. (what a run that resumes must know of
-    each optimizer, by name; names of copies that are renewed). Every rank must call it. Raises RunError on all of them, and writes
-    nothing, if a weight is not finite; `what` is not written then."""
+    """(what a run that resumes must know of each optimizer, by name; names of copies that are
+    renewed). Writes all that learners train, and these copies, into folders of their names. Every
+    rank must call it. Raises RunError on all of them, and writes nothing, if a weight is not
+    finite; `what` is not written then."""
     trained, copies = trained_learners(learners), renewed_copies(learners)
     refuse_nonfinite(broken_weights(trained), f"{what} is not written", ranks)
     if ranks.rank == 0:

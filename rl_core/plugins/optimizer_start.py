@@ -21,7 +21,7 @@ class OptimizerStart(Plugin):
         """Raises ValueError if there is no such checkpoint, or if it lacks an actor."""
         super().__init__(trainer)
         self.folders: dict[str, Path] = {}
-        for name in trainer.config.trained:
+        for name in trainer.plan.local_algorithms:
             if path := trainer.config.of(name).optim.load:
                 self.folders[name] = checkpoint_at(Path(path), name)
 

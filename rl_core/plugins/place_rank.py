@@ -36,23 +36,24 @@ class PlaceRank:
         make_learners: Callable[..., dict[str, Learner]],
         make_actors: Callable[..., dict[str, Any]],
         signal_handler: Callable,
-        checks: list[Callable],
+        make_plugins: Callable[[Any], list[Any]],
     ):
-        """`checks`: plugins that see each step of learning."""
+        """`make_plugins`: of those that see each step of learning."""
         self.plan, self.config, self.ranks = plan, plan.config, ranks
         self.out = Path(self.config.out)
         self.signal_handler = signal_handler(self)
-        self.plugins = [make(self) for make in checks]
+        self.plugins = make_plugins(self)
         self.checkpointer = Checkpointer(self)
         self.metrics: dict[str, Metric] = {}  # of the step under way
         self.learners = make_learners(self.config, plan.local_algorithms, ranks)
-        checkpoint, state = None, {"step": 0}
+        self.checkpoint, state = None, {"step": 0}
         if self.config.resume:
-            checkpoint = newest_intact(self.out / "checkpoints", ranks)
-        if checkpoint:
-            state = load_checkpoint(checkpoint, self.learners, True)
+            self.checkpoint = newest_intact(self.out / "checkpoints", ranks)
+        if self.checkpoint:
+            state = load_checkpoint(self.checkpoint, self.learners, True)
         self.step = self.first_step = state["step"]
-        self.checkpointer.load(state)
+        for plugin in (self.checkpointer, *self.plugins):
+            plugin.load(state)
         self.actors = make_actors(plan, self.learners, ranks)
         self.device = next(iter(self.actors.values())).device
         engines = {name: self.actors[name].engine for name in plan.local}
@@ -164,9 +165,8 @@ class PlaceServer(EngineServer):
 
     async def do_save(
         self, engine: Engine | None, folder: str, is_last: bool
-    ) -> dict[str, dict[str, Any]]:
-        """Writes this rank's part of each learner into a folder of its name. What a run that
-        resumes must know of their optimizers."""
+    ) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Writes this rank's part of each learner into a folder of its name; see save_learners."""
         place = self.place
         if is_last:
             place.checkpointer.refuse_ruined()

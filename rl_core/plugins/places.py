@@ -18,11 +18,11 @@ from safetensors import numpy as safetensors
 
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.engines.remote import RemoteEngine, Server, engines_at, received_metrics
-from rl_core.learning.minibatches import arrays_of
+from rl_core.learning.minibatches import COLUMNS, arrays_of
 from rl_core.plugin import Plugin
 from rl_core.plugins.place_rules import Place
 from rl_core.sampling.engine import EngineDied
-from rl_core.types import PER_TOKEN, RunError, TrainingSample
+from rl_core.types import RunError, TrainingSample
 
 
 def connect_places(plan: Any, ranks: Ranks) -> dict[str, RemoteEngine]:
@@ -46,7 +46,9 @@ class Places(Plugin):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.places: list[Place] = trainer.plan.places[1:]
-        self.optimizers: dict[str, dict[str, Any]] = {}  # of the learners that were saved last
+        # Of the learners that were saved last, and of their copies that are renewed.
+        self.optimizers: dict[str, dict[str, Any]] = {}
+        self.copies: dict[str, None] = {}
         self.waited_for: list[Place] = []  # they learn in this step
 
     def servers(self, place: Place) -> list[Server]:
@@ -87,15 +89,16 @@ class Places(Plugin):
                     self.trainer.note("", received_metrics(answer))
 
     async def files(self, scratch: Path) -> list[Path]:
-        """The folder of each learner."""
+        """The folder of each learner, and of each copy."""
         is_last = self.trainer.step == self.trainer.config.num_steps
-        self.optimizers = {}
-        for found in await self.tell_all("save", folder=str(scratch), is_last=is_last):
-            self.optimizers |= found
-        return [scratch / name for name in self.optimizers]
+        self.optimizers, self.copies = {}, {}
+        for optimizers, copies in await self.tell_all("save", folder=str(scratch), is_last=is_last):
+            self.optimizers |= optimizers
+            self.copies |= dict.fromkeys(copies)
+        return [scratch / name for name in (*self.optimizers, *self.copies)]
 
     def state(self) -> dict[str, Any]:
-        return {"optimizers": self.optimizers}
+        return {"optimizers": self.optimizers, "copies": [*self.copies]}
 
     async def export(self, folder: Path) -> None:
         await self.tell_all("export", folder=str(folder))
@@ -155,8 +158,8 @@ def to_text(samples: list[TrainingSample]) -> str:
 def from_text(text: str) -> list[TrainingSample]:
     arrays = safetensors.load(base64.b64decode(text))
     samples = []
-    for index in range(len(arrays) // (len(PER_TOKEN) + 1)):
-        columns = {name: arrays[f"{index}.{name}"] for name in PER_TOKEN}
+    for index in range(sum(name.endswith(".group_id") for name in arrays)):
+        columns = {name: arrays.get(f"{index}.{name}") for name in COLUMNS}
         group_id = arrays[f"{index}.group_id"].tobytes().decode()
         samples.append(TrainingSample(group_id=group_id, **columns))
     return samples
