@@ -93,9 +93,9 @@ class PlaceRank:
             await asyncio.to_thread(barrier, self.ranks)
         for plugin in self.plugins:
             await plugin.before_rollout(step)
-        for name, own in samples.items():
+        for name in filter(samples.__contains__, self.learners):
             with explain_timeouts(f"learn of {name}", self.ranks, timeout_s):
-                await self.learn_one(name, step, own)
+                await self.learn_one(name, step, samples[name])
         self.step = step + 1
         return self.metrics
 

@@ -71,6 +71,29 @@ def check_ranks(config: Config) -> None:
     for name, actor in config.actors.items():
         if actor.ranks:
             refuse(OF_RANKS, f"--actors.{name}", c=config, a=actor)
+    for name in config.trained:
+        own = config.of(name)
+        if own.algo.teacher or any(env.teacher for env in config.envs.values()):
+            check_teachers_are_near(config, name)
+
+
+def check_teachers_are_near(config: Config, name: str) -> None:
+    """Raises ValueError for a teacher that learns on other ranks than its pupil."""
+    from rl_core.plugins.teachers import envs_by_teacher
+
+    for teacher in envs_by_teacher(config.of(name)):
+        if teacher in config.trained and ranks_of(config, teacher) != ranks_of(config, name):
+            raise ValueError(
+                f"--algo.teacher={teacher} learns on other ranks than {name}, which reads its "
+                "weights; give both the same ranks"
+            )
+
+
+def ranks_of(config: Config, name: str) -> tuple[int, ...]:
+    """None: those that are left."""
+    actor = config.actors[name]
+    owner = config.actors[actor.share] if actor.share else actor
+    return numbers(owner.ranks or "")
 
 
 def without_ranks(config: Config) -> Config:
@@ -94,10 +117,10 @@ def places_of(config: Config, num_ranks: int) -> list[Place]:
     the mesh does not divide."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     left: list[str] = []
-    for name, actor in config.actors.items():
-        ranks = (config.actors[actor.share] if actor.share else actor).ranks
+    for name in config.actors:
+        ranks = ranks_of(config, name)
         if ranks:
-            by_ranks.setdefault(numbers(ranks), []).append(name)
+            by_ranks.setdefault(ranks, []).append(name)
         else:
             left.append(name)
     owner: dict[int, str] = {}

@@ -245,6 +245,10 @@ REFUSED = [
     ),
     ("--actors.alice.ranks 3 --actors.alice.api http://x/v1", "leave one out"),
     ("--actors.alice.ranks 3 --actors.alice.engine_urls http://x:1", "leave one out"),
+    (
+        "--actors.alice.ranks 3 --actors.bob.algo.teacher alice --actors.bob.algorithm opd",
+        "learns on other ranks than bob",
+    ),
     ("--actors.alice.ranks 3 --actors.alice.router_replay true", "do not travel"),
 ]
 
