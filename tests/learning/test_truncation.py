@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import shutil
 
 import kit
 import numpy as np
@@ -29,6 +31,7 @@ from rl_core.plugins import truncation
 from rl_core.plugins.algorithm_rules import check_algorithm
 from rl_core.plugins.padded import OwnForward, PaddedForward
 from rl_core.plugins.truncation import support_labels, support_logprobs
+from rl_core.plugins.under_way import read_groups
 from rl_core.types import SamplingParams, Turn
 
 TOP = "--sampling.top_k 5 --sampling.top_p 0.8"
@@ -222,6 +225,19 @@ def test_logprobs_and_entropy_are_those_of_masked_logits(monkeypatch, cap, tile_
         torch.testing.assert_close(ours, expected, atol=1e-12, rtol=0)
 
 
+def test_a_frozen_head_gets_no_gradient_and_hidden_states_get_theirs():
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=draw).double() for n in (5, 9))
+    labels = support_labels(torch.tensor([0, 1, 2, 3, 4]), ["0 8", "1 2 3", "2", "3 7", "4 0"])
+    found = []
+    for is_trained in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
+        support_logprobs(h, w, labels)[0].sum().backward()
+        found.append(h.grad)
+        assert (w.grad is not None) == is_trained
+    assert torch.equal(*found)
+
+
 def test_bf16_products_are_summed_in_fp32():
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=draw).bfloat16() for n in (5, 9))
@@ -353,6 +369,39 @@ def test_a_run_learns_with_several_updates_and_a_reference(places, tmp_path):
             for one in trajectories(file)
             for turn in one["turns"]
         )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--actors.policy.lora.rank 4 --algo.kl_coef 0.1",
+        "--algorithm ppo --critic.lr 1e-2",
+        "--algorithm opd --algo.teacher {other}",
+        "--algorithm gspo --sampling.min_p 0.05 --learner.minibatches 2",
+    ],
+)
+def test_what_learns_beside_reads_the_same_ids(places, tmp_path, more):
+    """An adapter, whose head is frozen; a critic; a teacher."""
+    out = run(tmp_path / "run", RUN.format(**places), TOP, more.format(**places))
+    rows = [row for row in metrics(out) if "learn/policy/loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["learn/policy/mismatch_kl_nats"] < 1e-7
+        assert row["learn/policy/grad_norm"] > 0
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(places, tmp_path):
+    """Completions that were under way keep the ids of their first tokens."""
+    more = "--max_staleness 1 --rollout.fixed_order true --num_steps 4 --save_every 2"
+    flags = (RUN.format(**places), TOP, more, "--keep_checkpoints 0")
+    out = run(tmp_path / "run", *flags)
+    expected = kit.weights(out)
+    shutil.rmtree(out / "checkpoints/step_000004")
+    groups = read_groups(out / "checkpoints/step_000002", range(99), 0).values()
+    assert re.search(r"'kept_ids': \['\d", str(list(groups)))
+    run(out, *flags, "--resume")
+    for name, value in kit.weights(out).items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_a_step_is_replayed_from_its_rollouts(places, tmp_path):

@@ -71,7 +71,7 @@ def turns_of(group: dict) -> dict[tuple[str, int], list[list[dict]]]:
 
 
 def is_start(kept: dict, whole: dict) -> bool:
-    names, num = ("token_ids", "logprobs"), len(kept["token_ids"])
+    names, num = ("token_ids", "logprobs", "kept_ids"), len(kept["token_ids"])
     return all(kept[name] == whole[name][:num] for name in names) and (
         not num or kept["policy_version"] == whole["policy_version"]
     )
@@ -80,7 +80,7 @@ def is_start(kept: dict, whole: dict) -> bool:
 RUNS = [
     (1, ""),
     (2, ""),
-    (2, "--engine_ranks 1"),
+    (2, "--engine_ranks 1 --sampling.top_k 5"),
     pytest.param(1, "--engine sglang", marks=needs_sglang),
 ]
 
