@@ -190,6 +190,16 @@ def test_bench_tree_has_one_loss_for_trees_of_fewer_tokens(tmp_path):
         assert line["tree"]["loss"] == pytest.approx(line["unrolled"]["loss"], rel=1e-4, abs=1e-4)
 
 
+def test_bench_truncation_measures_both_sides(tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, ROOT / "scripts/bench_truncation.py", "--quick", "--out", out]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    [line] = json.loads(out.read_text())
+    assert len(done.stdout.splitlines()) == 3
+    for name, ratio in line["ratio"].items():
+        assert ratio == line["truncated"][name] / line["plain"][name] > 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
     command = [sys.executable, ROOT / "scripts/gpu_check.py", "--out", tmp_path]

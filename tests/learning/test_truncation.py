@@ -32,7 +32,8 @@ from rl_core.plugins.algorithm_rules import check_algorithm
 from rl_core.plugins.padded import OwnForward, PaddedForward
 from rl_core.plugins.truncation import support_labels, support_logprobs
 from rl_core.plugins.under_way import read_groups
-from rl_core.types import SamplingParams, Turn
+from rl_core.sampling.rollout import make_group
+from rl_core.types import SamplingParams, Task, Turn
 
 TOP = "--sampling.top_k 5 --sampling.top_p 0.8"
 TOY = torch.tensor([0.15, 0.45, 0.1, 0.3])
@@ -434,6 +435,19 @@ def test_an_actor_has_limits_of_its_own(places, tmp_path):
     assert row["learn/bob/entropy_nats"] < np.log(3) < row["learn/alice/entropy_nats"]
     for name in ("bob", "alice"):
         assert row[f"learn/{name}/mismatch_kl_nats"] < 1e-7
+
+
+def test_evaluations_have_limits_of_their_own_alone(places):
+    given = "--model {model} --env_path x.py --out x --actors.policy.sampling.top_k 3"
+    config = parse_config(words(given.format(**places), TOP))
+    task = Task(id="0", env="x", row={}, messages=[])
+    place = {"batch": "0", "number": 0, "size": 2}
+    training = make_group(config, task, **place)
+    greedy = make_group(config, task, {"temperature": 0.0}, **place)
+    assert (training.params.top_k, training.params.top_p, training.params.keeps_ids) == (5, 0.8, 1)
+    assert training.own_params["policy"] == {"top_k": 3}
+    assert (greedy.params.top_k, greedy.params.top_p, greedy.params.keeps_ids) == (0, 1.0, 0)
+    assert greedy.own_params["policy"] == {}
 
 
 def test_without_limits_no_part_and_no_ids(places):
