@@ -119,8 +119,10 @@ class ModelTeacher:
         hidden_MD, weight_VD, *scale = view.factors
         if self.weight_VD is None:
             whole = unsharded(weight_VD.detach())
-            # FSDP frees what it gathered, and a learner changes what it has.
-            is_kept = self.is_fixed and not self.policy.is_sharded
+            # FSDP frees what it gathered, a learner changes what it has, and what leaves the device
+            # has no memory then.
+            stays = self.policy.host_copies is None and not self.policy.is_sharded
+            is_kept = self.is_fixed and stays
             self.weight_VD = whole.cpu() if is_kept else whole.clone().cpu()
         factors = hidden_MD.detach().cpu(), self.weight_VD, *scale
         return Reading(logprobs=logprobs, factors=factors)

@@ -5,14 +5,30 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import answer, gradient, of_ranks, sample
+from kit import (
+    answer,
+    gradient,
+    learn,
+    make_learner,
+    of_ranks,
+    part_of,
+    run,
+    sample,
+    weights,
+)
+from test_experts import family  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rl_core.distributed import Mesh, on_mesh
+from rl_core.host_copies import HostCopies
 from rl_core.learning import logprobs as fused
+from rl_core.learning.policy import Policy
 from rl_core.plugins import divergence
 from rl_core.plugins.divergence import TopTokens, WholeVocabulary, fused_divergence, make_form
+from rl_core.plugins.padded import OwnForward, choose_forward
+from rl_core.plugins.teacher import ModelTeacher
+from rl_core.types import RunError
 
 FORMS = ("reverse_kl", "forward_kl", "jsd")
 BETA = 0.3
@@ -194,6 +210,149 @@ def test_two_ranks_take_the_gradient_of_one(tiny_model, teacher, tmp_path):
             assert found.keys() == wanted.keys()
             for weight, value in wanted.items():
                 torch.testing.assert_close(found[weight], value, atol=2e-6, rtol=1e-4)
+
+
+def whole_logits(hf, ids: list[int], mask) -> torch.Tensor:
+    """[M, V] log p of the tokens that are trained, by the model's own forward."""
+    logits = hf(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    return logits[torch.tensor(mask[1:])].log_softmax(-1)
+
+
+def wanted_gradients(learner, hf, teacher: str) -> dict[str, torch.Tensor]:
+    """Of the mean KL(teacher || student) over the samples' tokens, by autograd over all logits."""
+    other, terms = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32), []
+    for s in SAMPLES:
+        ids = s.token_ids.tolist()
+        with torch.no_grad():
+            logq = whole_logits(other, ids, s.loss_mask)
+        terms.append(written_out("forward_kl", whole_logits(hf, ids, s.loss_mask), logq))
+    learner.policy.zero_grad()
+    torch.cat(terms).mean().backward()
+    return grads_of(learner)
+
+
+def grads_of(learner) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in learner.trained_parameters() if p.grad is not None}
+
+
+FORWARD = f"{PLAIN} --algo.teacher_loss forward_kl --algo.teacher"
+
+
+def found_gradients(learner) -> dict[str, torch.Tensor]:
+    (minibatch,), _ = learner.shard(SAMPLES)
+    learner.annotate([minibatch])
+    for part in learner.parts:
+        part.before_update(learner, minibatch, 0)
+    learner.backward(minibatch)
+    return grads_of(learner)
+
+
+def test_adapters_have_the_gradient_of_the_whole_logits(tiny_model, teacher):
+    learner = make_learner(tiny_model, "--actors.policy.lora.rank 4", FORWARD, teacher)
+    found = found_gradients(learner)
+    learner.policy.hf.set_attn_implementation("sdpa")
+    wanted = wanted_gradients(learner, learner.policy.hf, teacher)
+    assert found.keys() == wanted.keys() and all(".lora_" in name for name in found)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+    assert max(value.abs().max() for value in wanted.values()) > 1e-3
+
+
+def test_a_model_on_padded_rows_learns_from_one_that_is_packed(family, teacher):  # noqa: F811
+    learner = make_learner(family("lfm2"), FORWARD, teacher)
+    for model in learner.models():
+        choose_forward(model, learner.ranks)
+    assert type(learner.policy.forward_pass).__name__ == "PaddedForward"
+    found = found_gradients(learner)
+    wanted = wanted_gradients(learner, learner.policy.hf, teacher)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=2e-6, rtol=1e-3)
+    assert len(wanted) > 10
+
+
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_a_head_that_is_not_a_product_is_refused(tiny_model, teacher, whose):
+    learner = make_learner(tiny_model, FORWARD, teacher)
+    policy = learner.policy
+    if whose == "teacher":
+        [policy] = part_of(learner, "ExactTeacher").models
+    policy.use_forward(OwnForward())
+    policy.hf.set_attn_implementation("sdpa")
+    with pytest.raises(RunError, match=r"has a head of its own, .* take sampled"):
+        learn(learner, SAMPLES)
+
+
+def test_the_mean_of_means_weighs_each_sequence_alike(tiny_model, teacher):
+    flags = FORWARD, teacher, "--algo.aggregation sequence"
+    _, found = gradient(tiny_model, SAMPLES, *flags)
+    total: dict[str, torch.Tensor] = {}
+    for s in SAMPLES:
+        _, own = gradient(tiny_model, [s], FORWARD, teacher)
+        for name, value in own.items():
+            total[name] = total.get(name, 0) + value / len(SAMPLES)
+    for name, value in total.items():
+        torch.testing.assert_close(found[name], value, atol=2e-6, rtol=1e-3)
+
+
+def test_a_teacher_that_leaves_the_device_teaches_the_same(tiny_model, teacher):
+    """Its head is on no device when the student is compared."""
+    rows = []
+    for leaves in (False, True):
+        learner = make_learner(tiny_model, FORWARD, teacher)
+        part = part_of(learner, "ExactTeacher")
+        [policy] = part.models
+        if leaves:
+            for weight in policy.hf.parameters():
+                weight.data = weight.data.clone()  # a file's pages cannot leave
+            own = Policy(
+                policy.hf,
+                torch.float32,
+                torch.float32,
+                policy.forward_pass,
+                host_copies=HostCopies(torch.device("cpu"), is_constant=True),
+            )
+            with own.on_device():
+                pass
+            assert not own.is_on_device
+            part.teachers[:] = [ModelTeacher(own, 1.0)]
+        rows += learn(learner, SAMPLES)
+    assert rows[0]["teacher_loss_nats"] == rows[1]["teacher_loss_nats"] > 0
+    assert rows[0]["grad_norm"] == rows[1]["grad_norm"] > 0
+
+
+def test_rewards_and_several_updates_stand_beside_a_teacher(tiny_model, teacher):
+    """Each update compares the student as it is then."""
+    flags = "--algorithm grpo --learner.epochs 3 --optim.lr 1e-3 --algo.teacher_loss forward_kl"
+    learner = make_learner(tiny_model, flags, "--algo.teacher", teacher)
+    paid = [sample([5, 6, 7, 8], [0, 0, 1, 1], reward, "a") for reward in (1.0, -1.0)]
+    rows = learn(learner, *[paid] * 4)
+    losses = [row["teacher_loss_nats"] for row in rows]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+
+
+ASK = """
+def load_tasks(split):
+    return [{"messages": [{"role": "user", "content": text}]} for text in ("ab?", "cd?", "ef?")]
+
+
+def reward_fn():
+    return 0.0
+"""
+
+
+def test_a_resumed_run_is_as_one_that_was_not_stopped(tmp_path, tiny_model, teacher):
+    (tmp_path / "ask.py").write_text(ASK)
+    flags = (
+        f"--algorithm opd --env_path {tmp_path / 'ask.py'} --max_tokens 6 --tasks_per_step 2 "
+        f"--group_size 2 --optim.lr 1e-3 --model {tiny_model} --algo.teacher_loss jsd --algo.teacher"
+    )
+    whole = weights(run(tmp_path / "whole", flags, teacher, "--num_steps 4"))
+    run(tmp_path / "parts", flags, teacher, "--num_steps 2")
+    parts = weights(run(tmp_path / "parts", flags, teacher, "--num_steps 4 --resume"))
+    begun = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    moved = [(whole[n].float() - w).abs().max() for n, w in begun.named_parameters() if n in whole]
+    assert max(moved) > 1e-3
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
 
 
 if __name__ == "__main__":
