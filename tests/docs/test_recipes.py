@@ -27,7 +27,14 @@ PAIR = {
     "rejected": [USER, {"role": "assistant", "content": "5"}],
 }
 PROBLEM = {"question": "2 + 2?", "answer": "4", "golden_answers": ["4"]}
-ROWS = {"dpo": PAIR, "rm": PAIR, "ppo": {"prompt": [USER]}, "grpo": PROBLEM, "dapo": PROBLEM}
+ROWS = {
+    "dpo": PAIR,
+    "rm": PAIR,
+    "ppo": {"prompt": [USER]},
+    "grpo": PROBLEM,
+    "dapo": PROBLEM,
+    "opd": PROBLEM,
+}
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def folder_of(tmp_path, tiny_model):
     and no weights."""
 
     def make(name):
-        config, folder = model_config(name.rpartition("-")[2]), tmp_path / "model"
+        config, folder = model_config(name.rpartition("-")[2]), tmp_path / name.rpartition("/")[2]
         config.max_position_embeddings = 40960
         config.save_pretrained(folder)
         AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
@@ -60,6 +67,8 @@ def test_a_recipe_is_planned_and_fits_its_gpus(recipe, folder_of, tmp_path, monk
         for part in ("train", "eval")
         if part in given["data"]
     ]
+    if teacher := given.get("algo", {}).get("teacher"):
+        flags += ["--algo.teacher", folder_of(teacher)]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", str(number))
     shown = describe(
