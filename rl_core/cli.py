@@ -25,6 +25,7 @@ COMMANDS = {
         "try environments out without a model: what they read, what is trained, what replies earn, "
         "how they fail"
     ),
+    "envs": "list the environments of envs/: what each is and needs, and how it is run",
     "plan": (
         "print data, tokens of a step, parameters and memory of a run with these flags, on "
         "WORLD_SIZE ranks"

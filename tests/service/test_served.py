@@ -459,6 +459,10 @@ ALIKE = dict.fromkeys(
 ALIKE |= dict.fromkeys(["harbor"], "--num_tasks 2")
 ALIKE |= {f"agentbench_{name}": "--num_tasks 2" for name in ("db", "house", "kg", "os", "shop")}
 ALIKE |= dict.fromkeys(["code", "code_contest", "code_feedback", "gym_text"], "--num_tasks 1")
+ALIKE |= {
+    "code_parallel": "--num_tasks 1 --actors ann,combiner",
+    "customer_service": "--num_tasks 2 --actors agent,user",
+}
 ALIKE |= dict.fromkeys(
     ["math_answer", "nim", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1"
 )
@@ -479,8 +483,9 @@ OTHERS = ["chess_game", "mcp_tools", "openenv_client", "reward_model"]
 def examples(files):
     """All environments of the repository and one more, one worker with room for three sessions of
     each, and a token."""
-    # Whose library is not installed.
-    names = {path.stem for path in ROOT.glob("envs/*.py")} - {"verifiers_env"}
+    # Whose libraries are not installed.
+    outside = {"reasoning_gym_env", "textarena_env", "verifiers_env"}
+    names = {path.stem for path in ROOT.glob("envs/*.py")} - outside
     assert names == {*ALIKE, *OTHERS}
     paths = [files / "count.py", *(ROOT / f"envs/{name}.py" for name in sorted(names))]
     os.environ["OPENENV_URL"] = "http://127.0.0.1:9"  # where nobody listens

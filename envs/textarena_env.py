@@ -1,0 +1,111 @@
+"""Any game of TextArena (arXiv:2504.11442), for one player or more:
+https://github.com/LeonGuertler/TextArena.
+
+    pip install textarena
+    TEXTARENA_ENV=TicTacToe-v0 rl-core train --env_path envs/textarena_env.py --model M
+    --max_tokens 256 --max_turns 12 --out runs/arena
+    TEXTARENA_ENV=KuhnPoker-v0 rl-core train ... --actors.ann.model A --actors.ben.model B
+
+Players are the actors in the order of their names; one actor plays all seats. $TEXTARENA_PLAYERS
+(2) says how many there are. Each has a conversation, in which the game and the others speak.
+Reward: the game's, usually 1, 0 or -1. Whose reply is cut off loses (-1) and ends the game; a game
+that is not over after --max_turns turns of a player earns 0. Metrics: `invalid`, `unfinished`.
+Every seed of $TEXTARENA_GAMES (1,000) is a task, and every tenth is held out. The library draws
+from Python's global generator: here each game has a stream of its own. Some word games download
+word lists. What was run: docs/environments.md.
+"""
+
+import os
+import random
+
+try:
+    import textarena
+    from textarena.envs.registration import ENV_REGISTRY
+except ImportError:
+    raise ImportError("textarena is missing: pip install textarena") from None
+
+NAME = os.environ.get("TEXTARENA_ENV", "TicTacToe-v0")
+PLAYERS = int(os.environ.get("TEXTARENA_PLAYERS", "2"))
+GAMES = int(os.environ.get("TEXTARENA_GAMES", "1000"))
+max_turns = 12
+
+if NAME not in ENV_REGISTRY:
+    known = sorted(name for name in ENV_REGISTRY if name.endswith("-v0"))
+    raise ValueError(f"TEXTARENA_ENV={NAME} is no game; there are {', '.join(known)}")
+
+
+def load_tasks(split):
+    same = {"prompt": f"Play {NAME}.", "game": NAME}
+    seeds = [seed for seed in range(GAMES) if (seed % 10 == 0) == (split != "train")]
+    return [same | {"seed": seed} for seed in seeds]
+
+
+class Game:
+    """A game that draws from a stream of its own."""
+
+    def __init__(self, seed):
+        self.drawn = random.Random(seed).getstate()
+        # Without wrappers a player sees only what is new since its last turn.
+        raw = f"{NAME}-raw"
+        self.env = self.call(textarena.make, raw if raw in ENV_REGISTRY else NAME)
+        self.call(self.env.reset, PLAYERS, seed)
+
+    def call(self, function, *args):
+        before = random.getstate()
+        random.setstate(self.drawn)
+        try:
+            return function(*args)
+        finally:
+            self.drawn = random.getstate()
+            random.setstate(before)
+
+    def look(self):
+        """(the number of the player whose turn it is, what is new to it)."""
+        player, observed = self.call(self.env.get_observation)
+        if isinstance(observed, str):
+            return player, observed
+        lines = []
+        for sender, message, _ in observed:
+            if sender != player:
+                name = f"Player {sender}: " if sender >= 0 else ""
+                lines.append(name + message)
+        return player, "\n".join(lines)
+
+
+async def play(game, seats):
+    """(each player's conversation, who was cut off or None, whether the game is over)."""
+    replies = {}
+    while True:
+        player, said = game.look()
+        said = said or "It is your turn."
+        speaker = replies.get(player) or seats[player]
+        reply = await speaker.respond(said)
+        replies[player] = reply
+        if reply.truncated:
+            return replies, player, False
+        is_done, _ = game.call(game.env.step, reply.answer)
+        if is_done:
+            return replies, None, True
+        if len(reply.turns) >= seats[player].max_turns:
+            return replies, None, False
+
+
+async def rollout(task, actors):
+    names = sorted(actors)
+    if len(names) not in (1, PLAYERS):
+        raise ValueError(f"{len(names)} actors for {PLAYERS} players; give one, or {PLAYERS}")
+    seats = [actors[names[player % len(names)]] for player in range(PLAYERS)]
+    game = Game(task.row["seed"])
+    replies, cut, is_over = await play(game, seats)
+    rewards, infos = dict.fromkeys(replies, 0.0), {}
+    if is_over:
+        rewards, infos = game.call(game.env.close)
+    if cut is not None:
+        rewards[cut] = -1.0
+    found = []
+    for player, reply in replies.items():
+        invalid = infos.get(player, {}).get("invalid_move", False)
+        metrics = {"invalid": float(invalid), "unfinished": float(not is_over)}
+        seat = f"player {player}"
+        found.append(reply.trajectory(float(rewards[player]), seat=seat, metrics=metrics))
+    return found

@@ -1,0 +1,166 @@
+"""rl-core envs: the environments of envs/, with what each is, and what it needs that is not here.
+rl-core envs NAME: its variables, packages and solutions, and the command that trains on it.
+
+All is read from the files: no environment is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import shorten
+
+from rl_core.rules import nearest
+from rl_core.tools.info import environments
+
+# What is imported -> what the machine needs for it.
+OF_MACHINE = {
+    "boxes": "bubblewrap, docker or podman",
+    "harbor": "bubblewrap, docker or podman",
+    "Sandbox": "a sandbox (rl-core sandbox level)",
+}
+# What is imported -> its name for pip, where that is another.
+PIP_NAMES = {"reasoning_gym": "reasoning-gym"}
+WIDTH = 110  # characters of an environment's line, beside its name
+VARIABLE = r"""environ(?:\.get\(|\[)\s*["'](\w+)["']"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Listing:
+    """What the file of an environment says of it."""
+
+    path: str
+    about: str  # its docstring's first sentence
+    packages: dict[str, bool] = field(default_factory=dict)  # pip's name -> whether it is installed
+    machine: list[str] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)
+    has_rows: bool = False  # without --data.train
+    has_oracle: bool = False
+    command: str = ""
+
+    @property
+    def missing(self) -> list[str]:
+        """What is not here, and what only the machine's owner knows."""
+        found = [f"pip install {name}" for name, is_here in self.packages.items() if not is_here]
+        found += self.machine
+        if not self.has_rows:
+            found.append("rows (--data.train)")
+        return found
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="rl-core envs", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("name", nargs="?", help="an environment, such as sort_digits: only this")
+    args = parser.parse_args(argv)
+    paths = {Path(path).stem: Path(path) for path in environments()}
+    if not paths:
+        raise ValueError("there is no folder envs here; begin in a clone, or by rl-core init")
+    if args.name and args.name not in paths:
+        raise ValueError(f"{args.name!r} is no environment of envs/; {nearest(args.name, paths)}")
+    chosen = [paths[args.name]] if args.name else paths.values()
+    listings = [listing_of(path) for path in chosen]
+    if args.json:
+        print(json.dumps([asdict(listing) for listing in listings], indent=2))
+    elif args.name:
+        print(described(listings[0]))
+    else:
+        print(as_table(listings))
+    return 0
+
+
+def listing_of(path: Path) -> Listing:
+    """Raises ValueError for a file that is no Python."""
+    source = path.read_text(encoding="utf-8")
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"{path}: line {error.lineno}: {error.msg}") from None
+    text = ast.get_docstring(tree) or ""
+    listing = Listing(path=str(path), about=first_sentence(text), command=first_block(text))
+    if "rl-core" not in listing.command:
+        listing.command = f"rl-core train --env_path {path} --model M --out runs/{path.stem}"
+    listing.variables = sorted(set(re.findall(VARIABLE, source)))
+    names = {getattr(node, "name", "") for node in tree.body}
+    machine = set()
+    for module, imported in imports_of(tree):
+        names |= imported
+        root = module.partition(".")[0]
+        beside = (path.parent / root).with_suffix(".py")
+        if root == "rl_core":
+            machine |= {OF_MACHINE[name] for name in imported & OF_MACHINE.keys()}
+        elif beside.exists():
+            machine |= {*listing_of(beside).machine}
+        elif root != "programs" and root not in sys.stdlib_module_names:
+            listing.packages[PIP_NAMES.get(root, root)] = find_spec(root) is not None
+    listing.machine = sorted(machine)
+    listing.has_rows = "load_tasks" in names
+    listing.has_oracle = "oracle" in names
+    return listing
+
+
+def imports_of(tree: ast.Module) -> list[tuple[str, set[str]]]:
+    """(module, the names that are taken from it), those inside of functions too."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, set()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            last = node.module.rpartition(".")[2]
+            found.append((node.module, {alias.name for alias in node.names} | {last}))
+    return found
+
+
+def first_sentence(text: str) -> str:
+    paragraph = text.partition("\n\n")[0].replace("\n", " ")
+    return re.split(r"(?<=\.) |: https?:", paragraph)[0].rstrip(".")
+
+
+def first_block(text: str) -> str:
+    """The first lines that are indented: a command, as docstrings of environments give it."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("    "):
+            lines.append(line[4:])
+        elif lines and line.strip():
+            lines.append(f"    {line}")
+        elif lines:
+            break
+    return "\n".join(lines)
+
+
+def as_table(listings: list[Listing]) -> str:
+    width = max(len(Path(listing.path).stem) for listing in listings)
+    lines = []
+    for listing in listings:
+        about = shorten(listing.about, WIDTH, placeholder=" ...")
+        lines.append(f"{Path(listing.path).stem:<{width}}  {about}")
+        if listing.missing:
+            lines.append(f"{'':<{width}}  needs {'; '.join(listing.missing)}")
+    ends = [
+        "",
+        "rl-core envs NAME: one of them, with its command; rl-core check envs/NAME.py: try it",
+    ]
+    return "\n".join(lines + ends)
+
+
+def described(listing: Listing) -> str:
+    packages = []
+    for name, is_here in listing.packages.items():
+        packages.append(name if is_here else f"{name} (missing: pip install {name})")
+    facts = {
+        "packages": ", ".join(packages),
+        "machine": ", ".join(listing.machine),
+        "variables": ", ".join(listing.variables),
+        "rows": "its own, or --data.train" if listing.has_rows else "--data.train",
+        "solutions": f"rl-core check {listing.path} --oracle" if listing.has_oracle else "",
+    }
+    lines = [f"== {listing.path}", f"  {listing.about}", ""]
+    lines += [f"  {name:<10} {fact}" for name, fact in facts.items() if fact]
+    return "\n".join([*lines, "", *(f"  {line}" for line in listing.command.splitlines())])

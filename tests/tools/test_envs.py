@@ -1,0 +1,66 @@
+"""rl-core envs: what files say of themselves, without an import of any."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from kit import ROOT
+
+from rl_core.cli import main as command
+
+
+@pytest.fixture
+def listed(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert command(["envs", "--json"]) == 0
+    return {Path(one["path"]).stem: one for one in json.loads(capsys.readouterr().out)}
+
+
+def test_every_environment_is_listed_with_what_it_needs(listed):
+    assert {*listed} == {path.stem for path in (ROOT / "envs").glob("*.py")}
+    for name, one in listed.items():
+        assert one["about"] and f"envs/{name}.py" in one["command"], one
+        assert "rl-core train" in one["command"], one
+    box, sandbox = "bubblewrap, docker or podman", "a sandbox (rl-core sandbox level)"
+    assert listed["terminal"]["machine"] == listed["agentbench_os"]["machine"] == [box]
+    assert listed["code_parallel"]["machine"] == listed["code"]["machine"] == [sandbox]
+    assert listed["sort_digits"]["machine"] == listed["word_problems"]["machine"] == []
+    assert listed["chess_game"]["packages"] == {"chess": True}
+    assert listed["sort_digits"]["packages"] == listed["agentbench_db"]["packages"] == {}
+    assert listed["search_qa"]["variables"] == ["SEARCH_CORPUS", "SEARCH_URL"]
+    assert [name for name, one in listed.items() if not one["has_rows"]] == ["reward_model"]
+    assert listed["harbor"]["has_oracle"] and not listed["sort_digits"]["has_oracle"]
+
+
+def test_one_is_described_and_the_nearest_name_is_told(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert command(["envs", "terminal"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("== envs/terminal.py\n") and "bubblewrap, docker or podman" in said
+    assert "rl-core train --env_path envs/terminal.py" in said
+    assert command(["envs", "terminl"]) == 1
+    assert "did you mean 'terminal'?" in capsys.readouterr().err
+    assert command(["envs"]) == 0
+    assert "reward_model  " in (said := capsys.readouterr().out)
+    assert "needs rows (--data.train)" in said and max(map(len, said.splitlines())) < 140
+
+
+def test_files_of_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "envs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "envs/mine.py").write_text(
+        '"""Mine: one. And two.\n\n    rl-core train X\n    --more\n\nText."""\n'
+        "import json\n\ndef reward_fn(completion):\n    import no_such_library\n"
+    )
+    assert command(["envs"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        "mine  Mine: one",
+        "      needs pip install no_such_library; rows (--data.train)",
+    ]
+    assert command(["envs", "mine"]) == 0
+    assert capsys.readouterr().out.endswith("\n  rl-core train X\n  --more\n")
+    (tmp_path / "envs/broken.py").write_text("def x(:\n")
+    assert command(["envs"]) == 1 and "broken.py: line 1" in capsys.readouterr().err
