@@ -22,3 +22,8 @@ def reward_fn(messages, answer):
     if sorted(reply) != sorted(answer):
         return 0.0
     return sum(a == b for a, b in zip(reply, answer)) / len(answer)  # noqa: B905
+
+
+def teacher_prompt(task, answer):
+    """With --algo.teacher self the teacher reads the solution too (scripts/self_distill.py)."""
+    return f"{task.messages[-1]['content']}={answer}"

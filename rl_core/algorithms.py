@@ -52,6 +52,8 @@ class Algorithm:
     teacher_loss: str = "sampled"
     teacher_beta: float = 0.5
     teacher_top_k: int = 0
+    teacher_update: str = "start"
+    teacher_decay: float = 0.99
     learns_from: str = "episodes"  # or rows, or pairs of replies
     is_scoring: bool = False  # the model is a classifier of one label
     has_reference: bool = False  # whatever kl_coef is

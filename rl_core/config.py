@@ -160,8 +160,12 @@ class AlgoConfig(Section, prefix="algo."):
         only=(*RL, "dpo"),
     )
     teacher: str | None = flag(
-        None, "on-policy distillation: teacher's folder, hub name, actor, or server's URL"
+        None, "on-policy distillation: teacher's folder, hub name, actor, server's URL, or self"
     )
+    teacher_update: Literal["start", "latest", "ema"] | None = flag(
+        None, "self-distillation: the teacher's weights; default: those of the start"
+    )
+    teacher_decay: Fraction | None = flag(None, "EMA decay of the teacher self; default: 0.99")
     teacher_coef: Positive | None = flag(None, "weight of the KL to the teacher; default: 1")
     teacher_loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] | None = flag(
         None,

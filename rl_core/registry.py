@@ -494,6 +494,25 @@ def rollout_classes(config: Config):
     return None
 
 
+def taught_player(config: Config, player_class: Any):
+    """The class, or one that also asks what the policy reads as its own teacher."""
+    if not any(config.of(name).algo.teacher for name in config.trained):
+        return player_class
+    from rl_core.plugins.teacher_prompts import taught_player, teacher_limits
+
+    limits = teacher_limits(config)
+    return taught_player(player_class, limits) if limits else player_class
+
+
+def make_samples(config: Config, algorithm: Any):
+    """What makes TrainingSamples of a trajectory; None: as usual."""
+    if not algorithm.teacher:
+        return None
+    from rl_core.plugins.self_distillation import samples_maker
+
+    return samples_maker(config, algorithm)
+
+
 # Plugins.
 
 

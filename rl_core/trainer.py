@@ -72,6 +72,7 @@ class Trainer:
     def make_worker(self) -> RolloutWorker:
         classes = registry.rollout_classes(self.config) or (GroupPlayer, RolloutWorker)
         player_class, worker_class = classes
+        player_class = registry.taught_player(self.config, player_class)
         player = player_class(self.plan.envs, self.speakers, self.config.rollout)
         return worker_class(player, self.ranks, self.config.timeout_s)
 
@@ -297,7 +298,11 @@ def training_samples(
             groups = [g for g in groups if registry.has_signal(g, algorithm)]
         longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
         advantages_of = registry.advantages_of(algorithm, groups)
-        samples[name] = samples_of(
-            groups, algorithm, longest, advantage_fns, scales_of, advantages_of
+        how = (
+            advantage_fns,
+            scales_of,
+            advantages_of,
+            registry.make_samples(plan.config.of(name), algorithm),
         )
+        samples[name] = samples_of(groups, algorithm, longest, *how)
     return samples

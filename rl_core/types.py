@@ -116,6 +116,10 @@ class Trajectory:
     status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed"
     error: str = ""  # why it failed
     env_code: str = ""  # hash of the environment's file
+    # What teacher_prompt() gave, and its tokens for each stream of turns: a teacher reads them in
+    # the place of what stood before the stream's first reply. Empty: no teacher.
+    teacher_messages: list[Message] = field(default_factory=list)
+    teacher_ids: list[list[int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +157,8 @@ class TrainingSample:
     )
     # uint8, text: for each trained token a line of the ids that it was drawn from; None: from all.
     kept_ids: np.ndarray | None = None
+    # [P] int64, what a teacher reads before the first trained token; None: the same as the policy.
+    teacher_ids: np.ndarray | None = None
 
     def __post_init__(self):
         with np.errstate(over="ignore"):  # an infinite loss is reported by the learner

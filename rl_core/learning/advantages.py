@@ -16,6 +16,8 @@ from rl_core.types import TrainingSample, Trajectory
 AdvantageFn = Callable[[list[float]], list[float]]
 # Trajectories with the advantages of their turns.
 Judged = list[tuple[Trajectory, list[float]]]
+# A trajectory, advantages of its turns, names of turns that are trained already -> its samples.
+MakeSamples = Callable[[Trajectory, list[float], set[str]], list[TrainingSample]]
 
 
 def samples_of(
@@ -25,12 +27,15 @@ def samples_of(
     advantage_fns: dict[str, AdvantageFn | None] | None = None,
     scales_of: Callable[[Judged], dict[str, float]] | None = None,
     advantages_of: Callable[..., list[list[float]]] | None = None,
+    make_samples: MakeSamples | None = None,
 ) -> list[TrainingSample]:
     """Each trajectory's samples with its advantage over its group, or those of its turns. Overlong
     ones may be penalised before, or left out after: they count in the baseline, but neither in the
     loss nor in its denominator. `advantage_fns`: by environment. `scales_of`: environment -> what
-    divides its advantages. `advantages_of`: in the place of turn_advantages()."""
+    divides its advantages. `advantages_of`: in the place of turn_advantages(), `make_samples` of
+    trajectory_samples()."""
     advantages_of = advantages_of or turn_advantages
+    make_samples = make_samples or trajectory_samples
     judged: Judged = []
     for group in groups:
         penalties = [0.0] * len(group)
@@ -46,9 +51,15 @@ def samples_of(
     trained: set[str] = set()
     for t, values in judged:
         scale = scales.get(t.env, 1.0)
-        found = samples_from_turns(t.turns, [a / scale for a in values], t.group_id, trained)
+        found = make_samples(t, [a / scale for a in values], trained)
         samples += [replace(sample, env=t.env) for sample in found]
     return samples
+
+
+def trajectory_samples(
+    t: Trajectory, advantages: list[float], trained: set[str]
+) -> list[TrainingSample]:
+    return samples_from_turns(t.turns, advantages, t.group_id, trained)
 
 
 def overlong_penalty(t: Trajectory, max_tokens: int, buffer: int) -> float:

@@ -28,7 +28,8 @@ from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 
-COLUMNS = (*PER_TOKEN, "experts", "kept_ids")  # Of a sample, as it travels to other ranks.
+# Of a sample, as it travels to other ranks.
+COLUMNS = (*PER_TOKEN, "experts", "kept_ids", "teacher_ids")
 
 
 @dataclass(kw_only=True, slots=True)

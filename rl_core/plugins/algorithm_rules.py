@@ -5,6 +5,7 @@ from __future__ import annotations
 from rl_core.algorithms import ADVANTAGES, Algorithm
 from rl_core.config import Config
 from rl_core.plugins.state_groups import compares_states
+from rl_core.plugins.teacher_prompts import self_taught
 from rl_core.rules import refuse
 
 # (is it broken?, message). c: the configuration; a: the preset with the parts that were
@@ -95,6 +96,23 @@ OF_ALGORITHM = [
     (
         lambda c, a, f: c.algo.teacher_coef and not a.teacher,
         "--algo.teacher_coef needs --algo.teacher",
+    ),
+    (
+        lambda c, a, f: c.algo.teacher_update and not self_taught(c),
+        "--algo.teacher_update={a.teacher_update} needs --algo.teacher self",
+    ),
+    (
+        lambda c, a, f: (
+            c.algo.teacher_decay is not None
+            and (not self_taught(c) or a.teacher_update != "ema" or a.teacher_decay == 1)
+        ),
+        "--algo.teacher_decay={a.teacher_decay} needs --algo.teacher self with "
+        "--algo.teacher_update ema, and must be below 1",
+    ),
+    (
+        lambda c, a, f: self_taught(c) and a.teacher_loss != "sampled" and c.cp > 1,
+        "--algo.teacher_loss={a.teacher_loss}: --cp={c.cp} cuts what the teacher self reads "
+        "otherwise; take sampled, or leave --cp out",
     ),
     (
         lambda c, a, f: c.algo.teacher_loss and not a.teacher,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
 # A file's own rollout() plays without them.
-OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "agent", "task_weight", "oracle"}
+OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "agent", "task_weight", "oracle", "teacher_prompt"}
 OF_DIALOGUE |= {"system_prompts", "name_prefix", "truncated_reward"}
 UNUSED_BY_AGENT = OF_DIALOGUE | {"rollout", "tools"}
 
@@ -271,6 +271,8 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
                 f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or "
                 f"give --actors.{name}.train false"
             )
+        if config.of(name).algo.teacher:
+            check_taught(config.of(name), name, envs)
     has_keys = any(env.hooks.keys() & {"state_key", "rollout"} for env in envs.values())
     for name in config.trained:
         algo = config.of(name).algo
@@ -284,6 +286,18 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
         raise ValueError(
             f"of {config.env_path} some define advantage_fn and some do not; let all do, or none"
         )
+
+
+def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
+    """Raises ValueError unless an actor that is its own teacher has something to read as such."""
+    from rl_core.plugins.teacher_prompts import HOOK, self_taught
+
+    for env in self_taught(config):
+        if env in envs and config.env(env).weight and HOOK not in envs[env].hooks:
+            raise ValueError(
+                f"{envs[env].path}: --algo.teacher self needs def {HOOK}(task, trajectory) here: "
+                f"what the teacher of {name} reads before its reply"
+            )
 
 
 def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:

@@ -89,6 +89,8 @@ class ModelTeacher:
         self.policy, self.temperature = policy, temperature
         self.weight_VD: Tensor | None = None  # of the head, unsharded
 
+    copies: tuple[Any, ...] = ()  # of the policy's weights, by which it reads
+
     @property
     def models(self) -> tuple[Policy, ...]:
         return (self.policy,)
@@ -153,7 +155,7 @@ class OfEnvironments:
 
     def __init__(self, teacher: Any, envs: list[str], ranks: Ranks):
         self.teacher, self.envs, self.ranks = teacher, envs, ranks
-        self.read_all = teacher.read_all
+        self.read_all, self.copies = teacher.read_all, teacher.copies
 
     @property
     def models(self) -> tuple[Policy, ...]:
@@ -228,6 +230,14 @@ class SampledTeacher(LearnerPart):
     @property
     def models(self) -> tuple[Policy, ...]:
         return tuple(itertools.chain(*(teacher.models for teacher in self.teachers)))
+
+    @property
+    def copies(self) -> tuple[Any, ...]:
+        return tuple(itertools.chain(*(teacher.copies for teacher in self.teachers)))
+
+    def after_step(self, step: int) -> None:
+        for weights in self.copies:
+            weights.after_step(step)
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         own = [teacher.packed(batch, samples) for teacher in self.teachers]

@@ -117,6 +117,7 @@ class ServerTeacher:
     """A teacher that a server computes. Each rank asks for its own batches, all at once."""
 
     models = ()
+    copies = ()
 
     def __init__(self, url: str, num_top: int, ranks: Ranks, max_concurrent: int, timeout_s: float):
         """`num_top`: K, 0 without whole distributions. `timeout_s`: for all batches of a step.

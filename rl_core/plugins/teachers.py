@@ -12,6 +12,7 @@ from rl_core.config import Config
 from rl_core.data.pretrained import load_pretrained
 from rl_core.learning.learner import PartSpec
 from rl_core.plugins.reference import frozen_model
+from rl_core.plugins.self_distillation import SelfTeacher
 from rl_core.plugins.teacher import (
     ActorTeacher,
     ExactTeacher,
@@ -19,6 +20,7 @@ from rl_core.plugins.teacher import (
     OfEnvironments,
     SampledTeacher,
 )
+from rl_core.plugins.teacher_prompts import SELF
 from rl_core.plugins.teacher_server import ServerTeacher, check_same_texts
 
 
@@ -29,7 +31,8 @@ def make_teacher(learner: PartSpec) -> SampledTeacher:
     teachers = []
     for name, envs in by_name.items():
         teacher = make_reader(learner, name)
-        if len(envs) < len(config.env_paths):
+        # What the policy reads as its own teacher says which samples it reads.
+        if len(envs) < len(config.env_paths) and name != SELF:
             teacher = OfEnvironments(teacher, envs, learner.ranks)
         teachers.append(teacher)
     if algorithm.teacher_loss == "sampled":
@@ -38,14 +41,16 @@ def make_teacher(learner: PartSpec) -> SampledTeacher:
 
 
 def make_reader(learner: PartSpec, name: str) -> Any:
-    """The teacher of this name: a server; another actor that learns; else a copy of the weights in
-    the dtype of compute, sharded as the policy is, and on a GPU CPU-offloaded while it is not
-    used."""
+    """The teacher of this name: a server; the policy itself; another actor that learns; else a copy
+    of the weights in the dtype of compute, sharded as the policy is, and on a GPU CPU-offloaded
+    while it is not used."""
     config = learner.config
     if is_url(name):
         num_top, at_once = learner.algorithm.teacher_top_k, config.rollout.max_concurrent
         # Other ranks wait for this one's answers as long as for anything.
         return ServerTeacher(name, num_top, learner.ranks, at_once, config.timeout_s / 2)
+    if name == SELF:
+        return SelfTeacher(learner)
     temperature = config.sampling.temperature
     if name in config.trained:
         return ActorTeacher(learner.learners, name, temperature)
@@ -99,7 +104,7 @@ def judges(config: Config) -> dict[str, str]:
     if config.algo.reference:
         paths["reference"] = config.algo.reference
     for name, envs in envs_by_teacher(config).items():
-        if not is_url(name) and name not in config.trained:
+        if not is_url(name) and name not in (SELF, *config.trained):
             is_of_all = len(envs) == len(config.env_paths)
             what = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
             paths[what] = teacher_path(config, name)
@@ -117,6 +122,8 @@ def check_teachers(config: Config, name: str) -> None:
         flag = f"--algo.teacher={teacher}"
         if is_url(teacher):
             check_same_texts(teacher, load_pretrained(AutoTokenizer, path), path)
+            continue
+        if teacher == SELF:
             continue
         actor = config.actors.get(teacher)
         if actor is not None and actor.api:

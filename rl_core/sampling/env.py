@@ -25,6 +25,8 @@ ARGUMENTS = {
     "agent": frozenset({"task", "llm"}),
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
     "oracle": frozenset({"task"}),
+    # Before a learner's next step, of an episode that is scored.
+    "teacher_prompt": BEFORE | {"completion", "trajectory", "trajectories", "actor"},
 }
 # Hashes of the files that an episode's sessions at a service began with, the newest last. Two
 # workers may hold two files.

@@ -450,6 +450,10 @@ def plain_hook(served: Served, hook: pb.Hook) -> Callable:
     def call(**given: Any) -> Any:
         if "task" in given:
             given["task"] = plain_task(given["task"])
+        if "trajectory" in given:
+            given["trajectory"] = plain(given["trajectory"])
+        if "trajectories" in given:
+            given["trajectories"] = list(map(plain, given["trajectories"]))
         request = pb.CallRequest(
             env=served.name, hook=hook.name, given=to_json(given, f"what {hook.name}() is given")
         )

@@ -152,7 +152,9 @@ class LocalEnv:
                 task = Task(env=self.name, **fields)
             except TypeError as error:
                 raise wrong(f"given: task is none: {error}") from None
-            given |= {"task": task, "prompt": task.messages, "messages": task.messages}
+            given = {"prompt": task.messages, "messages": task.messages} | given | {"task": task}
+            if "trajectory" in given:
+                given["trajectory"] = read_trajectory(given["trajectory"])
             if "trajectories" in given:
                 given["trajectories"] = [
                     read_trajectory(t) for t in from_list(given, "trajectories")

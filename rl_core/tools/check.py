@@ -15,6 +15,7 @@ import json
 import re
 from collections import defaultdict
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,11 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
         chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]
     )
     say("tokens", tokens)
+    taught = [t for t in shown if t.teacher_ids][:1]
+    if taught:
+        say(
+            "teacher, which reads the same reply", describe_tokens(chat, list(map(as_read, taught)))
+        )
     outcomes = outcomes_of(found)
     say("episodes", describe_episodes(outcomes))
     say("truncated", describe_truncated(env, found["cut"][0]))
@@ -273,6 +279,7 @@ async def play(
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
     from rl_core import registry
     from rl_core.engines.scripted import ScriptedActor
+    from rl_core.plugins.teacher_prompts import taught_player
     from rl_core.sampling.rollout import Group, GroupPlayer
     from rl_core.types import SamplingParams
 
@@ -280,7 +287,15 @@ async def play(
     actors = {name: ScriptedActor(name=name, **scripted) for name in names}
     size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
-    return await GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group)
+    player_class = taught_player(GroupPlayer, {(name, env.name): (UNLIMITED, "") for name in names})
+    return await player_class({env.name: env}, actors, RolloutConfig()).play(group)
+
+
+def as_read(t: Trajectory) -> Trajectory:
+    """The episode as the policy reads it as its own teacher."""
+    from rl_core.plugins.teacher_prompts import turns_as_read
+
+    return replace(t, turns=turns_as_read(t))
 
 
 def describe_tokens(chat: Chat, trajectories: list[Trajectory]) -> list[str]:
