@@ -1,7 +1,7 @@
 """Self-distillation without rewards: a tiny model learns to sort digits from itself with the
 solution in its prompt.
 
-    python scripts/self_distill.py        # --seeds 0,1,2 --steps 100 --update start --out FILE.json
+    python scripts/self_distill.py        # --seeds 0,1,2 --steps 40 --update start --out FILE.json
 
 Before, SFT teaches two habits: to answer `31524` by a random order of its digits, and to copy what
 follows `=` in `31524=24135`, a random order too. Neither shows how to sort. Then the teacher reads
@@ -88,7 +88,7 @@ def measure(steps: int, seed: int, update: str) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--update", default="start", help="start, latest or ema")
     parser.add_argument("--out", type=Path, help="JSON with every seed's numbers")
     args = parser.parse_args()

@@ -84,11 +84,10 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
         chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]
     )
     say("tokens", tokens)
-    taught = [t for t in shown if t.teacher_ids][:1]
-    if taught:
-        say(
-            "teacher, which reads the same reply", describe_tokens(chat, list(map(as_read, taught)))
-        )
+    taught = [as_read(t) for t in shown if t.teacher_ids][:1]
+    teacher = describe_tokens(chat, taught)
+    if teacher:
+        say("teacher, which reads the same reply", teacher)
     outcomes = outcomes_of(found)
     say("episodes", describe_episodes(outcomes))
     say("truncated", describe_truncated(env, found["cut"][0]))
@@ -110,6 +109,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
         "columns": [*tasks[0].row],
         "num_tasks": len(tasks),
         "tokens": tokens,
+        "teacher": teacher,
         "episodes": outcomes,
     }
     return report | {"normal": len(normal), "failed": failed}

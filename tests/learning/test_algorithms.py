@@ -85,6 +85,8 @@ DEFAULTS = {
     "teacher_loss": "sampled",
     "teacher_beta": 0.5,
     "teacher_top_k": 0,
+    "teacher_update": "start",
+    "teacher_decay": 0.99,
     "learns_from": "episodes",
     "is_scoring": False,
     "has_reference": False,

@@ -86,6 +86,14 @@ def task_weight(mean_reward, tries, success_rate, answer):
 
 def advantage_fn(rewards):
     return [r - sorted(rewards)[len(rewards) // 2] for r in rewards]
+
+def teacher_prompt(task, trajectory, trajectories, answer, completion, messages):
+    if answer == "3":
+        return None
+    best = max(trajectories, key=lambda t: t.reward)
+    said = [task.messages[-1]["content"], best.messages[-1]["content"], str(round(trajectory.reward, 6)), completion[:2]]
+    said.append(str(len(messages)))
+    return [{{"role": "system", "content": answer}}, {{"role": "user", "content": " ".join(said)}}]
 """
 # Several turns with a state, a reward in each, and an end that the environment chooses.
 STATEFUL = f"""{ROWS}
@@ -397,6 +405,8 @@ SAME = {
     "an agent": "--actors.policy.model {model} --actors.judge.model {model} "
     f"--actors.judge.train false --env_path {{agent}} {ALONE} --max_prompt_tokens 90",
     "one turn": "--model {model} --env_path {scored} --group_size 3 --eval_every 2",
+    "a teacher": "--model {model} --env_path {scored} --group_size 3 --algo.teacher self "
+    "--algo.teacher_coef 0.5 --algo.teacher_update latest",
     "several "
     "turns": f"--model {{model}} --env_path {{stateful}},{{count}} {ALONE} --max_turns 3 --eval_every 2",
     "two "
@@ -436,6 +446,7 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
     rows = [[row for file in found for row in trajectories(file)] for found in played]
     assert rows[0] == rows[1] and all(row["status"] != "failed" for row in rows[0])
     assert len({row["reward"] for row in rows[0]}) > 5
+    assert any(row["teacher_ids"] for row in rows[0]) == (how == "a teacher")
     keys = {turn["state_key"] for row in rows[0] for turn in row["turns"]}
     assert KEYS.get(how, {""}) <= keys, keys
 
@@ -510,9 +521,12 @@ def test_check_says_of_a_served_environment_what_it_says_of_the_file(name, examp
         assert command(["check", path, *ALIKE[name].split(), "--json"]) == 0
         [report] = json.loads(capsys.readouterr().out)
         reports.append(
-            {key: report[key] for key in ("columns", "num_tasks", "tokens", "episodes", "normal")}
+            {
+                key: report[key]
+                for key in ("columns", "num_tasks", "tokens", "teacher", "episodes", "normal")
+            }
         )
-    assert reports[0] == reports[1]
+    assert reports[0] == reports[1] and bool(reports[0]["teacher"]) == (name == "sort_digits")
 
 
 def test_environments_that_check_cannot_try_begin_sessions(examples, token):

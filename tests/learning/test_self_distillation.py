@@ -1,0 +1,416 @@
+"""Self-distillation: what the teacher reads, its tokens, the gradient, and what goes wrong."""
+
+import asyncio
+import dataclasses
+import re
+
+import pytest
+import torch
+from kit import (
+    gradient,
+    learn,
+    make_learner,
+    metrics,
+    run,
+    sample,
+    steps,
+    trajectories,
+    weights,
+    words,
+)
+from transformers import AutoModelForCausalLM
+
+from rl_core.config import parse_config
+from rl_core.data.chat import load_chat
+from rl_core.data.samples import samples_from_turns
+from rl_core.plan import choose_algorithm, load_envs
+from rl_core.plugins.self_distillation import as_teacher_reads, taught_samples
+from rl_core.plugins.teacher_prompts import ask, prompt_ids
+from rl_core.types import Completion, Task, Trajectory, Turn
+
+PLAIN = "--algorithm opd --algo.normalize none --algo.teacher self --algo.teacher_update"
+SIZES = "--max_tokens 6 --tasks_per_step 3 --group_size 3 --optim.lr 1e-2"
+ENV = """
+def load_tasks(split):
+    rows = [{"prompt": text, "solution": text * 2} for text in ("ab", "cd", "ef")]
+    return rows
+
+
+async def reward_fn(completion):
+    return sum(map(ord, completion)) / 1000
+
+
+async def teacher_prompt(task, solution):
+    return f"{task.messages[-1]['content']} is {solution}"
+"""
+
+
+def taught(ids: list[int], mask: list[int], before: list[int] | None, group: str = "a"):
+    made = sample(ids, mask, 0.0, group)
+    if before is None:
+        return made
+    return dataclasses.replace(made, teacher_ids=torch.tensor(before).numpy())
+
+
+# Of different lengths; the second has two turns, with a token between them.
+SAMPLES = [
+    taught([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1], [30, 31, 32, 33]),
+    taught([5, 6, 20, 21, 22, 23], [0, 0, 1, 0, 1, 1], [40]),
+]
+
+
+def logprobs_of(model, ids: list[int]) -> torch.Tensor:
+    """[L - 1] of each token after the first, by transformers."""
+    logits = model(torch.tensor([ids])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def as_read(s) -> tuple[list[int], torch.Tensor]:
+    """What the teacher reads, and which logprobs are of trained tokens."""
+    first = int(s.loss_mask.argmax())
+    ids = [*s.teacher_ids.tolist(), *s.token_ids[first:].tolist()]
+    mask = [*[False] * len(s.teacher_ids), *s.loss_mask[first:].tolist()]
+    return ids, torch.tensor(mask[1:])
+
+
+def test_the_gradient_is_that_of_the_formula_by_transformers(tiny_model):
+    _, found = gradient(tiny_model, SAMPLES, PLAIN, "latest")
+    student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    losses = []
+    for s in SAMPLES:
+        read, where = as_read(s)
+        mask = torch.tensor(s.loss_mask)
+        with torch.no_grad():
+            gain = logprobs_of(student, read)[where] - torch.tensor(s.rollout_logprobs)[mask]
+        losses.append(-gain * logprobs_of(student, s.token_ids.tolist())[mask[1:]])
+    torch.cat(losses).mean().backward()
+    for name, weight in student.named_parameters():
+        if name in found:
+            torch.testing.assert_close(found[name].double(), weight.grad, atol=5e-6, rtol=1e-4)
+    assert max(g.abs().max() for g in found.values()) > 1e-3
+
+
+@pytest.mark.parametrize("form", ["reverse_kl", "forward_kl"])
+def test_exact_forms_are_the_divergence_over_the_vocabulary(form, tiny_model):
+    """One sample has no teacher: its term is 0, and it counts in the mean."""
+    untaught = taught([5, 6, 50, 51], [0, 0, 1, 1], None)
+    samples = [*SAMPLES, untaught]
+    flags = f"--algo.teacher_loss {form}"
+    _, found = gradient(tiny_model, samples, PLAIN, "latest", flags)
+    student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    terms, num_tokens = [], 0
+    for s in samples:
+        num_tokens += int(s.loss_mask.sum())
+        if s.teacher_ids is None:
+            continue
+        read, where = as_read(s)
+        with torch.no_grad():
+            theirs = student(torch.tensor([read])).logits[0, :-1].log_softmax(-1)[where]
+        own = student(torch.tensor(s.token_ids[None])).logits[0, :-1].log_softmax(-1)
+        own = own[torch.tensor(s.loss_mask[1:])]
+        one, other = (own, theirs) if form == "reverse_kl" else (theirs, own)
+        terms.append((one.exp() * (one - other)).sum())
+    (torch.stack(terms).sum() / num_tokens).backward()
+    for name, weight in student.named_parameters():
+        if name in found:
+            torch.testing.assert_close(found[name].double(), weight.grad, atol=5e-6, rtol=1e-3)
+    assert max(g.abs().max() for g in found.values()) > 1e-4
+
+
+def advantages(learner, samples) -> dict[int, list[float]]:
+    """Length of a sample -> advantages of its trained tokens."""
+    (minibatch,), _ = learner.shard(samples)
+    learner.annotate([minibatch])
+    found = {}
+    for batch in minibatch.batches:
+        for number in range(len(batch.paths)):
+            own = batch.advantages[batch.sequences == number]
+            found[len(own)] = own.tolist()
+    return found
+
+
+def test_a_sample_without_a_teacher_has_the_term_0(tiny_model):
+    learner = make_learner(tiny_model, "--algo.teacher self --algo.teacher_update latest")
+    paid = [
+        dataclasses.replace(sample([5, 6, 7, 8], [0, 0, 1, 1], 2.0, "a"), teacher_ids=None),
+        dataclasses.replace(SAMPLES[0]),
+    ]
+    found = advantages(learner, paid)
+    assert found[2] == [2.0, 2.0]
+    assert min(map(abs, found[4])) > 1e-3
+
+
+@pytest.mark.parametrize("update", ["start", "latest", "ema"])
+@pytest.mark.parametrize("lora", ["", "--actors.policy.lora.rank 4"])
+def test_the_teacher_has_the_weights_that_were_asked_for(update, lora, tiny_model, tmp_path):
+    more = "--algo.teacher_decay 0.5" if update == "ema" else ""
+    flags = "--optim.name sgd --optim.lr 3 --optim.betas 0,0", lora, PLAIN, update, more
+    learner = make_learner(tiny_model, *flags)
+    states = [{name: value.clone() for name, value in learner.named_weights()}]
+    kept = [weight.detach().clone() for _, weight in learner.trained_parameters()]
+    mean = [w.clone() for w in kept]
+    for step in range(2):
+        learn(learner, SAMPLES, first=step)
+        now = [weight.detach().clone() for _, weight in learner.trained_parameters()]
+        mean = [0.5 * m + 0.5 * w for m, w in zip(mean, now, strict=True)]
+    states.append({name: value.clone() for name, value in learner.named_weights()})
+    found = advantages(learner, SAMPLES)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    if update == "latest":
+        model.load_state_dict(states[1], strict=False)
+    elif update == "ema":
+        with torch.no_grad():
+            for (_, own), value in zip(learner.trained_parameters(), mean, strict=True):
+                own.copy_(value)
+        model.load_state_dict(dict(learner.named_weights()), strict=False)
+    for s in SAMPLES:
+        read, where = as_read(s)
+        with torch.no_grad():
+            expected = logprobs_of(model, read)[where] + 4.6
+        own = torch.tensor(found[int(s.loss_mask.sum())])
+        torch.testing.assert_close(own, expected, atol=2e-4, rtol=1e-4)
+    moved = max((a - b).abs().max() for a, b in zip(*(s.values() for s in states), strict=True))
+    assert moved > 1e-3
+
+
+# What the teacher reads
+
+
+@pytest.fixture
+def chat(tiny_model):
+    return load_chat(str(tiny_model))
+
+
+def played(chat, *said: str) -> Trajectory:
+    """A dialogue: a user's text and a reply in turn."""
+    ids, turns, messages = [], [], []
+    for number, text in enumerate(said):
+        messages.append({"role": "assistant" if number % 2 else "user", "content": text})
+        if number % 2:
+            reply = [*chat.encode(text), chat.end_token_id]
+            new = chat.prompt_ids(messages[:-1])[len(ids) :]
+            done = Completion(token_ids=reply, logprobs=[-1.0] * len(reply), text=text)
+            turns.append(Turn(new_ids=new, is_fresh=not ids, completion=done, name=f"t{number}"))
+            ids += [*new, *reply]
+    return Trajectory(
+        task_id="x", env="x", group_id="g", messages=messages, turns=turns, reward=0.0
+    )
+
+
+def test_the_teachers_prompt_stands_before_the_first_reply_and_the_rest_stays(chat):
+    t = played(chat, "ab", "cd", "ef", "gh")
+    t.teacher_ids = prompt_ids(chat, t, [{"role": "user", "content": "ab? it is cd"}], None)
+    [own] = taught_samples(t, [1.0, 1.0], set(), ["x"], True)
+    read = as_teacher_reads(own)
+    first = len(t.turns[0].new_ids)
+    assert own.token_ids.tolist() == samples_from_turns(t.turns, 1.0)[0].token_ids.tolist()
+    assert read.token_ids.tolist() == [*t.teacher_ids[0], *own.token_ids[first:].tolist()]
+    assert read.token_ids[read.loss_mask].tolist() == own.token_ids[own.loss_mask].tolist()
+    text = chat.tokenizer.decode(read.token_ids)
+    assert text.startswith("<|user|>ab? it is cd<|end|>") and text.endswith("gh<|end|>")
+    assert "ef" in text
+
+
+def test_the_same_prompt_gives_the_same_tokens(chat):
+    t = played(chat, "ab", "cd", "ef", "gh")
+    assert prompt_ids(chat, t, t.messages[:1], None) == [t.turns[0].new_ids]
+
+
+def test_a_stream_that_begins_anew_has_the_turns_before_it(chat):
+    t = played(chat, "ab", "cd", "ef", "gh")
+    t.turns[1] = dataclasses.replace(t.turns[1], is_fresh=True)
+    shown = [{"role": "user", "content": "zz"}]
+    first, second = prompt_ids(chat, t, shown, None)
+    assert first == chat.prompt_ids(shown)
+    assert second == chat.prompt_ids([*shown, *t.messages[1:3]])
+    t.teacher_ids = [first, second]
+    own = taught_samples(t, [1.0, 1.0], set(), ["x"], True)
+    assert [s.teacher_ids.tolist() for s in own] == [first, second]
+
+
+def test_a_branch_that_shares_a_turn_keeps_it_as_context(chat):
+    t = played(chat, "ab", "cd", "ef", "gh")
+    t.teacher_ids = [chat.prompt_ids([{"role": "user", "content": "zz"}])]
+    [own] = taught_samples(t, [1.0, 1.0], {"t1"}, ["x"], True)
+    shared = t.turns[0].completion.token_ids
+    assert own.teacher_ids.tolist() == [*t.teacher_ids[0], *shared, *t.turns[1].new_ids]
+    assert own.token_ids[own.loss_mask].tolist() == t.turns[1].completion.token_ids
+
+
+def test_without_a_teacher_an_episode_is_left_out_where_the_teacher_alone_says_what_is_good(chat):
+    t = played(chat, "ab", "cd")
+    assert taught_samples(t, [1.0], set(), ["x"], True) == []
+    for envs, is_alone in ((["x"], False), (["other"], True)):
+        [own] = taught_samples(t, [1.0], set(), envs, is_alone)
+        assert own.teacher_ids is None
+
+
+def asked(env_of, returned: str) -> list[dict]:
+    env = env_of(
+        f"""
+        def reward_fn(completion): return 0.0
+        def teacher_prompt(task, trajectory, trajectories, completion): return {returned}
+        """
+    )
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    task = Task(id="t/0", env="x", row={}, messages=messages[:1])
+    t = Trajectory(task_id="t/0", messages=messages, reward=0.5)
+    return asyncio.run(ask(env, task, t, [t]))
+
+
+def test_the_hook_gives_a_text_messages_or_nothing(env_of):
+    assert asked(env_of, "None") == []
+    text = "f'{completion} {trajectory.reward} {len(trajectories)}'"
+    assert asked(env_of, text) == [{"role": "user", "content": "a 0.5 1"}]
+    shown = "[{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}]"
+    assert [m["role"] for m in asked(env_of, shown)] == ["system", "user"]
+
+
+@pytest.mark.parametrize(
+    "returned, said",
+    [
+        ("7", "teacher_prompt() returned is 7; it must be a text, a list of messages, or None"),
+        ("''", "teacher_prompt() returned is ''"),
+        ("[]", "teacher_prompt() returned is []"),
+        ("float('nan')", "teacher_prompt() returned is nan"),
+        ("[{'role': 'user'}]", "message 1 is"),
+        ("[{'role': 'assistant', 'content': 'x'}]", "ends in an assistant's message"),
+        ("1 / 0", "teacher_prompt() failed for task t/0: x.py:3: ZeroDivisionError"),
+    ],
+)
+def test_what_is_no_prompt_is_an_error_that_says_so(env_of, returned, said):
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(said)):
+        asked(env_of, returned)
+
+
+# Runs
+
+
+def flags_of(model, tmp_path, code: str = ENV, update: str = "ema") -> list[str]:
+    (tmp_path / "ask.py").write_text(code)
+    flags = words("--algorithm opd --algo.teacher self --algo.teacher_update", update, SIZES)
+    return flags + words("--model", model, "--env_path", tmp_path / "ask.py")
+
+
+def numbers(out) -> list[dict]:
+    return [{k: v for k, v in row.items() if k.startswith("learn/")} for row in steps(out)]
+
+
+@pytest.mark.parametrize("update", ["ema", "start"])
+def test_a_resumed_run_is_the_uninterrupted_run(update, tmp_path, tiny_model):
+    flags = flags_of(tiny_model, tmp_path, update=update)
+    whole = run(tmp_path / "whole", flags, "--num_steps 4")
+    parts = run(tmp_path / "parts", flags, "--num_steps 2")
+    run(parts, flags, "--num_steps 4 --resume")
+    assert numbers(parts) == numbers(whole)
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(parts)[name], weight)
+    [kept] = trajectories(whole / "rollouts/step_000001.jsonl.zst")[:1]
+    assert kept["teacher_messages"][0]["content"].endswith(("abab", "cdcd", "efef"))
+
+
+@pytest.mark.parametrize("more", ["", "--cp 2", "--tp 2", "--algo.teacher_loss reverse_kl"])
+def test_two_ranks_do_what_one_does(more, tmp_path, tiny_model):
+    flags = flags_of(tiny_model, tmp_path) + words("--optim.name sgd --optim.lr 0.05 --num_steps 3")
+    one_more = more if "loss" in more else ""
+    one = run(tmp_path / "one", flags, one_more)
+    two = run(tmp_path / "two", flags, more, ranks=2)
+    for a, b in zip(numbers(one), numbers(two), strict=True):
+        names = ("learn/policy/teacher_kl_nats", "learn/policy/loss", "learn/policy/grad_norm")
+        assert {n: b[n] for n in names} == pytest.approx(
+            {n: a[n] for n in names}, abs=1e-5, rel=1e-3
+        )
+    for name, weight in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], weight, atol=2e-5, rtol=1e-4)
+
+
+def test_a_hook_that_fails_is_a_failed_episode_and_others_learn(tmp_path, tiny_model):
+    code = ENV.replace(
+        "    return f",
+        "    if solution == 'abab': raise KeyError('lost')\n"
+        "    if solution == 'cdcd': return 'x' * 9000\n    return f",
+    )
+    flags = flags_of(tiny_model, tmp_path, code)
+    out = run(tmp_path / "run", flags, "--num_steps 1 --rollout.max_failed_fraction 0.9")
+    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    reasons = {t["error"] for t in found if t["status"] == "failed"}
+    assert any("KeyError: 'lost'" in reason for reason in reasons)
+    assert any(
+        "above the model's max_position_embeddings=4096; shorten it" in reason for reason in reasons
+    )
+    assert sum(t["status"] == "failed" for t in found) == 6
+    assert metrics(out)[0]["learn/policy/teacher_kl_nats"] != 0
+
+
+def test_a_hook_that_hangs_is_a_failed_episode(tmp_path, tiny_model):
+    code = ENV.replace("    return f", "    import asyncio; await asyncio.sleep(100)\n    return f")
+    flags = flags_of(tiny_model, tmp_path, code)
+    more = "--num_steps 1 --rollout.hook_timeout_s 0.2 --rollout.max_failed_fraction 1"
+    out = run(tmp_path / "run", flags, more, status=1)  # nothing was learned
+    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    assert {t["status"] for t in found} == {"failed"}
+    assert all("teacher_prompt() ran longer than 0.2 s" in t["error"] for t in found)
+
+
+def test_an_evaluation_and_a_run_without_self_do_not_call_the_hook(tmp_path, tiny_model):
+    code = ENV.replace(
+        "    return f", "    if 'ab' in solution: raise KeyError('asked')\n    return f"
+    )
+    code = code.replace("    return rows", "    return rows[1:] if split == 'train' else rows[:1]")
+    flags = flags_of(tiny_model, tmp_path, code)
+    out = run(tmp_path / "run", flags, "--num_steps 1 --tasks_per_step 2 --eval_every 1")
+    assert not any("failed" in name for row in metrics(out) for name in row if row[name])
+    code = ENV.replace("    return f", "    raise KeyError('asked')\n    return f")
+    flags = flags_of(tiny_model, tmp_path, code)
+    off = "--algorithm grpo --algo.teacher null --algo.teacher_update null"
+    out = run(tmp_path / "grpo", flags, off, "--num_steps 1")
+    assert not any("failed" in name for row in metrics(out) for name in row if row[name])
+
+
+def test_a_file_without_the_hook_is_refused(tmp_path):
+    (tmp_path / "none.py").write_text("def reward_fn(completion): return 0.0\n")
+    flags = words("--model m --out x --algorithm opd --algo.teacher self --env_path")
+    with pytest.raises(ValueError, match="self needs def teacher_prompt"):
+        load_envs(parse_config([*flags, str(tmp_path / "none.py")]))
+
+
+def test_a_misspelled_hook_and_an_unknown_argument_are_refused_with_the_nearest(
+    tmp_path, tiny_model, env_of
+):
+    with pytest.raises(ValueError, match="'teacher_prompts' is no hook; did you mean 'teacher_p"):
+        env_of("def reward_fn(completion): return 0.0\ndef teacher_prompts(task): return 'x'")
+    flags = flags_of(tiny_model, tmp_path, ENV.replace("task, solution", "task, sulution"))
+    from rl_core.train import main
+
+    assert main([*flags, "--out", str(tmp_path / "run")]) == 1
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--algo.teacher t --algo.teacher_update ema", "needs --algo.teacher self"),
+        ("--algo.teacher self --algo.teacher_decay 0.9", "with --algo.teacher_update ema"),
+        (
+            "--algo.teacher self --algo.teacher_update ema --algo.teacher_decay 1",
+            "must be below 1",
+        ),
+        ("--algo.teacher self --algo.teacher_loss jsd --cp 2", "--cp=2 cuts what the teacher self"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, said):
+    config = parse_config(words("--model m --env_path e.py --out runs/x", flags))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        choose_algorithm(config, {})
+
+
+def test_a_check_shows_what_the_teacher_reads(tmp_path, monkeypatch, capsys):
+    from rl_core.cli import main
+
+    (tmp_path / "ask.py").write_text(ENV)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "ask.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "== teacher, which reads the same reply" in shown and "ab is abab" in shown
+    (tmp_path / "ask.py").write_text(ENV.replace("    return f", "    return 7\n    return f"))
+    assert main(["check", "ask.py"]) == 1
+    assert "teacher_prompt() returned is 7" in capsys.readouterr().out
