@@ -498,7 +498,8 @@ def taught_player(config: Config, player_class: Any):
     """The class, or one that also asks what the policy reads as its own teacher."""
     if not any(config.of(name).algo.teacher for name in config.trained):
         return player_class
-    from rl_core.plugins.teacher_prompts import taught_player, teacher_limits
+    from rl_core.plugins.model_checks import teacher_limits
+    from rl_core.plugins.teacher_prompts import taught_player
 
     limits = teacher_limits(config)
     return taught_player(player_class, limits) if limits else player_class

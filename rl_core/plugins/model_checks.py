@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from rl_core.config import Config, LoraConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.learning.loading import load_model_config
+from rl_core.plugins.teacher_prompts import Limits, self_taught
 from rl_core.rules import nearest
 
 
@@ -101,6 +102,22 @@ def check_positions(config: Config, path: str, model_config: PretrainedConfig) -
             f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {path} "
             f"has {positions} positions (max_position_embeddings); lower them"
         )
+
+
+def teacher_limits(config: Config) -> Limits:
+    """How long a reply may be behind what its teacher reads."""
+    limits = {}
+    for name in config.trained:
+        envs = self_taught(config.of(name))
+        if not envs:
+            continue
+        model_config = read_config(config.actors[name].model).get_text_config()
+        positions = getattr(model_config, "max_position_embeddings", None)
+        limit = config.of(name).learner.microbatch_tokens * config.cp, "--learner.microbatch_tokens"
+        if positions and positions < limit[0]:
+            limit = positions, "the model's max_position_embeddings"
+        limits |= {(name, env): limit for env in envs}
+    return limits
 
 
 def check_kernels(config: Config, model_config: PretrainedConfig, lora: LoraConfig | None) -> None:

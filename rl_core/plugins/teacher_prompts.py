@@ -33,23 +33,6 @@ def self_taught(config: Config) -> list[str]:
     return [env for env, teacher in teachers.items() if teacher == SELF]
 
 
-def teacher_limits(config: Config) -> Limits:
-    from rl_core.plugins.model_checks import read_config
-
-    limits = {}
-    for name in config.trained:
-        envs = self_taught(config.of(name))
-        if not envs:
-            continue
-        model_config = read_config(config.actors[name].model).get_text_config()
-        positions = getattr(model_config, "max_position_embeddings", None)
-        limit = config.of(name).learner.microbatch_tokens * config.cp, "--learner.microbatch_tokens"
-        if positions and positions < limit[0]:
-            limit = positions, "the model's max_position_embeddings"
-        limits |= {(name, env): limit for env in envs}
-    return limits
-
-
 def taught_player(base: type[GroupPlayer], limits: Limits) -> type[GroupPlayer]:
     """A player of groups that also asks what teachers read."""
 
