@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -11,8 +12,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from rl_core.config import Config, LoraConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.learning.loading import load_model_config
-from rl_core.plugins.teacher_prompts import Limits, self_taught
 from rl_core.rules import nearest
+
+if TYPE_CHECKING:
+    from rl_core.plugins.teacher_prompts import Limits
 
 
 def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
@@ -106,6 +109,8 @@ def check_positions(config: Config, path: str, model_config: PretrainedConfig) -
 
 def teacher_limits(config: Config) -> Limits:
     """How long a reply may be behind what its teacher reads."""
+    from rl_core.plugins.teacher_prompts import self_taught
+
     limits = {}
     for name in config.trained:
         envs = self_taught(config.of(name))
