@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,8 +31,10 @@ from rl_core.data.rows import flush_to_disk
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
 from rl_core.learning.policy import Policy
-from rl_core.plugins.weights_copy import WeightsCopy
 from rl_core.types import RunError
+
+if TYPE_CHECKING:
+    from rl_core.plugins.weights_copy import WeightsCopy
 
 NAME = re.compile(r"step_[0-9]{6,}")
 # Of an optimizer's state: a count, and tables that bitsandbytes makes alike for all parameters.
