@@ -298,16 +298,18 @@ def rows_of(name: str, split: str) -> list[dict]:
     return [row | shorter(row) for row in found if CURVES[name].chosen(row)]
 
 
-def habit_rows(name: str, seed: int, num: int, rows: list[dict]) -> list[dict]:
+def habit_rows(
+    name: str, seed: int, num: int, rows: list[dict], habits: dict[str, Callable]
+) -> list[dict]:
     """Rows for SFT: conversations of the actors with habits, in `num` episodes of these tasks."""
-    env, curve = load_env(str(ROOT / f"envs/{name}.py")), CURVES[name]
+    env = load_env(str(ROOT / f"envs/{name}.py"))
     order = random.Random(counter_seed(seed, name, "habits"))
 
     async def play(number: int) -> list:
         row = order.choice(rows)
         actors = {
             actor: Actor(name=actor, engine=Habit(say, row), chat=None)
-            for actor, say in curve.habits.items()
+            for actor, say in habits.items()
         }
         place = {"batch": "habits", "number": number, "size": 1, "seed": seed}
         group = Group(
@@ -366,7 +368,8 @@ def prepare(name: str, seed: int, out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     make_tiny_model(out / "model", seed=seed, **curve.model)
-    write_rows(out / "sft.jsonl", habit_rows(name, seed, curve.num_sft, rows_of(name, "train")))
+    rows = rows_of(name, "train")
+    write_rows(out / "sft.jsonl", habit_rows(name, seed, curve.num_sft, rows, curve.habits))
     for split in ("train", "eval"):
         write_rows(out / f"{split}.jsonl", rows_of(name, split))
 

@@ -439,7 +439,9 @@ def speaker(tiny_model, made_once) -> Path:
         rows = [
             row
             for name in FORMS
-            for row in habit_rows(name, 0, 300 if name == "countdown" else 200, few(name))
+            for row in habit_rows(
+                name, 0, 300 if name == "countdown" else 200, few(name), CURVES[name].habits
+            )
         ]
         (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         sft = (

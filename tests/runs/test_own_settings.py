@@ -135,7 +135,8 @@ def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(t
     one = "--optim.lr 1e-2 --learner.minibatches 2 --sampling.temperature 0.7"
     other = (
         "--optim.lr 3e-3 --optim.name sgd --algorithm ppo --algo.kl_coef 0.1 "
-        "--learner.minibatches 1 --sampling.temperature 1"
+        "--learner.minibatches 1 --sampling.temperature 1 --critic.lr 2e-3 --critic.gae_lambda 0.9 "
+        "--critic.warmup_steps 1"
     )
     mixed = two("mixed", one, other.replace("--", "--actors.bob."))
     all_one, all_other = two("one", one), two("other", other)
@@ -143,6 +144,11 @@ def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(t
         expected = weights(alike, name)
         for key, value in weights(mixed, name).items():
             assert torch.equal(value, expected[key]), (name, key)
+        # Losses and gradients too: of the policy, and of the critic.
+        for row, other_row in zip(steps(mixed), steps(alike), strict=True):
+            learned = {key: row[key] for key in row if key.startswith(f"learn/{name}/")}
+            assert learned == {key: other_row[key] for key in learned}
+            assert ("critic_grad_norm" in str(learned)) == (name == "bob")
     row = steps(mixed)[-1]
     assert row["learn/bob/lr"] == pytest.approx(3e-3) and row["learn/alice/lr"] == pytest.approx(
         1e-2

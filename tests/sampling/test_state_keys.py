@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
+from kit import ROOT, trajectories, words
 from kit import run as run_command
-from kit import trajectories, words
 from stage import cast, error_of, play, run
 
 from rl_core.config import parse_config
@@ -129,3 +129,13 @@ def test_a_recorded_step_is_learned_again_by_its_keys(places, tmp_path):
     assert found.replayed == found.recorded
     off = replay(out, 2, ["--algo.state_coef", "0"])
     assert off.replayed["learn/policy/grad_norm"] != found.replayed["learn/policy/grad_norm"]
+
+
+def test_the_environment_of_the_page_says_where_a_turn_begins(env_of):
+    page = (ROOT / "docs/algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(# walk.py\n.*?)```", page, re.S)
+    row = {"prompt": "l or r?", "goal": 4}
+    arrived = play(env_of(code), "l", "r", "r", "r", row=row)
+    assert (keys_of(arrived), arrived.reward) == (["2", "1", "2", "3"], 1.0)
+    fallen = play(env_of(code), "l", "what", "l", row=row)
+    assert (keys_of(fallen), fallen.reward) == (["2", "1", "1"], 0.0)

@@ -458,6 +458,7 @@ ALIKE = dict.fromkeys(
         "calculator",
         "countdown",
         "guess_number",
+        "maze",
         "openai_agent",
         "sort_digits",
         "terminal",
