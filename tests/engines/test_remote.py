@@ -271,9 +271,12 @@ def test_of_engines_that_take_turns_one_is_awake_after_an_update_of_another(rank
     names = ("policy", "policy.older")
     engines = {name: Watched(name, load(tiny_model), awake) for name in names}
     ranks = [SimpleNamespace(**(vars(one) | {"engine_ranks": 1})) for one in ranks[:2]]
-    server = threading.Thread(
-        target=lambda: asyncio.run(EngineServer(engines, DeviceLease(), ranks[1], 60).serve())
-    )
+
+    def serve() -> None:
+        channel = make_weight_channel(ranks[1], 60)
+        asyncio.run(EngineServer(engines, DeviceLease(), ranks[1], channel).serve())
+
+    server = threading.Thread(target=serve)
     server.start()
     newest, older = connect(list(engines), ranks[0], torch.float32, 60).values()
 
