@@ -87,8 +87,8 @@ class PlaceRank:
         it."""
         timeout_s = self.config.timeout_s
         self.metrics = {}
-        # Elsewhere an episode may still go on: it needs this rank's engine, and its rank's samples
-        # are for another rank of this place.
+        # In a thread, so that this one can answer: samples for other ranks of this place may still
+        # be on their way.
         with explain_timeouts("generate", self.ranks, timeout_s):
             await asyncio.to_thread(barrier, self.ranks)
         for plugin in self.plugins:
