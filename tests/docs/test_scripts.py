@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import bench_correction
 import gpu_check
 import house_pictures
 import pytest
@@ -302,6 +303,25 @@ def test_bench_async_runs_every_mode(tmp_path):
     runs = json.loads(out.read_text())["runs"]
     assert [r["staleness"] is None for r in runs.values()] == [True, False, False, False, False]
     assert all(r["seconds"] > 0 for r in runs.values())
+
+
+def test_weights_with_less_mantissa_are_those_of_the_dtype_that_has_it():
+    torch.manual_seed(0)
+    weight = torch.randn(1000).clamp(min=0.02)  # what FP8 holds without subnormal numbers
+    for bits, dtype in ((7, torch.bfloat16), (3, torch.float8_e4m3fn), (2, torch.float8_e5m2)):
+        assert torch.equal(bench_correction.rounded(weight, bits), weight.to(dtype).float())
+
+
+@pytest.mark.slow
+def test_bench_correction_says_how_far_coarser_weights_are(warm_model, tmp_path):
+    command = [sys.executable, ROOT / "scripts/bench_correction.py", "--model", warm_model]
+    more = ["--steps", "4", "--seeds", "1", "--engines", "embedded,mantissa_2", "--out", tmp_path]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *more], env=env, check=True, capture_output=True, text=True)
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    mismatch = {(row[0], row[1]): float(row[4]) for row in rows if row[1] in ("none", "tis")}
+    assert abs(mismatch["| embedded", "none"]) < 1e-6 < 1e-4 < mismatch["| mantissa_2", "none"]
+    assert mismatch.keys() >= {("| mantissa_2", "tis")}
 
 
 @pytest.mark.slow
