@@ -24,6 +24,9 @@ from rl_core.plugins.place_rules import Place
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import RunError, TrainingSample
 
+# Of a sample, beside its arrays.
+TEXTS = ("group_id", "env")
+
 
 def connect_places(plan: Any, ranks: Ranks) -> dict[str, RemoteEngine]:
     """The engine of each actor with ranks of its own. Waits until these ranks have loaded it."""
@@ -151,7 +154,9 @@ def to_text(samples: list[TrainingSample]) -> str:
     arrays: dict[str, np.ndarray] = {}
     for index, sample in enumerate(samples):
         arrays |= arrays_of(sample, index)
-        arrays[f"{index}.group_id"] = np.frombuffer(sample.group_id.encode(), np.uint8)
+        for name in TEXTS:
+            text = getattr(sample, name).encode()
+            arrays[f"{index}.{name}"] = np.frombuffer(text, np.uint8)
     return base64.b64encode(safetensors.save(arrays)).decode()
 
 
@@ -160,6 +165,6 @@ def from_text(text: str) -> list[TrainingSample]:
     samples = []
     for index in range(sum(name.endswith(".group_id") for name in arrays)):
         columns = {name: arrays.get(f"{index}.{name}") for name in COLUMNS}
-        group_id = arrays[f"{index}.group_id"].tobytes().decode()
-        samples.append(TrainingSample(group_id=group_id, **columns))
+        texts = {name: arrays[f"{index}.{name}"].tobytes().decode() for name in TEXTS}
+        samples.append(TrainingSample(**columns, **texts))
     return samples

@@ -118,6 +118,11 @@ APART = {
         "--actors.alice.algorithm ppo --actors.alice.critic.lr 1e-2 --learner.epochs 2",
         "--actors.alice.ranks 1,3 --cp 2",
     ),
+    "a teacher of one environment": (
+        2,
+        "--env_path {env},{slow} --algo.teacher {model} --envs.slow.teacher none",
+        "--actors.alice.ranks 1",
+    ),
 }
 
 
