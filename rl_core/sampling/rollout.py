@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 POLL_S = 0.05  # between looks at other ranks, while groups of this rank are running
 # Of a group in a worker: its label, and its number among those submitted with that label.
 Key = tuple[str, int]
+# Of training samples' limits an endpoint gets its own alone: many refuse top_k and min_p.
+NO_LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SCORING = "group"  # in the place of an episode's number: what scores the whole group
 TRUNCATED = (
     "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not "
@@ -79,6 +81,8 @@ def make_group(
         own = dict(actor.sampling)
         if "stop" in own:
             own["stop"] = tuple(own["stop"])
+        if actor.api and drawn is None:
+            own = NO_LIMITS | own
         if drawn is not None:
             own = {flag: value for flag, value in own.items() if flag not in DRAWING}
         group.own_params[name] = own

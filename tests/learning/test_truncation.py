@@ -7,6 +7,7 @@ import asyncio
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import kit
 import numpy as np
@@ -448,6 +449,20 @@ def test_evaluations_have_limits_of_their_own_alone(places):
     assert training.own_params["policy"] == {"top_k": 3}
     assert (greedy.params.top_k, greedy.params.top_p, greedy.params.keeps_ids) == (0, 1.0, 0)
     assert greedy.own_params["policy"] == {}
+
+
+def test_an_actor_behind_an_api_gets_its_own_limits_alone(places):
+    given = (
+        "--model {model} --env_path x.py --out x --actors.judge.api http://127.0.0.1:1/v1 "
+        "--actors.judge.model m --actors.critic.api http://127.0.0.1:1/v1 --actors.critic.model m "
+        "--actors.critic.sampling.top_p 0.5 --sampling.min_p 0.01"
+    )
+    config = parse_config(words(given.format(**places), TOP))
+    task = Task(id="0", env="x", row={}, messages=[])
+    group = make_group(config, task, batch="0", number=0, size=2)
+    params = {name: replace(group.params, **own) for name, own in group.own_params.items()}
+    limits = {name: (own.top_k, own.top_p, own.min_p) for name, own in params.items()}
+    assert limits == {"policy": (5, 0.8, 0.01), "judge": (0, 1.0, 0.0), "critic": (0, 0.5, 0.0)}
 
 
 def test_without_limits_no_part_and_no_ids(places):
