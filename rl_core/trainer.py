@@ -297,12 +297,13 @@ def training_samples(
         if algorithm.refill_rounds:
             groups = [g for g in groups if registry.has_signal(g, algorithm)]
         longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
-        advantages_of = registry.advantages_of(algorithm, groups)
-        how = (
+        samples[name] = samples_of(
+            groups,
+            algorithm,
+            longest,
             advantage_fns,
             scales_of,
-            advantages_of,
+            registry.advantages_of(algorithm, groups),
             registry.make_samples(plan.config.of(name), algorithm),
         )
-        samples[name] = samples_of(groups, algorithm, longest, *how)
     return samples

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 
 from rl_core.config import Config
-from rl_core.plugins.place_rules import check_ranks
 from rl_core.rules import nearest, refuse, require, split
 
 OF_LEARNER = {"algorithm", "algo", "critic", "learner", "optim"}
@@ -134,4 +133,7 @@ def check_actors(config: Config) -> None:
             require("bitsandbytes", "lora.quantize=nf4", "bnb")
         if actor.api:
             require("openai", "--actors.NAME.api", "api")
-    check_ranks(config)
+    if any(actor.ranks for actor in config.actors.values()):
+        from rl_core.plugins.place_rules import check_ranks
+
+        check_ranks(config)

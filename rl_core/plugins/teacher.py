@@ -52,7 +52,7 @@ class Reading:
         if rows is not None:
             hidden_MD = hidden_MD[rows]
         weight_SD, first, split = own_rows(weight_VD)
-        num_ids, target = len(weight_SD), None
+        num_ids = len(weight_SD)
         if self.top is not None:
             target = TopTokens(*self.top, form, first)
         else:
@@ -84,12 +84,11 @@ class ModelTeacher:
 
     is_fixed = True  # its weights stay as they are
     adapter = ""  # of the policy
+    copies: tuple[Any, ...] = ()  # of the policy's weights, by which it reads
 
     def __init__(self, policy: Policy, temperature: float):
         self.policy, self.temperature = policy, temperature
         self.weight_VD: Tensor | None = None  # of the head, unsharded
-
-    copies: tuple[Any, ...] = ()  # of the policy's weights, by which it reads
 
     @property
     def models(self) -> tuple[Policy, ...]:

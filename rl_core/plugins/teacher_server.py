@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -133,9 +132,6 @@ class ServerTeacher:
                 f"--algo.teacher={url} does not list its models ({shorten(repr(error), 200)}); "
                 "start it, or name the model: http://host:port/v1#NAME"
             ) from None
-
-    def on_device(self) -> AbstractContextManager:
-        return nullcontext()
 
     def packed(self, batch: PackedBatch, samples: list) -> None:
         """It reads the batch itself."""
