@@ -83,12 +83,11 @@ def train(
         return read_result(config)
     stop = threading.Event()
 
-    def callback(trainer: Trainer) -> StepCallback:
-        return StepCallback(trainer, on_step, stop)
-
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
-        running = pool.submit(run_here, config, environments, (*plugins, callback))
+        running = pool.submit(
+            run_here, config, environments, (*plugins, step_callback(on_step, stop))
+        )
         try:
             running.result()
         except KeyboardInterrupt:
@@ -99,26 +98,27 @@ def train(
     return read_result(config)
 
 
-class StepCallback(Plugin):
-    """Calls a function of the script after each step, which may end the run."""
+def step_callback(on_step: OnStep | None, stop: threading.Event) -> type[Plugin]:
+    """A plugin that calls a function of the script after each step, which may end the run."""
 
-    def __init__(self, trainer: Trainer, on_step: OnStep | None, stop: threading.Event):
-        super().__init__(trainer)
-        self.on_step, self.stop = on_step, stop
-        self.evaluated: dict[str, float] = {}  # since the last call
+    class StepCallback(Plugin):
+        def __init__(self, trainer: Trainer):
+            super().__init__(trainer)
+            self.evaluated: dict[str, float] = {}  # since the last call
 
-    async def before_step(self, step: int) -> None:
-        self.evaluated = {}
+        async def before_step(self, step: int) -> None:
+            self.evaluated = {}
 
-    async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self.evaluated = metrics
+        async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+            self.evaluated = metrics
 
-    async def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        metrics = metrics | self.evaluated
-        if self.on_step is not None and self.on_step(step, metrics) is False:
-            self.trainer.end("ended by on_step")
-        if self.stop.is_set():
-            self.trainer.end("interrupted", is_interrupted=True)
+        async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+            if on_step is not None and on_step(step, metrics | self.evaluated) is False:
+                self.trainer.end("ended by on_step")
+            if stop.is_set():
+                self.trainer.end("interrupted", is_interrupted=True)
+
+    return StepCallback
 
 
 def with_objects(
