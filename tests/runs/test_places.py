@@ -6,6 +6,7 @@ As a program this file is a run whose optimizers do something more: the first ar
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import test_kills
 from kit import STOP, metrics, run, run_ranks, steps, trajectories, words
@@ -21,7 +23,9 @@ from test_runs import COMPARED, assert_same_weights, lasting
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.distributed import Mesh
 from rl_core.plugins.place_rules import Place, numbers, places_of
+from rl_core.plugins.places import from_text, to_text
 from rl_core.registry import check_options
+from rl_core.types import PER_TOKEN, TrainingSample
 
 # Episodes of rank 1 begin late.
 TALK = """
@@ -283,6 +287,30 @@ def test_places_have_what_is_left_first():
         Place(ranks=(2, 3), actors=["alice"], mesh=Mesh(tp=2)),
     ]
     assert isinstance(config, Config)
+
+
+def test_all_of_a_sample_travels():
+    """Its environment too, by which a teacher of some environments knows its samples."""
+    one = TrainingSample(
+        token_ids=[5, 6, 7, 8],
+        loss_mask=[0, 0, 1, 1],
+        rollout_logprobs=[0, 0, -0.5, -0.25],
+        policy_versions=[-1, -1, 3, 4],
+        advantages=[0, 0, 1, -2],
+        group_id="3:task\n4",
+        env="söme.py",
+        experts=np.arange(6, dtype=np.int16).reshape(3, 1, 2),
+        kept_ids=["7 9", "8"],
+        teacher_ids=np.array([30, 31]),
+    )
+    plain = {name: getattr(one, name) for name in PER_TOKEN}
+    other = TrainingSample(group_id="4", env="", **plain)
+    found = from_text(to_text([one, other]))
+    assert len(found) == 2 and from_text(to_text([])) == []
+    for sent, received in zip([one, other], found, strict=True):
+        for field in dataclasses.fields(TrainingSample):
+            wanted, value = getattr(sent, field.name), getattr(received, field.name)
+            np.testing.assert_array_equal(value, wanted, field.name, strict=True)
 
 
 def meet(folder: Path, actor: str, number: int) -> None:
