@@ -20,14 +20,14 @@ from test_experts import family  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rl_core.distributed import Mesh, on_mesh
+from rl_core.distributed import Mesh, init_ranks, on_mesh
 from rl_core.host_copies import HostCopies
 from rl_core.learning import logprobs as fused
 from rl_core.learning.policy import Policy
 from rl_core.plugins import divergence
 from rl_core.plugins.divergence import TopTokens, WholeVocabulary, fused_divergence, make_form
 from rl_core.plugins.padded import OwnForward, choose_forward
-from rl_core.plugins.teacher import ModelTeacher
+from rl_core.plugins.teacher import ModelTeacher, Reading
 from rl_core.types import RunError
 
 FORMS = ("reverse_kl", "forward_kl", "jsd")
@@ -212,6 +212,40 @@ def test_two_ranks_take_the_gradient_of_one(tiny_model, teacher, tmp_path):
                 torch.testing.assert_close(found[weight], value, atol=2e-6, rtol=1e-4)
 
 
+def likeliest_gradient(ranks, model: str, teacher: str, out: str) -> None:
+    """Writes the gradient where of each of the teacher's distributions 7 tokens are known."""
+    cut = f"--tp {ranks.mesh.tp} --learner.microbatch_tokens 100 --algo.teacher {teacher}"
+    sgd = "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0"
+    learner = make_learner(model, PLAIN, EXACT, cut, sgd, ranks=ranks)
+    before = {name: weight.clone() for name, weight in learner.named_weights()}
+    (minibatch,), _ = learner.shard(SAMPLES if ranks.rank == 0 else [])
+    learner.annotate([minibatch])
+    for batch in minibatch.batches:
+        [reading] = batch.teacher.readings
+        top = log_softmax(reading.factors).topk(7)
+        batch.teacher.readings = [Reading(logprobs=reading.logprobs, top=(top.indices, top.values))]
+    learner.step([minibatch], 0)
+    found = {name: before[name] - weight for name, weight in learner.named_weights()}
+    torch.save(found, f"{out}.{ranks.rank}")
+
+
+def likeliest_on_split_head(ranks, *args: str) -> None:
+    likeliest_gradient(on_mesh(ranks, Mesh(tp=2)), *args)
+
+
+def test_the_likeliest_tokens_of_a_head_that_is_split(tiny_model, teacher, tmp_path):
+    """Each rank has some of them."""
+    likeliest_gradient(init_ranks(60), tiny_model, teacher, tmp_path / "whole")
+    of_ranks(2, __file__, "likeliest_on_split_head", tiny_model, teacher, tmp_path / "split")
+    wanted = torch.load(f"{tmp_path / 'whole'}.0")
+    for rank in range(2):
+        found = torch.load(f"{tmp_path / 'split'}.{rank}")
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, atol=2e-6, rtol=1e-4)
+    assert max(value.abs().max() for value in wanted.values()) > 1e-3
+
+
 def whole_logits(hf, ids: list[int], mask) -> torch.Tensor:
     """[M, V] log p of the tokens that are trained, by the model's own forward."""
     logits = hf(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
@@ -238,8 +272,8 @@ def grads_of(learner) -> dict[str, torch.Tensor]:
 FORWARD = f"{PLAIN} --algo.teacher_loss forward_kl --algo.teacher"
 
 
-def found_gradients(learner) -> dict[str, torch.Tensor]:
-    (minibatch,), _ = learner.shard(SAMPLES)
+def found_gradients(learner, samples=SAMPLES) -> dict[str, torch.Tensor]:
+    (minibatch,), _ = learner.shard(samples)
     learner.annotate([minibatch])
     for part in learner.parts:
         part.before_update(learner, minibatch, 0)
@@ -268,6 +302,22 @@ def test_a_model_on_padded_rows_learns_from_one_that_is_packed(family, teacher):
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, atol=2e-6, rtol=1e-3)
     assert len(wanted) > 10
+
+
+def test_each_minibatch_has_the_mean_over_its_own_tokens(tiny_model, teacher):
+    learner = make_learner(tiny_model, FORWARD, teacher, "--learner.minibatches 2")
+    minibatches, _ = learner.shard(SAMPLES)
+    learner.annotate(minibatches)
+    assert sorted(minibatch.num_tokens for minibatch in minibatches) == [5, 6]
+    for minibatch in minibatches:
+        own = SAMPLES[:2] if minibatch.num_tokens == 6 else SAMPLES[2:]
+        alone = found_gradients(make_learner(tiny_model, FORWARD, teacher), own)
+        learner.policy.zero_grad()
+        for part in learner.parts:
+            part.before_update(learner, minibatch, 0)
+        learner.backward(minibatch)
+        for name, value in grads_of(learner).items():
+            torch.testing.assert_close(value, alone[name], atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("whose", ["student", "teacher"])

@@ -11,6 +11,8 @@ from test_learner import ragged_samples
 
 from rl_core.distributed import close_ranks, init_ranks, local
 from rl_core.plugins import loss_scale
+from rl_core.plugins.checkpoint import save_checkpoint
+from rl_core.plugins.resume import load_checkpoint
 
 SFT = "--algorithm sft --optim.lr 1e-2"
 
@@ -92,6 +94,20 @@ def test_a_loss_that_is_not_finite_is_no_overflow(in_fp16):
     found = learner.step(learner.shard(faint(ragged_samples(), float("nan")))[0], 0)
     assert "nonfinite_updates" in found and "overflowed_updates" not in found
     assert learner.scale == loss_scale.FIRST_SCALE
+
+
+def test_a_checkpoint_has_the_scale_that_overflows_have_left(in_fp16, tmp_path):
+    learner = in_fp16()
+    learner.scale = 2.0**33
+    for step in range(24):
+        learner.step(learner.shard(ragged_samples(seed=step))[0], step)
+    assert learner.num_updates > 0 and loss_scale.FIRST_SCALE < learner.scale < 2.0**33
+    folder = tmp_path / "step_000024"
+    save_checkpoint(folder, {"policy": learner}, {"step": 24}, learner.ranks, keep=0)
+    resumed = in_fp16()
+    load_checkpoint(folder, {"policy": resumed})
+    assert resumed.state() == learner.state()
+    assert resumed.scale == learner.scale
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

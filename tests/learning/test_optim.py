@@ -79,9 +79,26 @@ def test_a_new_run_starts_from_the_optimizer_of_another_with_its_own_weights(
         torch.testing.assert_close(loaded[f"param/{name}"], expected, atol=1e-5, rtol=1e-4)
 
 
-def saved_state(out, step: int) -> dict:
+def test_a_critic_starts_from_the_optimizer_of_the_other_critic(places, tmp_path):
+    flags = (
+        "--model {model} --env_path {dir}/letters.py --algorithm ppo --critic.lr 1e-3 "
+        "--tasks_per_step 2 --group_size 2 --max_tokens 6 --optim.max_grad_norm 0"
+    )
+    flags, first = flags.format(**places), tmp_path / "first"
+    run(first, flags, "--num_steps 2")
+    run(tmp_path / "next", flags, "--num_steps 1 --seed 5 --optim.load", first)
+    [critic] = [folder.name for folder in first.glob("checkpoints/step_000002/*critic*")]
+    before, after = saved_state(first, 2, critic), saved_state(tmp_path / "next", 1, critic)
+    names = [name for name in before if name.startswith("exp_avg_sq/")]
+    assert names and max(before[name].max() for name in names) > 0
+    for name in names:
+        # The mean of squares cannot fall by more than its decay.
+        assert (after[name] >= 0.95 * before[name] * (1 - 1e-5)).all(), name
+
+
+def saved_state(out, step: int, learner: str = "policy") -> dict:
     found = {}
-    for file in (out / f"checkpoints/step_{step:06d}/policy").glob("*.safetensors"):
+    for file in (out / f"checkpoints/step_{step:06d}/{learner}").glob("*.safetensors"):
         found |= load_file(file)
     return found
 

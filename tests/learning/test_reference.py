@@ -29,10 +29,10 @@ async def reward_fn(completion):
 SIZES = "--max_tokens 6 --tasks_per_step 3 --group_size 3 --optim.lr 1e-2"
 
 
-def logprobs_of(model, s) -> torch.Tensor:
-    """Of a sample's trained tokens, by transformers in fp64."""
+def logprobs_of(model, s, temperature: float = 1.0) -> torch.Tensor:
+    """Of a sample's trained tokens, by transformers in the model's dtype."""
     ids = torch.tensor(s.token_ids[None])
-    logits = model(ids).logits[0, :-1].log_softmax(-1)
+    logits = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
     return logits.gather(1, ids[0, 1:, None])[:, 0][torch.tensor(s.loss_mask[1:])]
 
 
@@ -52,12 +52,14 @@ def logprobs_of(model, s) -> torch.Tensor:
 def test_kls_in_the_reward_and_in_the_loss_are_the_formulas_in_fp64(
     flags, in_reward, in_loss, tiny_model, make_model
 ):
+    """A sample whose advantage is 0 is moved by its KL."""
     other = make_model(seed=7)
-    _, found = gradient(tiny_model, SAMPLES, flags, "--algo.reference", other)
+    samples = [*SAMPLES, sample([30, 31, 32, 33], [0, 1, 1, 1], 0.0, "b")]
+    _, found = gradient(tiny_model, samples, flags, "--algo.reference", other)
     student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     reference = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float64)
     losses = []
-    for s in SAMPLES:
+    for s in samples:
         new = logprobs_of(student, s)
         rollout = torch.tensor(s.rollout_logprobs).double()[torch.tensor(s.loss_mask)]
         with torch.no_grad():
@@ -141,8 +143,12 @@ def test_every_and_decay_together_are_trls_sync_of_a_reference(tiny_model):
         torch.testing.assert_close(found, alpha * now + (1 - alpha) * first)
 
 
-def test_a_renewed_reference_reads_by_its_own_weights_and_leaves_the_policys(tiny_model):
-    learner = make_learner(tiny_model, SGD, "--algo.kl_coef 0.1 --algo.reference_every 100")
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_renewed_reference_reads_by_its_own_weights_and_leaves_the_policys(
+    tiny_model, temperature
+):
+    flags = f"--algo.kl_coef 0.1 --algo.reference_every 100 --sampling.temperature {temperature}"
+    learner = make_learner(tiny_model, SGD, flags)
     learn(learner, SAMPLES, SAMPLES)
     before = own(learner)
     (minibatch,), _ = learner.shard(SAMPLES)
@@ -151,9 +157,8 @@ def test_a_renewed_reference_reads_by_its_own_weights_and_leaves_the_policys(tin
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     [batch] = minibatch.batches
     with torch.no_grad():
-        expected = [
-            logprobs_of(model, s) for s in sorted(SAMPLES, key=lambda s: s.token_ids.tobytes())
-        ]
+        in_order = sorted(SAMPLES, key=lambda s: s.token_ids.tobytes())
+        expected = [logprobs_of(model, s, temperature) for s in in_order]
     torch.testing.assert_close(batch.ref_logprobs, torch.cat(expected), atol=1e-5, rtol=1e-5)
     with torch.no_grad():
         now = learner.forward(batch)[0]

@@ -373,6 +373,40 @@ def test_a_run_learns_with_several_updates_and_a_reference(places, tmp_path):
         )
 
 
+@pytest.mark.parametrize("whose", ["self", "of some environments"])
+def test_a_teacher_that_reads_other_batches_reads_the_same_ids(played, make_model, whose):
+    """Self-distillation, with another prompt; a teacher of some environments' samples."""
+    model, samples = played
+    other, flags = make_model(seed=4), "--algo.teacher self --algo.teacher_update latest"
+    if whose != "self":
+        flags = f"--env_path x.py,y.py --algo.teacher {other} --envs.y.teacher none"
+    learner = make_learner(model, TOP, "--sampling.temperature 0.7", flags)
+    judge = AutoModelForCausalLM.from_pretrained(model if whose == "self" else other).double()
+    given = []
+    for number, one in enumerate(samples):
+        before = np.array([9, 10, 11 + number]) if whose == "self" else None
+        given.append(replace(one, env="xy"[number % 2], teacher_ids=before))
+    expected = []
+    for one in given:
+        if whose != "self" and one.env == "y":
+            continue
+        read = one
+        if whose == "self":
+            first, zeros = int(one.loss_mask.argmax()), np.zeros(3)
+            columns = {"token_ids": one.teacher_ids, "loss_mask": zeros}
+            for name in ("token_ids", "loss_mask"):
+                columns[name] = [*columns[name], *getattr(one, name)[first:]]
+            read = replace(one, **columns)
+        with torch.no_grad():
+            of_one = logprobs_and_entropies(*masked_logits(judge, read))[0]
+        expected += of_one.tolist()
+    batch = batch_of(learner, given)
+    [part] = [part for part in learner.parts if hasattr(part, "teachers")]
+    part.annotate([batch])
+    [reading] = batch.teacher.readings
+    assert sorted(reading.logprobs.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "more",
     [
