@@ -505,13 +505,14 @@ def taught_player(config: Config, player_class: Any):
     return taught_player(player_class, limits) if limits else player_class
 
 
-def make_samples(config: Config, algorithm: Any):
-    """What makes TrainingSamples of a trajectory; None: as usual."""
+def make_samples(plan: Any, name: str):
+    """What makes TrainingSamples of an actor's trajectory; None: as usual."""
+    algorithm = plan.algorithms[name]
     if not algorithm.teacher:
         return None
     from rl_core.plugins.self_distillation import samples_maker
 
-    return samples_maker(config, algorithm)
+    return samples_maker(plan.config.of(name), algorithm)
 
 
 # Plugins.

@@ -304,6 +304,6 @@ def training_samples(
             advantage_fns,
             scales_of,
             registry.advantages_of(algorithm, groups),
-            registry.make_samples(plan.config.of(name), algorithm),
+            registry.make_samples(plan, name),
         )
     return samples

@@ -271,33 +271,19 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
                 f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or "
                 f"give --actors.{name}.train false"
             )
-        if config.of(name).algo.teacher:
-            check_taught(config.of(name), name, envs)
-    has_keys = any(env.hooks.keys() & {"state_key", "rollout"} for env in envs.values())
-    for name in config.trained:
-        algo = config.of(name).algo
-        for flag in ("state_coef", "state_discount"):
-            if getattr(algo, flag) and envs and not has_keys:
-                raise ValueError(
-                    f"--algo.{flag}={getattr(algo, flag)} is for turns that begin in equal states, "
-                    f"and {config.env_path} says of none; add def state_key(messages, state)"
-                )
+        own = config.of(name)
+        if own.algo.teacher:
+            from rl_core.plugins.teacher_prompts import check_taught
+
+            check_taught(own, name, envs)
+        if own.algo.state_coef or own.algo.state_discount:
+            from rl_core.plugins.state_groups import check_keys
+
+            check_keys(own, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(
             f"of {config.env_path} some define advantage_fn and some do not; let all do, or none"
         )
-
-
-def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
-    """Raises ValueError unless an actor that is its own teacher has something to read as such."""
-    from rl_core.plugins.teacher_prompts import HOOK, self_taught
-
-    for env in self_taught(config):
-        if env in envs and config.env(env).weight and HOOK not in envs[env].hooks:
-            raise ValueError(
-                f"{envs[env].path}: --algo.teacher self needs def {HOOK}(task, trajectory) here: "
-                f"what the teacher of {name} reads before its reply"
-            )
 
 
 def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:

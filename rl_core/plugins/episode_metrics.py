@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from rl_core.data.episodes import (
     baseline_groups,
     by_episode,
@@ -61,7 +59,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     all_lengths = [t.num_tokens for t in done]
     groups = [[t.reward for t in group] for group in baseline_groups(done)]
     failed = {(t.env, t.group_id, t.index) for t in trajectories if t.status == "failed"}
-    return {
+    metrics = {
         "reward_mean": mean_of(episode_rewards(done)),
         "length_mean": mean_of(lengths),
         "length_p50": Percentile(50, lengths),
@@ -72,25 +70,13 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
         "failed": Sum(len(failed)),
         "tokens": Sum(sum(all_lengths)),
         "zero_signal_frac": mean_of([float(not has_spread(rewards)) for rewards in groups]),
-        **state_metrics(done),
         **part_metrics(done),
     }
+    if any(t.has_state_keys for t in done):
+        from rl_core.plugins.state_groups import state_metrics
 
-
-def state_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Of turns with a state key, the fraction whose state another turn of the group began in. None
-    without keys."""
-    num_turns = num_shared = 0
-    for group in baseline_groups(t for t in trajectories if t.has_state_keys):
-        keys = {}
-        for number, t in enumerate(group):
-            for place, turn in enumerate(t.turns):
-                if turn.state_key:
-                    keys[turn.name or (number, place)] = turn.state_key
-        visits = Counter(keys.values())
-        num_turns += len(keys)
-        num_shared += sum(n for n in visits.values() if n > 1)
-    return {"shared_state_frac": Mean(num_shared, num_turns)} if num_turns else {}
+        metrics |= state_metrics(done)
+    return metrics
 
 
 def mean_of(values: list[float]) -> Mean:

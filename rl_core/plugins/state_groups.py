@@ -3,14 +3,18 @@ et al. 2025, arXiv:2505.10978)."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rl_core.algorithms import ADVANTAGES, Algorithm
+from rl_core.config import Config
+from rl_core.data.episodes import baseline_groups
 from rl_core.learning import advantages
 from rl_core.learning.advantages import AdvantageFn, group_advantages, turn_returns
+from rl_core.metrics import Mean, Metric
+from rl_core.sampling.env import Env
 from rl_core.types import Trajectory
 
 
@@ -33,6 +37,19 @@ def compares_states(algorithm: Algorithm) -> bool:
     not."""
     is_compared = ADVANTAGES[algorithm.advantage].needs_group or algorithm.advantage == "custom"
     return is_compared and algorithm.state_coef > 0
+
+
+def check_keys(config: Config, envs: dict[str, Env]) -> None:
+    """Raises ValueError for flags of equal states where no environment tells states."""
+    if not envs or any(env.hooks.keys() & {"state_key", "rollout"} for env in envs.values()):
+        return
+    for flag in ("state_coef", "state_discount"):
+        value = getattr(config.algo, flag)
+        if value:
+            raise ValueError(
+                f"--algo.{flag}={value} is for turns that begin in equal states, and "
+                f"{config.env_path} says of none; add def state_key(messages, state)"
+            )
 
 
 def turn_advantages(
@@ -97,3 +114,18 @@ def compare(visits: list[Visit], kind: str, advantage_fn: AdvantageFn | None) ->
     found = group_advantages(returns, kind, advantage_fn, episodes, weights)
     for visit, advantage in zip(visits, found, strict=True):
         visit.advantage = advantage
+
+
+def state_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
+    """Of turns with a state key, the fraction whose state another turn of the group began in."""
+    num_turns = num_shared = 0
+    for group in baseline_groups(t for t in trajectories if t.has_state_keys):
+        keys = {}
+        for number, t in enumerate(group):
+            for place, turn in enumerate(t.turns):
+                if turn.state_key:
+                    keys[turn.name or (number, place)] = turn.state_key
+        visits = Counter(keys.values())
+        num_turns += len(keys)
+        num_shared += sum(n for n in visits.values() if n > 1)
+    return {"shared_state_frac": Mean(num_shared, num_turns)} if num_turns else {}

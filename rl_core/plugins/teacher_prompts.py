@@ -33,6 +33,16 @@ def self_taught(config: Config) -> list[str]:
     return [env for env, teacher in teachers.items() if teacher == SELF]
 
 
+def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
+    """Raises ValueError unless an actor that is its own teacher has something to read as such."""
+    for env in self_taught(config):
+        if env in envs and config.env(env).weight and HOOK not in envs[env].hooks:
+            raise ValueError(
+                f"{envs[env].path}: --algo.teacher self needs def {HOOK}(task, trajectory) here: "
+                f"what the teacher of {name} reads before its reply"
+            )
+
+
 def taught_player(base: type[GroupPlayer], limits: Limits) -> type[GroupPlayer]:
     """A player of groups that also asks what teachers read."""
 
