@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, given_flags, parse_config
-from rl_core.plugins.place_rules import without_ranks
 from rl_core.rules import flags_in
 from rl_core.tools.show import files_of
 
@@ -196,6 +195,8 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
     if "algorithm" in dict(given_flags(flags)):
         unset = (pair for pair in flags_in(Config()) if pair[0].startswith(("algo.", "critic.")))
         parts = [f"--{name}={'null' if value is None else value}" for name, value, _ in unset]
+    from rl_core.plugins.place_rules import without_ranks  # It imports torch.
+
     config = without_ranks(parse_config([*base, *how]))
     other = without_ranks(parse_config([*base, *parts, *flags]))
     if not (config.is_rl and other.is_rl):

@@ -125,7 +125,14 @@ def test_no_learner_has_the_device_beside_an_engine_or_leaves_its_cache_to_one(
 
 
 # Beside actors.py: what the lease enters, what is called inside of it, and a tool without engines.
-MAY_ENTER = {"learner.py", "checkpoint.py", "reference.py", "replay.py", "teacher.py"}
+MAY_ENTER = {
+    "learner.py",
+    "checkpoint.py",
+    "reference.py",
+    "replay.py",
+    "resume.py",  # Before engines begin.
+    "teacher.py",
+}
 
 
 def test_the_lease_alone_brings_a_learner_to_the_device():

@@ -123,6 +123,7 @@ def meta_learner(
         algorithm=preset,
         name="policy",
         policy=load("", is_scoring=preset.is_scoring),
+        adapter="",
         ranks=ranks,
         load=load,
         make=learner_with(config),
