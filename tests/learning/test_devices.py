@@ -188,5 +188,7 @@ def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(t
             # What follows cached turns.
             slots.forward(cache, slice(0, 3), tokens, starts, 14, sizes)
             hidden = slots.forward(cache, slice(0, 3), tokens[:, :1], starts, 15)
-            for has_limits in (False, True):
-                assert sample(slots.logits(hidden[:, 0]), numbers, has_limits).device == META
+            logits = slots.logits(hidden[:, 0])
+            for num_ordered, num_kept in ((0, 0), (5, 3), (logits.shape[-1], 3)):
+                sampled = sample(logits, numbers, num_ordered, num_kept)
+                assert sampled.device == META and len(sampled) == 2 + num_kept
