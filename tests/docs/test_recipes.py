@@ -61,11 +61,15 @@ def test_a_recipe_is_planned_and_fits_its_gpus(recipe, folder_of, tmp_path, monk
     number, gigabytes = map(int, re.search(r"Hardware: (\d+) GPUs? of (\d+) GB", header).groups())
     assert number == int((re.search(r"--nproc_per_node (\d+)", header) or [0, 1])[1])
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[given["algorithm"]]) + "\n")
-    flags = ["--config", recipe, "--model", folder_of(given["model"]), "--out", tmp_path / "run"]
+    flags = ["--config", recipe, "--out", tmp_path / "run"]
+    if "model" in given:
+        flags += ["--model", folder_of(given["model"])]
+    for name, actor in given.get("actors", {}).items():
+        flags += [f"--actors.{name}.model", folder_of(actor["model"])]
     flags += [
         f"--data.{part}={tmp_path / 'rows.jsonl'}"
         for part in ("train", "eval")
-        if part in given["data"]
+        if part in given.get("data", {})
     ]
     if teacher := given.get("algo", {}).get("teacher"):
         flags += ["--algo.teacher", folder_of(teacher)]
