@@ -161,9 +161,8 @@ def main() -> int:
     draw(seeds, args.out / "asymmetric.svg")
     flat = []
     for seed, found in seeds.items():
-        print(
-            f"seed {seed}: {[round(x, 2) for x in smoothed(found['success'])[4::5]]} {found['pairs']}"
-        )
+        means = [round(mean, 2) for mean in smoothed(found["success"])[4::5]]
+        print(f"seed {seed}: {means} {found['pairs']}")
         pairs = found["pairs"]
         if not pairs["before_after"] < pairs["before_before"] < pairs["after_before"]:
             flat.append(seed)
