@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_core import registry
 from rl_core.algorithms import Algorithm, make_algorithm
-from rl_core.config import Config, CriticConfig
+from rl_core.config import Config, CriticConfig, SamplingConfig
 from rl_core.data.chat import Chat
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import TaskSource
@@ -154,6 +154,7 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     if has_advantage_fn and is_open and not algorithm.has_critic:
         algorithm = replace(algorithm, advantage="custom")
     is_default = algorithm == Algorithm() and config.critic == CriticConfig()
+    is_default &= config.sampling == SamplingConfig()
     if not is_default or config.group_size < 2:
         registry.check_algorithm(config, algorithm, has_advantage_fn)
     if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:

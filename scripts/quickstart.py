@@ -39,6 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--seed", default="0")
     args, more = parser.parse_known_args()
+    if any(word.partition("=")[0] == "--out" for word in more):
+        parser.error("--out: its folders are runs/quickstart, runs/quickstart_2 and so on")
     seed = args.seed
     began = time.monotonic()
     names = itertools.chain(

@@ -21,7 +21,7 @@ from rl_core.plugins.teacher import (
     SampledTeacher,
 )
 from rl_core.plugins.teacher_prompts import SELF
-from rl_core.plugins.teacher_server import ServerTeacher, check_same_texts
+from rl_core.rules import require
 
 
 def make_teacher(learner: PartSpec) -> SampledTeacher:
@@ -46,6 +46,8 @@ def make_reader(learner: PartSpec, name: str) -> Any:
     while it is not used."""
     config = learner.config
     if is_url(name):
+        from rl_core.plugins.teacher_server import ServerTeacher
+
         num_top, at_once = learner.algorithm.teacher_top_k, config.rollout.max_concurrent
         # Other ranks wait for this one's answers as long as for anything.
         return ServerTeacher(name, num_top, learner.ranks, at_once, config.timeout_s / 2)
@@ -121,6 +123,9 @@ def check_teachers(config: Config, name: str) -> None:
     for teacher in envs_by_teacher(config):
         flag = f"--algo.teacher={teacher}"
         if is_url(teacher):
+            require("httpx", flag, "api")
+            from rl_core.plugins.teacher_server import check_same_texts
+
             check_same_texts(teacher, load_pretrained(AutoTokenizer, path), path)
             continue
         if teacher == SELF:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -263,6 +265,28 @@ def test_a_server_that_is_not_there_or_reads_other_text_is_refused_at_the_start(
     for gone in ("http://127.0.0.1:9", "http://127.0.0.1:9/v1"):
         with pytest.raises(ValueError, match="start it"):
             check(gone)
+
+
+WITHOUT_HTTPX = """
+import sys
+
+sys.modules["httpx"] = None  # as where it is not installed
+from rl_core.config import parse_config
+from rl_core.plugins.teachers import check_teachers
+
+check_teachers(parse_config(sys.argv[1:]), "policy")
+"""
+
+
+def test_only_a_teacher_behind_a_url_needs_httpx(tiny_model, teacher):
+    def check(name):
+        given = words(f"{PLAIN} --model {tiny_model} --env_path e.py --out x --algo.teacher {name}")
+        command = [sys.executable, "-c", WITHOUT_HTTPX, *given]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    folder, url = check(teacher), check("http://127.0.0.1:1/v1")
+    assert folder.returncode == 0, folder.stderr
+    assert "127.0.0.1:1/v1 needs httpx, which is not installed: pip install" in url.stderr
 
 
 if __name__ == "__main__":

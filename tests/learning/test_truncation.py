@@ -28,8 +28,8 @@ from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.slots import sample
+from rl_core.plan import choose_algorithm
 from rl_core.plugins import truncation
-from rl_core.plugins.algorithm_rules import check_algorithm
 from rl_core.plugins.padded import OwnForward, PaddedForward
 from rl_core.plugins.truncation import support_labels, support_logprobs
 from rl_core.plugins.under_way import read_groups
@@ -328,8 +328,8 @@ def test_what_training_cannot_do_is_refused_at_start_up(places):
     given = words("--model {model} --env_path {dir}/letters.py --out x".format(**places))
     config = parse_config([*given, "--sampling.top_p", "0.9"])
     with pytest.raises(ValueError, match=r"top_p=0.9 and min_p=0.0 need --sampling\.top_k"):
-        check_algorithm(config, Algorithm(), False)
-    check_algorithm(parse_config([*given, *words(TOP)]), Algorithm(), False)
+        choose_algorithm(config, {})
+    choose_algorithm(parse_config([*given, *words(TOP)]), {})
     for wrong in ("--sampling.top_k 5000", "--sampling.top_p 0", "--sampling.min_p 2"):
         with pytest.raises(ValueError, match=wrong.split()[0]):
             parse_config([*given, *words(wrong)])
