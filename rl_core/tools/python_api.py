@@ -65,6 +65,14 @@ def train(
             "train() starts its own ranks (nproc=2): leave out torchrun, or call it as torchrun -m "
             "rl_core.train"
         )
+    if nproc < 1:
+        raise ValueError(f"nproc={nproc} must be at least 1: the number of ranks, one per GPU")
+    for plugin in plugins:
+        if not callable(plugin):
+            raise ValueError(
+                f"plugins has {plugin!r}: give subclasses of rl_core.plugin.Plugin, such as "
+                "plugins=[MyPlugin]"
+            )
     config, environments = with_objects(config, env, {"train": data, "eval": eval_data})
     has_eval = any(env.eval_data is not None for env in environments)
     if has_eval and not config.eval_every:

@@ -296,6 +296,32 @@ def numbers(out) -> list[dict]:
     return [{k: v for k, v in row.items() if k.startswith("learn/")} for row in steps(out)]
 
 
+def test_the_hook_sees_the_trajectories_of_its_own_actor(tmp_path, tiny_model):
+    env = tmp_path / "two.py"
+    env.write_text(
+        """
+turns = "bob -> alice"
+
+def load_tasks(split):
+    return [{"prompt": text} for text in ("ab", "cd")]
+
+async def reward_fn(actor):
+    return float(actor == "bob")
+
+async def teacher_prompt(trajectories, actor):
+    return f"{actor}: {[t.actor for t in trajectories]}"
+"""
+    )
+    flags = words("--algorithm opd --algo.teacher self --tasks_per_step 2 --group_size 2")
+    flags += words("--max_tokens 4 --num_steps 1 --env_path", env, "--actors.bob.model", tiny_model)
+    out = run(tmp_path / "out", flags, "--actors.alice.model", tiny_model)
+    rows = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    read = {row["teacher_messages"][0]["content"] for row in rows}
+    # Where bob's turn was cut off, alice has none.
+    assert "bob: ['bob', 'bob']" in read and len(read) > 1
+    assert read <= {"bob: ['bob', 'bob']", "alice: ['alice', 'alice']", "alice: ['alice']"}
+
+
 @pytest.mark.parametrize("update", ["ema", "start"])
 def test_a_resumed_run_is_the_uninterrupted_run(update, tmp_path, tiny_model):
     flags = flags_of(tiny_model, tmp_path, update=update)

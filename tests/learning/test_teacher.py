@@ -202,6 +202,26 @@ def test_an_actor_that_learns_teaches_as_it_was_before_its_own_update(tiny_model
             weight.data *= 1.1
 
 
+def test_an_actor_that_trains_an_adapter_teaches_with_it(tiny_model, teacher):
+    config = two_actors(tiny_model, teacher, "--engine embedded --actors.eve.lora.rank 4")
+    algorithms = {
+        n: make_algorithm(config.of(n).algorithm, config.of(n).algo) for n in config.trained
+    }
+    learners = make_learners(config, algorithms, init_ranks(60))
+    torch.manual_seed(0)
+    for _, weight in learners["eve"].trained_parameters():
+        weight.data.normal_(std=0.2)
+    (minibatch,), _ = learners["bob"].shard([sample([5, 6, 7, 8], [0, 0, 1, 1], 0.0, "a")])
+    found = learners["bob"].annotate([minibatch])["teacher_kl_nats"].value
+    kls = []
+    for weights in ({}, dict(learners["eve"].named_weights())):
+        other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+        other.load_state_dict(weights, strict=False)
+        with torch.no_grad():
+            kls.append(-(logprobs_of(other, [5, 6, 7, 8])[1:] + 4.6).mean().item())
+    assert found == pytest.approx(kls[1], abs=1e-4) != pytest.approx(kls[0], abs=1e-2)
+
+
 def test_the_head_of_a_teacher_that_learns_is_read_again(tiny_model, teacher):
     config = two_actors(tiny_model, teacher, "--actors.bob.algo.teacher_loss forward_kl")
     algorithms = {

@@ -247,6 +247,8 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         data=ROWS,
         on_step=lambda step, found: 1 / 0,
     )
+    refused(ValueError, "nproc=0 must be at least 1", config_of("a"), env=len_of, nproc=0)
+    refused(ValueError, "plugins has 'Mine': give", config_of("a"), env=len_of, plugins=["Mine"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(ValueError, "starts its own ranks", config_of("a"), env=len_of, data=ROWS)
     assert "error:" not in capsys.readouterr().err
