@@ -65,7 +65,8 @@ def test_a_recipe_is_planned_and_fits_its_gpus(recipe, folder_of, tmp_path, monk
     if "model" in given:
         flags += ["--model", folder_of(given["model"])]
     for name, actor in given.get("actors", {}).items():
-        flags += [f"--actors.{name}.model", folder_of(actor["model"])]
+        if "model" in actor:
+            flags += [f"--actors.{name}.model", folder_of(actor["model"])]
     flags += [
         f"--data.{part}={tmp_path / 'rows.jsonl'}"
         for part in ("train", "eval")
