@@ -9,6 +9,7 @@ M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,41 +136,58 @@ class FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_MD, weight_VD, labels, kept_MV, lse, entropy = ctx.saved_tensors
-        temperature, cap, kernel, split, (token_tiles, id_tiles) = ctx.how
+        temperature, cap, kernel, split, tiles = ctx.how
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         # Of the logits before they are divided.
         columns = [lse, entropy, grad_logprobs / temperature]
         if grad_entropy is not None:
             columns.append(grad_entropy / temperature)
-        grad_hidden, grad_weight = torch.zeros_like(hidden_MD), None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD))
-        for rows in token_tiles:
-            h_CD = hidden_MD[rows]
-            sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD))
-            labels_C = labels[rows]
-            of_rows = [column[rows] for column in columns]
-            for ids in id_tiles:
-                w_SD = weight_VD[ids]
-                of_tile = labels_C - ids.start, *of_rows
-                if kernel is not None:
-                    grad_CS = kernel.logit_gradients(h_CD, w_SD, temperature, *of_tile)
-                else:
-                    if kept_MV is None:
-                        z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
-                    else:
-                        z_CS = kept_MV[rows, ids]
-                    grad_CS = logit_gradients(z_CS, temperature, cap, *of_tile)
-                add_product(sum_CD, grad_CS, w_SD)
-                if grad_weight is not None:
-                    add_product(grad_weight[ids], grad_CS.T, h_CD)
-            grad_hidden[rows] = sum_CD
-        if split is not None:
-            split.add_up(grad_hidden)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight_VD.dtype)
-        return grad_hidden, grad_weight, None, None, None
+
+        def gradient_of(h_CD: Tensor, w_SD: Tensor, rows: slice, ids: slice) -> Tensor:
+            of_tile = labels[rows] - ids.start, *(column[rows] for column in columns)
+            if kernel is not None:
+                return kernel.logit_gradients(h_CD, w_SD, temperature, *of_tile)
+            if kept_MV is None:
+                z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
+            else:
+                z_CS = kept_MV[rows, ids]
+            return logit_gradients(z_CS, temperature, cap, *of_tile)
+
+        has_weight = ctx.needs_input_grad[1]
+        gradients = tiled_gradients(hidden_MD, weight_VD, tiles, split, has_weight, gradient_of)
+        return *gradients, None, None, None
+
+
+def tiled_gradients(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    tiles: tuple[list[slice], list[slice]],
+    split: Any,
+    has_weight: bool,
+    gradient_of: Callable[[Tensor, Tensor, slice, slice], Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the hidden states, and of the weight if it has one. `gradient_of(h_CD, w_SD,
+    rows, ids)` is that of the undivided logits of one tile, [C, S]."""
+    token_tiles, id_tiles = tiles
+    grad_hidden, grad_weight = torch.zeros_like(hidden_MD), None
+    if has_weight:
+        grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD))
+    for rows in token_tiles:
+        h_CD = hidden_MD[rows]
+        sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD))
+        for ids in id_tiles:
+            w_SD = weight_VD[ids]
+            grad_CS = gradient_of(h_CD, w_SD, rows, ids)
+            add_product(sum_CD, grad_CS, w_SD)
+            if grad_weight is not None:
+                add_product(grad_weight[ids], grad_CS.T, h_CD)
+        grad_hidden[rows] = sum_CD
+    if split is not None:
+        split.add_up(grad_hidden)
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight_VD.dtype)
+    return grad_hidden, grad_weight
 
 
 def tile_shape(num_tokens: int, num_ids: int, width: int, tile_bytes: int) -> tuple[int, int]:

@@ -212,7 +212,11 @@ OF_REFERENCE = [
 def has_server(config: Config) -> bool:
     """Whether a teacher is behind a URL."""
     names = [config.algo.teacher, *(env.teacher for env in config.envs.values())]
-    return any(name and name.startswith(("http://", "https://")) for name in names)
+    return any(name and is_url(name) for name in names)
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
 
 
 def check_algorithm(config: Config, algorithm: Algorithm, has_advantage_fn: bool) -> None:

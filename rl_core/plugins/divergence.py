@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 from rl_core.learning.logprobs import (
     CPU_TILE_BYTES,
     CUDA_TILE_BYTES,
-    add_product,
     scaled_logits,
     slices,
     sum_dtype,
     tile_shape,
+    tiled_gradients,
 )
 
 # (hidden states [M, D], weight [V, D], temperature, cap), as head_factors() gives.
@@ -94,31 +94,21 @@ class FusedDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_values):
         hidden_MD, weight_VD, *stats = ctx.saved_tensors
-        temperature, cap, split, (token_tiles, id_tiles) = ctx.how
-        grad_hidden, grad_weight = torch.zeros_like(hidden_MD), None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD))
-        for rows in token_tiles:
-            h_CD = hidden_MD[rows]
-            sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD))
+        temperature, cap, split, tiles = ctx.how
+
+        def gradient_of(h_CD: Tensor, w_SD: Tensor, rows: slice, ids: slice) -> Tensor:
+            z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
+            of_rows = [value[rows] for value in stats]
             # Of the logits before they are divided.
             scale = grad_values[rows, None] / temperature
-            of_rows = [value[rows] for value in stats]
-            for ids in id_tiles:
-                w_SD = weight_VD[ids]
-                z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
-                grad_CS = scale * ctx.target.gradient(z_CS, rows, ids, *of_rows)
-                if cap is not None:
-                    grad_CS *= 1 - (z_CS * (temperature / cap)) ** 2
-                add_product(sum_CD, grad_CS, w_SD)
-                if grad_weight is not None:
-                    add_product(grad_weight[ids], grad_CS.T, h_CD)
-            grad_hidden[rows] = sum_CD
-        if split is not None:
-            split.add_up(grad_hidden)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight_VD.dtype)
-        return grad_hidden, grad_weight, None, None
+            grad_CS = scale * ctx.target.gradient(z_CS, rows, ids, *of_rows)
+            if cap is not None:
+                grad_CS *= 1 - (z_CS * (temperature / cap)) ** 2
+            return grad_CS
+
+        has_weight = ctx.needs_input_grad[1]
+        gradients = tiled_gradients(hidden_MD, weight_VD, tiles, split, has_weight, gradient_of)
+        return *gradients, None, None
 
 
 class WholeVocabulary:

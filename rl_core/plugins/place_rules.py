@@ -79,7 +79,7 @@ def check_ranks(config: Config) -> None:
 
 def check_teachers_are_near(config: Config, name: str) -> None:
     """Raises ValueError for a teacher that learns on other ranks than its pupil."""
-    from rl_core.plugins.teachers import envs_by_teacher
+    from rl_core.plugins.teacher_prompts import envs_by_teacher
 
     for teacher in envs_by_teacher(config.of(name)):
         if teacher in config.trained and ranks_of(config, teacher) != ranks_of(config, name):

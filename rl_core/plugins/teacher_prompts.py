@@ -25,12 +25,21 @@ SELF = "self"  # the policy, as the name of a teacher
 Limits = Mapping[tuple[str, str], tuple[int, str]]
 
 
+def envs_by_teacher(config: Config) -> dict[str, list[str]]:
+    """Name of a teacher -> the environments whose samples it reads."""
+    if not config.algo.teacher:
+        return {}
+    found: dict[str, list[str]] = {}
+    for env in config.env_paths:
+        name = config.env(env).teacher or config.algo.teacher
+        if name != "none":
+            found.setdefault(name, []).append(env)
+    return found
+
+
 def self_taught(config: Config) -> list[str]:
     """The environments in which the actor is its own teacher."""
-    if not config.algo.teacher:
-        return []
-    teachers = {env: config.env(env).teacher or config.algo.teacher for env in config.env_paths}
-    return [env for env, teacher in teachers.items() if teacher == SELF]
+    return envs_by_teacher(config).get(SELF, [])
 
 
 def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from rl_core.config import Config
 from rl_core.data.pretrained import load_pretrained
 from rl_core.learning.learner import PartSpec
+from rl_core.plugins.algorithm_rules import is_url
 from rl_core.plugins.reference import frozen_model
 from rl_core.plugins.self_distillation import SelfTeacher
 from rl_core.plugins.teacher import (
@@ -20,7 +21,7 @@ from rl_core.plugins.teacher import (
     OfEnvironments,
     SampledTeacher,
 )
-from rl_core.plugins.teacher_prompts import SELF
+from rl_core.plugins.teacher_prompts import SELF, envs_by_teacher
 from rl_core.rules import require
 
 
@@ -57,22 +58,6 @@ def make_reader(learner: PartSpec, name: str) -> Any:
     if name in config.trained:
         return ActorTeacher(learner.learners, name, temperature)
     return ModelTeacher(frozen_model(learner, teacher_path(config, name)), temperature)
-
-
-def is_url(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
-def envs_by_teacher(config: Config) -> dict[str, list[str]]:
-    """Name of a teacher -> the environments whose samples it reads."""
-    if not config.algo.teacher:
-        return {}
-    found: dict[str, list[str]] = {}
-    for env in config.env_paths:
-        name = config.env(env).teacher or config.algo.teacher
-        if name != "none":
-            found.setdefault(name, []).append(env)
-    return found
 
 
 def teacher_path(config: Config, name: str) -> str:
