@@ -107,8 +107,8 @@ class AlgoConfig(Section, prefix="algo."):
     advantage: Literal[tuple(ADVANTAGES)] | None = flag(
         None, "baseline over the group; gae: a critic's; custom: advantage_fn; zero: a teacher's"
     )
-    normalize: Literal["none", "batch", "env"] | None = flag(
-        None, "whiten advantages over a batch or env"
+    normalize: Literal["none", "batch", "env", "task"] | None = flag(
+        None, "whiten advantages over a batch or each task (environment); env: scale alone"
     )
     objective: Literal[tuple(OBJECTIVES)] | None = flag(
         None, "importance ratio: clip (PPO), GSPO or CISPO"

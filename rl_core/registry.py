@@ -264,10 +264,10 @@ def has_signal(group: Any, algorithm: Any):
     return has_signal(group, algorithm)
 
 
-def env_scales(judged: Any, ranks: Any):
-    from rl_core.plugins.normalise import env_scales
+def normalised(*judged: Any):
+    from rl_core.plugins.normalise import normalised
 
-    return env_scales(judged, ranks)
+    return normalised(*judged)
 
 
 def advantages_of(algorithm: Any, groups: Any):

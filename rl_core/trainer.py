@@ -290,9 +290,9 @@ def training_samples(
     samples = {}
     advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
     for name, algorithm in plan.algorithms.items():
-        scales_of = None
-        if algorithm.normalize == "env":
-            scales_of = partial(registry.env_scales, ranks=ranks)
+        normalised = None
+        if algorithm.normalize in ("env", "task"):
+            normalised = partial(registry.normalised, algorithm.normalize, ranks)
         groups = baseline_groups([t for t in trajectories if t.actor == name])
         if algorithm.refill_rounds:
             groups = [g for g in groups if registry.has_signal(g, algorithm)]
@@ -302,7 +302,7 @@ def training_samples(
             algorithm,
             longest,
             advantage_fns,
-            scales_of,
+            normalised,
             registry.advantages_of(algorithm, groups),
             registry.make_samples(plan, name),
         )

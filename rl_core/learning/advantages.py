@@ -25,14 +25,14 @@ def samples_of(
     algorithm: Algorithm,
     max_tokens: int,
     advantage_fns: dict[str, AdvantageFn | None] | None = None,
-    scales_of: Callable[[Judged], dict[str, float]] | None = None,
+    normalised: Callable[[Judged], Judged] | None = None,
     advantages_of: Callable[..., list[list[float]]] | None = None,
     make_samples: MakeSamples | None = None,
 ) -> list[TrainingSample]:
     """Each trajectory's samples with its advantage over its group, or those of its turns. Overlong
     ones may be penalised before, or left out after: they count in the baseline, but neither in the
-    loss nor in its denominator. `advantage_fns`: by environment. `scales_of`: environment -> what
-    divides its advantages. `advantages_of`: in the place of turn_advantages(), `make_samples` of
+    loss nor in its denominator. `advantage_fns`: by environment. `normalised`: changes all
+    advantages. `advantages_of`: in the place of turn_advantages(), `make_samples` of
     trajectory_samples()."""
     advantages_of = advantages_of or turn_advantages
     make_samples = make_samples or trajectory_samples
@@ -46,12 +46,12 @@ def samples_of(
         judged += zip(group, advantages, strict=True)
     if algorithm.overlong == "mask":
         judged = [(t, values) for t, values in judged if t.status != "truncated"]
-    scales = scales_of(judged) if scales_of else {}
+    if normalised:
+        judged = normalised(judged)
     samples = []
     trained: set[str] = set()
     for t, values in judged:
-        scale = scales.get(t.env, 1.0)
-        found = make_samples(t, [a / scale for a in values], trained)
+        found = make_samples(t, values, trained)
         samples += [replace(sample, env=t.env) for sample in found]
     return samples
 

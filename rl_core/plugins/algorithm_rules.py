@@ -45,12 +45,12 @@ OF_ALGORITHM = [
             and (
                 a.objective == "gspo"
                 or a.refill_rounds
-                or a.normalize == "env"
+                or a.normalize in ("env", "task")
                 or a.turn_discount is not None
             )
         ),
         "--algo.advantage=gae: a critic learns from every token; leave out objective gspo, "
-        "refill_rounds, normalize env and turn_discount",
+        "refill_rounds, normalize env or task and turn_discount",
     ),
     (
         lambda c, a, f: c.algo.state_coef and not compares_states(a),

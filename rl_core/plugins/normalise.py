@@ -1,5 +1,5 @@
-"""--algo.normalize: advantages of all tokens of a step with mean 0 and deviation 1 (batch), or
-divided by the deviation of their environment (env)."""
+"""--algo.normalize: advantages of all tokens of a step with mean 0 and deviation 1 (batch), or of
+those of each environment (task), or only divided by the deviation of their environment (env)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class BatchNormalised(LearnerPart):
         return {}
 
 
-def env_scales(judged: Judged, ranks: Ranks) -> dict[str, float]:
-    """Environment -> what divides its advantages: their standard deviation over all its sampled
-    tokens of the step on all ranks, those of groups without signal included; 1 where all are
-    equal."""
+def normalised(how: str, ranks: Ranks, judged: Judged) -> Judged:
+    """Advantages scaled by all sampled tokens of their environment in the step, on all ranks, those
+    of groups without signal included. env: A / deviation, so that groups without signal stay 0.
+    task: (A - mean) / deviation, and 0 where all are equal (AgentRL, arXiv:2510.04206)."""
     means: dict[str, Metric] = {}
     squares: dict[str, Metric] = {}
     for t, values in judged:
@@ -44,11 +44,18 @@ def env_scales(judged: Judged, ranks: Ranks) -> dict[str, float]:
             n = len(turn.completion.token_ids)
             add_metrics(means, {t.env: Mean(n * a, n)})
             add_metrics(squares, {t.env: Mean(n * a**2, n)})
-    square_of = reduce_metrics(squares, ranks)
-    scales = {}
-    for env, mean in reduce_metrics(means, ranks).items():
-        scales[env] = deviation(mean, square_of[env]) or 1.0
-    return scales
+    mean_of_env = reduce_metrics(means, ranks)
+    square_of_env = reduce_metrics(squares, ranks)
+    found = []
+    for t, values in judged:
+        scale = 1.0
+        if t.env in mean_of_env:  # An episode without turns has no tokens.
+            mean = mean_of_env[t.env]
+            scale = deviation(mean, square_of_env[t.env])
+            if how == "task":
+                values = [a - mean if scale else 0.0 for a in values]
+        found.append((t, [a / (scale or 1.0) for a in values]))
+    return found
 
 
 def deviation(mean: float, square: float) -> float:

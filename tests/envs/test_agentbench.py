@@ -460,3 +460,27 @@ def test_three_steps_learn(name, warm, tmp_path):
     found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
     assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
     assert not any(line.get("rollout/policy/failed") for line in found)
+
+
+def test_one_run_learns_all_five_kinds_and_shows_each_its_numbers(warm, tmp_path):
+    """With cross-policy sampling and advantages of each task normalised, as in AgentRL."""
+    paths, turns, rows = [], 0, []
+    for name in NAMES:
+        row, kinds = steps_of(name)
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n")
+        paths.append(str(ROOT / f"envs/agentbench_{name}.py"))
+        rows += [f"--envs.agentbench_{name}.train", tmp_path / f"{name}.jsonl"]
+        turns = max(turns, *map(len, kinds))
+    how = "--tasks_per_step 5 --group_size 8 --num_steps 3 --optim.lr 1e-4 --max_tokens 120 "
+    how += "--sampling.temperature 0.4 --max_prompt_tokens 1000 --algo.normalize task "
+    how += f"--rollout.lagged 0.5,2 --max_turns {turns}"
+    mix = ["--env_path", ",".join(paths), *rows]
+    out = run(tmp_path / "run", "--model", warm, *mix, *words(how))
+    found = [line for line in metrics(out) if "time/step_s" in line]
+    assert len(found) == 3 and any(line["learn/policy/grad_norm"] > 0 for line in found)
+    for line in found:
+        for name in NAMES:
+            assert 0 <= line[f"rollout/policy/agentbench_{name}/reward_mean"] <= 1
+        assert not line.get("rollout/policy/failed")
+    # The second engine has the weights before the first step until the second step ends.
+    assert [line["rollout/policy/lagged_frac"] > 0 for line in found] == [False, True, False]

@@ -25,7 +25,7 @@ from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import Policy
 from rl_core.metrics import add_metrics, reduce_metrics
 from rl_core.plugins.critic import gae_advantages, value_losses, value_metrics, value_sums
-from rl_core.plugins.normalise import env_scales
+from rl_core.plugins.normalise import normalised
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
@@ -321,7 +321,7 @@ def test_each_environments_advantages_are_divided_by_their_own_deviation(advanta
     row = dataclasses.replace(PRESETS["grpo"], advantage=advantage)
     groups, ranks = groups_of_two_envs(), init_ranks(60)
     plain = samples_of(groups, row, 10)
-    scaled = samples_of(groups, row, 10, scales_of=partial(env_scales, ranks=ranks))
+    scaled = samples_of(groups, row, 10, normalised=partial(normalised, "env", ranks))
     env_of = [t.env for g in groups for t in g]
     for env in ("small", "large", "flat"):
         pairs = [(p, s) for p, s, e in zip(plain, scaled, env_of, strict=True) if e == env]
@@ -332,6 +332,25 @@ def test_each_environments_advantages_are_divided_by_their_own_deviation(advanta
         for before, after in pairs:
             assert after.advantages == pytest.approx(before.advantages / deviation, rel=1e-6)
             assert any(after.advantages) == any(before.advantages)
+
+
+def test_each_tasks_tokens_have_mean_0_and_deviation_1_as_in_agentrl():
+    """AgentRL (arXiv:2510.04206): (A - mean) / deviation over all tokens of a task in the batch."""
+    groups, ranks = groups_of_two_envs(), init_ranks(60)
+    plain = samples_of(groups, PRESETS["grpo"], 10)
+    found = samples_of(groups, PRESETS["grpo"], 10, normalised=partial(normalised, "task", ranks))
+    env_of = [t.env for g in groups for t in g]
+    for env in ("small", "large", "flat"):
+        before, after = [], []
+        for p, s, e in zip(plain, found, env_of, strict=True):
+            sampled = torch.tensor(p.loss_mask, dtype=torch.bool)
+            if e == env:
+                before.append(torch.tensor(p.advantages).double()[sampled])
+                after.append(torch.tensor(s.advantages).double()[sampled])
+        tokens = torch.cat(before)
+        deviation = tokens.std(correction=0) if env != "flat" else 1.0
+        expected = (tokens - tokens.mean()) / deviation
+        torch.testing.assert_close(torch.cat(after), expected, rtol=1e-6, atol=1e-6)
 
 
 def critic_weights(out, step: int) -> dict[str, torch.Tensor]:
