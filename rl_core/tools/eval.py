@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +25,7 @@ from rl_core.flags import typed
 from rl_core.tools.playing import FLAGS, player, read_flags, with_model
 
 if TYPE_CHECKING:
+    from rl_core.tools.eval_folder import EvalFolder
     from rl_core.types import Trajectory
 
 Scores = dict[str, dict[str, "Score"]]  # environment -> metric -> score
@@ -53,22 +55,46 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", metavar="FILE", help="write the scores as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    with tempfile.TemporaryDirectory() as folder:
-        options, config = read_flags(parser, argv, folder)
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="keep all episodes there; the same command goes on where it was killed",
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        options, config = read_flags(parser, argv, scratch)
         # After the flags: it imports what --help need not wait for.
         from rl_core.plugins.watchdog import run_hooks
+        from rl_core.tools.eval_folder import EvalFolder
+        from rl_core.types import RunError
 
-        found, timeout_s = {}, config.rollout.hook_timeout_s
+        found: dict[str, Scores] = {}
+        errors: dict[str, str] = {}
+        folder = EvalFolder(options.folder, config) if options.folder else None
         for model in options.models:
-            found[model] = run_hooks(evaluate(config, model, ks(config, options.k)), timeout_s)
-    text = json.dumps(
-        found, indent=2, default=lambda score: {f: getattr(score, f) for f in score.__slots__}
-    )
+            found[model] = {}
+            work = evaluate(config, model, ks(config, options.k), found[model], folder)
+            try:
+                run_hooks(work, config.rollout.hook_timeout_s)
+            except (ValueError, OSError, RunError) as error:
+                if not folder:
+                    raise
+                errors[model] = str(error)
+                print(f"{model}: {error}", file=sys.stderr)
+    shown_json: dict[str, Any] = dict(found)
+    if errors:
+        shown_json["errors"] = errors
+    text = json.dumps(shown_json, indent=2, default=as_dict)
     print(text if options.json else table(found))
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(text + "\n")
-    return 0
+    if folder:
+        folder.write(text, markdown(found, errors))
+    return 1 if errors else 0
+
+
+def as_dict(score: Score) -> dict[str, Any]:
+    return {name: getattr(score, name) for name in score.__slots__}
 
 
 def ks(config: Config, given: str | None) -> list[int]:
@@ -84,28 +110,46 @@ def ks(config: Config, given: str | None) -> list[int]:
     return found
 
 
-async def evaluate(config: Config, model: str, ks: list[int]) -> Scores:
-    """Scores of one model by environment, and by actor if it is several."""
+async def evaluate(
+    config: Config, model: str, ks: list[int], found: Scores, folder: EvalFolder | None
+) -> None:
+    """Fills `found` with scores of one model by environment, and by actor if it is several. With a
+    folder an environment in which too many episodes fail does not end the others: RunError comes
+    after them."""
     from rl_core.plan import eval_tasks, load_envs
+    from rl_core.types import RunError
 
     config, envs = load_envs(config)
     sources = eval_tasks(config, envs)
     config, names = with_model(config, model)
-    n, found = config.eval.samples, {}
+    n, errors = config.eval.samples, []
     async with player(config, envs, list(sources.values())) as playing:
         for env, source in sources.items():
             tasks = list(islice(source, config.eval.num_tasks or None))
-            greedy = await playing.play(
-                tasks, 1, {"temperature": 0.0}, f"eval/{env}", f"greedy/{env}"
-            )
-            drawn = (tasks, n, config.eval.sampling, f"eval/{env}", f"sampled/{env}")
-            sampled = await playing.play(*drawn) if n else []
+            cell = folder.cell(model, env) if folder else None
+            drawn = {"temperature": 0.0}
+            sampled = []
+            try:
+                greedy = await playing.play(
+                    tasks, 1, drawn, f"eval/{env}", f"greedy/{env}", cell=cell
+                )
+                if n:
+                    drawn = config.eval.sampling
+                    sampled = await playing.play(
+                        tasks, n, drawn, f"eval/{env}", f"sampled/{env}", cell=cell
+                    )
+            except RunError as error:
+                if not folder:
+                    raise
+                errors.append(f"{env}: {error}")
+                continue
             for name in names:
                 both = ([t for t in part if t.actor == name] for part in (greedy, sampled))
                 found[f"{env}/{name}" if len(names) > 1 else env] = scores(
                     *both, ks, n, config.eval.pass_reward
                 )
-    return found
+    if errors:
+        raise RunError("; ".join(errors))
 
 
 def scores(
@@ -151,14 +195,30 @@ def mean(values: list[float]) -> Score:
     )
 
 
-def table(found: dict[str, Scores]) -> str:
+def rows_of(found: dict[str, Scores]) -> list[list[str]]:
     """A line for each environment and metric, a column for each model."""
     lines: list[list[str]] = [["environment", "metric", *found]]
-    for env, metrics in next(iter(found.values())).items():
-        lines += [
-            [env, name, *(shown(scores[env].get(name)) for scores in found.values())]
-            for name in metrics
-        ]
+    places = {}
+    for scores in found.values():
+        for env, metrics in scores.items():
+            places |= {(env, name): None for name in metrics}
+    for env, name in places:
+        cells = [shown(scores.get(env, {}).get(name)) for scores in found.values()]
+        lines.append([env, name, *cells])
+    return lines
+
+
+def markdown(found: dict[str, Scores], errors: dict[str, str]) -> str:
+    """The table, and below it why models have no scores."""
+    head, *lines = rows_of(found)
+    text = [" | ".join(row) for row in (head, ["---"] * len(head), *lines)]
+    text = [f"| {row} |" for row in text]
+    text += [f"\n`{model}` failed: {' '.join(error.split())}" for model, error in errors.items()]
+    return "\n".join(text)
+
+
+def table(found: dict[str, Scores]) -> str:
+    lines = rows_of(found)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines

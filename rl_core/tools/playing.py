@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rl_core.data.tasks import TaskSource
     from rl_core.sampling.env import Env
     from rl_core.sampling.rollout import RolloutWorker
+    from rl_core.tools.eval_folder import Cell
     from rl_core.types import Task, Trajectory
 
 FLAGS = """All other flags are those of a run (rl-core train --help), such as --env_path, --data.eval, --data.train,
@@ -177,18 +178,28 @@ class Player:
         batch: str,
         label: str,
         first: int = 0,
+        cell: Cell | None = None,
     ) -> list[Trajectory]:
-        """`size` episodes of each task; `drawn`: make_group()'s. Raises RunError if too many
-        fail."""
+        """`size` episodes of each task; `drawn`: make_group()'s. `cell`: has some of them already,
+        and keeps the others. Raises RunError if too many fail."""
         from rl_core.plugins.failure_limit import refuse_failures
-        from rl_core.sampling.rollout import in_order, make_group
+        from rl_core.sampling.rollout import make_group
 
         config, place = self.config, {"batch": batch, "label": label, "size": size}
-        groups = []
+        groups, played = [], []
         for number, task in enumerate(tasks, first):
-            groups.append(make_group(config, task, drawn, number=number, **place))
+            group = make_group(config, task, drawn, number=number, **place)
+            known = cell.find(group) if cell else None
+            if known is None:
+                groups.append(group)
+            played += known or []
         self.worker.submit(groups)
-        played = in_order(await self.worker.collect(len(groups), label=label))
+        for _ in groups:
+            [group] = await self.worker.collect(1, label=label)
+            if cell:
+                cell.add(group)
+            played += group.trajectories
+        played.sort(key=lambda t: (t.group_id, t.index, t.actor))
         most = config.rollout.max_failed_fraction
         refuse_failures(played, {}, most, label, self.worker.ranks, min_rows=1)
         return played

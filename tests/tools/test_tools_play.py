@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from math import comb
 from pathlib import Path
 
@@ -150,6 +152,70 @@ def test_eval_needs_no_tracker_and_no_optimizer_of_the_run(places, tmp_path, mon
 def test_eval_refuses(places, capsys, argv, status, says):
     assert main(["eval", places["model"], *words(FLAGS.format(**places)), *argv]) == status
     assert says in capsys.readouterr().err
+
+
+STOPS = """
+import os
+from pathlib import Path
+from letters import load_tasks
+HERE = Path(__file__).parent
+async def reward_fn(completion, task):
+    with open(HERE / "scored", "a") as file:
+        file.write(f"{task.id}\\n")
+    left = HERE / "left"
+    if left.exists():
+        left.write_text(str(int(left.read_text()) - 1))
+        if left.read_text() == "0":
+            left.unlink()
+            os._exit(9)
+    return len(completion) / 10
+"""
+
+
+def test_a_killed_eval_goes_on_and_plays_no_task_twice(places, tmp_path, capsys):
+    (tmp_path / "letters.py").write_text(Path(f"{places['dir']}/letters.py").read_text())
+    (tmp_path / "stops.py").write_text(STOPS)
+    flags = words(
+        "--env_path", tmp_path / "stops.py", SIZES, "--eval.samples 0 --rollout.max_concurrent 1"
+    )
+    models = [places["model"], places["other"]]
+    command = ["eval", *models, *flags, "--folder", str(tmp_path / "out")]
+    num_tasks = 8
+    (tmp_path / "left").write_text(str(num_tasks + 3))  # In the second model's third task.
+    killed = subprocess.run([sys.executable, "-m", "rl_core.cli", *command], cwd=tmp_path)
+    assert killed.returncode == 9
+    before = (tmp_path / "scored").read_text().split()
+    assert len(before) == num_tasks + 3
+    [torn] = [
+        f for f in (tmp_path / "out/episodes").iterdir() if len(f.read_text().splitlines()) < 8
+    ]
+    with open(torn, "a") as file:
+        file.write('{"label": "greedy/stops", "num')  # The machine died in a write.
+    assert main(command) == 0
+    # The task under way when it was killed is the only one that is scored a second time.
+    assert len((tmp_path / "scored").read_text().split()) == 2 * num_tasks + 1
+    found = json.loads((tmp_path / "out/scores.json").read_text())
+    assert main(["eval", *models, *flags, "--out", str(tmp_path / "at_once.json")]) == 0
+    assert found == json.loads((tmp_path / "at_once.json").read_text())
+    head, _, *lines = (tmp_path / "out/table.md").read_text().splitlines()
+    assert head == f"| environment | metric | {models[0]} | {models[1]} |" and len(lines) == 5
+    capsys.readouterr()
+    assert main([*command, "--max_tokens", "4"]) == 1
+    assert "--max_tokens 8, and this is 4; name another folder" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_leaves_the_others_their_scores(places, tmp_path, capsys):
+    flags = words(
+        FLAGS.format(**places), "--eval.samples 0 --eval.num_tasks 2 --folder", tmp_path / "out"
+    )
+    assert (
+        main(["eval", str(tmp_path / "none"), places["model"], "--model", places["model"], *flags])
+        == 1
+    )
+    found = json.loads((tmp_path / "out/scores.json").read_text())
+    assert found[places["model"]]["letters"]["greedy_score"]["num_tasks"] == 2
+    assert list(found["errors"]) == [str(tmp_path / "none")]
+    assert "failed: " in (tmp_path / "out/table.md").read_text()
 
 
 # Collect

@@ -1,0 +1,94 @@
+"""rl-core eval --folder DIR: every episode of every model and environment is kept there as it ends.
+A command that was killed goes on where it stopped.
+
+    DIR/settings.yaml                      the flags that all of it was played with
+    DIR/episodes/MODEL_ENVIRONMENT.jsonl   a group of episodes a line
+    DIR/scores.json, DIR/table.md          written when all is played
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import yaml
+from pydantic import TypeAdapter
+
+from rl_core.config import Config, flat, to_yaml
+from rl_core.data.rows import write_whole
+from rl_core.plugins.run_files import jsonable, keep_first
+from rl_core.sampling.rollout import Group
+from rl_core.types import Trajectory
+
+# What says where results go, and how fast they come, not which they are.
+MAY_DIFFER = re.compile(r"out|timeout_s|env_path|envs\..*|(.*\.)?(model|api)|rollout\..*|engine.*")
+TRAJECTORIES = TypeAdapter(list[Trajectory])
+
+
+class EvalFolder:
+    def __init__(self, folder: str | Path, config: Config):
+        """Raises ValueError if what is in the folder was played with other flags."""
+        self.folder = Path(folder)
+        (self.folder / "episodes").mkdir(parents=True, exist_ok=True)
+        kept = {}
+        for name, value in flat(yaml.safe_load(to_yaml(config))).items():
+            if not MAY_DIFFER.fullmatch(name):
+                kept[name] = value
+        for name, (was, value) in keep_first(
+            self.folder / "settings.yaml", yaml.safe_dump(kept)
+        ).items():
+            raise ValueError(
+                f"--folder {folder} holds episodes that were played with --{name} {was}, and this "
+                f"is {value}; name another folder"
+            )
+
+    def cell(self, model: str, env: str) -> Cell:
+        """The episodes of one model in one environment."""
+        # Two models may have one name in different folders.
+        name = "_".join(Path(model).parts[-2:])
+        name = re.sub(r"[^\w.-]", "_", name)
+        file = f"{name}_{crc32(model.encode()):08x}_{env}.jsonl"
+        return Cell(self.folder / "episodes" / file)
+
+    def write(self, scores: str, table: str) -> None:
+        write_whole(self.folder / "scores.json", scores + "\n")
+        write_whole(self.folder / "table.md", table + "\n")
+
+
+class Cell:
+    def __init__(self, file: Path):
+        """A line that was cut short is left out. The last line of a group counts."""
+        self.file = file
+        self.groups: dict[tuple[str, int, str], list[Trajectory]] = {}
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        whole = []
+        for line in lines:
+            try:
+                row = json.loads(line)
+                played = TRAJECTORIES.validate_python(row["trajectories"])
+            except (ValueError, KeyError, TypeError):
+                continue
+            self.groups[row["label"], row["number"], row["task"]] = played
+            whole.append(line + "\n")
+        if len(whole) < len(lines) or not "".join(whole).endswith("\n"):
+            write_whole(file, "".join(whole))
+
+    def find(self, group: Group) -> list[Trajectory] | None:
+        """What was played of a group before; None if nothing was, or if an episode of it failed."""
+        played = self.groups.get((group.label, group.number, group.task.id))
+        if played is None or any(t.status == "failed" for t in played):
+            return None
+        return played
+
+    def add(self, group: Group) -> None:
+        """Returns once the disk has it."""
+        row: dict[str, Any] = {"label": group.label, "number": group.number, "task": group.task.id}
+        row["trajectories"] = group.trajectories
+        with open(self.file, "a") as file:
+            file.write(json.dumps(row, default=jsonable) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
