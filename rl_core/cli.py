@@ -38,6 +38,7 @@ COMMANDS = {
     "show": "print conversations of a run with reward, status and reason",
     "plot": "draw a run's curves as a PNG",
     "serve": "host environments over gRPC, for runs on other machines",
+    "service": "list workers and sessions of such a service, end sessions, drain a worker",
     "replay": (
         "learn a recorded step again without engines, also with another algorithm; compare with "
         "what was recorded"

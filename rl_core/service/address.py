@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from rl_core.service.security import Access, read_token
 
-SETTINGS = {"token_file", "ca", "reconnect_s", "on_lost"}
+SETTINGS = {"token_file", "ca", "reconnect_s", "on_lost", "owner"}
 HOST_PORT = re.compile(r"([^:\[\]]+|\[[^\[\]]+\]):(\d+)")
 
 

@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import os
 import secrets
+import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class Served:
     name: str
     connection: Connection
     is_replaying: bool  # whether a session that is lost is played again
+    owner: str = ""  # of its sessions
     code: str = ""  # hash of the file, as the last session began with
     codes: set[str] = field(default_factory=set)  # all that were heard
 
@@ -280,7 +282,11 @@ def parse(url: str) -> Served:
     reconnect_s = None if wait is None else seconds(wait, f"{plain_url}: reconnect_s")
     files = settings.get("token_file", ""), settings.get("ca", "")
     connection = connect(parts.netloc, *files, parts.scheme == "grpcs", reconnect_s)
-    return Served(url=plain_url, name=name, connection=connection, is_replaying=on_lost == "replay")
+    owner = settings.get("owner") or f"{socket.gethostname()}/{os.getpid()}"
+    replays = on_lost == "replay"
+    return Served(
+        url=plain_url, name=name, connection=connection, is_replaying=replays, owner=owner
+    )
 
 
 def load_module(url: str) -> ModuleType:
@@ -372,6 +378,7 @@ def start_request(served: Served, task: Task, **more: Any) -> pb.StartRequest:
     request.row = to_json(task.row, f"the row of {task.id}")
     request.messages = to_json(task.messages, f"the messages of {task.id}")
     request.info = to_json(task.info, f"the info of {task.id}")
+    request.owner = served.owner
     return request
 
 

@@ -236,6 +236,7 @@ class ContainedSession:
         # Its name in the container; the last number that was answered.
         self.inner = ""
         self.number = 0
+        self.interactions = 0
 
     async def start(self) -> pb.StartReply:
         """Raises ServiceError if there is no container, or the file's start() fails in it."""
@@ -258,7 +259,9 @@ class ContainedSession:
         if number > self.number:  # else it came again, or it is one of several scores
             self.number = number
             is_score = verb == "score" or getattr(request, "hook", "") in self.env.scores
-            self.env.interactions += verb != "answer" and not is_score
+            is_interaction = verb != "answer" and not is_score
+            self.interactions += is_interaction
+            self.env.interactions += is_interaction
         if verb == "answer":
             result = getattr(reply, reply.WhichOneof("news") or "asked")
         status = getattr(result, "status", pb.RUNNING)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 TOKEN_VARIABLE = "RL_CORE_SERVICE_TOKEN"
+DISPATCH = ("most_room", "round_robin", "priority", "sticky_env", "sticky_task")
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hook_timeout_s", type=float, default=60.0, help="deadline of each call of a hook"
+    )
+    parser.add_argument(
+        "--priority",
+        type=int,
+        default=0,
+        help="of these workers: --dispatch priority fills the highest first",
     )
     parser.add_argument(
         "--join", default="", help="HOST:PORT of a controller, or several with commas"

@@ -14,6 +14,8 @@ import grpc
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.control import CONTROLS
+from rl_core.service.dispatch import STRATEGIES
 from rl_core.service.links import ClientStream, WorkerLink, add_loads
 from rl_core.service.starts import Starts
 from rl_core.service.wire import (
@@ -21,6 +23,7 @@ from rl_core.service.wire import (
     ENVIRONMENTS,
     HUB,
     MAX_REQUEST,
+    METHODS,
     REPLIES,
     REQUESTS,
     VERBS,
@@ -46,7 +49,9 @@ UNREAD = 16 << 20
 
 
 class Hub:
-    def __init__(self, *, heartbeat_s: float = 2.0, max_queue: int = 10_000):
+    def __init__(
+        self, *, heartbeat_s: float = 2.0, max_queue: int = 10_000, dispatch: str = "most_room"
+    ):
         self.heartbeat_s = heartbeat_s
         # Of each request that was answered.
         self.observe: Callable[[str, float], None] = lambda verb, seconds: None
@@ -56,7 +61,7 @@ class Hub:
         # last KEPT_PAST.
         self.past = {"": pb.Worker()}
         self.envs: dict[str, pb.Environment] = {}
-        self.starts = Starts(self.links, max_queue, self.link_of)
+        self.starts = Starts(self.links, max_queue, self.link_of, STRATEGIES[dispatch]())
         self.began_s = time.monotonic()
         self.changed = asyncio.Event()  # of the next change of workers, or tick of watch()
 
@@ -140,6 +145,8 @@ class Hub:
             return pb.Reply(workers=self.workers())
         if verb == "renew":
             return pb.Reply(renew=await self.renew(request.renew))
+        if verb in CONTROLS:
+            return pb.Reply(**{verb: await CONTROLS[verb](self, getattr(request, verb))})
         for _ in range(2):  # tasks, call: of any worker
             reply = await (await self.any_link(getattr(request, verb).env)).answer(request)
             if reply is not None:
@@ -193,7 +200,7 @@ class Hub:
         await self.must_know(env)
         while not (links := [link for link in self.links.values() if env in link.loads]):
             await self.changed.wait()
-        return min(links, key=lambda link: len(link.waiting))
+        return min(links, key=lambda link: (link.beat.draining, len(link.waiting)))
 
     async def describe(self, env: str) -> pb.DescribeReply:
         if env:
@@ -410,7 +417,7 @@ class Hub:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers = {
-            verb.title(): grpc.unary_unary_rpc_method_handler(
+            METHODS[verb]: grpc.unary_unary_rpc_method_handler(
                 self.unary(verb), None, REPLIES[verb].SerializeToString
             )
             for verb in VERBS

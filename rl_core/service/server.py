@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from rl_core.service.flags import TOKEN_VARIABLE
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access, Admission
-from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
+from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, REPLACED, UNUSABLE
 
 # Two servers on one port would share its clients; workers that have nothing to say send pings.
 SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
@@ -102,7 +102,7 @@ async def open_hub(
     """The hub, and the address for workers of this machine: a socket in a private folder, which
     needs no TLS."""
     check_host(args, access)
-    hub = Hub(heartbeat_s=args.heartbeat_s, max_queue=args.queue)
+    hub = Hub(heartbeat_s=args.heartbeat_s, max_queue=args.queue, dispatch=args.dispatch)
     admission = Admission(access, (ENVIRONMENTS, HUB))
     server = grpc.aio.server(interceptors=[admission], options=[*CHANNEL_OPTIONS, *SERVER_OPTIONS])
     hub.add_to(server)
@@ -165,8 +165,8 @@ async def tell_health(hub: Hub, servicer: health.aio.HealthServicer) -> None:
 async def keep_worker(
     args: argparse.Namespace, token: str, join: str, hub: Hub | None, stop: asyncio.Event
 ) -> None:
-    """One worker process, and the next one when it dies. Raises ValueError if it can never
-    start."""
+    """One worker process, and the next one when it dies, but not when it was drained. Raises
+    ValueError if it can never start."""
     name = ""
     wait_s = 0.5
     while not stop.is_set():
@@ -184,7 +184,7 @@ async def keep_worker(
             dead,
         ]
         command += ["--name", name, "--parent", str(os.getpid())]
-        for flag in ("capacity", "idle_s", "hook_timeout_s"):
+        for flag in ("capacity", "idle_s", "hook_timeout_s", "priority"):
             command += [f"--{flag}", str(getattr(args, flag))]
         command += ["--tls_ca", args.tls_ca] if args.tls_ca and hub is None else []
         command += ["--token_file", "/dev/stdin"] if token else []
@@ -206,7 +206,12 @@ async def keep_worker(
             hub.died(name)
         if code == UNUSABLE:
             raise ValueError("a worker cannot start; its error is above")
-        if not stop.is_set():
+        if code == 0 and not stop.is_set():
+            print(f"worker {name} has left: it was drained", file=sys.stderr, flush=True)
+            await stop.wait()
+        if code == REPLACED:
+            print(f"worker {name} has left; another one starts", file=sys.stderr, flush=True)
+        elif not stop.is_set():
             wait_s = 0.5 if time.monotonic() - began_s > 60 else min(2 * wait_s, 30.0)
             text = f"worker {name} ended with status {code}; another one starts in {wait_s:g} s"
             print(text, file=sys.stderr, flush=True)

@@ -67,6 +67,7 @@ class Session:
         self.reason = ""
         self.num_turns, self.turn_rewards = 0, {}  # actor -> what interact gave
         self.number = 0
+        self.interactions = 0
         self.is_interacting = False
         # Number -> (hash of the request, reply or error)
         self.replies: dict[int, tuple[int, asyncio.Future]] = {}
@@ -253,7 +254,7 @@ class Session:
     async def call(self, hook: Hook, said: pb.Said, trajectory: Trajectory | None) -> pb.RunReply:
         """What a hook returned."""
         if hook.name not in self.scores:
-            self.count()
+            self.count_interaction()
         given = self.given(said, said.actor, trajectory)
         if hook.name == "state_key":  # Before the actor's first turn there is neither.
             spoken = said.completion if said.HasField("completion") else None
@@ -266,7 +267,7 @@ class Session:
         return pb.RunReply(value=text, status=self.status)
 
     async def play(self, hook: Hook, given: dict[str, Any]) -> pb.RunReply:
-        self.count()
+        self.count_interaction()
         value = await self.run(hook, given)
         what = f"{self.env.path}: what {hook.name}() returned"
         try:
@@ -280,7 +281,7 @@ class Session:
 
     async def interact(self, said: pb.Said, trajectory: Trajectory | None) -> pb.InteractReply:
         self.num_turns += 1
-        self.count()
+        self.count_interaction()
         hook = self.env.hooks.get("interact")
         ends = self.env.dialogue.turns is None
         reply = pb.InteractReply(messages="[]", done=ends)
@@ -384,6 +385,10 @@ class Session:
             raise self.fail(str(error)) from None
         except TimeoutError as error:
             raise self.fail(too_slow(error).message, StatusCode.DEADLINE_EXCEEDED) from None
+
+    def count_interaction(self) -> None:
+        self.interactions += 1
+        self.count()
 
     def fail(self, message: str, code: StatusCode = StatusCode.UNKNOWN) -> ServiceError:
         self.end(pb.ENVIRONMENT_ERROR, message)

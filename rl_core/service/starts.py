@@ -1,4 +1,5 @@
-"""Where sessions begin: on the worker with most room, else in a queue per environment."""
+"""Where sessions begin: on a worker with room that the strategy chooses, else in a queue per
+environment."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.dispatch import Strategy
 from rl_core.service.links import WorkerLink
 from rl_core.service.wire import ServiceError
 
@@ -22,14 +24,16 @@ class Starts:
         links: dict[str, WorkerLink],
         max_queue: int,
         link_of: Callable[[str], Awaitable[WorkerLink]],
+        choose: Strategy,
     ):
         """link_of(worker) waits for one that may come back, and raises ServiceError for one that is
         gone."""
         self.links = links
         self.max_queue = max_queue
         self.link_of = link_of
+        self.choose = choose
         self.draining = False
-        self.queues: dict[str, OrderedDict[asyncio.Future, None]] = {}
+        self.queues: dict[str, OrderedDict[asyncio.Future, pb.StartRequest]] = {}
         self.worker_of: OrderedDict[tuple[str, str], str] = OrderedDict()  # (environment, key)
 
     async def start(self, request: pb.Request) -> pb.Reply:
@@ -42,7 +46,8 @@ class Starts:
         while num_lost < 2:  # what ends every worker that begins it is not tried on all of them
             if self.draining:
                 raise is_draining()
-            link = await self.known(key) or self.reserve(env) or await self.wait(env, is_first)
+            link = await self.known(key) or self.reserve(request.start)
+            link = link or await self.wait(request.start, is_first)
             # It came twice, and the other one waited less.
             if self.worker_of.get(key, link.name) != link.name:
                 link.started[env] -= 1
@@ -74,18 +79,21 @@ class Starts:
             self.worker_of.pop(key, None)
             return None
 
-    def reserve(self, env: str, *, is_next: bool = False) -> WorkerLink | None:
-        """The worker with most room, of which one session's is taken."""
+    def reserve(self, start: pb.StartRequest, *, is_next: bool = False) -> WorkerLink | None:
+        """A worker with room, of which one session's is taken."""
+        env = start.env
         if not is_next and self.queues.get(env):
             return None
-        link = max(self.links.values(), key=lambda link: link.room(env), default=None)
-        if link is None or link.room(env) <= 0:
+        links = [link for link in self.links.values() if link.room(env) > 0]
+        if not links:
             return None
+        link = self.choose(links, start)
         link.started[env] += 1
         return link
 
-    async def wait(self, env: str, is_first: bool) -> WorkerLink:
+    async def wait(self, start: pb.StartRequest, is_first: bool) -> WorkerLink:
         """A worker that has room at last. Raises ServiceError if too many wait already."""
+        env = start.env
         queue = self.queues.setdefault(env, OrderedDict())
         if len(queue) >= self.max_queue and not is_first:
             message = (
@@ -94,7 +102,7 @@ class Starts:
             )
             raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, message)
         future = asyncio.get_running_loop().create_future()
-        queue[future] = None
+        queue[future] = start
         if is_first:
             queue.move_to_end(future, last=False)
         try:
@@ -110,7 +118,7 @@ class Starts:
     def release(self) -> None:
         """Lets as many starts go on as there is room for."""
         for env, queue in self.queues.items():
-            while queue and (link := self.reserve(env, is_next=True)):
+            while queue and (link := self.reserve(next(iter(queue.values())), is_next=True)):
                 future, _ = queue.popitem(last=False)
                 if future.done():
                     link.started[env] -= 1

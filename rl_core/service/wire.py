@@ -18,12 +18,14 @@ Parsed = TypeVar("Parsed", bound=Message)
 ENVIRONMENTS = "rl_core.v1.Environments"
 HUB = "rl_core.v1.Hub"
 VERBS = tuple(field.name for field in pb.Request.DESCRIPTOR.oneofs_by_name["verb"].fields)
-REQUESTS = {verb: getattr(pb, f"{verb.title()}Request") for verb in VERBS}
+METHODS = {verb: verb.title().replace("_", "") for verb in VERBS}
+REQUESTS = {verb: getattr(pb, f"{METHODS[verb]}Request") for verb in VERBS}
 VERB_OF = {kind: verb for verb, kind in REQUESTS.items()}
-REPLIES = {verb: getattr(pb, f"{verb.title()}Reply") for verb in VERBS}
+REPLIES = {verb: getattr(pb, f"{METHODS[verb]}Reply") for verb in VERBS}
 MAX_MESSAGE = 64 << 20  # bytes of one message either way, which may hold many requests
 MAX_REQUEST = 16 << 20  # bytes of one request or reply
 BATCH = 4 << 20  # bytes after which a batch is full
+REPLACED = 75  # exit status of a worker in whose place another one shall start
 UNUSABLE = 78  # exit status of a worker that cannot start or is refused (EX_CONFIG)
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),

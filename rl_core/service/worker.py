@@ -37,7 +37,7 @@ from rl_core.service.joining import join_all
 from rl_core.service.security import Access
 from rl_core.service.session import ENDED, Numbered, Session, has_ended
 from rl_core.service.uplink import Uplink
-from rl_core.service.wire import UNUSABLE, ServiceError, failed, wrong
+from rl_core.service.wire import REPLACED, UNUSABLE, ServiceError, failed, wrong
 
 KEPT_ENDED = 20_000  # sessions that ended, and keys of starts, that are remembered
 SWEEP_S = 1.0
@@ -53,6 +53,9 @@ class Held:
     key: tuple[str, str] | None  # environment, the client's key of the start
     used_s: float
     started: asyncio.Future  # pb.StartReply, or the ServiceError
+    owner: str = ""
+    task_id: str = ""
+    began_s: float = field(default_factory=time.monotonic)
     running: set[asyncio.Task] = field(default_factory=set)  # requests
 
     @property
@@ -68,9 +71,11 @@ class Worker:
         capacity: int,
         idle_s: float,
         name: str = "",
+        priority: int = 0,
     ):
         self.name = name or secrets.token_hex(6)
         self.replaces = ""
+        self.priority = priority
         self.idle_s = idle_s
         self.envs: dict[str, LocalEnv | ContainedEnv] = {}
         for env in envs:
@@ -90,9 +95,10 @@ class Worker:
         self.answering: set[asyncio.Task] = set()  # requests that are being answered
         self.uplinks: list[Uplink] = []
         self.draining = False
-        self.verbs = {
-            v: getattr(self, v) for v in ("describe", "tasks", "start", "renew", "cancel", "call")
-        }
+        self.is_replaced = False  # once it has left
+        own = ("describe", "tasks", "start", "renew", "cancel", "call", "list_sessions")
+        self.verbs = {verb: getattr(self, verb) for verb in (*own, "cancel_all")}
+        self.verbs["drain"] = self.leave
         self.verbs |= dict.fromkeys(("interact", "score", "run", "answer"), self.in_session)
 
     # --- what it answers
@@ -156,6 +162,8 @@ class Worker:
             key=key,
             used_s=time.monotonic(),
             started=loop.create_future(),
+            owner=request.owner,
+            task_id=request.task_id,
         )
         self.num_held[env.name] += 1
         if key:
@@ -217,14 +225,50 @@ class Worker:
         if request.session in self.gone:
             return pb.CancelReply(status=self.gone[request.session][1])
         held = self.held_of(request.session)
-        allowed = (pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR)
-        held.session.end(
-            request.status if request.status in allowed else pb.CANCELLED, "the client ended it"
-        )
-        self.close(held)
+        self.give_up(held, request.status, "the client ended it")
         return pb.CancelReply(status=held.session.status)
 
+    async def list_sessions(self, request: pb.ListSessionsRequest) -> pb.ListSessionsReply:
+        reply = pb.ListSessionsReply()
+        now = time.monotonic()
+        for held in self.chosen(request):
+            reply.sessions.add(
+                session=held.session.name,
+                env=held.env,
+                worker=self.name,
+                owner=held.owner,
+                task_id=held.task_id,
+                age_s=now - held.began_s,
+                idle_s=0.0 if held.running else now - held.used_s,
+                turns=held.session.interactions,
+                status=held.session.status,
+            )
+        return reply
+
+    async def cancel_all(self, request: pb.CancelAllRequest) -> pb.CancelAllReply:
+        chosen = self.chosen(request)
+        for held in chosen:
+            self.give_up(held, request.status, "all sessions of its kind were ended")
+        return pb.CancelAllReply(ended=len(chosen))
+
+    async def leave(self, request: pb.DrainRequest) -> pb.DrainReply:
+        self.drain(replaced=request.replace)
+        return pb.DrainReply(sessions=self.num_held.total())
+
     # --- its state
+
+    def chosen(self, request: pb.ListSessionsRequest | pb.CancelAllRequest) -> list[Held]:
+        """The sessions of an environment and an owner; "" means any."""
+        return [
+            held
+            for held in self.held.values()
+            if request.env in ("", held.env) and request.owner in ("", held.owner)
+        ]
+
+    def give_up(self, held: Held, status: int, reason: str) -> None:
+        allowed = (pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR)
+        held.session.end(status if status in allowed else pb.CANCELLED, reason)
+        self.close(held)
 
     def env_of(self, name: str) -> LocalEnv | ContainedEnv:
         if name not in self.envs:
@@ -266,7 +310,7 @@ class Worker:
         """Closes idle sessions and those whose container ended. Returns once a draining worker has
         none left."""
         name_what_blocks(LoopClock.of_running_loop())
-        while not (self.draining and not self.num_held.total()):
+        while not (self.draining and not self.num_held.total() and not self.answering):
             await asyncio.sleep(min(SWEEP_S, self.idle_s / 4))
             now = time.monotonic()
             for held in [h for h in self.held.values() if not h.running]:
@@ -275,9 +319,10 @@ class Worker:
                 if now - held.used_s > self.idle_s or held.has_failed:
                     self.close(held)
 
-    def drain(self) -> None:
-        """No new sessions; those there are may end."""
+    def drain(self, replaced: bool = False) -> None:
+        """No new sessions; those there are may end. replaced: another worker comes in its place."""
         self.draining = True
+        self.is_replaced = self.is_replaced or replaced
         self.note_change()
 
     # --- what hubs hear, from threads too
@@ -303,6 +348,7 @@ class Worker:
                 if name == env.name:
                     load.ended[pb.Status.Name(status).lower()] = n
         beat.memory_bytes = memory_bytes()
+        beat.priority = self.priority
         return beat
 
 
@@ -315,8 +361,21 @@ def memory_bytes() -> int:
         return 0
 
 
-async def run(args: argparse.Namespace, access: Access) -> None:
-    """Raises ValueError for files that cannot be served, and if all hubs refuse the worker."""
+def make_worker(envs: list[LocalEnv | ContainedEnv], name: str, args: argparse.Namespace) -> Worker:
+    """It drains on SIGTERM, and on SIGHUP so that another one comes in its place."""
+    limits = {"capacity": args.capacity, "idle_s": args.idle_s, "priority": args.priority}
+    worker = Worker(envs, name=name, **limits)
+    worker.replaces = args.replaces
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, worker.drain)
+    loop.add_signal_handler(signal.SIGHUP, worker.drain, True)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the server's to handle
+    return worker
+
+
+async def run(args: argparse.Namespace, access: Access) -> int:
+    """The exit status of a worker that has left. Raises ValueError for files that cannot be served,
+    and if all hubs refuse the worker."""
     name = args.name or secrets.token_hex(6)
     loop = asyncio.get_running_loop()
     over = loop.create_future()
@@ -329,10 +388,7 @@ async def run(args: argparse.Namespace, access: Access) -> None:
             limits = {"hook_timeout_s": args.hook_timeout_s, "idle_s": args.idle_s}
             contained = container and await ContainedEnv.open(path, container, runtime, **limits)
             envs.append(contained or LocalEnv(path, **limits))
-        worker = Worker(envs, capacity=args.capacity, idle_s=args.idle_s, name=name)
-        worker.replaces = args.replaces
-        loop.add_signal_handler(signal.SIGTERM, worker.drain)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the server's to handle
+        worker = make_worker(envs, name, args)
 
         def refused(message: str) -> None:
             if not all(uplink.is_refused for uplink in worker.uplinks):
@@ -356,6 +412,7 @@ async def run(args: argparse.Namespace, access: Access) -> None:
         for future in done:
             future.result()
         await asyncio.sleep(0.2)  # the last replies go out
+        return REPLACED if worker.is_replaced else 0
     finally:
         if runtime:
             for env in envs:
@@ -375,11 +432,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        asyncio.run(run(args, Access.of(args)))
+        return asyncio.run(run(args, Access.of(args)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return UNUSABLE
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from rl_core.rules import nearest
+
 
 def main(argv: list[str]) -> int:
     args = read_flags(argv)
@@ -27,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
     """Raises ValueError for flags that contradict each other."""
-    from rl_core.service.flags import add_flags
+    from rl_core.service.flags import DISPATCH, add_flags
 
     parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
     add_flags(parser)
@@ -53,6 +55,12 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         help="starts of each environment that may wait for room",
     )
     parser.add_argument(
+        "--dispatch",
+        default="most_room",
+        metavar="NAME",
+        help=f"which worker gets a session: {', '.join(DISPATCH)}",
+    )
+    parser.add_argument(
         "--heartbeat_s",
         type=float,
         default=2.0,
@@ -70,6 +78,8 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     for flag in ("workers", "capacity", "queue", "heartbeat_s", "idle_s", "hook_timeout_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
+    if args.dispatch not in DISPATCH:
+        raise ValueError(f"--dispatch {args.dispatch}: {nearest(args.dispatch, DISPATCH)}")
     # GRPC takes the remainder.
     if any(not 0 <= port < 1 << 16 for port in (args.port, args.http_port or 0)):
         raise ValueError(

@@ -1,24 +1,102 @@
-"""rl-core info --service grpc://HOST:PORT: the workers of a service."""
+"""rl-core service WHAT grpc://HOST:PORT: the workers and the sessions of an `rl-core serve`; ends
+sessions; lets one worker leave. docs/service.md"""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from typing import Any
+
+from rl_core.rules import nearest
 from rl_core.service import needing_grpc
 
-with needing_grpc("rl-core info --service"):
-    import grpc
+ABOUT = {
+    "workers": "workers, what they hold, and starts that wait",
+    "sessions": "sessions: id, environment, worker, owner, age, turns, state",
+    "cancel": "ends sessions: needs --env, --owner, --worker or --all",
+    "drain": "--worker takes no new sessions, and leaves with the end of its last one",
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rl-core service",
+        description=__doc__,
+        allow_abbrev=False,
+        epilog="; ".join(f"{name}: {text}" for name, text in ABOUT.items()),
+    )
+    parser.add_argument("what", help=", ".join(ABOUT))
+    parser.add_argument("url", metavar="URL", help="grpc://HOST:PORT, or grpcs:// with TLS")
+    parser.add_argument("--env", default="", help="only sessions of this environment")
+    parser.add_argument("--owner", default="", help="only sessions of this owner")
+    parser.add_argument("--worker", default="", help="only sessions of this worker; whom to drain")
+    parser.add_argument("--all", action="store_true", help="cancel every session of the service")
+    parser.add_argument(
+        "--replace", action="store_true", help="another worker starts where the drained one was"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    if args.what not in ABOUT:
+        raise ValueError(f"rl-core service {args.what}: {nearest(args.what, ABOUT)}")
+    chosen = {"env": args.env, "owner": args.owner, "worker": args.worker}
+    if args.what == "cancel" and any(chosen.values()) == args.all:
+        raise ValueError("rl-core service cancel needs --env, --owner or --worker, or else --all")
+    if args.what == "drain" and not args.worker:
+        raise ValueError("rl-core service drain needs --worker NAME; `rl-core service workers`")
+    with needing_grpc("rl-core service"):
+        from rl_core.service import manage
+    if args.what == "workers":
+        print(service(args.url, args.json))
+        return 0
+    if args.what == "drain":
+        reply = manage.drain(args.url, args.worker, replace=args.replace)
+        text = f"{args.worker} leaves after {reply.sessions} sessions"
+    elif args.what == "cancel":
+        reply = manage.cancel_all(args.url, **chosen)
+        text = f"{reply.ended} sessions ended"
+    else:
+        reply = manage.list_sessions(args.url, **chosen)
+        text = sessions_table(reply)
+    print(as_json(reply) if args.json else text)
+    return 1 if silent(reply, args.what) else 0
+
+
+def silent(reply: Any, what: str) -> bool:
+    """Whether some workers did not answer, which is printed to stderr."""
+    names = list(getattr(reply, "silent", ()))
+    if names:
+        text = f"warning: {what}: no answer from {', '.join(names)}, which may hold more sessions"
+        print(text, file=sys.stderr)
+    return bool(names)
+
+
+def as_json(reply: Any) -> str:
     from google.protobuf import json_format
 
+    return json_format.MessageToJson(reply, preserving_proto_field_name=True)
+
+
+def sessions_table(reply: Any) -> str:
     from rl_core.service import environments_pb2 as pb
-    from rl_core.service.address import access_to, read_url
-    from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS
+
+    names = "session", "env", "worker", "owner", "task", "age s", "idle s", "turns", "state"
+    rows = [list(names)]
+    for info in reply.sessions:
+        state = pb.Status.Name(info.status).lower().replace("_", " ")
+        times = f"{info.age_s:.0f}", f"{info.idle_s:.0f}", str(info.turns)
+        texts = info.session, info.env, info.worker, info.owner, info.task_id
+        rows.append([*texts, *times, state])
+    return "\n".join([*table(rows), f"{len(reply.sessions)} sessions"])
 
 
-def service(url: str, as_json: bool) -> str:
+def service(url: str, in_json: bool) -> str:
     """A table of a service's workers, or all that it says of them as JSON. Raises ValueError if it
     does not answer."""
-    reply = ask(url)
-    if as_json:
-        return json_format.MessageToJson(reply, preserving_proto_field_name=True)
+    with needing_grpc("rl-core info --service"):
+        from rl_core.service.manage import list_workers
+    reply = list_workers(url)
+    if in_json:
+        return as_json(reply)
     rows = [["worker", "host", "pid", "MiB", "heard", "env", "sessions", "interactions", "ended"]]
     for worker in reply.workers:
         state = "draining" if worker.draining else f"{worker.silent_s:.1f} s ago"
@@ -43,27 +121,13 @@ def service(url: str, as_json: bool) -> str:
                 ]
             )
             first = [""] * len(first)
+    waiting = ", ".join(f"{n} of {env}" for env, n in sorted(reply.queued.items()) if n) or "none"
+    return "\n".join([*table(rows), f"starts that wait: {waiting}; up for {reply.uptime_s:.0f} s"])
+
+
+def table(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    return [
         "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    waiting = ", ".join(f"{n} of {env}" for env, n in sorted(reply.queued.items()) if n) or "none"
-    return "\n".join([*lines, f"starts that wait: {waiting}; up for {reply.uptime_s:.0f} s"])
-
-
-def ask(url: str) -> pb.WorkersReply:
-    parts, settings = read_url(url, "--service", "HOST:PORT")
-    access = access_to(
-        settings.get("token_file", ""), settings.get("ca", ""), parts.scheme == "grpcs"
-    )
-    with access.channel(parts.netloc, CHANNEL_OPTIONS) as channel:
-        workers = channel.unary_unary(
-            f"/{ENVIRONMENTS}/Workers",
-            request_serializer=pb.WorkersRequest.SerializeToString,
-            response_deserializer=pb.WorkersReply.FromString,
-        )
-        try:
-            return workers(pb.WorkersRequest(), metadata=access.metadata(), timeout=10)
-        except grpc.RpcError as error:
-            raise ValueError(f"--service {url}: {error.code().name}: {error.details()}") from None

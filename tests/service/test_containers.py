@@ -26,7 +26,7 @@ from rl_core.service.containers import ContainedEnv, Runtime, Settings, containe
 from rl_core.service.gateway import Metrics
 from rl_core.service.hub import Hub
 from rl_core.service.security import TOKEN_VARIABLE
-from rl_core.service.wire import ENVIRONMENTS, REPLIES, REQUESTS, UNUSABLE
+from rl_core.service.wire import ENVIRONMENTS, METHODS, REPLIES, REQUESTS, UNUSABLE
 from rl_core.service.worker import Worker
 from rl_core.tools.serve import read_flags
 
@@ -480,7 +480,7 @@ def test_the_image_has_what_serving_needs_without_torch(tmp_path):
         try:
             start, score = (
                 channel.unary_unary(
-                    f"/{ENVIRONMENTS}/{verb.title()}",
+                    f"/{ENVIRONMENTS}/{METHODS[verb]}",
                     request_serializer=REQUESTS[verb].SerializeToString,
                     response_deserializer=REPLIES[verb].FromString,
                 )

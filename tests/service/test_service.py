@@ -33,7 +33,15 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.hub import Hub
 from rl_core.service.links import WorkerLink
 from rl_core.service.security import TOKEN_VARIABLE, Access, read_token
-from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, MAX_REQUEST, REPLIES, REQUESTS
+from rl_core.service.wire import (
+    CHANNEL_OPTIONS,
+    ENVIRONMENTS,
+    HUB,
+    MAX_REQUEST,
+    METHODS,
+    REPLIES,
+    REQUESTS,
+)
 
 TOKEN = "correct-horse-battery"
 COUNTER = """
@@ -122,7 +130,7 @@ class Service:
 
     def call(self, verb: str, timeout_s: float = 60, token: str | None = None, **fields):
         ask = self.channel().unary_unary(
-            f"/{ENVIRONMENTS}/{verb.title()}",
+            f"/{ENVIRONMENTS}/{METHODS[verb]}",
             request_serializer=REQUESTS[verb].SerializeToString,
             response_deserializer=REPLIES[verb].FromString,
         )

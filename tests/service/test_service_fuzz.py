@@ -15,7 +15,7 @@ from grpc import StatusCode
 from test_service import COUNTER, TOKEN, Service, post, serving
 
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.wire import CODES, ENVIRONMENTS, HUB, REQUESTS
+from rl_core.service.wire import CODES, ENVIRONMENTS, HUB, METHODS, REQUESTS
 
 OK, NOT_FOUND, WRONG = StatusCode.OK, StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT
 ENDED, EXISTS, LOST = (
@@ -371,7 +371,7 @@ def is_message(kind: type, data: bytes) -> bool:
 
 def test_bytes_that_are_no_message_are_refused(service, fuzz):
     made = fuzz(2)
-    methods = {verb.title(): (raw(service, verb.title()), REQUESTS[verb]) for verb in REQUESTS}
+    methods = {METHODS[verb]: (raw(service, METHODS[verb]), REQUESTS[verb]) for verb in REQUESTS}
     methods["Stream"] = raw(service, "Stream"), pb.Requests
     names, num, tried = sorted(methods), 2_000, Counter()
     while sum(tried.values()) < num:
@@ -391,7 +391,7 @@ def test_bytes_that_are_no_message_are_refused(service, fuzz):
 
 def test_no_request_passes_without_the_token(service, fuzz):
     made = fuzz(3)
-    methods = [*(verb.title() for verb in REQUESTS), "Stream", "Join"]
+    methods = [*(METHODS[verb] for verb in REQUESTS), "Stream", "Join"]
     for n in range(1_000):
         request, _ = made.kinds[n % len(made.kinds)]()
         tokens = [

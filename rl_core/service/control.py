@@ -1,0 +1,56 @@
+"""What an operator asks of a hub: which sessions there are, to end many of them, and that one
+worker leaves. `hub` is a Hub of hub.py, which imports this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpc import StatusCode
+
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.wire import ServiceError
+
+
+async def list_sessions(hub: Any, request: pb.ListSessionsRequest) -> pb.ListSessionsReply:
+    """The sessions of all workers, the oldest first, and the workers that did not answer."""
+    replies, silent = await ask_workers(hub, "list_sessions", request)
+    found = [info for reply in replies for info in reply.sessions]
+    found.sort(key=lambda info: -info.age_s)
+    return pb.ListSessionsReply(sessions=found, silent=silent)
+
+
+async def cancel_all(hub: Any, request: pb.CancelAllRequest) -> pb.CancelAllReply:
+    """How many sessions were ended, and the workers that did not answer."""
+    replies, silent = await ask_workers(hub, "cancel_all", request)
+    return pb.CancelAllReply(ended=sum(reply.ended for reply in replies), silent=silent)
+
+
+async def ask_workers(hub: Any, verb: str, request: Any) -> tuple[list[Any], list[str]]:
+    """(replies, names of workers that gave none). Raises ServiceError for an unknown worker."""
+    names = [must_be_here(hub, request.worker)] if request.worker else list(hub.links)
+    replies = await hub.ask_all({name: pb.Request(**{verb: request}) for name in names})
+    good = {name: reply for name, reply in replies.items() if not reply.code}
+    silent = [name for name in names if name not in good]
+    return [getattr(reply, verb) for reply in good.values()], silent
+
+
+async def drain(hub: Any, request: pb.DrainRequest) -> pb.DrainReply:
+    """How many sessions the worker still holds. Raises ServiceError for an unknown worker."""
+    reply = await hub.links[must_be_here(hub, request.worker)].answer(pb.Request(drain=request))
+    if reply is None:
+        message = f"the connection to worker {request.worker} broke; ask again"
+        raise ServiceError(StatusCode.UNAVAILABLE, message)
+    if reply.code:
+        raise ServiceError(StatusCode.INTERNAL, reply.error)
+    return reply.drain
+
+
+def must_be_here(hub: Any, worker: str) -> str:
+    if worker not in hub.links:
+        known = ", ".join(sorted(hub.links)) or "none"
+        message = f"there is no worker {worker[:80]!r}; there are {known}"
+        raise ServiceError(StatusCode.NOT_FOUND, message)
+    return worker
+
+
+CONTROLS = {"list_sessions": list_sessions, "cancel_all": cancel_all, "drain": drain}

@@ -1,0 +1,216 @@
+"""What an operator does to a service: lists and ends sessions, drains a worker, and says which
+worker a session starts on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import grpc
+import pytest
+from grpc import StatusCode
+from kit import wait_until
+from test_service import COUNTER, TOKEN, serving
+
+from rl_core import cli
+from rl_core.service import dispatch, manage
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.flags import DISPATCH, TOKEN_VARIABLE
+from rl_core.service.links import WorkerLink
+from rl_core.tools.serve import read_flags
+
+OTHER = COUNTER.replace("max_turns = 1000", "max_turns = 7")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("control")
+    (folder / "counter.py").write_text(COUNTER)
+    (folder / "other.py").write_text(OTHER)
+    return folder
+
+
+@pytest.fixture
+def service(folder, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    files = folder / "counter.py", folder / "other.py"
+    with serving(*files, "--port", 0, "--workers", 2, token=TOKEN) as service:
+        service.workers(2)
+        yield service
+
+
+def test_sessions_are_listed_and_ended_by_environment_owner_and_worker(service, capsys):
+    url = f"grpc://{service.address}"
+    first = service.start(owner="ann", task_id="train/4")
+    second = service.start(owner="ben")
+    other = service.call("start", env="other", row='{"prompt": "x"}', owner="ann").session
+    for number in (1, 2, 3):
+        service.interact(first, number)
+    service.call("score", session=first, number=4)
+
+    found = {info.session: info for info in manage.list_sessions(url).sessions}
+    assert found.keys() == {first, second, other}
+    info = found[first]
+    assert (info.env, info.owner, info.worker, info.turns) == ("counter", "ann", first[:12], 3)
+    assert info.status == pb.RUNNING and info.task_id == "train/4" and info.age_s >= info.idle_s
+    assert [s.session for s in manage.list_sessions(url, env="other").sessions] == [other]
+    held = [s.session for s in manage.list_sessions(url, worker=second[:12]).sessions]
+    assert set(held) == {name for name in found if name[:12] == second[:12]}
+
+    assert cli.main(["service", "sessions", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["session", "env", "worker", "owner"]
+    assert {line.split()[0] for line in lines[1:-1]} == set(found) and lines[-1] == "3 sessions"
+
+    assert cli.main(["service", "cancel", url, "--owner", "ann", "--env", "counter"]) == 0
+    assert capsys.readouterr().out == "1 sessions ended\n"
+    code, text = service.refused("interact", session=first, number=5)
+    assert code == StatusCode.FAILED_PRECONDITION and "cancelled" in text
+    assert service.interact(second, 1) == "1"
+    assert manage.cancel_all(url).ended == 2
+    assert not manage.list_sessions(url).sessions
+
+
+def test_ending_all_sessions_ends_hooks_that_run_and_makes_room(service):
+    session = service.start(owner="ann")
+    stream = service.stream()
+    said = pb.Said(messages=json.dumps([{"role": "assistant", "content": "sleep 100"}]))
+    asked = pb.InteractRequest(session=session, number=1, said=said)
+    stream.say(pb.Request(id=1, interact=asked))
+    url = f"grpc://{service.address}"
+    wait_until(lambda: manage.list_sessions(url).sessions[0].idle_s == 0, "the hook runs")
+    assert manage.cancel_all(url, owner="ann").ended == 1
+    reply = stream.hear(1)[1]
+    assert reply.code == StatusCode.FAILED_PRECONDITION.value[0], reply
+    wait_until(
+        lambda: not any(load.sessions for w in service.workers(2) for load in w.loads), "room"
+    )
+
+
+def test_a_wrong_command_is_refused_and_changes_nothing(service, capsys, monkeypatch):
+    url = f"grpc://{service.address}"
+    session = service.start()
+    for words, says in (
+        (["cancel", url], "needs --env, --owner or --worker, or else --all"),
+        (["cancel", url, "--all", "--env", "x"], "needs --env, --owner or --worker, or else --all"),
+        (["sesions", url], "did you mean 'sessions'?"),
+        (["drain", url], "needs --worker"),
+        (["drain", url, "--worker", "0" * 12], f"there is no worker '{'0' * 12}'; there are"),
+        (["sessions", "grpc://127.0.0.1:1"], "UNAVAILABLE"),
+        (["sessions", "http://127.0.0.1:1"], "must be grpc://HOST:PORT"),
+    ):
+        assert cli.main(["service", *words]) == 1
+        assert says in capsys.readouterr().err, words
+    monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
+    assert cli.main(["service", "cancel", url, "--all"]) == 1
+    assert "UNAUTHENTICATED" in capsys.readouterr().err
+    assert service.interact(session, 1) == "1"
+
+
+@pytest.mark.parametrize("by", ["command", "signal"])
+def test_a_drained_worker_ends_with_its_sessions_and_loses_none(service, by):
+    sessions = [service.start() for _ in range(8)]
+    name = sessions[0][:12]
+    of_it = [session for session in sessions if session.startswith(name)]
+    assert 0 < len(of_it) < 8, "both workers have sessions"
+    pid = next(worker.pid for worker in service.workers(2) if worker.name == name)
+    url = f"grpc://{service.address}"
+    if by == "command":
+        assert manage.drain(url, name).sessions == len(of_it)
+    else:
+        os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: [w.draining for w in service.workers(2) if w.name == name] == [True], by)
+    more = [service.start() for _ in range(8)]
+    assert not [session for session in more if session.startswith(name)]
+    for number in (1, 2, 3):
+        assert {service.interact(session, number) for session in sessions + more} <= {str(number)}
+    for session in sessions:
+        scores = service.call("score", session=session, number=4).scores
+        assert scores[0].reward == 3.0
+        service.call("cancel", session=session)
+    wait_until(lambda: len(service.call("workers").workers) == 1, "it has left")
+    service.wait_for_line(f"worker {name} has left: it was drained")
+    assert service.process.poll() is None
+    assert {service.interact(session, 4) for session in more} == {"4"}
+
+
+def test_a_worker_that_is_drained_to_be_replaced_is(service):
+    old = {worker.name for worker in service.workers(2)}
+    name = min(old)
+    assert (
+        cli.main(["service", "drain", f"grpc://{service.address}", "--worker", name, "--replace"])
+        == 0
+    )
+
+    def is_replaced():
+        now = {worker.name for worker in service.call("workers").workers}
+        return len(now) == 2 and name not in now
+
+    wait_until(is_replaced, "another worker is in its place", 60)
+
+
+# --- dispatch
+
+
+def links_of(**rooms: int) -> list[WorkerLink]:
+    made = []
+    for name, room in rooms.items():
+        beat = pb.Worker(loads=[pb.Load(env="e", capacity=room)], priority=len(made) % 2)
+        made.append(WorkerLink(pb.Hello(worker=name), beat))
+    return made
+
+
+def test_each_strategy_chooses_as_its_name_says():
+    links = links_of(a=5, b=3, c=9, d=4)
+    start = pb.StartRequest(env="e", task_id="train/1")
+
+    def choices(name: str, num: int, **more) -> list[str]:
+        choose = dispatch.STRATEGIES[name]()
+        asked = pb.StartRequest(env="e", **more) if more else start
+        return [choose(links, asked).name for _ in range(num)]
+
+    assert choices("most_room", 2) == ["c", "c"]
+    assert choices("round_robin", 6) == ["a", "b", "c", "d", "a", "b"]
+    assert choices("priority", 2) == ["d", "d"]  # b and d have priority 1
+    assert len(set(choices("sticky_env", 9))) == 1
+    of_tasks = [choices("sticky_task", 2, task_id=f"train/{n}") for n in range(200)]
+    assert all(first == second for first, second in of_tasks)
+    shares = [sum(first == name for first, _ in of_tasks) for name in "abcd"]
+    assert min(shares) > 20, shares
+    # A worker that leaves moves its own tasks alone.
+    choose = dispatch.STRATEGIES["sticky_task"]()
+    for n, (before, _) in enumerate(of_tasks):
+        after = choose(links[:-1], pb.StartRequest(env="e", task_id=f"train/{n}")).name
+        assert after == before or before == "d"
+
+
+def test_round_robin_goes_on_where_a_worker_is_full_or_gone():
+    choose = dispatch.STRATEGIES["round_robin"]()
+    a, b, c = links_of(a=1, b=1, c=1)
+    start = pb.StartRequest(env="e")
+    found = [choose(links, start).name for links in ([a, b, c], [a, c], [a, b], [b, c])]
+    assert found == ["a", "c", "a", "b"]
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest():
+    for name in DISPATCH:
+        assert read_flags(["--controller", "--dispatch", name]).dispatch == name
+    with pytest.raises(ValueError, match="--dispatch round_robbin: did you mean 'round_robin'"):
+        read_flags(["--controller", "--dispatch", "round_robbin"])
+
+
+def test_a_service_starts_sessions_where_its_strategy_says(folder):
+    flags = "--port", 0, "--workers", 2, "--dispatch", "round_robin"
+    with serving(folder / "counter.py", *flags) as service:
+        names = {worker.name for worker in service.workers(2)}
+        workers = [service.start()[:12] for _ in range(6)]
+        assert set(workers) == names and workers[::2] == [workers[0]] * 3
+        assert workers[1::2] == [workers[1]] * 3
+
+
+def test_an_rpc_without_the_token_lists_nothing(service):
+    for verb in ("list_sessions", "cancel_all", "drain"):
+        with pytest.raises(grpc.RpcError) as error:
+            service.call(verb, token="")
+        assert error.value.code() == StatusCode.UNAUTHENTICATED
