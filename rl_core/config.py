@@ -212,6 +212,9 @@ class LearnerConfig(Section, prefix="learner."):
     minibatches: AtLeast1 = flag(1, "optimizer steps of one step, each on its share of the tasks")
     epochs: AtLeast1 = flag(1, "passes over the episodes of a step")
     microbatch_tokens: AtLeast1 = flag(8192, "tokens of one forward and backward on a rank, packed")
+    inference_tokens: Count | Literal["auto"] = flag(
+        0, "of forwards without gradient (old logprobs, reference); 0: microbatch_tokens; auto"
+    )
     activations: Literal["keep", "recompute", "offload"] = flag(
         "keep", "recompute: gradient checkpointing"
     )

@@ -118,6 +118,8 @@ def learner_with(config: Config) -> Callable[..., Learner]:
     learner_class = Learner
     if compute_dtype(config) == torch.float16:
         learner_class = registry.scaled_learner()
+    if config.learner.inference_tokens:
+        learner_class = registry.joining(learner_class)
     return partial(learner_class, make_optimizer=registry.OPTIMIZERS[config.optim.name]())
 
 

@@ -252,6 +252,12 @@ def apply_liger(*models: Any):
     apply_liger_to_all(*models)
 
 
+def joining(learner_class: Any):
+    from rl_core.plugins.inference_batches import joining
+
+    return joining(learner_class)
+
+
 def pair_loss(preset: str):
     from rl_core.plugins.preference import LOSSES
 
@@ -396,6 +402,10 @@ def check_options(config: Config) -> None:
                 raise ValueError(f"--{flag}={value} is unknown; {nearest(value, table)}")
         if own.optim.name == "adamw8bit":
             require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
+        if own.learner.inference_tokens:
+            from rl_core.plugins.inference_batches import check_inference
+
+            check_inference(own)
     if config.learner.kernels == "liger":
         require("liger_kernel", "--learner.kernels=liger", "liger")
     if config.actors != {"policy": ActorConfig(model=config.model)}:

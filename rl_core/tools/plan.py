@@ -63,12 +63,11 @@ def model_size(actor: ActorConfig) -> Size:
     import torch
 
     from rl_core.learning.loading import load_model_config, on_meta
+    from rl_core.plugins.inference_batches import widths
 
     hf = load_model_config(actor.model)
     model = on_meta(hf)
     text = hf.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0)  # Mamba has none
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     wanted = split(actor.lora.targets)
     linear = adapted = 0  # parameters; inputs and outputs of matrices that have an adapter
     for name, module in model.base_model.named_modules():
@@ -83,11 +82,7 @@ def model_size(actor: ActorConfig) -> Size:
         total=sum(weight.numel() for weight in model.parameters()),
         linear=linear,
         adapters=actor.lora.rank * adapted,
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        queries=heads * head_dim,
-        keys=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
+        **asdict(widths(text)),
         vocabulary=text.vocab_size,
     )
 
@@ -96,6 +91,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     """What a learner holds on one rank. Weights, gradients and optimizer state are fp32, sharded.
     `plan`: with the actor's own settings."""
     from rl_core.learning.loading import compute_dtype
+    from rl_core.plugins.inference_batches import activation_bytes
     from rl_core.plugins.teachers import judges
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
@@ -109,10 +105,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     moments = OPTIMIZER_BYTES[config.optim.name] * trained / shards
     while_sampling, while_learning = learner.offload == "none", learner.offload != "always"
     tokens = learner.microbatch_tokens
-    block = block_bytes(size, w, mesh.tp)
-    kept = size.layers * block
-    if learner.activations == "recompute":  # The input of each block is kept, and all of one block.
-        kept = size.layers * w * size.hidden + block
+    kept = activation_bytes(size, w, mesh.tp, learner.activations == "recompute")
     logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
     # Of matrices a rank gathers its tp-th part, of the block that is computed and of the next.
     gathered = w * (size.total - size.linear + 2 * size.linear / size.layers) / mesh.tp
@@ -121,7 +114,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         "optimizer": (moments * while_sampling, moments * while_learning),
         "gradients": (0.0, 4 * trained / shards * while_learning),
         "gathered weights": (0.0, gathered * (shards > 1)),
-        "activations": (0.0, tokens * (kept + 2 * (4 + w) * size.hidden)),
+        "activations": (0.0, tokens * kept),
         "logprobs": (0.0, logits + 4 * size.vocabulary * size.hidden / mesh.tp),
     }
     compared_with = judges(config)
@@ -135,12 +128,6 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards
         found["critic, its optimizer"] = (held * while_sampling, held * while_learning)
     return found
-
-
-def block_bytes(size: Size, w: int, tp: int) -> float:
-    """Bytes of a token that one block keeps for its backward: norms, attention, MLP."""
-    norms, attention = 2 * (4 + 2 * w) * size.hidden, 2 * w * (size.queries + size.keys)
-    return norms + (attention + 4 * w * size.intermediate) / tp
 
 
 def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:

@@ -441,3 +441,12 @@ def test_the_pictures_of_the_house_are_those_of_the_code():
         for part in name.split("."):
             [found] = [node for node in nodes if getattr(node, "name", "") == part]
             nodes = found.body
+
+
+def test_bench_inference_counts_fewer_forwards_for_larger_ones(tiny_model):
+    command = [sys.executable, ROOT / "scripts/bench_inference.py", "--model", tiny_model]
+    done = subprocess.run([*command, "--samples", "32"], capture_output=True, text=True)
+    rows = [line.split("|") for line in done.stdout.splitlines()[2:]]
+    forwards = [int(row[2]) for row in rows]
+    assert forwards[0] > 8, (done.stdout, done.stderr)
+    assert forwards[1:] == [-(-forwards[0] // n) for n in (4, 8, 16)]

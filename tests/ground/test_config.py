@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
@@ -33,7 +33,7 @@ def other_value(default: Any, kind: Any) -> Any:
     """A value that is not the default, as YAML holds it."""
     kind = get_args(kind)[0] if type(None) in get_args(kind) else kind
     origin, parts = get_origin(kind), get_args(kind)
-    if origin is Annotated:
+    if origin in (Annotated, Union):
         return other_value(default, parts[0])
     if origin is Literal:
         return next(choice for choice in parts if choice != default)

