@@ -292,17 +292,10 @@ BUDGETS = {
     "plugins": (49_110, 290, 6.0),
     # Boxes: a driver for bubblewrap with its first process, one for containers, engines of both.
     "sandbox": (15_500, 280, 5.5),
-<<<<<<< HEAD
     "service": (20_900, 270, 5.4),
     "tools": (20_500, 335, 5.6),
-    "scripts": (29_500, 340, 5.9),
-    "tests": (204_500, 400, 5.6),
-=======
-    "service": (19_950, 270, 5.4),
-    "tools": (20_100, 335, 5.6),
-    "scripts": (27_500, 340, 5.8),
-    "tests": (203_400, 400, 5.6),
->>>>>>> 320e137 (--learner.inference_tokens: forwards without gradient join whole microbatches)
+    "scripts": (29_800, 340, 5.9),
+    "tests": (205_100, 400, 5.6),
     "envs": (20_500, 250, 6.0),
 }
 # Sums over parts, and what is counted otherwise.
