@@ -1,8 +1,6 @@
 """SGLang as an engine, behind its HTTP server (sglang_server.py).
 
-New weights are safetensors files in memory. The server reads them by /update_weights_from_disk: no
-pickle, and the same on every device, for every number of GPUs and in all supported versions. They
-stay until the next update, for another server if this one dies.
+How new weights reach it: weight_ways.py.
 """
 
 from __future__ import annotations
@@ -12,9 +10,6 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
-import os
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -30,9 +25,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.config import Config
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
-from rl_core.engines.remote import ask, in_buckets
+from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.sglang_server import Server, check_sglang, numbers
+from rl_core.engines.weight_ways import WAYS, choose_way, keeps_backup
 from rl_core.engines.weights import arriving_at, on_host
 from rl_core.host_copies import release_cached_memory
 from rl_core.metrics import Metric, Sum
@@ -44,6 +40,7 @@ from rl_core.types import Completion, SamplingParams
 FORGETS_ABORTED = (0, 5, 22)
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
 MEMORY = ("weights", "kv_cache", "cuda_graph")
+MEMORY_OF_WEIGHTS = ("weights", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
 # get zeros.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -64,6 +61,16 @@ OF_SGLANG = [
     (
         lambda c, a: c.rollout.fixed_order,
         ": --rollout.fixed_order=true needs --engine embedded",
+    ),
+    (
+        lambda c, a: c.engine_weights == "device" and a.servers,
+        ".engine_urls: --engine_weights=device needs a server that the run itself starts on its "
+        "device; take broadcast or files",
+    ),
+    (
+        lambda c, a: c.engine_weights == "broadcast" and not a.servers,
+        ": --engine_weights=broadcast is for servers that run already, on GPUs of their own "
+        "(--actors.NAME.engine_urls); take device or files",
     ),
     (
         lambda c, a: a.share and c.actors[a.share].lora.quantize != "none",
@@ -101,11 +108,10 @@ class SGLangEngine(Engine):
 
     def __init__(self, spec: EngineSpec):
         """spec.module has the names and shapes of the weights; it may be on "meta"."""
-        self.spec, self.server, self.files = spec, Server(spec), Files(spec)
+        self.spec, self.server = spec, Server(spec)
+        self.way = WAYS[choose_way(spec)](spec, self._ask)
         self.version, self.capacity, self._num_restarts = 0, spec.num_slots, 0
         self._is_started = False  # with the newest weights and adapters
-        # The last ones that were sent; None: the server has its model's own.
-        self._weights: Path | None = None
         self._slots: dict[str, AdapterSlot] = {}  # by actor
         self._asleep: set[str] = set()  # of MEMORY
         self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
@@ -120,25 +126,42 @@ class SGLangEngine(Engine):
         await self._may_run.wait()
         await self._be_awake(restarts=True)
 
-    async def _be_awake(self, tags: Iterable[str] = MEMORY, restarts: bool = False) -> None:
+    async def _be_awake(
+        self, tags: Iterable[str] = MEMORY, restarts: bool = False, loads: bool = True
+    ) -> None:
+        """Without `loads`, the caller gives it weights."""
         async with self._changing:
             if not self._is_started or (restarts and not self.server.is_alive):
                 release_cached_memory()
-                await self._start()
-            if found := sorted(self._asleep.intersection(tags)):
-                release_cached_memory()
-                await self._ask("resume_memory_occupation", {"tags": found})
-                self._asleep.difference_update(found)
+                await self._start(loads)
+            if not keeps_backup(self.spec) and "weights" in self._asleep.intersection(tags):
+                # The learner may need the rest of the device to give them.
+                await self._resume(MEMORY_OF_WEIGHTS)
+                if loads:
+                    await self._load()
+            await self._resume(tags)
 
-    async def _start(self) -> None:
+    async def _resume(self, tags: Iterable[str]) -> None:
+        if found := sorted(self._asleep.intersection(tags)):
+            release_cached_memory()
+            await self._ask("resume_memory_occupation", {"tags": found})
+            self._asleep.difference_update(found)
+
+    async def _start(self, loads: bool) -> None:
         self._num_restarts += self._is_started
         self._is_started, self._asleep = False, set()
         await self.server.start()
-        if self._weights:
-            await self._load_weights()
+        if self.way.label and loads:
+            if self.server.is_own and not keeps_backup(self.spec):
+                await self._release(["kv_cache"])  # The learner needs the device too.
+            await self._load()
         for slot in self._slots.values():
             await self._load_adapter(slot.folder)
         self._is_started = True
+
+    async def _release(self, tags: Iterable[str]) -> None:
+        await self._ask("release_memory_occupation", {"tags": sorted(tags)})
+        self._asleep.update(tags)
 
     async def generate(
         self,
@@ -199,7 +222,7 @@ class SGLangEngine(Engine):
     ) -> None:
         meta = answer["meta_info"]
         reason, tokens = meta["finish_reason"], answer.get("output_ids") or []
-        if self._weights and meta.get("weight_version", self._weights.name) != self._weights.name:
+        if self.way.label and meta.get("weight_version", self.way.label) != self.way.label:
             self.server.stop()
             raise self.server.died(
                 "answered with other weights than it was given: somebody restarted or updated it"
@@ -239,19 +262,26 @@ class SGLangEngine(Engine):
             self.version = version
 
     async def _send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self._weights:
-            self.files.remove(self._weights)
         coming = ((name, weight) for name, weight, _ in arriving_at(self.spec.module, weights))
-        named = checkpoint_weights(self.spec.module, coming)  # SGLang reads published checkpoints
-        buckets = enumerate(in_buckets(on_host(named, self.spec.dtype)))
-        self._weights = self.files.write(
-            (f"{n:05d}.safetensors", safetensors.torch.save(part)) for n, part in buckets
-        )
-        if self._is_served:
-            with contextlib.suppress(EngineDied):
-                await self._be_awake(["weights"], restarts=True)
-                await self._load_weights()
-                await self._flush()
+        # SGLang reads published checkpoints.
+        self.way.take(checkpoint_weights(self.spec.module, coming))
+        try:
+            if self._is_served:
+                with contextlib.suppress(EngineDied):
+                    await self._be_awake(["weights"], restarts=True, loads=False)
+                    await self._load()
+                    await self._flush()
+        finally:
+            self.way.drop()
+
+    async def _load(self) -> None:
+        """After an error nobody knows which weights it has: it is started again."""
+        try:
+            await self.way.load()
+        except (RuntimeError, ValueError):
+            if not self.way.is_whole:
+                self.server.stop()
+            raise
 
     @property
     def _is_served(self) -> bool:
@@ -261,29 +291,20 @@ class SGLangEngine(Engine):
         left."""
         return self.server.is_alive or not self.server.is_own
 
-    async def _load_weights(self) -> None:
-        body = {
-            "model_path": str(self._weights),
-            "load_format": "safetensors",
-            "flush_cache": False,
-        }
-        # Each answer repeats the label.
-        await self._ask("update_weights_from_disk", body | {"weight_version": self._weights.name})
-
     async def _send_adapter(
         self, actor: str, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
         config, old = self.spec.adapters[actor], self._slots.get(actor)
         arrived = arriving_adapter(actor, weights, config, self.spec.module)
         files = adapter_files(arrived, config, self.spec.module, self.spec.dtype)
-        folder = self.files.write(files, f"{actor}_")
+        folder = self.way.files.write(files, f"{actor}_")
         if self._is_served:
             with contextlib.suppress(EngineDied):
                 await self._be_awake((), restarts=True)  # Adapters have slots while it sleeps.
                 await self._load_adapter(folder)
         self._slots[actor] = AdapterSlot(version=version, folder=folder)
         if old is not None:
-            self.files.remove(old.folder)
+            self.way.files.remove(old.folder)
             if self._is_served and may_unload(old):
                 with contextlib.suppress(EngineDied):
                     await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
@@ -306,9 +327,7 @@ class SGLangEngine(Engine):
             # Also waits for cancelled requests: SGLang dies of a release beside requests.
             await self._flush()
             async with self._changing:
-                tags = sorted(set(MEMORY) - self._asleep)
-                await self._ask("release_memory_occupation", {"tags": tags})
-                self._asleep = set(MEMORY)
+                await self._release(set(MEMORY) - self._asleep)
 
     async def pause(self) -> None:
         """See Engine. Requests are aborted at the server. After `resume` they are sent again with
@@ -340,7 +359,7 @@ class SGLangEngine(Engine):
     async def close(self) -> None:
         """Kills the server, unless somebody else runs it. Whoever waits gets EngineDied."""
         self.server.stop()
-        self.files.close()
+        self.way.close()
 
     async def _abort(self, rid: str) -> None:
         with contextlib.suppress(EngineDied):
@@ -359,7 +378,7 @@ class SGLangEngine(Engine):
             await asyncio.sleep(0.1)
 
     async def _ask(
-        self, path: str, body: dict[str, Any], timeout_s: float | None = ANSWER_TIMEOUT_S
+        self, path: str, body: dict[str, Any] | None, timeout_s: float | None = ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
         """The answer's JSON, {} if it is a text. Raises RuntimeError if the server refuses."""
         if not self.server.is_alive:
@@ -423,40 +442,6 @@ def may_unload(slot: AdapterSlot) -> bool:
     if not slot.was_aborted:
         return True
     return numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED
-
-
-class Files:
-    """Folders that the server reads. For the run's own server each file is a link to memory of this
-    process, which the system frees however the process ends. A server that somebody else runs may
-    not see these: it reads spec.folder, or /dev/shm."""
-
-    def __init__(self, spec: EngineSpec):
-        place = spec.folder or ("/dev/shm" if spec.url and os.access("/dev/shm", os.W_OK) else None)
-        self.home, self.are_links = (
-            tempfile.TemporaryDirectory(prefix="rl_core_weights_", dir=place),
-            not spec.url,
-        )
-
-    def write(self, files: Iterable[tuple[str, bytes]], prefix: str = "") -> Path:
-        """A new folder with these files, and a name that no other has."""
-        folder = Path(self.home.name) / f"{prefix}{uuid.uuid4().hex}"
-        folder.mkdir()
-        for name, data in files:
-            if self.are_links:
-                (folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{os.memfd_create(name)}")
-            (folder / name).write_bytes(data)
-        return folder
-
-    def remove(self, folder: Path) -> None:
-        for file in folder.glob("*") if self.are_links else ():
-            os.close(int(file.readlink().name))
-        # It is gone if the weights of an update did not fit.
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def close(self) -> None:
-        for folder in Path(self.home.name).glob("*"):
-            self.remove(folder)
-        self.home.cleanup()
 
 
 def checkpoint_weights(

@@ -20,8 +20,10 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing import current_process
 
 from rl_core.engines.remote import ask
+from rl_core.engines.weight_ways import keeps_backup
 from rl_core.sampling.engine import EngineDied, EngineSpec
 
 OLDEST = (0, 5, 17)
@@ -164,6 +166,8 @@ class Server:
             "parent": os.getpid(),
             "args": [*server_args(self.spec), "--host", "127.0.0.1", "--port", port],
             "key": self.key,
+            # Who has it may be given file descriptors of this process: weights in shared memory.
+            "authkey": current_process().authkey.hex(),
         }
         log = os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.process = subprocess.Popen(
@@ -240,7 +244,8 @@ def server_args(spec: EngineSpec) -> list[str]:
         )
     else:
         args += f"--base-gpu-id {spec.device.index or 0} --mem-fraction-static {spec.memory_frac} "
-        args += "--enable-memory-saver --enable-weights-cpu-backup"
+        args += "--enable-memory-saver "
+        args += "--enable-weights-cpu-backup" if keeps_backup(spec) else ""
     return ["--model-path", spec.model, *args.split(), *shlex.split(spec.args)]
 
 
@@ -251,6 +256,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != order["parent"]:
         sys.exit("the process that started this one is gone")
+    current_process().authkey = bytes.fromhex(order["authkey"])
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

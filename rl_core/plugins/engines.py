@@ -3,12 +3,12 @@ its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torch import nn
+from torch import Tensor, nn
 
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
@@ -158,6 +158,9 @@ class EngineMaker:
             memory_frac=round(actor.engine_memory_frac or share, 3),
             url=url,
             folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
+            weights=config.engine_weights,
+            bucket_bytes=config.engine_bucket_mib << 20,
+            resend=resend_of(learner) if ranks.size == 1 and not config.max_staleness else None,
         )
         return self.classes[name](spec)
 
@@ -189,6 +192,17 @@ class EngineMaker:
         if policy is not None and policy.is_served and policy.is_quantized:
             load_weights(module, policy.named_weights())  # what its adapters learn beside
         return module
+
+
+def resend_of(learner: Learner | None) -> Callable[[], Iterator[tuple[str, Tensor]]] | None:
+    """What gives the learner's weights again. No other rank may have a shard of them, and they may
+    not change while engines sample."""
+
+    def resend() -> Iterator[tuple[str, Tensor]]:
+        with learner.on_device():
+            yield from learner.engine_weights(False)
+
+    return learner and resend
 
 
 def recorder_of(actor: ActorConfig) -> Callable[[nn.Module], Any] | None:

@@ -128,3 +128,7 @@ class EngineSpec:
     memory_frac: float  # of a GPU
     url: str = ""  # of a server that runs already
     folder: str | None = None  # where weights wait for that server
+    weights: str = "auto"  # --engine_weights
+    bucket_bytes: int = 512 << 20
+    # The newest weights once more, without other ranks; None: that is impossible.
+    resend: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None

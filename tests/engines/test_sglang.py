@@ -221,7 +221,7 @@ def test_a_server_that_somebody_starts_anew_gets_its_weights_again(make, standin
     restart(engine, standin)
     assert is_same(standin.held, sent) and ask(engine).policy_version == 3
     assert asyncio.run(engine.take_metrics()) == {"rollout/policy/engine_restarts": Sum(1)}
-    assert len(list(Path(engine.files.home.name).iterdir())) == 1, "of one version at a time"
+    assert len(list(Path(engine.way.files.home.name).iterdir())) == 1, "of one version at a time"
 
 
 def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(
@@ -396,7 +396,7 @@ def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_upda
         await engine.wake()
         assert own_server.lines()[-1].split()[1:] == [
             "update_weights_from_disk",
-            str(engine._weights),
+            str(engine.way.folder),
         ]
         found = await engine.take_metrics()
         assert found == {"rollout/policy/engine_restarts": Sum(3)}
@@ -436,7 +436,7 @@ def test_a_server_that_does_not_start_quotes_its_log(tiny_model, tmp_path):
 HOLD = """
 import sys
 from types import SimpleNamespace
-from rl_core.engines.sglang import Files
+from rl_core.engines.weight_ways import Files
 files = Files(SimpleNamespace(folder=None, url=""))
 print(files.write([("model", b"weights")]), flush=True)
 sys.stdin.read()

@@ -1,0 +1,105 @@
+"""Weights in flat buckets on the device, which SGLang calls the load format flattened_bucket."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.multiprocessing  # It teaches ForkingPickler to share tensors' memory.
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class Bucket:
+    """Tensors of one dtype, one after the other: each of them begins at a multiple of its
+    itemsize."""
+
+    memory: Tensor  # [bytes] uint8
+    dtype: torch.dtype
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # by name, in order
+    num_bytes: int = 0
+
+    def holds(self, num_bytes: int, dtype: torch.dtype) -> bool:
+        return dtype == self.dtype and self.num_bytes + num_bytes <= len(self.memory)
+
+    @torch.no_grad()
+    def add(self, name: str, value: Tensor) -> None:
+        """Casts and copies in one pass, without a tensor in between."""
+        end = self.num_bytes + value.numel() * self.dtype.itemsize
+        self.memory[self.num_bytes : end].view(self.dtype).view(value.shape).copy_(value)
+        self.shapes[name], self.num_bytes = value.shape, end
+
+    @property
+    def flat(self) -> Tensor:
+        """[num_bytes] uint8"""
+        return self.memory[: self.num_bytes]
+
+    def blob(self) -> str:
+        """A pickle in base64 that leads the server to this memory, once: on a GPU by a handle of
+        CUDA IPC, on a CPU by a file descriptor. No value is in it. SimpleNamespace stands for the
+        server's own class, so that nothing of SGLang is imported."""
+        pieces, start = [], 0
+        for name, shape in self.shapes.items():
+            size = shape.numel() * self.dtype.itemsize
+            piece = {"name": name, "shape": shape, "dtype": self.dtype}
+            piece |= {"start_idx": start, "end_idx": start + size, "numel": size}
+            pieces.append(SimpleNamespace(**piece))
+            start += size
+        file = io.BytesIO()
+        ForkingPickler(file).dump({"flattened_tensor": self.flat, "metadata": pieces})
+        return base64.b64encode(file.getvalue()).decode()
+
+    def facts(self) -> dict[str, Any]:
+        """What a server must know before it receives the bucket by a broadcast."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {
+            "names": list(self.shapes),
+            "dtypes": [dtype] * len(self.shapes),
+            "shapes": [list(shape) for shape in self.shapes.values()],
+        }
+
+
+def in_flat_buckets(
+    named_weights: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
+    bucket_bytes: int,
+) -> Iterator[Bucket]:
+    """Buckets of at most bucket_bytes, floating-point weights in `dtype`. A larger tensor has a
+    bucket of its own.
+
+    Two buffers take turns: the server may still copy from a bucket on the device when it has
+    answered. So a bucket is valid until the next but one is drawn."""
+    buffers: list[Tensor] = []
+    bucket = None
+    for name, value in named_weights:
+        own = dtype if value.is_floating_point() else value.dtype
+        size = value.numel() * own.itemsize
+        if bucket is not None and not bucket.holds(size, own):
+            yield bucket
+            bucket = None
+        if bucket is None:
+            memory = next_buffer(buffers, max(size, bucket_bytes), device)
+            bucket = Bucket(memory=memory, dtype=own)
+        bucket.add(name, value)
+        del value  # Before the next one is gathered.
+    if bucket is not None:
+        yield bucket
+
+
+def next_buffer(buffers: list[Tensor], num_bytes: int, device: torch.device) -> Tensor:
+    """The older one of two, or a new one where that is too small, or too large by far."""
+    old = buffers.pop(0) if len(buffers) > 1 else None
+    if old is None or len(old) != num_bytes:
+        del old
+        old = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            old.share_memory_()
+    buffers.append(old)
+    return old

@@ -1,0 +1,260 @@
+"""How weights go from a learner to an SGLang server: through files in the host's memory, through
+the device's memory, or by a broadcast."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+
+from rl_core.engines.buckets import Bucket, in_flat_buckets
+from rl_core.engines.remote import in_buckets, own_address
+from rl_core.engines.weights import on_host
+from rl_core.sampling.engine import EngineSpec
+from rl_core.types import RunError
+
+Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+NamedWeights = Iterable[tuple[str, Tensor]]
+WITHOUT_SESSIONS = (0, 5, 20)  # The last version of SGLang that updates weights outside of one.
+
+
+def choose_way(spec: EngineSpec) -> str:
+    """One of WAYS. A way without files needs a learner that can be asked again if the server dies,
+    and is chosen on a GPU alone."""
+    if spec.weights != "auto":
+        return spec.weights
+    if spec.resend is None or spec.device.type == "cpu" or spec.url:
+        return "files"
+    return "device"
+
+
+def keeps_backup(spec: EngineSpec) -> bool:
+    """Whether the run's own server keeps its weights on the host while it sleeps. Else they come
+    from the learner when it wakes, and base weights below adapters from the model's folder."""
+    return choose_way(spec) == "files" or spec.resend is None or bool(spec.adapters)
+
+
+class FilesWay:
+    """Safetensors in memory, read by /update_weights_from_disk. They stay until the next update,
+    for another server if this one dies."""
+
+    # The server takes all of them or none.
+    is_whole = True
+
+    def __init__(self, spec: EngineSpec, ask: Ask):
+        self.spec, self.ask, self.files = spec, ask, Files(spec)
+        self.folder: Path | None = None
+
+    @property
+    def label(self) -> str:
+        """Of the newest weights at the server; "": its model's own."""
+        return self.folder.name if self.folder else ""
+
+    def take(self, named_weights: NamedWeights) -> None:
+        """Before load(). Every rank exhausts the weights."""
+        if self.folder:
+            self.files.remove(self.folder)
+        buckets = enumerate(in_buckets(on_host(named_weights, self.spec.dtype)))
+        self.folder = self.files.write(
+            (f"{n:05d}.safetensors", safetensors.torch.save(part)) for n, part in buckets
+        )
+
+    async def load(self) -> None:
+        """The server gets the newest weights."""
+        body = {"model_path": str(self.folder), "load_format": "safetensors"}
+        # Each answer repeats the label.
+        body |= {"flush_cache": False, "weight_version": self.label}
+        await self.ask("update_weights_from_disk", body)
+
+    def drop(self) -> None:
+        """After load(), also if it failed."""
+
+    def close(self) -> None:
+        self.files.close()
+
+
+class BucketsWay:
+    """Buckets on the device, which the server reads before the next but one is made. No copy is
+    kept: if the server dies, or wakes without weights, the learner is asked for them again."""
+
+    is_whole = False
+
+    def __init__(self, spec: EngineSpec, ask: Ask):
+        self.spec, self.ask, self.label = spec, ask, ""
+        self.files = Files(spec)  # of adapters
+        self.coming: Iterator[tuple[str, Tensor]] | None = None
+        sizes = (p.numel() * spec.dtype.itemsize for p in spec.module.state_dict().values())
+        self.bucket_bytes = min(spec.bucket_bytes, max(1, sum(sizes)))
+
+    def take(self, named_weights: NamedWeights) -> None:
+        self.label, self.coming = uuid.uuid4().hex, iter(named_weights)
+
+    async def load(self) -> None:
+        """Raises RunError if nobody has the weights any more."""
+        if not self.label:
+            await self.ask("update_weights_from_disk", {"model_path": self.spec.model})
+            return
+        weights, self.coming = self.coming or self.again(), None
+        try:
+            await self.send(weights)
+        finally:
+            for _ in weights:  # Gathering is a collective: every rank exhausts it.
+                pass
+
+    def again(self) -> Iterator[tuple[str, Tensor]]:
+        if self.spec.resend is None:
+            raise RunError(
+                f"the server of engine {self.spec.name} died, and its weights are with learners on "
+                f"several ranks, or that learn meanwhile: --engine_weights={self.spec.weights} "
+                "keeps no copy. Go on with --resume; --engine_weights files keeps one"
+            )
+        return iter(self.spec.resend())
+
+    async def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        has_session = await self.has_sessions()
+        if has_session:
+            await self.ask("begin_weight_update", {})
+        spec, body = self.spec, {"load_format": "flattened_bucket", "flush_cache": False}
+        body["weight_version"] = self.label
+        for bucket in in_flat_buckets(weights, spec.dtype, spec.device, self.bucket_bytes):
+            if spec.device.type == "cuda":
+                torch.cuda.synchronize(spec.device)  # Another process reads it.
+            await self.send_bucket(bucket, body)
+        if has_session:
+            await self.ask("end_weight_update", {})
+
+    async def has_sessions(self) -> bool:
+        version = (await self.ask("server_info", None))["version"]
+        return tuple(map(int, re.findall(r"\d+", version)[:3])) > WITHOUT_SESSIONS
+
+    async def send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        for _ in self.coming or ():
+            pass
+        self.coming = None
+
+    def close(self) -> None:
+        self.files.close()
+
+
+class DeviceWay(BucketsWay):
+    """The run's own server maps the bucket's memory: CUDA IPC, or shared memory on a CPU."""
+
+    async def send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
+        # Each rank of the server opens a handle of its own: handles are counted.
+        blobs = [bucket.blob() for _ in range(self.spec.tp)]
+        await self.ask("update_weights_from_tensor", body | {"serialized_named_tensors": blobs})
+
+
+async def both(sending: Awaitable[Any], asking: Awaitable[Any]) -> list[Any]:
+    """What the two return. If the server refuses or dies, its error is raised at once: nobody waits
+    for the broadcast, which ends at its deadline."""
+    tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(asking)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    if tasks[1].done():
+        tasks[1].result()
+    return [task.result() for task in tasks]
+
+
+class BroadcastWay(BucketsWay):
+    """A process group of this rank and the server's ranks: NCCL, or gloo on CPUs. For a server on
+    other devices; NCCL refuses two ranks on one GPU."""
+
+    def __init__(self, spec: EngineSpec, ask: Ask):
+        super().__init__(spec, ask)
+        self.group: dist.ProcessGroup | None = None
+        self.group_name = ""
+
+    async def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """With a new group each time that the one before was broken off."""
+        try:
+            if self.group is None:
+                await self.join()
+            await super().send(weights)
+        except BaseException:
+            self.group = None
+            raise
+
+    async def join(self) -> None:
+        """The server connects to a store of this process."""
+        spec, timeout = self.spec, timedelta(seconds=self.spec.start_timeout_s)
+        size = 1 + (await self.ask("server_info", None))["tp_size"]
+        host = own_address()
+        store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+        self.group_name = f"rl_core_{uuid.uuid4().hex}"
+        backend = "nccl" if spec.device.type == "cuda" else "gloo"
+        body = {"master_address": host, "master_port": store.port, "rank_offset": 1}
+        body |= {"world_size": size, "group_name": self.group_name, "backend": backend}
+        joining = asyncio.to_thread(
+            _new_process_group_helper,
+            size,
+            0,
+            [],
+            Backend(backend),
+            dist.PrefixStore(self.group_name, store),
+            group_name=self.group_name,
+            timeout=timeout,
+        )
+        (self.group, _), _ = await both(joining, self.ask("init_weights_update_group", body))
+
+    async def send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
+        body = body | bucket.facts() | {"group_name": self.group_name}
+        sending = asyncio.to_thread(self.broadcast, bucket.flat)
+        await both(sending, self.ask("update_weights_from_distributed", body))
+
+    def broadcast(self, flat: Tensor) -> None:
+        if flat.device.type == "cuda":
+            torch.cuda.set_device(flat.device)  # Each thread has its own.
+        self.group.broadcast(flat, 0).wait()
+
+
+WAYS = {"files": FilesWay, "device": DeviceWay, "broadcast": BroadcastWay}
+
+
+class Files:
+    """Folders that the server reads. For the run's own server each file is a link to memory of this
+    process, which the system frees however the process ends. A server that somebody else runs may
+    not see these: it reads spec.folder, or /dev/shm."""
+
+    def __init__(self, spec: EngineSpec):
+        place = spec.folder or ("/dev/shm" if spec.url and os.access("/dev/shm", os.W_OK) else None)
+        self.home, self.are_links = (
+            tempfile.TemporaryDirectory(prefix="rl_core_weights_", dir=place),
+            not spec.url,
+        )
+
+    def write(self, files: Iterable[tuple[str, bytes]], prefix: str = "") -> Path:
+        """A new folder with these files, and a name that no other has."""
+        folder = Path(self.home.name) / f"{prefix}{uuid.uuid4().hex}"
+        folder.mkdir()
+        for name, data in files:
+            if self.are_links:
+                (folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{os.memfd_create(name)}")
+            (folder / name).write_bytes(data)
+        return folder
+
+    def remove(self, folder: Path) -> None:
+        for file in folder.glob("*") if self.are_links else ():
+            os.close(int(file.readlink().name))
+        # It is gone if the weights of an update did not fit.
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        for folder in Path(self.home.name).glob("*"):
+            self.remove(folder)
+        self.home.cleanup()
