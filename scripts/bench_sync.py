@@ -86,8 +86,10 @@ class Clock:
         return watched
 
 
-def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: Path) -> Engine:
-    """With weights of its own, and asleep if it runs in this process."""
+def make_engine(kind: str, folder: str, policy: Policy, ranks: Ranks, out: Path) -> Engine:
+    """With weights of its own, and asleep if it runs in this process. `kind`: embedded, or SGLang's
+    way of getting weights."""
+    dtype = policy.compute_dtype
     spec = {
         "name": "policy",
         "model": folder,
@@ -103,6 +105,7 @@ def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: P
     from rl_core.engines.sglang import SGLangEngine
     from rl_core.learning.loading import load_model_config, on_meta
 
+    spec |= {"weights": kind, "resend": lambda: policy.engine_weights(in_place=False)}
     return SGLangEngine(EngineSpec(module=on_meta(load_model_config(folder)), **spec))
 
 
@@ -148,8 +151,8 @@ async def measure(
     if not isinstance(next(policy.hf.parameters()), DTensor):
         shard_policy(policy, dtype, ranks)
     before = held(None)  # without an engine
-    engine = make_engine(kind, folder, dtype, ranks, out)
-    if kind == "sglang":
+    engine = make_engine(kind, folder, policy, ranks, out)
+    if kind != "embedded":
         await engine.wake()  # not a part of the first update
         engine._load = clock.watch("load", engine._load)
     try:
@@ -199,6 +202,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", nargs="+", choices=["embedded", "sglang"], default=engines)
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        choices=["files", "device"],
+        default=["files", "device"],
+        help="ways to SGLang (--engine_weights); seconds of both are also told as ratios",
+    )
     parser.add_argument("--model", help="folder; without it one with random weights is made")
     parser.add_argument(
         "--hidden", type=int, default=512, help="its width; 512 and 8 layers are 27M parameters"
@@ -219,9 +229,16 @@ def main() -> None:
         model = args.model or f"{folder}/model"
         if not args.model:
             make_tiny_model(model, args.hidden, args.layers, args.hidden // 64)
-        for kind in args.engine:
+        kinds = [
+            way for name in args.engine for way in (args.weights if name == "sglang" else [name])
+        ]
+        for kind in kinds:
             results.append(asyncio.run(measure(kind, model, args, ranks, Path(folder))))
             show(results[-1])
+    if {"files", "device"} <= (by_way := {one["engine"]: one["seconds"] for one in results}).keys():
+        for phase in ("all in", "wake"):
+            ratio = by_way["files"][phase] / by_way["device"][phase]
+            print(f"{phase}: files take {ratio:.2f} times as long as device")
     if args.out:
         found = {"device": ranks.device.type, "dtype": args.dtype, "engines": results}
         args.out.write_text(json.dumps(found, indent=2))

@@ -89,6 +89,10 @@ def stages(out: Path) -> dict[str, Stage]:
         "sglang_phase": run(
             "sglang_phase", f"--engine sglang --learner.offload phase {EVALUATED}", package="sglang"
         ),
+        # Without it the first run's weights stay on the device.
+        "sglang_files": run(
+            "sglang_files", f"--engine sglang --engine_weights files {EVALUATED}", package="sglang"
+        ),
         "embedded": run("embedded", f"--engine embedded {EVALUATED}"),
         "offload_always": run("offload_always", "--engine embedded --learner.offload always"),
         "nccl": run("nccl", f"--engine embedded {EVALUATED}", num_gpus=2),

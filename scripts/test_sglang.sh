@@ -2,7 +2,7 @@
 # Tests the SGLang engine with the real package on a machine without a GPU: makes a virtual environment of its own (2.9 GiB;
 # the argument, or .venv-sglang), and runs the tests that need SGLang in it.
 #   bash scripts/test_sglang.sh [--short] [FOLDER [arguments of pytest]]
-# --short: what every engine promises, adapters, a run of three steps, runs whose server is killed. Without it longer runs too, for
+# --short: what every engine promises, adapters, weights in buckets, a run of three steps, runs whose server is killed. Without it longer runs too, for
 # half an hour.
 # It is a trick for tests, not a supported mode. SGLang is installed without what it asks for: its compiled kernels and
 # torchvision are stubs, in which nothing computes, and torch and transformers are not the versions that it pins.
@@ -14,8 +14,9 @@ if [ "${1:-}" = --short ]; then
     tests+=("tests/engines/test_sglang.py::test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights")
     tests+=("tests/engines/test_sglang.py::test_a_server_that_is_killed_in_a_rollout_loses_no_group")
     tests+=("tests/engines/test_sglang.py::test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew")
+    tests+=("tests/engines/test_weight_ways.py::test_a_servers_ranks_read_the_buckets_and_get_them_again_after_a_death_between_two")
 else
-    tests+=(tests/engines/test_sglang.py --slow)
+    tests+=(tests/engines/test_sglang.py tests/engines/test_weight_ways.py --slow)
     tests+=("tests/sampling/test_under_way.py::test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on")
     tests+=("tests/plugins/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
     tests+=("tests/plugins/test_lagged.py::test_tokens_name_the_weights_that_sampled_them_whatever_the_order")

@@ -94,12 +94,14 @@ def in_flat_buckets(
 
 
 def next_buffer(buffers: list[Tensor], num_bytes: int, device: torch.device) -> Tensor:
-    """The older one of two, or a new one where that is too small, or too large by far."""
+    """The older one of two, or a new one where that has another size."""
     old = buffers.pop(0) if len(buffers) > 1 else None
     if old is None or len(old) != num_bytes:
         del old
-        old = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if device.type == "cpu":
-            old.share_memory_()
+        old = torch.empty(0, dtype=torch.uint8, device=device)
+        if device.type == "cpu":  # Other processes see shared memory alone.
+            old.set_(torch.UntypedStorage._new_shared(num_bytes))
+        else:
+            old.resize_(num_bytes)
     buffers.append(old)
     return old

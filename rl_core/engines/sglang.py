@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-import itertools
 import json
 import time
 import uuid
@@ -20,8 +19,6 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.config import Config
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
@@ -29,7 +26,7 @@ from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.sglang_server import Server, check_sglang, numbers
 from rl_core.engines.weight_ways import WAYS, choose_way, keeps_backup
-from rl_core.engines.weights import arriving_at, on_host
+from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
 from rl_core.host_copies import release_cached_memory
 from rl_core.metrics import Metric, Sum
 from rl_core.rules import refuse
@@ -442,20 +439,3 @@ def may_unload(slot: AdapterSlot) -> bool:
     if not slot.was_aborted:
         return True
     return numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED
-
-
-def checkpoint_weights(
-    hf: nn.Module, named: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names that published checkpoints of this model have, such as one tensor
-    for each expert. Weights of one layer must come together, as named_weights() gives them."""
-    conversions = get_model_conversion_mapping(hf, add_legacy=False)
-    if not conversions and not getattr(hf, "_weight_conversions", None):
-        yield from named
-        return
-    for _, layer in itertools.groupby(named, lambda item: layer_number(item[0])):
-        yield from revert_weight_conversion(hf, dict(layer)).items()
-
-
-def layer_number(name: str) -> str:
-    return next((part for part in name.split(".") if part.isdigit()), "")

@@ -7,12 +7,14 @@ import asyncio
 import os
 import re
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import safetensors.torch
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
 from rl_core.engines.buckets import Bucket, in_flat_buckets
-from rl_core.engines.remote import in_buckets, own_address
+from rl_core.engines.remote import in_buckets
 from rl_core.engines.weights import on_host
 from rl_core.sampling.engine import EngineSpec
 from rl_core.types import RunError
@@ -161,6 +163,16 @@ class DeviceWay(BucketsWay):
         await self.ask("update_weights_from_tensor", body | {"serialized_named_tensors": blobs})
 
 
+def address_towards(url: str) -> str:
+    """By which the server at this URL reaches this machine."""
+    parts = urlsplit(url)
+    found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    family, kind, *_, address = found[0]
+    with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects.
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
 async def both(sending: Awaitable[Any], asking: Awaitable[Any]) -> list[Any]:
     """What the two return. If the server refuses or dies, its error is raised at once: nobody waits
     for the broadcast, which ends at its deadline."""
@@ -194,7 +206,7 @@ class BroadcastWay(BucketsWay):
         """The server connects to a store of this process."""
         spec, timeout = self.spec, timedelta(seconds=self.spec.start_timeout_s)
         size = 1 + (await self.ask("server_info", None))["tp_size"]
-        host = own_address()
+        host = address_towards(spec.url)
         store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
         self.group_name = f"rl_core_{uuid.uuid4().hex}"
         backend = "nccl" if spec.device.type == "cuda" else "gloo"

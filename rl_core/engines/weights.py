@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -62,3 +63,21 @@ def on_host(named_weights: NamedWeights, dtype: torch.dtype) -> Iterator[tuple[s
     for name, weight in named_weights:
         own_dtype = dtype if weight.is_floating_point() else weight.dtype
         yield name, weight.detach().to("cpu", own_dtype).contiguous()
+
+
+def checkpoint_weights(hf: PreTrainedModel, named: NamedWeights) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names that published checkpoints of this model have, such as one tensor
+    for each expert. Weights of one layer must come together, as named_weights() gives them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    conversions = get_model_conversion_mapping(hf, add_legacy=False)
+    if not conversions and not getattr(hf, "_weight_conversions", None):
+        yield from named
+        return
+    for _, layer in itertools.groupby(named, lambda item: layer_number(item[0])):
+        yield from revert_weight_conversion(hf, dict(layer)).items()
+
+
+def layer_number(name: str) -> str:
+    return next((part for part in name.split(".") if part.isdigit()), "")

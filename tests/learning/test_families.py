@@ -11,7 +11,7 @@ from models_table import FAMILIES, LIMITS, ROWS, family_config, load_plain, make
 from safetensors.torch import load_file
 
 from rl_core.distributed import init_ranks
-from rl_core.engines.sglang import checkpoint_weights
+from rl_core.engines.weights import checkpoint_weights
 from rl_core.models import make_policy
 from rl_core.plugins.row_sampling import choose_sampler
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Mesh, init_ranks, on_mesh
-from rl_core.engines.sglang import checkpoint_weights
+from rl_core.engines.weights import checkpoint_weights
 from rl_core.learning import loading
 from rl_core.models import make_policy
 from rl_core.plugins.checkpoint import export_policy
