@@ -102,7 +102,10 @@ def held_out(*flags: Any):
 
 
 def served_environment(address: str):
-    from rl_core.service.client import load_module
+    if "+agentbench://" in address:
+        from rl_core.service.agentbench import load_module
+    else:
+        from rl_core.service.client import load_module
 
     return load_module(address)
 

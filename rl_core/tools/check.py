@@ -62,9 +62,9 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
     module = None
     if "://" in path:
-        from rl_core.service.client import load_module
+        from rl_core.registry import served_environment
 
-        module = load_module(path)
+        module = served_environment(path)
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
     say("environment", [path, *map(describe_hook, env.hooks.values())])
     named = [name for name in (*(speakers(env) or ()), *env.dialogue.system_prompts) if name != "*"]

@@ -74,9 +74,9 @@ class Environment:
             module = ModuleType(self.name)
             module.reward_fn = self.source
         elif "://" in self.path:
-            from rl_core.service.client import load_module
+            from rl_core.registry import served_environment
 
-            module = load_module(self.path)
+            module = served_environment(self.path)
         else:
             module = execute_file(self.path)
         copy = ModuleType(module.__name__)

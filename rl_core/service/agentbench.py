@@ -1,0 +1,450 @@
+"""`--env_path http+agentbench://host:port/TASK`: a task server of AgentBench (arXiv:2308.03688) as
+a module with hooks, so that a run treats it as any other environment. docs/service.md
+
+Three kinds of servers are understood, each by what it answers first: the controller of the
+function-calling edition, which names a session in a header; one of its workers without a
+controller, to which the client gives the session's number; and the controller of editions 0.1 and
+0.2, whose answers are `output` with a whole history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import time
+import urllib.error
+import urllib.request
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlsplit
+
+import aiohttp
+
+from rl_core.data.tasks import shorten
+from rl_core.rules import nearest
+from rl_core.sampling.actor import Actor, Conversation, EpisodeActors, without_thoughts
+from rl_core.sampling.hooks import finite
+from rl_core.types import Message, Task, Trajectory
+
+START_UP_S, CANCEL_S = 30.0, 5.0
+ROOM_S = 600.0  # An episode waits so long for a worker with room.
+MAX_BYTES = 16 << 20  # Of one answer.
+MAX_TURNS = 20
+# How a sample may end by what the model did, and the metric that counts it. All else is a failure.
+ENDS = {
+    "completed": "completed",
+    "task limit reached": "task_limit",
+    "agent validation failed": "invalid",
+    "agent invalid action": "invalid",
+    "agent context limit": "context_limit",
+}
+# Where a result of editions 0.1 and 0.2 holds its score, unless ?score= says.
+SCORES = ("reward", "is_correct", "result", "progress")
+SETTINGS = ("train", "eval", "score", "overall", "timeout_s")
+
+
+@dataclass(kw_only=True)
+class TaskServer:
+    """An address, and what its URL sets."""
+
+    url: str  # as in errors: without settings
+    api: str
+    name: str
+    ranges: dict[str, range] = field(default_factory=dict)  # split -> places in get_indices
+    score: str = ""
+    overall: list[str] = field(default_factory=list)
+    timeout_s: float = 600.0
+    is_worker: bool = False  # without a controller: sessions have numbers of the client
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """A row for each sample of the split. Raises ValueError."""
+        split = split if split == "train" else "eval"
+        found = []
+        indices = self.indices()
+        for place, index in enumerate(indices):
+            if self.split_of(place, index) == split:
+                found.append({"prompt": f"{self.name} {index}", "index": index})
+        if not found and split in self.ranges:
+            raise ValueError(f"{self.url}: ?{split}= names none of its {len(indices)} samples")
+        return found
+
+    def split_of(self, place: int, index: int | str) -> str:
+        for split, places in self.ranges.items():
+            if place in places:
+                return split
+        if "train" in self.ranges:
+            return "none"
+        if "eval" in self.ranges:
+            return "train"
+        is_held_out = zlib.crc32(f"{self.name}/{index}".encode()) % 10 == 0
+        return "eval" if is_held_out else "train"
+
+    def indices(self) -> list[int | str]:
+        """Of all samples but -1, which is none without a task of the client's."""
+        try:
+            found = self.get(f"/get_indices?name={quote(self.name)}")
+        except urllib.error.HTTPError as error:
+            known = []
+            with suppress(OSError, ValueError):
+                known = sorted(self.get("/list_workers"))
+            hint = nearest(self.name, known) if known else "look at the server's log"
+            raise ValueError(f"{self.url}: get_indices: no such task ({error}); {hint}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.url}: get_indices: {error}; start the task server, and name its host and "
+                "port"
+            ) from None
+        is_index = [type(index) in (int, str) for index in found] if type(found) is list else []
+        if not is_index or not all(is_index):
+            raise ValueError(
+                f"{self.url}: get_indices must give a list of numbers or texts, gave "
+                f"{shorten(found)}"
+            )
+        return [index for index in found if index != -1]
+
+    def get(self, verb: str) -> Any:
+        with urllib.request.urlopen(self.api + verb, timeout=START_UP_S) as reply:
+            return json.loads(reply.read(MAX_BYTES))
+
+    async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
+        """The episode of a sample, one trajectory for each history that the server wrote anew.
+        Raises what the server did wrong, which is a recorded failure."""
+        if len(actors.learners) != 1:
+            raise ValueError(f"{self.url} is for one actor, not {', '.join(actors.learners)}")
+        limit = aiohttp.ClientTimeout(total=self.timeout_s)
+        async with aiohttp.ClientSession(timeout=limit) as http:
+            session = Session(server=self, http=http, index=task.row["index"])
+            try:
+                return await play(session, actors[actors.learners[0]])
+            finally:
+                await session.cancel()
+
+
+@dataclass(kw_only=True)
+class Step:
+    """What the server says until the model's next turn."""
+
+    status: str
+    messages: list[Message]  # since the model's last turn; all, if is_anew
+    tools: list[dict] | None
+    reward: float
+    metrics: dict[str, float]
+    is_anew: bool
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One sample that the server plays."""
+
+    server: TaskServer
+    http: aiohttp.ClientSession
+    index: int | str
+    id: str = ""
+    has_ended: bool = False
+    history: list[Message] = field(default_factory=list)  # of editions 0.1 and 0.2
+
+    async def start(self) -> Step:
+        """Waits while all workers are busy. Raises ConnectionError, TimeoutError or ValueError."""
+        give_up = time.monotonic() + ROOM_S
+        for pause_s in itertools.chain((0.1, 0.2, 0.5, 1.0, 2.0), itertools.repeat(5.0)):
+            body = {"name": self.server.name, "index": self.index}
+            if self.server.is_worker:
+                self.id = str(secrets.randbits(31))
+                body["session_id"] = int(self.id)
+            status, headers, text = await self.post("start_sample", body)
+            if status == 422 and not self.server.is_worker:
+                self.server.is_worker = True
+                continue
+            if status != 406:
+                break
+            self.id = ""
+            if time.monotonic() + pause_s > give_up:
+                raise TimeoutError(f"{self.server.url}: no worker had room for {ROOM_S:g} s")
+            await asyncio.sleep(pause_s)
+        answer = self.read("start_sample", status, text)
+        given = headers.get("session_id", answer.get("session_id"))
+        if given is not None:
+            self.id = str(given)
+        if not self.id:
+            raise ValueError(f"{self.server.url}: start_sample names no session")
+        return await self.step(answer)
+
+    async def say(self, reply: Conversation) -> Step:
+        """What follows the model's turn."""
+        message = reply.messages[-1]
+        if self.history:
+            content = without_thoughts(message["content"])
+            return await self.act({"status": "normal", "content": content})
+        said = {"role": "assistant", "content": without_thoughts(message.get("content") or "")}
+        if message.get("tool_calls"):
+            said["tool_calls"] = list(map(sent_call, message["tool_calls"]))
+        return await self.interact({"messages": [said]})
+
+    async def overflow(self) -> Step | None:
+        """What follows a turn that was cut off. The function-calling edition has no word for it."""
+        return await self.act({"status": "agent context limit"}) if self.history else None
+
+    async def act(self, response: dict[str, str]) -> Step:
+        return await self.interact({"agent_response": response})
+
+    async def interact(self, body: dict[str, Any]) -> Step:
+        if self.history or self.server.is_worker:
+            body["session_id"] = int(self.id)
+        status, _, text = await self.post("interact", body)
+        return await self.step(self.read("interact", status, text))
+
+    async def cancel(self) -> None:
+        """Frees the server's session if it has not ended. Says nothing of a server that is gone."""
+        if not self.id or self.has_ended:
+            return
+        with suppress(asyncio.TimeoutError, ConnectionError, TimeoutError, ValueError):
+            await asyncio.wait_for(self.post("cancel", {"session_id": int(self.id)}), CANCEL_S)
+
+    async def post(self, verb: str, body: dict[str, Any]) -> tuple[int, Any, str]:
+        """(status, headers, text) of the answer."""
+        url = self.server.url
+        headers = {"session_id": self.id} if self.id else {}
+        try:
+            address = f"{self.server.api}/{verb}"
+            async with self.http.post(address, json=body, headers=headers) as reply:
+                read = b""
+                async for chunk in reply.content.iter_chunked(1 << 16):
+                    read += chunk
+                    if len(read) > MAX_BYTES:
+                        raise ValueError(f"{url}: {verb} answers more than {MAX_BYTES} bytes")
+                return reply.status, reply.headers, read.decode(errors="replace")
+        except asyncio.TimeoutError:
+            seconds = f"{self.server.timeout_s:g} s"
+            raise TimeoutError(f"{url}: {verb} was not answered within {seconds}") from None
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"{url}: {verb}: {type(error).__name__}: {error}") from None
+
+    def read(self, verb: str, status: int, text: str) -> dict[str, Any]:
+        """The answer's object."""
+        url = self.server.url
+        if status != 200:
+            raise ConnectionError(f"{url}: {verb} is refused: {status}: {shorten(text, 400)}")
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = text
+        if not isinstance(found, dict):
+            raise ValueError(f"{url}: {verb} must answer a JSON object, answered {shorten(text)}")
+        return found
+
+    async def step(self, answer: dict[str, Any]) -> Step:
+        if isinstance(answer.get("output"), dict):
+            return await self.old_step(answer["output"])
+        # A worker wraps what a controller gives as it is.
+        answer = answer.get("env_out", answer)
+        messages = self.messages_of(answer.get("messages") or [])
+        status = answer.get("status", "running")
+        if answer.get("finish") and status == "running":
+            status = "completed"
+        self.check_status(status, answer)
+        metrics = {}
+        for name, value in (answer.get("metric") or answer.get("metrics") or {}).items():
+            if type(value) in (int, float, bool):
+                metrics[name] = float(value)
+        return Step(
+            status=status,
+            messages=messages,
+            tools=answer.get("tools") or None,
+            reward=reward_of(answer.get("reward") or 0.0),
+            metrics=metrics,
+            is_anew=any(message["role"] == "assistant" for message in messages),
+        )
+
+    async def old_step(self, output: dict[str, Any]) -> Step:
+        """Of editions 0.1 and 0.2, without tools, whose reward comes with the end."""
+        history = self.messages_of(output.get("history") or [])
+        status = output.get("status")
+        self.check_status(status, output.get("result"))
+        known = len(self.history)
+        is_continued = history[:known] == self.history
+        is_continued &= [m["role"] for m in history[known : known + 1]] == ["assistant"]
+        self.history = history
+        reward = 0.0
+        if self.has_ended:
+            reward = await self.score(output)
+        return Step(
+            status=status,
+            messages=history[known + 1 :] if is_continued else history,
+            tools=None,
+            reward=reward,
+            metrics={},
+            is_anew=not is_continued,
+        )
+
+    async def score(self, output: dict[str, Any]) -> float:
+        """Of a result: what ?overall= names of calculate_overall() over it alone, or its ?score=,
+        or the first of SCORES that it has; 0 for a sample that ended without a result."""
+        server, result = self.server, output.get("result")
+        if server.overall:
+            body = {"name": server.name, "results": [output | {"index": self.index}]}
+            status, _, text = await self.post("calculate_overall", body)
+            found = self.read("calculate_overall", status, text)
+            return sum(reward_of(found.get(name)) for name in server.overall)
+        if result is None and output["status"] != "completed":
+            return 0.0
+        if not isinstance(result, dict):
+            return reward_of(result)
+        names = [server.score] if server.score else SCORES
+        for name in names:
+            if name in result:
+                return reward_of(result[name])
+        raise ValueError(
+            f"{server.url}: a result with {', '.join(result)} has no {' or '.join(names)}; name "
+            "its score by ?score=, or one of calculate_overall by ?overall="
+        )
+
+    def messages_of(self, items: Any) -> list[Message]:
+        """As chat templates read them."""
+        try:
+            return list(map(as_message, items))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.server.url}: messages must be those of chat completions, are "
+                f"{shorten(items)} ({type(error).__name__}: {error})"
+            ) from None
+
+    def check_status(self, status: Any, result: Any) -> None:
+        """Raises ValueError for an end that says nothing of the model."""
+        self.has_ended = status != "running"
+        if self.has_ended and status not in ENDS:
+            raise ValueError(
+                f"{self.server.url}: the sample ended with status {shorten(status)}: "
+                f"{shorten(result, 400)}"
+            )
+
+
+def reward_of(value: Any) -> float:
+    return finite(value, "the server's reward")
+
+
+def as_message(item: dict[str, Any]) -> Message:
+    """With text, and with the arguments of calls as objects. Raises ValueError for images."""
+    role = "assistant" if item["role"] == "agent" else item["role"]
+    content = item.get("content") or ""
+    if isinstance(content, list):
+        if any(part["type"] != "text" for part in content):
+            raise ValueError("only text is read")
+        content = "".join(part["text"] for part in content)
+    message = {"role": role, "content": content}
+    for name in ("tool_call_id", "name"):
+        if item.get(name):
+            message[name] = item[name]
+    if item.get("tool_calls"):
+        message["tool_calls"] = []
+        for call in item["tool_calls"]:
+            function = dict(call["function"])
+            if isinstance(function["arguments"], str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            message["tool_calls"].append(call | {"function": function})
+    return message
+
+
+def sent_call(call: dict[str, Any]) -> dict[str, Any]:
+    """With arguments as a text of JSON, as OpenAI's API has them."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call.get("id") or "",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+async def play(session: Session, actor: Actor) -> list[Trajectory]:
+    """The reward is the sum of the server's, each for its turn; 0 where the model ran out of turns
+    or tokens."""
+    step = await session.start()
+    if session.has_ended:
+        raise ValueError(f"{session.server.url}: the sample ended when it began: {step.status}")
+    replies: list[Conversation] = []
+    rewards: list[float] = []
+    while not session.has_ended and len(rewards) < actor.max_turns:
+        if not step.messages:
+            raise ValueError(f"{session.server.url}: the server waits, but gave no message")
+        if step.is_anew or not replies:
+            replies.append(await actor.respond(step.messages, tools=step.tools))
+        else:
+            await replies[-1].respond(step.messages)
+        if replies[-1].truncated:
+            step = await session.overflow() or step
+            rewards.append(step.reward if session.has_ended else 0.0)
+            break
+        step = await session.say(replies[-1])
+        rewards.append(step.reward)
+    metrics = dict.fromkeys(ENDS.values(), 0.0) | step.metrics
+    if session.has_ended:
+        metrics[ENDS[step.status]] = 1.0
+    found = [reply.trajectory(sum(rewards), metrics=metrics) for reply in replies]
+    if len(found) == 1:
+        # An actor without tokens has no turns, and a full context gave none.
+        found[0].turn_rewards = rewards[: len(found[0].turns)]
+    return found
+
+
+def parse(url: str) -> TaskServer:
+    """Raises ValueError."""
+    parts = urlsplit(url)
+    plain_url = url.partition("?")[0]
+    name = parts.path.strip("/")
+    if not parts.hostname or not name or "/" in name:
+        raise ValueError(f"{plain_url} must be http+agentbench://HOST:PORT/TASK")
+    if "@" in parts.netloc:
+        raise ValueError("--env_path holds a password, which files would keep; leave it out")
+    settings = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for key in settings.keys() - set(SETTINGS):
+        raise ValueError(f"{plain_url}: unknown setting {key!r}; {nearest(key, SETTINGS)}")
+    server = TaskServer(
+        url=plain_url,
+        api=f"{parts.scheme.partition('+')[0]}://{parts.netloc}/api",
+        name=name,
+        score=settings.get("score", ""),
+        overall=settings.get("overall", "").split(),
+    )
+    for split in ("train", "eval"):
+        if split in settings:
+            server.ranges[split] = places(settings[split], f"{plain_url}: {split}")
+    if "timeout_s" in settings:
+        server.timeout_s = positive(settings["timeout_s"], f"{plain_url}: timeout_s")
+    return server
+
+
+def places(text: str, what: str) -> range:
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
+        raise ValueError(f"{what}={text} must be the first and last sample, as 0-199")
+    return range(int(first), int(last) + 1)
+
+
+def positive(text: str, what: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise ValueError(f"{what}={text} must be seconds, as 600")
+
+
+def load_module(url: str) -> ModuleType:
+    """The task as a module. Raises ValueError if it is not there."""
+    server = parse(url)
+    server.indices()
+    module = ModuleType(f"rl_core_env_{server.name}")
+
+    async def rollout(task: Task, actors: EpisodeActors) -> list[Trajectory]:
+        return await server.rollout(task, actors)
+
+    module.rollout = rollout
+    module.load_tasks = server.rows
+    module.max_turns = MAX_TURNS
+    module.heard_code = str  # A task server does not say which files it runs.
+    return module
