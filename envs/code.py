@@ -7,18 +7,24 @@ The last fenced block of a reply is its program, otherwise all of it. Rows as in
 (`prompt`, `test`, `entry_point`; a program without that function continues the prompt) or MBPP
 (`test_list`, and `test_setup_code`, `test_imports`; the problem as `prompt`, or `--data.columns
 prompt=text`). Without rows: one-line functions of levels 1 to 3, as `add 3, multiply by 2` -> `def
-f(x): return (x+3)*2`. A hash of the prompt says which tenth is held out. Curve on a CPU:
-docs/curves.md.
+f(x): return (x+3)*2`. A hash of the prompt says which tenth is held out. CODE_SYNTAX=0.1 gives
+a tenth of the reward for code that parses and defines the function, not an empty one. Curve on a
+CPU: docs/curves.md.
 """
 
+import os
 import random
 import zlib
 
+from rl_core.rewards import syntax
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.rows import code_of, function_tests
 
 OPERATIONS = {"add": "({}+{})", "subtract": "({}-{})", "multiply by": "({}*{})"}
 TIMEOUT_S = 5.0
+SYNTAX = float(os.environ.get("CODE_SYNTAX", "0"))
+if not 0 <= SYNTAX <= 1:
+    raise ValueError(f"CODE_SYNTAX={SYNTAX} must be from 0 to 1, such as 0.1")
 sandbox = Sandbox()
 
 
@@ -53,4 +59,9 @@ async def reward_fn(completion, prompt, task):
     setup, tests = function_tests(task.row, asked if name else "")
     if name and f"def {name}" not in code:
         code = asked + code
-    return (await sandbox.run(code, tests=tests, setup=setup, timeout_s=TIMEOUT_S)).share
+    share = (await sandbox.run(code, tests=tests, setup=setup, timeout_s=TIMEOUT_S)).share
+    if not SYNTAX:
+        return share
+    # A prompt with helper functions before the asked one parses by itself; the name tells them
+    # apart.
+    return {"tests": (1 - SYNTAX) * share, "syntax": SYNTAX * syntax(code, name)}

@@ -199,14 +199,64 @@ def test_half_a_verdict_counts_half():
     assert judged(rewards.compare, lambda prompt, seed: next(says), "q", "x", "y", "r")[0] == 0.75
 
 
+@pytest.mark.parametrize(
+    "text, name, reward",
+    [("def f(x): return x", "f", 1), ("So:\n```python\ndef f(x):\n    return x\n```", "", 1),
+     ("def g(x): return x", "f", 0), ("class A:\n    async def f(self): await g()", "f", 1), ("", "", 0),
+     ("# a comment", "", 0), ("pass", "", 0), ("Sorry", "", 0), ("x = 1", "", 0), ("def f(x): pass", "f", 0),
+     ("def f(x): ...", "f", 0), ("def f(x):\n    'text'\n    return", "f", 0), ("def f(x: return", "f", 0),
+     ("```python\n```", "", 0), ("def f(x):\0 return x", "f", 0), ("(" * 5000, "", 0)],
+)  # fmt: skip
+def test_syntax_is_of_code_that_parses_and_is_not_empty(text, name, reward):
+    assert rewards.syntax(text, name) == reward
+
+
+# By rouge-score 0.1.2 (without stemmer) and sacrebleu 2.6.0: ROUGE-1, -2, -L, BLEU, chrF.
+OVERLAPS = [
+    ("the cat sat on the mat", "the cat is on the mat",
+     [0.833333333333, 0.6, 0.833333333333, 0.379917842826, 0.645779420625]),
+    ("Police killed the gunman.", "The gunman police killed, on 3.5 acres; well-known!",
+     [0.571428571429, 0.333333333333, 0.285714285714, 0.0382616606568, 0.378189870364]),
+    ("a", "a b c d e f g", [0.25, 0.0, 0.25, 0.00247875217667, 0.172413793103]),
+    ("", "The end.", [0.0, 0.0, 0.0, 0.0, 0.0]),
+    ("Hello &quot;world&quot; - it costs $1,000.50 (about 5-6%).", 'Hello "world": it cost $1,000.50, i.e. 5-6 %!',
+     [0.695652173913, 0.285714285714, 0.695652173913, 0.292787006981, 0.432659757521]),
+    ("the the the the the the the", "the cat the dog the", [0.5, 0.0, 0.5, 0.0864301961605, 0.203891519642]),
+    ("Der schnelle braune Fuchs springt.", "Der flinke braune Fuchs sprang über den Hund.",
+     [0.461538461538, 0.181818181818, 0.461538461538, 0.11708995388, 0.436599092926]),
+    ("Über die Brücke-\ngegangen ist er", "Über die Brücke gegangen ist er", [1.0, 1.0, 1.0, 0.247369295441, 0.880240439611]),
+    ("one two three four five six seven eight", "eight seven six five four three two one",
+     [1.0, 0.0, 0.125, 0.0928752899957, 0.487732401081]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, reference, values", OVERLAPS)
+def test_overlaps_are_those_of_rouge_score_and_sacrebleu(text, reference, values):
+    found = [rewards.rouge(text, reference, kind) for kind in ("1", "2", "L")]
+    found += [rewards.bleu(text, reference), rewards.chrf(text, reference)]
+    assert found == pytest.approx(values, abs=1e-11)
+
+
+def test_a_reference_without_words_and_an_unknown_kind_are_errors():
+    with pytest.raises(ValueError, match="must hold a word of a to z"):
+        rewards.rouge("a", "猫")
+    with pytest.raises(ValueError, match="kind='3' must be 1, 2 or L"):
+        rewards.rouge("a", "a", "3")
+    for overlap in (rewards.bleu, rewards.chrf):
+        with pytest.raises(ValueError, match="reference=' ' must hold"):
+            overlap("a", " ")
+    assert rewards.chrf("これは猫", "これは猫です。") > 0.4
+
+
 def test_every_reward_says_its_range_and_where_it_comes_from():
     plain = [
         f for name, f in vars(rewards).items() if getattr(f, "__module__", "") == rewards.__name__
     ]
-    scores = [f for f in plain if f.__name__ not in ("final_answer", "tagged")]
+    parts = ("final_answer", "tagged", "is_idle", "ngrams", "common_subsequence", "words_13a")
+    scores = [f for f in plain if f.__name__ not in parts]
     assert len(scores) >= 10
     for score in scores:
-        assert re.search(r"arXiv:|json-schema.org|`math-verify`|rl_core.sandbox", score.__doc__), (
-            score.__name__
-        )
+        assert re.search(
+            r"arXiv:|aclanthology.org|json-schema.org|`math-verify`|rl_core.sandbox", score.__doc__
+        ), score.__name__
         assert re.search(r"\b0\b", score.__doc__), score.__name__
