@@ -15,6 +15,14 @@ import yaml
 
 # How a list, a pair and a table begin and end in YAML.
 BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
+# Of flags with two values: which they are, with an example.
+PAIRS = {
+    "kl_reward": "; give an estimator and its coefficient, such as k1,0.05",
+    "kl_loss": "; give an estimator and its coefficient, such as k3,0.05",
+    "correction_range": "; give the lowest and the highest ratio, such as 0.5,2",
+    "lagged": "; give a share of turns and the steps to renew its weights, such as 0.25,4",
+    "betas": "; give AdamW's two decays, such as 0.9,0.95",
+}
 # What other trainers call our flags, by ours.
 PEERS = Path(__file__).parent / "peers.yaml"
 
@@ -110,6 +118,7 @@ def validated(flag: str, value: Any, kind: Any) -> Any:
     name = ".".join(places).removeprefix(".").removesuffix(".[key]")
     rule = re.sub(r"^\w+ should", "must", error["msg"])
     rule = rule.replace("Field required", "must be two values")
+    rule += PAIRS.get(name.rpartition(".")[2], "")
     raise ValueError(f"--{name}={error['input']} {rule}")
 
 

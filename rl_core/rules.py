@@ -66,7 +66,7 @@ OF_RUN = [
     (
         lambda c: c.tasks_per_step % c.learner.minibatches,
         "--learner.minibatches={c.learner.minibatches} must divide "
-        "--tasks_per_step={c.tasks_per_step}",
+        "--tasks_per_step={c.tasks_per_step}; change one of them",
     ),
     (
         lambda c: c.longest_sample > c.learner.microbatch_tokens,
@@ -90,7 +90,7 @@ OF_RUN = [
     (
         lambda c: c.preference.label_smoothing and "sigmoid" not in c.preference.loss,
         "--preference.label_smoothing={c.preference.label_smoothing} needs --preference.loss "
-        "sigmoid",
+        "sigmoid; add it, or leave the smoothing out",
     ),
     (
         lambda c: c.rollout.lagged[0] and any(a.share or a.servers for a in c.actors.values()),

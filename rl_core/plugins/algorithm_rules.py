@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rl_core.algorithms import ADVANTAGES, Algorithm
 from rl_core.config import Config
 from rl_core.plugins.state_groups import compares_states
@@ -74,7 +76,7 @@ OF_ALGORITHM = [
     ),
     (
         lambda c, a, f: (c.algo.kl or c.algo.kl_in) and not a.kl_coef,
-        "--algo.kl and kl_in need --algo.kl_coef above 0",
+        "--algo.kl and kl_in need --algo.kl_coef above 0; give 0.01, say, or leave them out",
     ),
     (
         lambda c, a, f: a.correction_range[0] >= a.correction_range[1],
@@ -83,23 +85,31 @@ OF_ALGORITHM = [
     ),
     (
         lambda c, a, f: c.algo.correction_range and a.correction == "none",
-        "--algo.correction_range needs --algo.correction",
+        "--algo.correction_range needs --algo.correction; give --algo.correction tis, or leave it "
+        "out",
     ),
     (
         lambda c, a, f: a.overlong_buffer and a.overlong != "soft",
-        "--algo.overlong_buffer needs --algo.overlong soft",
+        "--algo.overlong_buffer needs --algo.overlong soft; give it, or leave the buffer out",
     ),
     (
         lambda c, a, f: a.advantage == "zero" and not a.teacher,
         "--algorithm {c.algorithm} learns from a teacher alone: give --algo.teacher MODEL",
     ),
     (
+        lambda c, a, f: re.match(r"[\w.-]+:\d+(/|$)", a.teacher or ""),
+        "--algo.teacher={a.teacher} is neither a model nor a URL; an address begins with http://: "
+        "give --algo.teacher http://{a.teacher}",
+    ),
+    (
         lambda c, a, f: c.algo.teacher_coef and not a.teacher,
-        "--algo.teacher_coef needs --algo.teacher",
+        "--algo.teacher_coef needs --algo.teacher; give a model's folder or hub name, a server's "
+        "URL, or self",
     ),
     (
         lambda c, a, f: c.algo.teacher_update and not self_taught(c),
-        "--algo.teacher_update={a.teacher_update} needs --algo.teacher self",
+        "--algo.teacher_update={a.teacher_update} needs --algo.teacher self; give it, or leave "
+        "teacher_update out",
     ),
     (
         lambda c, a, f: (
@@ -116,7 +126,8 @@ OF_ALGORITHM = [
     ),
     (
         lambda c, a, f: c.algo.teacher_loss and not a.teacher,
-        "--algo.teacher_loss={a.teacher_loss} needs --algo.teacher",
+        "--algo.teacher_loss={a.teacher_loss} needs --algo.teacher; give a model's folder or hub "
+        "name, a server's URL, or self",
     ),
     (
         lambda c, a, f: c.cp > 1 and any(env.teacher for env in c.envs.values()),

@@ -240,7 +240,29 @@ FLAGS = [
     (MODEL, "--optim.lr", "--optim.lr has no value"),
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be a valid number"),
     (MODEL, "--algorithm poo", "--algorithm=poo must be 'grpo', 'dr_grpo', "),
-    (MODEL, "--optim.betas 0.9", "--optim.betas=[0.9] must be two values"),
+    (
+        MODEL,
+        "--optim.betas 0.9",
+        "--optim.betas=[0.9] must be two values; give AdamW's two decays, such as 0.9,0.95",
+    ),
+    (
+        MODEL,
+        "--rollout.lagged 0.25",
+        "--rollout.lagged=[0.25] must be two values; give a share of turns and the steps to renew "
+        "its weights, such as 0.25,4",
+    ),
+    (
+        MODEL,
+        "--algo.kl_reward 0.1",
+        "--algo.kl_reward=0.1 must be 'k1', 'k2' or 'k3'; give an estimator and its coefficient, "
+        "such as k1,0.05",
+    ),
+    (
+        MODEL,
+        "--algo.teacher 127.0.0.1:8000/v1",
+        "is neither a model nor a URL; an address begins with http://: give --algo.teacher "
+        "http://127.0.0.1:8000/v1",
+    ),
     (MODEL, "--optim.betas 0.9,1.5", "--optim.betas=1.5 must be less than or equal to 1"),
     (MODEL, "--resume maybe", "--resume=maybe must be a valid boolean"),
     (MODEL, "--num_steps 1.5", "--num_steps=1.5 must be a valid integer"),
