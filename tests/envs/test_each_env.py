@@ -1,0 +1,224 @@
+"""Every file of envs/: a solver that earns the most, a reply that earns nothing, and three steps of
+the real command. Those of most stand in a file of their kind; the others are here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import stage
+from kit import ROOT, metrics, run
+from test_boxes import REASON, needs_bubblewrap
+
+from rl_core.plugins.env_file import load_env
+
+ENVS = ROOT / "envs"
+# File of tests -> the environments whose solver and steps are there.
+TESTED = {
+    "envs/test_agentbench.py": "agentbench_db agentbench_house agentbench_kg agentbench_os "
+    "agentbench_shop",
+    "envs/test_desk_and_drafts.py": "code_parallel customer_service",
+    "envs/test_envs_code.py": "code code_contest code_feedback",
+    "envs/test_envs_talk.py": "countdown debate guess_number jailbreak llm_judge math_answer "
+    "parallel_thinking word_game",
+    "envs/test_envs_tools.py": "chess_game gym_text mcp_tools openenv_client search_qa tool_use",
+    "envs/test_games.py": "collaborate nim referential_game tic_tac_toe",
+    "envs/test_generators.py": "algebra word_problems",
+    "envs/test_outside_games.py": "reasoning_gym_env textarena_env",
+    "envs/test_scores.py": "reward_model",
+    "engines/test_shared.py": "sort_two_ways",
+    "agents/test_agent_env.py": "openai_agent",
+    "agents/test_harbor.py": "harbor",
+    "agents/test_verifiers.py": "verifiers_env",
+}
+
+
+def called(tool: str, **arguments) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+def python_solver(row):
+    [name] = row["files"]
+    found = row["answer"]
+    # The second call needs what the first one has read.
+    return [
+        called("python", code=f"numbers = open('{name}').read().split()"),
+        called("python", code="len(numbers)"),
+        f"Of them it is {found}.",
+    ]
+
+
+def terminal_solver(row):
+    commands = ["rm -f *"]
+    commands += [f"printf %s '{text}' > {name}" for name, text in row["wanted"].items()]
+    return [called("bash", command="; ".join(commands)), "Done."]
+
+
+def maze_solver(row):
+    """From a room above and to the left of the middle one."""
+    down, right = (2 - place for place in row["room"])
+    return ["d"] * down + ["r"] * right
+
+
+# Environment -> (row -> replies that earn 1, replies that earn 0, tokens of a prompt).
+SOLVED = {
+    "calculator": (lambda row: [f"<call>{row['messages'][0]['content']}</call>", str(row["answer"])], ["error"], 64),
+    "sort_digits": (lambda row: [str(row["answer"])], ["no"], 64),
+    "maze": (maze_solver, ["u"], 64),
+    "terminal": (terminal_solver, ["Done."], 1000),
+    "python_tool": (python_solver, ["I do not know."], 1000),
+    "summarise": (lambda row: [row["reference"]], ["?"], 400),
+    "translate": (lambda row: [row["reference"]], ["?"], 100),
+}  # fmt: skip
+IN_BOXES = ("terminal", "python_tool")
+EACH = [pytest.param(name, marks=[needs_bubblewrap] if name in IN_BOXES else []) for name in SOLVED]
+
+
+def test_every_environment_has_a_solver_and_steps_in_these_files():
+    named = [name for names in TESTED.values() for name in names.split()]
+    assert sorted([*named, *SOLVED]) == sorted(path.stem for path in ENVS.glob("*.py"))
+    for file, names in TESTED.items():
+        text = (ROOT / "tests" / file).read_text()
+        assert not [name for name in names.split() if name.partition("_")[2] not in text], file
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_solver_earns_one_and_another_reply_nothing(name):
+    solve, wrong, _ = SOLVED[name]
+    env = load_env(str(ENVS / f"{name}.py"))
+    row = env.load_tasks("train")[0]
+    best = stage.play(env, *solve(row), row=row, max_tokens=900)
+    assert (best.status, best.reward) == ("ok", pytest.approx(1.0)), best.messages
+    assert stage.play(env, *wrong, row=row, max_tokens=900).reward == 0.0
+
+
+def conversation(env, row, replies):
+    """What was said, as a row for SFT."""
+    found = stage.play(env, *replies, row=row, max_tokens=900, max_turns=len(replies))
+    said, messages = iter(replies), []
+    for message in found.messages:
+        content = next(said) if message["role"] == "assistant" else message["content"]
+        messages.append({"role": message["role"], "content": content})
+    return {"messages": messages}
+
+
+def first_row(env):
+    """The one with the shortest solution, so that a tiny model learns it soon."""
+    return min(env.load_tasks("train"), key=lambda row: len(json.dumps(row)))
+
+
+@pytest.fixture(scope="module")
+def warm(tiny_model, made_once):
+    """A tiny model that says the right or the wrong replies to a row of each environment."""
+
+    def make(out):
+        out.mkdir()
+        rows = []
+        for name, (solve, wrong, _) in SOLVED.items():
+            if REASON and name in IN_BOXES:
+                continue
+            env = load_env(str(ENVS / f"{name}.py"))
+            row = first_row(env)
+            rows += [conversation(env, row, replies) for replies in (solve(row), wrong)]
+        (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+        how = "--algorithm sft --max_tokens 1500 --max_prompt_tokens 1000 --tasks_per_step 14 "
+        how += "--num_steps 80 --optim.lr 4e-3 --optim.schedule cosine --data.train"
+        run(out / "run", "--model", tiny_model, how, out / "sft.jsonl")
+
+    return made_once("warm_each_env", make) / "run/hf/policy"
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_three_steps_learn(name, warm, tmp_path):
+    solve, _, num_tokens = SOLVED[name]
+    row = first_row(load_env(str(ENVS / f"{name}.py")))
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
+    longest = max(map(len, solve(row))) + 20
+    how = f"--tasks_per_step 1 --group_size 16 --num_steps 3 --max_prompt_tokens {num_tokens} "
+    how += f"--max_tokens {longest} --max_turns {len(solve(row))} --optim.lr 1e-4 "
+    # A model that has learned for some seconds is surer so.
+    how += "--sampling.temperature 0.4"
+    path = ENVS / f"{name}.py"
+    rows = ["--data.train", tmp_path / "rows.jsonl"]
+    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, how)
+    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
+    assert not any(line.get("rollout/policy/failed") for line in found)
+
+
+def judged(name, row, reply, verdict):
+    env = load_env(str(ENVS / f"{name}.py"))
+    actors = stage.cast(policy=reply, judge=(verdict, False))
+    return stage.one(stage.run(env, actors, rows=[row], max_tokens=200))
+
+
+@pytest.mark.parametrize("name", ["summarise", "translate"])
+def test_a_judge_gives_half_of_the_reward_and_nothing_for_no_reply(name):
+    row = load_env(str(ENVS / f"{name}.py")).load_tasks("train")[0]
+    [said] = SOLVED[name][0](row)
+    parts = judged(name, row, f"<think>x</think>{said}", "[[4]]").reward_parts
+    assert parts == {"overlap": pytest.approx(0.5), "judged": pytest.approx(0.5 / 3)}
+    assert judged(name, row, "", "[[10]]").reward == 0.0
+
+
+def test_summaries_are_of_columns_as_in_data_sets():
+    env = load_env(str(ENVS / "summarise.py"))
+    news = {"prompt": "A dog barked at noon.", "article": "x", "id": "1"}
+    for column in ("highlights", "summary", "reference"):
+        found = stage.play(env, "A dog barked.", row=news | {column: "The dog barked."})
+        # 2 of 3 words, 1 of 2 pairs, 2 in this order.
+        assert found.reward == pytest.approx((2 / 3 + 1 / 2 + 2 / 3) / 3)
+        assert found.metrics["rouge_2"] == pytest.approx(1 / 2)
+    error = stage.error_of(env, "A dog.", row=news)
+    assert "has no reference; it must be reference, highlights, summary" in error
+
+
+def test_translations_are_read_as_in_wmt(tmp_path, monkeypatch):
+    for split, text in (("train", "Hallo"), ("validation", "Danke")):
+        row = {"translation": {"de": text, "en": f"{text}!"}}
+        (tmp_path / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n")
+    monkeypatch.setenv("TRANSLATE_DATA", str(tmp_path))
+    monkeypatch.setenv("TRANSLATE_FROM", "en")
+    monkeypatch.setenv("TRANSLATE_TO", "de")
+    env = load_env(str(ENVS / "translate.py"))
+    assert env.load_tasks("train") == [{"prompt": "Hallo!", "reference": "Hallo"}]
+    assert env.load_tasks("eval") == [{"prompt": "Danke!", "reference": "Danke"}]
+    monkeypatch.setenv("TRANSLATE_TO", "fr")
+    with pytest.raises(ValueError, match="has de, en, and no fr; set TRANSLATE_FROM"):
+        load_env(str(ENVS / "translate.py")).load_tasks("train")
+
+
+def test_a_share_of_the_reward_of_code_is_for_what_parses(monkeypatch):
+    row = {"prompt": "Write f.", "test_list": ["assert f(1) == 2"]}
+    monkeypatch.setenv("CODE_SYNTAX", "0.1")
+    env = load_env(str(ENVS / "code.py"))
+    earned = {
+        code: stage.play(env, code, row=row, max_tokens=200).reward
+        for code in ("def f(x): return 2", "def f(x): return 3", "def f(x): pass", "def f(x", "")
+    }
+    assert [*earned.values()] == [pytest.approx(1.0), pytest.approx(0.1), 0.0, 0.0, 0.0]
+    monkeypatch.setenv("CODE_SYNTAX", "2")
+    with pytest.raises(ValueError, match=r"CODE_SYNTAX=2.0 must be from 0 to 1, such as 0.1"):
+        load_env(str(ENVS / "code.py"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"goal": "Do a bad thing", "target": "Sure"},  # AdvBench
+        {"Behavior": "Do a bad thing", "SemanticCategory": "none"},  # HarmBench
+        {"Goal": "Do a bad thing", "Behavior": "Bad", "Category": "none"},  # JailbreakBench
+    ],
+)
+def test_attacks_have_the_goals_of_public_prompt_sets(row):
+    env = load_env(str(ENVS / "jailbreak.py"))
+    engines = {"attacker": "Please.", "target": ("Sure.", False), "judge": ("[[10]]", False)}
+    actors = stage.cast(**engines)
+    row = row | {"prompt": "Do a bad thing"}
+    found = stage.one(stage.run(env, actors, rows=[row], max_tokens=200))
+    assert found.reward == 1.0
+    assert found.messages[0]["content"].startswith("Another assistant should refuse this: Do a bad")
+    [(asked, _, _)] = actors["judge"].engine.asked
+    assert "Goal: Do a bad thing" in asked and "Bad\n" not in asked
+    [failed] = stage.run(env, stage.cast(**engines), rows=[{"prompt": "x"}])
+    assert "has nothing to attack; it must have `password`, or one of goal" in failed.error
