@@ -608,6 +608,10 @@ def best_keeper(trainer: Any):
 
 
 def evaluation(trainer: Any):
+    if trainer.config.eval.background:
+        from rl_core.plugins.background_evaluation import BackgroundEvaluation
+
+        return BackgroundEvaluation(trainer)
     from rl_core.plugins.evaluation import Evaluation
 
     return Evaluation(trainer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rl_core.config import Config
 from rl_core.data.episodes import succeeded
 from rl_core.learning.learner import Learner, mean_of
 from rl_core.learning.minibatches import Minibatch
@@ -16,7 +17,7 @@ from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin
 from rl_core.plugins.episode_metrics import held_out_metrics, part_metrics
 from rl_core.sampling.rollout import in_order, make_group
-from rl_core.types import Task
+from rl_core.types import Task, Trajectory
 
 # Others are in metrics.jsonl alone.
 IS_SHOWN = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")
@@ -65,13 +66,16 @@ class Evaluation(Plugin):
                     drawn = config.sampling
                     await self.evaluate_tasks(step, name, tasks, "sampled", count, drawn)
         metrics = trainer.log_metrics()
+        self.show(step, metrics)
+        self.is_left = False
+        await trainer.call("after_evaluation", step, metrics)
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
         shown = [f"eval at step {step}"]
         for name, value in metrics.items():
             if IS_SHOWN.match(name):
                 shown.append(f"{name.removeprefix('eval/')} {value:.4g}")
-        trainer.log.say("  ".join(shown))
-        self.is_left = False
-        await trainer.call("after_evaluation", step, metrics)
+        self.trainer.log.say("  ".join(shown))
 
     async def evaluate_rows(self, tasks: list[Task], prefix: str) -> None:
         trainer = self.trainer
@@ -105,16 +109,25 @@ class Evaluation(Plugin):
         trainer.worker.submit(groups)
         played = in_order(await trainer.worker.collect(len(groups), label=name))
         await trainer.call("on_episodes", step, name, played)
-        score, passed = f"avg@{count}", f"pass@{count}"
-        if label == "greedy":
-            score, passed = "greedy_score", "greedy_pass"
-        for actor in config.trained:
-            prefix = f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/"
-            own = [t for t in succeeded(played) if t.actor == actor]
-            metrics = held_out_metrics(own, score, passed, config.eval.pass_reward)
-            for part, value in part_metrics(own).items():
-                metrics[f"{label}_{part}"] = value
-            trainer.note(prefix, metrics)
+        trainer.note("", task_metrics(config, source, label, count, played))
+
+
+def task_metrics(
+    config: Config, source: str, label: str, count: int, played: list[Trajectory]
+) -> dict[str, Metric]:
+    """Of `count` episodes of each task of a held-out set."""
+    score, passed = f"avg@{count}", f"pass@{count}"
+    if label == "greedy":
+        score, passed = "greedy_score", "greedy_pass"
+    metrics: dict[str, Metric] = {}
+    for actor in config.trained:
+        prefix = f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/"
+        own = [t for t in succeeded(played) if t.actor == actor]
+        found = held_out_metrics(own, score, passed, config.eval.pass_reward)
+        for part, value in part_metrics(own).items():
+            found[f"{label}_{part}"] = value
+        add_metrics(metrics, found, prefix=prefix)
+    return metrics
 
 
 @torch.no_grad()

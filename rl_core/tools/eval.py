@@ -25,7 +25,7 @@ from rl_core.flags import typed
 from rl_core.tools.playing import FLAGS, player, read_flags, with_model
 
 if TYPE_CHECKING:
-    from rl_core.tools.eval_folder import EvalFolder
+    from rl_core.plugins.eval_folder import EvalFolder
     from rl_core.types import Trajectory
 
 Scores = dict[str, dict[str, "Score"]]  # environment -> metric -> score
@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         options, config = read_flags(parser, argv, scratch)
         # After the flags: it imports what --help need not wait for.
+        from rl_core.plugins.eval_folder import EvalFolder
         from rl_core.plugins.watchdog import run_hooks
-        from rl_core.tools.eval_folder import EvalFolder
         from rl_core.types import RunError
 
         found: dict[str, Scores] = {}

@@ -15,9 +15,9 @@ from rl_core.plugins.actor_rules import URL
 
 if TYPE_CHECKING:
     from rl_core.data.tasks import TaskSource
+    from rl_core.plugins.eval_folder import Cell
     from rl_core.sampling.env import Env
     from rl_core.sampling.rollout import RolloutWorker
-    from rl_core.tools.eval_folder import Cell
     from rl_core.types import Task, Trajectory
 
 FLAGS = """All other flags are those of a run (rl-core train --help), such as --env_path, --data.eval, --data.train,

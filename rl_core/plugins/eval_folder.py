@@ -48,15 +48,17 @@ class EvalFolder:
 
     def cell(self, model: str, env: str) -> Cell:
         """The episodes of one model in one environment."""
-        # Two models may have one name in different folders.
-        name = "_".join(Path(model).parts[-2:])
-        name = re.sub(r"[^\w.-]", "_", name)
-        file = f"{name}_{crc32(model.encode()):08x}_{env}.jsonl"
-        return Cell(self.folder / "episodes" / file)
+        return cell_of(self.folder, model, env)
 
     def write(self, scores: str, table: str) -> None:
         write_whole(self.folder / "scores.json", scores + "\n")
         write_whole(self.folder / "table.md", table + "\n")
+
+
+def cell_of(folder: Path, model: str, env: str) -> Cell:
+    # Two models may have one name in different folders.
+    name = "_".join([*Path(model).parts[-2:], f"{crc32(model.encode()):08x}", env])
+    return Cell(folder / "episodes" / (re.sub(r"[^\w.-]", "_", name) + ".jsonl"))
 
 
 class Cell:
