@@ -62,6 +62,8 @@ class DataConfig(Section, prefix="data."):
         dict, "other names of columns: answer=solution reads solution as answer"
     )
     shuffle: bool = flag(True, "a new order each epoch, drawn from the seed")
+    streaming: bool = flag(False, "read training rows one by one: large files, hub data sets")
+    shuffle_buffer: AtLeast1 = flag(1000, "streaming: rows in memory, among which it shuffles")
     skip_long: bool = flag(False, "leave out rows that are too long, instead of refusing the file")
     min_reward: float | None = flag(
         None, "sft on rollouts: only episodes with this reward", only=("sft",)

@@ -223,6 +223,9 @@ def load_source(
     config: Config, env: Env | None, name: str, part: str, path: str | None
 ) -> TaskSource | None:
     is_train = part == "train"
+    is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
+    if is_train and config.data.streaming:
+        return registry.streamed_tasks(config, env, name, path, is_pairs)
     if path:
         min_reward = config.data.min_reward if is_train else None
         load_other = partial(registry.load_other, min_reward=min_reward, actor=config.trained[0])
@@ -244,5 +247,5 @@ def load_source(
         files=files,
         seed=config.seed,
         shuffle=config.data.shuffle and is_train,
-        is_pairs=make_algorithm(config.algorithm, config.algo).is_pairs,
+        is_pairs=is_pairs,
     )

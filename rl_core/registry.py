@@ -76,6 +76,12 @@ def load_other(*source: Any, **rollouts: Any):
     return load_other(*source, **rollouts)
 
 
+def streamed_tasks(*source: Any):
+    from rl_core.plugins.streaming import streamed_tasks
+
+    return streamed_tasks(*source)
+
+
 def renamed_columns(config: Any, rows: Any, path: str):
     from rl_core.plugins.renamed_columns import RenamedColumns
 
@@ -669,6 +675,12 @@ def hub(trainer: Any):
     return Hub(trainer)
 
 
+def stream_state(trainer: Any):
+    from rl_core.plugins.streaming import StreamState
+
+    return StreamState(trainer)
+
+
 def learning_elsewhere(trainer: Any):
     from rl_core.plugins.places import Places
 
@@ -685,6 +697,7 @@ PLUGINS = (
     (lambda trainer: trainer.ranks.is_writer, terminal),
     (lambda trainer: trainer.config.trackers, trackers),
     (lambda trainer: has_curriculum(trainer.plan), curriculum),
+    (lambda trainer: trainer.config.data.streaming, stream_state),
     (lambda trainer: trainer.config.is_rl and trainer.config.canary_tolerance != 0, canary),
     (lambda trainer: trainer.config.rollout.lagged[0] > 0, stale_policy),
     (

@@ -15,7 +15,7 @@ NUM_ROWS = 200  # the first of each source, which are looked at
 def data_warnings(
     config: Config, algorithm: Algorithm, train: TaskSource, evals: dict[str, TaskSource]
 ) -> Iterator[str]:
-    if config.tasks_per_step > len(train):
+    if config.tasks_per_step > len(train) and not config.data.streaming:
         yield (
             f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "
             f"there are {len(train)} training rows"

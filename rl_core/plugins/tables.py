@@ -83,7 +83,7 @@ class JsonLines(Sequence):
         return row
 
 
-def load_named(name: str, split: str) -> Sequence[Row]:
+def load_named(name: str, split: str, streaming: bool = False) -> Sequence[Row]:
     """The tasks of a folder in Harbor's format, or the split of one that `save_to_disk` made, or of
     "org/name[:config]" on the hub."""
     from rl_core.agents.harbor_task import is_tasks_folder, task_rows
@@ -96,17 +96,17 @@ def load_named(name: str, split: str) -> Sequence[Row]:
     if not path.is_dir():
         source, _, config = name.partition(":")
         with one_line_errors(f"{name} is no file here, and the hub"):
-            return datasets.load_dataset(source, config or None, split=split)
+            return datasets.load_dataset(source, config or None, split=split, streaming=streaming)
     with one_line_errors(str(path)):
         rows = datasets.load_from_disk(str(path))
     if not isinstance(rows, dict):
-        return rows
+        return rows.to_iterable_dataset() if streaming else rows
     if split not in rows:
         raise ValueError(f"{path}: no split {split!r}; {nearest(split, rows)}")
-    return rows[split]
+    return rows[split].to_iterable_dataset() if streaming else rows[split]
 
 
-def load_table(files: list[Path], suffix: str) -> Sequence[Row]:
+def load_table(files: list[Path], suffix: str, streaming: bool = False) -> Sequence[Row]:
     """The rows of files of one format. Cells of text files stay text: 007 is no 7, and NA is no
     empty cell."""
     if suffix not in TABLES:
@@ -120,13 +120,16 @@ def load_table(files: list[Path], suffix: str) -> Sequence[Row]:
     names = [str(path) for path in files]
     with one_line_errors(", ".join(names)):
         if suffix not in SEPARATORS:
-            return datasets.load_dataset(suffix[1:], data_files=names, split="train")
+            return datasets.load_dataset(
+                suffix[1:], data_files=names, split="train", streaming=streaming
+            )
         separator = SEPARATORS[suffix]
         columns = pandas.read_csv(names[0], sep=separator, nrows=0).columns
         return datasets.load_dataset(
             "csv",
             data_files=names,
             split="train",
+            streaming=streaming,
             sep=separator,
             features=datasets.Features({column: datasets.Value("string") for column in columns}),
             keep_default_na=False,

@@ -100,7 +100,8 @@ def loaded(trainer: Any) -> str:
             if name in place.actors:
                 about = f"{'learns' if actor.is_trained else 'frozen'} on {place.where}"
         models.append(f"{name}: {actor.model} ({about})")
-    work = f"{config.algorithm}: {sum(len(source) for source in plan.train.sources):,} rows"
+    rows = f"{sum(len(source) for source in plan.train.sources):,}"
+    work = f"{config.algorithm}: {'streamed' if config.data.streaming else rows} rows"
     if plan.eval:
         work += f", {sum(len(source) for source in plan.eval.values()):,} held out"
     work += f"; {config.num_steps:,} steps of {config.tasks_per_step:,} "

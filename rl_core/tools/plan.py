@@ -177,17 +177,18 @@ def facts(plan: Plan) -> dict[str, Any]:
                 for what, (sample, learn) in table.items()
             },
         }
+    num_rows = 0 if config.data.streaming else len(plan.train)
     samples, each = "rows", 1
     if config.is_rl:
         samples, each = "episodes", config.group_size
     elif plan.algorithm.is_pairs:
         samples, each = "replies", 2
     return {
-        "train_rows": len(plan.train),
+        "train_rows": num_rows or "streamed",
         "eval_rows": sum(map(len, plan.eval.values())),
         "num_steps": config.num_steps,
         "tasks_per_step": config.tasks_per_step,
-        "epochs": config.num_steps * config.tasks_per_step / len(plan.train),
+        "epochs": config.num_steps * config.tasks_per_step / num_rows if num_rows else 0.0,
         "ranks": {"all": num_ranks} | asdict(plan.mesh),
         "engine": config.engine if config.is_rl else None,
         "dtype": str(compute_dtype(config)).removeprefix("torch."),

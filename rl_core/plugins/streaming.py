@@ -1,0 +1,259 @@
+"""--data.streaming: training rows read one after the other, from the hub or from large files.
+
+No file is downloaded or read as a whole. Rows are shuffled within blocks of --data.shuffle_buffer,
+each by a seed of its own, so that the row at a position depends on nothing that was drawn before.
+Every rank reads the same stream and takes its own positions of it.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.config import Config
+from rl_core.data.rows import Row, check_exists, files_of, parse_rows, suffix_of
+from rl_core.data.tasks import TaskSource, make_task
+from rl_core.plugin import Plugin
+from rl_core.plugins.env_file import check_columns
+from rl_core.plugins.renamed_columns import RenamedColumns
+from rl_core.plugins.sft_dataset import check_rows
+from rl_core.plugins.tables import load_named, load_table
+from rl_core.rules import nearest, refuse
+from rl_core.sampling.env import Env
+from rl_core.types import Task, counter_seed
+
+CHECKED_ROWS = 200  # The first rows, which are checked at start-up.
+KEPT_BLOCKS = 2  # Episodes that began with an older block may still be drawn from it.
+KEPT_STATES = 8
+# c: the configuration; path: of the rows; env: None if rows are learned.
+OF_STREAMS = [
+    (
+        lambda c, path, env: not path,
+        "--data.streaming needs --data.train: files or a name on the hub; load_tasks() gives all "
+        "rows at once",
+    ),
+    (
+        lambda c, path, env: c.num_epochs,
+        "--num_epochs={c.num_epochs} needs the number of rows, which --data.streaming does not "
+        "know; give --num_steps",
+    ),
+    (
+        lambda c, path, env: c.data.skip_long,
+        "--data.skip_long looks at all rows, which --data.streaming does not; leave out long rows "
+        "before, or raise --max_prompt_tokens",
+    ),
+    (
+        lambda c, path, env: c.data.min_reward is not None,
+        "--data.min_reward is for a run's rollouts, which --data.streaming does not read; leave "
+        "one out",
+    ),
+    (
+        lambda c, path, env: len(c.env_paths) > 1,
+        "--data.streaming is for one environment; leave it out, or name one --env_path",
+    ),
+    (
+        lambda c, path, env: env and "task_weight" in env.hooks,
+        "task_weight() draws from all rows, which --data.streaming does not hold; leave one out",
+    ),
+]
+
+
+class JsonLinesStream:
+    """The rows of .jsonl files, one after the other. Its state is a place in a file, as that of an
+    IterableDataset. Raises ValueError, with file and line, for what is no row."""
+
+    def __init__(self, files: list[Path]):
+        self.files = files
+        self.load_state_dict({"file": 0, "byte": 0, "line": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"file": self.file, "byte": self.byte, "line": self.line}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.file, self.byte, self.line = state["file"], state["byte"], state["line"]
+
+    def __iter__(self) -> Iterator[Row]:
+        while self.file < len(self.files):
+            path = self.files[self.file]
+            opened = gzip.open if path.suffix == ".gz" else open
+            with opened(path, "rb") as file:
+                file.seek(self.byte)
+                for text in file:
+                    self.byte += len(text)
+                    self.line += 1
+                    if text.strip():
+                        yield from parse_rows(text, f"row {self.line} of {path}")
+            self.load_state_dict({"file": self.file + 1, "byte": 0, "line": 0})
+
+
+def open_stream(path: str, split: str) -> Any:
+    """What gives the rows of a source, with state_dict() and load_state_dict()."""
+    named, _, last = path.rpartition("@")
+    if named and "/" not in last and not Path(path).expanduser().exists():
+        path, split = named, last
+    files = files_of(path, split)
+    if not files:
+        return load_named(path, split, streaming=True)
+    for file in files:
+        check_exists(file)
+    suffixes = {suffix_of(file) for file in files}
+    if suffixes == {".jsonl"}:
+        return JsonLinesStream(files)
+    if len(suffixes) > 1 or ".json" in suffixes:
+        raise ValueError(
+            f"{path}: --data.streaming reads files of one format, and of JSON one object a line; "
+            f"these are {', '.join(sorted(suffixes))}"
+        )
+    return load_table(files, suffixes.pop(), streaming=True)
+
+
+class StreamedTasks:
+    """The training tasks of a stream, in the place of a TaskSource. At most KEPT_BLOCKS blocks of
+    rows are in memory. At the end of the rows the next epoch begins, in another order."""
+
+    def __init__(
+        self, stream: Any, name: str, config: Config, env_name: str, env: Env | None, is_pairs: bool
+    ):
+        self.stream, self.name, self.config = stream, name, config
+        self.env_name, self.is_pairs = env_name, is_pairs
+        self.columns = required_columns(env) if env else set()
+        self.size = config.data.shuffle_buffer
+        self.num_rows = 0  # 0: the end was not reached yet
+        self.blocks: dict[int, list[Row]] = {}
+        # Number of a block -> where the stream stands before it.
+        self.states: dict[int, Any] = {0: stream.state_dict()}
+        self.next_block, self.iterator = 0, iter(stream)
+        first = self.block(0)[:CHECKED_ROWS]
+        if not first:
+            raise ValueError(f"{name}: the data set is empty; it must have at least one row")
+        if env:
+            check_columns(env, first, [(name, len(first))])
+        else:
+            check_rows(config, first, name, True)
+        # What start-up looks at.
+        head = TaskSource(
+            first,
+            env=env_name,
+            split="train",
+            seed=config.seed,
+            shuffle=False,
+            is_pairs=is_pairs,
+            files=[(name, len(first))],
+        )
+        self.sources = [head]
+
+    def __len__(self) -> int:
+        """Of the rows that start-up looks at: nobody knows the number of all."""
+        return len(self.sources[0])
+
+    def task(self, position: int) -> Task:
+        """The task at a position, the number of tasks drawn since the run began. Raises ValueError,
+        with its number, for a row that is cut short or lacks a column."""
+        epoch, offset = self.place(position)
+        number = offset // self.size
+        rows = self.block(number)
+        if self.place(position) != (epoch, offset):  # this was the end of the first epoch
+            return self.task(position)
+        at = offset - number * self.size
+        if self.config.data.shuffle:
+            seed = counter_seed(self.config.seed, "stream", epoch, number)
+            at = int(np.random.RandomState(seed).permutation(len(rows))[at])
+        index = number * self.size + at
+        place = f"row {index + 1} of {self.name}"
+        for column in sorted(self.columns - rows[at].keys()):
+            raise ValueError(f"{place}: no column {column!r}; {nearest(column, rows[at])}")
+        return make_task(rows[at], index, self.env_name, "train", self.is_pairs, place)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """(epoch, row in it)."""
+        return divmod(position, self.num_rows) if self.num_rows else (0, position)
+
+    def block(self, number: int) -> list[Row]:
+        """Its rows, in the order of the files; none past the end."""
+        if number not in self.blocks:
+            self.go_to(number)
+            while self.next_block <= number and not self.is_past_end():
+                self.read_block()
+        return self.blocks.get(number, [])
+
+    def go_to(self, number: int) -> None:
+        """Begins again before a block that was read already, or nearer to one that was not."""
+        start = max(block for block in self.states if block <= number)
+        if number < self.next_block or start > self.next_block:
+            self.stream.load_state_dict(self.states[start])
+            self.next_block, self.iterator = start, iter(self.stream)
+
+    def is_past_end(self) -> bool:
+        return bool(self.num_rows) and self.next_block * self.size >= self.num_rows
+
+    def read_block(self) -> None:
+        number = self.next_block
+        while len(self.blocks) >= KEPT_BLOCKS:
+            del self.blocks[next(iter(self.blocks))]
+        rows: list[Row] = []
+        try:
+            for row in islice(self.iterator, self.size):
+                rows.append(row)
+        except (OSError, ValueError, EOFError) as error:
+            if isinstance(error, ValueError) and isinstance(self.stream, JsonLinesStream):
+                raise  # It names file and line.
+            cause = error.__cause__ or error
+            text = " ".join(str(cause).split())
+            number_before = number * self.size + len(rows)
+            raise ValueError(
+                f"{self.name}: after row {number_before}: {type(cause).__name__}: {text}"
+            ) from None
+        if rows and self.config.data.columns:
+            rows = list(RenamedColumns(rows, self.config.data.columns, self.name, number == 0))
+        if len(rows) < self.size:
+            self.num_rows = number * self.size + len(rows)
+        if rows:
+            self.blocks[number] = rows
+        self.next_block += 1
+        self.states[self.next_block] = self.stream.state_dict()
+        if len(self.states) > KEPT_STATES:
+            del self.states[min(block for block in self.states if block)]
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stood before its last blocks. None of it is needed to go on: it saves
+        reading the rows before."""
+        states = {str(number): state for number, state in self.states.items()}
+        return {"num_rows": self.num_rows, "size": self.size, "states": states}
+
+    def load(self, state: dict[str, Any]) -> None:
+        if state.get("size") == self.size:
+            self.num_rows = state["num_rows"]
+            self.states |= {int(number): place for number, place in state["states"].items()}
+
+
+def required_columns(env: Env) -> set[str]:
+    """Columns that hooks and system prompts name."""
+    columns: set[str] = set()
+    for hook in env.hooks.values():
+        columns |= set(hook.required - hook.ours)
+    for prompt in env.dialogue.system_prompts.values():
+        columns |= set(prompt.columns)
+    return columns
+
+
+def streamed_tasks(
+    config: Config, env: Env | None, env_name: str, path: str | None, is_pairs: bool
+) -> StreamedTasks:
+    """Raises ValueError for flags that need all rows."""
+    refuse(OF_STREAMS, c=config, path=path, env=env)
+    return StreamedTasks(open_stream(path, "train"), path, config, env_name, env, is_pairs)
+
+
+class StreamState(Plugin):
+    """Checkpoints keep the place in the stream."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.trainer.plan.train.load(state.get("stream", {}))
+
+    def state(self) -> dict[str, Any]:
+        return {"stream": self.trainer.plan.train.state()}
