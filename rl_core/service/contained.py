@@ -16,8 +16,11 @@ from typing import BinaryIO
 from rl_core.plugins.watchdog import name_what_blocks
 from rl_core.sampling.hooks import LoopClock
 from rl_core.service import environments_pb2 as pb
+from rl_core.service import reused
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.worker import Worker
+
+THREADS = 'starts threads while it loads, which no fork has: use container = "exclusive"'
 
 
 def frame(message: pb.Request | pb.Reply) -> bytes:
@@ -56,10 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("env", metavar="ENV.py")
     parser.add_argument("--hook_timeout_s", type=float, default=60.0)
+    parser.add_argument("--reuse", action="store_true", help="one session after the other")
     args = parser.parse_args(argv)
     # Copies of these two are not inherited; who prints, or reads, gets stderr and nothing.
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
+    requests = os.dup(0)
+    replies = os.dup(1)
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
@@ -70,7 +74,22 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(f"error: {error}{fix}", file=sys.stderr, flush=True)
         return 1
-    asyncio.run(serve(Worker([env], capacity=1 << 30, idle_s=0.0), requests, replies))
+
+    def session(requests: int, replies: int) -> None:
+        worker = Worker([env], capacity=1 << 30, idle_s=0.0)
+        asyncio.run(serve(worker, os.fdopen(requests, "rb"), os.fdopen(replies, "wb")))
+
+    if not args.reuse:
+        session(requests, replies)
+    elif threading.active_count() > 1:
+        print(f"error: {args.env} {THREADS}", file=sys.stderr, flush=True)
+        return 1
+    else:
+        try:
+            reused.serve(session, requests, replies)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
     return 0
 
 

@@ -7,8 +7,10 @@ import ast
 import asyncio
 import re
 import secrets
+import sys
 import tempfile
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +33,14 @@ from rl_core.service.hosted import check_capacity
 from rl_core.service.session import Numbered, Session
 from rl_core.service.wire import CODES, MAX_MESSAGE, VERB_OF, ServiceError, wrong
 
-SETTINGS = ("image", "network", "cpus", "memory", "capacity")
+SETTINGS = ("image", "network", "cpus", "memory", "capacity", "container")
+KINDS = ("exclusive", "reuse")
 CAPACITY = 16  # sessions, which are containers, of one worker
 CONFINED = ["--interactive", "--init", "--read-only", "--env", "HOME=/tmp"]
 CONFINED += ["--tmpfs", "/tmp:rw,nosuid,nodev,size=256m"]
+AGAIN_S = 5.0  # until a warm container that did not start is tried again
 OPEN_S = 300.0  # an image may have to be pulled
+CLEAN_S = 10.0  # for a container between two sessions
 GRACE_S = 2.0  # from the end of a container's stdin to its removal by force
 
 
@@ -46,6 +51,7 @@ class Settings:
     cpus: float = 1.0
     memory: str = "1g"
     capacity: int = CAPACITY
+    container: str = "exclusive"  # or reuse: it is cleaned between sessions
 
 
 def container_settings(path: str) -> Settings | None:
@@ -82,6 +88,7 @@ def container_settings(path: str) -> Settings | None:
             re.fullmatch(r"[1-9]\d*[bkmg]", str(settings.memory)),
             'text such as "512m" or "2g"',
         ),
+        ("container", settings.container in KINDS, " or ".join(f'"{kind}"' for kind in KINDS)),
     ]
     for name, is_good, rule in rules:
         if not is_good:
@@ -96,7 +103,9 @@ class Runtime:
     worker: str
     closing: set[asyncio.Task] = field(default_factory=set)
 
-    def argv(self, name: str, path: str, settings: Settings, hook_timeout_s: float) -> list[str]:
+    def argv(
+        self, name: str, path: str, settings: Settings, hook_timeout_s: float, *more: str
+    ) -> list[str]:
         """The command that asks for a container, and then speaks with what runs in it."""
         file = Path(path).expanduser().resolve()
         given = [*CONFINED, "--name", name, "--label", f"rl_core.worker={self.worker}"]
@@ -108,6 +117,7 @@ class Runtime:
             f"/env/{file.name}",
             "--hook_timeout_s",
             f"{hook_timeout_s:g}",
+            *more,
         ]
         line = run_line(self.program, network=settings.network)
         return [*line, *given, settings.image, *inside]
@@ -116,10 +126,15 @@ class Runtime:
         return remove_line(self.program, names)
 
     async def open(
-        self, path: str, settings: Settings, hook_timeout_s: float, died: Callable[[str], None]
+        self,
+        path: str,
+        settings: Settings,
+        hook_timeout_s: float,
+        died: Callable[[str], None],
+        *more: str,
     ) -> Box:
         name = f"rl-core-{self.worker}-{secrets.token_hex(4)}"
-        argv = self.argv(name, path, settings, hook_timeout_s)
+        argv = self.argv(name, path, settings, hook_timeout_s, *more)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -131,7 +146,8 @@ class Runtime:
         return Box(self, name, process, died)
 
     async def close(self) -> None:
-        await asyncio.gather(*self.closing, return_exceptions=True)
+        while self.closing:  # a container that is cleaned is removed after that
+            await asyncio.gather(*self.closing, return_exceptions=True)
 
 
 def find_runtime(worker: str, why: str) -> Runtime:
@@ -156,6 +172,7 @@ class Box:
         self.waiting: dict[int, asyncio.Future] = {}
         self.next_id = 0
         self.end = ""
+        self.cleaned: asyncio.Future | None = None  # of a container that is used again
         self.removal: asyncio.Task | None = None
         self.reader = asyncio.ensure_future(self._read())
 
@@ -184,6 +201,9 @@ class Box:
         try:
             while True:
                 size = int.from_bytes(await self.process.stdout.readexactly(4), "big")
+                if size == 0 and self.cleaned and not self.cleaned.done():
+                    self.cleaned.set_result(True)
+                    continue
                 if size > MAX_MESSAGE:
                     break
                 reply = pb.Reply.FromString(await self.process.stdout.readexactly(size))
@@ -196,10 +216,30 @@ class Box:
         code = await self.process.wait()
         why = ", killed, perhaps for memory" if code in (137, -9) else ""
         self.end = f"container {self.name} ended (exit code {code}{why})"
+        if self.cleaned and not self.cleaned.done():
+            self.cleaned.set_result(False)
         self.died(self.end)
         for future in self.waiting.values():
             if not future.done():
                 future.set_exception(ServiceError(StatusCode.UNKNOWN, self.end))
+
+    @property
+    def is_over(self) -> bool:
+        return self.removal is not None or bool(self.end)
+
+    def lend(self, died: Callable[[str], None]) -> None:
+        """died(why) is called if it ends."""
+        self.died = died
+
+    async def clean(self) -> bool:
+        """Whether it is as before its session: all processes of it are gone, and all files."""
+        if self.is_over:
+            return False
+        self.cleaned = asyncio.get_running_loop().create_future()
+        self.process.stdin.write(bytes(4))
+        with suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(self.cleaned, CLEAN_S) and not self.is_over
+        return False
 
     def close(self) -> None:
         if self.removal is None:
@@ -223,6 +263,89 @@ class Box:
                     process.kill()
 
 
+class Pool:
+    """Containers that wait for a session: `warm` of them, made before they are asked for, and with
+    container = "reuse" those that were cleaned after one."""
+
+    def __init__(
+        self,
+        open_box: Callable[[Callable[[str], None]], Awaitable[Box]],
+        runtime: Runtime,
+        settings: Settings,
+        warm: int,
+    ):
+        self.open_box = open_box
+        self.runtime = runtime
+        self.settings = settings
+        self.warm = warm
+        self.idle: deque[Box] = deque()
+        self.tasks: set[asyncio.Task] = set()  # containers that are made
+        self.is_closed = False
+
+    async def take(self, died: Callable[[str], None]) -> Box:
+        """A container that no session has used since it was made or cleaned."""
+        self.drop_ended()
+        box = self.idle.popleft() if self.idle else None
+        self.fill()
+        if box is None:
+            return await self.open_box(died)
+        box.lend(died)
+        return box
+
+    def give_back(self, box: Box, is_good: bool) -> None:
+        """Cleans it, or removes it."""
+        is_full = len(self.idle) >= self.settings.capacity
+        if self.settings.container != "reuse" or not is_good or is_full or self.is_closed:
+            return box.close()
+        box.lend(lambda why: None)
+        cleaning = asyncio.ensure_future(self._clean(box))
+        self.runtime.closing.add(cleaning)
+        cleaning.add_done_callback(self.runtime.closing.discard)
+
+    async def _clean(self, box: Box) -> None:
+        if await box.clean() and not self.is_closed:
+            self.idle.append(box)
+        else:
+            box.close()
+
+    def drop_ended(self) -> None:
+        for box in [box for box in self.idle if box.is_over]:
+            self.idle.remove(box)
+
+    def fill(self) -> None:
+        """Begins as many containers as are missing."""
+        self.drop_ended()
+        while not self.is_closed and len(self.idle) + len(self.tasks) < self.warm:
+            task = asyncio.ensure_future(self._make())
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+            self.runtime.closing.add(task)
+            task.add_done_callback(self.runtime.closing.discard)
+
+    async def _make(self) -> None:
+        """One more that is ready. A failure is told, and tried again: sessions do not wait for
+        it."""
+        while True:
+            box = await self.open_box(lambda why: self.fill())
+            try:
+                await box.ask(OPEN_S, describe=pb.DescribeRequest())
+                self.idle.append(box)
+                return
+            except ServiceError as error:
+                print(f"a warm container: {error}; again soon", file=sys.stderr, flush=True)
+                await asyncio.sleep(AGAIN_S)
+            finally:
+                if box not in self.idle:
+                    box.close()
+
+    def close(self) -> None:
+        self.is_closed = True
+        for task in self.tasks:
+            task.cancel()
+        for box in self.idle:
+            box.close()
+
+
 class ContainedSession:
     """A session in a container of its own, with what a worker needs of a Session."""
 
@@ -240,7 +363,7 @@ class ContainedSession:
 
     async def start(self) -> pb.StartReply:
         """Raises ServiceError if there is no container, or the file's start() fails in it."""
-        self.box = await self.env.open_box(self.fail)
+        self.box = await self.env.pool.take(self.fail)
         request = pb.StartRequest()
         request.CopyFrom(self.request)
         request.key = ""
@@ -288,7 +411,7 @@ class ContainedSession:
 
     def close(self) -> None:
         if self.box:
-            self.box.close()
+            self.env.pool.give_back(self.box, self.status != pb.ENVIRONMENT_ERROR)
 
 
 class ContainedEnv:
@@ -303,6 +426,7 @@ class ContainedEnv:
         *,
         hook_timeout_s: float,
         idle_s: float,
+        warm: int = 0,
     ):
         self.name = Path(path).stem
         self.path = path
@@ -315,15 +439,17 @@ class ContainedEnv:
         self.described = pb.Environment()
         self.interactions = 0
         self.scores: set[str] = set()  # rewards of an episode
+        more = ["--reuse"] if settings.container == "reuse" else []
+        self.pool = Pool(lambda died: self.open_box(died, *more), runtime, settings, warm)
         self.common: Box | None = None
         self.lock = asyncio.Lock()
 
     @classmethod
     async def open(
-        cls, path: str, settings: Settings, runtime: Runtime, **limits: float
+        cls, path: str, settings: Settings, runtime: Runtime, *, warm: int = 0, **limits: float
     ) -> ContainedEnv:
         """Raises ValueError if its container does not start, or the file cannot be served."""
-        env = cls(path, settings, runtime, **limits)
+        env = cls(path, settings, runtime, warm=warm, **limits)
         try:
             env.described = (await env.ask(OPEN_S, describe=pb.DescribeRequest())).envs[0]
         except ServiceError as error:
@@ -333,10 +459,12 @@ class ContainedEnv:
         env.scores = {hook.name for hook in hooks if hook.is_reward and not hook.batched}
         # Hooks in the container have deadlines of their own.
         env.patience_s = 2 * env.hook_timeout_s + 30.0
+        env.pool.fill()
         return env
 
-    async def open_box(self, died: Callable[[str], None]) -> Box:
-        return await self.runtime.open(self.path, self.settings, self.hook_timeout_s, died)
+    async def open_box(self, died: Callable[[str], None], *more: str) -> Box:
+        limits = self.settings, self.hook_timeout_s
+        return await self.runtime.open(self.path, *limits, died, *more)
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
         """Of the container for all; of another one if it ends meanwhile."""
@@ -363,5 +491,6 @@ class ContainedEnv:
         return await self.ask(self.patience_s, call=request)
 
     def close(self) -> None:
+        self.pool.close()
         if self.common:
             self.common.close()

@@ -37,6 +37,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--hook_timeout_s", type=float, default=60.0, help="deadline of each call of a hook"
     )
     parser.add_argument(
+        "--warm",
+        type=int,
+        default=0,
+        help="containers of each file with an image that are ready before sessions ask",
+    )
+    parser.add_argument(
         "--priority",
         type=int,
         default=0,

@@ -162,6 +162,16 @@ async def tell_health(hub: Hub, servicer: health.aio.HealthServicer) -> None:
         await hub.changed.wait()
 
 
+def worker_command(
+    args: argparse.Namespace, join: str, name: str, dead: str, has_token: bool
+) -> list[str]:
+    command = [sys.executable, "-m", "rl_core.service.worker", *args.envs, "--join", join]
+    command += ["--replaces", dead, "--name", name, "--parent", str(os.getpid())]
+    for flag in ("capacity", "idle_s", "hook_timeout_s", "priority", "warm"):
+        command += [f"--{flag}", str(getattr(args, flag))]
+    return command + (["--token_file", "/dev/stdin"] if has_token else [])
+
+
 async def keep_worker(
     args: argparse.Namespace, token: str, join: str, hub: Hub | None, stop: asyncio.Event
 ) -> None:
@@ -173,21 +183,8 @@ async def keep_worker(
         dead = name
         name = secrets.token_hex(6)
         began_s = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "rl_core.service.worker",
-            *args.envs,
-            "--join",
-            join,
-            "--replaces",
-            dead,
-        ]
-        command += ["--name", name, "--parent", str(os.getpid())]
-        for flag in ("capacity", "idle_s", "hook_timeout_s", "priority"):
-            command += [f"--{flag}", str(getattr(args, flag))]
+        command = worker_command(args, join, name, dead, bool(token))
         command += ["--tls_ca", args.tls_ca] if args.tls_ca and hub is None else []
-        command += ["--token_file", "/dev/stdin"] if token else []
         # Not by a variable: /proc would show it to every program that the worker's environments
         # start.
         pipe = asyncio.subprocess.PIPE

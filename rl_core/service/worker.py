@@ -28,6 +28,8 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import (
     ContainedEnv,
     ContainedSession,
+    Runtime,
+    Settings,
     container_settings,
     find_runtime,
 )
@@ -361,6 +363,14 @@ def memory_bytes() -> int:
         return 0
 
 
+def runtime_for(settings: dict[str, Settings | None], name: str, warm: int) -> Runtime | None:
+    """None if no file has an image."""
+    images = [f"{path} says image = {found.image!r}" for path, found in settings.items() if found]
+    if warm and not images:
+        raise ValueError(f"--warm {warm} is for files with an image, and there is none")
+    return find_runtime(name, images[0]) if images else None
+
+
 def make_worker(envs: list[LocalEnv | ContainedEnv], name: str, args: argparse.Namespace) -> Worker:
     """It drains on SIGTERM, and on SIGHUP so that another one comes in its place."""
     limits = {"capacity": args.capacity, "idle_s": args.idle_s, "priority": args.priority}
@@ -380,13 +390,13 @@ async def run(args: argparse.Namespace, access: Access) -> int:
     loop = asyncio.get_running_loop()
     over = loop.create_future()
     settings = {path: container_settings(path) for path in args.envs}
-    images = [f"{path} says image = {found.image!r}" for path, found in settings.items() if found]
-    runtime = find_runtime(name, images[0]) if images else None
+    runtime = runtime_for(settings, name, args.warm)
     envs = []
     try:
         for path, container in settings.items():
             limits = {"hook_timeout_s": args.hook_timeout_s, "idle_s": args.idle_s}
-            contained = container and await ContainedEnv.open(path, container, runtime, **limits)
+            warm = {"warm": args.warm} | limits
+            contained = container and await ContainedEnv.open(path, container, runtime, **warm)
             envs.append(contained or LocalEnv(path, **limits))
         worker = make_worker(envs, name, args)
 

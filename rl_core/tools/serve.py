@@ -78,6 +78,8 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     for flag in ("workers", "capacity", "queue", "heartbeat_s", "idle_s", "hook_timeout_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
+    if args.warm < 0:
+        raise ValueError(f"--warm {args.warm} must be at least 0")
     if args.dispatch not in DISPATCH:
         raise ValueError(f"--dispatch {args.dispatch}: {nearest(args.dispatch, DISPATCH)}")
     # GRPC takes the remainder.

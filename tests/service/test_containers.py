@@ -75,7 +75,7 @@ def advantage_fn(rewards):
 class AsProcess(Runtime):
     """What would run in the container, without one."""
 
-    def argv(self, name, path, settings, hook_timeout_s):
+    def argv(self, name, path, settings, hook_timeout_s, *more):
         return [
             sys.executable,
             "-m",
@@ -83,6 +83,7 @@ class AsProcess(Runtime):
             path,
             "--hook_timeout_s",
             str(hook_timeout_s),
+            *more,
         ]
 
     def remove_argv(self, names):
