@@ -641,6 +641,12 @@ def tell_end(trainer: Any):
     tell_end(trainer)
 
 
+def served_codes(trainer: Any):
+    from rl_core.plugins.served_codes import ServedCodes
+
+    return ServedCodes(trainer)
+
+
 def failure_limit(trainer: Any):
     from rl_core.plugins.failure_limit import FailureLimit
 
@@ -716,6 +722,7 @@ PLUGINS = (
 # others have.
 LAST_PLUGINS = (
     (lambda trainer: True, signal_handler),
+    (lambda trainer: "://" in str(trainer.config.env_path), served_codes),
     (lambda trainer: True, failure_limit),
     (lambda trainer: True, checkpointer),
     (loads_optimizer, optimizer_start),

@@ -157,7 +157,8 @@ class Session:
                 self.id = str(secrets.randbits(31))
                 body["session_id"] = int(self.id)
             status, headers, text = await self.post("start_sample", body)
-            if status == 422 and not self.server.is_worker:
+            # Several episodes may learn at once that a worker wants a number.
+            if status == 422 and "session_id" not in body:
                 self.server.is_worker = True
                 continue
             if status != 406:

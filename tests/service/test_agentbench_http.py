@@ -320,6 +320,13 @@ def test_an_episode_waits_for_a_worker_with_room(host_of):
     assert len({body["session_id"] for verb, body in host.seen[1:4]}) == 3
 
 
+def test_episodes_that_begin_at_once_learn_that_a_worker_wants_a_number(host_of):
+    _, env = host_of("worker")
+    row = {"prompt": "db 0", "index": 0}
+    found = stage.run(env, stage.cast(policy=ROWS[0]["label"][0]), rows=[row], group_size=8)
+    assert [(t.status, t.reward) for t in found] == [("ok", 1.0)] * 8
+
+
 def test_rows_are_ranges_of_samples(host_of):
     _, env = host_of("controller", "?train=0-9&eval=30-34")
     assert [row["index"] for row in env.load_tasks("train")] == list(range(10))
