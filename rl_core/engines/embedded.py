@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -324,8 +324,7 @@ class EmbeddedEngine(Engine):
             # A request that begins like another of these comes after it.
             ready = [request for request in left if request.is_ready]
             ready.sort(key=lambda request: request.num_new)
-            for request in ready:
-                self._place(request)
+            self._place(ready)
             for chunk in prefill_chunks(request for request in ready if request.num_new):
                 self._prefill(chunk)
             left = [request for request in left if request.row < 0]
@@ -352,17 +351,22 @@ class EmbeddedEngine(Engine):
             if request.num_new == 0:
                 return
 
-    def _place(self, request: Request) -> None:
-        """Gives the next row to a request, with what it takes from its source."""
-        request.row = len(self._active)
-        self._active.append(request)
-        self._waiting.remove(request)
-        self._parked.pop(request.session, None)
-        source, request.source = request.source, None
-        if source is not None:
-            kept = source.parked or self._cache.snapshot(source.row, request.num_cached)
-            self._cache.restore(request.row, kept, request.num_cached)
-            request.hidden = source.hidden
+    def _place(self, requests: list[Request]) -> None:
+        """Gives the next rows to requests, with what each takes from its source. What a group takes
+        from one source is copied at once."""
+        takers: dict[tuple[Request, int], list[int]] = defaultdict(list)
+        for request in requests:
+            request.row = len(self._active)
+            self._active.append(request)
+            self._waiting.remove(request)
+            self._parked.pop(request.session, None)
+            source, request.source = request.source, None
+            if source is not None:
+                takers[source, request.num_cached].append(request.row)
+                request.hidden = source.hidden
+        for (source, num_cached), rows in takers.items():
+            kept = source.parked or self._cache.snapshot(source.row, num_cached)
+            self._cache.restore(rows, kept, num_cached)
 
     def _prefill(self, requests: list[Request]) -> None:
         """Fills the rows of requests that are active."""
@@ -423,7 +427,8 @@ class EmbeddedEngine(Engine):
         num_ordered = 0
         if any(request.has_limits for request in requests):
             num_ordered = max(int(r.params.top_k) or logits.shape[-1] for r in requests)
-        sampled = sample(logits, numbers, num_ordered, num_kept)
+        is_drawn = all(request.params.temperature for request in requests)
+        sampled = sample(logits, numbers, num_ordered, num_kept, is_drawn)
         tokens, logprobs, *kept = sampled.tolist()  # The one wait for the device.
         check_logprobs(logprobs)
         for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):

@@ -59,9 +59,11 @@ class SlotCache:
     def snapshot(self, row: int, length: int) -> Snapshot:
         return [cache[row, :, :length].clone() for cache in self.tensors]
 
-    def restore(self, row: int, kept: Snapshot, length: int) -> None:
+    def restore(self, rows: list[int], kept: Snapshot, length: int) -> None:
+        """Writes one snapshot into each of the rows."""
+        numbers = torch.tensor(rows, device=kept[0].device)
         for cache, part in zip(self.tensors, kept, strict=True):
-            cache[row, :, :length] = part[:, :length]
+            cache[numbers, :, :length] = part[:, :length]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -264,18 +266,25 @@ def device_memory(device: torch.device) -> int:
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def sample(logits: Tensor, numbers: Tensor, num_ordered: int, num_kept: int = 0) -> Tensor:
+def sample(
+    logits: Tensor,
+    numbers: Tensor,
+    num_ordered: int,
+    num_kept: int = 0,
+    is_drawn: bool = False,
+) -> Tensor:
     """[2 + num_kept, n] fp32 on the device: tokens, which are exact in fp32; their logprobs; the
     ids that each was drawn from, -1 behind them. logits [n, V] fp32; numbers [6, n]: uniforms in
     [0, 1), is greedy, temperatures, top_k, top_p, min_p. num_ordered: as in truncated_logits(),
-    0 if no row has limits."""
+    0 if no row has limits. is_drawn: no row is greedy."""
     uniforms, greedy, temperatures, *limits = numbers.float()
     logits = logits / temperatures[:, None]
     kept = logits.new_zeros(num_kept, len(logits))
     if num_ordered:
         logits, kept = truncated_logits(logits, *limits, num_ordered)
         kept = kept[:, :num_kept].T
-    return torch.cat([torch.stack(sample_tokens(logits, uniforms, greedy.bool())), kept])
+    sampled = sample_tokens(logits, uniforms, None if is_drawn else greedy.bool())
+    return torch.cat([torch.stack(sampled), kept])
 
 
 def truncated_logits(
@@ -298,9 +307,9 @@ def truncated_logits(
     return torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered), kept
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [n] by inverse CDF at uniforms [n] in [0, 1), or the most likely where greedy, and
-    their logprobs [n]."""
+def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens [n] by inverse CDF at uniforms [n] in [0, 1), or the most likely where greedy [n]
+    says so, and their logprobs [n]."""
     logprobs = logits.log_softmax(-1)
     cdf = logprobs.exp().cumsum(-1)
     # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an
@@ -308,5 +317,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Ten
     drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
     # NaN ends up behind the last token; the caller sees its logprob.
     drawn = drawn.clamp(max=logits.shape[-1] - 1)
-    tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
+    tokens = drawn
+    if greedy is not None:
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]

@@ -72,8 +72,9 @@ class RowCaches:
     def snapshot(self, row: int, length: int) -> Any:
         return copy.deepcopy(self.rows[row])
 
-    def restore(self, row: int, kept: Any, length: int) -> None:
-        self.rows[row] = copy.deepcopy(kept)
+    def restore(self, rows: list[int], kept: Any, length: int) -> None:
+        for row in rows:
+            self.rows[row] = copy.deepcopy(kept)
 
 
 class RowModel:

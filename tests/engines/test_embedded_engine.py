@@ -68,6 +68,16 @@ def test_logprobs_equal_a_plain_forward_with_fewer_slots_than_requests(any_model
     assert_logprobs(model, prompts, run(embedded(model, num_slots=7), prompts, params), temperature)
 
 
+def test_a_greedy_request_takes_the_likeliest_tokens_beside_others_that_are_drawn(model):
+    prompts = random_prompts(6, seed=3)
+    params = [SamplingParams(max_tokens=9, temperature=i % 2) for i in range(6)]
+    completions = run(embedded(model, num_slots=6), prompts, params)
+    for prompt, completion in list(zip(prompts, completions, strict=True))[::2]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion.token_ids])).logits[0]
+        assert completion.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
 def test_logprobs_equal_a_plain_forward_over_the_turns_of_a_session(any_model):
     model = load(any_model)
     engine = embedded(model, num_slots=3)
