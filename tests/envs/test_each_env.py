@@ -62,14 +62,18 @@ def maze_solver(row):
 
 # Environment -> (row -> replies that earn 1, replies that earn 0, tokens of a prompt).
 SOLVED = {
-    "calculator": (lambda row: [f"<call>{row['messages'][0]['content']}</call>", str(row["answer"])], ["error"], 64),
+    "calculator": (
+        lambda row: [f"<call>{row['messages'][0]['content']}</call>", str(row["answer"])],
+        ["error"],
+        64,
+    ),
     "sort_digits": (lambda row: [str(row["answer"])], ["no"], 64),
     "maze": (maze_solver, ["u"], 64),
     "terminal": (terminal_solver, ["Done."], 1000),
     "python_tool": (python_solver, ["I do not know."], 1000),
     "summarise": (lambda row: [row["reference"]], ["?"], 400),
     "translate": (lambda row: [row["reference"]], ["?"], 100),
-}  # fmt: skip
+}
 IN_BOXES = ("terminal", "python_tool")
 EACH = [pytest.param(name, marks=[needs_bubblewrap] if name in IN_BOXES else []) for name in SOLVED]
 

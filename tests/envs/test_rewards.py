@@ -201,33 +201,69 @@ def test_half_a_verdict_counts_half():
 
 @pytest.mark.parametrize(
     "text, name, reward",
-    [("def f(x): return x", "f", 1), ("So:\n```python\ndef f(x):\n    return x\n```", "", 1),
-     ("def g(x): return x", "f", 0), ("class A:\n    async def f(self): await g()", "f", 1), ("", "", 0),
-     ("# a comment", "", 0), ("pass", "", 0), ("Sorry", "", 0), ("x = 1", "", 0), ("def f(x): pass", "f", 0),
-     ("def f(x): ...", "f", 0), ("def f(x):\n    'text'\n    return", "f", 0), ("def f(x: return", "f", 0),
-     ("```python\n```", "", 0), ("def f(x):\0 return x", "f", 0), ("(" * 5000, "", 0)],
-)  # fmt: skip
+    [
+        ("def f(x): return x", "f", 1),
+        ("So:\n```python\ndef f(x):\n    return x\n```", "", 1),
+        ("def g(x): return x", "f", 0),
+        ("class A:\n    async def f(self): await g()", "f", 1),
+        ("", "", 0),
+        ("# a comment", "", 0),
+        ("pass", "", 0),
+        ("Sorry", "", 0),
+        ("x = 1", "", 0),
+        ("def f(x): pass", "f", 0),
+        ("def f(x): ...", "f", 0),
+        ("def f(x):\n    'text'\n    return", "f", 0),
+        ("def f(x: return", "f", 0),
+        ("```python\n```", "", 0),
+        ("def f(x):\0 return x", "f", 0),
+        ("(" * 5000, "", 0),
+    ],
+)
 def test_syntax_is_of_code_that_parses_and_is_not_empty(text, name, reward):
     assert rewards.syntax(text, name) == reward
 
 
 # By rouge-score 0.1.2 (without stemmer) and sacrebleu 2.6.0: ROUGE-1, -2, -L, BLEU, chrF.
 OVERLAPS = [
-    ("the cat sat on the mat", "the cat is on the mat",
-     [0.833333333333, 0.6, 0.833333333333, 0.379917842826, 0.645779420625]),
-    ("Police killed the gunman.", "The gunman police killed, on 3.5 acres; well-known!",
-     [0.571428571429, 0.333333333333, 0.285714285714, 0.0382616606568, 0.378189870364]),
+    (
+        "the cat sat on the mat",
+        "the cat is on the mat",
+        [0.833333333333, 0.6, 0.833333333333, 0.379917842826, 0.645779420625],
+    ),
+    (
+        "Police killed the gunman.",
+        "The gunman police killed, on 3.5 acres; well-known!",
+        [0.571428571429, 0.333333333333, 0.285714285714, 0.0382616606568, 0.378189870364],
+    ),
     ("a", "a b c d e f g", [0.25, 0.0, 0.25, 0.00247875217667, 0.172413793103]),
     ("", "The end.", [0.0, 0.0, 0.0, 0.0, 0.0]),
-    ("Hello &quot;world&quot; - it costs $1,000.50 (about 5-6%).", 'Hello "world": it cost $1,000.50, i.e. 5-6 %!',
-     [0.695652173913, 0.285714285714, 0.695652173913, 0.292787006981, 0.432659757521]),
-    ("the the the the the the the", "the cat the dog the", [0.5, 0.0, 0.5, 0.0864301961605, 0.203891519642]),
-    ("Der schnelle braune Fuchs springt.", "Der flinke braune Fuchs sprang über den Hund.",
-     [0.461538461538, 0.181818181818, 0.461538461538, 0.11708995388, 0.436599092926]),
-    ("Über die Brücke-\ngegangen ist er", "Über die Brücke gegangen ist er", [1.0, 1.0, 1.0, 0.247369295441, 0.880240439611]),
-    ("one two three four five six seven eight", "eight seven six five four three two one",
-     [1.0, 0.0, 0.125, 0.0928752899957, 0.487732401081]),
-]  # fmt: skip
+    (
+        "Hello &quot;world&quot; - it costs $1,000.50 (about 5-6%).",
+        'Hello "world": it cost $1,000.50, i.e. 5-6 %!',
+        [0.695652173913, 0.285714285714, 0.695652173913, 0.292787006981, 0.432659757521],
+    ),
+    (
+        "the the the the the the the",
+        "the cat the dog the",
+        [0.5, 0.0, 0.5, 0.0864301961605, 0.203891519642],
+    ),
+    (
+        "Der schnelle braune Fuchs springt.",
+        "Der flinke braune Fuchs sprang über den Hund.",
+        [0.461538461538, 0.181818181818, 0.461538461538, 0.11708995388, 0.436599092926],
+    ),
+    (
+        "Über die Brücke-\ngegangen ist er",
+        "Über die Brücke gegangen ist er",
+        [1.0, 1.0, 1.0, 0.247369295441, 0.880240439611],
+    ),
+    (
+        "one two three four five six seven eight",
+        "eight seven six five four three two one",
+        [1.0, 0.0, 0.125, 0.0928752899957, 0.487732401081],
+    ),
+]
 
 
 @pytest.mark.parametrize("text, reference, values", OVERLAPS)
