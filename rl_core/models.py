@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def is_sharded(config: Config) -> bool:
 
 
 def make_learners(
-    config: Config, algorithms: dict[str, Algorithm], ranks: Ranks
+    config: Config, algorithms: dict[str, Algorithm], ranks: Ranks, own_parts: Any = None
 ) -> dict[str, Learner]:
     """The learner of each actor that `algorithms` names, by its own settings. Those that share a
     model train an adapter of it each."""
@@ -48,7 +49,7 @@ def make_learners(
         owner = learners.get(config.actors[name].share)
         shared = owner.policy if owner else None
         own = config.of(name), algorithms[name], name
-        learners[name] = make_learner(*own, ranks, shared, learners)
+        learners[name] = make_learner(*own, ranks, shared, learners, own_parts)
     models = itertools.chain(*(learner.models() for learner in learners.values()))
     for model in dict.fromkeys(models):
         registry.choose_forward(model, ranks)
@@ -63,11 +64,12 @@ def make_learner(
     ranks: Ranks,
     shared: Policy | None = None,
     learners: Mapping[str, Learner] | None = None,
+    own_parts: Any = None,
 ) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the parts that
     the algorithm asks for. A reference and a critic start as the model at the start of the run.
     `shared`: the model of which it trains an adapter. `learners`: of all actors, once they are
-    made."""
+    made. `own_parts`: a script's loss and optimizer."""
     actor = config.actors[name]
     load = partial(
         make_policy, dtype=compute_dtype(config), ranks=ranks, attention=config.attention
@@ -84,6 +86,8 @@ def make_learner(
         )
         adapter = next(iter(adapters), "")
     make = learner_with(config)
+    if own_parts:
+        make = own_parts.learner(make)
     spec = PartSpec(
         config=config,
         algorithm=algorithm,
@@ -97,6 +101,8 @@ def make_learner(
     )
     parts = [part(spec) for is_wanted, part in registry.PARTS if is_wanted(spec)]
     loss = registry.pair_loss(config.algorithm) if algorithm.is_pairs else None
+    if own_parts:
+        make = own_parts.actor_learner(make)
     return make(
         config, algorithm, policy, ranks, parts=parts, loss=loss, name=name, adapter=adapter
     )

@@ -42,6 +42,7 @@ class Plan:
     sft_dataset: Any = None  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
     # Of a script: each is called with the trainer, and gives a Plugin.
     plugins: Sequence[Callable[[Any], Any]] = ()
+    own_parts: Any = None  # a plugins.own_parts.OwnParts of a script
 
     @property
     def algorithm(self) -> Algorithm:

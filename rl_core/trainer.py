@@ -45,7 +45,7 @@ class Trainer:
         self.checkpoint = None
         if config.resume:
             self.checkpoint = registry.resume().newest_intact(checkpoints, ranks)
-        self.learners = models.make_learners(config, plan.local_algorithms, ranks)
+        self.learners = models.make_learners(config, plan.local_algorithms, ranks, plan.own_parts)
         state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = registry.resume().load_checkpoint(self.checkpoint, self.learners, True)

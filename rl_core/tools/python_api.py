@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ def train(
     eval_data: Rows | None = None,
     on_step: OnStep | None = None,
     plugins: Sequence[Callable[[Trainer], Plugin]] = (),
+    loss: Callable | None = None,
+    optimizer: Callable | None = None,
     nproc: int = 1,
 ) -> TrainResult:
     """What a run has learned, on this process's device; the files are those of the command.
@@ -57,7 +59,8 @@ def train(
     list of these. `data`, `eval_data`: rows instead of config.data.train and .eval. Sections of the
     configuration may be dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)`, in the
     run's thread, ends the run by returning False; then a checkpoint is saved, and as well at
-    Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin. `nproc`: ranks on this machine, in
+    Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin. `loss`,
+    `optimizer`: instead of the flags', as plugins/own_parts.py has them. `nproc`: ranks on this machine, in
     processes of their own. Raises ValueError for a mistake and RunError where a run cannot go on.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -79,12 +82,18 @@ def train(
         raise ValueError(
             "eval_data needs Config(eval_every=...): how many steps lie between evaluations"
         )
+    own_parts = None
+    if loss is not None or optimizer is not None:
+        from rl_core.plugins.own_parts import OwnParts
+
+        own_parts = OwnParts(loss=loss, optimizer=optimizer)
+        own_parts.check(config)
     if nproc > 1:
         from rl_core.tools.python_ranks import run_ranks
 
-        if on_step is not None or plugins:
+        if on_step is not None or plugins or own_parts:
             raise ValueError(
-                f"nproc={nproc}: on_step and plugins are called in this process, where no rank is; "
+                f"nproc={nproc}: on_step, plugins, loss and optimizer are of this process, where no rank is; "
                 "leave them out, or give nproc=1"
             )
         run_ranks(config, environments, nproc)
@@ -94,7 +103,7 @@ def train(
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
         running = pool.submit(
-            run_here, config, environments, (*plugins, step_callback(on_step, stop))
+            run_here, config, environments, (*plugins, step_callback(on_step, stop)), own_parts
         )
         try:
             running.result()
@@ -157,6 +166,7 @@ def run_here(
     config: Config,
     environments: list[Environment],
     plugins: Sequence[Callable[[Trainer], Plugin]],
+    own_parts: Any = None,
 ) -> None:
     """The run itself."""
     from rl_core.distributed import close_ranks, init_ranks
@@ -167,7 +177,7 @@ def run_here(
     from rl_core.trainer import Trainer, run_to_end
 
     modules = {env.name: env.module() for env in environments if not env.is_file}
-    plan = make_plan(config, modules, plugins=plugins)
+    plan = replace(make_plan(config, modules, plugins=plugins), own_parts=own_parts)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     try:
         with locked(Path(config.out)):

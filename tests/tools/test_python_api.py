@@ -167,7 +167,9 @@ def test_two_ranks_from_python_are_those_of_the_command(config_of, tiny_model, t
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     with pytest.raises(ValueError, match="reward_fn must be a file, for other processes read it"):
         train(config_of("function"), env=len_of, data=ROWS, nproc=2)
-    with pytest.raises(ValueError, match="on_step and plugins are called in this process"):
+    with pytest.raises(
+        ValueError, match="on_step, plugins, loss and optimizer are of this process"
+    ):
         train(config_of("called"), env=file, on_step=lambda *_: None, nproc=2)
     with pytest.raises(RunError, match="no such file"):
         config = config_of("missing", data={"train": str(tmp_path / "none.jsonl")})
