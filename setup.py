@@ -85,6 +85,7 @@ setup(
         "rl_core": ["peers.yaml"],
         "rl_core.plugins": ["*.yaml"],
         "rl_core.service": ["*.proto"],
+        "rl_core.tools": ["*.yaml"],
         "rl_core.tools.view": ["assets/*"],
     },
     install_requires=[

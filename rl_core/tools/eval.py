@@ -55,12 +55,21 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", metavar="FILE", help="write the scores as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--bench", metavar="NAMES", help="gsm8k, humaneval, mbpp; several: a,b")
+    parser.add_argument(
+        "--bench_data", metavar="DIR", help="folder with their files; default: the hub"
+    )
     parser.add_argument(
         "--folder",
         metavar="DIR",
         help="keep all episodes there; the same command goes on where it was killed",
     )
     with tempfile.TemporaryDirectory() as scratch:
+        own, _ = parser.parse_known_args(argv)
+        if own.bench:
+            from rl_core.tools.benches import bench_flags
+
+            argv = [*argv, *bench_flags(own.bench, own.bench_data)]
         options, config = read_flags(parser, argv, scratch)
         # After the flags: it imports what --help need not wait for.
         from rl_core.plugins.eval_folder import EvalFolder

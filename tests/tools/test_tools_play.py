@@ -13,8 +13,10 @@ import pytest
 import yaml
 from kit import STOP, load_rows, metrics, run, trajectories, words
 from test_api_actor import reply, serving
+from test_envs_talk import endpoint
 
 from rl_core.cli import main
+from rl_core.tools.benches import bench_flags
 from rl_core.tools.eval import mean, pass_at_k, scores
 from rl_core.types import Trajectory
 
@@ -309,3 +311,49 @@ def test_what_an_endpoint_says_is_collected_as_messages(places, tmp_path, capsys
     run(
         tmp_path / "sft", sft, "--model", places["model"], "--data.train", tmp_path / "out/rollouts"
     )
+
+
+# Benchmarks
+
+
+def program(row: dict, is_right: bool) -> str:
+    """HumanEval's own solution, or one that Python cannot read."""
+    body = row["canonical_solution"] if is_right else "    retrun 1\n"
+    return f"```python\n{row['prompt']}{body}\n```"
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_humanevals_solutions_pass_and_broken_ones_do_not(is_right, data_dir, monkeypatch, capsys):
+    rows = load_rows(str(data_dir / "humaneval.jsonl.gz"))
+    by_prompt = {row["prompt"]: program(row, is_right) for row in rows}
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    with endpoint(lambda asked: by_prompt[asked]) as url:
+        flags = words("--bench humaneval --bench_data", data_dir, "--eval.samples 0 --json")
+        limits = words("--max_tokens 1000 --max_prompt_tokens 2000 --rollout.max_failed_fraction 0")
+        assert main(["eval", f"gpt@{url}", *flags, *limits]) == 0
+    [scored] = json.loads(capsys.readouterr().out).values()
+    assert scored["humaneval"]["greedy_score"]["num_tasks"] == len(rows) == 164
+    assert scored["humaneval"]["greedy_pass"]["value"] == float(is_right)
+    # 36 of the problems have tests such as `assert True`, which any program passes.
+    share = scored["humaneval"]["greedy_score"]["value"]
+    assert share == 1.0 if is_right else 0.03 < share < 0.05
+
+
+def test_benchmarks_are_flags_and_what_is_not_there_is_told(tmp_path, monkeypatch):
+    (tmp_path / "gsm8k_test.jsonl").touch()
+    (tmp_path / "HumanEval.jsonl.gz").touch()
+    found = bench_flags("humaneval,gsm8k", str(tmp_path))
+    assert [Path(path).stem for path in found[1].split(",")] == ["code", "math_answer"]
+    assert found[6:] == [
+        "--envs.code.eval",
+        f"humaneval={tmp_path}/HumanEval.jsonl.gz",
+        "--envs.math_answer.eval",
+        f"gsm8k={tmp_path}/gsm8k_test.jsonl",
+    ]
+    with pytest.raises(ValueError, match="--bench human is unknown; did you mean 'humaneval'"):
+        bench_flags("human", None)
+    with pytest.raises(ValueError, match=r"has none of mbpp_test.jsonl.gz.*get the rows from http"):
+        bench_flags("mbpp", str(tmp_path))
+    monkeypatch.delenv("RL_CORE_BENCH_DATA", raising=False)
+    of_hub = "mbpp=google-research-datasets/mbpp:sanitized@test"
+    assert bench_flags("mbpp", None)[-1] == of_hub

@@ -1,0 +1,53 @@
+"""rl-core eval --bench gsm8k,humaneval: benchmarks by name -> flags of environments and rows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.rules import nearest, split
+from rl_core.tools.info import environments
+
+VARIABLE = "RL_CORE_BENCH_DATA"
+
+
+def bench_flags(names: str, folder: str | None) -> list[str]:
+    """--env_path and the held-out rows of these benchmarks. Rows are files in the folder, or of the
+    hub if none is named. Raises ValueError for an unknown name, and for rows that are not there."""
+    table = yaml.safe_load(Path(__file__).with_name("benches.yaml").read_text())
+    folder = folder or os.environ.get(VARIABLE)
+    sets: dict[str, list[str]] = {}  # environment -> "name=source" of each benchmark
+    for name in split(names):
+        if name not in table:
+            raise ValueError(f"--bench {name} is unknown; {nearest(name, table)}")
+        bench = table[name]
+        sets.setdefault(bench["env"], []).append(f"{name}={source_of(name, bench, folder)}")
+    paths = {Path(path).stem: path for path in environments()}
+    missing = [env for env in sets if env not in paths]
+    if missing:
+        raise ValueError(
+            f"--bench {names} needs envs/{missing[0]}.py: run it where the folder envs is, or beside "
+            "the source of rl_core"
+        )
+    flags = ["--env_path", ",".join(paths[env] for env in sets)]
+    # A run's own rows are not those of the benchmark.
+    flags += ["--data.train", "null", "--data.eval", "null"]
+    for env, sources in sets.items():
+        flags += [f"--envs.{env}.eval", ",".join(sources)]
+    return flags
+
+
+def source_of(name: str, bench: dict[str, Any], folder: str | None) -> str:
+    if folder is None:
+        return bench["hub"]
+    for file in bench["files"]:
+        path = Path(folder) / file
+        if path.is_file():
+            return str(path)
+    raise ValueError(
+        f"--bench {name}: {folder} has none of {', '.join(bench['files'])}; get the rows from "
+        f"{bench['home']}, or leave out --bench_data and ${VARIABLE} for {bench['hub']} of the hub"
+    )
