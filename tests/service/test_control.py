@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 
 import grpc
 import pytest
@@ -14,11 +15,12 @@ from kit import wait_until
 from test_service import COUNTER, TOKEN, serving
 
 from rl_core import cli
-from rl_core.service import dispatch, manage
+from rl_core.service import client, dispatch, manage
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.flags import DISPATCH, TOKEN_VARIABLE
 from rl_core.service.links import WorkerLink
 from rl_core.tools.serve import read_flags
+from rl_core.types import Task
 
 OTHER = COUNTER.replace("max_turns = 1000", "max_turns = 7")
 
@@ -70,6 +72,17 @@ def test_sessions_are_listed_and_ended_by_environment_owner_and_worker(service, 
     assert service.interact(second, 1) == "1"
     assert manage.cancel_all(url).ended == 2
     assert not manage.list_sessions(url).sessions
+
+
+def test_a_run_says_whose_its_sessions_are(service):
+    url = f"grpc://{service.address}"
+    messages = [{"role": "user", "content": "count"}]
+    task = Task(id="train/9", env="counter", row={"prompt": "count"}, messages=messages)
+    for setting, owner in (("", f"{socket.gethostname()}/{os.getpid()}"), ("?owner=me", "me")):
+        served = client.parse(f"{url}/counter{setting}")
+        served.connection.send(start=client.start_request(served, task)).result(60)
+        [info] = manage.list_sessions(url, owner=owner).sessions
+        assert (info.task_id, info.owner) == ("train/9", owner)
 
 
 def test_ending_all_sessions_ends_hooks_that_run_and_makes_room(service):

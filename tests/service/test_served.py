@@ -589,7 +589,7 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
         ),
         (
             "grpc://{0}/count?on_loss=replay",
-            "unknown setting 'on_loss'; known: ca, on_lost, reconnect_s, token_file",
+            "unknown setting 'on_loss'; known: ca, on_lost, owner, reconnect_s, token_file",
         ),
         ("grpc://{0}/count?on_lost=retry", "on_lost=retry must be fail or replay"),
         ("http://{0}/count", "must be grpc://HOST:PORT/NAME"),
