@@ -67,12 +67,36 @@ SOLVED = {
         ["error"],
         64,
     ),
-    "sort_digits": (lambda row: [str(row["answer"])], ["no"], 64),
-    "maze": (maze_solver, ["u"], 64),
-    "terminal": (terminal_solver, ["Done."], 1000),
-    "python_tool": (python_solver, ["I do not know."], 1000),
-    "summarise": (lambda row: [row["reference"]], ["?"], 400),
-    "translate": (lambda row: [row["reference"]], ["?"], 100),
+    "sort_digits": (
+        lambda row: [str(row["answer"])],
+        ["no"],
+        64,
+    ),
+    "maze": (
+        maze_solver,
+        ["u"],
+        64,
+    ),
+    "terminal": (
+        terminal_solver,
+        ["Done."],
+        1000,
+    ),
+    "python_tool": (
+        python_solver,
+        ["I do not know."],
+        1000,
+    ),
+    "summarise": (
+        lambda row: [row["reference"]],
+        ["?"],
+        400,
+    ),
+    "translate": (
+        lambda row: [row["reference"]],
+        ["?"],
+        100,
+    ),
 }
 IN_BOXES = ("terminal", "python_tool")
 EACH = [pytest.param(name, marks=[needs_bubblewrap] if name in IN_BOXES else []) for name in SOLVED]
