@@ -37,7 +37,6 @@ from rl_core.types import Completion, SamplingParams
 FORGETS_ABORTED = (0, 5, 22)
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
 MEMORY = ("weights", "kv_cache", "cuda_graph")
-MEMORY_OF_WEIGHTS = ("weights", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
 # get zeros.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -106,7 +105,8 @@ class SGLangEngine(Engine):
     def __init__(self, spec: EngineSpec):
         """spec.module has the names and shapes of the weights; it may be on "meta"."""
         self.spec, self.server = spec, Server(spec)
-        self.way = WAYS[choose_way(spec)](spec, self._ask)
+        self.weights_way = choose_way(spec)
+        self.way = WAYS[self.weights_way](spec, self._ask)
         self.version, self.capacity, self._num_restarts = 0, spec.num_slots, 0
         self._is_started = False  # with the newest weights and adapters
         self._slots: dict[str, AdapterSlot] = {}  # by actor
@@ -133,7 +133,7 @@ class SGLangEngine(Engine):
                 await self._start(loads)
             if not keeps_backup(self.spec) and "weights" in self._asleep.intersection(tags):
                 # The learner may need the rest of the device to give them.
-                await self._resume(MEMORY_OF_WEIGHTS)
+                await self._resume(["weights"])
                 if loads:
                     await self._load()
             await self._resume(tags)
@@ -272,10 +272,11 @@ class SGLangEngine(Engine):
             self.way.drop()
 
     async def _load(self) -> None:
-        """After an error nobody knows which weights it has: it is started again."""
+        """If it is broken off, also by a deadline, nobody knows which weights the server has: it is
+        started again."""
         try:
             await self.way.load()
-        except (RuntimeError, ValueError):
+        except BaseException:
             if not self.way.is_whole:
                 self.server.stop()
             raise

@@ -141,7 +141,7 @@ def size_of(learner: Any) -> str:
 
 
 def devices(trainer: Any) -> str:
-    """8 x NVIDIA H100 80GB HBM3 (dp_shard 8), sglang engine"""
+    """8 x NVIDIA H100 80GB HBM3 (dp_shard 8), sglang engine, new weights by files"""
     ranks = trainer.ranks
     device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device)
     num_elsewhere = sum(len(place.ranks) for place in trainer.plan.places[1:])
@@ -151,6 +151,9 @@ def devices(trainer: Any) -> str:
         text += f" ({split})"
     if trainer.config.is_rl:
         text += f", {trainer.config.engine} engine"
+    ways = sorted({e.weights_way for e in trainer.device.engines if e.weights_way})
+    if ways:
+        text += f", new weights by {' and '.join(ways)}"
     return text
 
 

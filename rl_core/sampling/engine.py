@@ -44,6 +44,7 @@ class Engine:
 
     version: int  # of the weights that it holds, adapters aside
     capacity: int  # requests that it decodes at once
+    weights_way: str = ""  # how new weights get there, if there are several ways
     shortage: str = ""  # why it has less memory than it was to have
 
     @staticmethod

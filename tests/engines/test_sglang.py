@@ -625,8 +625,16 @@ def test_a_lone_adapters_server_has_its_learners_weights_after_updates(
 
 @pytest.mark.slow
 @needs_sglang
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
-def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("qwen3_moe", "files"),
+        ("qwen3_moe", "device"),
+        ("glm4_moe", "files"),
+        ("glm4_moe", "device"),
+    ],
+)
+def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, way, tmp_path):
     """From the learner's export, which transformers loads too, and after an update with other
     weights and routers' biases."""
     tokenizer, prompts = make_family(tmp_path / "model", name), random_prompts(6)
@@ -638,9 +646,8 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, tmp_path)
         [sample([*p, 9, 8, 7], [0] * len(p) + [1] * 3, 1.0) for p in random_prompts(8, seed=1)],
     )
     export_policy(learner.policy, tokenizer, tmp_path / "export", learner.ranks)
-    spec = spec_of(
-        tmp_path / "export", tmp_path / "log", make_skeleton(str(tmp_path / "export")), None
-    )
+    skeleton, log = make_skeleton(str(tmp_path / "export")), tmp_path / "log"
+    spec = spec_of(tmp_path / "export", log, skeleton, None, weights=way, bucket_bytes=30_000)
 
     def logprobs(prompt, done) -> torch.Tensor:
         said = sample(
@@ -753,7 +760,12 @@ def children_of(pid: int | str, *more: str) -> list[str]:
 
 @needs_sglang
 @pytest.mark.parametrize(
-    "ranks", [["1"], ["2", "--engine_ranks", "1"]], ids=["in step", "rank of its own"]
+    "ranks",
+    [
+        pytest.param(["1"], id="in step"),
+        pytest.param(["2", "--engine_ranks", "1"], id="rank of its own"),
+        pytest.param(["1", "--engine_weights", "device"], id="no copy", marks=pytest.mark.slow),
+    ],
 )
 def test_a_server_that_is_killed_in_a_rollout_loses_no_group(
     ranks, warm_model, sort_data, tmp_path
