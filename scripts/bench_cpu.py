@@ -5,6 +5,7 @@ one torch thread each.
     ragged rows
     python scripts/bench_cpu.py --only grpo_ragged      one of them; --quick for a smoke run, --out
     result.json
+    python scripts/bench_cpu.py --compare result.json   fails if a ratio is 10 % below that file's
     python scripts/bench_cpu.py --only sft_file --sft_file gsm8k_train.jsonl.gz
                                                         SFT of 3M parameters on rows {"question",
                                                         "answer"}
@@ -28,6 +29,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bench_work import OUR_SETTINGS, TRL_SETTINGS, WORKS, Measured, Work, make_model
+
+FALLEN_FRAC = 0.1  # of a ratio, beyond which --compare fails
 
 
 def run_here(work: Work, side: str, setting: str, model: str) -> Measured:
@@ -104,6 +107,16 @@ def speedups(lines: list[dict]) -> dict[str, float]:
     return found
 
 
+def fallen(found: dict[str, float], before: dict[str, float]) -> list[str]:
+    """A line for each work whose ratio is FALLEN_FRAC below what it was. A work that only one of
+    both measured is left out."""
+    lines = []
+    for name, times in found.items():
+        if name in before and times < (1 - FALLEN_FRAC) * before[name]:
+            lines.append(f"{name}: {times:.2f} times, it was {before[name]:.2f}")
+    return lines
+
+
 COLUMNS = {
     "CPU s/step": ("cpu_s_per_step", "{:.3f}"),
     "generate tok/CPU s": ("generate_tokens_per_cpu_s", "{:.0f}"),
@@ -156,10 +169,18 @@ def parse_arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="2 steps after 1 of warm-up: does it run at all?"
     )
     parser.add_argument("--out", type=Path, help="JSON file with every figure")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="what --out wrote before; ends with 1 if a ratio fell by 10 %%",
+    )
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if "sft_file" in (args.only or []) and not args.sft_file:
         parser.error("--only sft_file needs --sft_file FILE")
+    if args.compare and not args.compare.is_file():
+        parser.error(f"--compare {args.compare}: there is no such file; --out FILE writes one")
     return args
 
 
@@ -196,6 +217,8 @@ def main() -> None:
         print("\n" + json.dumps(asdict(measured)))
         return
 
+    # Read first: --out may name the same file.
+    before = json.loads(args.compare.read_text())["speedups"] if args.compare else {}
     lines = [line for work in chosen_works(args) for line in compare(work, args.sides)]
     found = speedups(lines)
     print(table(lines))
@@ -207,6 +230,8 @@ def main() -> None:
         )
     if args.out:
         args.out.write_text(json.dumps({"speedups": found, "lines": lines}, indent=1))
+    if worse := fallen(found, before):
+        sys.exit("rl_core fell behind TRL:\n" + "\n".join(worse))
 
 
 if __name__ == "__main__":

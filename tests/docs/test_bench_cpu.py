@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from bench_cpu import fallen
 from bench_work import WORKS, completion_length
 from kit import ROOT
 
@@ -17,6 +18,12 @@ def test_ragged_lengths_have_the_mean_and_the_tail_that_their_work_names():
     assert abs(sum(lengths) / len(lengths) - work.mean) < 2
     assert min(lengths) >= 2 and max(lengths) == work.longest
     assert lengths[:128] != lengths[128:256] and lengths[0] == completion_length(work, 0, 0)
+
+
+def test_a_ratio_that_fell_by_more_than_a_tenth_is_told():
+    before = {"grpo_short": 2.0, "grpo_ragged": 3.0, "sft_ragged": 1.5, "sft_file": 1.5}
+    found = {"grpo_short": 1.79, "grpo_ragged": 2.71, "sft_ragged": 1.9, "sft_new": 0.1}
+    assert fallen(found, before) == ["grpo_short: 1.79 times, it was 2.00"]
 
 
 @pytest.mark.slow
