@@ -302,7 +302,7 @@ def test_every_code_block_of_the_page_runs(tiny_model, tmp_path, monkeypatch):
     for block in blocks:
         block = block.replace("float(answer in completion)", "len(completion) / 8")
         exec(block.replace("Qwen/Qwen3-0.6B", str(tiny_model)), names)
-    assert len(blocks) == 6 and len(names["rewards"]) == 4 and names["result"].step == 2
+    assert len(blocks) == 7 and len(names["rewards"]) == 4 and names["result"].step == 2
     assert (
         names["model"].num_parameters() > 0 and names["dpo"].step == names["calculator"].step == 2
     )
