@@ -204,9 +204,9 @@ def choose_forward(policy: Any, ranks: Any):
 
 def choose_sampler(model: Any):
     if model.config.model_type in PACKED:
-        from rl_core.engines.slots import SlotModel
+        from rl_core.engines.llama_slots import LlamaSlots
 
-        return SlotModel(model)
+        return LlamaSlots(model)
     from rl_core.plugins.row_sampling import choose_sampler
 
     return choose_sampler(model)

@@ -15,7 +15,7 @@ from bench_work import Measured, Work, completion_length
 from rl_core.config import parse_config
 from rl_core.distributed import close_ranks, init_ranks
 from rl_core.plan import make_plan
-from rl_core.trainer import Trainer
+from rl_core.trainer import Trainer, run_to_end
 
 ENVIRONMENT = """
 from bench_work import reward_of
@@ -80,7 +80,7 @@ def run_ours(work: Work, setting: dict, model: str) -> Measured:
         ranks = init_ranks(config.timeout_s)
         run = Trainer(make_plan(config), ranks)
         meter = Meter(work, run)
-        asyncio.run(run.fit())
+        asyncio.run(run_to_end(run))
         close_ranks(ranks)
     return meter.measured
 

@@ -228,6 +228,10 @@ class SlotModel:
             numbers=torch.arange(rows.start, rows.stop, device=tokens.device)[:, None],
             positions=positions,
         )
+        return self.hidden(tokens, position_ids, plan)
+
+    def hidden(self, tokens: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
+        """[n, S, hidden size] by the model's own modules."""
         return self.decoder(
             input_ids=tokens, position_ids=position_ids, use_cache=False, slot_plan=plan
         ).last_hidden_state

@@ -1,0 +1,73 @@
+"""The slots' forward of Llama's layout equals that of the model's own modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_core import registry
+from rl_core.engines.llama_slots import LlamaSlots
+from rl_core.engines.slots import SlotModel
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+OTHERS = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+    },
+    "qwen3": {"attention_bias": True, "hidden_act": "gelu"},
+}
+
+
+@pytest.fixture(params=OTHERS)
+def model(request):
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(request.param, **SIZES, **OTHERS[request.param])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    for parameter in model.parameters():  # Norms too differ from 1, and biases from 0.
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@torch.inference_mode()
+def hidden_states(sampler):
+    """Of a padded prefill of three rows, and of five tokens after them."""
+    cache, found = sampler.make_cache(3, 30), []
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([9, 4, 7])
+    with sampler.borrowed():
+        tokens = torch.randint(61, (3, 9), generator=draw)
+        first = sampler.forward(cache, slice(0, 3), tokens, None, 9, sizes)
+        found += [row[:size] for row, size in zip(first, sizes, strict=True)]
+        for step in range(5):
+            tokens = torch.randint(61, (3, 1), generator=draw)
+            found += sampler.forward(cache, slice(0, 3), tokens, sizes + step, 10 + step)
+    return torch.cat(found)
+
+
+def test_hidden_states_are_the_models(model):
+    torch.testing.assert_close(
+        hidden_states(LlamaSlots(model)), hidden_states(SlotModel(model)), atol=2e-5, rtol=2e-5
+    )
+
+
+def test_bf16_is_rounded_as_by_the_models_own_modules(model):
+    model.to(torch.bfloat16)
+    assert torch.equal(hidden_states(LlamaSlots(model)), hidden_states(SlotModel(model)))
+
+
+def test_every_family_that_is_sampled_so_is_tested_here():
+    assert set(OTHERS) == set(registry.PACKED)
