@@ -215,9 +215,11 @@ class StreamedTasks:
         if rows:
             self.blocks[number] = rows
         self.next_block += 1
+        # Moved to the end: the newest are kept, not those of the latest rows of an epoch before.
+        self.states.pop(self.next_block, None)
         self.states[self.next_block] = self.stream.state_dict()
         if len(self.states) > KEPT_STATES:
-            del self.states[min(block for block in self.states if block)]
+            del self.states[next(block for block in self.states if block)]
 
     def state(self) -> dict[str, Any]:
         """Where the stream stood before its last blocks. None of it is needed to go on: it saves

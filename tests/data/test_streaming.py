@@ -83,13 +83,14 @@ def test_a_resumed_stream_goes_on_at_the_same_row(tmp_path, suffix, begin):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_resumed_stream_does_not_read_what_came_before(tmp_path, suffix):
-    path = write_shards(tmp_path, suffix)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_resumed_stream_does_not_read_what_came_before(tmp_path, suffix, epoch):
+    path, first = write_shards(tmp_path, suffix, num=60), epoch * 60
     until = tasks_of(path)
-    prompts(until, range(18))
-    resumed = tasks_of(path, state=until.state())
+    prompts(until, range(first + 18))
+    resumed = tasks_of(path, state=json.loads(json.dumps(until.state())))
     began = resumed.next_block
-    resumed.task(18)
+    resumed.task(first + 18)
     assert (began, resumed.next_block, sorted(resumed.blocks)) == (1, 5, [0, 4])
 
 
