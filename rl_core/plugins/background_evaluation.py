@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl_core.config import Config, to_yaml
 from rl_core.data.rows import read_json
 from rl_core.distributed import all_gather_json
@@ -41,31 +43,39 @@ REASON_CHARS = 600
 # What torchrun tells its ranks. The process is none.
 OF_RANKS = re.compile(r"TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
 # (is it broken?, message). c: the configuration. used: how many GPUs of this machine ranks have.
+# num: how many this process sees.
 RULES = [
     (
-        lambda c, used: not re.fullmatch(r"cpu|cuda:\d+", c.eval.background),
+        lambda c, used, num: not re.fullmatch(r"cpu|cuda:\d+", c.eval.background),
         "--eval.background={c.eval.background} must be cpu, or a GPU such as cuda:7",
     ),
     (
-        lambda c, used: c.eval.background != "cpu" and int(c.eval.background[5:]) < used,
+        lambda c, used, num: c.eval.background != "cpu" and int(c.eval.background[5:]) < used,
         "--eval.background={c.eval.background} is a GPU that a rank of the run has; start fewer "
         "ranks (--nproc_per_node) and name one that is left, or leave the flag out",
     ),
     (
-        lambda c, used: not c.is_rl,
+        lambda c, used, num: c.eval.background != "cpu" and int(c.eval.background[5:]) >= num,
+        "--eval.background={c.eval.background} is no GPU of this machine, which shows {num}; name "
+        "one of them, or cpu",
+    ),
+    (
+        lambda c, used, num: not c.is_rl,
         "--eval.background plays episodes; leave it out for --algorithm {c.algorithm}",
     ),
     (
-        lambda c, used: c.keep_best,
+        lambda c, used, num: c.keep_best,
         "--eval.background is done when the weights are other ones; leave out --keep_best",
     ),
     (
-        lambda c, used: "wandb" in split(c.trackers),
+        lambda c, used, num: "wandb" in split(c.trackers),
         "--eval.background is logged at steps that are over, which W&B does not take; leave it "
         "out, or take another tracker",
     ),
     (
-        lambda c, used: any("://" not in p and not Path(p).exists() for p in c.env_paths.values()),
+        lambda c, used, num: any(
+            "://" not in p and not Path(p).exists() for p in c.env_paths.values()
+        ),
         "--eval.background reads the files of environments again; give files, no values of Python",
     ),
 ]
@@ -79,7 +89,7 @@ class BackgroundEvaluation(Evaluation):
         config, used = trainer.config, 0
         if trainer.ranks.device.type == "cuda":
             used = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        refuse(RULES, c=config, used=used)
+        refuse(RULES, c=config, used=used, num=torch.cuda.device_count())
         self.folder = trainer.out / "evaluations"
         self.under_way: int | None = None  # the step
         self.process: subprocess.Popen | None = None
@@ -188,8 +198,9 @@ class BackgroundEvaluation(Evaluation):
         config, folder = self.trainer.config, self.folder_of(self.under_way)
         limit = config.rollout.episode_timeout_s + config.timeout_s
         written = [path.stat().st_mtime for path in folder.glob("played/episodes/*")]
-        written.append((folder / "pid").stat().st_mtime)
-        if time.time() - max(written) > limit:
+        # Files of an evaluation that is taken up may be old.
+        idle_s = min(time.time() - max(written, default=0.0), time.monotonic() - self.began_at)
+        if idle_s > limit:
             self.failure = f"no episode ended within {limit:g} s (episode_timeout_s + timeout_s)"
             end_process(self.process.pid)
             self.process.wait()
