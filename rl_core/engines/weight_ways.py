@@ -177,10 +177,14 @@ async def both(sending: Awaitable[Any], asking: Awaitable[Any]) -> list[Any]:
     """What the two return. If the server refuses or dies, its error is raised at once: nobody waits
     for the broadcast, which ends at its deadline."""
     tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(asking)]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    if tasks[1].done():
-        tasks[1].result()
-    return [task.result() for task in tasks]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if tasks[1].done():
+            tasks[1].result()
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:  # Nobody hears of the other one any more.
+            task.cancel()
 
 
 class BroadcastWay(BucketsWay):
