@@ -4,6 +4,7 @@ load another file while the run goes on."""
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,10 @@ class ServedCodes(Plugin):
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
         envs = self.trainer.plan.envs
         served = [t for t in trajectories if "://" in envs[t.env].path]
-        lines = new_codes(self.known, step, served)
         file = self.trainer.out / FILE
-        if lines:
+        for line in new_codes(self.known, step, served):
             with naming(file), file.open("a", encoding="utf-8") as opened:
-                opened.writelines(json.dumps(line) + "\n" for line in lines)
+                opened.write(json.dumps(line) + "\n")
 
 
 def new_codes(
@@ -48,10 +48,13 @@ def new_codes(
 def described(run: Path) -> list[str]:
     """Lines of a run's folder: each environment's hashes, and from which step any rank saw them."""
     file = run / FILE
-    first: dict[tuple[str, str], int] = {}
-    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+    if not file.is_file():
+        return []
+    steps: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for text in file.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        key = line["env"], line["env_code"]
-        first[key] = min(line["step"], first.get(key, line["step"]))
-    found = sorted(first.items(), key=lambda one: (one[0][0], one[1]))
-    return [f"  {env} {code} from step {step}" for (env, code), step in found]
+        steps[line["env"], line["env_code"]].append(line["step"])
+    found = []
+    for (env, code), seen in steps.items():
+        found.append((env, min(seen), code))
+    return [f"  {env} {code} from step {step}" for env, step, code in sorted(found)]

@@ -14,9 +14,11 @@ from rl_core.service.wire import ServiceError
 async def list_sessions(hub: Any, request: pb.ListSessionsRequest) -> pb.ListSessionsReply:
     """The sessions of all workers, the oldest first, and the workers that did not answer."""
     replies, silent = await ask_workers(hub, "list_sessions", request)
-    found = [info for reply in replies for info in reply.sessions]
-    found.sort(key=lambda info: -info.age_s)
-    return pb.ListSessionsReply(sessions=found, silent=silent)
+    found = pb.ListSessionsReply(silent=silent)
+    for reply in replies:
+        found.sessions.extend(reply.sessions)
+    found.sessions.sort(key=lambda info: -info.age_s)
+    return found
 
 
 async def cancel_all(hub: Any, request: pb.CancelAllRequest) -> pb.CancelAllReply:
@@ -27,11 +29,18 @@ async def cancel_all(hub: Any, request: pb.CancelAllRequest) -> pb.CancelAllRepl
 
 async def ask_workers(hub: Any, verb: str, request: Any) -> tuple[list[Any], list[str]]:
     """(replies, names of workers that gave none). Raises ServiceError for an unknown worker."""
-    names = [must_be_here(hub, request.worker)] if request.worker else list(hub.links)
+    names = list(hub.links)
+    if request.worker:
+        names = [must_be_here(hub, request.worker)]
+    # A link writes its own number into a request.
     replies = await hub.ask_all({name: pb.Request(**{verb: request}) for name in names})
-    good = {name: reply for name, reply in replies.items() if not reply.code}
-    silent = [name for name in names if name not in good]
-    return [getattr(reply, verb) for reply in good.values()], silent
+    good, silent = [], []
+    for name in names:
+        if name in replies and not replies[name].code:
+            good.append(getattr(replies[name], verb))
+        else:
+            silent.append(name)
+    return good, silent
 
 
 async def drain(hub: Any, request: pb.DrainRequest) -> pb.DrainReply:
