@@ -46,6 +46,7 @@ REASONS = {
     "a GPU": 2,
     "several machines": 1,
     "a container engine": 2,
+    "another system's server": 1,
     "minutes long": 3,
     "the whole suite": 1,
     "placeholders": 2,
