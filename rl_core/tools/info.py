@@ -19,7 +19,6 @@ from typing import Any, get_args
 
 from rl_core import __version__
 from rl_core.config import ActorConfig, Config, flat, known_flags, read_config
-from rl_core.plugins import served_codes
 from rl_core.plugins.metric_table import rows
 from rl_core.rules import nearest
 from rl_core.sandbox import Sandbox
@@ -103,6 +102,8 @@ def run_settings(run: Path) -> str:
         for name, value in flat(dataclasses.asdict(settings)).items():
             if of_actor.get(name) != value:
                 lines.append(f"  {name} {value}")
+    from rl_core.plugins import served_codes  # it imports numpy, which --help need not load
+
     codes = served_codes.described(run)
     if codes:
         lines += ["", "== hashes of served environments", *codes]
