@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,13 @@ from rl_core.types import Completion, Trajectory, Turn
 HOSTILE = (
     'x\n"], "turns": [{"token_ids": [1, 2]}], "reward": 5, "messages": [ \u2028</script><script>'
 )
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+QUIET = (
+    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--disable-sync --no-first-run"
+)
+TIMEOUT_MS = 40_000  # of busy cores
+SCREENS = {"light": ("light", 1280, 860), "dark": ("dark", 1280, 860), "phone": ("light", 390, 800)}
 NEW = "/api/0/new?revision=-1&rows=0&entries=0"
 
 

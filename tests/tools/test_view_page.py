@@ -1,6 +1,4 @@
-"""rl-core view in a real browser: Debian's Chromium, headless, driven by Playwright. One browser
-for all tests. Screenshots lie in each test's tmp_path.
-"""
+"""rl-core view in a real browser: Debian's Chromium, headless, driven by Playwright. Screenshots lie in each test's tmp_path."""
 
 from __future__ import annotations
 
@@ -17,63 +15,25 @@ from urllib.parse import parse_qsl
 import pytest
 import yaml
 from kit import LETTERS, run_ranks, wait_until, words
-from view_parts import HOSTILE, has_reader, said, trajectory, write_metrics, write_step
+from view_parts import (
+    CHROMIUM,
+    HOSTILE,
+    SCREENS,
+    TIMEOUT_MS,
+    has_reader,
+    said,
+    trajectory,
+    write_metrics,
+    write_step,
+)
 
 from rl_core.plugins.run_files import write_trajectories
 from rl_core.tools.view import main, server
 from rl_core.tools.view.data import RunFolder, axis_range
 from rl_core.tools.view.server import Viewer
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-QUIET = (
-    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
-    "--disable-sync --no-first-run"
-)
-TIMEOUT_MS = 40_000  # of busy cores
 AXE = Path(__file__).parents[1] / "axe/axe.min.js"
-SCREENS = {"light": ("light", 1280, 860), "dark": ("dark", 1280, 860), "phone": ("light", 390, 800)}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def page_of(browser):
-    """page_of(address, screen) -> a page. At the end no console said anything, and nothing left the
-    machine."""
-    contexts, faults = [], []
-
-    def make(address: str, screen: str = "light", **more):
-        scheme, width, height = SCREENS[screen]
-        contexts.append(
-            browser.new_context(
-                color_scheme=scheme, viewport={"width": width, "height": height}, **more
-            )
-        )
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: faults.append(message.text))
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("request", lambda request: is_local(request.url) or faults.append(request.url))
-        page.set_default_timeout(TIMEOUT_MS)
-        page.goto(address)
-        return page
-
-    yield make
-    for context in contexts:
-        context.close()
-    assert not faults
-
-
-def is_local(url: str) -> bool:
-    return url.startswith(("http://127.0.0.1:", "file:///", "data:"))
 
 
 @pytest.fixture

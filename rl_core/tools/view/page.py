@@ -17,7 +17,8 @@ from rl_core.plugins.metric_table import describe
 from rl_core.tools.view.data import PANELS, Entry, RunFolder, panels_of
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("runs.js", "curves.js", "talks.js", "tokens.js", "page.js")  # one script, in this order
+# One script, in this order.
+SCRIPTS = ("runs.js", "curves.js", "talks.js", "tokens.js", "service.js", "page.js")
 FIELDS = tuple(field.name for field in fields(Entry))[3:]  # all but the place in the file
 values_of = attrgetter(*FIELDS)
 
@@ -29,10 +30,11 @@ def asset(name: str) -> str:
 def make_page(data: dict[str, Any]) -> str:
     """`data`: the runs by name and configuration; in a report all that the page would ask for."""
     plot, script = asset("uPlot.iife.min.js"), "\n".join(map(asset, SCRIPTS))
+    names = [run["name"] for run in data["runs"]] or [data["service"]]
     hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (plot, script))
     parts = {
         "hashes": " ".join(f"'sha256-{value}'" for value in hashes),
-        "title": escape(f"{', '.join(run['name'] for run in data['runs'])} - rl_core"),
+        "title": escape(f"{', '.join(names)} - rl_core"),
         "style": asset("uPlot.min.css") + asset("view.css"),
         # Within a script element only `<` could end the data.
         "data": to_json(data | {"fields": FIELDS, "panels": [*PANELS]}).replace("<", "\\u003c"),

@@ -1,12 +1,14 @@
-"""The page's server on this machine. It answers from the runs that were named; no path comes from a
-request."""
+"""The page's server on this machine. It answers from the runs and the service that were named; no
+path and no address comes from a request."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -22,29 +24,47 @@ class Viewer:
     """Requests name a run by its number on the command line, and a trajectory by its number in the
     index."""
 
-    def __init__(self, runs: list[RunFolder]):
+    def __init__(self, runs: list[RunFolder], service: Any = None):
+        """service: a ServiceWatch, which needs packages that a page of runs does without."""
         self.runs, self.locks = runs, [threading.Lock() for _ in runs]
+        self.service = service
 
     async def answer(self, work, request: web.Request) -> web.Response:
-        """Runs `work` in a thread: files are read there."""
-
         def locked():
             number = int(request.match_info["run"])
             with self.locks[number]:
                 return to_json(work(self.runs[number], request))
 
-        try:
-            return web.json_response(text=await asyncio.to_thread(locked))
-        except (IndexError, KeyError, ValueError, OSError) as error:
-            return web.json_response({"error": str(error)}, status=404)
+        return await in_thread(locked)
+
+    async def answer_service(self, request: web.Request) -> web.Response:
+        def looked():
+            query = request.query
+            first = max(0, int(query["first"]))
+            return to_json(
+                self.service.answer(first=first, find=query["find"], order=query["order"])
+            )
+
+        return await in_thread(looked)
 
     def app(self, hosts: set[str]) -> web.Application:
         app = web.Application(middlewares=[host_check(hosts)])
-        html = make_page({"runs": [outline(run) for run in self.runs]})
+        data = {"runs": [outline(run) for run in self.runs]}
+        html = make_page(data | (self.service.outline() if self.service else {}))
         app.router.add_get("/", lambda request: page_response(html))
+        if self.service:
+            app.router.add_get("/api/service", self.answer_service)
         for name, work in (("new", news), ("episode", episode), ("search", search)):
             app.router.add_get(rf"/api/{{run:\d+}}/{name}", partial(self.answer, work))
         return app
+
+
+async def in_thread(work: Callable[[], str]) -> web.Response:
+    """What `work` gives in a thread, where files are read and services asked, as JSON."""
+    try:
+        return web.json_response(text=await asyncio.to_thread(work))
+    except (IndexError, KeyError, ValueError, OSError) as error:
+        return web.json_response({"error": str(error)}, status=404)
 
 
 async def page_response(html: str) -> web.Response:
@@ -114,10 +134,10 @@ def search(run: RunFolder, request: web.Request) -> dict:
     return {"found": found, "next": number if number < len(run.entries) else None}
 
 
-async def serve(runs: list[RunFolder], host: str, port: int) -> None:
+async def serve(runs: list[RunFolder], host: str, port: int, service: Any = None) -> None:
     """Until Ctrl-C. A loopback address answers only requests that name it."""
     hosts = LOCAL if host in LOCAL else set()
-    runner = web.AppRunner(Viewer(runs).app(hosts), access_log=None)
+    runner = web.AppRunner(Viewer(runs, service).app(hosts), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -13,9 +13,10 @@ function showConfig() {
 }
 
 const setCurrent = (node, is) => (is ? node.setAttribute("aria-current", "true") : node.removeAttribute("aria-current"));
-const VIEWS = { curves: showCurves, talks: showList, config: showConfig };
+const OF_RUNS = { curves: showCurves, talks: showList, config: showConfig };
+const VIEWS = { ...(runs.length && OF_RUNS), ...(data.service && { service: showService }) };
 function show() {
-  const [view, query] = location.hash.slice(1).split("?"), name = VIEWS[view] ? view : "curves";
+  const [view, query] = location.hash.slice(1).split("?"), name = VIEWS[view] ? view : Object.keys(VIEWS)[0];
   for (const key of Object.keys(VIEWS)) $(`#${key}`).hidden = key !== name;
   for (const link of $$("nav a")) setCurrent(link, link.getAttribute("href") === `#${name}`);
   $("#tip").hidden = true;
@@ -50,4 +51,6 @@ $("#list").addEventListener("keydown", (event) => {
 $("#config [name=differ]").checked = runs.length > 1;
 $(".more").open = innerWidth > 800;
 note(data.note || "");
+for (const key of Object.keys(OF_RUNS)) $(`nav a[href='#${key}']`).hidden = !runs.length;
+if (!runs.length) show();
 runs.forEach((run) => poll(run));

@@ -1,0 +1,47 @@
+"""A browser for the tests of the viewer's page: one for all of them."""
+
+from __future__ import annotations
+
+import pytest
+from view_parts import CHROMIUM, QUIET, SCREENS, TIMEOUT_MS
+
+
+@pytest.fixture(scope="session")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page_of(browser):
+    """page_of(address, screen) -> a page. At the end no console said anything, and nothing left the
+    machine."""
+    contexts, faults = [], []
+
+    def make(address: str, screen: str = "light", **more):
+        scheme, width, height = SCREENS[screen]
+        contexts.append(
+            browser.new_context(
+                color_scheme=scheme, viewport={"width": width, "height": height}, **more
+            )
+        )
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: faults.append(message.text))
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda request: is_local(request.url) or faults.append(request.url))
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(address)
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+def is_local(url: str) -> bool:
+    return url.startswith(("http://127.0.0.1:", "file:///", "data:"))
