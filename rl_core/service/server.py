@@ -20,7 +20,14 @@ from grpc_reflection.v1alpha import reflection
 from rl_core.service.flags import TOKEN_VARIABLE
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access, Admission
-from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, REPLACED, UNUSABLE
+from rl_core.service.wire import (
+    CHANNEL_OPTIONS,
+    ENVIRONMENTS,
+    HUB,
+    REPLACED,
+    UNUSABLE,
+    collect_rarely,
+)
 
 # Two servers on one port would share its clients; workers that have nothing to say send pings.
 SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
@@ -31,6 +38,7 @@ NEW_TOKEN = "python -c 'import secrets; print(secrets.token_urlsafe())'"
 async def serve(args: argparse.Namespace, access: Access) -> int:
     """Until SIGTERM or SIGINT, and until the sessions that run have ended or --drain_s is over.
     Raises ValueError for what cannot be served."""
+    collect_rarely()
     stop = asyncio.Event()
     now = asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):

@@ -255,7 +255,7 @@ class Session:
         """What a hook returned."""
         if hook.name not in self.scores:
             self.count_interaction()
-        given = self.given(said, said.actor, trajectory)
+        given = self.given(hook, said, said.actor, trajectory)
         if hook.name == "state_key":  # Before the actor's first turn there is neither.
             spoken = said.completion if said.HasField("completion") else None
             given |= {"completion": spoken, "trajectory": trajectory}
@@ -286,7 +286,7 @@ class Session:
         ends = self.env.dialogue.turns is None
         reply = pb.InteractReply(messages="[]", done=ends)
         if hook:
-            answer = await self.run(hook, self.given(said, said.actor, trajectory))
+            answer = await self.run(hook, self.given(hook, said, said.actor, trajectory))
             try:
                 messages, reward, reply.done = read_answer(answer, self.env.path, ends)
                 reply.messages = to_json(messages, f"{self.env.path}: what interact() returned")
@@ -315,7 +315,8 @@ class Session:
                 score.parts["interact"] = self.turn_rewards.get(name, 0.0)
         calls = [(hook, name) for hook in hooks for name in (names if hook.is_per_actor else [""])]
         running = [
-            self.run(hook, self.given(said, name or said.actor, trajectory)) for hook, name in calls
+            self.run(hook, self.given(hook, said, name or said.actor, trajectory))
+            for hook, name in calls
         ]
         values = await wait_for_all(running)
         for (hook, name), value in zip(calls, values, strict=True):
@@ -346,8 +347,10 @@ class Session:
             from_json(said.trajectory, dict, "said.trajectory")
         ) if said.trajectory else None
 
-    def given(self, said: pb.Said, actor: str, trajectory: Trajectory | None) -> dict[str, Any]:
-        """What hooks may name."""
+    def given(
+        self, hook: Hook, said: pb.Said, actor: str, trajectory: Trajectory | None
+    ) -> dict[str, Any]:
+        """What the hook may name. What takes time to make is there only if the hook names it."""
         given = {
             "messages": self.messages,
             "prompt": self.task.messages,
@@ -360,9 +363,11 @@ class Session:
             "trajectory": trajectory,
             "completion": said.completion,
         }
-        if not said.HasField("completion") or actor != said.actor:
+        names = given.keys() if hook.takes_all else hook.named
+        is_other = actor != said.actor
+        if "completion" in names and (is_other or not said.HasField("completion")):
             given["completion"] = last_text(self.messages, actor)
-        if trajectory is None or actor != said.actor:
+        if "trajectory" in names and (is_other or trajectory is None):
             given["trajectory"] = Trajectory(
                 task_id=self.task.id,
                 env=self.env.name,

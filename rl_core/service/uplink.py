@@ -109,12 +109,12 @@ class Uplink:
         """In the event loop. Replies go to the connection that asked; a hub that comes back asks
         again."""
         for request in requests:
-            task = self.loop.create_task(self.worker.answer(request))
+            task = self.loop.create_task(self._answer(request, out))
             self.worker.answering.add(task)
             task.add_done_callback(self.worker.answering.discard)
-            task.add_done_callback(
-                lambda task: None if task.cancelled() else out.put(fitting(task.result()))
-            )
+
+    async def _answer(self, request: pb.Request, out: queue.SimpleQueue) -> None:
+        out.put(fitting(await self.worker.answer(request)))
 
     def _messages(self, out: queue.SimpleQueue, over: threading.Event) -> Iterator[pb.FromWorker]:
         """In a thread of gRPC's."""

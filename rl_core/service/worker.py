@@ -39,7 +39,7 @@ from rl_core.service.joining import join_all
 from rl_core.service.security import Access
 from rl_core.service.session import ENDED, Numbered, Session, has_ended
 from rl_core.service.uplink import Uplink
-from rl_core.service.wire import REPLACED, UNUSABLE, ServiceError, failed, wrong
+from rl_core.service.wire import REPLACED, UNUSABLE, ServiceError, collect_rarely, failed, wrong
 
 KEPT_ENDED = 20_000  # sessions that ended, and keys of starts, that are remembered
 SWEEP_S = 1.0
@@ -399,6 +399,7 @@ async def run(args: argparse.Namespace, access: Access) -> int:
             contained = container and await ContainedEnv.open(path, container, runtime, **warm)
             envs.append(contained or LocalEnv(path, **limits))
         worker = make_worker(envs, name, args)
+        collect_rarely()
 
         def refused(message: str) -> None:
             if not all(uplink.is_refused for uplink in worker.uplinks):
