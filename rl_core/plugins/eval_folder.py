@@ -38,6 +38,9 @@ class EvalFolder:
         for name, value in flat(yaml.safe_load(to_yaml(config))).items():
             if not MAY_DIFFER.fullmatch(name):
                 kept[name] = value
+        # As text, so that an entry that only one of the commands has is a difference too.
+        kept["eval.sampling"] = json.dumps(config.eval.sampling, sort_keys=True)
+        kept["data.columns"] = json.dumps(config.data.columns, sort_keys=True)
         for name, (was, value) in keep_first(
             self.folder / "settings.yaml", yaml.safe_dump(kept)
         ).items():

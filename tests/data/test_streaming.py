@@ -63,6 +63,8 @@ def test_an_epoch_has_every_row_once_shuffled_within_the_buffer(tmp_path, suffix
     assert sorted(first) == sorted(second) == list(range(num))
     assert first != second and first != sorted(first)
     assert [n // 4 for n in first] == [n // 4 for n in range(num)]
+    assert len({tuple(n % 4 for n in first[at : at + 4]) for at in range(0, 20, 4)}) > 2
+    assert [tasks.task(at).id for at in range(num)] == [f"train/{n}" for n in first]
     other = tasks_of(f"{tmp_path}/*.{suffix}", "--seed 1")
     assert prompts(other, range(num)) != first
 
@@ -80,6 +82,21 @@ def test_a_resumed_stream_goes_on_at_the_same_row(tmp_path, suffix, begin):
     assert prompts(tasks_of(path), range(begin, 70)) == expected[begin:]
     # An older position, of an episode that was under way.
     assert prompts(tasks_of(path, state=state), [0, begin]) == [expected[0], expected[begin]]
+
+
+def test_a_run_that_goes_on_with_another_buffer_has_that_buffers_rows(tmp_path):
+    path = write_shards(tmp_path, "jsonl")
+    until = tasks_of(path)
+    prompts(until, range(18))
+    for size in (3, 5):
+        flags = f"--data.shuffle_buffer {size}"
+        expected = prompts(tasks_of(path, flags), range(18, 50))
+        assert prompts(tasks_of(path, flags, state=until.state()), range(18, 50)) == expected
+
+
+def test_columns_are_renamed_in_every_block(tmp_path):
+    tasks = tasks_of(write_shards(tmp_path, "jsonl"), "--data.columns solution=answer")
+    assert {int(tasks.task(at).row["solution"]) for at in range(23)} == {n * n for n in range(23)}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -218,6 +218,8 @@ def test_half_a_verdict_counts_half():
         ("```python\n```", "", 0),
         ("def f(x):\0 return x", "f", 0),
         ("(" * 5000, "", 0),
+        ("```python\ndef f(): g()\n```\nOr:\n```python\ndef f(: g()\n```", "f", 0),
+        ("```python\ndef f(: g()\n```\nRather:\n```python\ndef f(): g()\n```", "f", 1),
     ],
 )
 def test_syntax_is_of_code_that_parses_and_is_not_empty(text, name, reward):

@@ -3,6 +3,7 @@ worker a session starts on."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,7 +19,9 @@ from rl_core import cli
 from rl_core.service import client, dispatch, manage
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.flags import DISPATCH, TOKEN_VARIABLE
+from rl_core.service.hosted import LocalEnv
 from rl_core.service.links import WorkerLink
+from rl_core.service.worker import Worker
 from rl_core.tools.serve import read_flags
 from rl_core.types import Task
 
@@ -70,7 +73,11 @@ def test_sessions_are_listed_and_ended_by_environment_owner_and_worker(service, 
     code, text = service.refused("interact", session=first, number=5)
     assert code == StatusCode.FAILED_PRECONDITION and "cancelled" in text
     assert service.interact(second, 1) == "1"
-    assert manage.cancel_all(url).ended == 2
+    held = [second, other, *(service.start() for _ in range(4))]
+    of_worker = [session for session in held if session[:12] == second[:12]]
+    assert 0 < len(of_worker) < len(held)
+    assert manage.cancel_all(url, worker=second[:12]).ended == len(of_worker)
+    assert manage.cancel_all(url).ended == len(held) - len(of_worker)
     assert not manage.list_sessions(url).sessions
 
 
@@ -148,6 +155,18 @@ def test_a_drained_worker_ends_with_its_sessions_and_loses_none(service, by):
     assert {service.interact(session, 4) for session in more} == {"4"}
 
 
+def test_a_drained_worker_refuses_a_start_that_was_on_its_way(folder):
+    async def codes():
+        env = LocalEnv(str(folder / "counter.py"), hook_timeout_s=20.0, idle_s=60.0)
+        worker = Worker([env], capacity=9, idle_s=60.0)
+        asked = pb.Request(start=pb.StartRequest(env="counter", row='{"prompt": "x"}'))
+        before = await worker.answer(asked)
+        worker.drain()
+        return before.code, (await worker.answer(asked)).code
+
+    assert asyncio.run(codes()) == (0, StatusCode.RESOURCE_EXHAUSTED.value[0])
+
+
 def test_a_worker_that_is_drained_to_be_replaced_is(service):
     old = {worker.name for worker in service.workers(2)}
     name = min(old)
@@ -204,6 +223,18 @@ def test_round_robin_goes_on_where_a_worker_is_full_or_gone():
     start = pb.StartRequest(env="e")
     found = [choose(links, start).name for links in ([a, b, c], [a, c], [a, b], [b, c])]
     assert found == ["a", "c", "a", "b"]
+
+
+def test_each_environment_has_turns_of_its_own():
+    choose, links = dispatch.STRATEGIES["round_robin"](), links_of(a=1, b=1)
+    found = [choose(links, pb.StartRequest(env=env)).name for env in "efefef"]
+    assert found == ["a", "a", "b", "b", "a", "a"]
+
+
+def test_tasks_without_an_id_are_told_apart_by_their_rows():
+    choose, links = dispatch.STRATEGIES["sticky_task"](), links_of(a=1, b=1, c=1, d=1)
+    starts = [pb.StartRequest(env="e", row=f'{{"prompt": "{n}"}}') for n in range(40)]
+    assert {choose(links, start).name for start in starts} == set("abcd")
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest():

@@ -16,7 +16,7 @@ from rl_core.service.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 DIRTY = """
-import ctypes, multiprocessing, os, random, subprocess, sys, threading
+import ctypes, multiprocessing, numpy, os, random, subprocess, sys, threading
 
 image = "an-image:1"
 capacity = 3
@@ -41,13 +41,20 @@ def interact(completion, state):
         open("/tmp/made_by_the_file", "w").write("y")
     if completion == "segment":
         ctypes.CDLL(None).shmget(0x77, 4096, 0o1666)
+    if completion == "semaphore":
+        ctypes.CDLL(None).semget(0x77, 1, 0o1666)
+    if completion == "queue":
+        ctypes.CDLL(None).msgget(0x77, 0o1666)
+    if completion == "raise":
+        raise KeyError("of the file")
     if completion == "hold":
         multiprocessing.get_context("fork").Process(target=threading.Event().wait).start()
         os._exit(5)
     files = sorted(os.listdir("/tmp") + os.listdir("/dev/shm"))
     sleeps = subprocess.run(["pgrep", "-fc", "sleep 4242"], capture_output=True, text=True)
     kept = len(seen), files, "LEFT" in os.environ, os.getcwd() == "/tmp/folder"
-    return [{"role": "user", "content": repr((os.getpid(), *kept, int(sleeps.stdout), random.random()))}]
+    drawn = random.random(), numpy.random.random()
+    return [{"role": "user", "content": repr((os.getpid(), *kept, int(sleeps.stdout), *drawn))}]
 
 def reward_fn(completion):
     return 1.0
@@ -122,13 +129,13 @@ def test_a_container_serves_the_next_session_as_if_it_were_the_first(play):
         assert worker.held[second].session.box is box
         again = await look(ask, second)
         assert again[1:6] == clean[1:6], (clean, again)
-        assert again[0] != clean[0] and again[6] != clean[6]
+        assert again[0] != clean[0] and again[6] != clean[6] and again[7] != clean[7]
         assert "has ended" in await say(ask, first, "look", code=9)
 
     play(script, "reuse")
 
 
-@pytest.mark.parametrize("text", ["rewrite", "segment"])
+@pytest.mark.parametrize("text", ["rewrite", "segment", "semaphore", "queue"])
 def test_a_container_that_cannot_be_cleaned_serves_no_other_session(play, text, capfd):
     async def script(worker, ask, env):
         first = await begin(ask)
@@ -151,6 +158,18 @@ def test_a_session_that_dies_takes_its_container_along(play):
         box = worker.held[first].session.box
         assert "ended (exit code 5" in await say(ask, first, "hold", code=2)
         assert box.end and not env.pool.idle
+
+    play(script, "reuse")
+
+
+def test_a_session_whose_hook_raises_leaves_its_container_to_no_other(play):
+    async def script(worker, ask, env):
+        first = await begin(ask)
+        box = worker.held[first].session.box
+        assert "KeyError" in await say(ask, first, "raise", code=2)
+        await end(ask, first)
+        await until(lambda: box.is_over or env.pool.idle)
+        assert box.is_over and not env.pool.idle
 
     play(script, "reuse")
 

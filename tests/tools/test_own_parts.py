@@ -38,8 +38,9 @@ def ppo_clip(logprobs, old_logprobs, advantages):
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
 
 
-def test_the_formula_of_the_default_gives_its_weights(weights_of):
-    flags = {"learner": {"epochs": 2}}
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_the_formula_of_the_default_gives_its_weights(weights_of, aggregation):
+    flags = {"learner": {"epochs": 2}, "algo": {"aggregation": aggregation}}
     assert_equal(weights_of("own", flags, loss=ppo_clip), weights_of("flags", flags))
 
 

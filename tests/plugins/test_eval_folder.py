@@ -1,0 +1,87 @@
+"""rl-core eval --folder: which episodes are taken up, and which are played again."""
+
+from __future__ import annotations
+
+import pytest
+from kit import words
+
+from rl_core.config import parse_config
+from rl_core.plugins.eval_folder import EvalFolder, cell_of
+from rl_core.sampling.rollout import make_group
+from rl_core.types import Task, Trajectory
+
+FLAGS = "--model m --env_path e.py --out x --eval.samples 2"
+DRAWN = {"temperature": 0.0}
+
+
+def played(label: str, task: int, reward: float, status: str = "ok"):
+    messages = [{"role": "user", "content": "?"}]
+    group = make_group(
+        parse_config(words(FLAGS)),
+        Task(id=f"eval/{task}", env="e", row={}, messages=messages),
+        DRAWN,
+        batch="eval/e",
+        number=task,
+        position=task,
+        label=label,
+        size=1,
+    )
+    group.trajectories = [
+        Trajectory(task_id=group.task.id, env="e", group_id="g", reward=reward, status=status)
+    ]
+    return group
+
+
+def rewards(cell, group) -> list[float] | None:
+    found = cell.find(group)
+    return found and [t.reward for t in found]
+
+
+def test_episodes_are_those_of_their_task_and_their_way_of_drawing(tmp_path):
+    folder = EvalFolder(tmp_path, parse_config(words(FLAGS)))
+    for label, task, reward in (("greedy/e", 0, 1.0), ("sampled/e", 0, 2.0), ("greedy/e", 1, 3.0)):
+        folder.cell("m", "e").add(played(label, task, reward))
+    cell = folder.cell("m", "e")
+    assert rewards(cell, played("greedy/e", 0, 0.0)) == [1.0]
+    assert rewards(cell, played("sampled/e", 0, 0.0)) == [2.0]
+    assert rewards(cell, played("greedy/e", 1, 0.0)) == [3.0]
+    assert rewards(cell, played("sampled/e", 1, 0.0)) is None
+
+
+def test_a_group_with_a_failed_episode_is_played_again_and_the_last_one_counts(tmp_path):
+    group = played("greedy/e", 0, 0.0, status="failed")
+    cell_of_folder = EvalFolder(tmp_path, parse_config(words(FLAGS))).cell
+    cell_of_folder("m", "e").add(group)
+    assert rewards(cell_of_folder("m", "e"), group) is None
+    cell_of_folder("m", "e").add(played("greedy/e", 0, 4.0))
+    assert rewards(cell_of_folder("m", "e"), group) == [4.0]
+
+
+def test_models_of_one_name_in_different_folders_are_apart(tmp_path):
+    (tmp_path / "episodes").mkdir()
+    cell_of(tmp_path, "/first/run/hf/policy", "e").add(played("greedy/e", 0, 1.0))
+    other = cell_of(tmp_path, "/second/run/hf/policy", "e")
+    assert rewards(other, played("greedy/e", 0, 0.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--eval.sampling.temperature 0.5",
+            r"--eval.sampling {}, and this is {\"temperature.* 0.5}",
+        ),
+        ("--data.columns answer=a", r"--data.columns {}, and this is {\"answer\": \"a\"}"),
+        ("--seed 3", "--seed 0, and this is 3"),
+        ("--data.eval a", "--data.eval None, and this is a"),
+    ],
+)
+def test_episodes_that_other_flags_gave_are_refused(tmp_path, flags, says):
+    plain, other = parse_config(words(FLAGS)), parse_config(words(FLAGS, flags))
+    EvalFolder(tmp_path / "plain", plain)
+    with pytest.raises(ValueError, match=f"played with {says}; name another folder"):
+        EvalFolder(tmp_path / "plain", other)
+    EvalFolder(tmp_path / "other", other)
+    EvalFolder(tmp_path / "other", other)
+    with pytest.raises(ValueError, match="name another folder"):
+        EvalFolder(tmp_path / "other", plain)
