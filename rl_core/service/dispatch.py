@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from zlib import crc32
+from hashlib import blake2b
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.flags import DISPATCH
@@ -52,9 +52,10 @@ def sticky_task() -> Strategy:
     )
 
 
-def weight(link: WorkerLink, text: str) -> int:
-    """Rendezvous hashing: a worker that comes or goes moves its own share alone."""
-    return crc32(f"{link.name}\n{text}".encode())
+def weight(link: WorkerLink, text: str) -> bytes:
+    """Rendezvous hashing: a worker that comes or goes moves its own share alone. No CRC, which is
+    linear: of texts of one length it would choose between the same few workers."""
+    return blake2b(f"{link.name}\n{text}".encode(), digest_size=8).digest()
 
 
 MAKERS: tuple[Callable[[], Strategy], ...] = (
