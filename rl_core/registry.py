@@ -8,7 +8,7 @@ file imports an option: the roof asks here, and passes on what a run wants.
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -279,10 +279,13 @@ def has_signal(group: Any, algorithm: Any):
     return has_signal(group, algorithm)
 
 
-def normalised(*judged: Any):
+def normalised(algorithm: Any, ranks: Any):
+    """None: advantages keep their scale."""
+    if algorithm.normalize not in ("env", "task"):
+        return None
     from rl_core.plugins.normalise import normalised
 
-    return normalised(*judged)
+    return partial(normalised, algorithm.normalize, ranks)
 
 
 def advantages_of(algorithm: Any, groups: Any):

@@ -8,7 +8,6 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,9 +289,6 @@ def training_samples(
     samples = {}
     advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
     for name, algorithm in plan.algorithms.items():
-        normalised = None
-        if algorithm.normalize in ("env", "task"):
-            normalised = partial(registry.normalised, algorithm.normalize, ranks)
         groups = baseline_groups([t for t in trajectories if t.actor == name])
         if algorithm.refill_rounds:
             groups = [g for g in groups if registry.has_signal(g, algorithm)]
@@ -302,7 +298,7 @@ def training_samples(
             algorithm,
             longest,
             advantage_fns,
-            normalised,
+            registry.normalised(algorithm, ranks),
             registry.advantages_of(algorithm, groups),
             registry.make_samples(plan, name),
         )

@@ -330,24 +330,35 @@ def reward_of(value: Any) -> float:
 
 def as_message(item: dict[str, Any]) -> Message:
     """With text, and with the arguments of calls as objects. Raises ValueError for images."""
-    role = "assistant" if item["role"] == "agent" else item["role"]
-    content = item.get("content") or ""
-    if isinstance(content, list):
-        if any(part["type"] != "text" for part in content):
-            raise ValueError("only text is read")
-        content = "".join(part["text"] for part in content)
-    message = {"role": role, "content": content}
+    role = item["role"]
+    if role == "agent":
+        role = "assistant"
+    message = {"role": role, "content": text_of(item.get("content"))}
     for name in ("tool_call_id", "name"):
         if item.get(name):
             message[name] = item[name]
     if item.get("tool_calls"):
-        message["tool_calls"] = []
-        for call in item["tool_calls"]:
-            function = dict(call["function"])
-            if isinstance(function["arguments"], str):
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            message["tool_calls"].append(call | {"function": function})
+        message["tool_calls"] = list(map(received_call, item["tool_calls"]))
     return message
+
+
+def text_of(content: Any) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    text = ""
+    for part in content:
+        if part["type"] != "text":
+            raise ValueError("only text is read")
+        text += part["text"]
+    return text
+
+
+def received_call(call: dict[str, Any]) -> dict[str, Any]:
+    """With arguments as an object, as chat templates read them."""
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return call | {"function": function}
 
 
 def sent_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -399,7 +410,8 @@ def parse(url: str) -> TaskServer:
     parts = urlsplit(url)
     plain_url = url.partition("?")[0]
     name = parts.path.strip("/")
-    if not parts.hostname or not name or "/" in name:
+    is_http = parts.scheme in ("http+agentbench", "https+agentbench")
+    if not is_http or not parts.hostname or not name or "/" in name:
         raise ValueError(f"{plain_url} must be http+agentbench://HOST:PORT/TASK")
     if "@" in parts.netloc:
         raise ValueError("--env_path holds a password, which files would keep; leave it out")

@@ -59,9 +59,9 @@ def train(
     list of these. `data`, `eval_data`: rows instead of config.data.train and .eval. Sections of the
     configuration may be dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)`, in the
     run's thread, ends the run by returning False; then a checkpoint is saved, and as well at
-    Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin. `loss`,
-    `optimizer`: instead of the flags', as plugins/own_parts.py has them. `nproc`: ranks on this machine, in
-    processes of their own. Raises ValueError for a mistake and RunError where a run cannot go on.
+    Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin. `loss`, `optimizer`: instead of the
+    flags', as plugins/own_parts.py has them. `nproc`: ranks on this machine, in processes of their
+    own. Raises ValueError for a mistake and RunError where a run cannot go on.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
@@ -93,8 +93,8 @@ def train(
 
         if on_step is not None or plugins or own_parts:
             raise ValueError(
-                f"nproc={nproc}: on_step, plugins, loss and optimizer are of this process, where no rank is; "
-                "leave them out, or give nproc=1"
+                f"nproc={nproc}: on_step, plugins, loss and optimizer are of this process, where no "
+                "rank is; leave them out, or give nproc=1"
             )
         run_ranks(config, environments, nproc)
         return read_result(config)

@@ -355,11 +355,14 @@ def test_old_results_are_scored_by_what_the_url_names(host_of):
         ("{}/db?train=5", "train=5 must be the first and last sample, as 0-199"),
         ("{}/db?timeout_s=0", "timeout_s=0 must be seconds"),
         ("{}", "must be http.agentbench://HOST:PORT/TASK"),
+        ("file+agentbench://{}/db", "must be http.agentbench://HOST:PORT/TASK"),
         ("127.0.0.1:1/db", "get_indices: .*refused.*; start the task server"),
     ],
 )
 def test_mistakes_are_refused_before_a_model_loads(hosts, url, says):
-    url = "http+agentbench://" + url.format(hosts["controller"][1])
+    url = url.format(hosts["controller"][1])
+    if "://" not in url:
+        url = f"http+agentbench://{url}"
     with pytest.raises(ValueError, match=says):
         registry.served_environment(url)
 
