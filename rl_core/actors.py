@@ -126,7 +126,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
     config, lease, is_elsewhere = plan.config, None, ranks.engine_ranks and not ranks.is_engine
     engines: dict[str, Engine | None] = {}
     if config.is_rl:
-        maker = registry.engine_maker(config, plan.local)
+        maker = registry.engine_maker(config, plan.local, plan.own_parts)
         if is_elsewhere:
             dtype = compute_dtype(config)
             names = [*plan.chats, *maker.stale_names]

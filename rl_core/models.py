@@ -82,7 +82,9 @@ def make_learner(
             learner=config.learner,
             adapters=adapters,
             is_scoring=algorithm.is_scoring,
-            is_served=bool(adapters and registry.engine_maker(config).adapter_of(name)),
+            is_served=bool(
+                adapters and registry.engine_maker(config, None, own_parts).adapter_of(name)
+            ),
         )
         adapter = next(iter(adapters), "")
     make = learner_with(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,9 +40,7 @@ class Plan:
     chats: dict[str, Chat] = field(default_factory=dict)  # of the actors that have a model here
     endpoints: dict[str, Any] = field(default_factory=dict)  # actors behind a URL
     sft_dataset: Any = None  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
-    # Of a script: each is called with the trainer, and gives a Plugin.
-    plugins: Sequence[Callable[[Any], Any]] = ()
-    own_parts: Any = None  # a plugins.own_parts.OwnParts of a script
+    own_parts: Any = None  # a tools.python_parts.OwnParts of a script
 
     @property
     def algorithm(self) -> Algorithm:
@@ -59,18 +57,18 @@ def make_plan(
     config: Config,
     modules: Mapping[str, ModuleType] | None = None,
     is_planned: bool = False,
-    plugins: Sequence[Callable[[Any], Any]] = (),
+    own_parts: Any = None,
 ) -> Plan:
     """`modules`: instead of files of --env_path, by the names of environments. `is_planned`: the
     run is for another machine. Raises ValueError."""
     registry.quiet()
-    config = choose_engine(config, config.engine_ranks or num_ranks(), is_planned)
+    config = choose_engine(config, config.engine_ranks or num_ranks(), is_planned, own_parts)
     check_folder(Path(config.out), config.resume)
     if config.trackers:
         registry.check_trackers(config.trackers)
     config, envs = load_envs(config, modules)
     plan = plan_learning(config, envs)
-    plan.plugins = plugins
+    plan.own_parts = own_parts
     plan.train = train_tasks(config, envs)
     if config.eval_every:
         plan.eval = eval_tasks(config, envs)
@@ -164,15 +162,17 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     return algorithm
 
 
-def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> Config:
+def choose_engine(
+    config: Config, num_ranks: int, is_planned: bool = False, own_parts: Any = None
+) -> Config:
     """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done, here
     or, if it is only planned, anywhere."""
-    if config.engine == "auto":
+    if config.engine == "auto" and not (own_parts and own_parts.engine):
         config = replace(config, engine=registry.auto_engine(config))
     registry.check_options(config)
     if config.is_rl:
         places = registry.places(config, num_ranks)
-        registry.engine_maker(config).check(num_ranks, is_planned, places)
+        registry.engine_maker(config, None, own_parts).check(num_ranks, is_planned, places)
     return config
 
 

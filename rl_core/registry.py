@@ -460,14 +460,14 @@ def places(config: Config, num_ranks: int) -> list[Any]:
     return places_of(config, num_ranks)
 
 
-def engine_maker(config: Any, local: Any = None):
-    """`local`: the actors whose engines share a device; default: all."""
+def engine_maker(config: Any, local: Any = None, own_parts: Any = None):
+    """`local`: the actors whose engines share a device; default: all. `own_parts`: a script's."""
     from rl_core.plugins.engines import EngineMaker
 
-    classes = {}
+    classes, own = {}, own_parts and own_parts.engine
     for name, actor in config.actors.items():
         if not actor.api:
-            classes[name] = sglang() if actor.servers else ENGINES[config.engine]()
+            classes[name] = own or (sglang if actor.servers else ENGINES[config.engine])()
     return EngineMaker(config, classes, choose_sampler, classes if local is None else local)
 
 
@@ -740,6 +740,6 @@ def make_checks(rank: Any) -> list[Any]:
 
 
 def make_plugins(trainer: Any) -> list[Any]:
-    own = tuple((lambda trainer: True, make) for make in trainer.plan.plugins)
-    table = PLUGINS + own + LAST_PLUGINS
+    own = trainer.plan.own_parts
+    table = PLUGINS + (own.plugin_rows if own else ()) + LAST_PLUGINS
     return [make(trainer) for is_wanted, make in table if is_wanted(trainer)]

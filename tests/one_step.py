@@ -16,7 +16,7 @@ from types import FrameType
 ROOT = Path(__file__).parent.parent
 OURS = f"{ROOT}/rl_core/"
 # How the second step is found, not what a run of the command has.
-NOT_COUNTED = ("rl_core.tools.python_api", "rl_core.tools.python_envs")
+NOT_COUNTED = tuple(f"rl_core.tools.python_{name}" for name in ("api", "envs", "parts"))
 
 
 class Recorder:

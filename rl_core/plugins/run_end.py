@@ -33,7 +33,7 @@ def tell_end(trainer: Any) -> None:
         say(f"  {line}")
     say(f"  look at it: rl-core view {trainer.out}")
     if done < config.num_steps:
-        is_command = not trainer.plan.plugins
+        is_command = not trainer.plan.own_parts
         again = "the same command with --resume"
         say(f"  go on: {again if is_command else 'train() again, with Config(resume=True)'}")
 

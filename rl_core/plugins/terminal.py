@@ -150,7 +150,8 @@ def devices(trainer: Any) -> str:
     if split := " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1):
         text += f" ({split})"
     if trainer.config.is_rl:
-        text += f", {trainer.config.engine} engine"
+        # An own engine of a script leaves the flag as it is.
+        text += f", {trainer.config.engine.replace('auto', 'own')} engine"
     ways = sorted({e.weights_way for e in trainer.device.engines if e.weights_way})
     if ways:
         text += f", new weights by {' and '.join(ways)}"

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from rl_core.rules import split
 from rl_core.tools.python_envs import Environment, Rows, as_list, with_environments
 
 if TYPE_CHECKING:
+    from rl_core.sampling.engine import Engine
+    from rl_core.tools.python_parts import OwnParts
     from rl_core.trainer import Trainer
 
 OnStep = Callable[[int, dict[str, float]], Any]
@@ -48,9 +50,10 @@ def train(
     data: Rows | None = None,
     eval_data: Rows | None = None,
     on_step: OnStep | None = None,
-    plugins: Sequence[Callable[[Trainer], Plugin]] = (),
+    plugins: Sequence[Any] = (),
     loss: Callable | None = None,
     optimizer: Callable | None = None,
+    engine: type[Engine] | None = None,
     nproc: int = 1,
 ) -> TrainResult:
     """What a run has learned, on this process's device; the files are those of the command.
@@ -59,9 +62,10 @@ def train(
     list of these. `data`, `eval_data`: rows instead of config.data.train and .eval. Sections of the
     configuration may be dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)`, in the
     run's thread, ends the run by returning False; then a checkpoint is saved, and as well at
-    Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin. `loss`, `optimizer`: instead of the
-    flags', as plugins/own_parts.py has them. `nproc`: ranks on this machine, in processes of their
-    own. Raises ValueError for a mistake and RunError where a run cannot go on.
+    Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin, or objects with some of its hooks.
+    `loss`, `optimizer`, `engine`: instead of the flags', as tools/python_parts.py has them. `nproc`:
+    ranks on this machine, in processes of their own. Raises ValueError for a mistake and RunError
+    where a run cannot go on.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
@@ -70,41 +74,32 @@ def train(
         )
     if nproc < 1:
         raise ValueError(f"nproc={nproc} must be at least 1: the number of ranks, one per GPU")
-    for plugin in plugins:
-        if not callable(plugin):
-            raise ValueError(
-                f"plugins has {plugin!r}: give subclasses of rl_core.plugin.Plugin, such as "
-                "plugins=[MyPlugin]"
-            )
     config, environments = with_objects(config, env, {"train": data, "eval": eval_data})
     has_eval = any(env.eval_data is not None for env in environments)
     if has_eval and not config.eval_every:
         raise ValueError(
             "eval_data needs Config(eval_every=...): how many steps lie between evaluations"
         )
-    own_parts = None
-    if loss is not None or optimizer is not None:
-        from rl_core.plugins.own_parts import OwnParts
-
-        own_parts = OwnParts(loss=loss, optimizer=optimizer)
-        own_parts.check(config)
     if nproc > 1:
         from rl_core.tools.python_ranks import run_ranks
 
-        if on_step is not None or plugins or own_parts:
+        if plugins or any(own is not None for own in (on_step, loss, optimizer, engine)):
             raise ValueError(
-                f"nproc={nproc}: on_step, plugins, loss and optimizer are of this process, where no "
-                "rank is; leave them out, or give nproc=1"
+                f"nproc={nproc}: on_step, plugins, loss, optimizer and engine are of this process, "
+                "where no rank is; leave them out, or give nproc=1"
             )
         run_ranks(config, environments, nproc)
         return read_result(config)
-    stop = threading.Event()
+    from rl_core.tools.python_parts import OwnParts, own_plugin
 
+    stop = threading.Event()
+    made = [own_plugin(plugin) for plugin in plugins]
+    made.append(step_callback(on_step, stop))
+    own_parts = OwnParts(loss=loss, optimizer=optimizer, engine=engine, plugins=made)
+    own_parts.check(config)
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
-        running = pool.submit(
-            run_here, config, environments, (*plugins, step_callback(on_step, stop)), own_parts
-        )
+        running = pool.submit(run_here, config, environments, own_parts)
         try:
             running.result()
         except KeyboardInterrupt:
@@ -162,12 +157,7 @@ def without_paths(given: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def run_here(
-    config: Config,
-    environments: list[Environment],
-    plugins: Sequence[Callable[[Trainer], Plugin]],
-    own_parts: Any = None,
-) -> None:
+def run_here(config: Config, environments: list[Environment], own_parts: OwnParts) -> None:
     """The run itself."""
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.models import is_sharded
@@ -177,7 +167,7 @@ def run_here(
     from rl_core.trainer import Trainer, run_to_end
 
     modules = {env.name: env.module() for env in environments if not env.is_file}
-    plan = replace(make_plan(config, modules, plugins=plugins), own_parts=own_parts)
+    plan = make_plan(config, modules, own_parts=own_parts)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     try:
         with locked(Path(config.out)):

@@ -168,7 +168,7 @@ def test_two_ranks_from_python_are_those_of_the_command(config_of, tiny_model, t
     with pytest.raises(ValueError, match="reward_fn must be a file, for other processes read it"):
         train(config_of("function"), env=len_of, data=ROWS, nproc=2)
     with pytest.raises(
-        ValueError, match="on_step, plugins, loss and optimizer are of this process"
+        ValueError, match="on_step, plugins, loss, optimizer and engine are of this"
     ):
         train(config_of("called"), env=file, on_step=lambda *_: None, nproc=2)
     with pytest.raises(RunError, match="no such file"):
@@ -250,7 +250,13 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         on_step=lambda step, found: 1 / 0,
     )
     refused(ValueError, "nproc=0 must be at least 1", config_of("a"), env=len_of, nproc=0)
-    refused(ValueError, "plugins has 'Mine': give", config_of("a"), env=len_of, plugins=["Mine"])
+    refused(
+        ValueError,
+        "plugins has 'Mine', which has none",
+        config_of("a"),
+        env=len_of,
+        plugins=["Mine"],
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(ValueError, "starts its own ranks", config_of("a"), env=len_of, data=ROWS)
     assert "error:" not in capsys.readouterr().err
@@ -302,7 +308,7 @@ def test_every_code_block_of_the_page_runs(tiny_model, tmp_path, monkeypatch):
     for block in blocks:
         block = block.replace("float(answer in completion)", "len(completion) / 8")
         exec(block.replace("Qwen/Qwen3-0.6B", str(tiny_model)), names)
-    assert len(blocks) == 7 and len(names["rewards"]) == 4 and names["result"].step == 2
+    assert len(blocks) == 10 and len(names["rewards"]) == 4 and names["result"].step == 2
     assert (
         names["model"].num_parameters() > 0 and names["dpo"].step == names["calculator"].step == 2
     )

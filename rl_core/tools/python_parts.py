@@ -1,0 +1,350 @@
+"""A loss, an optimizer, an engine and plugins of a script: train(config, loss=..., engine=...)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rl_core.algorithms import sequence_sums
+from rl_core.config import Config, OptimConfig
+from rl_core.learning.learner import Learner, Metrics, Named, mean_of
+from rl_core.plugin import Plugin
+from rl_core.rules import nearest
+from rl_core.sampling.engine import Engine
+from rl_core.types import PackedBatch, RunError
+
+# What an own loss may name. All but the last two are [M], of the trained tokens.
+LOSS_ARGUMENTS = (
+    "logprobs",
+    "old_logprobs",
+    "rollout_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "entropy",
+    "sequences",
+    "batch",
+    "config",
+)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OwnParts:
+    """`loss`: names of LOSS_ARGUMENTS -> [M] losses of the trained tokens, in nats times advantage.
+    `optimizer`: (named parameters, config.optim) -> an Optimizer, or a class of torch.optim, which
+    gets the learning rate alone. `engine`: a class of Engine. `plugins`: each is called with the
+    trainer, and gives a Plugin."""
+
+    loss: Callable[..., Tensor] | None = None
+    optimizer: Callable[..., Optimizer] | None = None
+    engine: type[Engine] | None = None
+    plugins: Sequence[Callable[[Any], Plugin]] = ()
+
+    @property
+    def plugin_rows(self) -> tuple[tuple[Callable, Callable], ...]:
+        """Rows of the registry's table: (is it wanted, what makes it)."""
+        return tuple((bool, make) for make in self.plugins)
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError for what does not fit the interface."""
+        if self.loss is not None:
+            check_loss(self.loss, config)
+        if self.optimizer is not None and not is_optimizer_class(self.optimizer):
+            check_optimizer(self.optimizer)
+        if self.engine is not None:
+            check_engine(self.engine, config)
+
+    def learner(self, make: partial) -> partial:
+        """`make`: makes a learner, of an actor or a critic. The same with the own optimizer."""
+        if self.optimizer is None:
+            return make
+        return partial(make, make_optimizer=self.make_optimizer)
+
+    def make_optimizer(self, named: Named, optim: OptimConfig) -> Optimizer:
+        if is_optimizer_class(self.optimizer):
+            return self.optimizer(list(named), lr=optim.lr)
+        made = self.optimizer(list(named), optim)
+        if not isinstance(made, Optimizer):
+            raise ValueError(
+                f"optimizer={name_of(self.optimizer)} gave {made!r}; it must return a "
+                "torch.optim.Optimizer"
+            )
+        return made
+
+    def actor_learner(self, make: partial) -> partial:
+        """The same of an actor's learner, which alone has the own loss."""
+        if self.loss is None:
+            return make
+        own = with_loss(make.func, self.loss)
+        return partial(own, *make.args, **make.keywords)
+
+
+def check_loss(loss: Any, config: Config) -> None:
+    if config.algorithm in ("dpo", "rm"):
+        raise ValueError(
+            f"loss is of trained tokens, and --algorithm {config.algorithm} learns from pairs; "
+            "leave it out, or take another algorithm"
+        )
+    if not callable(loss):
+        raise ValueError(f"loss={loss!r} must be a function of {', '.join(LOSS_ARGUMENTS)}")
+    for parameter in inspect.signature(loss).parameters.values():
+        is_open = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        is_given = is_open or parameter.default is not parameter.empty
+        if parameter.name not in LOSS_ARGUMENTS and not is_given:
+            raise ValueError(
+                f"loss {name_of(loss)}() names {parameter.name!r}, which is none of its "
+                f"arguments; {nearest(parameter.name, LOSS_ARGUMENTS)}"
+            )
+        if parameter.name == "ref_logprobs" and not (config.algo.kl_coef or config.algo.log_kl):
+            raise ValueError(
+                f"loss {name_of(loss)}() names 'ref_logprobs', and there is no reference model; "
+                "give algo={'log_kl': True}"
+            )
+
+
+def check_optimizer(make: Any) -> None:
+    rule = "it must be a class of torch.optim, or a function of (named_parameters, config.optim)"
+    if not callable(make):
+        raise ValueError(f"optimizer={make!r}: {rule}")
+    try:
+        inspect.signature(make).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"optimizer={name_of(make)}: {error}; {rule}") from None
+
+
+def check_engine(engine: Any, config: Config) -> None:
+    if not isinstance(engine, type) or not issubclass(engine, Engine):
+        raise ValueError(
+            f"engine={name_of(engine)} must be a class of rl_core.sampling.engine.Engine, itself "
+            "and not what it makes: train(config, engine=MyEngine)"
+        )
+    for is_broken, why in OF_ENGINE:
+        if is_broken(engine, config):
+            raise ValueError(f"engine={engine.__name__}: {why}")
+    known = [name for name in dir(Engine) if not name.startswith("_")]
+    refuse_misspelt(engine, known, {}, "method of Engine")
+    check_arguments(engine, Engine, [name for name in known if callable(getattr(Engine, name))])
+    check_call(engine, "EngineSpec")
+
+
+# What is refused of (an own engine, the configuration), and why.
+OF_ENGINE = (
+    (lambda engine, c: not c.is_rl, "--algorithm sft, rm and dpo sample nothing; leave it out"),
+    (
+        lambda engine, c: c.engine != "auto",
+        "the configuration names an engine, too; leave one of them out",
+    ),
+    (
+        lambda engine, c: any(actor.servers for actor in c.actors.values()),
+        "engine_urls name engines that run already; leave one of them out",
+    ),
+    (
+        lambda engine, c: c.engine_ranks or any(actor.ranks for actor in c.actors.values()),
+        "it is of this process, and cannot be on other ranks; leave out engine_ranks and "
+        "actors.NAME.ranks",
+    ),
+    (
+        lambda engine, c: engine.generate is Engine.generate,
+        "it must override generate(), which samples a completion",
+    ),
+    (
+        lambda engine, c: engine.update is Engine.update,
+        "it must override update(), which takes new weights; without it replies are of old ones",
+    ),
+    (
+        lambda engine, c: c.max_staleness and engine.pause is Engine.pause,
+        "max_staleness pauses engines while a learner has the device; override pause() and "
+        "resume(), or leave max_staleness out",
+    ),
+)
+# What other trainers' callbacks call the hooks of plugins.
+ALIKE = {
+    "on_step": "after_step",
+    "on_step_begin": "before_step",
+    "on_step_end": "after_step",
+    "on_train_begin": "start",
+    "on_train_end": "finish",
+    "on_evaluate": "after_evaluation",
+    "on_log": "after_step",
+}
+HOOKS = [name for name in vars(Plugin) if not name.startswith("_")]
+# What these give may not be left out.
+GIVEN = {"refill": list, "files": list, "agree": dict, "state": dict}
+
+
+def own_plugin(given: Any) -> Callable[[Any], Plugin]:
+    """`given`: a class of Plugin, an object with some of its hooks, or a function of the trainer that
+    gives one of these. What makes a plugin of it, whose hooks' errors name it. Raises
+    ValueError."""
+    if isinstance(given, Plugin):
+        name = type(given).__name__
+        raise ValueError(
+            f"plugins has an object of {name}, which is made with the trainer; give the class: "
+            f"plugins=[{name}]"
+        )
+    if isinstance(given, type):
+        check_hooks(given)
+        check_call(given, "trainer")
+    elif own_hooks(given) or not callable(given):
+        check_hooks(given)
+        return lambda trainer: with_name(given, trainer)
+    return lambda trainer: with_name(given(trainer), trainer)
+
+
+def own_hooks(given: Any) -> list[str]:
+    """Names of the hooks that are not Plugin's. `given`: an object, or a class."""
+    found = []
+    for name in HOOKS:
+        hook = getattr(given, name, None)
+        if callable(hook) and getattr(hook, "__func__", hook) is not getattr(Plugin, name):
+            found.append(name)
+    return found
+
+
+def check_hooks(given: Any) -> None:
+    refuse_misspelt(given, HOOKS, ALIKE, "hook of plugins")
+    names = own_hooks(given)
+    if not names:
+        raise ValueError(
+            f"plugins has {name_of(given)}, which has none of the hooks: {', '.join(HOOKS)}"
+        )
+    check_arguments(given, Plugin, names)
+
+
+def refuse_misspelt(given: Any, known: list[str], alike: dict[str, str], what: str) -> None:
+    """Raises ValueError for a public method that nobody calls, and whose name is near a known
+    one."""
+    candidates = [*known, *alike]
+    for name in dir(given):
+        method = inspect.getattr_static(given, name)
+        if name in known or name.startswith("_") or not callable(method):
+            continue
+        close = get_close_matches(name, candidates, n=1, cutoff=0.8)
+        if not close and alike and name.startswith(("on_", "before_", "after_")):
+            close = get_close_matches(name, candidates, n=1, cutoff=0.0)
+        if close:
+            meant = alike.get(close[0], close[0])
+            raise ValueError(
+                f"{name_of(given)}.{name}() is no {what}; did you mean {meant!r}? Methods of its "
+                "own may begin with _"
+            )
+
+
+def check_arguments(given: Any, base: type, names: list[str]) -> None:
+    """Raises ValueError for a method that cannot be called as that of the base class."""
+    for name in names:
+        usual, own = getattr(base, name), getattr(given, name)
+        parameters = list(inspect.signature(usual).parameters.values())
+        is_bound = not isinstance(given, type) or inspect.ismethod(own)
+        if parameters and parameters[0].name == "self" and is_bound:
+            parameters = parameters[1:]
+        named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+        text = ", ".join(p.name for p in parameters)
+        try:
+            inspect.signature(own).bind(*[None] * (len(parameters) - len(named)), **named)
+        except TypeError as error:
+            raise ValueError(
+                f"{name_of(given)}.{name}(): {error}; it is called with ({text})"
+            ) from None
+        is_async = inspect.iscoroutinefunction(own)
+        if is_async and not inspect.iscoroutinefunction(usual):
+            raise ValueError(f"{name_of(given)}.{name}() must be def, not async def")
+        if base is Engine and not is_async and inspect.iscoroutinefunction(usual):
+            raise ValueError(f"{name_of(given)}.{name}() must be async def")
+
+
+def check_call(made: type, argument: str) -> None:
+    try:
+        inspect.signature(made).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"{made.__name__}() is made with {argument} alone: {error}"
+            + ("" if argument == "EngineSpec" else f"; or give an object: [{made.__name__}()]")
+        ) from None
+
+
+def with_name(given: Any, trainer: Any) -> Plugin:
+    """A plugin with the hooks of a plugin or a plain object. RunError names which of them
+    raised."""
+    check_hooks(given)
+    name = type(given).__name__
+    methods = {hook: told(getattr(given, hook), f"{name}.{hook}") for hook in own_hooks(given)}
+    return type(name, (Plugin,), methods)(trainer)
+
+
+def told(hook: Callable, name: str) -> Callable:
+    usual = name.rpartition(".")[2]
+
+    def checked(value: Any) -> Any:
+        if not isinstance(value, GIVEN.get(usual, object)):
+            raise TypeError(f"it gave {value!r} instead of a {GIVEN[usual].__name__}")
+        return value
+
+    def call(self, *args: Any) -> Any:
+        with naming(name):
+            return checked(hook(*args))
+
+    async def call_async(self, *args: Any) -> Any:
+        with naming(name):
+            value = hook(*args)
+            return checked(await value if inspect.isawaitable(value) else value)
+
+    return call_async if inspect.iscoroutinefunction(getattr(Plugin, usual)) else call
+
+
+@contextmanager
+def naming(hook: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RunError(f"{hook}() of plugins raised {type(error).__name__}: {error}") from error
+
+
+def is_optimizer_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Optimizer)
+
+
+def name_of(value: Any) -> str:
+    """The name of a function or a class, or of an object's class, else the value itself."""
+    usual = type(value).__module__ == "builtins"
+    return getattr(value, "__name__", repr(value) if usual else type(value).__name__)
+
+
+def with_loss(learner_class: type[Learner], loss: Callable[..., Tensor]) -> type[Learner]:
+    """The class with this loss in the place of the algorithm's."""
+    names = [name for name in inspect.signature(loss).parameters if name in LOSS_ARGUMENTS]
+
+    class OwnLossLearner(learner_class):
+        def losses(self, batch: PackedBatch) -> tuple[Tensor, Metrics]:
+            logprobs, entropy = self.forward(batch)
+            old = batch.old_logprobs
+            known = {
+                "logprobs": logprobs,
+                "old_logprobs": logprobs.detach() if old is None else old,
+                "entropy": entropy,
+                "batch": batch,
+                "config": self.config,
+            }
+            given = {}
+            for name in names:
+                given[name] = known[name] if name in known else getattr(batch, name)
+            losses = loss(**given)
+            if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
+                found = getattr(losses, "shape", losses)
+                raise ValueError(
+                    f"loss {name_of(loss)}() gave {found}; it must give a loss for each of the "
+                    f"{len(logprobs)} trained tokens, {tuple(logprobs.shape)}: neither mean nor sum"
+                )
+            if self.algorithm.aggregation == "sequence":
+                losses = losses / sequence_sums(logprobs.new_ones(len(logprobs)), batch)
+            metrics = self.measure(batch, logprobs.detach())
+            return losses, metrics | {"entropy_nats": mean_of(entropy)}
+
+    return OwnLossLearner
