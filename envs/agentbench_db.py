@@ -6,19 +6,24 @@
 The model calls `execute_sql`. Its last message, without a call, is the answer; several values are a
 JSON list. Reward: 1 if it equals the row's `label` (numbers to 0.01), or, for types INSERT, UPDATE
 and DELETE, if the table is then as after the label, or has the row's `answer_md5`; else 0. Each
-episode has an SQLite database of its own in memory, without files, and 2 s for a statement. Columns
-are texts, as in AgentBench. Without --data.train: made-up orders, five types; a hash of the prompt
-says which tenth is held out. docs/environments.md. Needs a GPU, not run.
+episode has a database of its own, and 2 s for a statement. $AGENTBENCH_DB: mariadb (Debian's
+mariadb-server and pymysql; a server of this process, without a network), sqlite (in memory, without
+files), or auto (the default: MariaDB where both are installed). Columns are texts, as in
+AgentBench. Without --data.train: made-up orders, five types; a hash of the prompt says which tenth
+is held out. docs/environments.md. Needs a GPU, not run.
 """
 
 import hashlib
 import json
+import os
 import random
 import sqlite3
 import sys
 import time
 import zlib
+from importlib.util import find_spec
 
+from programs import mariadb
 from programs.calling import answers, tool
 
 if sys.version_info < (3, 11):
@@ -27,11 +32,22 @@ CHANGES = ("INSERT", "UPDATE", "DELETE")
 STATEMENT_S, MAX_ROWS = 2.0, 30
 MAX_VALUE_BYTES, MAX_PAGES = 1 << 17, 1 << 14  # A page has 4 KiB.
 NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Fay", "Gus", "Hana")
+CHOICES = ("mariadb", "sqlite", "auto")
+KIND = os.environ.get("AGENTBENCH_DB", "auto")
+if KIND not in CHOICES:
+    raise ValueError(f"AGENTBENCH_DB={KIND} is not one of {', '.join(CHOICES)}")
+if KIND == "mariadb" and mariadb.missing():
+    raise ImportError(f"AGENTBENCH_DB=mariadb: {mariadb.missing()}")
+if KIND == "auto":
+    KIND = "mariadb" if find_spec("pymysql") and not mariadb.missing() else "sqlite"
+SQL = {"mariadb": "MariaDB", "sqlite": "SQLite"}[KIND]
+
 max_turns = 8
-tools = [tool("execute_sql", "Runs one statement and gives its rows.", query="SQLite's SQL")]
+tools = [tool("execute_sql", "Runs one statement and gives its rows.", query=f"{SQL}'s SQL")]
 system_prompts = {
     "policy": (
-        "Answer with the help of an SQLite database; call execute_sql. {{ add_description }} When "
+        f"Answer with the help of a database in {SQL}; call execute_sql. "
+        "{{ add_description }} When "
         "you know the answer, reply without a call: the answer alone. If a change is asked for, "
         "make it and reply: done"
     )
@@ -90,20 +106,35 @@ def quoted(name):
     return "`" + name.replace("`", "``") + "`"
 
 
-class Database:
+def columns_of(row):
+    return [quoted(column["name"]) for column in row["table"]["table_info"]["columns"]]
+
+
+def values_in(row):
+    return [list(map(str, values)) for values in row["table"]["table_info"]["rows"]]
+
+
+def in_order(rows):
+    """Rows of texts without NULL, in an order of their own."""
+    return sorted([[str(value) for value in row if value is not None] for row in rows])
+
+
+def shown(rows):
+    return json.dumps(rows, ensure_ascii=False, default=str) if rows else "no rows"
+
+
+class SQLite:
     """The row's table in memory. Nothing else can be attached, and no setting changed."""
 
     def __init__(self, row):
-        table = row["table"]
-        self.table = quoted(table["table_name"])
-        names = [quoted(column["name"]) for column in table["table_info"]["columns"]]
+        self.table = quoted(row["table"]["table_name"])
+        names = columns_of(row)
         self.held = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self.held.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         self.held.execute(f"PRAGMA max_page_count = {MAX_PAGES}")
         self.held.execute(f"CREATE TABLE {self.table} ({', '.join(n + ' TEXT' for n in names)})")
         fill = f"INSERT INTO {self.table} VALUES ({', '.join('?' * len(names))})"
-        rows = [list(map(str, values)) for values in table["table_info"]["rows"]]
-        self.held.executemany(fill, rows)
+        self.held.executemany(fill, values_in(row))
         self.held.set_authorizer(permit)
 
     def execute_sql(self, query):
@@ -114,7 +145,7 @@ class Database:
             found = self.held.execute(query).fetchmany(MAX_ROWS)
         except (sqlite3.Error, sqlite3.Warning, OverflowError, MemoryError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
-        return json.dumps(found, ensure_ascii=False, default=repr) if found else "no rows"
+        return shown(found)
 
     def rows(self):
         """The table's rows in an order of their own; None if it is gone or too large."""
@@ -122,7 +153,38 @@ class Database:
             found = self.held.execute(f"SELECT * FROM {self.table}").fetchmany(100_000)
         except sqlite3.Error:
             return None
-        return sorted([[str(v) for v in row if v is not None] for row in found])
+        return in_order(found)
+
+    def close(self):
+        self.held.close()
+
+
+class MariaDB:
+    """The row's table in a database of its own, on the server of this process."""
+
+    def __init__(self, row):
+        self.table = quoted(row["table"]["table_name"])
+        self.session = mariadb.Session(STATEMENT_S, MAX_ROWS)
+        self.close = self.session.close
+        names = columns_of(row)
+        places = ", ".join(["%s"] * len(names))
+        with self.session.connect() as connection, connection.cursor() as cursor:
+            columns = ", ".join(f"{name} TEXT" for name in names)
+            cursor.execute(f"CREATE TABLE {self.table} ({columns})")
+            fill = f"INSERT INTO {self.table.replace('%', '%%')} VALUES ({places})"
+            cursor.executemany(fill, values_in(row))
+
+    def execute_sql(self, query):
+        """Its rows as text. Raises ValueError."""
+        return shown(self.session.execute(query))
+
+    def rows(self):
+        """The table's rows in an order of their own; None if it is gone."""
+        found = self.session.rows(self.table, 100_000)
+        return None if found is None else in_order(found)
+
+
+Database = {"mariadb": MariaDB, "sqlite": SQLite}[KIND]
 
 
 def permit(action, *_):
@@ -155,11 +217,13 @@ def is_changed_right(database, row):
     wanted = Database(row)
     try:
         wanted.execute_sql(row["label"][0])
+        return found == wanted.rows()
     except ValueError:
         if not row.get("answer_md5"):
             raise
-        return False  # MySQL runs it and SQLite does not: the hash alone decides.
-    return found == wanted.rows()
+        return False  # MySQL runs it and this database does not: the hash alone decides.
+    finally:
+        wanted.close()
 
 
 def values_of(text):

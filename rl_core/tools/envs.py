@@ -28,6 +28,7 @@ OF_MACHINE = {
 # What is imported -> its name for pip, where that is another.
 PIP_NAMES = {"reasoning_gym": "reasoning-gym"}
 WIDTH = 110  # characters of an environment's line, beside its name
+OPTIONAL = r"""find_spec\(["'](\w+)["']"""
 VARIABLE = r"""environ(?:\.get\(|\[)\s*["'](\w+)["']"""
 
 
@@ -38,6 +39,7 @@ class Listing:
     path: str
     about: str  # its docstring's first sentence
     packages: dict[str, bool] = field(default_factory=dict)  # pip's name -> whether it is installed
+    optional: dict[str, bool] = field(default_factory=dict)  # the same of what it can do without
     machine: list[str] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
     has_rows: bool = False  # without --data.train
@@ -99,6 +101,8 @@ def listing_of(path: Path) -> Listing:
             machine |= {*listing_of(beside).machine}
         elif root != "programs" and root not in sys.stdlib_module_names:
             listing.packages[PIP_NAMES.get(root, root)] = find_spec(root) is not None
+    for name in re.findall(OPTIONAL, source):
+        listing.optional[name] = find_spec(name) is not None
     listing.machine = sorted(machine)
     listing.has_rows = "load_tasks" in names
     listing.has_oracle = "oracle" in names
@@ -150,12 +154,17 @@ def as_table(listings: list[Listing]) -> str:
     return "\n".join(lines + ends)
 
 
+def installed(packages: dict[str, bool]) -> str:
+    names = []
+    for name, is_here in packages.items():
+        names.append(name if is_here else f"{name} (missing: pip install {name})")
+    return ", ".join(names)
+
+
 def described(listing: Listing) -> str:
-    packages = []
-    for name, is_here in listing.packages.items():
-        packages.append(name if is_here else f"{name} (missing: pip install {name})")
     facts = {
-        "packages": ", ".join(packages),
+        "packages": installed(listing.packages),
+        "optional": installed(listing.optional),
         "machine": ", ".join(listing.machine),
         "variables": ", ".join(listing.variables),
         "rows": "its own, or --data.train" if listing.has_rows else "--data.train",

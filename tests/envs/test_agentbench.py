@@ -30,6 +30,12 @@ def part_of(name: str, what: str):
     return env_of(name).hooks["oracle"].function.__globals__[what]
 
 
+@pytest.fixture(autouse=True)
+def sqlite_everywhere(monkeypatch):
+    """MariaDB, which only some machines have, is tested in test_mariadb.py."""
+    monkeypatch.setenv("AGENTBENCH_DB", "sqlite")
+
+
 def play(env, *replies, max_tokens: int = 2000, **how):
     return stage.play(env, *replies, max_tokens=max_tokens, **how)
 

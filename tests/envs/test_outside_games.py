@@ -123,6 +123,39 @@ def test_an_unknown_game_is_refused(monkeypatch):
 
 
 @pytest.fixture(scope="module")
+def warm_syllogisms(tiny_model, made_once):
+    """A tiny model that says Yes or No, at random."""
+
+    def make(out):
+        out.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            env = env_of("reasoning_gym_env", patch, REASONING_GYM="syllogism")
+        rows = []
+        for number, row in enumerate(env.load_tasks("train")[:60]):
+            said = f"<answer>{('Yes', 'No')[number % 2]}</answer>"
+            asked = {"role": "user", "content": row["prompt"]}
+            rows.append({"messages": [asked, {"role": "assistant", "content": said}]})
+        (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        how = "--algorithm sft --max_tokens 30 --max_prompt_tokens 1000 --tasks_per_step 8 "
+        how += "--num_steps 60 --optim.lr 4e-3 --data.train"
+        run(out / "run", "--model", tiny_model, how, out / "sft.jsonl")
+
+    return made_once("warm_syllogisms", make) / "run/hf/policy"
+
+
+@REASONING_GYM
+def test_three_steps_of_a_task_learn(warm_syllogisms, monkeypatch, tmp_path):
+    monkeypatch.setenv("REASONING_GYM", "syllogism")
+    how = "--tasks_per_step 2 --group_size 6 --num_steps 3 --max_tokens 30 --max_prompt_tokens 1000"
+    path = ROOT / "envs/reasoning_gym_env.py"
+    out = run(tmp_path / "run", "--model", warm_syllogisms, "--env_path", path, how)
+    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
+    assert any(0 < line["rollout/policy/reward_mean"] < 1 for line in found)
+    assert not any(line.get("rollout/policy/failed") for line in found)
+
+
+@pytest.fixture(scope="module")
 def warm(tiny_model, made_once):
     """A tiny model that says a cell, at random."""
 
