@@ -64,7 +64,7 @@ def test_another_kind_of_database_is_refused(monkeypatch):
 def test_without_a_server_auto_is_sqlite_and_mariadb_says_what_to_install(monkeypatch, tmp_path):
     (tmp_path / "programs").mkdir()
     (tmp_path / "agentbench_db.py").write_text(PATH.read_text())
-    for file in ("mariadb.py", "calling.py"):
+    for file in ("mariadb.py", "calling.py", "sql_tables.py"):
         text = (ROOT / "envs/programs" / file).read_text()
         (tmp_path / "programs" / file).write_text(text.replace(":/usr/sbin:/usr/local/sbin", ""))
     monkeypatch.setenv("PATH", str(tmp_path))
