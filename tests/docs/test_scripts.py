@@ -450,3 +450,19 @@ def test_bench_inference_counts_fewer_forwards_for_larger_ones(tiny_model):
     forwards = [int(row[2]) for row in rows]
     assert forwards[0] > 8, (done.stdout, done.stderr)
     assert forwards[1:] == [-(-forwards[0] // n) for n in (4, 8, 16)]
+
+
+def test_bench_scale_counts_a_step_without_a_model(tmp_path):
+    out = tmp_path / "scale.json"
+    command = [
+        sys.executable,
+        ROOT / "scripts/bench_scale.py",
+        "--trajectories",
+        "64",
+        "--out",
+        out,
+    ]
+    subprocess.run([*command, "--processes", "1", "2"], check=True, timeout=120)
+    alone, two = json.loads(out.read_text())
+    # Alone nothing moves; of two each sends both shares of its samples: 8 + 1 + 4 + 8 + 4 bytes a token.
+    assert alone["moved"] < two["moved"] and 20 < two["moved"] < 60
