@@ -26,6 +26,7 @@ TESTED = {
     "envs/test_generators.py": "algebra word_problems",
     "envs/test_outside_games.py": "reasoning_gym_env textarena_env",
     "envs/test_scores.py": "reward_model",
+    "envs/test_tau2.py": "tau2_env",
     "engines/test_shared.py": "sort_two_ways",
     "agents/test_agent_env.py": "openai_agent",
     "agents/test_harbor.py": "harbor",

@@ -490,8 +490,8 @@ ALIKE |= {
     "llm_judge": "--num_tasks 2 --actors policy,judge",
 }
 ALIKE |= {"referential_game": "--num_tasks 3", "sort_two_ways": "--num_tasks 3 --actors up,down"}
-# They need a second, a server or a model.
-OTHERS = ["chess_game", "mcp_tools", "openenv_client", "reward_model"]
+# They need a second, a server, a folder or a model.
+OTHERS = ["chess_game", "mcp_tools", "openenv_client", "reward_model", "tau2_env"]
 
 
 @pytest.fixture(scope="module")

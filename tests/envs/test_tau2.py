@@ -1,0 +1,182 @@
+"""Service desks in tau2-bench's format, on a small domain of our own in its shape."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import stage
+from kit import ROOT, metrics, run
+
+from rl_core.cli import main as command
+from rl_core.plugins.env_file import load_env
+
+PATH = ROOT / "envs/tau2_env.py"
+TOOLS = '''
+class Library:
+    db: dict
+
+    def __init__(self, db: dict):
+        self.db = db
+
+    def find(self, title: str) -> dict:
+        """Shows a book."""
+        if title not in self.db["books"]:
+            raise ValueError(f"no book {title}")
+        return self.db["books"][title]
+
+    def lend(self, title: str, days: int, to: str = "nobody") -> str:
+        """Lends a book."""
+        self.find(title)["days"] = days
+        return "lent"
+
+    def assert_lent(self, title: str) -> bool:
+        return "days" in self.db["books"][title]
+'''
+
+
+def task_of(number, basis=None, **wanted):
+    actions = [{"name": "lend", "arguments": {"title": "Emma", "days": 7 + number}}]
+    told = {
+        "reason_for_call": f"Lend me Emma for {7 + number} days.",
+        "known_info": "",
+        "domain": "x",
+    }
+    criteria = {"actions": actions, "communicate_info": ["1,000"], "reward_basis": basis} | wanted
+    scenario = {"persona": None, "instructions": told}
+    return {"id": str(number), "user_scenario": scenario, "evaluation_criteria": criteria}
+
+
+TASKS = [
+    task_of(0),
+    task_of(1, ["DB"]),
+    task_of(2, ["ACTION"]),
+    task_of(
+        3,
+        ["ENV_ASSERTION", "NL_ASSERTION"],
+        env_assertions=[{"func_name": "assert_lent", "arguments": {"title": "Emma"}}],
+    ),
+    task_of(4) | {"initial_state": {"message_history": []}},
+    task_of(5, actions=[{"name": "x", "arguments": {}, "requestor": "user"}]),
+]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    (tmp_path / "tasks.json").write_text(json.dumps(TASKS))
+    (tmp_path / "split_tasks.json").write_text(json.dumps({"train": ["0", "1", "2", "4", "5"]}))
+    (tmp_path / "db.json").write_text(json.dumps({"books": {"Emma": {}, "Ulysses": {}}}))
+    (tmp_path / "policy.md").write_text("Lend one book.")
+    (tmp_path / "tools.py").write_text(TOOLS)
+    monkeypatch.setenv("TAU2_DOMAIN", str(tmp_path))
+    monkeypatch.setenv("TAU2_TOOLS", str(tmp_path / "tools.py"))
+    return load_env(str(PATH))
+
+
+def called(tool: str, /, **arguments) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+def serve(desk, row, *replies, user=None):
+    actors = {"agent": list(replies)}
+    if user:
+        actors["user"] = (user, False)
+    return stage.one(stage.run(desk, stage.cast(**actors), rows=[row], max_tokens=900), "agent")
+
+
+def test_tasks_of_both_splits_are_those_without_tools_of_the_user_and_history(desk):
+    assert [row["id"] for row in desk.load_tasks("train")] == ["0", "1", "2"]
+    [held_out] = desk.load_tasks("eval")
+    assert held_out["id"] == "3" and held_out["prompt"] == "Lend me Emma for 10 days."
+
+
+def test_each_part_of_the_reward_is_what_the_task_names(desk):
+    rows = desk.load_tasks("train") + desk.load_tasks("eval")
+    no, other = "It is a thousand.", called("lend", title="Ulysses", days=7)
+
+    def rewards(row, days):
+        lend = called("lend", title="Emma", days=days)
+        plays = ([lend, "It is 1000."], [lend, no], [other, lend, "1,000"], ["1000"])
+        return [serve(desk, row, *play, "Bye.").reward for play in plays]
+
+    assert rewards(rows[0], 7) == [1, 0, 0, 0] and rewards(rows[0], 8) == [0, 0, 0, 0]
+    assert rewards(rows[1], 8) == [1, 1, 0, 0] and rewards(rows[1], 7) == [0, 0, 0, 0]
+    assert rewards(rows[2], 9) == [1, 1, 1, 0]
+    assert rewards(rows[3], 1) == [1, 1, 1, 0]
+    assert serve(desk, rows[3], "a", "b").metrics["unjudged"] == 1
+
+
+def test_tools_refuse_and_the_agent_hears_why(desk):
+    row = desk.load_tasks("train")[1]
+    calls = called("find", title="Faust"), called("fnd"), called("lend", name="Emma")
+    found = serve(desk, row, *calls, called("find", title="Emma"), "a", "b")
+    said = [m["content"] for m in found.messages if m["role"] == "tool"]
+    assert said[0] == "Error: no book Faust" and "there are find, lend" in said[1]
+    assert "unexpected keyword argument" in said[2] and said[3] == "{}"
+    assert found.metrics["refused_calls"] == 3
+
+
+def test_a_played_customer_has_a_conversation_of_its_own(desk):
+    row = desk.load_tasks("train")[1]
+    user = ["Lend me Emma, please.", "###STOP###"]
+    lend = called("lend", title="Emma", days=8)
+    found = serve(desk, row, lend, "Done.", user=user)
+    heard = [m["content"] for m in found.messages if m["role"] == "user"]
+    assert heard == ["Lend me Emma, please."] and found.reward == 1
+    assert found.messages[0] == {"role": "system", "content": "Lend one book."}
+
+
+def test_solutions_earn_one_and_doing_nothing_nothing(desk, capsys):
+    assert command(["check", str(PATH), "--oracle", "--num_tasks", "3"]) == 0
+    assert "3 tasks: solutions solve them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("TAU2_DOMAIN", "/nowhere", "TAU2_DOMAIN='/nowhere' must be a folder with tasks.json"),
+        ("TAU2_TOOLS", "", "TAU2_TOOLS must name the tools"),
+        ("TAU2_TOOLS", "json", "TAU2_TOOLS=json has 0 classes that take db"),
+    ],
+)
+def test_what_is_missing_is_said(desk, monkeypatch, name, value, says):
+    monkeypatch.setenv(name, value)
+    made = load_env(str(PATH)).hooks["oracle"].function.__globals__
+    with pytest.raises(ValueError, match=says):
+        made["load_tasks"]("train")
+        made["Desk"]()
+
+
+TEA = task_of(0, ["COMMUNICATE"], actions=[], communicate_info=["tea"])
+
+
+@pytest.fixture
+def warm(desk, tiny_model, tmp_path):
+    """A tiny model that says one of two things, of which one is to be told."""
+    (tmp_path / "tasks.json").write_text(json.dumps([TEA]))
+    env = load_env(str(PATH))
+    rows = []
+    for said in ("We have tea.", "We have milk."):
+        found = serve(env, env.load_tasks("train")[0], said, said)
+        asked = [m for m in found.messages if m["role"] != "assistant"][:2]
+        rows.append({"messages": [*asked, {"role": "assistant", "content": said}]})
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    how = "--algorithm sft --max_tokens 100 --max_prompt_tokens 1000 --tasks_per_step 8 "
+    how += "--num_steps 60 --optim.lr 4e-3 --data.train"
+    run(tmp_path / "sft", "--model", tiny_model, how, tmp_path / "sft.jsonl")
+    return tmp_path / "sft/hf/policy"
+
+
+def test_three_steps_learn(warm, tmp_path):
+    how = "--tasks_per_step 1 --group_size 6 --num_steps 3 --max_tokens 60 --optim.lr 1e-4 "
+    how += "--max_prompt_tokens 1000 --sampling.temperature 0.6"
+    out = run(tmp_path / "run", "--model", warm, "--env_path", PATH, how)
+    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
+    assert not any(line.get("rollout/policy/failed") for line in found)
+
+
+def test_a_file_that_is_cut_short_is_named(desk, tmp_path):
+    (tmp_path / "db.json").write_text('{"books"')
+    with pytest.raises(ValueError, match="db.json is no JSON: .*; fetch it whole"):
+        desk.hooks["oracle"].function.__globals__["Desk"]()
