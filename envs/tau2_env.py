@@ -105,6 +105,11 @@ class PlayedUser:
         return ENDS[0] if self.talk.truncated else self.talk.answer
 
 
+def answer(desk, call):
+    said = desk.call(call["function"]["name"], call["function"]["arguments"])[:MAX_SHOWN]
+    return {"role": "tool", "content": said, "tool_call_id": call.get("id", "")}
+
+
 async def rollout(task, actors):
     # Records may have megabytes: copied and compared in a thread, they stop no other episode.
     desk, said, row = await asyncio.to_thread(Desk), [], task.row
@@ -117,11 +122,8 @@ async def rollout(task, actors):
     tools = [schema(name, function) for name, function in desk.tools.items()]
     reply, is_done = await agent.respond(opening, tools=tools), False
     for _ in range(agent.max_turns - 1):
-        calls, heard = reply.messages[-1].get("tool_calls") or [], []
-        for call in calls:
-            name, given = call["function"]["name"], call["function"]["arguments"]
-            answer = desk.call(name, given)[:MAX_SHOWN]
-            heard.append({"role": "tool", "content": answer, "tool_call_id": call.get("id", "")})
+        calls = reply.messages[-1].get("tool_calls") or []
+        heard = [answer(desk, call) for call in calls]
         if not calls:
             said.append(reply.answer)
             text = await user.hear(reply.answer)

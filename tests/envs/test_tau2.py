@@ -178,5 +178,5 @@ def test_three_steps_learn(warm, tmp_path):
 
 def test_a_file_that_is_cut_short_is_named(desk, tmp_path):
     (tmp_path / "db.json").write_text('{"books"')
-    with pytest.raises(ValueError, match="db.json is no JSON: .*; fetch it whole"):
+    with pytest.raises(ValueError, match=r"db\.json is no JSON: .*; fetch it whole"):
         desk.hooks["oracle"].function.__globals__["Desk"]()

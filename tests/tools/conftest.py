@@ -1,4 +1,4 @@
-"""A browser for the tests of the viewer's page: one for all of them."""
+"""A browser for the tests of the viewer's page: one for each file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from view_parts import CHROMIUM, QUIET, SCREENS, TIMEOUT_MS
 
 
-@pytest.fixture(scope="session")
+# Playwright has an event loop that runs as long as it is there: tests of other files have their own.
+@pytest.fixture(scope="module")
 def browser():
     from playwright.sync_api import sync_playwright
 

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from kit import ROOT
 
 from rl_core.cli import main
 

@@ -30,7 +30,7 @@ def asset(name: str) -> str:
 def make_page(data: dict[str, Any]) -> str:
     """`data`: the runs by name and configuration; in a report all that the page would ask for."""
     plot, script = asset("uPlot.iife.min.js"), "\n".join(map(asset, SCRIPTS))
-    names = [run["name"] for run in data["runs"]] or [data["service"]]
+    names = [run["name"] for run in data["runs"]] or [data.get("service", "no run")]
     hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (plot, script))
     parts = {
         "hashes": " ".join(f"'sha256-{value}'" for value in hashes),
