@@ -534,7 +534,8 @@ def test_check_says_of_a_served_environment_what_it_says_of_the_file(name, examp
 
 
 def test_environments_that_check_cannot_try_begin_sessions(examples, token):
-    chess, mcp, openenv, scored = (load_env(examples.url(name)) for name in OTHERS)
+    # The last one, tau2_env, is only hosted: its folder is in tests/envs/test_tau2.py.
+    chess, mcp, openenv, scored, _ = (load_env(examples.url(name)) for name in OTHERS)
     fen = "7k/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
     [t] = play(chess, ["Ra8"], fen=fen, opponent="actor", prompt="Move.")
     assert (t.status, t.seat, t.reward_parts) == (
