@@ -84,6 +84,9 @@ def flags(places, tmp_path_factory):
         patch.syspath_prepend(folder)
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        # Trackio reads it once, and another test of this process may have imported it before.
+        for module in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+            patch.delitem(sys.modules, module)
         patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'mlruns'}")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         flags = (
