@@ -8,6 +8,7 @@ handlers included, see Watchdog.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import faulthandler
 import os
 import sys
@@ -15,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,9 @@ async def end_tasks() -> None:
 
 def leave_threads(status: int) -> None:
     """Python waits at its end for threads and processes that hooks and trackers started. It does so
-    for END_S."""
+    for END_S. A rank of torchrun then ends at once."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        atexit.register(end_without_teardown, status)
     names = [
         t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
     ]
@@ -116,6 +119,18 @@ def leave_threads(status: int) -> None:
         names += [process.name for process in sys.modules["multiprocessing"].active_children()]
     if names:
         threading.Thread(target=end_soon, args=(status, names), daemon=True).start()
+
+
+def end_without_teardown(status: int) -> None:
+    """A thread of a process group (gloo) may still hold a tensor of the last collective operation.
+    If it lets go while Python takes itself apart, C++ ends the process by SIGABRT, after a run that
+    is done. So nothing is taken apart: libraries do what they do last, then the process is over."""
+    atexit.unregister(end_without_teardown)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads any more, or a hook closed it
+            stream.flush()
+    exit_now(status)
 
 
 def end_soon(status: int, names: list[str]) -> None:

@@ -4,8 +4,11 @@ run came to its end."""
 from __future__ import annotations
 
 import ast
+import os
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,3 +205,33 @@ def test_what_a_hook_left_behind_does_when_it_ends_finds_no_watchdog():
     assert clock.watchdog is None
     with clock.noting("env.py"):
         assert clock.num_running == 1
+
+
+TORN_APART = '''
+import atexit, os, sys
+from rl_core.plugins.watchdog import leave_threads
+
+class Thread:
+    """As C++ does to a thread that lets go of a tensor in the interpreter's last moments."""
+
+    def __del__(self):
+        os.abort()
+
+thread = Thread()
+atexit.register(print, "a library's end")
+leave_threads(3)
+print("the run's end")
+sys.exit(3)
+'''
+
+
+def test_a_rank_that_is_done_is_not_ended_by_what_python_takes_apart():
+    """The status is the run's, what libraries do last is done, and nothing printed is lost."""
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
+    command = [sys.executable, "-c", TORN_APART]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == ["the run's end", "a library's end"]
+    del environment["TORCHELASTIC_RUN_ID"]
+    alone = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert alone.returncode == -signal.SIGABRT  # so the first part of this test can fail
