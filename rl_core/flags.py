@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 
@@ -112,11 +112,16 @@ def validated(flag: str, value: Any, kind: Any) -> Any:
 
     try:
         return adapter(kind).validate_python(value)
-    except ValidationError as errors:
-        error = errors.errors()[0]
-    places = [part for part in (flag, *error["loc"]) if isinstance(part, str)]
+    except ValidationError as failure:
+        errors = failure.errors()
+    error, place = errors[0], errors[0]["loc"]
+    rules = [re.sub(r"^\w+ should", "must", one["msg"]) for one in errors]
+    rule = rules[0]
+    if get_origin(kind) is Union and type(None) not in get_args(kind):
+        # The place is a member of the union, which no flag has. Each member has a rule.
+        place, rule = (), ", or ".join(rules)
+    places = [part for part in (flag, *place) if isinstance(part, str)]
     name = ".".join(places).removeprefix(".").removesuffix(".[key]")
-    rule = re.sub(r"^\w+ should", "must", error["msg"])
     rule = rule.replace("Field required", "must be two values")
     rule += PAIRS.get(name.rpartition(".")[2], "")
     raise ValueError(f"--{name}={error['input']} {rule}")

@@ -90,10 +90,10 @@ def train(
             )
         run_ranks(config, environments, nproc)
         return read_result(config)
-    from rl_core.tools.python_parts import OwnParts, own_plugin
+    from rl_core.tools.python_parts import OwnParts, own_plugins
 
     stop = threading.Event()
-    made = [own_plugin(plugin) for plugin in plugins]
+    made = own_plugins(plugins)
     made.append(step_callback(on_step, stop))
     own_parts = OwnParts(loss=loss, optimizer=optimizer, engine=engine, plugins=made)
     own_parts.check(config)
@@ -144,7 +144,8 @@ def with_objects(
         # Nothing is sampled that it could score.
         environments = [Environment(lambda messages: 0.0, name="data")]
     config, environments = with_environments(config, environments, rows)
-    return checked(config), environments
+    # Weights and limits of Environments were not checked yet.
+    return checked(from_sections(asdict(config))), environments
 
 
 def without_paths(given: dict[str, Any]) -> dict[str, Any]:

@@ -68,14 +68,16 @@ class OwnParts:
         return partial(make, make_optimizer=self.make_optimizer)
 
     def make_optimizer(self, named: Named, optim: OptimConfig) -> Optimizer:
+        named = list(named)
         if is_optimizer_class(self.optimizer):
-            return self.optimizer(list(named), lr=optim.lr)
-        made = self.optimizer(list(named), optim)
+            return self.optimizer(named, lr=optim.lr)
+        made = self.optimizer(named, optim)
         if not isinstance(made, Optimizer):
             raise ValueError(
                 f"optimizer={name_of(self.optimizer)} gave {made!r}; it must return a "
                 "torch.optim.Optimizer"
             )
+        check_parameters(made, named, name_of(self.optimizer))
         return made
 
     def actor_learner(self, make: partial) -> partial:
@@ -111,12 +113,32 @@ def check_loss(loss: Any, config: Config) -> None:
 
 def check_optimizer(make: Any) -> None:
     rule = "it must be a class of torch.optim, or a function of (named_parameters, config.optim)"
+    if isinstance(make, Optimizer):
+        raise ValueError(f"optimizer is an object of {type(make).__name__}: {rule}")
     if not callable(make):
         raise ValueError(f"optimizer={make!r}: {rule}")
     try:
         inspect.signature(make).bind(None, None)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: some builtins have no signature
         raise ValueError(f"optimizer={name_of(make)}: {error}; {rule}") from None
+
+
+def check_parameters(made: Optimizer, named: Sequence[tuple[str, Any]], name: str) -> None:
+    """Raises ValueError for a parameter without a name, by which a checkpoint holds its state, and
+    for one that is not the model's."""
+    known = dict(named)
+    for group in made.param_groups:
+        if "param_names" not in group:
+            raise ValueError(
+                f"optimizer={name} has parameters without names, by which a checkpoint holds their "
+                "state; give it pairs as they come: torch.optim.AdamW(named_parameters, lr=optim.lr)"
+            )
+        for own, parameter in zip(group["param_names"], group["params"], strict=True):
+            if known.get(own) is not parameter:
+                raise ValueError(
+                    f"optimizer={name} has a parameter {own!r}, which is none of the model's under "
+                    "this name; take the pairs of named_parameters as they come"
+                )
 
 
 def check_engine(engine: Any, config: Config) -> None:
@@ -177,6 +199,12 @@ ALIKE = {
 HOOKS = [name for name in vars(Plugin) if not name.startswith("_")]
 # What these give may not be left out.
 GIVEN = {"refill": list, "files": list, "agree": dict, "state": dict}
+
+
+def own_plugins(given: Any) -> list[Callable[[Any], Plugin]]:
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"plugins={name_of(given)} must be a list of plugins: plugins=[...]")
+    return [own_plugin(plugin) for plugin in given]
 
 
 def own_plugin(given: Any) -> Callable[[Any], Plugin]:
@@ -341,6 +369,11 @@ def with_loss(learner_class: type[Learner], loss: Callable[..., Tensor]) -> type
                 raise ValueError(
                     f"loss {name_of(loss)}() gave {found}; it must give a loss for each of the "
                     f"{len(logprobs)} trained tokens, {tuple(logprobs.shape)}: neither mean nor sum"
+                )
+            if logprobs.requires_grad and not losses.requires_grad:
+                raise ValueError(
+                    f"loss {name_of(loss)}() gave losses without a gradient, from which nothing is "
+                    "learned; compute them of logprobs or entropy, without detach()"
                 )
             if self.algorithm.aggregation == "sequence":
                 losses = losses / sequence_sums(logprobs.new_ones(len(logprobs)), batch)

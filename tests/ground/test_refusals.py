@@ -239,6 +239,17 @@ FLAGS = [
     ),
     (MODEL, "--optim.lr", "--optim.lr has no value"),
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be a valid number"),
+    (
+        MODEL,
+        "--learner.inference_tokens many",
+        "--learner.inference_tokens=many must be a valid integer, unable to parse string as an "
+        "integer, or must be 'auto'",
+    ),
+    (
+        MODEL,
+        "--learner.inference_tokens -5",
+        "--learner.inference_tokens=-5 must be greater than or equal to 0, or must be 'auto'",
+    ),
     (MODEL, "--algorithm poo", "--algorithm=poo must be 'grpo', 'dr_grpo', "),
     (
         MODEL,

@@ -257,6 +257,10 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         env=len_of,
         plugins=["Mine"],
     )
+    heavy = Environment(len_of, name="a", data=ROWS, weight="x")
+    refused(ValueError, "--envs.a.weight=x must be a valid number", config_of("a"), env=heavy)
+    short = Environment(len_of, name="a", data=ROWS, max_tokens=0)
+    refused(ValueError, "--envs.a.max_tokens=0 must be greater", config_of("a"), env=short)
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(ValueError, "starts its own ranks", config_of("a"), env=len_of, data=ROWS)
     assert "error:" not in capsys.readouterr().err

@@ -77,6 +77,10 @@ def test_a_class_of_torch_gets_the_learning_rate(weights_of):
     assert_equal(own, weights_of("flags", flags))
 
 
+def sgd_of(parameters):
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
@@ -88,6 +92,12 @@ def test_a_class_of_torch_gets_the_learning_rate(weights_of):
         ({"optimizer": "adam"}, "must be a class of torch.optim"),
         ({"optimizer": lambda named, optim: 3}, "must return a torch.optim.Optimizer"),
         ({"loss": ppo_clip, "nproc": 2}, "optimizer and engine are of this process"),
+        ({"loss": lambda advantages: advantages * 0}, "losses without a gradient"),
+        ({"optimizer": dict}, "optimizer=dict: no signature.*must be a class of torch.optim"),
+        ({"optimizer": sgd_of([torch.zeros(1)])}, "is an object of SGD: it must be a class"),
+        ({"optimizer": lambda named, optim: sgd_of(p for _, p in named)}, "without names"),
+        ({"optimizer": lambda named, optim: sgd_of([("a", named[0][1])])}, "a parameter 'a'"),
+        ({"plugins": Config}, "plugins=Config must be a list of plugins"),
     ],
 )
 def test_what_does_not_fit_is_refused(weights_of, parts, said):
