@@ -19,10 +19,11 @@ import math
 import re
 import unicodedata
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rl_core.sampling.actor import Actor
     from rl_core.sandbox import Sandbox
@@ -68,11 +69,21 @@ def numeric(text: str, answer: str | float, tolerance: float = 1e-6) -> float:
     return float(len(values) == 2 and math.isclose(*values, rel_tol=tolerance))
 
 
+@contextmanager
+def needing(function: str, extra: str) -> Iterator[None]:
+    """Around imports. Raises ImportError with the extra that installs what is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{function}: {error}; pip install 'rl_core[{extra}]'") from None
+
+
 def maths(text: str, answer: str | float) -> float:
     """1 if the final answers are equal as mathematics, else 0, by `math-verify` (pip install
     rl_core[math]). Final is what stands after the last `####` (GSM8K), else in the last `\\boxed{}`
     (MATH, AIME), else the last expression."""
-    from math_verify import verify
+    with needing("maths()", "math"):
+        from math_verify import verify
 
     reference = final_answer(answer)
     if not reference:
@@ -156,7 +167,8 @@ def is_idle(statement: ast.stmt) -> bool:
 def json_schema(text: str, schema: dict[str, Any]) -> float:
     """1 if the text, or the last code block in it, is JSON that the schema allows, else 0
     (json-schema.org, by `jsonschema`; pip install rl_core[json])."""
-    from jsonschema.validators import validator_for
+    with needing("json_schema()", "json"):
+        from jsonschema.validators import validator_for
 
     blocks = re.findall(FENCE, text)
     try:

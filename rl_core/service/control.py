@@ -28,7 +28,10 @@ async def cancel_all(hub: Any, request: pb.CancelAllRequest) -> pb.CancelAllRepl
 
 
 async def ask_workers(hub: Any, verb: str, request: Any) -> tuple[list[Any], list[str]]:
-    """(replies, names of workers that gave none). Raises ServiceError for an unknown worker."""
+    """(replies, names of workers that gave none). Raises ServiceError for an unknown environment
+    or worker."""
+    if request.env and hub.envs:  # without any worker nothing is known
+        await hub.must_know(request.env)
     names = list(hub.links)
     if request.worker:
         names = [must_be_here(hub, request.worker)]

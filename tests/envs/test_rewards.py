@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from contextlib import closing
 
 import pytest
@@ -290,7 +291,15 @@ def test_every_reward_says_its_range_and_where_it_comes_from():
     plain = [
         f for name, f in vars(rewards).items() if getattr(f, "__module__", "") == rewards.__name__
     ]
-    parts = ("final_answer", "tagged", "is_idle", "ngrams", "common_subsequence", "words_13a")
+    parts = (
+        "needing",
+        "final_answer",
+        "tagged",
+        "is_idle",
+        "ngrams",
+        "common_subsequence",
+        "words_13a",
+    )
     scores = [f for f in plain if f.__name__ not in parts]
     assert len(scores) >= 10
     for score in scores:
@@ -298,3 +307,16 @@ def test_every_reward_says_its_range_and_where_it_comes_from():
             r"arXiv:|aclanthology.org|json-schema.org|`math-verify`|rl_core.sandbox", score.__doc__
         ), score.__name__
         assert re.search(r"\b0\b", score.__doc__), score.__name__
+
+
+@pytest.mark.parametrize(
+    ("package", "call", "said"),
+    [
+        ("math_verify", lambda: rewards.maths("4", "4"), r"maths\(\): .*'rl_core\[math\]'"),
+        ("jsonschema.validators", lambda: rewards.json_schema("{}", {}), r"'rl_core\[json\]'"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(package, call, said, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=said):
+        call()

@@ -117,6 +117,12 @@ def test_a_wrong_command_is_refused_and_changes_nothing(service, capsys, monkeyp
         (["sesions", url], "did you mean 'sessions'?"),
         (["drain", url], "needs --worker"),
         (["drain", url, "--worker", "0" * 12], f"there is no worker '{'0' * 12}'; there are"),
+        (
+            ["sessions", url, "--env", "countr"],
+            "there is no environment 'countr'; there are counter",
+        ),
+        (["cancel", url, "--env", "countr"], "there is no environment 'countr'"),
+        (["cancel", url, "--worker", "nobody"], "there is no worker 'nobody'"),
         (["sessions", "grpc://127.0.0.1:1"], "UNAVAILABLE"),
         (["sessions", "http://127.0.0.1:1"], "must be grpc://HOST:PORT"),
     ):
