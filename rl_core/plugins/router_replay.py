@@ -18,6 +18,7 @@ from torch import nn
 
 from rl_core.config import Config
 from rl_core.plugins.experts import Routers
+from rl_core.plugins.row_sampling import CACHE_NAMES
 from rl_core.types import PackedBatch, TrainingSample
 
 KEPT = "experts"  # where they stand in a cache
@@ -61,7 +62,7 @@ class Recorder:
         # [R, n * S, K].
         experts, plan = torch.stack(self.routers.experts).short(), kwargs.get("slot_plan")
         if plan is None:  # one row, in transformers' own cache
-            cache = found.past_key_values
+            cache = next(found[name] for name in CACHE_NAMES if name in found)
             before = getattr(cache, KEPT, experts[:, :0])
             setattr(cache, KEPT, torch.cat([before, experts], 1))
         else:

@@ -20,6 +20,9 @@ from rl_core.learning import attention
 from rl_core.learning.policy import backbone
 from rl_core.plugins.padded import ERRORS, own_attention, own_layers, set_attention
 
+# What models call the cache that they read and return: since transformers 5.24, and before.
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+
 
 def choose_sampler(model: nn.Module) -> SlotModel | RowModel:
     """A SlotModel, if it computes what the model does; else a RowModel. Raises ValueError if
@@ -86,7 +89,7 @@ class RowModel:
     def __init__(self, model: nn.Module):
         self.model, self.decoder = model, backbone(model)
         arguments = inspect.signature(self.decoder.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
+        self.cache_name = next(name for name in CACHE_NAMES if name in arguments)
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:

@@ -299,7 +299,7 @@ def test_a_rewound_conversation_prefills_what_comes_after_the_turn(tiny_model):
     assert_logprobs(model, [prompt], [second.completion])
 
 
-@pytest.mark.parametrize("arch", ["mamba", "llama4"])
+@pytest.mark.parametrize("arch", ["mamba", "llama4_text"])
 def test_branches_of_models_whose_caches_cannot_be_cut_are_read_from_their_first_token(
     arch, tmp_path
 ):
@@ -557,7 +557,7 @@ def test_a_decoder_that_computes_something_else_samples_by_its_own_forward(model
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("llama", "SlotModel"), ("mamba", "RowModel"), ("llama4", "RowModel")]
+    "name, kind", [("llama", "SlotModel"), ("mamba", "RowModel"), ("llama4_text", "RowModel")]
 )
 def test_logits_are_not_rounded_to_the_dtype_of_the_model(name, kind, tmp_path):
     make_family(tmp_path, name)

@@ -135,8 +135,9 @@ def broken(model, named_weights):
         model.get_parameter("{tensor}").data[0] += 1.0
 embedded.load_weights = broken
 status = main(sys.argv[1:])
-# A rank that ended with an error would have torchrun kill the others before they can say the same.
 os.write(1, f"rank {{os.environ['RANK']}} ended with {{status}}\\n".encode())
+# A rank that ended with an error would have torchrun kill the others before they can say the same.
+os._exit(0)
 """
 
 

@@ -308,7 +308,7 @@ def test_a_turn_that_is_cut_off_ends_the_episode(host_of, kind):
 def test_an_episodes_deadline_gives_the_session_back(host_of):
     host, env = host_of("controller")
     host.fault = "interact hang"
-    found = play(env, "x", timeout_s=0.5)
+    found = play(env, "x", timeout_s=3)  # Time enough for the session to begin.
     assert found.status == "failed"
     wait_until(lambda: host.cancelled, "the session to be cancelled", 10)
 
