@@ -619,7 +619,7 @@ def engine_spec(module: Any, **more: Any) -> Any:
     """What an engine of a tiny model is made from."""
     import torch
 
-    from rl_core.plugins.row_sampling import choose_sampler
+    from rl_core.registry import choose_sampler
     from rl_core.sampling.engine import EngineSpec
 
     usual = {

@@ -13,6 +13,7 @@ back; nothing else waits for the device.
 from __future__ import annotations
 
 import asyncio
+import math
 import operator
 import random
 from collections import Counter, defaultdict
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from rl_core.config import Config
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
-from rl_core.engines.slots import Snapshot, bytes_per_token, device_memory, sample
+from rl_core.engines.slots import RowParams, Snapshot, bytes_per_token, device_memory, sample
 from rl_core.engines.weights import load_weights
 from rl_core.host_copies import HostCopies
 from rl_core.sampling.engine import Engine, EngineSpec
@@ -41,8 +42,10 @@ REFILL_STEPS = 8
 # Of the cache's memory at most, where it does not hold all slots and as many parked sessions.
 SLOTS_FRAC = 0.75
 # Rounds of the event loop before a decode step with free slots: callers that were answered score
-# the reply and ask again meanwhile. A step that does not wait for them runs half empty.
-LOOP_ROUNDS = 12
+# the reply and ask again meanwhile. A step that does not wait for them runs half empty. The longer
+# ago the last answer was, the fewer rounds.
+LOOP_ROUNDS = 11
+ALL_IDS = 2**31  # More than any vocabulary has.
 RANDOM_BITS = 24  # of each token's draw
 
 
@@ -83,9 +86,11 @@ class Request:
         return self.params.top_k if self.params.keeps_ids else 0
 
     @property
-    def has_limits(self) -> bool:
+    def numbers(self) -> tuple[float, ...]:
+        """As in RowParams."""
         params = self.params
-        return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        limits = params.top_k, params.top_p, params.min_p
+        return params.temperature == 0, params.temperature or 1.0, *limits
 
 
 class EmbeddedEngine(Engine):
@@ -129,7 +134,9 @@ class EmbeddedEngine(Engine):
         self._waiting: list[Request] = []
         self._active: list[Request] = []  # the i-th has row i
         self._parked: dict[str, Request] = {}  # by session, oldest first
-        self._steps_since_refill = 0
+        self._row_params: RowParams | None = None  # of the active requests; None: they changed
+        self._num_parked = 0  # tokens
+        self._steps_since_refill = self._steps_since_answer = 0
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
         self._own = list(model.parameters()) if spec.owns_weights else []
@@ -186,7 +193,8 @@ class EmbeddedEngine(Engine):
         return await request.future
 
     def end_session(self, session: str) -> None:
-        self._parked.pop(session, None)
+        if request := self._parked.pop(session, None):
+            self._num_parked -= request.num_computed
 
     async def update(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = ""
@@ -194,7 +202,7 @@ class EmbeddedEngine(Engine):
         """Copies each weight into the model; see Engine. It is awake afterwards."""
         await self._drain()
         await self.wake()
-        self._parked.clear()
+        self._drop_parked()
         if adapter:
             self._adapters.load(adapter, weights)
             self.adapter_versions[adapter] = version
@@ -248,8 +256,12 @@ class EmbeddedEngine(Engine):
             )
         await self._until_stopped()  # It drops requests that were cancelled.
 
-    def _drop_cache(self) -> None:
+    def _drop_parked(self) -> None:
         self._parked.clear()
+        self._num_parked = 0
+
+    def _drop_cache(self) -> None:
+        self._drop_parked()
         self._cache = self._slots.make_cache(self.capacity, self.max_context_tokens)
 
     def _queue(self, request: Request) -> None:
@@ -272,7 +284,10 @@ class EmbeddedEngine(Engine):
                     # the wrong mode.
                     if self._is_paused or not (self._waiting or self._active):
                         return
-                    for _ in range(LOOP_ROUNDS if len(self._active) < self.capacity else 1):
+                    num_rounds = 1
+                    if len(self._active) < self.capacity:
+                        num_rounds += LOOP_ROUNDS // (1 + self._steps_since_answer)
+                    for _ in range(num_rounds):
                         await asyncio.sleep(0)
         except Exception as error:
             self._fail_all(error)
@@ -293,6 +308,7 @@ class EmbeddedEngine(Engine):
         # A prefill costs a forward however small it is: wait for more requests, but not for long.
         num_new = min(len(self._waiting), self.capacity - len(self._active))
         self._steps_since_refill += 1
+        self._steps_since_answer += 1
         is_enough = (
             not self._active
             or 4 * num_new >= self.capacity
@@ -301,9 +317,29 @@ class EmbeddedEngine(Engine):
         if num_new > 0 and is_enough:
             self._admit()
         if self._active:
-            requests = list(self._active)
-            self._take(requests, self._forward(requests, [len(r.ids) - 1 for r in requests], 1))
-            self.stats.update(decode_steps=1, decode_tokens=len(requests))
+            self._decode()
+
+    def _decode(self) -> None:
+        """Samples one token of each active request."""
+        requests = list(self._active)
+        newest = [request.ids[-1] for request in requests]
+        starts = [len(request.ids) - 1 for request in requests]
+        longest = max(starts)
+        tokens, columns = self._to_device([newest, starts], torch.long)
+        with self._using_adapters(requests):
+            hidden = self._slots.forward(
+                self._cache,
+                slice(0, len(requests)),
+                tokens[:, None],
+                columns,
+                longest + 1,
+                is_even=min(starts) == longest,
+            )
+        if self._row_params is None:
+            self._row_params = self._params_of(requests)
+        self._take(requests, hidden[:, 0], self._row_params)
+        self.stats["decode_steps"] += 1
+        self.stats["decode_tokens"] += len(requests)
 
     def _admit(self) -> None:
         """Prefills what no row and no parked session has of each prompt, and samples every
@@ -331,7 +367,8 @@ class EmbeddedEngine(Engine):
         for request in started:
             version = self.adapter_versions.get(request.adapter, self.version)
             note_version(request.completion, version)
-        self._take(started, torch.stack([request.hidden for request in started]))
+        hidden = torch.stack([request.hidden for request in started])
+        self._take(started, hidden, self._params_of(started))
 
     def _find_source(self, request: Request, computed: list[Request]) -> None:
         """Finds the longest beginning of the prompt among what is computed."""
@@ -355,11 +392,12 @@ class EmbeddedEngine(Engine):
         """Gives the next rows to requests, with what each takes from its source. What a group takes
         from one source is copied at once."""
         takers: dict[tuple[Request, int], list[int]] = defaultdict(list)
+        self._row_params = None
         for request in requests:
             request.row = len(self._active)
             self._active.append(request)
             self._waiting.remove(request)
-            self._parked.pop(request.session, None)
+            self.end_session(request.session)
             source, request.source = request.source, None
             if source is not None:
                 takers[source, request.num_cached].append(request.row)
@@ -414,26 +452,35 @@ class EmbeddedEngine(Engine):
             return nullcontext()
         return self._adapters.of_rows([request.adapter for request in requests])
 
-    def _take(self, requests: list[Request], hidden: Tensor) -> None:
-        """Samples each request's next token. hidden: [n, hidden size]."""
-        rows = []
-        for request in requests:
-            params = request.params
-            uniform = request.random_bits(RANDOM_BITS) * 2.0**-RANDOM_BITS
-            how = (uniform, params.temperature == 0, params.temperature or 1.0)
-            rows.append((*how, params.top_k, params.top_p, params.min_p))
-        numbers = self._to_device(rows, torch.float32).T
-        logits, num_kept = self._slots.logits(hidden), max(r.num_kept for r in requests)
+    def _params_of(self, requests: list[Request]) -> RowParams:
+        """How their tokens are sampled."""
+        rows = [request.numbers for request in requests]
+        used = set(rows)
+        # Most often all are sampled alike.
+        numbers = self._to_device(rows if len(used) > 1 else rows[:1], torch.float32)
+        _, temperatures, top_k, top_p, min_p = zip(*used, strict=True)
         num_ordered = 0
-        if any(request.has_limits for request in requests):
-            num_ordered = max(int(r.params.top_k) or logits.shape[-1] for r in requests)
-        is_drawn = all(request.params.temperature for request in requests)
-        sampled = sample(logits, numbers, num_ordered, num_kept, is_drawn)
+        if any(top_k) or any(min_p) or min(top_p) < 1:
+            num_ordered = max(int(number) or ALL_IDS for number in top_k)
+        return RowParams(
+            numbers=numbers.expand(len(rows), -1).T,
+            is_scaled=set(temperatures) != {1},
+            is_drawn=not any(is_greedy for is_greedy, *_ in used),
+            num_ordered=num_ordered,
+            num_kept=max(request.num_kept for request in requests),
+        )
+
+    def _take(self, requests: list[Request], hidden: Tensor, params: RowParams) -> None:
+        """Samples each request's next token. hidden: [n, hidden size]."""
+        bits = [request.random_bits(RANDOM_BITS) for request in requests]
+        uniforms = self._to_device(bits, torch.float32) * 2.0**-RANDOM_BITS
+        sampled = sample(self._slots.logits(hidden), uniforms, params)
         tokens, logprobs, *kept = sampled.tolist()  # The one wait for the device.
-        check_logprobs(logprobs)
-        for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            request.ids.append(int(token))
-            request.completion.token_ids.append(int(token))
+        if math.isnan(sum(logprobs)):
+            check_logprobs(logprobs)
+        for i, (request, token) in enumerate(zip(requests, map(int, tokens), strict=True)):
+            request.ids.append(token)
+            request.completion.token_ids.append(token)
             request.completion.logprobs.append(logprobs[i])
             if request.num_kept:
                 ids = [int(of_rank[i]) for of_rank in kept]
@@ -467,16 +514,18 @@ class EmbeddedEngine(Engine):
                 num_read = len(request.ids) - 1
                 completion.experts = self._recorder.experts_of(self._cache, request.row, num_read)
             request.future.set_result(completion)
+            self._steps_since_answer = 0
         self._leave(request)
 
     def _park(self, request: Request) -> None:
         """Keeps a conversation's keys and values beside the slots, which other requests need
         meanwhile."""
-        self._parked.pop(request.session, None)  # The newest comes last.
+        self.end_session(request.session)  # The newest comes last.
         room = self._parked_room - request.num_computed
-        while self._parked and sum(r.num_computed for r in self._parked.values()) > room:
-            del self._parked[next(iter(self._parked))]
+        while self._parked and self._num_parked > room:
+            self.end_session(next(iter(self._parked)))
         if room >= 0:
+            self._num_parked += request.num_computed
             request.head = head_of(request)
             request.parked = self._cache.snapshot(request.row, request.num_computed)
             self._parked[request.session] = request
@@ -484,6 +533,7 @@ class EmbeddedEngine(Engine):
     def _leave(self, request: Request) -> None:
         """Frees a request's row, and moves the last row into it."""
         last = self._active.pop()
+        self._row_params = None
         if last is not request:
             self._cache.copy_row(last.row, request.row, len(last.ids) - 1)
             self._active[request.row] = last

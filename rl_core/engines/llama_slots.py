@@ -1,37 +1,262 @@
 """The slots' forward of models in Llama's layout, without their modules' Python.
 
 A decode step of a small model, or of few rows, is mostly its overhead: a Hugging Face layer takes
-some 50 calls of torch, this one about 30. Linear layers are still called as modules, for adapters
-and quantised weights stand there.
+some 60 calls of torch. Here a layer takes about 50, and in a decode step in fp32 about 30. Linear
+layers with adapters or quantised weights are still called as modules.
 
-Legend: n rows, S new tokens of each, H heads, K key-value heads, D head dim.
+Legend: n rows, S new tokens of each, L cached tokens, E hidden size, H heads, K key-value heads, G
+heads that share keys, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_core.engines.slots import ForwardPlan, SlotModel, slot_attention
+from rl_core.engines.slots import ForwardPlan, SlotCache, SlotModel, slot_attention
+
+# Frequencies of these depend on how long the rows of a forward are.
+CHANGING_ROTARY = ("dynamic", "longrope")
+
+
+class LlamaCache(SlotCache):
+    """One tensor for all layers, so that a row is copied at once."""
+
+    def __init__(self, num_slots: int, max_tokens: int, num_layers: int) -> None:
+        super().__init__(num_slots, max_tokens)
+        self.num_layers = num_layers
+        self.stack: Tensor | None = None  # [layers, 2, num_slots, K, max_tokens + 1, D]
+        self.flat: list[Tensor] = []  # of each layer, [2 * num_slots * K * (max_tokens + 1), D]
+        self.firsts: Tensor | None = None  # [num_slots, 2 K] where a row's keys and values begin
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.stack is None:
+            num_keys, length = key.shape[1], self.max_tokens + 1
+            shape = (self.num_layers, 2, self.num_slots, num_keys, length, key.shape[3])
+            self.stack = key.new_zeros(shape)
+            self.layers = {i: tuple(both) for i, both in enumerate(self.stack)}
+            self.flat = [both.view(-1, key.shape[3]) for both in self.stack]
+            firsts = torch.arange(2 * self.num_slots * num_keys, device=key.device) * length
+            firsts = firsts.view(2, self.num_slots, num_keys)
+            self.firsts = firsts.transpose(0, 1).reshape(self.num_slots, -1)
+        return self.layers[index]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [] if self.stack is None else [self.stack]
+
+
+class Product:
+    """A linear layer. One without adapters or quantised weights is its product alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        is_plain = type(module) is nn.Linear and not module._forward_hooks
+        self.weight = module.weight.T if is_plain else None  # [in, out], read in place
+        self.bias = module.bias if is_plain else None
+
+    def into(self, out: Tensor, x: Tensor) -> None:
+        """out [n, out] = x [n, in] @ W.T + bias"""
+        if self.weight is None:
+            out.copy_(self.module(x[:, None])[:, 0])
+        elif self.bias is None:
+            torch.mm(x, self.weight, out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight, out=out)
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """total [n, out] += x [n, in] @ W.T + bias"""
+        if self.weight is None:
+            total += self.module(x[:, None])[:, 0]
+            return
+        total.addmm_(x, self.weight)
+        if self.bias is not None:
+            total += self.bias
+
+
+class DecodeLayer:
+    """A layer's parts, read in place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        attn, mlp = layer.self_attn, layer.mlp
+        self.index, self.scaling, self.window = attn.layer_idx, attn.scaling, window_of(attn)
+        self.norms = layer.input_layernorm, layer.post_attention_layernorm
+        self.head_norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
+        self.inputs = Product(attn.q_proj), Product(attn.k_proj), Product(attn.v_proj)
+        self.out = Product(attn.o_proj)
+        self.gate, self.up = Product(mlp.gate_proj), Product(mlp.up_proj)
+        self.down, self.act = Product(mlp.down_proj), mlp.act_fn
+
+
+@dataclass(kw_only=True, slots=True)
+class DecodeStep:
+    """What the layers of a decode step share."""
+
+    columns: Tensor  # [n] where each row's new token is written
+    length: int
+    is_even: bool  # every row has this length
+    targets: Tensor  # [n, 2 K] where keys and values are written
+    keys: tuple[Tensor, ...]  # of each layer, [n * K, D, L]
+    values: tuple[Tensor, ...]  # [n * K, L, D]
+    cos: Tensor  # [n, 1, D]
+    sin: Tensor  # the first half is negative
+    # Room for a layer's products.
+    projected: list[Tensor]  # queries [n, H * D], keys [n, K * D], values, side by side in memory
+    turned: Tensor  # [n, H + K, D] queries and keys among them
+    stored: Tensor  # [n, 2 K, D] keys and values among them
+    gates: list[Tensor]  # 2 of [n, MLP]
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+
+    def mask(self, window: int | None, num_keys: int, num_shared: int) -> Tensor | None:
+        """What is added to scores [n * K, G, L]; None if all keys are seen."""
+        if window is not None and window >= self.length:
+            window = None
+        if self.is_even and window is None:
+            return None
+        if window not in self.masks:
+            keys = torch.arange(self.length, device=self.columns.device)
+            last = self.columns[:, None]
+            hidden = keys > last
+            if window is not None:
+                hidden |= keys <= last - window
+            scores = torch.zeros_like(hidden, dtype=self.cos.dtype)
+            scores = scores.masked_fill_(hidden, -torch.inf)[:, None, None]
+            scores = scores.expand(-1, num_keys, num_shared, -1)
+            self.masks[window] = scores.reshape(-1, num_shared, self.length)
+        return self.masks[window]
 
 
 class LlamaSlots(SlotModel):
     """A SlotModel of Llama, Mistral, Qwen2 or Qwen3. In fp32 norms are torch's; in other types they
     are the model's own, which round as the learner does."""
 
+    def make_cache(self, num_slots: int, max_tokens: int) -> LlamaCache:
+        return LlamaCache(num_slots, max_tokens, len(self.decoder.layers))
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """As SlotModel's. What it keeps of the weights are views: they are found again each time,
+        because weights may have moved."""
+        with super().borrowed():
+            self.steps = [DecodeLayer(layer) for layer in self.decoder.layers]
+            self.rotary: Tensor | None = None
+            first = self.decoder.layers[0]
+            attn, num_gates = first.self_attn, first.mlp.gate_proj.out_features
+            num_heads, num_keys = (
+                product.out_features // attn.head_dim for product in (attn.q_proj, attn.k_proj)
+            )
+            self.sizes = num_heads, num_keys, attn.head_dim, num_gates
+            yield
+
+    def forward(
+        self,
+        cache: LlamaCache,
+        rows: slice,
+        tokens: Tensor,
+        starts: Tensor | None,
+        length: int,
+        sizes: Tensor | None = None,
+        is_even: bool = False,
+    ) -> Tensor:
+        is_decode = starts is not None and tokens.shape[1] == 1
+        if not is_decode or self.model.dtype != torch.float32:
+            return super().forward(cache, rows, tokens, starts, length, sizes, is_even)
+        x = self.decoder.embed_tokens(tokens)[:, 0]
+        step = self.decode_step(cache, rows, x, starts, length, is_even)
+        for layer in self.steps:
+            decode_layer(layer, x, step, cache.flat[layer.index])
+        return normed(self.decoder.norm, x)[:, None]
+
+    def decode_step(
+        self,
+        cache: LlamaCache,
+        rows: slice,
+        x: Tensor,
+        starts: Tensor,
+        length: int,
+        is_even: bool,
+    ) -> DecodeStep:
+        num_heads, num_keys, head_dim, num_gates = self.sizes
+        num_rows = rows.stop - rows.start
+        seen = cache.stack[:, :, rows, :, :length].flatten(2, 3)
+        heads = x.new_empty(num_rows, num_heads + 2 * num_keys, head_dim)
+        of_keys = num_keys * head_dim
+        sizes = [num_heads * head_dim, of_keys, of_keys]
+        cos, sin = self.rotary_at(x, starts, length)
+        return DecodeStep(
+            columns=starts,
+            length=length,
+            is_even=is_even,
+            targets=cache.firsts[rows] + starts[:, None],
+            keys=seen[:, 0].mT.unbind(),
+            values=seen[:, 1].unbind(),
+            cos=cos,
+            sin=sin,
+            projected=heads.view(num_rows, -1).split(sizes, 1),
+            turned=heads[:, : num_heads + num_keys],
+            stored=heads[:, num_heads:],
+            gates=x.new_empty(2, num_rows, num_gates).unbind(),
+        )
+
+    def rotary_at(self, x: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [n, 1, D] of rotary positions."""
+        embedding = self.decoder.rotary_emb
+        if embedding.rope_type in CHANGING_ROTARY:
+            cos, sin = signed(*embedding(x, starts[:, None]))
+            return cos, sin
+        if self.rotary is None or length > len(self.rotary):
+            positions = torch.arange(max(256, 2 * length), device=x.device)
+            self.rotary = torch.cat(signed(*embedding(x, positions[None])), -1)[0]
+        return self.rotary[starts][:, None].chunk(2, -1)
+
     def hidden(self, tokens: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
         decoder = self.decoder
         x = decoder.embed_tokens(tokens)
-        cos, sin = decoder.rotary_emb(x, position_ids)
-        # As if halves were turned: the first half of what is rolled is to be negative.
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        cos, sin = signed(*decoder.rotary_emb(x, position_ids))
         rotary = cos[:, :, None], sin[:, :, None]
         for layer in decoder.layers:
             x = x + attention(layer.self_attn, normed(layer.input_layernorm, x), rotary, plan)
             x = x + layer.mlp(normed(layer.post_attention_layernorm, x))
         return normed(decoder.norm, x)
+
+
+def decode_layer(layer: DecodeLayer, x: Tensor, step: DecodeStep, cache: Tensor) -> None:
+    """Adds to x [n, E] what a layer does. cache: of the layer, [tokens, D]."""
+    h = normed(layer.norms[0], x)
+    for product, room in zip(layer.inputs, step.projected, strict=True):
+        product.into(room, h)
+    out = decode_attention(layer, step, cache)
+    layer.out.add_to(x, out.view(x.shape[0], -1))
+    h = normed(layer.norms[1], x)
+    gate, up = step.gates
+    layer.gate.into(gate, h)
+    layer.up.into(up, h)
+    layer.down.add_to(x, layer.act(gate).mul_(up))
+
+
+def decode_attention(layer: DecodeLayer, step: DecodeStep, cache: Tensor) -> Tensor:
+    """[n * K, G, D] from the projected queries, keys and values, which it changes."""
+    turned, stored = step.turned, step.stored
+    _, num_both, head_dim = turned.shape
+    num_keys = stored.shape[1] // 2
+    query = turned[:, :-num_keys]
+    if layer.head_norms:
+        of_query, of_key = layer.head_norms
+        turned *= norm_scale(turned, of_query.variance_epsilon)
+        query *= of_query.weight
+        stored[:, :num_keys] *= of_key.weight
+    rolled = turned.roll(head_dim // 2, -1)
+    turned.mul_(step.cos).addcmul_(rolled, step.sin)
+    cache.index_put_((step.targets,), stored)
+    num_shared = num_both // num_keys - 1
+    query = (query * layer.scaling).view(-1, num_shared, head_dim)
+    keys, mask = step.keys[layer.index], step.mask(layer.window, num_keys, num_shared)
+    scores = torch.bmm(query, keys) if mask is None else torch.baddbmm(mask, query, keys)
+    return torch.bmm(scores.softmax(-1), step.values[layer.index])
 
 
 def attention(
@@ -58,6 +283,13 @@ def attention(
     return attn.o_proj(out.reshape(*x.shape[:-1], -1))
 
 
+def signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., D] as if halves were turned: the first half of what is rolled is to be
+    negative."""
+    half = sin.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021, arXiv:2104.09864) for x [n, S, H + K, D]; the first half of
     sin is negative."""
@@ -75,4 +307,10 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     if x.dtype != torch.float32:
         return norm(x)
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return (x * norm_scale(x, norm.variance_epsilon)).mul_(norm.weight)
+
+
+def norm_scale(x: Tensor, eps: float) -> Tensor:
+    """[..., 1] by which x [..., D] has a mean square of 1."""
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return squares.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()

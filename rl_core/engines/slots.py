@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ATTENTION = "rl_core_slots"
 
-Snapshot = list[Tensor]  # keys, then values [K, L, D] of one row, layer by layer
+Snapshot = list[Tensor]  # [..., K, L, D] of one row, of each of a cache's tensors
 
 
 class SlotCache:
@@ -50,20 +50,21 @@ class SlotCache:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All that it holds, each [..., num_slots, K, max_tokens + 1, D]."""
         return list(chain.from_iterable(self.layers.values()))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         for cache in self.tensors:
-            cache[target, :, :length] = cache[source, :, :length]
+            cache[..., target, :, :length, :] = cache[..., source, :, :length, :]
 
     def snapshot(self, row: int, length: int) -> Snapshot:
-        return [cache[row, :, :length].clone() for cache in self.tensors]
+        return [cache[..., row, :, :length, :].clone() for cache in self.tensors]
 
     def restore(self, rows: list[int], kept: Snapshot, length: int) -> None:
         """Writes one snapshot into each of the rows."""
         numbers = torch.tensor(rows, device=kept[0].device)
         for cache, part in zip(self.tensors, kept, strict=True):
-            cache[numbers, :, :length] = part[:, :length]
+            cache[..., numbers, :, :length, :] = part[..., None, :, :length, :]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -189,6 +190,7 @@ class SlotModel:
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.decoder = model, model.get_decoder()
+        self.change = logit_change(model.config)
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -211,10 +213,11 @@ class SlotModel:
         starts: Tensor | None,
         length: int,
         sizes: Tensor | None = None,
+        is_even: bool = False,
     ) -> Tensor:
         """Hidden states [n, S, hidden size] of tokens [n, S] that come at `starts` [n] of their
         rows; None: all at 0. `length`: of the longest row with them. `sizes` [n]: without
-        padding."""
+        padding. is_even: all rows are equally long."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         position_ids = positions = columns if starts is None else starts[:, None] + columns
         if starts is not None and sizes is not None:
@@ -237,13 +240,16 @@ class SlotModel:
         ).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return logits_of(self.model, hidden)
+        return logits_of(self.model, hidden, self.change)
 
 
-def logits_of(hf: PreTrainedModel, hidden: Tensor) -> Tensor:
+def logits_of(
+    hf: PreTrainedModel, hidden: Tensor, change: tuple[float, float | None] | None = None
+) -> Tensor:
     """[..., V] in fp32 from hidden states [..., D], by the product of fused_logprobs: the head's
-    own forward would round them to its dtype, by up to 0.1 nats in bf16."""
-    head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
+    own forward would round them to its dtype, by up to 0.1 nats in bf16. change: what
+    logit_change() gives."""
+    head, (scale, cap) = hf.get_output_embeddings(), change or logit_change(hf.config)
     logits = product(hidden.reshape(-1, hidden.shape[-1]), head.weight.T)
     if getattr(head, "bias", None) is not None:
         logits += head.bias
@@ -270,25 +276,29 @@ def device_memory(device: torch.device) -> int:
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def sample(
-    logits: Tensor,
-    numbers: Tensor,
-    num_ordered: int,
-    num_kept: int = 0,
-    is_drawn: bool = False,
-) -> Tensor:
+@dataclass(kw_only=True, slots=True)
+class RowParams:
+    """How the rows of a batch are sampled."""
+
+    numbers: Tensor  # [5, n] is greedy, temperatures, top_k, top_p, min_p
+    is_scaled: bool = True  # Not all temperatures are 1.
+    is_drawn: bool = False  # No row is greedy.
+    num_ordered: int = 0  # as in truncated_logits(), 0 if no row has limits
+    num_kept: int = 0  # ids of which each token was drawn, at most
+
+
+def sample(logits: Tensor, uniforms: Tensor, params: RowParams) -> Tensor:
     """[2 + num_kept, n] fp32 on the device: tokens, which are exact in fp32; their logprobs; the
-    ids that each was drawn from, -1 behind them. logits [n, V] fp32; numbers [6, n]: uniforms in
-    [0, 1), is greedy, temperatures, top_k, top_p, min_p. num_ordered: as in truncated_logits(),
-    0 if no row has limits. is_drawn: no row is greedy."""
-    uniforms, greedy, temperatures, *limits = numbers.float()
-    logits = logits / temperatures[:, None]
-    kept = logits.new_zeros(num_kept, len(logits))
-    if num_ordered:
-        logits, kept = truncated_logits(logits, *limits, num_ordered)
-        kept = kept[:, :num_kept].T
-    sampled = sample_tokens(logits, uniforms, None if is_drawn else greedy.bool())
-    return torch.cat([torch.stack(sampled), kept])
+    ids that each was drawn from, -1 behind them. logits [n, V] fp32; uniforms [n] in [0, 1)."""
+    greedy, temperatures, *limits = params.numbers
+    if params.is_scaled:
+        logits = logits / temperatures[:, None]
+    kept = logits.new_zeros(params.num_kept, len(logits))
+    if params.num_ordered:
+        logits, kept = truncated_logits(logits, *limits, params.num_ordered)
+        kept = kept[:, : params.num_kept].T
+    sampled = sample_tokens(logits, uniforms, None if params.is_drawn else greedy.bool())
+    return torch.cat([sampled.T, kept])
 
 
 def truncated_logits(
@@ -311,17 +321,16 @@ def truncated_logits(
     return torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered), kept
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tokens [n] by inverse CDF at uniforms [n] in [0, 1), or the most likely where greedy [n]
-    says so, and their logprobs [n]."""
-    logprobs = logits.log_softmax(-1)
-    cdf = logprobs.exp().cumsum(-1)
+def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor | None) -> Tensor:
+    """[n, 2]: tokens by inverse CDF at uniforms [n] in [0, 1), or the most likely where greedy [n]
+    says so, and their logprobs."""
+    probs = logits.softmax(-1)
+    cdf = probs.cumsum(-1)
     # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an
     # excluded token.
     drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
     # NaN ends up behind the last token; the caller sees its logprob.
-    drawn = drawn.clamp(max=logits.shape[-1] - 1)
-    tokens = drawn
+    tokens = drawn.clamp_(max=logits.shape[-1] - 1)
     if greedy is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+    return torch.cat([tokens, probs.gather(-1, tokens).log_()], -1)

@@ -112,6 +112,7 @@ class RowModel:
         starts: Tensor | None,
         length: int,
         sizes: Tensor | None = None,
+        is_even: bool = False,
     ) -> Tensor:
         """[n, S, hidden size], the hidden states of each row's last token everywhere."""
         sizes = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()

@@ -64,6 +64,19 @@ def test_hidden_states_are_the_models(model):
     )
 
 
+@torch.inference_mode()
+def test_rows_of_one_length_need_no_mask(model):
+    slots, tokens = LlamaSlots(model), torch.randint(61, (3, 9))
+    cache, ends = slots.make_cache(3, 30), torch.full((3,), 9)
+    with slots.borrowed():
+        slots.forward(cache, slice(0, 3), tokens, None, 9)
+        masked, plain = (
+            slots.forward(cache, slice(0, 3), tokens[:, :1], ends, 10, is_even=is_even)
+            for is_even in (False, True)
+        )
+    torch.testing.assert_close(plain, masked, atol=1e-5, rtol=1e-5)
+
+
 def test_bf16_is_rounded_as_by_the_models_own_modules(model):
     model.to(torch.bfloat16)
     assert torch.equal(hidden_states(LlamaSlots(model)), hidden_states(SlotModel(model)))

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
-from rl_core.engines.slots import SlotCache, SlotModel, sample
+from rl_core.engines.llama_slots import LlamaSlots
+from rl_core.engines.slots import RowParams, SlotModel, sample
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner, PartSpec
 from rl_core.learning.policy import PackedForward, Policy
@@ -171,17 +172,18 @@ def test_a_mixture_of_experts_waits_for_no_device_either(family, offload):
     learn_a_step(learner)
 
 
+@pytest.mark.parametrize("sampler", [SlotModel, LlamaSlots])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(tiny_model, dtype):
+def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(
+    tiny_model, dtype, sampler
+):
     with META:
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(tiny_model), dtype=dtype
         ).eval()
-        slots, cache = SlotModel(model), SlotCache(4, 64)
-        tokens, numbers = (
-            torch.zeros(3, 7, dtype=torch.long),
-            torch.zeros(6, 3, dtype=torch.float64),
-        )
+        slots = sampler(model)
+        cache = slots.make_cache(4, 64)
+        tokens, numbers = torch.zeros(3, 7, dtype=torch.long), torch.zeros(5, 3)
         sizes, starts = torch.zeros(2, 3, dtype=torch.long)
         with slots.borrowed(), torch.inference_mode():
             slots.forward(cache, slice(0, 3), tokens, None, 7)  # prompts
@@ -190,5 +192,6 @@ def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(t
             hidden = slots.forward(cache, slice(0, 3), tokens[:, :1], starts, 15)
             logits = slots.logits(hidden[:, 0])
             for num_ordered, num_kept in ((0, 0), (5, 3), (logits.shape[-1], 3)):
-                sampled = sample(logits, numbers, num_ordered, num_kept)
+                params = RowParams(numbers=numbers, num_ordered=num_ordered, num_kept=num_kept)
+                sampled = sample(logits, torch.zeros(3), params)
                 assert sampled.device == META and len(sampled) == 2 + num_kept
