@@ -40,9 +40,9 @@ class LlamaCache(SlotCache):
             self.stack = key.new_zeros(shape)
             self.layers = {i: tuple(both) for i, both in enumerate(self.stack)}
             self.flat = [both.view(-1, key.shape[3]) for both in self.stack]
-            firsts = torch.arange(2 * self.num_slots * num_keys, device=key.device) * length
-            firsts = firsts.view(2, self.num_slots, num_keys)
-            self.firsts = firsts.transpose(0, 1).reshape(self.num_slots, -1)
+            firsts = torch.arange(2 * self.num_slots * num_keys, device=key.device)
+            firsts = firsts.view(2, self.num_slots, num_keys).transpose(0, 1) * length
+            self.firsts = firsts.reshape(self.num_slots, -1)
         return self.layers[index]
 
     @property
@@ -62,7 +62,8 @@ class Product:
     def into(self, out: Tensor, x: Tensor) -> None:
         """out [n, out] = x [n, in] @ W.T + bias"""
         if self.weight is None:
-            out.copy_(self.module(x[:, None])[:, 0])
+            found = self.module(x[:, None])
+            out.copy_(found[:, 0])
         elif self.bias is None:
             torch.mm(x, self.weight, out=out)
         else:
@@ -71,7 +72,8 @@ class Product:
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total [n, out] += x [n, in] @ W.T + bias"""
         if self.weight is None:
-            total += self.module(x[:, None])[:, 0]
+            found = self.module(x[:, None])
+            total += found[:, 0]
             return
         total.addmm_(x, self.weight)
         if self.bias is not None:
@@ -123,10 +125,10 @@ class DecodeStep:
             hidden = keys > last
             if window is not None:
                 hidden |= keys <= last - window
-            scores = torch.zeros_like(hidden, dtype=self.cos.dtype)
-            scores = scores.masked_fill_(hidden, -torch.inf)[:, None, None]
-            scores = scores.expand(-1, num_keys, num_shared, -1)
-            self.masks[window] = scores.reshape(-1, num_shared, self.length)
+            added = torch.zeros_like(hidden, dtype=self.cos.dtype)
+            added.masked_fill_(hidden, -torch.inf)
+            of_heads = added[:, None, None].expand(-1, num_keys, num_shared, -1)
+            self.masks[window] = of_heads.reshape(-1, num_shared, self.length)
         return self.masks[window]
 
 
@@ -206,12 +208,13 @@ class LlamaSlots(SlotModel):
         """cos and sin [n, 1, D] of rotary positions."""
         embedding = self.decoder.rotary_emb
         if embedding.rope_type in CHANGING_ROTARY:
-            cos, sin = signed(*embedding(x, starts[:, None]))
-            return cos, sin
+            return signed(*embedding(x, starts[:, None]))
         if self.rotary is None or length > len(self.rotary):
             positions = torch.arange(max(256, 2 * length), device=x.device)
-            self.rotary = torch.cat(signed(*embedding(x, positions[None])), -1)[0]
-        return self.rotary[starts][:, None].chunk(2, -1)
+            both = signed(*embedding(x, positions[None]))
+            self.rotary = torch.cat(both, -1)[0]
+        both = self.rotary[starts]
+        return both[:, None].chunk(2, -1)
 
     def hidden(self, tokens: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
         decoder = self.decoder
@@ -253,9 +256,14 @@ def decode_attention(layer: DecodeLayer, step: DecodeStep, cache: Tensor) -> Ten
     turned.mul_(step.cos).addcmul_(rolled, step.sin)
     cache.index_put_((step.targets,), stored)
     num_shared = num_both // num_keys - 1
-    query = (query * layer.scaling).view(-1, num_shared, head_dim)
-    keys, mask = step.keys[layer.index], step.mask(layer.window, num_keys, num_shared)
-    scores = torch.bmm(query, keys) if mask is None else torch.baddbmm(mask, query, keys)
+    scaled = query * layer.scaling
+    query = scaled.view(-1, num_shared, head_dim)
+    keys = step.keys[layer.index]
+    mask = step.mask(layer.window, num_keys, num_shared)
+    if mask is None:
+        scores = torch.bmm(query, keys)
+    else:
+        scores = torch.baddbmm(mask, query, keys)
     return torch.bmm(scores.softmax(-1), step.values[layer.index])
 
 
@@ -312,5 +320,6 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 def norm_scale(x: Tensor, eps: float) -> Tensor:
     """[..., 1] by which x [..., D] has a mean square of 1."""
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    return squares.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean_square = norm.square_().mul_(1 / x.shape[-1])
+    return mean_square.add_(eps).rsqrt_()
