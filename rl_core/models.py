@@ -188,6 +188,7 @@ def make_policy(
         registry.lora().draw_adapter(hf, seed, name)
     if learner.kernels == "compile":
         compile_blocks(policy)
+    registry.choose_decoder(policy, learner)
     return policy
 
 

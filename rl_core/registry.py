@@ -202,6 +202,17 @@ def choose_forward(policy: Any, ranks: Any):
         choose_forward(policy, ranks)
 
 
+def choose_decoder(policy: Any, learner: Any):
+    """Of an unsharded model, in fp32, whose modules stay as they are."""
+    is_plain = learner.kernels != "compile" and learner.activations != "recompute"
+    is_alone = policy.hf.device.type == "cpu" and not policy.is_sharded
+    if is_plain and is_alone and policy.hf.config.model_type in PACKED:
+        from rl_core.learning.policy import backbone
+        from rl_core.plugins.llama_decoder import LlamaDecoder
+
+        policy.use_decoder(LlamaDecoder(backbone(policy.hf)))
+
+
 def choose_sampler(model: Any):
     if model.config.model_type in PACKED:
         from rl_core.engines.llama_slots import LlamaSlots

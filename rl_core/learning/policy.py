@@ -71,9 +71,13 @@ class Policy(nn.Module):
         self.logprob_kernel, self.support_logprobs = logprob_kernel, support_logprobs
         self.adapters: dict[str, Any] = {}  # peft's configurations by name
         self.is_served = False  # its engine applies its adapters beside its weights
+        self.decoder: Callable | None = None  # in place of the backbone's own forward
 
     def use_forward(self, forward_pass: PackedForward) -> None:
         self.forward_pass = forward_pass
+
+    def use_decoder(self, decoder: Callable | None) -> None:
+        self.decoder = decoder
 
     def forward(
         self,
@@ -89,7 +93,8 @@ class Policy(nn.Module):
 
     def hidden_states(self, **inputs: Any) -> Tensor:
         with self.activations():
-            return backbone(self.hf)(**inputs, use_cache=False).last_hidden_state
+            decoder = self.decoder or backbone(self.hf)
+            return decoder(**inputs, use_cache=False).last_hidden_state
 
     def outputs(
         self, hidden_MD: Tensor, labels: Tensor, temperature: float

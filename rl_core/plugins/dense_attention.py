@@ -18,7 +18,9 @@ from torch.nn.functional import embedding
 
 from rl_core.learning.attention import Kernel, Segments
 
-MAX_RATIO = 4 / 3  # of lengths in a block; less padding means more and smaller blocks
+# What a block, and a token that is copied to one and back, cost beside their attention: in pairs of
+# a query and a key, forward and backward.
+BLOCK_PAIRS, TOKEN_PAIRS = 1000, 8
 HIDDEN = 1e9  # log-sum-exp of a padded query: all its probabilities are 0
 
 
@@ -37,28 +39,43 @@ class Layout:
 
 
 def layout_of(segments: Segments) -> Layout:
+    """That of least cost: neighbours of one length as blocks, which copies nothing, or with others
+    padded to theirs."""
+    same = itertools.groupby(segments.lengths)
+    alone = [(len(list(runs)), *pair) for pair, runs in same]
     queries, keys = np.array(segments.lengths).T
     if segments.is_causal and (queries == keys).all():
-        return padded_layout(queries, segments.cu_q.device)
-    same = itertools.groupby(segments.lengths)
-    return Layout(blocks=[(len(list(runs)), *pair) for pair, runs in same])
+        groups = alike(queries)
+        padded = sum(len(runs) * queries[runs].max() ** 2 for runs in groups)
+        padding = (padded - (queries**2).sum()) / 2 + TOKEN_PAIRS * queries.sum()
+        if padding < BLOCK_PAIRS * (len(alone) - len(groups)):
+            return padded_layout(queries, groups, segments.cu_q.device)
+    return Layout(blocks=alone)
 
 
-def padded_layout(lengths: np.ndarray, device: torch.device) -> Layout:
+def alike(lengths: np.ndarray) -> list[np.ndarray]:
+    """Which runs share a block: padding one to the longest there costs less than a block."""
+    groups: list[list[int]] = []
+    longest = 0
+    for run in np.argsort(-lengths, kind="stable").tolist():
+        if not groups or longest**2 - lengths[run] ** 2 > 2 * BLOCK_PAIRS:
+            groups.append([])
+            longest = lengths[run]
+        groups[-1].append(run)
+    return [np.sort(group) for group in groups]
+
+
+def padded_layout(lengths: np.ndarray, groups: list[np.ndarray], device: torch.device) -> Layout:
     """Padding at its end changes nothing under a causal mask: no token sees it."""
     starts = lengths.cumsum() - lengths
-    kinds = np.floor(np.log(lengths) / np.log(MAX_RATIO))
-    blocks = []
     tokens = []
-    for kind in dict.fromkeys(kinds.tolist()):
-        runs = np.flatnonzero(kinds == kind)
+    blocks = []
+    for runs in groups:
         column = np.arange(lengths[runs].max())
         places = np.where(column < lengths[runs, None], starts[runs, None] + column, -1)
         tokens.append(places.ravel())
         blocks.append((len(runs), len(column), len(column)))
     flat = np.concatenate(tokens)
-    if np.array_equal(flat, np.arange(lengths.sum())):
-        return Layout(blocks=blocks)
     places = flat.argsort()[len(flat) - lengths.sum() :]  # padding, -1, is sorted first
     flat, places = (torch.from_numpy(x).to(device) for x in (flat.clip(0), places))
     return Layout(blocks=blocks, tokens=flat, places=places)

@@ -276,9 +276,8 @@ def test_compiled_blocks_give_the_same_gradient_and_are_compiled_once(make_model
     from torch._dynamo.utils import counters
 
     model = make_model(layers=12)
-    plain, compiled = make_learner(model), make_learner(model)
+    plain, compiled = make_learner(model), make_learner(model, "--learner.kernels", "compile")
     checkpointed = make_learner(model, "--learner.activations", "recompute")
-    compile_blocks(compiled.policy)
     compile_blocks(checkpointed.policy)
     counters.clear()
     for num in (12, 16, 20):
@@ -377,8 +376,12 @@ def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
         found[offload] = weights(tmp_path / offload)
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     assert max((w - start[n]).abs().max() for n, w in found["none"].items()) > 1e-4
+    differences = {}
     for offload in ("phase", "always"):
-        assert all(torch.equal(w, found[offload][n]) for n, w in found["none"].items()), offload
+        of_weights = [(w - found[offload][n]).abs().max() for n, w in found["none"].items()]
+        differences[offload] = max(of_weights).item()
+    # What always waits is sharded, and computed by the model's own forward.
+    assert differences["phase"] == 0 and differences["always"] < 1e-5, differences
 
 
 def peak_mib() -> float:

@@ -1,0 +1,115 @@
+"""The decoder of models in Llama's layout on a CPU, with fewer passes over memory than their own.
+
+On a CPU an operation on all tokens is a pass over memory. Norms and rotary positions are functions
+with a backward of their own here, and layers are computed without their modules' Python. Linear
+layers and MLPs are still called as modules, for adapters and quantised weights stand there.
+
+T tokens, H heads, D head dim, X width of what is normed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_outputs import BaseModelOutput
+
+from rl_core.learning.attention import AttentionPlan
+
+
+class LlamaDecoder:
+    """Gives what the decoder of a Llama, Mistral, Qwen2 or Qwen3 gives in fp32, for one row of
+    packed tokens."""
+
+    def __init__(self, decoder: nn.Module):
+        self.decoder = decoder
+
+    def __call__(
+        self, input_ids: Tensor, attention_plan: AttentionPlan | None = None, **inputs: Any
+    ) -> BaseModelOutput:
+        decoder = self.decoder
+        if attention_plan is None:  # padded rows
+            return decoder(input_ids, **inputs)
+        x = decoder.embed_tokens(input_ids[0])
+        cos, sin = decoder.rotary_emb(x, inputs["position_ids"])
+        rotary = cos[0, :, None], sin[0, :, None]
+        for layer in decoder.layers:
+            h = normed(layer.input_layernorm, x)
+            x = x + attention(layer.self_attn, h, rotary, attention_plan)
+            x = x + layer.mlp(normed(layer.post_attention_layernorm, x))
+        return BaseModelOutput(last_hidden_state=normed(decoder.norm, x)[None])
+
+
+def attention(
+    attn: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor], plan: AttentionPlan
+) -> Tensor:
+    """[T, hidden size]"""
+    heads = len(x), -1, attn.head_dim
+    query, key = attn.q_proj(x).view(heads), attn.k_proj(x).view(heads)
+    value = attn.v_proj(x).view(heads)
+    if hasattr(attn, "q_norm"):
+        query, key = normed(attn.q_norm, query), normed(attn.k_norm, key)
+    query, key = Rotary.apply(query, *rotary), Rotary.apply(key, *rotary)
+    out = plan.attend(query, key, value, attn.scaling, window_of(attn))
+    return attn.o_proj(out.flatten(1))
+
+
+def window_of(attn: nn.Module) -> int | None:
+    """Of an attention layer; Mistral has one for all, and Llama none whatever its file says."""
+    if attn.config.model_type == "mistral":
+        return attn.config.sliding_window
+    return getattr(attn, "sliding_window", None)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    return RMSNorm.apply(x, norm.weight, norm.variance_epsilon)
+
+
+class RMSNorm(torch.autograd.Function):
+    """Zhang and Sennrich 2019, arXiv:1910.07467: y = w n with n = x / r, r^2 = mean(x^2) + epsilon;
+    d loss / dx = (w dy - n mean(w dy n)) / r. x is [..., X]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, epsilon):
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = size.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        n = x * inverse
+        ctx.save_for_backward(n, inverse, weight)
+        return n * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        n, inverse, weight = ctx.saved_tensors
+        product = dy * n
+        dweight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        mean = (product @ weight).div_(-len(weight))
+        dx = torch.mul(dy, weight, out=product)
+        return dx.addcmul_(n, mean[..., None]).mul_(inverse), dweight, None
+
+
+class Rotary(torch.autograd.Function):
+    """Su et al. 2021, arXiv:2104.09864: turns pairs of x [T, H, D], of which one is in each half.
+    cos and sin are [T, 1, D]."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return turned(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return turned(dy, *ctx.saved_tensors, -1), None, None
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    first, second = x.chunk(2, -1)
+    out = x * cos
+    out_first, out_second = out.chunk(2, -1)
+    sin = sin[..., : first.shape[-1]]  # equal in both halves
+    out_first.addcmul_(second, sin, value=-sign)
+    out_second.addcmul_(first, sin, value=sign)
+    return out

@@ -1,0 +1,73 @@
+"""The learner's own decoder of Llama's layout gives what the models' own forward gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_learner import assert_same, gradients, make_learner, ragged_samples
+from test_lora import make_lora_learner, with_random_adapters
+from test_memory import save_model
+
+from rl_core.plugins.llama_decoder import RMSNorm, Rotary
+
+
+def both_gradients(learner) -> list[dict[str, torch.Tensor]]:
+    """By the decoder that stands in for the model's own, and by that."""
+    assert learner.policy.decoder is not None
+    found = [gradients(learner, ragged_samples(), 0.3)]
+    learner.policy.use_decoder(None)
+    found.append(gradients(learner, ragged_samples(), 0.3))
+    (mine, loss), (own, own_loss) = found
+    assert loss == pytest.approx(own_loss, rel=1e-6)
+    return [mine, own]
+
+
+WINDOWS = {
+    "qwen3": {},
+    "llama": {"sliding_window": 4},  # which it does not know
+    "mistral": {"sliding_window": 4},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("arch", WINDOWS)
+def test_gradients_are_those_of_the_models_own_forward(make_model, tmp_path, arch):
+    like = make_model(arch="llama" if arch == "mistral" else arch)
+    kind = {"model_type": "mistral"} if arch == "mistral" else {}
+    folder = save_model(tmp_path / arch, like, dtype=torch.float32, **kind, **WINDOWS[arch])
+    learner = make_learner(folder, algorithm="grpo")
+    assert learner.policy.hf.config.model_type == arch
+    assert_same(*both_gradients(learner))
+
+
+def test_gradients_of_adapters_are_those_of_the_models_own_forward(tiny_model):
+    learner = with_random_adapters(make_lora_learner(tiny_model))
+    learner.policy.hf.requires_grad_(False)
+    for name, parameter in learner.policy.hf.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    found = []
+    for decoder in (learner.policy.decoder, None):
+        learner.policy.use_decoder(decoder)
+        learner.backward(learner.shard(ragged_samples())[0][0])
+        found.append({name: p.grad.clone() for name, p in learner.trained_parameters()})
+        learner.policy.zero_grad()
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("flags", ["--learner.kernels compile", "--learner.activations recompute"])
+def test_modules_that_are_compiled_or_computed_again_are_called(tiny_model, flags):
+    assert make_learner(tiny_model, *flags.split()).policy.decoder is None
+
+
+def test_norms_and_rotary_positions_have_the_derivative_of_their_formula():
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, dtype=torch.float64, generator=draw) for n in ((5, 3, 8), 8))
+    angles = torch.rand(5, 1, 4, dtype=torch.float64, generator=draw).repeat(1, 1, 2)
+    inputs = x.requires_grad_(), w.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: RMSNorm.apply(x, w, 1e-6), inputs)
+    turn = lambda x: Rotary.apply(x, angles.cos(), angles.sin())  # noqa: E731
+    assert torch.autograd.gradcheck(turn, inputs[:1])
