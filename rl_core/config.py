@@ -398,7 +398,7 @@ class Config(Section):
         0.6, "fraction of GPU memory for weights and KV cache of engines"
     )
     engine_weights: Literal["auto", "device", "broadcast", "files"] = flag(
-        "auto", "sglang: how new weights get there; auto: on one GPU device (CUDA IPC), else files"
+        "auto", "sglang: how new weights get there; auto: on GPUs device (CUDA IPC), else files"
     )
     engine_bucket_mib: AtLeast1 = flag(512, "device and broadcast: MiB of weights sent at once")
     engine_ranks: Count = flag(0, "asynchronous: last ranks that only sample", only=RL)

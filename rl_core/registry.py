@@ -579,6 +579,18 @@ def curriculum(trainer: Any):
     return Curriculum(trainer)
 
 
+def weights_again(trainer: Any):
+    from rl_core.plugins.weights_again import WeightsAgain
+
+    return WeightsAgain(trainer)
+
+
+def may_lack_weights(trainer: Any) -> bool:
+    config, plan = trainer.config, trainer.plan
+    maker = config.is_rl and engine_maker(config, plan.local, plan.own_parts)
+    return maker and maker.may_lack_weights(trainer.ranks)
+
+
 def canary(trainer: Any):
     from rl_core.plugins.canary import Canary
 
@@ -718,6 +730,7 @@ PLUGINS = (
     (lambda trainer: trainer.config.trackers, trackers),
     (lambda trainer: has_curriculum(trainer.plan), curriculum),
     (lambda trainer: trainer.config.data.streaming, stream_state),
+    (may_lack_weights, weights_again),
     (lambda trainer: trainer.config.is_rl and trainer.config.canary_tolerance != 0, canary),
     (lambda trainer: trainer.config.rollout.lagged[0] > 0, stale_policy),
     (

@@ -151,7 +151,8 @@ class EngineServer:
         await web.TCPSite(runner, bound, 0, backlog=4096).start()
         url = f"http://{host}:{runner.addresses[0][1]}"
         capacity = {name: engine.capacity if engine else 0 for name, engine in self.engines.items()}
-        facts = {"url": url, "token": self.token, "capacity": capacity}
+        ways = {name: engine.weights_way for name, engine in self.engines.items() if engine}
+        facts = {"url": url, "token": self.token, "capacity": capacity, "ways": ways}
         address = address_of(self.ranks.group, self.ranks.rank)
         self.ranks.store.set(address, json.dumps(facts))
         await self.stopped.wait()
@@ -227,9 +228,11 @@ class EngineServer:
             for one in self.all_engines:
                 await one.resume()
 
-    async def do_wake(self, engine: Engine) -> None:
+    async def do_wake(self, engine: Engine) -> bool:
+        """Whether it lacks weights."""
         async with self.of_device(engine):
             await engine.wake()
+        return engine.lacks_weights
 
     async def do_take_metrics(self, engine: Engine) -> dict[str, list]:
         """The engine's, and the part of the time since the last call without a request."""
@@ -314,6 +317,7 @@ class RemoteEngine(Engine):
     channel: WeightChannel | None = None  # None: its ranks learn the weights
     dtype: torch.dtype | None = None  # in which weights are sent
     version: int = 0
+    weights_way: str = ""  # from the ranks that sample to their servers
     places: dict[str, Server] = field(default_factory=dict)  # of sessions
     # Under way, by a key that the server is told.
     begun: dict[str, Completion] = field(default_factory=dict)
@@ -382,11 +386,12 @@ class RemoteEngine(Engine):
         # In a thread, so that this one can ask the ranks that sample to receive.
         sending = asyncio.to_thread(self.channel.send, weights, self.dtype)
         await asyncio.gather(sending, self._tell_all("update", version=version, adapter=adapter))
-        self.version = version
+        self.version, self.lacks_weights = version, False
 
     async def wake(self) -> None:
         """Starts engines again that died."""
-        await asyncio.gather(*(server.ask("wake") for server in self.sampling))
+        found = await asyncio.gather(*(server.ask("wake") for server in self.sampling))
+        self.lacks_weights = any(found)
 
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine. The first learner asks for all."""
@@ -430,11 +435,13 @@ def engines_at(
             url, capacity = f"{fact['url']}/{name}", fact["capacity"][name]
             servers.append(Server(url=url, token=fact["token"], capacity=capacity))
         total = sum(server.capacity for server in servers)
+        ways = {fact["ways"].get(name) for fact in facts} - {None, ""}
         engines[name] = RemoteEngine(
             servers=servers,
             is_first=ranks.rank == 0,
             capacity=-(-total // ranks.size),
             timeout_s=timeout_s,
+            weights_way=" and ".join(sorted(ways)),
             **weights,
         )
     return engines

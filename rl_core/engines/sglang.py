@@ -25,7 +25,7 @@ from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.sglang_server import Server, check_sglang, numbers
-from rl_core.engines.weight_ways import WAYS, choose_way, keeps_backup
+from rl_core.engines.weight_ways import WAYS, choose_way, described_way, keeps_backup
 from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
 from rl_core.host_copies import release_cached_memory
 from rl_core.metrics import Metric, Sum
@@ -39,6 +39,7 @@ ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode
 MEMORY = ("weights", "kv_cache", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
 # get zeros.
+NO_WEIGHTS_POLL_S = 0.05
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -105,16 +106,22 @@ class SGLangEngine(Engine):
     def __init__(self, spec: EngineSpec):
         """spec.module has the names and shapes of the weights; it may be on "meta"."""
         self.spec, self.server = spec, Server(spec)
-        self.weights_way = choose_way(spec)
-        self.way = WAYS[self.weights_way](spec, self._ask)
+        self.weights_way = described_way(spec)
+        self.way = WAYS[choose_way(spec)](spec, self._ask)
         self.version, self.capacity, self._num_restarts = 0, spec.num_slots, 0
         self._is_started = False  # with the newest weights and adapters
         self._slots: dict[str, AdapterSlot] = {}  # by actor
+        self._needs_update = False  # the server that was started last
         self._asleep: set[str] = set()  # of MEMORY
         self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
         self._may_run.set()
         self._num_asked = 0  # requests at the server
         self._aborts: set[asyncio.Task] = set()
+
+    @property
+    def lacks_weights(self) -> bool:
+        """See Engine. A server that is dead is started first."""
+        return self._needs_update and self._is_started and self.server.is_alive
 
     async def wake(self) -> None:
         """Starts the server, or a new one with the same weights if it died, and takes the memory
@@ -178,8 +185,10 @@ class SGLangEngine(Engine):
         while not done.finish_reason:
             await self._may_run.wait()
             await self._be_awake()
+            if self.lacks_weights:
+                await asyncio.sleep(NO_WEIGHTS_POLL_S)
             # A pause may have come meanwhile; nothing is awaited from here to the request.
-            if self._may_run.is_set():
+            elif self._may_run.is_set():
                 await self._extend(done, prompt_ids, params, max_tokens, adapter)
         if spec.tokenizer is not None:
             done.text = decoded(spec.tokenizer, done.token_ids)
@@ -274,6 +283,9 @@ class SGLangEngine(Engine):
     async def _load(self) -> None:
         """If it is broken off, also by a deadline, nobody knows which weights the server has: it is
         started again."""
+        self._needs_update = not self.way.has_weights
+        if self._needs_update:
+            return
         try:
             await self.way.load()
         except BaseException:
@@ -352,7 +364,12 @@ class SGLangEngine(Engine):
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine."""
         num_restarts, self._num_restarts = self._num_restarts, 0
-        return {f"rollout/{self.spec.name}/engine_restarts": Sum(num_restarts)}
+        num_bytes, self.way.num_bytes = self.way.num_bytes, 0
+        name = self.spec.name
+        metrics: dict[str, Metric] = {f"rollout/{name}/engine_restarts": Sum(num_restarts)}
+        if num_bytes:
+            metrics[f"sync/{name}/{choose_way(self.spec)}_mib"] = Sum(num_bytes / 2**20)
+        return metrics
 
     async def close(self) -> None:
         """Kills the server, unless somebody else runs it. Whoever waits gets EngineDied."""

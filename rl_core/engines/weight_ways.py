@@ -34,19 +34,34 @@ WITHOUT_SESSIONS = (0, 5, 20)  # The last version of SGLang that updates weights
 
 
 def choose_way(spec: EngineSpec) -> str:
-    """One of WAYS. A way without files needs a learner that can be asked again if the server dies,
+    """One of WAYS. A way without files needs learners that can be asked again if the server dies,
     and is chosen on a GPU alone."""
     if spec.weights != "auto":
         return spec.weights
-    if spec.resend is None or spec.device.type == "cpu" or spec.url:
+    if not can_come_again(spec) or spec.device.type == "cpu" or spec.url:
         return "files"
     return "device"
+
+
+def described_way(spec: EngineSpec) -> str:
+    """The way, and why it is files where another way spares the host."""
+    way = choose_way(spec)
+    if spec.weights != "auto" or way != "files" or spec.device.type == "cpu":
+        return way
+    if spec.url:
+        return "files (--engine_weights broadcast for a server on GPUs of its own)"
+    return "files (its learners could not send them again to a server that died)"
+
+
+def can_come_again(spec: EngineSpec) -> bool:
+    """Whether a server that lost its weights may get them outside of an update."""
+    return spec.resend is not None or spec.waits_for_weights
 
 
 def keeps_backup(spec: EngineSpec) -> bool:
     """Whether the run's own server keeps its weights on the host while it sleeps. Else they come
     from the learner when it wakes, and base weights below adapters from the model's folder."""
-    return choose_way(spec) == "files" or spec.resend is None or bool(spec.adapters)
+    return choose_way(spec) == "files" or not can_come_again(spec) or bool(spec.adapters)
 
 
 class FilesWay:
@@ -59,11 +74,17 @@ class FilesWay:
     def __init__(self, spec: EngineSpec, ask: Ask):
         self.spec, self.ask, self.files = spec, ask, Files(spec)
         self.folder: Path | None = None
+        self.num_bytes = 0  # sent
 
     @property
     def label(self) -> str:
         """Of the newest weights at the server; "": its model's own."""
         return self.folder.name if self.folder else ""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether load() has something to load. Else it needs an update."""
+        return True
 
     def take(self, named_weights: NamedWeights) -> None:
         """Before load(). Every rank exhausts the weights."""
@@ -80,6 +101,7 @@ class FilesWay:
         # Each answer repeats the label.
         body |= {"flush_cache": False, "weight_version": self.label}
         await self.ask("update_weights_from_disk", body)
+        self.num_bytes += sum(file.stat().st_size for file in self.folder.iterdir())
 
     def drop(self) -> None:
         """After load(), also if it failed."""
@@ -96,10 +118,16 @@ class BucketsWay:
 
     def __init__(self, spec: EngineSpec, ask: Ask):
         self.spec, self.ask, self.label = spec, ask, ""
+        self.num_bytes = 0  # sent
         self.files = Files(spec)  # of adapters
         self.coming: Iterator[tuple[str, Tensor]] | None = None
         sizes = (p.numel() * spec.dtype.itemsize for p in spec.module.state_dict().values())
         self.bucket_bytes = min(spec.bucket_bytes, max(1, sum(sizes)))
+
+    @property
+    def has_weights(self) -> bool:
+        is_here = self.coming is not None or not self.label
+        return is_here or not self.spec.waits_for_weights
 
     def take(self, named_weights: NamedWeights) -> None:
         self.label, self.coming = uuid.uuid4().hex, iter(named_weights)
@@ -119,9 +147,9 @@ class BucketsWay:
     def again(self) -> Iterator[tuple[str, Tensor]]:
         if self.spec.resend is None:
             raise RunError(
-                f"the server of engine {self.spec.name} died, and its weights are with learners on "
-                f"several ranks, or that learn meanwhile: --engine_weights={self.spec.weights} "
-                "keeps no copy. Go on with --resume; --engine_weights files keeps one"
+                f"the server of engine {self.spec.name} died, and nobody can send its weights "
+                f"again: --engine_weights={self.spec.weights} keeps no copy. Go on with --resume; "
+                "--engine_weights files keeps one"
             )
         return iter(self.spec.resend())
 
@@ -135,6 +163,7 @@ class BucketsWay:
             if spec.device.type == "cuda":
                 torch.cuda.synchronize(spec.device)  # Another process reads it.
             await self.send_bucket(bucket, body)
+            self.num_bytes += bucket.num_bytes
         if has_session:
             await self.ask("end_weight_update", {})
 

@@ -63,12 +63,14 @@ class Canary(Plugin):
         params = SamplingParams(max_tokens=limit, keeps_ids=True, **drawn)
 
         async def speak() -> list[Completion]:
+            if speaker.engine.lacks_weights:
+                return []  # It died just now. The next step checks what other ranks send it.
             asked = [speaker.generate(prompt, params, i) for i, prompt in enumerate(prompts)]
             return await wait_for_all(asked)
 
         samples = []
         answers = await revived(speak, [speaker], "the canary")
-        for prompt, said in zip(prompts, answers, strict=True):
+        for prompt, said in zip(prompts, answers, strict=bool(answers)):
             turn = Turn(new_ids=prompt, is_fresh=True, completion=said)
             samples += samples_from_turns([turn], 1.0)
         return samples

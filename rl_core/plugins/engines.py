@@ -82,6 +82,24 @@ class EngineMaker:
             return False
         return awake == "one" or self.classes[self.owners[0]].is_elsewhere
 
+    def learns_alone(self, ranks: Ranks) -> bool:
+        """Whether this rank's learners can give their weights whenever an engine lacks them: no
+        other rank has a shard, and none learns while engines sample."""
+        return ranks.size == 1 and not self.config.max_staleness and not ranks.engine_ranks
+
+    def can_agree(self, ranks: Ranks) -> bool:
+        """Whether all ranks send weights again together where an engine lacks them
+        (plugins/weights_again.py). Ranks with actors of their own meet nowhere, and engines that
+        take turns would lack them at each turn."""
+        is_place = ranks.is_engine and not ranks.engine_ranks
+        return not (self.learns_alone(ranks) or is_place or self.takes_turns)
+
+    def may_lack_weights(self, ranks: Ranks) -> bool:
+        """Whether engines here may want weights that only all ranks together can send again."""
+        is_elsewhere = any(cls.is_elsewhere for cls in self.classes.values())
+        keeps_none = self.config.engine_weights != "files"
+        return is_elsewhere and keeps_none and self.can_agree(ranks)
+
     def adapter_of(self, name: str) -> str:
         """The adapter with which an actor samples beside its engine's weights: where several share
         a model, and where the engine serves adapters. "": the engine has its weights merged."""
@@ -160,7 +178,8 @@ class EngineMaker:
             folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
             weights=config.engine_weights,
             bucket_bytes=config.engine_bucket_mib << 20,
-            resend=resend_of(learner) if ranks.size == 1 and not config.max_staleness else None,
+            resend=resend_of(learner) if self.learns_alone(ranks) else None,
+            waits_for_weights=not role and self.can_agree(ranks),
         )
         return self.classes[name](spec)
 

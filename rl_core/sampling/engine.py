@@ -46,6 +46,7 @@ class Engine:
     capacity: int  # requests that it decodes at once
     weights_way: str = ""  # how new weights get there, if there are several ways
     shortage: str = ""  # why it has less memory than it was to have
+    lacks_weights: bool = False  # requests wait for an update, which all ranks must agree on
 
     @staticmethod
     def check(config: Config, name: str, may_lack: bool) -> None:
@@ -133,3 +134,6 @@ class EngineSpec:
     bucket_bytes: int = 512 << 20
     # The newest weights once more, without other ranks; None: that is impossible.
     resend: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
+    # Without resend(): an engine that lacks weights says so and waits for an update. Otherwise it
+    # is an error.
+    waits_for_weights: bool = False

@@ -233,7 +233,12 @@ class RolloutWorker:
         # By label, this rank's next group, which begins once it is submitted and there is room.
         self.next_number: dict[str, int] = {}
         self.num_collects = 0
+        self.meeting: Any = None  # of all ranks, where one may need the others to go on
         self.num_collected: Counter[str] = Counter()  # groups, by their label
+
+    def meet_by(self, meeting: Any) -> None:
+        """While collect() waits, all ranks call meeting.meet() once one has meeting.is_wanted."""
+        self.meeting = meeting
 
     def submit(self, groups: Iterable[Group]) -> None:
         """Every rank must submit the same groups."""
@@ -293,8 +298,11 @@ class RolloutWorker:
         # Imports torch, which rl-core check does without.
         from rl_core.distributed import all_gather_json
 
-        await self._wait_for_due(num_groups, oldest, label)
-        await self._wait_for_ranks(num_groups, label)
+        while True:
+            await self._wait_for_due(num_groups, oldest, label)
+            await self._wait_for_ranks(num_groups, label)
+            if self.meeting is None or not await self.meeting.meet():
+                break
         complete = []
         for key in self.done:
             if key[0] == label:
@@ -318,15 +326,20 @@ class RolloutWorker:
     async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
         """Waits for this rank's groups that the next step may not take."""
         while any(self.pending[key].version <= oldest for key in self.running):
+            if self._is_called():
+                return
             await self._wait(POLL_S)
 
+    def _is_called(self) -> bool:
+        return self.meeting is not None and self.meeting.is_wanted
+
     async def _wait_for_ranks(self, num_groups: int, label: str) -> None:
-        """Waits until all ranks are here and so many groups are complete."""
+        """Waits until all ranks are here, and so many groups are complete or they are to meet."""
         here = f"collect/{self.num_collects}"
         self.num_collects += 1
         num_here, num_ready = self._count(here, 1), self.num_ready(label)
         until = time.monotonic() + self.timeout_s
-        while num_here < self.ranks.size or num_ready < num_groups:
+        while num_here < self.ranks.size or (num_ready < num_groups and not self._is_called()):
             # One store answers all ranks.
             await self._wait(POLL_S * max(1, self.ranks.size // 32))
             before = num_ready

@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from rl_core import __version__
 from rl_core.config import ActorConfig, Config, flat, known_flags, read_config
+from rl_core.data.rows import read_json
 from rl_core.plugins.metric_table import rows
 from rl_core.rules import nearest
 from rl_core.sandbox import Sandbox
@@ -102,12 +103,26 @@ def run_settings(run: Path) -> str:
         for name, value in flat(dataclasses.asdict(settings)).items():
             if of_actor.get(name) != value:
                 lines.append(f"  {name} {value}")
+    if sent := sent_weights(run / "metrics.jsonl"):
+        lines += ["", "== new weights, in the last step that had some", *sent]
     from rl_core.plugins import served_codes  # it imports numpy, which --help need not load
 
     codes = served_codes.described(run)
     if codes:
         lines += ["", "== hashes of served environments", *codes]
     return "\n".join(lines)
+
+
+def sent_weights(file: Path) -> list[str]:
+    """How SGLang's servers got new weights, and how much."""
+    found = {}
+    for row in read_json(file) if file.is_file() else ():
+        found |= {name: value for name, value in row.items() if name.startswith("sync/")}
+    lines = []
+    for name, mib in found.items():
+        actor, way = name.removeprefix("sync/").removesuffix("_mib").rsplit("/", 1)
+        lines.append(f"  {actor} by {way}: {mib:.4g} MiB to all servers")
+    return lines
 
 
 def as_text(found: dict[str, Any]) -> str:

@@ -612,7 +612,8 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(
     wait_until(lambda: not processes_of(group), "all processes of the server have ended")
 
     subject.run(subject.engine.wake())
-    assert subject.run(subject.engine.take_metrics()) == {"rollout/policy/engine_restarts": Sum(1)}
+    found = subject.run(subject.engine.take_metrics())
+    assert found["rollout/policy/engine_restarts"] == Sum(1)
     subject.check_all(REQUESTS, subject.speak(REQUESTS))  # with what it had, which was kept
     subject.update_adapter("carol", 7)
     subject.check_all(REQUESTS, subject.speak(REQUESTS))

@@ -220,7 +220,11 @@ def test_a_server_that_somebody_starts_anew_gets_its_weights_again(make, standin
     assert is_same(standin.held, sent) and ask(engine).policy_version == 3
     restart(engine, standin)
     assert is_same(standin.held, sent) and ask(engine).policy_version == 3
-    assert asyncio.run(engine.take_metrics()) == {"rollout/policy/engine_restarts": Sum(1)}
+    size = sum(file.stat().st_size for file in engine.way.folder.iterdir())
+    expected = {"rollout/policy/engine_restarts": Sum(1)}
+    # At first, and after the restart.
+    expected["sync/policy/files_mib"] = Sum(2 * size / 2**20)
+    assert asyncio.run(engine.take_metrics()) == expected
     assert len(list(Path(engine.way.files.home.name).iterdir())) == 1, "of one version at a time"
 
 
@@ -399,7 +403,7 @@ def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_upda
             str(engine.way.folder),
         ]
         found = await engine.take_metrics()
-        assert found == {"rollout/policy/engine_restarts": Sum(3)}
+        assert found["rollout/policy/engine_restarts"] == Sum(3)
         assert (
             await engine.generate([1, 2], replace(GREEDY, max_tokens=1), seed=0)
         ).policy_version == engine.version
@@ -715,11 +719,13 @@ def test_reward_rises_with_sglang_and_nothing_of_it_is_left(
 
 @pytest.mark.slow
 @needs_sglang
+@pytest.mark.parametrize("way", ["files", "device"])
 def test_one_engine_over_two_ranks_has_both_learners_weights(
-    torchrun, warm_model, sort_data, tmp_path
+    way, torchrun, warm_model, sort_data, tmp_path
 ):
     out = tmp_path / "run"
     learn = ["--engine", "sglang", "--engine_tp", "2", "--num_steps", "3", "--optim.lr", "1e-3"]
+    learn += ["--engine_weights", way]
     torchrun(2, "-m", "rl_core.train", *flags(warm_model, sort_data, out, *learn), timeout_s=900)
     rows = metrics(out)
     assert len(rows) == 3 and max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-6
@@ -765,6 +771,11 @@ def children_of(pid: int | str, *more: str) -> list[str]:
         pytest.param(["1"], id="in step"),
         pytest.param(["2", "--engine_ranks", "1"], id="rank of its own"),
         pytest.param(["1", "--engine_weights", "device"], id="no copy", marks=pytest.mark.slow),
+        pytest.param(
+            ["2", "--engine_ranks", "1", "--engine_weights", "device", "--max_staleness", "1"],
+            id="no copy, rank of its own",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_server_that_is_killed_in_a_rollout_loses_no_group(

@@ -201,6 +201,20 @@ def test_the_server_gets_all_buckets_in_one_session_and_one_handle_for_each_of_i
     way.close()
 
 
+def test_a_way_without_a_copy_waits_for_an_update_where_ranks_can_agree_on_one():
+    weights = some_weights()
+    ways = [FilesWay, DeviceWay]
+    for waits in (True, False):
+        for cls in ways:
+            way = cls(spec_with(weights, waits_for_weights=waits), Loopback())
+            assert way.has_weights, "the model's own"
+            way.take(weights.items())
+            assert way.has_weights
+            way.drop()
+            assert way.has_weights == (cls is FilesWay or not waits)
+            way.close()
+
+
 def test_a_death_between_two_buckets_leaves_no_weight_ungathered_and_the_learner_is_asked_again():
     weights, log, again = some_weights(), [], []
     spec = spec_with(weights, bucket_bytes=200, resend=lambda: drawn(weights, again))
@@ -308,8 +322,8 @@ def test_a_broadcast_brings_every_value_and_a_new_group_comes_after_a_death():
 
 def some_spec(device: str, **more):
     return SimpleNamespace(
-        **{"weights": "auto", "resend": print, "url": "", "adapters": {}, "device": CPU}
-        | {"device": torch.device(device)}
+        **{"weights": "auto", "resend": print, "url": "", "adapters": {}}
+        | {"waits_for_weights": False, "device": torch.device(device)}
         | more
     )
 
@@ -320,6 +334,7 @@ def some_spec(device: str, **more):
         (some_spec("cuda"), "device", False),
         (some_spec("cuda", adapters={"bob": {}}), "device", True),
         (some_spec("cuda", resend=None), "files", True),
+        (some_spec("cuda", resend=None, waits_for_weights=True), "device", False),
         (some_spec("cuda", url="http://a:1"), "files", True),
         (some_spec("cpu"), "files", True),
         (some_spec("cpu", weights="device"), "device", False),
@@ -440,6 +455,35 @@ def test_a_servers_ranks_read_the_buckets_and_get_them_again_after_a_death_betwe
         assert model.held() == changed and model.engine.server.num_starts == 2
     finally:
         model.close()
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_a_tied_head_and_halves_of_fused_layers_arrive(tiny_model, tmp_path):
+    """The head is the embedding's weight, which comes once. SGLang computes q, k and v as one
+    layer, gate and up as another: their parts come in different buckets."""
+    buckets = []
+
+    class WatchedWay(DeviceWay):
+        async def send_bucket(self, bucket, body):
+            buckets.append(list(bucket.shapes))
+            await super().send_bucket(bucket, body)
+
+    model = Model(tiny_model, tmp_path / "log", weights="device")
+    assert model.hf.config.tie_word_embeddings
+    model.engine.way = WatchedWay(model.spec, model.engine._ask)
+    try:
+        model.run(model.engine.wake())
+        model.update(1, factor=1.5)
+        model.check_logprobs()
+    finally:
+        model.close()
+    names = [name for bucket in buckets for name in bucket]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert len(names) == len(list(model.hf.parameters()))
+    for first, second in (("q_proj", "k_proj"), ("gate_proj", "up_proj")):
+        together = [bucket for bucket in buckets if first in str(bucket) and second in str(bucket)]
+        assert not together, (first, together)
 
 
 @needs_sglang

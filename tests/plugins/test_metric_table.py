@@ -56,6 +56,7 @@ RUNS = {
 ELSEWHERE = {
     "eval/background_failed": "plugins/background_evaluation.py",
     "rollout/ACTOR/engine_restarts": "engines/sglang.py",
+    "sync/ACTOR/{device,broadcast,files}_mib": "engines/sglang.py",
     "learn/ACTOR/mfu": "plugins/mfu.py",
     "memory/{generate,learn,sync,eval}_gib": "trainer.py",
 }

@@ -1,0 +1,116 @@
+"""Weights that all learners send again together. Without SGLang: an engine forgets its weights as a
+server does that dies, or that sleeps without a copy. With it: tests/engines/test_weights_again.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import pytest
+import torch
+from kit import metrics
+
+from rl_core import registry
+from rl_core.engines.embedded import EmbeddedEngine
+from rl_core.metrics import Sum
+from rl_core.sampling.engine import EngineDied
+from rl_core.train import main
+
+DIES_AT = (9, 60)  # requests
+
+
+class ForgetfulEngine(EmbeddedEngine):
+    """It has its weights until it sleeps; that of the last rank also dies twice in a rollout."""
+
+    is_elsewhere, shares_weights = True, False
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.requests = []
+        self.num_requests = self.num_forgotten = 0
+        self.was_updated = self.is_dead = self.has_slept = False
+
+    def forget(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        self.num_forgotten += 1
+        self.lacks_weights, self.is_dead, self.has_slept = True, False, False
+
+    def die(self) -> None:
+        self.is_dead = True
+        for task in self.requests:
+            task.cancel()
+
+    async def generate(self, *args, **more):
+        self.num_requests += 1
+        is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        if is_last and self.num_requests in DIES_AT:
+            self.die()
+        if not self.is_dead:
+            await self.wake()
+        while self.lacks_weights:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        if self.is_dead:
+            raise EngineDied("it is dead")
+        self.requests.append(asyncio.ensure_future(super().generate(*args, **more)))
+        [found] = await asyncio.gather(self.requests[-1], return_exceptions=True)
+        if isinstance(found, BaseException):
+            raise EngineDied("it has died") from found
+        return found
+
+    async def update(self, *args, **more):
+        self.has_slept, self.was_updated = False, True
+        await super().update(*args, **more)
+        self.lacks_weights = False
+
+    async def wake(self):
+        await super().wake()
+        if self.is_dead or (self.has_slept and self.was_updated):
+            self.forget()
+
+    async def sleep(self):
+        await super().sleep()
+        # What is paused goes on without a call of wake().
+        self.has_slept = not self._active
+
+    async def take_metrics(self):
+        found, self.num_forgotten = self.num_forgotten, 0
+        return await super().take_metrics() | {"rollout/policy/engine_restarts": Sum(found)}
+
+
+def forgetful_run() -> None:
+    registry.ENGINES["sglang"] = lambda: ForgetfulEngine
+    sys.exit(main(sys.argv[1:]))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "more"),
+    [
+        (2, ""),
+        (2, "--max_staleness 1"),
+        (3, "--engine_ranks 1"),
+        (3, "--engine_ranks 1 --max_staleness 1"),
+    ],
+)
+def test_ranks_send_weights_again_wherever_an_engine_lacks_them(
+    num_ranks, more, torchrun, places, tmp_path
+):
+    """It dies in a rollout, and those that sleep for a save or an update forget too."""
+    out = tmp_path / "run"
+    given = f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 10"
+    given += " --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4 --num_steps 4"
+    given += f" --optim.lr 1e-2 --engine sglang --save_every 2 --eval_every 2 --out {out} {more}"
+    torchrun(num_ranks, __file__, *given.split())
+    rows = [row for row in metrics(out) if "learn/policy/loss" in row]
+    assert len(rows) == 4 and all(row["rollout/policy/failed"] == 0 for row in rows)
+    assert sum(row["rollout/policy/engine_restarts"] for row in rows) >= len(DIES_AT)
+    assert max(row["learn/policy/canary_max_diff"] for row in rows) < 1e-3
+    if "staleness" not in more:
+        assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-6
+
+
+if __name__ == "__main__":
+    forgetful_run()
