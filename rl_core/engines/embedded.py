@@ -478,17 +478,28 @@ class EmbeddedEngine(Engine):
         tokens, logprobs, *kept = sampled.tolist()  # The one wait for the device.
         if math.isnan(sum(logprobs)):
             check_logprobs(logprobs)
-        for i, (request, token) in enumerate(zip(requests, map(int, tokens), strict=True)):
+        if kept:
+            self._keep_ids(requests, kept)
+        ended = []
+        for request, number, logprob in zip(requests, tokens, logprobs, strict=True):
+            token, params, completion = int(number), request.params, request.completion
             request.ids.append(token)
-            request.completion.token_ids.append(token)
-            request.completion.logprobs.append(logprobs[i])
-            if request.num_kept:
-                ids = [int(of_rank[i]) for of_rank in kept]
-                request.completion.kept_ids.append(" ".join(str(n) for n in ids if n >= 0))
-        for request in reversed(requests):
+            completion.token_ids.append(token)
+            completion.logprobs.append(logprob)
+            is_long = len(request.ids) >= request.end
+            if is_long or params.stop or token in params.stop_token_ids:
+                ended.append(request)
+        for request in reversed(ended):
             request.completion.finish_reason = self._finish_reason(request)
             if request.completion.finish_reason:
                 self._finish(request)
+
+    def _keep_ids(self, requests: list[Request], kept: list[list[float]]) -> None:
+        """Names the ids that each token was drawn from. kept: by rank, then by request."""
+        for request, of_token in zip(requests, zip(*kept, strict=True), strict=True):
+            if request.num_kept:
+                ids = [str(int(number)) for number in of_token if number >= 0]
+                request.completion.kept_ids.append(" ".join(ids))
 
     def _finish_reason(self, request: Request) -> str:
         params, ids = request.params, request.completion.token_ids

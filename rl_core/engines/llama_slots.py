@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_core.engines.slots import ForwardPlan, SlotCache, SlotModel, slot_attention
+from rl_core.engines.slots import ForwardPlan, SlotCache, SlotModel, new_zeros, slot_attention
 
 # Frequencies of these depend on how long the rows of a forward are.
 CHANGING_ROTARY = ("dynamic", "longrope")
@@ -37,7 +38,7 @@ class LlamaCache(SlotCache):
         if self.stack is None:
             num_keys, length = key.shape[1], self.max_tokens + 1
             shape = (self.num_layers, 2, self.num_slots, num_keys, length, key.shape[3])
-            self.stack = key.new_zeros(shape)
+            self.stack = new_zeros(key, shape)
             self.layers = {i: tuple(both) for i, both in enumerate(self.stack)}
             self.flat = [both.view(-1, key.shape[3]) for both in self.stack]
             firsts = torch.arange(2 * self.num_slots * num_keys, device=key.device)
@@ -80,14 +81,32 @@ class Product:
             total += self.bias
 
 
+class Norm:
+    """An RMSNorm in fp32 by fewer calls: x / sqrt(sum of squares + D eps) * sqrt(D) weight."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        num = norm.weight.shape[0]
+        self.weight = norm.weight * num**0.5
+        self.least = self.weight.new_tensor((num * norm.variance_epsilon) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x / self.size(x)).mul_(self.weight)
+
+    def size(self, x: Tensor) -> Tensor:
+        """[..., 1] what x [..., D] is divided by."""
+        return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.least)
+
+
 class DecodeLayer:
-    """A layer's parts, read in place."""
+    """A layer's parts. Matrices are read in place."""
 
     def __init__(self, layer: nn.Module) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         self.index, self.scaling, self.window = attn.layer_idx, attn.scaling, window_of(attn)
-        self.norms = layer.input_layernorm, layer.post_attention_layernorm
-        self.head_norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
+        self.norms = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.head_norms = None
+        if hasattr(attn, "q_norm"):
+            self.head_norms = Norm(attn.q_norm), Norm(attn.k_norm)
         self.inputs = Product(attn.q_proj), Product(attn.k_proj), Product(attn.v_proj)
         self.out = Product(attn.o_proj)
         self.gate, self.up = Product(mlp.gate_proj), Product(mlp.up_proj)
@@ -132,27 +151,82 @@ class DecodeStep:
         return self.masks[window]
 
 
+class DecodeParts:
+    """What decode steps read of a decoder in fp32, until its weights change."""
+
+    @torch.no_grad()
+    def __init__(self, decoder: nn.Module) -> None:
+        self.layers = [DecodeLayer(layer) for layer in decoder.layers]
+        self.norm, self.embedding = Norm(decoder.norm), decoder.rotary_emb
+        self.rotary: Tensor | None = None  # [positions, 2 D] cos and sin
+        attn = decoder.layers[0].self_attn
+        self.head_dim = attn.head_dim
+        self.num_heads = attn.q_proj.out_features // attn.head_dim
+        self.num_gates = decoder.layers[0].mlp.gate_proj.out_features
+
+    def step(
+        self,
+        cache: LlamaCache,
+        rows: slice,
+        x: Tensor,
+        starts: Tensor,
+        length: int,
+        is_even: bool,
+    ) -> DecodeStep:
+        targets = cache.firsts[rows] + starts[:, None]
+        num_rows, num_stored = targets.shape
+        heads = x.new_empty(num_rows, self.num_heads + num_stored, self.head_dim)
+        of_keys = num_stored // 2 * self.head_dim
+        sizes = [self.num_heads * self.head_dim, of_keys, of_keys]
+        seen = cache.stack[:, :, rows, :, :length].flatten(2, 3)
+        cos, sin = self.rotary_at(x, starts, length)
+        return DecodeStep(
+            columns=starts,
+            length=length,
+            is_even=is_even,
+            targets=targets,
+            keys=seen[:, 0].mT.unbind(),
+            values=seen[:, 1].unbind(),
+            cos=cos,
+            sin=sin,
+            projected=heads.view(num_rows, -1).split(sizes, 1),
+            turned=heads[:, : -num_stored // 2],
+            stored=heads[:, self.num_heads :],
+            gates=x.new_empty(2, num_rows, self.num_gates).unbind(),
+        )
+
+    def rotary_at(self, x: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [n, 1, D] of rotary positions."""
+        if self.embedding.rope_type in CHANGING_ROTARY:
+            return signed(*self.embedding(x, starts[:, None]))
+        if self.rotary is None or length > len(self.rotary):
+            positions = torch.arange(max(256, 2 * length), device=x.device)
+            both = signed(*self.embedding(x, positions[None]))
+            self.rotary = torch.cat(both, -1)[0]
+        both = self.rotary[starts]
+        return both[:, None].chunk(2, -1)
+
+
 class LlamaSlots(SlotModel):
     """A SlotModel of Llama, Mistral, Qwen2 or Qwen3. In fp32 norms are torch's; in other types they
     are the model's own, which round as the learner does."""
+
+    parts: DecodeParts | None = None
 
     def make_cache(self, num_slots: int, max_tokens: int) -> LlamaCache:
         return LlamaCache(num_slots, max_tokens, len(self.decoder.layers))
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """As SlotModel's. What it keeps of the weights are views: they are found again each time,
-        because weights may have moved."""
+        """As SlotModel's. What a decode step reads is found again each time, because weights change
+        and move, and nothing of it is kept."""
         with super().borrowed():
-            self.steps = [DecodeLayer(layer) for layer in self.decoder.layers]
-            self.rotary: Tensor | None = None
-            first = self.decoder.layers[0]
-            attn, num_gates = first.self_attn, first.mlp.gate_proj.out_features
-            num_heads, num_keys = (
-                product.out_features // attn.head_dim for product in (attn.q_proj, attn.k_proj)
-            )
-            self.sizes = num_heads, num_keys, attn.head_dim, num_gates
-            yield
+            if self.model.dtype == torch.float32:
+                self.parts = DecodeParts(self.decoder)
+            try:
+                yield
+            finally:
+                self.parts = None
 
     def forward(
         self,
@@ -165,56 +239,13 @@ class LlamaSlots(SlotModel):
         is_even: bool = False,
     ) -> Tensor:
         is_decode = starts is not None and tokens.shape[1] == 1
-        if not is_decode or self.model.dtype != torch.float32:
+        if not is_decode or self.parts is None:
             return super().forward(cache, rows, tokens, starts, length, sizes, is_even)
         x = self.decoder.embed_tokens(tokens)[:, 0]
-        step = self.decode_step(cache, rows, x, starts, length, is_even)
-        for layer in self.steps:
+        step = self.parts.step(cache, rows, x, starts, length, is_even)
+        for layer in self.parts.layers:
             decode_layer(layer, x, step, cache.flat[layer.index])
-        return normed(self.decoder.norm, x)[:, None]
-
-    def decode_step(
-        self,
-        cache: LlamaCache,
-        rows: slice,
-        x: Tensor,
-        starts: Tensor,
-        length: int,
-        is_even: bool,
-    ) -> DecodeStep:
-        num_heads, num_keys, head_dim, num_gates = self.sizes
-        num_rows = rows.stop - rows.start
-        seen = cache.stack[:, :, rows, :, :length].flatten(2, 3)
-        heads = x.new_empty(num_rows, num_heads + 2 * num_keys, head_dim)
-        of_keys = num_keys * head_dim
-        sizes = [num_heads * head_dim, of_keys, of_keys]
-        cos, sin = self.rotary_at(x, starts, length)
-        return DecodeStep(
-            columns=starts,
-            length=length,
-            is_even=is_even,
-            targets=cache.firsts[rows] + starts[:, None],
-            keys=seen[:, 0].mT.unbind(),
-            values=seen[:, 1].unbind(),
-            cos=cos,
-            sin=sin,
-            projected=heads.view(num_rows, -1).split(sizes, 1),
-            turned=heads[:, : num_heads + num_keys],
-            stored=heads[:, num_heads:],
-            gates=x.new_empty(2, num_rows, num_gates).unbind(),
-        )
-
-    def rotary_at(self, x: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [n, 1, D] of rotary positions."""
-        embedding = self.decoder.rotary_emb
-        if embedding.rope_type in CHANGING_ROTARY:
-            return signed(*embedding(x, starts[:, None]))
-        if self.rotary is None or length > len(self.rotary):
-            positions = torch.arange(max(256, 2 * length), device=x.device)
-            both = signed(*embedding(x, positions[None]))
-            self.rotary = torch.cat(both, -1)[0]
-        both = self.rotary[starts]
-        return both[:, None].chunk(2, -1)
+        return self.parts.norm(x)[:, None]
 
     def hidden(self, tokens: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
         decoder = self.decoder
@@ -229,12 +260,12 @@ class LlamaSlots(SlotModel):
 
 def decode_layer(layer: DecodeLayer, x: Tensor, step: DecodeStep, cache: Tensor) -> None:
     """Adds to x [n, E] what a layer does. cache: of the layer, [tokens, D]."""
-    h = normed(layer.norms[0], x)
+    h = layer.norms[0](x)
     for product, room in zip(layer.inputs, step.projected, strict=True):
         product.into(room, h)
     out = decode_attention(layer, step, cache)
     layer.out.add_to(x, out.view(x.shape[0], -1))
-    h = normed(layer.norms[1], x)
+    h = layer.norms[1](x)
     gate, up = step.gates
     layer.gate.into(gate, h)
     layer.up.into(up, h)
@@ -249,7 +280,7 @@ def decode_attention(layer: DecodeLayer, step: DecodeStep, cache: Tensor) -> Ten
     query = turned[:, :-num_keys]
     if layer.head_norms:
         of_query, of_key = layer.head_norms
-        turned *= norm_scale(turned, of_query.variance_epsilon)
+        turned /= of_query.size(turned)
         query *= of_query.weight
         stored[:, :num_keys] *= of_key.weight
     rolled = turned.roll(head_dim // 2, -1)
@@ -315,11 +346,4 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     if x.dtype != torch.float32:
         return norm(x)
-    return (x * norm_scale(x, norm.variance_epsilon)).mul_(norm.weight)
-
-
-def norm_scale(x: Tensor, eps: float) -> Tensor:
-    """[..., 1] by which x [..., D] has a mean square of 1."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    mean_square = norm.square_().mul_(1 / x.shape[-1])
-    return mean_square.add_(eps).rsqrt_()
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

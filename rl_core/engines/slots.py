@@ -7,6 +7,7 @@ head dim, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,9 +43,8 @@ class SlotCache:
         """The keys and values of a layer, allocated when it is first seen in the shape and type of
         what it stores."""
         if index not in self.layers:
-            # Zeros, because what a mask hides still has to be finite.
             self.layers[index] = tuple(
-                x.new_zeros(self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3])
+                new_zeros(x, (self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3]))
                 for x in (key, value)
             )
         return self.layers[index]
@@ -65,6 +66,15 @@ class SlotCache:
         numbers = torch.tensor(rows, device=kept[0].device)
         for cache, part in zip(self.tensors, kept, strict=True):
             cache[..., numbers, :, :length, :] = part[..., None, :, :length, :]
+
+
+def new_zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros for a cache, because what a mask hides still has to be finite. On a CPU the system
+    gives their memory when it is first written. Most of a cache never is."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    raw = np.zeros(math.prod(shape) * like.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(like.dtype).view(shape)
 
 
 @dataclass(kw_only=True, slots=True)
