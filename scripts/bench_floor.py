@@ -1,16 +1,18 @@
 """What a step must cost on this CPU, beside what rl_core and TRL need for it.
 
-    python scripts/bench_floor.py                              GRPO ragged and short, SFT ragged
+    python scripts/bench_floor.py                              GRPO ragged, short and in two turns
+                                                               with a tool, SFT, DPO, reward model
     python scripts/bench_floor.py --only grpo_ragged --sizes 64x2 128x3 384x6 --out floor.json
     python scripts/bench_floor.py --only sft_ragged --profile FOLDER    where rl_core's time goes
 
-The works are those of bench_cpu.py. A floor is the CPU time of plain torch operations of a step's
-shapes, one thread, each at its fastest of several repetitions: matrix products, attention, what
-stands between them (norms, rotary positions, SwiGLU, softmax), AdamW. It knows all lengths before,
-pads nothing, copies nothing and keeps no graph. A group's prompt is computed once. `bare` has the
-products, attention and AdamW alone. Rows are as long as the root of the mean square of a step's
-lengths, so that attention has as many pairs. Decoding keeps all samples in one batch, from which
-those that have ended are left out at once.
+The works are those of bench_cpu.py, and more of rl_core alone. A floor is the CPU time of plain
+torch operations of a step's shapes, one thread, each the median of several repetitions: matrix
+products, attention, what stands between them (norms, rotary positions, SwiGLU, softmax), AdamW. It
+knows all lengths before, pads nothing, copies nothing and keeps no graph. A group's prompt is
+computed once. `bare` has the products, attention and AdamW alone. Rows are as long as the root of
+the mean square of a step's lengths, so that attention has as many pairs. Decoding keeps all
+samples in one batch, from which those that have ended are left out at once. `outside` is the share
+of rl_core's step that is neither generation nor a forward, a backward or the optimizer.
 """
 
 from __future__ import annotations
@@ -20,24 +22,34 @@ import cProfile
 import json
 import math
 import pstats
+import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import bench_work
 import torch
-from bench_cpu import run_apart, run_here, summary
-from bench_work import OUR_SETTINGS, TRL_SETTINGS, WORKS, Work, completion_length, make_model
+from bench_cpu import run_apart, run_here
+from bench_work import (
+    OUR_SETTINGS,
+    OWN_WORKS,
+    TRL_SETTINGS,
+    WORKS,
+    Work,
+    completion_length,
+    make_model,
+)
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 
 from rl_core.data.pretrained import load_pretrained
 
+ALL_WORKS = WORKS | OWN_WORKS
 ROW_TOKENS = 1024  # of one pass over the layers, as in a microbatch
 REPEATS = 7
 
@@ -76,13 +88,21 @@ class StepTokens:
     """What a step computes, by lengths in tokens."""
 
     prompts: list[int]  # a group's stands once; of SFT none, they are part of the rows
-    lengths: list[int]  # of completions, or of rows
+    lengths: list[int]  # of what follows them, or of rows; the last token of each is not read
     group_size: int
     trained: int  # tokens that have a loss
+    turns: list[list[int]] = field(default_factory=list)  # lengths of completions that are sampled
+    told: int = 0  # tokens between two turns
+    has_reference: bool = False  # a frozen model reads the same
 
     @property
     def learned(self) -> int:
         return sum(self.prompts) + sum(self.lengths)
+
+    @property
+    def of_samples(self) -> int:
+        """With the prompt and the last token of each."""
+        return self.group_size * sum(self.prompts) + sum(self.lengths) + len(self.lengths)
 
     @property
     def pairs(self) -> int:
@@ -111,27 +131,50 @@ def step_tokens(work: Work, folder: str) -> StepTokens:
     """Of the first step that counts."""
     step = work.warmup
     if work.algorithm == "grpo":
-        lengths = [completion_length(work, step, i) for i in range(bench_work.NUM_SAMPLES)]
-        return StepTokens(
-            prompts=[work.prompt + 3] * bench_work.NUM_PROMPTS,
-            # The last token of a completion is predicted, and predicts nothing.
-            lengths=[length - 1 for length in lengths],
-            group_size=bench_work.GROUP_SIZE,
-            trained=sum(lengths),
-        )
+        return episode_tokens(work, step)
     tokenizer = load_pretrained(AutoTokenizer, folder)
-    first = step * bench_work.NUM_ROWS
-    lengths, trained = [], 0
-    for prompt, response in bench_work.sft_rows(work)[first : first + bench_work.NUM_ROWS]:
-        replied = len(tokenizer(response)["input_ids"]) + 1
-        trained += replied
-        lengths.append(min(work.longest * 4, len(tokenizer(prompt)["input_ids"]) + 3 + replied - 1))
-    return StepTokens(prompts=[], lengths=lengths, group_size=1, trained=trained)
+
+    def size(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    rows = slice(step * bench_work.NUM_ROWS, (step + 1) * bench_work.NUM_ROWS)
+    if work.algorithm == "sft":
+        sizes = [(size(p) + 3, size(reply)) for p, reply in bench_work.sft_rows(work)[rows]]
+        lengths = [min(work.longest * 4, prompt + reply) for prompt, reply in sizes]
+        trained = sum(reply + 1 for _, reply in sizes)
+        return StepTokens(prompts=[], lengths=lengths, group_size=1, trained=trained)
+    found = bench_work.pairs(work)[rows.start // 2 : rows.stop // 2]
+    is_dpo = work.algorithm == "dpo"
+    num_read = 0 if is_dpo else 1  # A score is read at the end token.
+    lengths = [size(reply) + num_read for _, *replies in found for reply in replies]
+    return StepTokens(
+        prompts=[size(prompt) + 3 for prompt, *_ in found],
+        lengths=lengths,
+        group_size=2,
+        trained=sum(lengths) + len(lengths) if is_dpo else 0,  # a score costs nothing
+        has_reference=is_dpo,
+    )
+
+
+def episode_tokens(work: Work, step: int) -> StepTokens:
+    num = bench_work.NUM_SAMPLES
+    drawn = [completion_length(work, step, i) for i in range(num * work.turns)]
+    turns = [drawn[first : first + num] for first in range(0, len(drawn), num)]
+    told = work.told + 4 if work.told else 0  # with the marks of two messages
+    return StepTokens(
+        prompts=[work.prompt + 3] * bench_work.NUM_PROMPTS,
+        # The last token of a completion is predicted, and predicts nothing.
+        lengths=[sum(own) + told * (work.turns - 1) - 1 for own in zip(*turns, strict=True)],
+        group_size=bench_work.GROUP_SIZE,
+        trained=sum(drawn),
+        turns=turns,
+        told=told,
+    )
 
 
 def cost_s(call: Callable[[], object]) -> float:
-    """CPU seconds of one call, at its fastest. Short ones are repeated within a measurement, since
-    the clock of a process is coarse."""
+    """CPU seconds of one call, the median. Short ones are repeated within a measurement, since the
+    clock of a process is coarse."""
     call()
     begin = time.process_time()
     call()
@@ -142,7 +185,7 @@ def cost_s(call: Callable[[], object]) -> float:
         for _ in range(number):
             call()
         found.append((time.process_time() - begin) / number)
-    return min(found)
+    return statistics.median(found)
 
 
 def product_s(tokens: int, matrix: tuple[int, int], is_trained: bool) -> float:
@@ -223,36 +266,47 @@ def adamw_s(shape: Shape) -> float:
 
 def learn_floor(shape: Shape, step: StepTokens) -> dict[str, float]:
     """CPU seconds of an update by what they are for."""
+    found = passes_floor(shape, step, True)
+    if step.has_reference:
+        for name, seconds in passes_floor(shape, step, False).items():
+            found[name] += seconds
+    return found | {"optimizer": adamw_s(shape)}
+
+
+def passes_floor(shape: Shape, step: StepTokens, is_trained: bool) -> dict[str, float]:
     rows = math.ceil(step.learned / ROW_TOKENS)  # passes over the layers
     tokens, trained = round(step.learned / rows), max(1, round(step.trained / rows))
     # Rows of one length that have the step's pairs and tokens: n rows of L with n L (L + 1) / 2.
     length = max(2, round(2 * step.pairs / step.learned - 1))
-    products = sum(product_s(tokens, matrix, True) for matrix in shape.matrices)
+    products = sum(product_s(tokens, matrix, is_trained) for matrix in shape.matrices)
     head = (shape.hidden, shape.vocab)
     logits = torch.randn(trained, shape.vocab)
     labels = torch.randint(shape.vocab, (trained,))
-    softmax = trained_s([logits], lambda x: functional.cross_entropy(x, labels), True)
+    softmax = trained_s([logits], lambda x: functional.cross_entropy(x, labels), is_trained)
     times = shape.layers * rows
     return {
-        "products": times * products + rows * product_s(trained, head, True),
+        "products": times * products + rows * product_s(trained, head, is_trained),
         "attention": times
-        * attention_s(shape, max(1, tokens // length), length, length, True)
+        * attention_s(shape, max(1, tokens // length), length, length, is_trained)
         * (tokens / length / max(1, tokens // length)),
-        "between": times * between_s(shape, tokens, True) + rows * softmax,
-        "optimizer": adamw_s(shape),
+        "between": times * between_s(shape, tokens, is_trained) + rows * softmax,
     }
 
 
 def decode_floor(shape: Shape, step: StepTokens) -> dict[str, float]:
     """CPU seconds of sampling a step's completions: prompts, then one token of each sample that has
     not ended, measured at some numbers of samples and taken between them from the nearest above."""
-    prompt = step.prompts[0]
+    context = step.prompts[0]
     found = dict.fromkeys(("products", "attention", "between"), 0.0)
-    passes = [(len(step.prompts), prompt, prompt, 1)]
-    alive = [sum(n > i for n in step.lengths) for i in range(max(step.lengths))]
-    for begin in range(0, len(alive), 8):  # eight steps together, at their mean
-        part = alive[begin : begin + 8]
-        passes.append((round(sum(part) / len(part)), 1, prompt + begin + 4, len(part)))
+    passes = [(len(step.prompts), context, context, 1)]
+    for number, lengths in enumerate(step.turns):
+        if number:
+            passes.append((len(lengths), step.told, context, 1))
+        alive = [sum(n - 1 > i for n in lengths) for i in range(max(lengths) - 1)]
+        for begin in range(0, len(alive), 8):  # eight steps together, at their mean
+            part = alive[begin : begin + 8]
+            passes.append((round(sum(part) / len(part)), 1, context + begin + 4, len(part)))
+        context += round(sum(lengths) / len(lengths)) + step.told
     for rows, queries, keys, times in passes:
         tokens = rows * queries
         products = sum(product_s(tokens, matrix, False) for matrix in shape.matrices)
@@ -275,23 +329,34 @@ def work_of(shape: Shape, step: StepTokens) -> dict[str, float]:
     blocks = 2 * shape.layers * shape.block_weights * step.learned
     head = 2 * shape.vocab * shape.hidden * step.trained
     states = 4 * 7 * shape.weights
+    passes = 4 if step.has_reference else 3
     return {
-        "learn_gflop": 3 * (pairs + blocks + head) / 1e9,
+        "learn_gflop": passes * (pairs + blocks + head) / 1e9,
         "learn_gbyte": (states + 4 * 4 * shape.layers * shape.hidden * step.learned) / 1e9,
-        "decode_gflop": (pairs + blocks + head) / 1e9 if step.prompts else 0.0,
-        "decode_gbyte": 4 * shape.weights * max(step.lengths) / 1e9 if step.prompts else 0.0,
+        "decode_gflop": (pairs + blocks + head) / 1e9 if step.turns else 0.0,
+        "decode_gbyte": 4 * shape.weights * sum(map(max, step.turns)) / 1e9,
     }
 
 
-def rates(work: Work, side: str, model: str) -> dict[str, float]:
-    """CPU seconds of a step and of its parts, in the best setting of a side, per the tokens of the
-    step that the floor is of."""
+def seconds_of(work: Work, side: str, model: str, step: StepTokens) -> dict[str, float]:
+    """CPU seconds of a step as large as the floor's, for steps differ in their lengths: the median
+    of a side's steps, in its best setting."""
     settings = (OUR_SETTINGS if side == "rl_core" else TRL_SETTINGS)[work.algorithm]
-    lines = [summary(work, side, s, run_apart(work, side, s, model)) for s in settings]
-    best = max(lines, key=lambda line: line["learn_tokens_per_cpu_s"])
-    if work.algorithm == "grpo":
-        best = min(lines, key=lambda line: line["cpu_s_per_step"])
-    return best
+    found = []
+    for setting in settings:
+        m = run_apart(work, side, setting, model)
+        learn, decode, inside = [], [], []
+        for i in range(work.warmup, work.all_steps):
+            learn.append((m.cpu_s[i] - m.generate_cpu_s[i]) / m.learned_tokens[i])
+            decode.append(m.generate_cpu_s[i] / max(1, m.generated_tokens[i]))
+            inside.append((m.generate_cpu_s[i] + m.inside_cpu_s[i]) / m.cpu_s[i])
+        seconds = {
+            "learn_s": step.of_samples * statistics.median(learn),
+            "decode_s": step.trained * statistics.median(decode),
+            "outside_frac": 1 - statistics.median(inside),
+        }
+        found.append(seconds)
+    return min(found, key=lambda seconds: seconds["learn_s"] + seconds["decode_s"])
 
 
 def measured(work: Work, sides: list[str]) -> dict:
@@ -299,40 +364,35 @@ def measured(work: Work, sides: list[str]) -> dict:
         make_model(work, model)
         shape, step = shape_of(model), step_tokens(work, model)
         learn = learn_floor(shape, step)
-        decode = decode_floor(shape, step) if step.prompts else {}
+        decode = decode_floor(shape, step) if step.turns else {}
         found = {"work": work.name, "size": f"{work.hidden}x{work.layers}"}
         found |= {"parameters": shape.weights, "tokens": step.learned}
         found |= work_of(shape, step) | {"learn": learn, "decode": decode}
         for side in sides:
+            if side == "trl" and work.name in OWN_WORKS:
+                continue
             print(f"{work.name} {found['size']}: {side}", file=sys.stderr, flush=True)
-            found[side] = seconds_of(rates(work, side, model), work, step)
+            found[side] = seconds_of(work, side, model, step)
     return found
-
-
-def seconds_of(line: dict, work: Work, step: StepTokens) -> dict[str, float]:
-    """Of a step as large as the floor's: lengths differ from step to step. Of SFT a token costs
-    what it costs there."""
-    learn = line["cpu_s_per_step"]
-    if rate := line["generate_tokens_per_cpu_s"]:
-        decode = step.trained / rate
-        return {"decode_s": decode, "learn_s": max(0.0, learn - decode)}
-    return {"decode_s": 0.0, "learn_s": step.learned / line["learn_tokens_per_cpu_s"]}
 
 
 def row(line: dict) -> str:
     """Milliseconds of learning and decoding: bare floor, floor, each side; how near it is."""
-    cells = [f"{line['work']:<12}{line['size']:>7}{line['learn_gflop']:>8.2f}"]
+    cells = [f"{line['work']:<12}{line['size']:>7}"]
     for part in ("learn", "decode"):
         floor = line[part]
         if not floor:
             continue
         bare = sum(s for name, s in floor.items() if name != "between")
         total = sum(floor.values())
-        cells.append(f"{part}: bare {1e3 * bare:6.1f} floor {1e3 * total:6.1f} ms")
+        size = f"{line[f'{part}_gflop']:.2f} GFLOP {line[f'{part}_gbyte']:.2f} GB"
+        cells.append(f"{part}: {size} bare {1e3 * bare:6.1f} floor {1e3 * total:6.1f} ms")
         for side in ("rl_core", "trl"):
             if side in line:
                 seconds = line[side][f"{part}_s"]
                 cells.append(f"{side} {1e3 * seconds:6.1f} ({100 * total / seconds:.0f} %)")
+    if "rl_core" in line:
+        cells.append(f"outside {100 * line['rl_core']['outside_frac']:.1f} %")
     return "  ".join(cells)
 
 
@@ -362,8 +422,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [name for name in WORKS if name != "sft_file"]
-    parser.add_argument("--only", choices=WORKS, nargs="+", default=names)
+    names = [name for name in ALL_WORKS if name != "sft_file"]
+    parser.add_argument("--only", choices=ALL_WORKS, nargs="+", default=names)
     parser.add_argument("--sizes", nargs="+", metavar="HIDDENxLAYERS", help="default: each work's")
     parser.add_argument("--sft_file", type=Path, help="rows of the work sft_file")
     parser.add_argument(
@@ -378,7 +438,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = []
     for name in args.only:
-        work = WORKS[name]
+        work = ALL_WORKS[name]
         work = replace(work, steps=args.steps or work.steps)
         if args.sft_file:
             work = replace(work, file=str(args.sft_file.resolve()))

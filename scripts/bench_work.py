@@ -14,7 +14,7 @@ from rl_core.types import counter_seed
 
 NUM_PROMPTS, GROUP_SIZE = 16, 8
 NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE  # of a GRPO step
-NUM_ROWS = 64  # of an SFT step
+NUM_ROWS = 64  # of an SFT step, or replies of a step of pairs
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 LEARNING_RATE = 1e-4
 
@@ -24,10 +24,12 @@ class Work:
     """What both sides do. Lengths are in tokens."""
 
     name: str
-    algorithm: str  # "grpo" or "sft"
+    algorithm: str  # "grpo", "sft", "dpo" or "rm"
     prompt: int = 0  # letters of a prompt (sft: their mean); the chat template adds three tokens
     mean: int = 0  # of a completion, the end token included
     longest: int  # mean == longest: all are equally long
+    turns: int = 1  # completions of an episode
+    told: int = 0  # letters that a tool says between two of them
     file: str = ""  # rows {"question", "answer"} instead of random letters
     vocab_size: int = 0  # of a BPE tokenizer trained on them; 0 is one token per character
     hidden: int = 128
@@ -64,6 +66,15 @@ WORKS = {
         ),
     )
 }
+# What bench_floor.py measures beside these, rl_core alone.
+OWN_WORKS = {
+    work.name: work
+    for work in (
+        Work(name="grpo_tools", algorithm="grpo", prompt=37, mean=24, longest=96, turns=2, told=16),
+        Work(name="dpo_ragged", algorithm="dpo", prompt=32, mean=64, longest=256, steps=12),
+        Work(name="rm_ragged", algorithm="rm", prompt=32, mean=64, longest=256, steps=12),
+    )
+}
 PACKED = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
 # Other settings change nothing on these tasks but the number of tokens in one forward.
 TRL_SETTINGS = {
@@ -82,7 +93,7 @@ TRL_SETTINGS = {
 }
 OUR_SETTINGS = {
     algorithm: {f"{n} tokens a microbatch": {"learner.microbatch_tokens": n} for n in (1024, 2048)}
-    for algorithm in ("grpo", "sft")
+    for algorithm in ("grpo", "sft", "dpo", "rm")
 }
 
 
@@ -118,6 +129,12 @@ def sft_rows(work: Work) -> list[tuple[str, str]]:
     return rows
 
 
+def pairs(work: Work) -> list[tuple[str, str, str]]:
+    """(prompt, chosen, rejected) of every step."""
+    rows = sft_rows(work)
+    return [(*rows[i], rows[i + 1][1]) for i in range(0, len(rows), 2)]
+
+
 def says(role: str, content: str) -> dict:
     return {"role": role, "content": content}
 
@@ -134,6 +151,8 @@ class Measured:
 
     cpu_s: list[float] = field(default_factory=list)
     generate_cpu_s: list[float] = field(default_factory=list)
+    # Of forwards, backwards and optimizers; 0: not measured.
+    inside_cpu_s: list[float] = field(default_factory=list)
     generated_tokens: list[int] = field(default_factory=list)
     # Real ones in the training forwards, prompts included.
     learned_tokens: list[int] = field(default_factory=list)
@@ -147,6 +166,7 @@ class Measured:
             self.start_mib = held_mib()
         for values in (
             self.generate_cpu_s,
+            self.inside_cpu_s,
             self.generated_tokens,
             self.learned_tokens,
             self.computed_tokens,

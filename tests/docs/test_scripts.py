@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import os
 import shutil
@@ -199,6 +200,22 @@ def test_the_floor_counts_the_products_and_pairs_that_a_plain_model_computes(tin
     step = StepTokens(prompts=[3, 2], lengths=[1, 2, 4, 1], group_size=2, trained=8)
     assert step.learned == 13
     assert step.pairs == 6 + 3 + (3 + 1) + (6 + 3) + (8 + 10) + (2 + 1)
+    assert step.of_samples == (3 + 2) + (3 + 3) + (2 + 5) + (2 + 2)
+
+
+@pytest.mark.parametrize("name", ["grpo_tools", "dpo_ragged", "rm_ragged"])
+def test_the_floor_is_of_the_tokens_that_a_step_learns_from(tmp_path, name):
+    from bench_cpu import run_apart
+    from bench_floor import step_tokens
+    from bench_work import OUR_SETTINGS, OWN_WORKS, make_model
+
+    work = dataclasses.replace(OWN_WORKS[name], hidden=32, layers=1, steps=1, warmup=0)
+    make_model(work, str(tmp_path))
+    step = step_tokens(work, str(tmp_path))
+    found = run_apart(work, "rl_core", next(iter(OUR_SETTINGS[work.algorithm])), str(tmp_path))
+    assert found.learned_tokens[0] == pytest.approx(step.of_samples, rel=1e-3)
+    # Trees share a prompt, or part of one, where that saves enough.
+    assert found.computed_tokens[0] == pytest.approx(step.learned, rel=0.05)
 
 
 def test_bench_tree_has_one_loss_for_trees_of_fewer_tokens(tmp_path):
