@@ -52,8 +52,12 @@ def episode_means(
     trajectories: Iterable[Trajectory], value: Callable[[Trajectory], float]
 ) -> list[float]:
     """[episodes] the mean of value(t) over the conversations of each."""
-    # Unlike a sum that is divided, statistics.mean gives equal values back exactly.
-    return [statistics.mean(value(t) for t in episode) for episode in by_episode(trajectories)]
+    means = []
+    for episode in by_episode(trajectories):
+        values = [value(t) for t in episode]
+        # Unlike a sum that is divided, statistics.mean gives equal values back exactly. It is slow.
+        means.append(values[0] if len(values) == 1 else statistics.mean(values))
+    return means
 
 
 def episode_rewards(trajectories: Iterable[Trajectory]) -> list[float]:

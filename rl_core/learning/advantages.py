@@ -4,7 +4,6 @@ TrainingSamples. G conversations of a group."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -51,8 +50,9 @@ def samples_of(
     samples = []
     trained: set[str] = set()
     for t, values in judged:
-        found = make_samples(t, values, trained)
-        samples += [replace(sample, env=t.env) for sample in found]
+        for sample in make_samples(t, values, trained):
+            sample.env = t.env
+            samples.append(sample)
     return samples
 
 
