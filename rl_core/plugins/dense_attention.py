@@ -20,7 +20,7 @@ from rl_core.learning.attention import Kernel, Segments
 
 # What a block, and a token that is copied to one and back, cost beside their attention: in pairs of
 # a query and a key, forward and backward.
-BLOCK_PAIRS, TOKEN_PAIRS = 1000, 8
+BLOCK_PAIRS, TOKEN_PAIRS = 2000, 8
 HIDDEN = 1e9  # log-sum-exp of a padded query: all its probabilities are 0
 
 
@@ -54,13 +54,14 @@ def layout_of(segments: Segments) -> Layout:
 
 
 def alike(lengths: np.ndarray) -> list[np.ndarray]:
-    """Which runs share a block: padding one to the longest there costs less than a block."""
+    """Which runs share a block: as many as are padded to the longest for the price of a block."""
     groups: list[list[int]] = []
-    longest = 0
+    longest = padding = 0
     for run in np.argsort(-lengths, kind="stable").tolist():
-        if not groups or longest**2 - lengths[run] ** 2 > 2 * BLOCK_PAIRS:
+        padding += (longest**2 - lengths[run] ** 2) / 2
+        if not groups or padding > BLOCK_PAIRS:
             groups.append([])
-            longest = lengths[run]
+            longest, padding = lengths[run], 0
         groups[-1].append(run)
     return [np.sort(group) for group in groups]
 

@@ -444,9 +444,9 @@ def blocks_of(lengths: list[int]) -> dense_attention.Layout:
 def test_many_short_pieces_share_blocks_in_which_little_is_padding():
     lengths = torch.randint(1, 60, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     layout = blocks_of(lengths)
-    assert sum(num for num, _, _ in layout.blocks) == 300 and len(layout.blocks) < 5
+    assert sum(num for num, _, _ in layout.blocks) == 300 and len(layout.blocks) < 20
     padded = sum(num * queries**2 for num, queries, _ in layout.blocks)
-    assert padded < 2 * sum(length**2 for length in lengths)
+    assert padded < 1.25 * sum(length**2 for length in lengths)
 
 
 def test_few_long_pieces_stand_alone_and_neighbours_of_one_length_together_without_a_copy():
