@@ -1,47 +1,16 @@
-"""rl-core plan: what a run would hold in memory, from the model's config and the flags alone.
-
-Every episode counts as long as it may be. w bytes of a number in compute, L blocks, D hidden size,
-I of the MLP, Q and K widths of all heads of queries and of keys, V vocabulary; T tokens and M
-trained tokens of a microbatch on one rank. docs/parallelism.md explains each row.
-"""
+"""rl-core plan: what a run would hold in memory; with --gpus, what a step would take."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import tempfile
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rl_core.config import ActorConfig, parse_config
-from rl_core.rules import split
+from rl_core.config import parse_config
+from rl_core.tools.held import GIB, facts
 from rl_core.tools.help import PLAN, print_help
-
-if TYPE_CHECKING:
-    from rl_core.distributed import Mesh
-    from rl_core.plan import Plan
-
-GIB = 2**30
-LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
-OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2.03, "sgd": 4}  # a trained parameter
-NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
-# What -> bytes on a rank's device while it samples, while it learns.
-Table = dict[str, tuple[float, float]]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Size:
-    """A model's parameters and widths."""
-
-    total: int
-    linear: int  # parameters of matrices in blocks: LoRA freezes them, nf4 quantizes them
-    adapters: int  # trained parameters of LoRA; 0: all parameters are trained
-    layers: int  # L
-    hidden: int  # D
-    intermediate: int  # I
-    queries: int  # Q
-    keys: int  # K
-    vocabulary: int  # V
+from rl_core.tools.scaling import describe_estimates, estimates, parse_gpus
 
 
 def main(argv: list[str]) -> int:
@@ -49,155 +18,26 @@ def main(argv: list[str]) -> int:
     needs no SGLang."""
     if print_help(argv, PLAN):
         return 0
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gpus")
+    parser.add_argument("--gpu")
+    own, flags = parser.parse_known_args(argv)
+    if own.gpu and not own.gpus:
+        raise ValueError(f"--gpu={own.gpu} needs --gpus: numbers of GPUs, such as 8,64")
     with tempfile.TemporaryDirectory() as out:
-        config = parse_config([*(arg for arg in argv if arg != "--json"), "--out", out])
-        from rl_core.plan import make_plan
+        config = parse_config([*flags, "--out", out])
+        if own.gpus:
+            numbers, gpu = parse_gpus(own.gpus, own.gpu or "H100")
+            found = estimates(numbers, gpu, config)
+            text = describe_estimates(found, gpu)
+        else:
+            from rl_core.plan import make_plan
 
-        found = facts(make_plan(config, is_planned=True))
-    print(json.dumps(found, indent=2) if "--json" in argv else describe(found))
+            found = facts(make_plan(config, is_planned=True))
+            text = describe(found)
+    print(json.dumps(found, indent=2) if own.json else text)
     return 0
-
-
-def model_size(actor: ActorConfig) -> Size:
-    """Sizes of an actor's model, made from its config.json on the meta device."""
-    import torch
-
-    from rl_core.learning.loading import load_model_config, on_meta
-    from rl_core.plugins.inference_batches import widths
-
-    hf = load_model_config(actor.model)
-    model = on_meta(hf)
-    text = hf.get_text_config()
-    wanted = split(actor.lora.targets)
-    linear = adapted = 0  # parameters; inputs and outputs of matrices that have an adapter
-    for name, module in model.base_model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            linear += module.weight.numel()
-            if "all-linear" in wanted or name.rpartition(".")[2] in wanted:
-                adapted += module.in_features + module.out_features
-    for name, weight in model.named_parameters():
-        if "experts" in wanted and "experts" in name and weight.ndim == 3:
-            adapted += weight.shape[0] * sum(weight.shape[1:])
-    return Size(
-        total=sum(weight.numel() for weight in model.parameters()),
-        linear=linear,
-        adapters=actor.lora.rank * adapted,
-        **asdict(widths(text)),
-        vocabulary=text.vocab_size,
-    )
-
-
-def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
-    """What a learner holds on one rank. Weights, gradients and optimizer state are fp32, sharded.
-    `plan`: with the actor's own settings."""
-    from rl_core.learning.loading import compute_dtype
-    from rl_core.plugins.inference_batches import activation_bytes
-    from rl_core.plugins.teachers import judges
-
-    config, w = plan.config, compute_dtype(plan.config).itemsize
-    learner = config.learner
-    shards = mesh.dp_shard * mesh.cp * mesh.tp
-    trained, frozen = size.adapters or size.total, 0.0
-    if size.adapters and not actor.share:
-        of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
-        frozen = of_linear * size.linear + w * (size.total - size.linear)
-    weights = (4 * trained + frozen) / shards
-    moments = OPTIMIZER_BYTES[config.optim.name] * trained / shards
-    while_sampling, while_learning = learner.offload == "none", learner.offload != "always"
-    tokens = learner.microbatch_tokens
-    kept = activation_bytes(size, w, mesh.tp, learner.activations == "recompute")
-    logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
-    # Of matrices a rank gathers its tp-th part, of the block that is computed and of the next.
-    gathered = w * (size.total - size.linear + 2 * size.linear / size.layers) / mesh.tp
-    found: Table = {
-        "weights": (weights * while_sampling, weights * while_learning),
-        "optimizer": (moments * while_sampling, moments * while_learning),
-        "gradients": (0.0, 4 * trained / shards * while_learning),
-        "gathered weights": (0.0, gathered * (shards > 1)),
-        "activations": (0.0, tokens * kept),
-        "logprobs": (0.0, logits + 4 * size.vocabulary * size.hidden / mesh.tp),
-    }
-    compared_with = judges(config)
-    algorithm = plan.algorithm
-    is_renewed = algorithm.reference_every or algorithm.reference_decay  # It waits on the host.
-    if algorithm.needs_reference and not size.adapters and not is_renewed:
-        compared_with.setdefault("reference", actor.model)
-    for what, path in compared_with.items():
-        found[what] = (0.0, w * model_size(ActorConfig(model=path)).total / shards)
-    if plan.algorithm.has_critic:
-        held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards
-        found["critic, its optimizer"] = (held * while_sampling, held * while_learning)
-    return found
-
-
-def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
-    """What an engine holds on one rank: its own copy of the weights, unless it reads the learner's,
-    and the KV cache."""
-    from rl_core.learning.loading import compute_dtype
-    from rl_core.registry import engine_maker
-
-    config, w = plan.config, compute_dtype(plan.config).itemsize
-    engine = engine_maker(config).classes[name]
-    has_copy = not engine.shares_weights or mesh.size > 1 or w != 4 or size.adapters > 0
-    groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)
-    slots = min(config.rollout.max_concurrent, groups * config.group_size)
-    cache = slots * config.max_context_tokens * 2 * size.layers * size.keys * w
-    weights = has_copy * w * size.total / config.engine_tp
-    stays = not engine.is_elsewhere
-    return {"engine weights": (weights, weights * stays), "KV cache": (cache, 0.0)}
-
-
-def facts(plan: Plan) -> dict[str, Any]:
-    """Data, tokens of a step, what is assumed, and for each actor that learns its parameters and
-    bytes on one rank."""
-    from rl_core.learning.loading import compute_dtype
-
-    config, mesh = plan.config, plan.mesh
-    meshes, num_ranks = {}, mesh.size + config.engine_ranks
-    for place in plan.places[1:]:
-        meshes |= dict.fromkeys(place.actors, place.mesh)
-        num_ranks += len(place.ranks)
-    actors = {}
-    for name in config.trained:
-        actor, mesh = config.actors[name], meshes.get(name, plan.mesh)
-        size = model_size(actor)
-        own = replace(plan, config=config.of(name), algorithms={name: plan.algorithms[name]})
-        table = learner_bytes(own, actor, size, mesh)
-        if config.is_rl and not actor.share:
-            table |= engine_bytes(own, name, size, mesh)
-        sampling, learning = zip(*table.values(), strict=True)
-        table["sum"] = sum(sampling), sum(learning)
-        actors[name] = {
-            "model": actor.model,
-            "ranks": actor.ranks,
-            "parameters": size.total,
-            "adapter_parameters": size.adapters,
-            "bytes_on_one_rank": {
-                what: {"sample": round(sample), "learn": round(learn)}
-                for what, (sample, learn) in table.items()
-            },
-        }
-    num_rows = 0 if config.data.streaming else len(plan.train)
-    samples, each = "rows", 1
-    if config.is_rl:
-        samples, each = "episodes", config.group_size
-    elif plan.algorithm.is_pairs:
-        samples, each = "replies", 2
-    return {
-        "train_rows": num_rows or "streamed",
-        "eval_rows": sum(map(len, plan.eval.values())),
-        "num_steps": config.num_steps,
-        "tasks_per_step": config.tasks_per_step,
-        "epochs": config.num_steps * config.tasks_per_step / num_rows if num_rows else 0.0,
-        "ranks": {"all": num_ranks} | asdict(plan.mesh),
-        "engine": config.engine if config.is_rl else None,
-        "dtype": str(compute_dtype(config)).removeprefix("torch."),
-        "microbatch_tokens": config.learner.microbatch_tokens,
-        "samples": samples,
-        "samples_per_step": config.tasks_per_step * each,
-        "max_tokens_of_a_sample": config.max_context_tokens,
-        "actors": actors,
-    }
 
 
 HEAD = """\

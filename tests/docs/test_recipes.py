@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 from rl_core.config import parse_config
 from rl_core.plan import make_plan
 from rl_core.plugins.env_file import load_env
-from rl_core.tools.plan import describe, facts
+from rl_core.tools.held import facts
+from rl_core.tools.plan import describe
 from rl_core.train import main
 
 RECIPES = sorted((ROOT / "scripts/recipes").glob("*.yaml"))

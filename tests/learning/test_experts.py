@@ -30,7 +30,7 @@ from rl_core.plugins.mfu import mfu, peak_flops
 from rl_core.plugins.padded import choose_forward
 from rl_core.plugins.shard_loading import local_slices
 from rl_core.registry import check_options
-from rl_core.tools.plan import model_size
+from rl_core.tools.held import model_size
 from rl_core.tools.tiny_model import character_tokenizer
 
 COEF = "--actors.policy.router_aux_loss_coef"

@@ -20,7 +20,8 @@ from rl_core.distributed import Mesh, init_ranks, on_mesh
 from rl_core.learning.policy import blocks_of
 from rl_core.plan import make_plan
 from rl_core.plugins.inference_batches import block_bytes
-from rl_core.tools.plan import describe, engine_bytes, facts, learner_bytes, model_size
+from rl_core.tools.held import engine_bytes, facts, learner_bytes, model_size
+from rl_core.tools.plan import describe
 from rl_core.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

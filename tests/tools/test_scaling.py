@@ -1,0 +1,116 @@
+"""rl-core plan --gpus: estimates beside values worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from test_plan import flags  # noqa: F401
+
+from rl_core.cli import main
+from rl_core.distributed import Mesh
+from rl_core.tools.held import Size
+from rl_core.tools.scaling import GPUS, Work, gather_s, learn_s, parse_gpus, sample_s
+
+H100 = GPUS["H100"]
+# 8 G parameters in bf16: 16 GB; 144 kB of keys and values a token.
+SIZE = Size(
+    total=8_000_000_000,
+    linear=7_000_000_000,
+    adapters=0,
+    layers=36,
+    hidden=4096,
+    intermediate=12288,
+    queries=4096,
+    keys=1000,
+    vocabulary=152_000,
+)
+WORK = Work(
+    size=SIZE,
+    active=8e9,
+    itemsize=2,
+    num_tasks=128,
+    group_size=8,
+    prompt_tokens=1000,
+    context_tokens=5000,
+    forwards=0,
+    epochs=1,
+    is_recomputed=False,
+    microbatch_tokens=20_000,
+    is_sampled=True,
+)
+
+
+def test_gathering_takes_the_slower_of_the_links():
+    # 7/8 of 16 GB from the other GPUs of a node, at 80 % of 450 GB/s.
+    assert gather_s(16e9, 8, H100) == pytest.approx(14e9 / 360e9)
+    # Half of 16 GB comes over the eight cards of a node, at 80 % of 50 GB/s each: faster.
+    assert gather_s(16e9, 16, H100) == pytest.approx(14e9 / 360e9)
+    # A single card for each node would be the bottleneck: 15/16 of 16 GB at 80 % of 8 * 5 GB/s.
+    slow = replace(H100, network_gbs=5)
+    assert gather_s(16e9, 128, slow) == pytest.approx(15e9 / 32e9)
+    assert gather_s(16e9, 1, H100) == 0
+
+
+def test_decode_reads_weights_and_keys_of_every_row():
+    found = sample_s(WORK, 8, 1, 256, H100)
+    # 16 groups of 8 on an engine, mean length 1000 + 4000 / 2, 2 * 36 * 1000 * 2 bytes a token.
+    read = 16e9 + 128 * 3000 * 144e3
+    assert found["decode"] == pytest.approx(4000 * read / (0.6 * 3350e9))
+    # 16 prompts of 1,000 tokens: 2 * 8e9 FLOPs, and 2 * 36 * 4096 * 5000 of attention.
+    flops = 16_000 * (16e9 + 1_474_560_000)
+    assert found["prefill"] == pytest.approx(flops / (0.4 * 989e12))
+    half = sample_s(WORK, 8, 1, 64, H100)  # room for 64 of the 128: two rounds
+    read = 16e9 + 64 * 3000 * 144e3
+    assert half["decode"] == pytest.approx(2 * 4000 * read / (0.6 * 3350e9))
+
+
+def test_more_engines_than_groups_are_no_faster():
+    assert sample_s(WORK, 128, 1, 256, H100) == sample_s(WORK, 1024, 1, 256, H100)
+
+
+def test_a_learner_computes_three_forwards_and_gathers_twice_a_microbatch():
+    plan = SimpleNamespace(mesh=Mesh(dp_shard=64))
+    found = learn_s(WORK, plan, H100)
+    # 16 samples of 5,000 tokens on a rank.
+    assert found["compute"] == pytest.approx(80_000 * 3 * 17_474_560_000 / (0.4 * 989e12))
+    # 4 microbatches: 2 * 2 bytes of a weight gathered, 4 of a gradient scattered.
+    within = 4 * 8 * 8e9 * (7 / 8) / 450e9
+    between = 4 * 8 * 8e9 * (7 / 8) / 400e9
+    assert found["traffic"] == pytest.approx(max(within, between) / 0.8)
+    both = learn_s(replace(WORK, forwards=1, is_recomputed=True), plan, H100)
+    assert both["compute"] == pytest.approx(found["compute"] * 5 / 3)
+
+
+def test_one_row_for_each_number_of_gpus_says_what_limits_it(flags, capsys):  # noqa: F811
+    assert main(["plan", *flags, "--gpus", "8,1", "--gpu", "h200", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["gpus"] for row in rows] == [1, 8]
+    assert rows[0]["efficiency"] == 1 > rows[1]["efficiency"]
+    assert rows[1]["limit"] == "4 of 8 engines have no group: more --tasks_per_step"
+    seconds = rows[0]["seconds"]
+    assert rows[0]["step_s"] == pytest.approx(sum(seconds.values()))  # no traffic on one GPU
+    assert "WORLD_SIZE" not in os.environ
+    assert main(["plan", *flags, "--gpus", "1"]) == 0
+    assert "not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("8", "H10"), "--gpu=H10 is not known; did you mean 'H100'?"),
+        (("8,x", "H100"), "--gpus=8,x must be numbers of GPUs"),
+        (("0", "H100"), "--gpus=0 must be numbers of GPUs"),
+    ],
+)
+def test_what_is_no_gpu_is_refused(given, said):
+    with pytest.raises(ValueError, match=said.replace("?", r"\?")):
+        parse_gpus(*given)
+
+
+def test_a_kind_of_gpu_without_numbers_is_refused(flags, capsys):  # noqa: F811
+    assert main(["plan", *flags, "--gpu", "H100"]) != 0
+    assert "--gpu=H100 needs --gpus" in capsys.readouterr().err
