@@ -41,10 +41,34 @@ class Gpu:
 
 
 GPUS = {
-    "A100": Gpu(tflops=312, memory_gib=80, memory_gbs=2039, nvlink_gbs=300, network_gbs=25),
-    "H100": Gpu(tflops=989, memory_gib=80, memory_gbs=3350, nvlink_gbs=450, network_gbs=50),
-    "H200": Gpu(tflops=989, memory_gib=141, memory_gbs=4800, nvlink_gbs=450, network_gbs=50),
-    "B200": Gpu(tflops=2250, memory_gib=180, memory_gbs=8000, nvlink_gbs=900, network_gbs=50),
+    "A100": Gpu(
+        tflops=312,
+        memory_gib=80,
+        memory_gbs=2039,
+        nvlink_gbs=300,
+        network_gbs=25,
+    ),
+    "H100": Gpu(
+        tflops=989,
+        memory_gib=80,
+        memory_gbs=3350,
+        nvlink_gbs=450,
+        network_gbs=50,
+    ),
+    "H200": Gpu(
+        tflops=989,
+        memory_gib=141,
+        memory_gbs=4800,
+        nvlink_gbs=450,
+        network_gbs=50,
+    ),
+    "B200": Gpu(
+        tflops=2250,
+        memory_gib=180,
+        memory_gbs=8000,
+        nvlink_gbs=900,
+        network_gbs=50,
+    ),
 }
 
 
@@ -202,9 +226,14 @@ def estimate(plan: Plan, gpu: Gpu) -> dict[str, Any]:
     both = max(sample, learn) if config.engine_ranks else sample + learn
     held = [actor["bytes_on_one_rank"]["sum"] for actor in facts(plan)["actors"].values()]
     most = max(sum(one[phase] for one in held) for phase in ("sample", "learn"))
-    found = {"gpus": mesh.size + config.engine_ranks, "seconds": seconds}
-    found |= {"step_s": both + seconds["sync"], "memory_gib": most / GIB}
-    return found | {"limit": limit_of(found, config, num_engines, gpu)}
+    found = {
+        "gpus": mesh.size + config.engine_ranks,
+        "seconds": seconds,
+        "step_s": both + seconds["sync"],
+        "memory_gib": most / GIB,
+    }
+    found["limit"] = limit_of(found, config, num_engines, gpu)
+    return found
 
 
 def limit_of(found: dict[str, Any], config: Config, num_engines: int, gpu: Gpu) -> str:
