@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_core.distributed import all_gather_json
 from rl_core.plugin import Plugin
+from rl_core.sampling.actor import revived
 
 
 class WeightsAgain(Plugin):
@@ -27,9 +28,12 @@ class WeightsAgain(Plugin):
         ranks = self.trainer.ranks
         # One learner speaks for engines on other ranks.
         if not ranks.engine_ranks or ranks.rank == 0:
-            for engine in self.trainer.device.engines:
-                await engine.wake()
+            await revived(self._wake, self.trainer.speakers.values(), "the start of a rollout")
         await self.meet()
+
+    async def _wake(self) -> None:
+        for engine in self.trainer.device.engines:
+            await engine.wake()
 
     async def finish(self) -> None:
         """Before the canary's last question."""
