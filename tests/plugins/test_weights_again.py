@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from kit import metrics
+from test_golden import TWO
 
 from rl_core import registry
 from rl_core.engines.embedded import EmbeddedEngine
@@ -28,7 +29,7 @@ class ForgetfulEngine(EmbeddedEngine):
 
     def __init__(self, spec):
         super().__init__(spec)
-        self.requests = []
+        self.name, self.requests = spec.name, []
         self.num_requests = self.num_forgotten = 0
         self.was_updated = self.is_dead = self.has_slept = False
 
@@ -78,12 +79,22 @@ class ForgetfulEngine(EmbeddedEngine):
 
     async def take_metrics(self):
         found, self.num_forgotten = self.num_forgotten, 0
-        return await super().take_metrics() | {"rollout/policy/engine_restarts": Sum(found)}
+        return await super().take_metrics() | {f"rollout/{self.name}/engine_restarts": Sum(found)}
 
 
 def forgetful_run() -> None:
     registry.ENGINES["sglang"] = lambda: ForgetfulEngine
     sys.exit(main(sys.argv[1:]))
+
+
+def rows_of(out) -> list[dict]:
+    """Of steps, in which no engine sampled with other weights than it should."""
+    rows = [row for row in metrics(out) if "time/learn_s" in row]
+    for row in rows:
+        for name, value in row.items():
+            assert not name.endswith("/failed") or value == 0, "no group is lost"
+            assert not name.endswith("canary_max_diff") or value < 1e-3
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -104,12 +115,24 @@ def test_ranks_send_weights_again_wherever_an_engine_lacks_them(
     given += " --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4 --num_steps 4"
     given += f" --optim.lr 1e-2 --engine sglang --save_every 2 --eval_every 2 --out {out} {more}"
     torchrun(num_ranks, __file__, *given.split())
-    rows = [row for row in metrics(out) if "learn/policy/loss" in row]
-    assert len(rows) == 4 and all(row["rollout/policy/failed"] == 0 for row in rows)
+    rows = rows_of(out)
+    assert len(rows) == 4
     assert sum(row["rollout/policy/engine_restarts"] for row in rows) >= len(DIES_AT)
-    assert max(row["learn/policy/canary_max_diff"] for row in rows) < 1e-3
     if "staleness" not in more:
         assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-6
+
+
+def test_engines_of_two_actors_on_several_ranks_get_their_weights_again(torchrun, places, tmp_path):
+    """Each learner in its turn sends the other's engine to sleep, which forgets."""
+    out = tmp_path / "run"
+    given = TWO.format(**places) + " --num_steps 3 --optim.lr 1e-2 --engine sglang"
+    given += f" --rollout.engines_awake all --out {out}"
+    torchrun(2, __file__, *given.split())
+    rows = rows_of(out)
+    assert len(rows) == 3
+    for name in ("bob", "alice"):
+        assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in rows) < 1e-6
+    assert min(row["rollout/bob/engine_restarts"] for row in rows) >= 2, "in each step"
 
 
 if __name__ == "__main__":
