@@ -403,7 +403,8 @@ def test_a_request_that_is_cancelled_before_it_has_a_slot_costs_nothing(model):
 # Its life
 
 
-def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model):
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model, is_moved):
     engine, prompt, params = embedded(model), [3] * 80, SamplingParams(max_tokens=8)
 
     async def before_and_after():
@@ -411,6 +412,8 @@ def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
+                if is_moved:
+                    parameter.data = parameter.clone()
         await engine.update(None, version=4)
         second = prompt + old.token_ids
         new = await engine.generate(second, params, seed=1, session="s")
@@ -419,6 +422,22 @@ def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model)
     old, second, *new = asyncio.run(before_and_after())
     assert [c.policy_version for c in (old, *new)] == [0, 4, 4]
     assert_logprobs(model, [second] * 2, new)
+
+
+def test_weights_that_change_in_a_pause_sample_what_follows(model):
+    prompts, params = random_prompts(5), SamplingParams(max_tokens=20)
+
+    async def change(_):
+        for parameter in model.parameters():
+            parameter.data = 1.5 * parameter.data
+
+    engine = embedded(model)
+    found = asyncio.run(interrupted(engine, prompts, params, [6], change))
+    for prompt, completion in zip(prompts, found, strict=True):
+        expected = logprobs_of(model, prompt, completion.token_ids)
+        given = torch.tensor(completion.logprobs)
+        torch.testing.assert_close(given[8:], expected[8:], atol=1e-5, rtol=0)
+        assert (given[:5] - expected[:5]).abs().max() > 1e-3
 
 
 async def interrupted(engine, prompts, params, at: list[int], change) -> list:
