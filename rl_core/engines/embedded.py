@@ -349,12 +349,13 @@ class EmbeddedEngine(Engine):
         started = self._waiting[: self.capacity - len(self._active)]
         if not started:
             return
-        computed: list[Request] = []
+        computed: dict[int, list[Request]] = defaultdict(list)  # by head
         if self._slots.is_batched:
-            computed += [*self._parked.values(), *self._active]
+            for request in (*self._parked.values(), *self._active):
+                computed[request.head].append(request)
         for request in started:
-            self._find_source(request, computed)
-            computed.append(request)
+            self._find_source(request, computed[request.head])
+            computed[request.head].append(request)
         left = started
         while left:
             # A request that begins like another of these comes after it.
@@ -364,6 +365,7 @@ class EmbeddedEngine(Engine):
             for chunk in prefill_chunks(request for request in ready if request.num_new):
                 self._prefill(chunk)
             left = [request for request in left if request.row < 0]
+        del self._waiting[: len(started)]
         for request in started:
             version = self.adapter_versions.get(request.adapter, self.version)
             note_version(request.completion, version)
@@ -371,12 +373,11 @@ class EmbeddedEngine(Engine):
         self._take(started, hidden, self._params_of(started))
 
     def _find_source(self, request: Request, computed: list[Request]) -> None:
-        """Finds the longest beginning of the prompt among what is computed."""
+        """Finds the longest beginning of the prompt among what is computed with the same head, and
+        what its session has parked."""
         own = self._parked.get(request.session)
         computed = computed if own is None else [own, *computed]
         for source in computed:
-            if source is not own and source.head != request.head:
-                continue
             # One that shares more has this token too.
             further = slice(request.num_cached, request.num_cached + 1)
             if source.ids[further] != request.ids[further]:
@@ -396,7 +397,6 @@ class EmbeddedEngine(Engine):
         for request in requests:
             request.row = len(self._active)
             self._active.append(request)
-            self._waiting.remove(request)
             self.end_session(request.session)
             source, request.source = request.source, None
             if source is not None:
@@ -560,8 +560,11 @@ def num_shared(source: Request, request: Request) -> int:
     keeps the hidden state that its first logits need."""
     if source.adapter != request.adapter:
         return 0
-    same = map(operator.eq, source.ids[: source.num_computed], request.ids)
-    num = len(list(takewhile(bool, same)))
+    known = source.ids[: source.num_computed]
+    if known == request.ids:
+        num = len(known)
+    else:
+        num = len(list(takewhile(bool, map(operator.eq, known, request.ids))))
     is_whole = num == len(request.ids) == source.num_prompt
     return num if is_whole else min(num, len(request.ids) - 1)
 
