@@ -37,7 +37,8 @@ from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
-from rl_core.engines.slots import SlotCache, SlotModel, sample
+from rl_core.engines.llama_slots import LlamaSlots
+from rl_core.engines.slots import RowParams, SlotModel, sample
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner, PartSpec
 from rl_core.learning.minibatches import shard_samples
@@ -238,18 +239,22 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
     ), "waits too often"
 
 
-def engine_step(is_decode: bool) -> None:
+def engine_step(
+    is_decode: bool, sampler: type[SlotModel] = SlotModel, dtype: torch.dtype = torch.bfloat16
+) -> None:
     with torch.device("cuda"), torch.no_grad():
         model = AutoModelForCausalLM.from_config(
-            Qwen3Config(**SIZES, head_dim=16), dtype=torch.bfloat16
+            Qwen3Config(**SIZES, head_dim=16), dtype=dtype
         ).eval()
-        slots, cache = SlotModel(model), SlotCache(4, 64)
+        slots = sampler(model)
+        cache = slots.make_cache(4, 64)
         tokens, starts = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, dtype=torch.long)
         with slots.borrowed():
             hidden = slots.forward(cache, slice(0, 3), tokens, None, 7)
             if is_decode:
                 hidden = slots.forward(cache, slice(0, 3), tokens[:, :1], starts, 8)
-        sample(slots.logits(hidden[:, 0]), torch.ones(6, 3, dtype=torch.float64), True)
+        params = RowParams(numbers=torch.ones(5, 3), num_ordered=1)
+        sample(slots.logits(hidden[:, 0]), torch.zeros(3), params)
 
 
 CHECKS = {
@@ -260,6 +265,8 @@ CHECKS = {
     "learner: critic or reward model": lambda: learner_forward(is_scoring=True),
     "engine: prefill": lambda: engine_step(False),
     "engine: decode": lambda: engine_step(True),
+    "engine: decode of Llama's layout": lambda: engine_step(True, LlamaSlots),
+    "engine: the same in fp32": lambda: engine_step(True, LlamaSlots, torch.float32),
 }
 # transformers' grouped products ask the device what it is.
 EXPERTS = {

@@ -87,7 +87,7 @@ class Norm:
     def __init__(self, norm: nn.Module) -> None:
         num = norm.weight.shape[0]
         self.weight = norm.weight * num**0.5
-        self.least = self.weight.new_tensor((num * norm.variance_epsilon) ** 0.5)
+        self.least = self.weight.new_full((), (num * norm.variance_epsilon) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
         return (x / self.size(x)).mul_(self.weight)
