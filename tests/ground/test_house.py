@@ -294,13 +294,13 @@ BUDGETS = {
     "sandbox": (16_200, 280, 5.5),
     "service": (24_950, 280, 5.5),
     "tools": (25_650, 335, 5.65),
-    "scripts": (34_100, 340, 5.9),
+    "scripts": (34_120, 340, 5.9),
     "tests": (223_900, 400, 5.7),
     "envs": (24_000, 250, 6.0),
 }
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
-    "rl_core without sandbox, service, tools: nodes": 101_760,  # goal: 58,000
+    "rl_core without sandbox, service, tools: nodes": 101_780,  # goal: 58,000
     "longest file of rl_core/: lines": 505,  # goal: 350
     "spine: comprehensions per 1,000 lines": 31,  # goal: 30
     "spine: conditional expressions per 1,000 lines": 18,
