@@ -3,8 +3,8 @@ step to step, and with a rank that only samples.
 
     python scripts/bench_async.py [--steps 20] [--turn_s 0.1] [--out result.json]
 
-The same 0.1 M parameter model, tasks, steps and two ranks in each run; every turn of an episode
-waits for turn_s seconds, and an episode has one to six turns. Seconds are those of the steps after
+The same 0.1 M parameter model, tasks, steps and two ranks in each run; what scores an episode
+waits for turn_s seconds, one to six times. Seconds are those of the steps after
 the first, during which the ranks also warm up; `speed` is against the synchronous run. One torch
 thread a rank.
 """
@@ -24,19 +24,16 @@ from make_tiny_model import make_tiny_model
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = """
 import asyncio, random
-max_turns = 6
-
 def load_tasks(split):
     return [{{"messages": [{{"role": "user", "content": str(n)}}]}} for n in range(512)]
 
-def start(task):
-    return random.Random(task.id)
-
-async def interact(messages, state):
-    await asyncio.sleep({turn_s})
-    return [{{"role": "user", "content": "go on"}}] if state.random() < 0.6 else None
-
-def reward_fn(messages):
+# An untrained model's turns are cut off, and nothing would answer them: its replies are scored slowly.
+async def reward_fn(messages, task):
+    draw = random.Random(task.id + messages[-1]["content"])
+    for _ in range(6):
+        await asyncio.sleep({turn_s})
+        if draw.random() > 0.6:
+            break
     return float(sum(map(ord, messages[-1]["content"])) % 7)
 """
 COMMAND = (
