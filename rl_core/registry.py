@@ -153,9 +153,9 @@ def sft_dataset(*flags: Any):
 
 
 def check_lengths(*rows: Any):
-    from rl_core.plugins.row_lengths import check_lengths
+    from rl_core.plugins.row_lengths import check_run
 
-    check_lengths(*rows)
+    check_run(*rows)
 
 
 def has_curriculum(plan: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from rl_core.config import Config
@@ -12,6 +13,38 @@ from rl_core.data.tasks import TaskSource
 from rl_core.sampling.env import Env
 from rl_core.types import Task
 
+# The first rows of a data set are checked even where a run draws none of them.
+FIRST_ROWS = 1000
+
+
+def check_run(
+    config: Config,
+    envs: dict[str, Env],
+    chats: dict[str, Chat],
+    sft_dataset: Any,
+    source: TaskSource,
+) -> None:
+    """check_lengths of a run's rows."""
+    others = (config, envs, chats, sft_dataset, source)
+    # Rows that are left out change which rows are drawn. What SFT checks is kept for its steps.
+    looks_at_all = sft_dataset or config.data.skip_long or config.num_epochs
+    if looks_at_all or source.split != "train" or "task_weight" in envs[source.env].hooks:
+        check_lengths(*others)
+    else:
+        check_lengths(*others, rows_of_run(config, source))
+
+
+def rows_of_run(config: Config, source: TaskSource) -> list[int]:
+    """The rows that a run checks, at most CHECKED_ROWS: the first of the data set, and those that
+    its steps draw."""
+    rows = dict.fromkeys(source.kept[:FIRST_ROWS])
+    num_tasks = config.num_steps * config.tasks_per_step
+    for position in range(min(num_tasks, len(source))):
+        if len(rows) >= CHECKED_ROWS:
+            break
+        rows[source.kept[source.order.row_index(position)]] = None
+    return list(rows)
+
 
 def check_lengths(
     config: Config,
@@ -19,9 +52,10 @@ def check_lengths(
     chats: dict[str, Chat],
     sft_dataset: Any,
     source: TaskSource,
+    rows: Sequence[int] | None = None,
 ) -> None:
     """Every row that is checked at start-up renders and fits, or is left out if --data.skip_long
-    says so."""
+    says so. `rows`: those that are checked, which are to fit; None: the first CHECKED_ROWS."""
     limit = config.max_prompt_tokens
 
     def is_fit(task: Task) -> bool:
@@ -38,6 +72,8 @@ def check_lengths(
             raise ValueError(f"{task.place}: {error}") from None
 
     checked, others = source.kept[:CHECKED_ROWS], source.kept[CHECKED_ROWS:]
+    if rows is not None:
+        checked = rows
     kept = [index for index in checked if is_fit(source.task_of_row(index))]
     if len(kept) < len(checked):
         source.keep(array("q", [*kept, *others]))

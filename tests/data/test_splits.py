@@ -12,7 +12,9 @@ import pytest
 from kit import run, trajectories, words
 
 from rl_core.cli import main
+from rl_core.config import parse_config
 from rl_core.data.chat import load_chat
+from rl_core.plan import make_plan
 
 SPLITS = """
 def load_tasks(split):
@@ -123,6 +125,35 @@ def test_a_row_of_exactly_the_limit_is_kept_and_one_of_a_token_more_is_left_out(
     [file] = (out / "rollouts").glob("step_*")
     asked = sorted(row["messages"][0]["content"] for row in trajectories(file))
     assert asked == sorted([texts[0], texts[1], texts[3]] * 2)
+
+
+def test_a_run_checks_the_lengths_of_its_first_rows_and_of_those_that_it_draws(
+    tiny_model, tmp_path
+):
+    (tmp_path / "env.py").write_text("async def reward_fn(completion): return 0.0\n")
+
+    def plan(long_row: int, *flags: str):
+        rows = [{"prompt": "7" * (90 if n == long_row else 3)} for n in range(1200)]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        data = ["--data.train", tmp_path / "rows.jsonl", "--env_path", tmp_path / "env.py"]
+        sizes = "--max_prompt_tokens 40 --max_tokens 4 --tasks_per_step 4"
+        given = words("--model", tiny_model, sizes, "--out", tmp_path / "run", *data, *flags)
+        return make_plan(parse_config(given)).train
+
+    order = plan(-1).order
+    drawn = [order.row_index(position) for position in range(1200)]
+    early = next(row for row in drawn[:40] if row >= 1000)
+    late = next(row for row in reversed(drawn) if row >= 1000)
+    for row, flags in (
+        (999, "--num_steps 1"),
+        (early, "--num_steps 10"),
+        (late, "--num_steps 300"),
+        (late, "--num_epochs 0.5"),
+    ):
+        with pytest.raises(ValueError, match=f"^row {row + 1} of .*a prompt of .* tokens"):
+            plan(row, flags)
+    assert len(plan(late, "--num_steps 10")) == 1200
+    assert len(plan(late, "--num_steps 10 --data.skip_long true")) == 1199
 
 
 def test_a_row_of_sft_of_exactly_the_limit_is_kept(tiny_model, tmp_path):
