@@ -111,5 +111,5 @@ setup(
         "zstandard>=0.22",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["rl-core = rl_core.cli:main"]},
+    entry_points={"console_scripts": ["rl-core = rl_core.cli:command"]},
 )

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 from rl_core import __version__
 
@@ -108,5 +109,15 @@ def usage() -> str:
     return "\n".join(["usage: rl-core COMMAND [flags]", "", *lines, "", *ends])
 
 
+def command() -> NoReturn:
+    """The process of a shell's `rl-core`."""
+    status = main()
+    if "torch" in sys.modules:
+        from rl_core.plugins.watchdog import exit_process
+
+        exit_process(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -97,5 +97,5 @@ class CallableModule(ModuleType):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    registry.watchdog().exit_process(main())
 sys.modules[__name__].__class__ = CallableModule

@@ -25,6 +25,7 @@ class Recorder:
     def __init__(self) -> None:
         self.entered: set[tuple[str, int]] = set()  # (file, line of the function)
         self.loaded: list[str] = []
+        self.modules: list[str] = []  # all that Python loaded
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         code = frame.f_code
@@ -37,6 +38,7 @@ class Recorder:
         threading.setprofile(hook)
         sys.setprofile(hook)
         self.loaded = loaded_files()
+        self.modules = sorted(sys.modules)
 
 
 def loaded_files() -> list[str]:
@@ -64,7 +66,8 @@ def main(model: str, env: str, out: str) -> None:
     )
     train(config, on_step=recorder.on_step)
     entered = sorted(place for place in recorder.entered if not place[0].startswith("engines/"))
-    print(json.dumps({"loaded": recorder.loaded, "entered": entered}))
+    found = {"loaded": recorder.loaded, "modules": recorder.modules, "entered": entered}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

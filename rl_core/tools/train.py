@@ -1,9 +1,10 @@
 """rl-core train: a run on this machine, with one rank per GPU or as many as --nproc_per_node
-says."""
+says. Ranks on a CPU are forked, others are started by torchrun."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -23,18 +24,34 @@ def main(argv: list[str]) -> int:
         return 0
     # A mistake in a flag is told once, and before any rank starts.
     check_options(parse_config(flags))
-    if (num_ranks := given.nproc_per_node) is None:
+    # To look for garbage in modules while they load takes tenths of a second.
+    gc.disable()
+    try:
+        return start(flags, given.nproc_per_node)
+    finally:
+        gc.enable()
+
+
+def start(flags: list[str], num_ranks: int | None) -> int:
+    """The exit status of a run on so many ranks; None: one for each GPU."""
+    if num_ranks is None:
         import torch
 
         num_ranks = max(1, torch.cuda.device_count())
     if num_ranks < 1:
         raise ValueError(f"--nproc_per_node={num_ranks} must be at least 1")
-    if num_ranks == 1:
-        from rl_core.train import main as train_here
+    if num_ranks > 1:
+        from rl_core.tools.forked_ranks import can_fork, fork_ranks
 
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: --trackers my_module:MyTracker
-        return train_here(flags)
-    return launch(["--standalone", f"--nproc_per_node={num_ranks}", "-m", "rl_core.train", *flags])
+        if not can_fork():
+            args = ["--standalone", f"--nproc_per_node={num_ranks}"]
+            return launch([*args, "-m", "rl_core.train", *flags])
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: --trackers my_module:MyTracker
+    if num_ranks > 1:
+        return fork_ranks(flags, num_ranks)
+    from rl_core.train import main as train_here
+
+    return train_here(flags)
 
 
 def launch(argv: list[str]) -> int:
@@ -44,6 +61,7 @@ def launch(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    gc.enable()
     logging.disable(logging.ERROR)
     # A rank saves at the end of a step: torchrun passes signals on, and kills no rank after its 30
     # s.

@@ -353,31 +353,44 @@ RUN_LIMITS = {  # Goals: 48, 36,000, 200, 26.
 }
 
 
-def measure_run(model: str, env: str, out: Path) -> dict[str, int]:
-    command = [sys.executable, str(ROOT / "tests/one_step.py"), model, env, str(out)]
+# What takes tenths of a second to import, and a default run does not need.
+HEAVY = "aiohttp bitsandbytes datasets grpc httpx jsonschema matplotlib openai pandas peft pyarrow "
+HEAVY += "rich scipy sklearn torchvision torch._inductor.compile_fx wandb"
+
+
+@pytest.fixture(scope="module")
+def default_run(places, tmp_path_factory) -> dict:
+    """What tests/one_step.py tells."""
+    out = tmp_path_factory.mktemp("default") / "run"
+    args = [places["model"], f"{places['dir']}/letters.py", str(out)]
+    command = [sys.executable, str(ROOT / "tests/one_step.py"), *args]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    files = [ROOT / "rl_core" / name for name in found["loaded"]]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_default_run_loads_little_and_a_step_of_it_enters_few_functions(default_run):
+    files = [ROOT / "rl_core" / name for name in default_run["loaded"]]
     files = [path for path in files if num_nodes(ast.parse(path.read_text(encoding="utf-8")))]
     values = (
         len(files),
         size_of_all(files).nodes,
-        len(found["entered"]),
-        len({file for file, _ in found["entered"]}),
+        len(default_run["entered"]),
+        len({file for file, _ in default_run["entered"]}),
     )
-    return dict(zip(RUN_LIMITS, values, strict=True))
-
-
-def test_a_default_run_loads_little_and_a_step_of_it_enters_few_functions(places, tmp_path):
-    found = measure_run(places["model"], f"{places['dir']}/letters.py", tmp_path / "run")
+    found = dict(zip(RUN_LIMITS, values, strict=True))
     above = [
         f"{name}: {value}, {RUN_LIMITS[name]} are allowed"
         for name, value in found.items()
         if value > RUN_LIMITS[name]
     ]
     assert not above, above
+
+
+def test_a_default_run_loads_no_library_that_it_does_not_need(default_run):
+    assert "torch" in default_run["modules"]
+    assert not set(HEAVY.split()) & set(default_run["modules"])
 
 
 def test_an_environment_is_short():

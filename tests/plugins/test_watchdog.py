@@ -235,3 +235,24 @@ def test_a_rank_that_is_done_is_not_ended_by_what_python_takes_apart():
     del environment["TORCHELASTIC_RUN_ID"]
     alone = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert alone.returncode == -signal.SIGABRT  # so the first part of this test can fail
+
+
+LEFT_OPEN = """
+import atexit, sys
+from rl_core.plugins.watchdog import exit_process
+
+file = open(sys.argv[1], "w")
+file.write("text")
+binary = open(sys.argv[1] + "b", "wb")
+binary.write(b"bytes")
+atexit.register(print, "a library's end")
+sys.stdout.write("no newline")
+exit_process(3)
+"""
+
+
+def test_a_process_that_is_done_writes_out_the_files_that_hooks_left_open(tmp_path):
+    command = [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "x")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "no newlinea library's end\n"), done.stderr
+    assert (tmp_path / "x").read_text() == "text" and (tmp_path / "xb").read_bytes() == b"bytes"

@@ -172,6 +172,75 @@ def test_several_ranks_and_ctrl_c_ends_them_all(places, tmp_path):
         kill_session(process)
 
 
+def step_of_two_ranks(places, out):
+    """(the command, its ranks' process ids) once a run on two ranks has done a step."""
+    process = start(
+        "train", "--nproc_per_node", "2", *train_flags(places, out, "--num_steps 100000")
+    )
+    wait_until(lambda: re.search(r"step +\d+/100000", process.stdout.readline()), "the first steps")
+    ranks = {child for child, parent in running().items() if parent == process.pid}
+    assert len(ranks) == 2
+    return process, ranks
+
+
+def test_a_signal_to_the_command_saves_a_run_of_several_ranks(places, tmp_path):
+    process, ranks = step_of_two_ranks(places, tmp_path / "run")
+    try:
+        process.terminate()
+        said = "".join(process.communicate(timeout=60))
+        assert process.returncode == 128 + signal.SIGTERM, said
+        assert "ended by SIGTERM" in said and not ranks & running().keys()
+        assert (tmp_path / "run/hf/policy/model.safetensors").exists()
+    finally:
+        kill_session(process)
+
+
+def test_a_rank_that_is_killed_is_told_and_the_others_end(places, tmp_path):
+    process, ranks = step_of_two_ranks(places, tmp_path / "run")
+    try:
+        os.kill(max(ranks), signal.SIGKILL)
+        said = "".join(process.communicate(timeout=60))
+        assert process.returncode == 1 and not ranks & running().keys()
+        assert "error: rank 1 was ended by SIGKILL; go on with --resume\n" in said, said
+    finally:
+        kill_session(process)
+
+
+def test_ranks_end_with_the_command_that_forked_them(places, tmp_path):
+    process, ranks = step_of_two_ranks(places, tmp_path / "run")
+    try:
+        process.kill()
+        wait_until(lambda: not ranks & running().keys(), "all have ended")
+    finally:
+        kill_session(process)
+
+
+FORKS = """
+import threading
+from rl_core.tools.forked_ranks import can_fork
+print(can_fork())
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print(can_fork())
+"""
+
+
+def test_ranks_are_not_forked_from_a_process_with_threads(tmp_path):
+    process = start_process("-c", FORKS)
+    assert process.communicate(timeout=60)[0].split() == ["True", "False"]
+
+
+def test_ranks_of_torchrun_run_by_the_command_pass_their_status_on(places, tmp_path):
+    """Where ranks cannot be forked."""
+    (tmp_path / "x").touch()
+    code = "import sys\nfrom rl_core.tools.train import launch\nsys.exit(launch(sys.argv[1:]))"
+    ranks = ["--standalone", "--nproc_per_node=2", "-m", "rl_core.train"]
+    process = start_process("-c", code, *ranks, *train_flags(places, tmp_path, "--num_steps 1"))
+    said = "".join(process.communicate(timeout=120))
+    assert process.returncode == 1, said
+    [error] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert error.endswith("exists already; go on with it by --resume, or name another folder")
+
+
 def test_the_status_of_ranks_that_fail_is_the_commands(places, tmp_path):
     (tmp_path / "x.py").write_text(
         "def reward_fn(messages): raise RuntimeError('broken on purpose')\n"
