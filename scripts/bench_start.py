@@ -69,11 +69,11 @@ def main() -> None:
     taken: dict[tuple[str, Path], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(f"{folder}/model")
-        for number in range(args.repeats):
+        for _ in range(args.repeats):
             for name, command in RUNS.items():
-                for i, checkout in enumerate(checkouts):
-                    out = f"{folder}/{len(taken)}_{number}_{i}"
-                    flags = f"{FLAGS} --model {folder}/model --out {out}"
+                for checkout in checkouts:
+                    out = tempfile.mkdtemp(dir=folder)
+                    flags = f"{FLAGS} --model {folder}/model --out {out}/run"
                     cost = measure([*command.split(), *flags.split()], checkout)
                     taken.setdefault((name, checkout), []).append(cost)
             for name, code in IMPORTS.items():
