@@ -133,6 +133,7 @@ MAY_ENTER = {
     "replay.py",
     "resume.py",  # Before engines begin.
     "teacher.py",
+    "weights_again.py",  # While all engines sleep.
 }
 
 
