@@ -78,6 +78,23 @@ def test_a_greedy_request_takes_the_likeliest_tokens_beside_others_that_are_draw
         assert completion.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
+def test_rows_of_one_batch_have_temperatures_of_their_own(model):
+    prompts = random_prompts(4, seed=4)
+    temperatures = (1.0, 0.5, 1.0, 2.0)
+    params = [SamplingParams(max_tokens=6, temperature=t) for t in temperatures]
+    completions = run(embedded(model, num_slots=4), prompts, params)
+    for prompt, completion, temperature in zip(prompts, completions, temperatures, strict=True):
+        assert_logprobs(model, [prompt], [completion], temperature)
+
+
+def test_rows_grow_beyond_the_positions_that_were_known_when_they_began(model):
+    """A decode step keeps rotary positions; 256 at first."""
+    prompts = [[3] * 10, [5] * 20]
+    params = SamplingParams(max_tokens=260)
+    engine = embedded(model, num_slots=2, max_context_tokens=300)
+    assert_logprobs(model, prompts, run(engine, prompts, params))
+
+
 def test_logprobs_equal_a_plain_forward_over_the_turns_of_a_session(any_model):
     model = load(any_model)
     engine = embedded(model, num_slots=3)
