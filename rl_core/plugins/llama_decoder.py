@@ -83,6 +83,8 @@ class RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         n, inverse, weight = ctx.saved_tensors
+        # Where squares overflow, NaN lets all ranks skip the update, as the model's own norm does.
+        inverse = inverse.masked_fill(inverse == 0, torch.nan)
         product = dy * n
         dweight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         mean = (product @ weight).div_(-len(weight))

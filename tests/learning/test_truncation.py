@@ -27,7 +27,7 @@ from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.engines.sglang import SGLangEngine
-from rl_core.engines.slots import sample
+from rl_core.engines.slots import RowParams, sample
 from rl_core.plan import choose_algorithm
 from rl_core.plugins import truncation
 from rl_core.plugins.padded import OwnForward, PaddedForward
@@ -52,10 +52,11 @@ TABLE = [
 
 def drawn(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """(tokens, logprobs, ids that each was drawn from) of one row of logits at each uniform."""
-    how = [0.0, temperature, top_k, top_p, min_p]
-    numbers = torch.tensor([[u, *how] for u in uniforms]).T
+    numbers = torch.tensor([[0.0, temperature, top_k, top_p, min_p]] * len(uniforms)).T
     most = top_k or len(logits)
-    tokens, logprobs, *kept = sample(logits.expand(len(uniforms), -1), numbers, most, most)
+    how = RowParams(numbers=numbers, num_ordered=most, num_kept=most)
+    logits = logits.expand(len(uniforms), -1)
+    tokens, logprobs, *kept = sample(logits, torch.tensor(uniforms), how)
     ids = [{int(n) for n in of_one if n >= 0} for of_one in torch.stack(kept, 1).tolist()]
     return tokens.long().tolist(), logprobs, ids
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from kit import metrics
 
 from rl_core.engines import embedded, slots
@@ -87,8 +88,7 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
     sample = slots.sample_tokens
 
     def sample_too_likely(logits, uniforms, greedy):
-        tokens, logprobs = sample(logits, uniforms, greedy)
-        return tokens, logprobs + 0.01
+        return sample(logits, uniforms, greedy) + torch.tensor([0, 0.01])
 
     monkeypatch.setattr(slots, "sample_tokens", sample_too_likely)
     assert main(flags_of(tiny_model, tmp_path / "run")) == 1

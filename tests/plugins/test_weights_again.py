@@ -1,5 +1,5 @@
 """Weights that all learners send again together. Without SGLang: an engine forgets its weights as a
-server does that dies, or that sleeps without a copy. With it: tests/engines/test_weights_again.py.
+server does that dies, or that sleeps without a copy. With it: tests/engines/test_sglang_again.py.
 """
 
 from __future__ import annotations
