@@ -27,7 +27,7 @@ import asyncio, random
 def load_tasks(split):
     return [{{"messages": [{{"role": "user", "content": str(n)}}]}} for n in range(512)]
 
-# An untrained model's turns are cut off, and nothing would answer them: its replies are scored slowly.
+# An untrained model's turns are cut off, and nothing answers them: scoring its replies is slow.
 async def reward_fn(messages, task):
     draw = random.Random(task.id + messages[-1]["content"])
     for _ in range(6):
