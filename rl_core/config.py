@@ -408,8 +408,8 @@ class Config(Section):
     attention: Literal["auto", "torch", "flash_attn"] = flag(
         "auto", "varlen attention kernel; auto: flash_attn if it imports, else torch's"
     )
-    dp_replicate: AtLeast1 = flag(
-        1, "HSDP: copies of the weights, each sharded (FSDP) over the other ranks"
+    dp_replicate: AtLeast1 | Literal["auto"] = flag(
+        "auto", "HSDP: copies of the weights; auto: 1, sharded (FSDP); on CPUs of small models all"
     )
     cp: AtLeast1 = flag(1, "context parallel: ranks that split each sequence (ring attention)")
     tp: AtLeast1 = flag(1, "tensor parallel: ranks that split each matrix")

@@ -40,8 +40,13 @@ class Mesh:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def num_shards(self) -> int:
+        """Ranks that hold one copy of the weights together."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
     def size(self) -> int:
-        return self.dp * self.cp * self.tp
+        return self.dp_replicate * self.num_shards
 
 
 MESH_FLAGS = ("dp_replicate", "cp", "tp", "engine_ranks")

@@ -87,7 +87,7 @@ def make_learner(
             ),
         )
         adapter = next(iter(adapters), "")
-    make = learner_with(config)
+    make = learner_with(config, has_copies=ranks.size > 1 and not policy.is_sharded)
     if own_parts:
         make = own_parts.learner(make)
     spec = PartSpec(
@@ -121,13 +121,16 @@ def adapters_of(config: Config, name: str) -> dict[str, Adapter]:
     return adapters
 
 
-def learner_with(config: Config) -> Callable[..., Learner]:
-    """Learner() with the optimizer that the flags name."""
+def learner_with(config: Config, has_copies: bool = False) -> Callable[..., Learner]:
+    """Learner() with the optimizer that the flags name. `has_copies`: each of several ranks holds
+    all weights."""
     learner_class = Learner
     if compute_dtype(config) == torch.float16:
         learner_class = registry.scaled_learner()
     if config.learner.inference_tokens:
         learner_class = registry.joining(learner_class)
+    if has_copies:
+        learner_class = registry.with_whole_copies(learner_class)
     return partial(learner_class, make_optimizer=registry.OPTIMIZERS[config.optim.name]())
 
 
@@ -144,13 +147,13 @@ def make_policy(
     is_served: bool = False,
 ) -> Policy:
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks
-    if there are several or compute is not in fp32. `learner`: memory and kernels. `adapters`: by
-    name."""
+    of a copy if there are several or compute is not in fp32. `learner`: memory and kernels.
+    `adapters`: by name."""
     forward_pass = make_forward(attention, ranks)  # before the weights are read
     learner, adapters = learner or LearnerConfig(), adapters or {}
     checkpoint_dtype = load_model_config(path).dtype or torch.float32
     cpu_offload = learner.offload == "always"
-    is_split = ranks.size > 1 or dtype != torch.float32 or cpu_offload
+    is_split = ranks.mesh.num_shards > 1 or dtype != torch.float32 or cpu_offload
     trains_no_weight = is_frozen or (adapters and dtype == checkpoint_dtype)
     dtype_held = dtype if trains_no_weight else torch.float32
     make, quantized, weights = Policy, {}, {}

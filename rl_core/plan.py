@@ -96,7 +96,10 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
         own = next(place for place in places if rank in place.ranks)
         mesh, local = own.mesh, own.actors
     else:
-        mesh = make_mesh(num_ranks(), **{name: getattr(config, name) for name in MESH_FLAGS})
+        sizes = {name: getattr(config, name) for name in MESH_FLAGS}
+        num_learners = num_ranks() - config.engine_ranks
+        sizes["dp_replicate"] = registry.num_copies(config, num_learners, config.trained)
+        mesh = make_mesh(num_ranks(), **sizes)
     for name in config.trained:
         algorithms[name] = choose_algorithm(config.of(name), envs)
     return Plan(

@@ -685,6 +685,22 @@ def checkpointer(trainer: Any):
     return Checkpointer(trainer)
 
 
+def num_copies(config: Any, num_ranks: int, actors: Any) -> int:
+    if config.dp_replicate != "auto":
+        return config.dp_replicate
+    if num_ranks < 2:
+        return 1
+    from rl_core.plugins.whole_copies import num_copies
+
+    return num_copies(config, num_ranks, actors)
+
+
+def with_whole_copies(learner_class: Any):
+    from rl_core.plugins.whole_copies import with_whole_copies
+
+    return with_whole_copies(learner_class)
+
+
 def scaled_learner():
     from rl_core.plugins.loss_scale import ScaledLearner
 

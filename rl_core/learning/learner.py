@@ -207,14 +207,14 @@ class Learner:
         count = 1 / len(minibatch.batches) / self.ranks.mesh.dp
         for number, batch in enumerate(minibatch.batches, 1):
             # Copies of the weights add up their gradients once.
-            if self.ranks.mesh.dp_replicate > 1:
+            if self.policy.is_sharded and self.ranks.mesh.dp_replicate > 1:
                 self.policy.set_requires_all_reduce(number == len(minibatch.batches))
             losses, metrics = self.losses(batch)
             loss = losses.sum() / minibatch.denominator
             # Propagate NaN into the gradient so that all ranks skip this update together.
             one = 1 + (loss - loss).detach()
             total = loss * one + sum(part.loss() for part in self.parts)
-            # FSDP averages gradients over ranks; undo it, the loss is already a share of a global
+            # Gradients are averaged over ranks; undo it, the loss is already a share of a global
             # mean.
             (total * (self.scale * self.ranks.size / self.ranks.mesh.tp)).backward()
             add_metrics(found, metrics | {"loss": Mean(loss.detach(), count)})

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.distributed import Mesh, make_mesh
+from rl_core.plugins.whole_copies import num_copies
 from rl_core.rules import refuse, split
 
 RANKS = r"\d+(-\d+)?(,\d+(-\d+)?)*"
@@ -150,9 +151,10 @@ def mesh_of(config: Config, ranks: tuple[int, ...], names: list[str]) -> Mesh:
     """The mesh flags hold in each place where an actor learns."""
     if not any(name in config.trained for name in names):
         return Mesh(dp_shard=len(ranks))
-    flags = {name: getattr(config, name) for name in ("dp_replicate", "cp", "tp")}
+    trained = [name for name in names if name in config.trained]
     try:
-        return make_mesh(len(ranks), **flags)
+        copies = num_copies(config, len(ranks), trained)
+        return make_mesh(len(ranks), dp_replicate=copies, cp=config.cp, tp=config.tp)
     except ValueError as error:
         place: Any = Place(ranks=ranks, actors=names, mesh=Mesh())
         raise ValueError(f"{place}: {error}") from None

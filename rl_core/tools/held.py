@@ -121,7 +121,7 @@ def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
     engine = engine_maker(config).classes[name]
-    has_copy = not engine.shares_weights or mesh.size > 1 or w != 4 or size.adapters > 0
+    has_copy = not engine.shares_weights or mesh.num_shards > 1 or w != 4 or size.adapters > 0
     groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)
     slots = min(config.rollout.max_concurrent, groups * config.group_size)
     cache = slots * config.max_context_tokens * 2 * size.layers * size.keys * w

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,14 +22,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from rl_core.config import LoraConfig
-from rl_core.distributed import Mesh, Ranks, barrier, make_mesh, on_mesh
+from rl_core.config import LoraConfig, parse_config
+from rl_core.distributed import Mesh, Ranks, barrier, local, make_mesh, on_mesh
 from rl_core.learning import logprobs as fused
 from rl_core.metrics import reduce_metrics
 from rl_core.models import make_policy
 from rl_core.plugins.checkpoint import export_policy, save_checkpoint
 from rl_core.plugins.resume import load_checkpoint
 from rl_core.plugins.tensor_parallel import check_tensor_parallel, split_logprobs
+from rl_core.plugins.whole_copies import num_copies
 from rl_core.types import TrainingSample
 
 MESHES = {
@@ -38,6 +40,7 @@ MESHES = {
     "hsdp 2 x 2": Mesh(dp_replicate=2, dp_shard=2),
     "hsdp 2 x cp 2": Mesh(dp_replicate=2, cp=2),
     "tp 2 x dp 2": Mesh(dp_shard=2, tp=2),
+    "copies 4": Mesh(dp_replicate=4),
     "hsdp 2 x tp 2": Mesh(dp_replicate=2, tp=2),
     "cp 2 x tp 2": Mesh(cp=2, tp=2),
     "tp 4": Mesh(tp=4),
@@ -86,9 +89,9 @@ MODELS = {
         "bias": True,
     },
 }
-FIRST = list(MESHES)[:6]
+FIRST = list(MESHES)[:7]
 # Each way to divide samples, sequences and weights once.
-WEIGHTS = ["dp 2 x cp 2", "hsdp 2 x 2", "tp 2 x dp 2"]
+WEIGHTS = ["dp 2 x cp 2", "hsdp 2 x 2", "tp 2 x dp 2", "copies 4"]
 PARTS = ["dp 4", "hsdp 2 x cp 2", "tp 2 x dp 2"]
 # Name -> (model, flags, numbers of samples, meshes). Two samples are fewer than the ranks that
 # train on different ones. What a loss does with its share of samples and tokens does not depend on
@@ -112,7 +115,7 @@ CASES = {
     "ppo": ("qwen3", f"{SGD} --algorithm ppo --learner.epochs 2", [14], WEIGHTS),
     "dpo": ("qwen3", f"{SGD} --algorithm dpo --learner.microbatch_tokens 400", [14, 2], PARTS),
     "rm": ("qwen3", f"{SGD} --algorithm rm --learner.microbatch_tokens 400", [2], FIRST),
-    "adamw": ("qwen3", ADAMW, [14], ["tp 2 x dp 2", "hsdp 2 x tp 2"]),
+    "adamw": ("qwen3", ADAMW, [14], ["tp 2 x dp 2", "hsdp 2 x tp 2", "copies 4"]),
     "untied top_k": ("qwen3 untied", f"{ADAMW} --sampling.top_k 5", [14], ["cp 2 x tp 2", "tp 4"]),
     "untied": ("qwen3 untied", ADAMW, [14], ["tp 2 x dp 2", "cp 2 x tp 2", "tp 4", "dp 3 x tp 2"]),
     "uneven": ("qwen2 uneven", ADAMW, [14], ["tp 2 x dp 2", "dp 3 x tp 2"]),
@@ -121,6 +124,7 @@ CASES = {
 }
 SAVED = [
     ("adamw", 14, "hsdp 2 x tp 2"),
+    ("adamw", 14, "copies 4"),
     ("untied", 14, "tp 2 x dp 2"),
     ("uneven", 14, "dp 3 x tp 2"),
 ]
@@ -253,7 +257,9 @@ def compare(ranks: Ranks, folder: str, cases: str) -> dict:
             load_file(folder / f"{case} {num}.safetensors"),
             list(learner.policy.parameters()),
         )
-        held = sum(p.to_local().numel() for p in weights) * ranks.size / MESHES[mesh].dp_replicate
+        held = (
+            sum(local(p.detach()).numel() for p in weights) * ranks.size / MESHES[mesh].dp_replicate
+        )
         found = {"held": held / sum(p.numel() for p in weights), "facts": train(learner, num)}
         found["trained"] = distance(expected, everything(learner))
         if (case, num, mesh) in SAVED:
@@ -398,6 +404,31 @@ def test_logprobs_of_a_split_vocabulary_are_those_of_a_whole_one(results):
 def test_bf16_is_as_near_as_without(results):
     found = results(4)[0]["bf16"]
     assert 0 < found["split"] < 1.5 * found["whole"]
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("", 4),
+        ("--dp_replicate 1", 1),
+        ("--dp_replicate 2", 2),
+        ("--cp 2", 1),
+        ("--tp 2", 1),
+        ("--learner.dtype bfloat16", 1),
+        ("--learner.offload always", 1),
+    ],
+)
+def test_each_rank_holds_all_weights_of_a_small_model_on_cpus(tiny_model, flags, expected):
+    config = parse_config(words("--env_path x.py --out x --model", tiny_model, flags))
+    assert num_copies(config, 4, ["policy"]) == expected
+
+
+def test_a_large_model_is_sharded(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    model = AutoConfig.from_pretrained(tiny_model, vocab_size=3_000_000)
+    model.save_pretrained(tmp_path / "model")
+    config = parse_config(words("--env_path x.py --out x --model", tmp_path / "model"))
+    assert num_copies(config, 4, ["policy"]) == 1
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused():

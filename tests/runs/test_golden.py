@@ -85,11 +85,12 @@ RUNS = {
     "staleness": f"{RL} --max_staleness 1 --rollout.max_concurrent 4 --optim.lr 1e-9 --num_steps 3",
     "resumed": f"{RL} --num_steps 1; {RL} --resume --num_steps 3",
     "two_ranks": f"{RL} --learner.epochs 2",
+    "two_copies": f"{RL} --learner.epochs 2 --dp_replicate auto",
     "engine_rank": f"{RL} --engine_ranks 1",
     "cp": f"{RL} --cp 2 --learner.epochs 2",
     "tp": f"{RL} --tp 2 --learner.epochs 2",
 }
-RANKS = {"two_ranks": 2, "engine_rank": 2, "cp": 2, "tp": 2}
+RANKS = {"two_ranks": 2, "two_copies": 2, "engine_rank": 2, "cp": 2, "tp": 2}
 
 
 def numbers(out: Path) -> list[dict[str, float]]:

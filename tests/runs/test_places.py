@@ -217,7 +217,8 @@ def test_a_place_that_does_not_come_within_the_deadline_is_named(given, tmp_path
 
 def test_first_lines_evaluations_and_checks_of_engines(given, tmp_path):
     config, out = tmp_path / "config.yaml", tmp_path / "run"
-    apart = "--actors.alice.ranks 2-3 --actors.judge.ranks 1 --eval_every 1 --eval.samples 0"
+    apart = "--actors.alice.ranks 2-3 --actors.judge.ranks 1 --eval_every 1 --eval.samples 0 "
+    apart += "--dp_replicate 1"  # An engine that reads the learner's weights has no check.
     flags = given(THREE, apart, "--eval.num_tasks 2 --keep_best greedy_score")
     config.write_text(to_yaml(parse_config([*flags, "--out", str(out)])))
     done = run_ranks(4, "-m", "rl_core.train", "--config", config)
