@@ -64,7 +64,8 @@ class Request:
     source: Request | None = None  # whose keys and values it begins with
     num_cached: int = 0  # ids that it takes from its source
     row: int = -1  # of the cache, where its ids are computed
-    parked: Snapshot | None = None  # its row, while its session waits for the next turn
+    # A copy of its row, while its session waits for the next turn and another request has the row.
+    parked: Snapshot | None = None
     hidden: Tensor | None = None  # [hidden size] of its last token when it entered
 
     @property
@@ -303,8 +304,7 @@ class EmbeddedEngine(Engine):
 
     @torch.inference_mode()
     def _step(self) -> None:
-        for request in [r for r in self._active if r.future.done()][::-1]:  # cancelled
-            self._leave(request)
+        self._leave([request for request in self._active if request.future.done()])  # cancelled
         # A prefill costs a forward however small it is: wait for more requests, but not for long.
         num_new = min(len(self._waiting), self.capacity - len(self._active))
         self._steps_since_refill += 1
@@ -394,6 +394,7 @@ class EmbeddedEngine(Engine):
         from one source is copied at once."""
         takers: dict[tuple[Request, int], list[int]] = defaultdict(list)
         self._row_params = None
+        self._copy_parked(range(len(self._active), len(self._active) + len(requests)))
         for request in requests:
             request.row = len(self._active)
             self._active.append(request)
@@ -489,10 +490,12 @@ class EmbeddedEngine(Engine):
             is_long = len(request.ids) >= request.end
             if is_long or params.stop or token in params.stop_token_ids:
                 ended.append(request)
-        for request in reversed(ended):
+        for request in ended:
             request.completion.finish_reason = self._finish_reason(request)
-            if request.completion.finish_reason:
-                self._finish(request)
+        ended = [request for request in ended if request.completion.finish_reason]
+        for request in ended:
+            self._finish(request)
+        self._leave(ended)
 
     def _keep_ids(self, requests: list[Request], kept: list[list[float]]) -> None:
         """Names the ids that each token was drawn from. kept: by rank, then by request."""
@@ -526,11 +529,9 @@ class EmbeddedEngine(Engine):
                 completion.experts = self._recorder.experts_of(self._cache, request.row, num_read)
             request.future.set_result(completion)
             self._steps_since_answer = 0
-        self._leave(request)
 
     def _park(self, request: Request) -> None:
-        """Keeps a conversation's keys and values beside the slots, which other requests need
-        meanwhile."""
+        """Keeps a conversation's keys and values: in its row, until another request needs it."""
         self.end_session(request.session)  # The newest comes last.
         room = self._parked_room - request.num_computed
         while self._parked and self._num_parked > room:
@@ -538,17 +539,31 @@ class EmbeddedEngine(Engine):
         if room >= 0:
             self._num_parked += request.num_computed
             request.head = head_of(request)
-            request.parked = self._cache.snapshot(request.row, request.num_computed)
             self._parked[request.session] = request
 
-    def _leave(self, request: Request) -> None:
-        """Frees a request's row, and moves the last row into it."""
-        last = self._active.pop()
+    def _copy_parked(self, rows: range) -> None:
+        """Copies the parked sessions in these rows, which other requests need."""
+        for request in self._parked.values():
+            if request.parked is None and request.row in rows:
+                request.parked = self._cache.snapshot(request.row, request.num_computed)
+
+    def _leave(self, requests: list[Request]) -> None:
+        """Frees the rows of requests. Active ones behind them change places with them."""
+        if not requests:
+            return
         self._row_params = None
-        if last is not request:
-            self._cache.copy_row(last.row, request.row, len(last.ids) - 1)
-            self._active[request.row] = last
-            last.row = request.row
+        left = set(requests)
+        num_active = len(self._active) - len(left)
+        holes = [request for request in self._active[:num_active] if request in left]
+        moved = [request for request in self._active[num_active:] if request not in left]
+        del self._active[num_active:]
+        if not moved:
+            return
+        length = max(len(request.ids) for request in (*holes, *moved)) - 1
+        self._cache.swap([hole.row for hole in holes], [last.row for last in moved], length)
+        for hole, last in zip(holes, moved, strict=True):
+            self._active[hole.row] = last
+            hole.row, last.row = last.row, hole.row
 
 
 def head_of(request: Request) -> int:

@@ -24,7 +24,7 @@ from rl_core.engines.slots import ForwardPlan, SlotCache, SlotModel, new_zeros, 
 
 # A product of this many multiply-adds is quicker by oneDNN than by MKL, where there is AVX512: half
 # the time at ten times as many, on an AMD EPYC. A smaller one waits for oneDNN's overhead.
-LARGE_PRODUCT = 2**20
+LARGE_PRODUCT = 2**22
 # Frequencies of these depend on how long the rows of a forward are.
 CHANGING_ROTARY = ("dynamic", "longrope")
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_core.types import Completion, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int) -> None:
@@ -27,6 +25,11 @@ def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tok
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], keeps_special: bool = False) -> str:
     """The text as it was sampled, without special tokens or with them."""
+    kind = type(tokenizer)
+    is_plain = kind.decode is PreTrainedTokenizerBase.decode
+    if is_plain and getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode:
+        # What transformers calls, without its checks of each id.
+        return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=not keeps_special)
     return tokenizer.decode(
         ids, skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
     )

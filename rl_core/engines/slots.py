@@ -54,18 +54,23 @@ class SlotCache:
         """All that it holds, each [..., num_slots, K, max_tokens + 1, D]."""
         return list(chain.from_iterable(self.layers.values()))
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
+    def swap(self, rows: list[int], others: list[int], length: int) -> None:
+        """Exchanges the tokens of each row with those of another."""
+        to, source = self.numbers([rows + others, others + rows])
         for cache in self.tensors:
-            cache[..., target, :, :length, :] = cache[..., source, :, :length, :]
+            cache[..., to, :, :length, :] = cache[..., source, :, :length, :]
 
     def snapshot(self, row: int, length: int) -> Snapshot:
         return [cache[..., row, :, :length, :].clone() for cache in self.tensors]
 
     def restore(self, rows: list[int], kept: Snapshot, length: int) -> None:
         """Writes one snapshot into each of the rows."""
-        numbers = torch.tensor(rows, device=kept[0].device)
+        numbers = self.numbers(rows)
         for cache, part in zip(self.tensors, kept, strict=True):
             cache[..., numbers, :, :length, :] = part[..., None, :, :length, :]
+
+    def numbers(self, rows: list) -> Tensor:
+        return torch.tensor(rows, device=self.tensors[0].device)
 
 
 def new_zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -69,8 +69,10 @@ class RowCaches:
     def __init__(self, *_) -> None:
         self.rows: dict[int, Any] = {}
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        self.rows[target] = self.rows.pop(source)
+    def swap(self, rows: list[int], others: list[int], length: int) -> None:
+        """Moves the second ones into the first ones' places. What was there is not used again."""
+        for row, other in zip(rows, others, strict=True):
+            self.rows[row] = self.rows.pop(other)
 
     def snapshot(self, row: int, length: int) -> Any:
         return copy.deepcopy(self.rows[row])

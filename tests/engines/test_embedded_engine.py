@@ -700,7 +700,10 @@ def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_mod
 
 
 def cache_bytes(engine) -> int:
-    snapshots = [engine._cache.tensors, *(request.parked for request in engine._parked.values())]
+    snapshots = [
+        engine._cache.tensors,
+        *(request.parked or [] for request in engine._parked.values()),
+    ]
     return sum(tensor.nbytes for snapshot in snapshots for tensor in snapshot)
 
 
