@@ -1,8 +1,9 @@
 """The decoder of models in Llama's layout on a CPU, with fewer passes over memory than their own.
 
 On a CPU an operation on all tokens is a pass over memory. Norms and rotary positions are functions
-with a backward of their own here, and layers are computed without their modules' Python. Linear
-layers and MLPs are still called as modules, for adapters and quantised weights stand there.
+with a backward of their own here, and layers are computed without their modules' Python. Large
+products are oneDNN's where it is faster. Linear layers with adapters or quantised weights are still
+called as modules.
 
 T tokens, H heads, D head dim, X width of what is normed.
 """
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutput
 
+from rl_core.engines.llama_slots import is_plain, onednn_product, rows_for_onednn
 from rl_core.learning.attention import AttentionPlan
 
 
@@ -38,7 +40,7 @@ class LlamaDecoder:
         for layer in decoder.layers:
             h = normed(layer.input_layernorm, x)
             x = x + attention(layer.self_attn, h, rotary, attention_plan)
-            x = x + layer.mlp(normed(layer.post_attention_layernorm, x))
+            x = x + mlp(layer.mlp, normed(layer.post_attention_layernorm, x))
         return BaseModelOutput(last_hidden_state=normed(decoder.norm, x)[None])
 
 
@@ -47,13 +49,19 @@ def attention(
 ) -> Tensor:
     """[T, hidden size]"""
     heads = len(x), -1, attn.head_dim
-    query, key = attn.q_proj(x).view(heads), attn.k_proj(x).view(heads)
-    value = attn.v_proj(x).view(heads)
+    query, key = linear(attn.q_proj, x).view(heads), linear(attn.k_proj, x).view(heads)
+    value = linear(attn.v_proj, x).view(heads)
     if hasattr(attn, "q_norm"):
         query, key = normed(attn.q_norm, query), normed(attn.k_norm, key)
     query, key = Rotary.apply(query, *rotary), Rotary.apply(key, *rotary)
     out = plan.attend(query, key, value, attn.scaling, window_of(attn))
-    return attn.o_proj(out.flatten(1))
+    return linear(attn.o_proj, out.flatten(1))
+
+
+def mlp(module: nn.Module, x: Tensor) -> Tensor:
+    """[T, hidden size]"""
+    gates = module.act_fn(linear(module.gate_proj, x))
+    return linear(module.down_proj, gates * linear(module.up_proj, x))
 
 
 def window_of(attn: nn.Module) -> int | None:
@@ -65,6 +73,35 @@ def window_of(attn: nn.Module) -> int | None:
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return RMSNorm.apply(x, norm.weight, norm.variance_epsilon)
+
+
+def linear(module: nn.Module, x: Tensor) -> Tensor:
+    """[T, out]: what a linear layer gives."""
+    if is_plain(module) and len(x) >= rows_for_onednn(module.weight):
+        return OneDNNLinear.apply(x, module.weight, module.bias)
+    return module(x)
+
+
+class OneDNNLinear(torch.autograd.Function):
+    """y = x W^T + b; d loss / dx = dy W, d loss / dW = dy^T x. x is [T, in], W is [out, in]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return onednn_product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = onednn_product(dy, weight.T, None)
+        if ctx.needs_input_grad[1]:
+            dweight = onednn_product(dy.T, x.T, None)
+        if ctx.needs_input_grad[2]:
+            dbias = dy.sum(0)
+        return dx, dweight, dbias
 
 
 class RMSNorm(torch.autograd.Function):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from test_learner import assert_same, gradients, make_learner, ragged_samples
 from test_lora import make_lora_learner, with_random_adapters
 from test_memory import save_model
 
-from rl_core.plugins.llama_decoder import RMSNorm, Rotary
+from rl_core.engines import llama_slots
+from rl_core.plugins.llama_decoder import OneDNNLinear, RMSNorm, Rotary
 
 
 def both_gradients(learner) -> list[dict[str, torch.Tensor]]:
@@ -34,8 +37,14 @@ WINDOWS = {
 }
 
 
+@pytest.fixture(params=[0, math.inf], ids=["onednn", "mkl"])
+def products(request, monkeypatch):
+    """Products of all sizes by oneDNN, on CPUs where any is, and of none."""
+    monkeypatch.setattr(llama_slots, "LARGE_PRODUCT", request.param)
+
+
 @pytest.mark.parametrize("arch", WINDOWS)
-def test_gradients_are_those_of_the_models_own_forward(make_model, tmp_path, arch):
+def test_gradients_are_those_of_the_models_own_forward(make_model, tmp_path, arch, products):
     like = make_model(arch="llama" if arch == "mistral" else arch)
     kind = {"model_type": "mistral"} if arch == "mistral" else {}
     folder = save_model(tmp_path / arch, like, dtype=torch.float32, **kind, **WINDOWS[arch])
@@ -44,7 +53,7 @@ def test_gradients_are_those_of_the_models_own_forward(make_model, tmp_path, arc
     assert_same(*both_gradients(learner))
 
 
-def test_gradients_of_adapters_are_those_of_the_models_own_forward(tiny_model):
+def test_gradients_of_adapters_are_those_of_the_models_own_forward(tiny_model, products):
     learner = with_random_adapters(make_lora_learner(tiny_model))
     learner.policy.hf.requires_grad_(False)
     for name, parameter in learner.policy.hf.named_parameters():
@@ -61,6 +70,22 @@ def test_gradients_of_adapters_are_those_of_the_models_own_forward(tiny_model):
 @pytest.mark.parametrize("flags", ["--learner.kernels compile", "--learner.activations recompute"])
 def test_modules_that_are_compiled_or_computed_again_are_called(tiny_model, flags):
     assert make_learner(tiny_model, *flags.split()).policy.decoder is None
+
+
+@pytest.mark.skipif(not llama_slots.has_onednn(), reason="oneDNN is taken with AVX512 alone")
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_gradients_of_onednn_products_are_those_of_a_linear_layer(is_trained):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(48, 32).requires_grad_(is_trained)
+    x = torch.randn(40, 48, requires_grad=True)
+    found = []
+    for y in (layer(x), OneDNNLinear.apply(x, layer.weight, layer.bias)):
+        x.grad = None
+        layer.zero_grad()
+        y.sum(1).cos().sum().backward()  # whose gradient of y has a stride of 0
+        grads = [p.grad for p in (x, *layer.parameters()) if p.requires_grad]
+        found.append([y.detach(), *grads])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_norms_and_rotary_positions_have_the_derivative_of_their_formula():
