@@ -60,13 +60,20 @@ class Request:
     random_bits: Callable[[int], int]  # this request's generator; one draw per token
     future: asyncio.Future[Completion]
     num_prompt: int = 0  # ids when it was queued
-    head: int = 0  # hash of its adapter and of its first SHARED_TOKENS ids
+    # Hash of its adapter and of its first SHARED_TOKENS ids, once it was asked for.
+    known_head: int | None = None
     source: Request | None = None  # whose keys and values it begins with
     num_cached: int = 0  # ids that it takes from its source
     row: int = -1  # of the cache, where its ids are computed
     # A copy of its row, while its session waits for the next turn and another request has the row.
     parked: Snapshot | None = None
     hidden: Tensor | None = None  # [hidden size] of its last token when it entered
+
+    @property
+    def head(self) -> int:
+        if self.known_head is None:
+            self.known_head = hash((self.adapter, *self.ids[:SHARED_TOKENS]))
+        return self.known_head
 
     @property
     def num_new(self) -> int:
@@ -267,7 +274,7 @@ class EmbeddedEngine(Engine):
 
     def _queue(self, request: Request) -> None:
         request.row, request.num_cached, request.num_prompt = -1, 0, len(request.ids)
-        request.head = head_of(request)
+        request.known_head = None
         self._waiting.append(request)
 
     def _start_running(self) -> None:
@@ -533,12 +540,13 @@ class EmbeddedEngine(Engine):
     def _park(self, request: Request) -> None:
         """Keeps a conversation's keys and values: in its row, until another request needs it."""
         self.end_session(request.session)  # The newest comes last.
-        room = self._parked_room - request.num_computed
+        size = request.num_computed
+        room = self._parked_room - size
         while self._parked and self._num_parked > room:
             self.end_session(next(iter(self._parked)))
         if room >= 0:
-            self._num_parked += request.num_computed
-            request.head = head_of(request)
+            self._num_parked += size
+            request.known_head = None
             self._parked[request.session] = request
 
     def _copy_parked(self, rows: range) -> None:
@@ -557,17 +565,11 @@ class EmbeddedEngine(Engine):
         holes = [request for request in self._active[:num_active] if request in left]
         moved = [request for request in self._active[num_active:] if request not in left]
         del self._active[num_active:]
-        if not moved:
-            return
-        length = max(len(request.ids) for request in (*holes, *moved)) - 1
-        self._cache.swap([hole.row for hole in holes], [last.row for last in moved], length)
         for hole, last in zip(holes, moved, strict=True):
+            length = max(hole.num_computed, last.num_computed)
+            self._cache.swap(hole.row, last.row, length)
             self._active[hole.row] = last
             hole.row, last.row = last.row, hole.row
-
-
-def head_of(request: Request) -> int:
-    return hash((request.adapter, *request.ids[:SHARED_TOKENS]))
 
 
 def num_shared(source: Request, request: Request) -> int:

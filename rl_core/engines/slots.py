@@ -54,23 +54,22 @@ class SlotCache:
         """All that it holds, each [..., num_slots, K, max_tokens + 1, D]."""
         return list(chain.from_iterable(self.layers.values()))
 
-    def swap(self, rows: list[int], others: list[int], length: int) -> None:
-        """Exchanges the tokens of each row with those of another."""
-        to, source = self.numbers([rows + others, others + rows])
+    def swap(self, row: int, other: int, length: int) -> None:
+        """Exchanges the tokens of two rows."""
         for cache in self.tensors:
-            cache[..., to, :, :length, :] = cache[..., source, :, :length, :]
+            first, second = cache[..., row, :, :length, :], cache[..., other, :, :length, :]
+            kept = first.clone()
+            first.copy_(second)
+            second.copy_(kept)
 
     def snapshot(self, row: int, length: int) -> Snapshot:
         return [cache[..., row, :, :length, :].clone() for cache in self.tensors]
 
     def restore(self, rows: list[int], kept: Snapshot, length: int) -> None:
         """Writes one snapshot into each of the rows."""
-        numbers = self.numbers(rows)
+        numbers = torch.tensor(rows, device=kept[0].device)
         for cache, part in zip(self.tensors, kept, strict=True):
             cache[..., numbers, :, :length, :] = part[..., None, :, :length, :]
-
-    def numbers(self, rows: list) -> Tensor:
-        return torch.tensor(rows, device=self.tensors[0].device)
 
 
 def new_zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -187,13 +186,15 @@ AttentionInterface.register(ATTENTION, slot_attention)
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model is in evaluation mode."""
-    was_training = model.training
+    """Inside, the model is in evaluation mode. To set it takes a walk over all modules."""
+    if not model.training:
+        yield
+        return
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        model.train()
 
 
 class SlotModel:

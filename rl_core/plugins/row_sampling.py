@@ -69,10 +69,9 @@ class RowCaches:
     def __init__(self, *_) -> None:
         self.rows: dict[int, Any] = {}
 
-    def swap(self, rows: list[int], others: list[int], length: int) -> None:
-        """Moves the second ones into the first ones' places. What was there is not used again."""
-        for row, other in zip(rows, others, strict=True):
-            self.rows[row] = self.rows.pop(other)
+    def swap(self, row: int, other: int, length: int) -> None:
+        """Moves the second one. What was in its place is not used again."""
+        self.rows[row] = self.rows.pop(other)
 
     def snapshot(self, row: int, length: int) -> Any:
         return copy.deepcopy(self.rows[row])
