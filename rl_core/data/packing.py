@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,25 +19,29 @@ from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 SHARE_FROM = 0.1  # least fraction of its samples' tokens that a shared piece must save
 
 
-class Entry(NamedTuple):
-    """What every rank knows of each sample. Tokens are moved after the plan is made."""
+class Unit(NamedTuple):
+    """Samples of one rank that go to one bin together: a pair, or neighbours that begin alike."""
 
-    group_id: str
-    rank: int  # that has it
-    index: int  # there
-    length: int
-    num_shared: int  # tokens that it and the last one of its group that is not skipped begin with
-    num_trained: int  # tokens
-    is_skipped: bool  # it needs no forward
-    env: str = ""
+    group: int  # its place among the groups of all ranks
+    num_samples: int
+    num_tokens: int  # that are computed
+    num_scores: int  # of attention, twice
 
 
 @dataclass(kw_only=True, slots=True)
 class MinibatchPlan:
-    num_tokens: int  # trained tokens of all samples, skipped ones included
-    num_sequences: int  # of them
-    # Of samples that need a forward; bin b is a microbatch of rank b % num_ranks.
-    bins: list[list[Entry]] = field(default_factory=list)
+    """What every rank knows of a minibatch. Tokens are moved after it is made."""
+
+    groups: dict[str, int] = field(default_factory=dict)  # their places among all groups
+    num_tokens: int = 0  # trained tokens of all samples, skipped ones included
+    num_sequences: int = 0  # of them
+    num_used: int = 0  # tokens of samples that need a forward
+    # [units] of all ranks: the rank that has it, and how many samples it is.
+    unit_ranks: np.ndarray | None = None
+    unit_sizes: np.ndarray | None = None
+    trainers: np.ndarray | None = None  # the data parallel rank that trains on each
+    # Their numbers, in order; bin b is a microbatch of rank b % num_ranks.
+    bins: list[list[int]] = field(default_factory=list)
     # Of each bin: matrix products and attention, in units of one token's matrix products.
     bin_work: list[float] = field(default_factory=list)
 
@@ -51,118 +57,135 @@ class PackBudget:
     pair_work: float = 0.0
 
 
-def make_entries(samples: list[TrainingSample], rank: int, skips: bool) -> list[Entry]:
-    """Of a rank's samples, in which those that begin alike are neighbours."""
-    entries = []
-    before: TrainingSample | None = None
-    for index, sample in enumerate(samples):
-        shared = 0
-        if before is not None and before.group_id == sample.group_id:
-            shared = num_shared(before, sample)
-        entry = Entry(
-            group_id=sample.group_id,
-            rank=rank,
-            index=index,
-            length=len(sample.token_ids),
-            num_shared=shared,
-            num_trained=int(sample.loss_mask.sum()),
-            is_skipped=skips and not sample.advantages.any(),
-            env=sample.env,
-        )
-        entries.append(entry)
-        if not entry.is_skipped:
-            before = sample
-    return entries
+def group_totals(samples: list[TrainingSample], skips: bool) -> list[list]:
+    """[id, samples, trained tokens, tokens of samples that need a forward] of a rank's groups."""
+    totals: dict[str, list] = {}
+    for sample in samples:
+        total = totals.setdefault(sample.group_id, [sample.group_id, 0, 0, 0])
+        total[1] += 1
+        total[2] += int(np.count_nonzero(sample.loss_mask))
+        if needs_forward(sample, skips):
+            total[3] += len(sample.token_ids)
+    return list(totals.values())
+
+
+def needs_forward(sample: TrainingSample, skips: bool) -> bool:
+    return not skips or bool(np.count_nonzero(sample.advantages))
 
 
 def num_shared(a: TrainingSample, b: TrainingSample) -> int:
     """Tokens that both begin with and a model reads: not the last one of either."""
     length = min(len(a.token_ids), len(b.token_ids)) - 1
+    if not length:
+        return 0
     differs = a.token_ids[:length] != b.token_ids[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
-def trained_positions(sample: TrainingSample) -> np.ndarray:
-    """Of trained tokens, but for the first, which nothing predicts."""
-    return 1 + sample.loss_mask[1:].nonzero()[0]
+    first = int(differs.argmax())
+    return first if differs[first] else length
 
 
 def trimmed(sample: TrainingSample) -> TrainingSample:
     """The sample without the tokens after its last trained one: they have no loss."""
-    trained = trained_positions(sample)
-    length = int(trained[-1]) + 1 if len(trained) else 1
-    if length == len(sample.token_ids):
+    if sample.loss_mask[-1]:
         return sample
+    trained = sample.loss_mask.nonzero()[0]
+    length = int(trained[-1]) + 1 if len(trained) else 1
     arrays = {name: getattr(sample, name)[:length] for name in PER_TOKEN}
     return dataclasses.replace(sample, **arrays)
 
 
-def plan_minibatches(
-    entries: list[Entry],
-    num: int,
-    budget: PackBudget,
-    is_pairs: bool = False,
-) -> list[MinibatchPlan]:
-    """Splits groups in their order into minibatches, and balances the samples of each over ranks
-    and microbatches. A pair is a group of two that stays in one microbatch."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in sorted(entries):
-        groups.setdefault(entry.group_id, []).append(entry)
-    parts: list[list[Entry]] = [[] for _ in range(num)]
-    for number, group in enumerate(groups.values()):
-        parts[number * num // len(groups)] += group
-    plans = []
-    for part in parts:
-        used = [e for e in part if not e.is_skipped]
-        units = make_units(used, budget, is_pairs)
-        costs = [unit_cost(unit, budget) for unit in units]
-        plan = MinibatchPlan(num_tokens=sum(e.num_trained for e in part), num_sequences=len(part))
-        for numbers in balanced_bins(costs, budget.max_tokens, budget.num_ranks):
-            plan.bins.append(sorted(itertools.chain(*(units[n] for n in numbers))))
-            plan.bin_work.append(sum(costs[n][1] for n in numbers))
-        plans.append(plan)
+def split_groups(of_ranks: list[list[list]], num: int) -> list[MinibatchPlan]:
+    """Splits the groups of all ranks, in their order, into minibatches. `of_ranks`: the totals of
+    each."""
+    plans = [MinibatchPlan() for _ in range(num)]
+    totals = list(itertools.chain(*of_ranks))
+    names = sorted({name for name, *_ in totals})
+    plan_of = {}
+    for number, name in enumerate(names):
+        plan_of[name] = plan = plans[number * num // len(names)]
+        plan.groups[name] = number
+    for name, num_sequences, num_tokens, num_used in totals:
+        plan = plan_of[name]
+        plan.num_sequences += num_sequences
+        plan.num_tokens += num_tokens
+        plan.num_used += num_used
     return plans
 
 
-def make_units(entries: list[Entry], budget: PackBudget, is_pairs: bool) -> list[list[Entry]]:
-    """Entries that go to one bin together: pairs, or those that begin alike."""
+def make_units(
+    samples: list[TrainingSample], plan: MinibatchPlan, budget: PackBudget, is_pairs: bool = False
+) -> list[Unit]:
+    """Of those of a rank's samples in the plan that need a forward. Samples that begin alike are
+    neighbours."""
+    lengths = [len(sample.token_ids) - 1 for sample in samples]
+    shared = [0] * len(samples)  # tokens, with the sample before
+    for i in range(1, len(samples)):
+        if samples[i - 1].group_id == samples[i].group_id:
+            shared[i] = num_shared(samples[i - 1], samples[i])
     if is_pairs:
-        return [entries[i : i + 2] for i in range(0, len(entries), 2)]
-    # No unit is so large that the ranks' loads would differ.
-    share = sum(entry.length for entry in entries) // (2 * budget.num_ranks)
-    max_tokens = min(budget.max_tokens, share)
-    units: list[list[Entry]] = []
+        max_tokens = math.inf
+        starts = list(range(0, len(samples), 2))
+    else:
+        # No unit is so large that the ranks' loads would differ.
+        max_tokens = min(budget.max_tokens, plan.num_used // (2 * budget.num_ranks))
+        starts = unit_starts(lengths, shared, max_tokens, budget.cp)
+    units = []
+    for a, b in itertools.pairwise([*starts, len(samples)]):
+        group = plan.groups[samples[a].group_id]
+        for facts in fitting(lengths[a:b], shared[a + 1 : b], max_tokens, budget.cp):
+            units.append(Unit(group, *facts))
+    return units
+
+
+def unit_starts(lengths: list[int], shared: list[int], max_tokens: int, cp: int) -> list[int]:
+    """Where the next sample does not begin like the one before, or would be too much."""
+    starts = []
     tokens = 0  # of the last unit, at least
-    for entry in entries:
-        begins_alike = budget.cp == 1 and is_worth_sharing(entry.num_shared, entry.length)
-        tokens += entry.length - 1 - entry.num_shared
+    for i, (length, num) in enumerate(zip(lengths, shared, strict=True)):
+        begins_alike = cp == 1 and is_worth_sharing(num, length + 1)
+        tokens += length - num
         if not begins_alike or tokens > max_tokens:
-            units.append([])
-            tokens = entry.length - 1
-        units[-1].append(entry)
-    return fitting(units, max_tokens, budget)
+            starts.append(i)
+            tokens = length
+    return starts
 
 
-def fitting(units: list[list[Entry]], max_tokens: int, budget: PackBudget) -> list[list[Entry]]:
-    """The units, halved where not all that their entries share is worth computing once."""
-    found: list[list[Entry]] = []
-    for unit in units:
-        half = len(unit) // 2
-        if half and unit_cost(unit, budget)[0] > max_tokens:
-            found += fitting([unit[:half], unit[half:]], max_tokens, budget)
-        else:
-            found.append(unit)
-    return found
+def fitting(
+    lengths: list[int], shared: list[int], max_tokens: float, cp: int
+) -> Iterator[tuple[int, int, int]]:
+    """(samples, tokens, scores) of a unit, halved where not all that its samples share is worth
+    computing once."""
+    tokens, scores = unit_cost(lengths, shared, cp)
+    half = len(lengths) // 2
+    if not half or tokens <= max_tokens:
+        yield len(lengths), tokens, scores
+    else:
+        yield from fitting(lengths[:half], shared[: half - 1], max_tokens, cp)
+        yield from fitting(lengths[half:], shared[half:], max_tokens, cp)
 
 
-def unit_cost(unit: list[Entry], budget: PackBudget) -> tuple[int, float]:
-    """(tokens, work) of samples that are computed together. Work includes attention."""
-    tokens = pairs = 0
-    shared = [entry.num_shared for entry in unit[1:]]
-    for piece in tree_pieces([entry.length - 1 for entry in unit], shared, budget.cp):
-        tokens += padded_length(piece.end - piece.first, budget.cp)
-        pairs += piece.end**2 - piece.first**2
-    return tokens, tokens + budget.pair_work * pairs / 2
+def unit_cost(lengths: list[int], shared: list[int], cp: int) -> tuple[int, int]:
+    """Tokens, and twice the scores of attention, of samples that are computed together."""
+    tokens = scores = 0
+    for piece in tree_pieces(lengths, shared, cp):
+        tokens += padded_length(piece.end - piece.first, cp)
+        scores += piece.end**2 - piece.first**2
+    return tokens, scores
+
+
+def fill_bins(plan: MinibatchPlan, of_ranks: list[list[list]], budget: PackBudget) -> None:
+    """Balances the units of all ranks over ranks and microbatches."""
+    ranks = np.repeat(np.arange(len(of_ranks)), [len(units) for units in of_ranks])
+    rows = np.array(list(itertools.chain(*of_ranks)), np.int64).reshape(-1, len(Unit._fields))
+    order = rows[:, 0].argsort(kind="stable")
+    _, plan.unit_sizes, tokens, scores = rows[order].T
+    plan.unit_ranks = ranks[order]
+    work = (tokens + budget.pair_work * scores / 2).tolist()
+    costs = list(zip(tokens.tolist(), work, strict=True))
+    plan.trainers = np.zeros_like(order)
+    for b, numbers in enumerate(balanced_bins(costs, budget.max_tokens, budget.num_ranks)):
+        plan.trainers[numbers] = b % budget.num_ranks
+        plan.bins.append(sorted(numbers))
+        plan.bin_work.append(sum(work[n] for n in numbers))
 
 
 def is_worth_sharing(num_saved: int, num_tokens: int) -> bool:
@@ -185,20 +208,33 @@ def balanced_bins(
     order = sorted(range(len(costs)), key=lambda i: -costs[i][1])
     least = -(-sum(tokens for tokens, _ in costs) // max_tokens)
     num = -(-least // multiple) * multiple
-    while True:
-        bins: list[list[int]] = [[] for _ in range(num)]
-        tokens, work = np.zeros(num), np.zeros(num)
-        for i in order:
-            has_room = (tokens == 0) | (tokens + costs[i][0] <= max_tokens)
-            if not has_room.any():
-                break
-            b = np.where(has_room, work, np.inf).argmin()
-            bins[b].append(i)
-            tokens[b] += costs[i][0]
-            work[b] += costs[i][1]
-        else:
-            return bins
+    while (bins := fill(costs, order, max_tokens, num)) is None:
         num += multiple
+    return bins
+
+
+def fill(
+    costs: Sequence[tuple[int, float]], order: list[int], max_tokens: int, num: int
+) -> list[list[int]] | None:
+    """None: one of them has space in no bin."""
+    bins: list[list[int]] = [[] for _ in range(num)]
+    filled = [0] * num  # tokens of each
+    least = [(0.0, b) for b in range(num)]  # a heap: work, bin
+    full: list[tuple[int, float, int]] = []  # a heap of those that had no space: tokens, work, bin
+    for i in order:
+        tokens, work = costs[i]
+        while full and full[0][0] + tokens <= max_tokens:
+            heappush(least, heappop(full)[1:])
+        while least and filled[least[0][1]] and filled[least[0][1]] + tokens > max_tokens:
+            before, b = heappop(least)
+            heappush(full, (filled[b], before, b))
+        if not least:
+            return None
+        before, b = least[0]
+        heapreplace(least, (before + work, b))
+        bins[b].append(i)
+        filled[b] += tokens
+    return bins
 
 
 class Piece(NamedTuple):
@@ -241,16 +277,18 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
     if samples:
         shared = list(itertools.starmap(num_shared, itertools.pairwise(samples)))
         pieces = tree_pieces([len(sample.token_ids) - 1 for sample in samples], shared, cp)
-    lengths = [padded_length(piece.end - piece.first, cp) for piece in pieces]
-    starts = np.cumsum([0, *lengths])
+    starts = np.cumsum([0, *(padded_length(piece.end - piece.first, cp) for piece in pieces)])
     input_ids, position_ids = np.zeros((2, starts[-1]), np.int64)
-    paths = [np.zeros(0, np.int64)] * len(samples)
-    for piece, start, length in zip(pieces, starts.tolist(), lengths, strict=False):
-        position_ids[start : start + length] = np.arange(piece.first, piece.first + length)
+    parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in samples]
+    for piece, start, end in zip(pieces, starts.tolist(), starts[1:].tolist(), strict=False):
+        position_ids[start:end] = np.arange(piece.first, piece.first + end - start)
         tokens = np.arange(start, start + piece.end - piece.first)
         for i in piece.samples:
-            paths[i] = np.concatenate([paths[i], tokens])
-            input_ids[tokens] = samples[i].token_ids[piece.first : piece.end]
+            parts[i].append(tokens)
+        if piece.samples:
+            read = samples[piece.samples[0]].token_ids[piece.first : piece.end]
+            input_ids[start : start + len(read)] = read
+    paths = [np.concatenate(of_sample) for of_sample in parts]
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
@@ -265,14 +303,14 @@ def trained_columns(
     samples: Sequence[TrainingSample], paths: list[np.ndarray]
 ) -> dict[str, torch.Tensor]:
     """What a batch lists of trained tokens alone."""
-    dtypes = PER_TOKEN | {"logit_indices": np.int64, "sequences": np.int64}
-    columns = {name: [np.zeros(0, dtype)] for name, dtype in dtypes.items()}
-    for number, (sample, path) in enumerate(zip(samples, paths, strict=True)):
-        trained = trained_positions(sample)
-        columns["logit_indices"].append(path[trained - 1])
-        columns["sequences"].append(np.full(len(trained), number))
-        for name in PER_TOKEN:
-            columns[name].append(getattr(sample, name)[trained])
-    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
-    del joined["loss_mask"]
-    return joined | {"labels": joined.pop("token_ids")}
+    numbers = np.repeat(np.arange(len(samples)), [len(path) for path in paths])
+    columns = {"logit_indices": joined(paths, np.int64), "sequences": numbers}
+    for name, dtype in PER_TOKEN.items():
+        columns[name] = joined([getattr(sample, name)[1:] for sample in samples], dtype)
+    trained = columns.pop("loss_mask")
+    found = {name: torch.from_numpy(column[trained]) for name, column in columns.items()}
+    return found | {"labels": found.pop("token_ids")}
+
+
+def joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts])

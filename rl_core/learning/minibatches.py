@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +18,14 @@ from torch import Tensor, nn
 from rl_core.algorithms import Algorithm, loss_denominator
 from rl_core.config import Config
 from rl_core.data.packing import (
-    Entry,
+    MinibatchPlan,
     PackBudget,
-    make_entries,
+    fill_bins,
+    group_totals,
+    make_units,
+    needs_forward,
     pack_samples,
-    plan_minibatches,
+    split_groups,
     trimmed,
 )
 from rl_core.distributed import Ranks, all_gather_json
@@ -30,6 +35,7 @@ from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 
 # Of a sample, as it travels to other ranks.
 COLUMNS = (*PER_TOKEN, "experts", "kept_ids", "teacher_ids")
+TEXTS = ("group_id", "env")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,19 +59,22 @@ def shard_samples(
     at most once, from the rank that has it to the ranks that train on it. Every rank must call it;
     the plan is computed alike on all. `parts`: the learner's, which may add to each batch."""
     samples = [trimmed(sample) for sample in samples]
-    skips = algorithm.skips_zero_advantages
-    if not algorithm.is_pairs:
+    if algorithm.is_pairs:
+        samples.sort(key=lambda s: s.group_id)
+    else:
         samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
-    own = make_entries(samples, ranks.rank, skips)
-    entries = []
-    for of_rank in all_gather_json(own, ranks):
-        entries += [Entry(*facts) for facts in of_rank]
-    plans = plan_minibatches(entries, config.learner.minibatches, budget, algorithm.is_pairs)
-    trainers: dict[Entry, int] = {}
+    skips = algorithm.skips_zero_advantages
+    totals = all_gather_json(group_totals(samples, skips), ranks)
+    plans = split_groups(totals, config.learner.minibatches)
+    samples = [sample for sample in samples if needs_forward(sample, skips)]
+    units = []
     for plan in plans:
-        for number, entries in enumerate(plan.bins):
-            trainers |= dict.fromkeys(entries, number % budget.num_ranks)
-    received = move_samples(samples, trainers, ranks)
+        own = [sample for sample in samples if sample.group_id in plan.groups]
+        units.append(make_units(own, plan, budget, algorithm.is_pairs))
+    of_ranks = all_gather_json(units, ranks)
+    for number, plan in enumerate(plans):
+        fill_bins(plan, [of_rank[number] for of_rank in of_ranks], budget)
+    received = move_samples(samples, plans, ranks)
     share = budget.num_ranks / ranks.size  # of what the ranks compute together
     minibatches, metrics = [], {}
     for plan in plans:
@@ -80,15 +89,19 @@ def shard_samples(
         # Bins run in step across the ranks.
         fullest = max(plan.bin_work, default=0) * len(plan.bin_work)
         add_metrics(metrics, {"pack/fill_frac": Mean(sum(plan.bin_work), fullest)})
-        for entries in plan.bins[ranks.dp_rank :: budget.num_ranks]:
-            mine = [received[entry] for entry in entries]
+        units = {}
+        for unit in np.flatnonzero(plan.trainers == ranks.dp_rank).tolist():
+            source = received[plan.unit_ranks[unit]]
+            units[unit] = list(itertools.islice(source, int(plan.unit_sizes[unit])))
+        for numbers in plan.bins[ranks.dp_rank :: budget.num_ranks]:
+            mine = list(itertools.chain(*(units[unit] for unit in numbers)))
             batch = pack_samples(mine, budget.cp)
             for part in parts:
                 batch = part.packed(batch, mine)
             minibatch.batches.append(to_device(batch, ranks.device))
             packing = {
                 "microbatches": Sum(share),
-                "tokens": Sum(sum(entry.length for entry in entries) * share),
+                "tokens": Sum(sum(len(sample.token_ids) for sample in mine) * share),
                 "computed_tokens": Sum(len(batch.input_ids) * share),
             }
             add_metrics(metrics, packing, prefix="pack/")
@@ -96,27 +109,21 @@ def shard_samples(
 
 
 def move_samples(
-    samples: list[TrainingSample], trainers: dict[Entry, int], ranks: Ranks
-) -> dict[Entry, TrainingSample]:
-    """The samples that this rank trains on. `trainers`: the data parallel rank that trains on
-    each."""
+    samples: list[TrainingSample], plans: list[MinibatchPlan], ranks: Ranks
+) -> list[Iterator[TrainingSample]]:
+    """The samples that this rank trains on, in order, by the rank that had them."""
+    left = iter(samples)
+    outgoing: list[list[TrainingSample]] = [[] for _ in range(ranks.size)]
+    for plan in plans:
+        is_own = plan.unit_ranks == ranks.rank
+        trainers = plan.trainers[is_own].tolist()
+        for trainer, size in zip(trainers, plan.unit_sizes[is_own].tolist(), strict=True):
+            outgoing[trainer] += itertools.islice(left, size)
     if ranks.size == 1:
-        return {entry: samples[entry.index] for entry in trainers}
-    outgoing: list[dict[str, np.ndarray]] = [{} for _ in range(ranks.size)]
-    for entry, dp_rank in trainers.items():
-        if entry.rank == ranks.rank:
-            arrays = arrays_of(samples[entry.index], entry.index)
-            for rank in range(ranks.size):
-                if ranks.dp_rank_of(rank) == dp_rank:
-                    outgoing[rank] |= arrays
-    arrived = [safetensors.load(part) for part in exchange([*map(safetensors.save, outgoing)])]
-    received = {}
-    for entry, dp_rank in trainers.items():
-        if dp_rank == ranks.dp_rank:
-            arrays = arrived[entry.rank]
-            columns = {name: arrays.get(f"{entry.index}.{name}") for name in COLUMNS}
-            received[entry] = TrainingSample(**columns, env=entry.env)
-    return received
+        return [iter(outgoing[0])]
+    packed = [to_bytes(of_trainer) for of_trainer in outgoing]
+    arrived = exchange([packed[ranks.dp_rank_of(rank)] for rank in range(ranks.size)])
+    return [iter(from_bytes(part)) for part in arrived]
 
 
 def exchange(outgoing: list[bytes]) -> list[bytes]:
@@ -131,9 +138,35 @@ def exchange(outgoing: list[bytes]) -> list[bytes]:
     return [part.numpy().tobytes() for part in incoming.split(split)]
 
 
-def arrays_of(sample: TrainingSample, index: int) -> dict[str, np.ndarray]:
-    columns = {f"{index}.{name}": getattr(sample, name) for name in COLUMNS}
-    return {name: column for name, column in columns.items() if column is not None}
+def to_bytes(samples: list[TrainingSample]) -> bytes:
+    """As from_bytes() reads them: each column of all samples, one after the other."""
+    facts = {name: [getattr(sample, name) for sample in samples] for name in TEXTS}
+    arrays = {}
+    for name in COLUMNS:
+        parts = [getattr(sample, name) for sample in samples]
+        facts[name] = [None if part is None else len(part) for part in parts]
+        if present := [part for part in parts if part is not None]:
+            arrays[name] = np.concatenate(present)
+    arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    return safetensors.save(arrays)
+
+
+def from_bytes(data: bytes) -> list[TrainingSample]:
+    arrays = safetensors.load(data)
+    facts = json.loads(arrays["facts"].tobytes())
+    for name in COLUMNS:
+        facts[name] = split_column(arrays.get(name), facts[name])
+    rows = zip(*facts.values(), strict=True)
+    return [TrainingSample(**dict(zip(facts, row, strict=True))) for row in rows]
+
+
+def split_column(column: np.ndarray | None, sizes: list[int | None]) -> list[np.ndarray | None]:
+    found = []
+    end = 0
+    for size in sizes:
+        first, end = end, end + (size or 0)
+        found.append(None if size is None else column[first:end])
+    return found
 
 
 def pair_work(hf: nn.Module) -> float:

@@ -13,19 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors import numpy as safetensors
-
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.engines.remote import RemoteEngine, Server, engines_at, received_metrics
-from rl_core.learning.minibatches import COLUMNS, arrays_of
+from rl_core.learning.minibatches import from_bytes, to_bytes
 from rl_core.plugin import Plugin
 from rl_core.plugins.place_rules import Place
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import RunError, TrainingSample
-
-# Of a sample, beside its arrays.
-TEXTS = ("group_id", "env")
 
 
 def connect_places(plan: Any, ranks: Ranks) -> dict[str, RemoteEngine]:
@@ -151,20 +145,8 @@ class Places(Plugin):
 
 def to_text(samples: list[TrainingSample]) -> str:
     """As from_text() reads them."""
-    arrays: dict[str, np.ndarray] = {}
-    for index, sample in enumerate(samples):
-        arrays |= arrays_of(sample, index)
-        for name in TEXTS:
-            text = getattr(sample, name).encode()
-            arrays[f"{index}.{name}"] = np.frombuffer(text, np.uint8)
-    return base64.b64encode(safetensors.save(arrays)).decode()
+    return base64.b64encode(to_bytes(samples)).decode()
 
 
 def from_text(text: str) -> list[TrainingSample]:
-    arrays = safetensors.load(base64.b64decode(text))
-    samples = []
-    for index in range(sum(name.endswith(".group_id") for name in arrays)):
-        columns = {name: arrays.get(f"{index}.{name}") for name in COLUMNS}
-        texts = {name: arrays[f"{index}.{name}"].tobytes().decode() for name in TEXTS}
-        samples.append(TrainingSample(**columns, **texts))
-    return samples
+    return from_bytes(base64.b64decode(text))

@@ -17,11 +17,15 @@ from models_table import make_family
 from test_learner import assert_same, gradients, padded_gradients
 
 from rl_core.data.packing import (
+    MinibatchPlan,
     PackBudget,
-    make_entries,
+    Unit,
+    fill_bins,
+    group_totals,
+    make_units,
+    needs_forward,
     pack_samples,
-    plan_minibatches,
-    unit_cost,
+    split_groups,
 )
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Mesh, on_mesh
@@ -270,17 +274,33 @@ def test_every_path_of_a_random_tree_is_its_sample(seed):
     assert len(batch.input_ids) <= num_tokens - len(samples)
 
 
+def plan_of(
+    of_ranks: list[list[TrainingSample]], budget: PackBudget, skips: bool = False
+) -> tuple[MinibatchPlan, list[list[Unit]]]:
+    """The plan of one minibatch of these ranks' samples, and the units of each."""
+    [plan] = split_groups([group_totals(samples, skips) for samples in of_ranks], 1)
+    units = []
+    for samples in of_ranks:
+        used = [each for each in samples if needs_forward(each, skips)]
+        units.append(make_units(used, plan, budget))
+    fill_bins(plan, units, budget)
+    return plan, units
+
+
 def test_what_a_unit_saves_is_what_neighbours_have_in_common():
-    """By hand: a trunk of 40, two branches of 10 and one of 10 that leaves it after 20."""
+    """By hand: a trunk of 40, two branches of 10 and one of 10 that leaves it after 20. The second
+    group has so many tokens that the first is not split: a unit has half of a rank's at most."""
     trunk = list(range(40))
     streams = [trunk + [50] * 10, trunk + [60] * 10, trunk[:20] + [70] * 10]
     samples = [sample(s, [0] + [1] * (len(s) - 1), 1.0, "g") for s in streams]
-    unit = make_entries(samples, rank=0, skips=False)
-    assert [entry.num_shared for entry in unit] == [0, 40, 20]
-    tokens, work = unit_cost(unit, PackBudget(max_tokens=1000, pair_work=1.0))
-    assert tokens == len(pack_samples(samples).input_ids) == 49 + 49 + 29 - 40 - 20
-    assert work == tokens + (49**2 + 49**2 + 29**2 - 40**2 - 20**2) / 2
-    assert unit_cost(unit, PackBudget(max_tokens=1000, cp=2))[0] == 52 + 52 + 32
+    other = sample([90] * 200, [0] + [1] * 199, 1.0, "h")
+    plan, [units] = plan_of([[*samples, other]], PackBudget(max_tokens=1000, pair_work=1.0))
+    tokens = len(pack_samples(samples).input_ids)
+    assert tokens == 49 + 49 + 29 - 40 - 20
+    assert units[0] == Unit(0, 3, tokens, 49**2 + 49**2 + 29**2 - 40**2 - 20**2)
+    assert plan.bin_work == [sum(u.num_tokens + u.num_scores / 2 for u in units)]
+    _, [units] = plan_of([[*samples, other]], PackBudget(max_tokens=1000, cp=2))
+    assert [unit.num_tokens for unit in units] == [52, 52, 32, 200]
 
 
 def test_a_sample_that_is_skipped_hides_nothing_from_its_neighbours():
@@ -290,8 +310,11 @@ def test_a_sample_that_is_skipped_hides_nothing_from_its_neighbours():
     for name, stream in streams.items():
         mask = [0] * 3 + [1] * (len(stream) - 3)
         samples.append(sample(stream, mask, float(name != "b"), "g"))
-    found = make_entries(samples, rank=0, skips=True)
-    assert [(e.num_shared, e.is_skipped) for e in found] == [(0, False), (3, True), (20, False)]
+    samples.append(sample([90] * 100, [0] + [1] * 99, 1.0, "h"))
+    plan, [units] = plan_of([samples], PackBudget(max_tokens=400), skips=True)
+    assert [(u.num_samples, u.num_tokens) for u in units] == [(2, 24 + 24 - 20), (1, 99)]
+    assert plan.num_sequences == 4 and plan.num_tokens == 22 + 5 + 22 + 99
+    assert plan.num_used == 25 + 25 + 100
 
 
 def test_the_branches_of_an_episode_go_to_one_rank_and_loads_are_even():
@@ -299,13 +322,27 @@ def test_the_branches_of_an_episode_go_to_one_rank_and_loads_are_even():
     for number in range(16):
         samples += episode(f"{number}", 4, 1.0, f"{number:02d}")[0]
     samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
-    entries, budget = make_entries(samples, 0, False), PackBudget(max_tokens=400, num_ranks=2)
-    [plan] = plan_minibatches(entries, 1, budget)
-    for number in range(16):
-        holding = [b for b in plan.bins if any(e.group_id == f"{number:02d}" for e in b)]
-        assert len(holding) == 1
+    budget = PackBudget(max_tokens=400, num_ranks=2)
+    plan, [units] = plan_of([samples], budget)
+    assert [unit.group for unit in units] == list(range(16))
+    assert sorted(n for numbers in plan.bins for n in numbers) == list(range(16))
     assert sum(plan.bin_work) > 0.9 * max(plan.bin_work) * len(plan.bin_work)
-    assert plan == plan_minibatches(list(reversed(entries)), 1, budget)[0]
+    for number, numbers in enumerate(plan.bins):
+        assert all(plan.trainers[numbers] == number % 2)
+
+
+def test_bins_do_not_depend_on_which_rank_has_a_group():
+    samples = []
+    for number in range(16):
+        samples += episode(f"{number}", 4, 1.0, f"{number:02d}")[0]
+    samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
+    budget = PackBudget(max_tokens=400, num_ranks=2)
+    even = [each for each in samples if int(each.group_id) % 2 == 0]
+    odd = [each for each in samples if int(each.group_id) % 2]
+    plan, _ = plan_of([even, odd], budget)
+    alone, _ = plan_of([samples], budget)
+    assert (plan.bins, plan.bin_work) == (alone.bins, alone.bin_work)
+    assert plan.unit_ranks.tolist() == [0, 1] * 8
 
 
 MESHES = {"dp 2": Mesh(dp_shard=2), "cp 2": Mesh(cp=2)}
