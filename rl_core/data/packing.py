@@ -23,6 +23,8 @@ class Unit(NamedTuple):
     """Samples of one rank that go to one bin together: a pair, or neighbours that begin alike."""
 
     group: int  # its place among the groups of all ranks
+    rank: int  # that has it
+    first: int  # sample, of the rank's in this minibatch that need a forward
     num_samples: int
     num_tokens: int  # that are computed
     num_scores: int  # of attention, twice
@@ -36,12 +38,8 @@ class MinibatchPlan:
     num_tokens: int = 0  # trained tokens of all samples, skipped ones included
     num_sequences: int = 0  # of them
     num_used: int = 0  # tokens of samples that need a forward
-    # [units] of all ranks: the rank that has it, and how many samples it is.
-    unit_ranks: np.ndarray | None = None
-    unit_sizes: np.ndarray | None = None
-    trainers: np.ndarray | None = None  # the data parallel rank that trains on each
-    # Their numbers, in order; bin b is a microbatch of rank b % num_ranks.
-    bins: list[list[int]] = field(default_factory=list)
+    # Bin b is a microbatch of rank b % num_ranks.
+    bins: list[list[Unit]] = field(default_factory=list)
     # Of each bin: matrix products and attention, in units of one token's matrix products.
     bin_work: list[float] = field(default_factory=list)
 
@@ -112,7 +110,11 @@ def split_groups(of_ranks: list[list[list]], num: int) -> list[MinibatchPlan]:
 
 
 def make_units(
-    samples: list[TrainingSample], plan: MinibatchPlan, budget: PackBudget, is_pairs: bool = False
+    samples: list[TrainingSample],
+    plan: MinibatchPlan,
+    rank: int,
+    budget: PackBudget,
+    is_pairs: bool = False,
 ) -> list[Unit]:
     """Of those of a rank's samples in the plan that need a forward. Samples that begin alike are
     neighbours."""
@@ -123,16 +125,17 @@ def make_units(
             shared[i] = num_shared(samples[i - 1], samples[i])
     if is_pairs:
         max_tokens = math.inf
-        starts = list(range(0, len(samples), 2))
+        starts = range(0, len(samples), 2)
     else:
         # No unit is so large that the ranks' loads would differ.
         max_tokens = min(budget.max_tokens, plan.num_used // (2 * budget.num_ranks))
         starts = unit_starts(lengths, shared, max_tokens, budget.cp)
     units = []
-    for a, b in itertools.pairwise([*starts, len(samples)]):
-        group = plan.groups[samples[a].group_id]
-        for facts in fitting(lengths[a:b], shared[a + 1 : b], max_tokens, budget.cp):
-            units.append(Unit(group, *facts))
+    for first, end in itertools.pairwise([*starts, len(samples)]):
+        group = plan.groups[samples[first].group_id]
+        for facts in fitting(lengths[first:end], shared[first + 1 : end], max_tokens, budget.cp):
+            units.append(Unit(group, rank, first, *facts))
+            first += facts[0]
     return units
 
 
@@ -174,18 +177,13 @@ def unit_cost(lengths: list[int], shared: list[int], cp: int) -> tuple[int, int]
 
 def fill_bins(plan: MinibatchPlan, of_ranks: list[list[list]], budget: PackBudget) -> None:
     """Balances the units of all ranks over ranks and microbatches."""
-    ranks = np.repeat(np.arange(len(of_ranks)), [len(units) for units in of_ranks])
-    rows = np.array(list(itertools.chain(*of_ranks)), np.int64).reshape(-1, len(Unit._fields))
-    order = rows[:, 0].argsort(kind="stable")
-    _, plan.unit_sizes, tokens, scores = rows[order].T
-    plan.unit_ranks = ranks[order]
-    work = (tokens + budget.pair_work * scores / 2).tolist()
-    costs = list(zip(tokens.tolist(), work, strict=True))
-    plan.trainers = np.zeros_like(order)
-    for b, numbers in enumerate(balanced_bins(costs, budget.max_tokens, budget.num_ranks)):
-        plan.trainers[numbers] = b % budget.num_ranks
-        plan.bins.append(sorted(numbers))
-        plan.bin_work.append(sum(work[n] for n in numbers))
+    units = sorted(itertools.starmap(Unit, itertools.chain(*of_ranks)))
+    costs = []
+    for unit in units:
+        costs.append((unit.num_tokens, unit.num_tokens + budget.pair_work * unit.num_scores / 2))
+    for numbers in balanced_bins(costs, budget.max_tokens, budget.num_ranks):
+        plan.bins.append([units[n] for n in sorted(numbers)])
+        plan.bin_work.append(sum(costs[n][1] for n in numbers))
 
 
 def is_worth_sharing(num_saved: int, num_tokens: int) -> bool:
@@ -218,22 +216,21 @@ def fill(
 ) -> list[list[int]] | None:
     """None: one of them has space in no bin."""
     bins: list[list[int]] = [[] for _ in range(num)]
-    filled = [0] * num  # tokens of each
-    least = [(0.0, b) for b in range(num)]  # a heap: work, bin
-    full: list[tuple[int, float, int]] = []  # a heap of those that had no space: tokens, work, bin
+    # Heaps: bins as (work, bin, tokens), and as (tokens, bin, work) those that had no space.
+    least = [(0.0, b, 0) for b in range(num)]
+    full: list[tuple[int, int, float]] = []
     for i in order:
         tokens, work = costs[i]
-        while full and full[0][0] + tokens <= max_tokens:
-            heappush(least, heappop(full)[1:])
-        while least and filled[least[0][1]] and filled[least[0][1]] + tokens > max_tokens:
-            before, b = heappop(least)
-            heappush(full, (filled[b], before, b))
+        most = max(0, max_tokens - tokens)  # An empty bin takes any.
+        while full and full[0][0] <= most:
+            heappush(least, heappop(full)[::-1])
+        while least and least[0][2] > most:
+            heappush(full, heappop(least)[::-1])
         if not least:
             return None
-        before, b = least[0]
-        heapreplace(least, (before + work, b))
+        before, b, filled = least[0]
+        heapreplace(least, (before + work, b, filled + tokens))
         bins[b].append(i)
-        filled[b] += tokens
     return bins
 
 

@@ -58,23 +58,8 @@ def shard_samples(
     """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves
     at most once, from the rank that has it to the ranks that train on it. Every rank must call it;
     the plan is computed alike on all. `parts`: the learner's, which may add to each batch."""
-    samples = [trimmed(sample) for sample in samples]
-    if algorithm.is_pairs:
-        samples.sort(key=lambda s: s.group_id)
-    else:
-        samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
-    skips = algorithm.skips_zero_advantages
-    totals = all_gather_json(group_totals(samples, skips), ranks)
-    plans = split_groups(totals, config.learner.minibatches)
-    samples = [sample for sample in samples if needs_forward(sample, skips)]
-    units = []
-    for plan in plans:
-        own = [sample for sample in samples if sample.group_id in plan.groups]
-        units.append(make_units(own, plan, budget, algorithm.is_pairs))
-    of_ranks = all_gather_json(units, ranks)
-    for number, plan in enumerate(plans):
-        fill_bins(plan, [of_rank[number] for of_rank in of_ranks], budget)
-    received = move_samples(samples, plans, ranks)
+    plans, own = plan_minibatches(samples, algorithm, config.learner.minibatches, budget, ranks)
+    received = move_samples(own, plans, budget.num_ranks, ranks)
     share = budget.num_ranks / ranks.size  # of what the ranks compute together
     minibatches, metrics = [], {}
     for plan in plans:
@@ -89,12 +74,10 @@ def shard_samples(
         # Bins run in step across the ranks.
         fullest = max(plan.bin_work, default=0) * len(plan.bin_work)
         add_metrics(metrics, {"pack/fill_frac": Mean(sum(plan.bin_work), fullest)})
-        units = {}
-        for unit in np.flatnonzero(plan.trainers == ranks.dp_rank).tolist():
-            source = received[plan.unit_ranks[unit]]
-            units[unit] = list(itertools.islice(source, int(plan.unit_sizes[unit])))
-        for numbers in plan.bins[ranks.dp_rank :: budget.num_ranks]:
-            mine = list(itertools.chain(*(units[unit] for unit in numbers)))
+        for units in plan.bins[ranks.dp_rank :: budget.num_ranks]:
+            mine = []
+            for unit in units:
+                mine += itertools.islice(received[unit.rank], unit.num_samples)
             batch = pack_samples(mine, budget.cp)
             for part in parts:
                 batch = part.packed(batch, mine)
@@ -108,17 +91,43 @@ def shard_samples(
     return minibatches, metrics
 
 
-def move_samples(
-    samples: list[TrainingSample], plans: list[MinibatchPlan], ranks: Ranks
-) -> list[Iterator[TrainingSample]]:
-    """The samples that this rank trains on, in order, by the rank that had them."""
-    left = iter(samples)
-    outgoing: list[list[TrainingSample]] = [[] for _ in range(ranks.size)]
+def plan_minibatches(
+    samples: list[TrainingSample],
+    algorithm: Algorithm,
+    num: int,
+    budget: PackBudget,
+    ranks: Ranks,
+) -> tuple[list[MinibatchPlan], list[list[TrainingSample]]]:
+    """The plan of each minibatch, and those of this rank's samples in it that need a forward."""
+    samples = [trimmed(sample) for sample in samples]
+    if algorithm.is_pairs:
+        samples.sort(key=lambda s: s.group_id)
+    else:
+        samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
+    skips = algorithm.skips_zero_advantages
+    plans = split_groups(all_gather_json(group_totals(samples, skips), ranks), num)
+    used = [sample for sample in samples if needs_forward(sample, skips)]
+    own, units = [], []
     for plan in plans:
-        is_own = plan.unit_ranks == ranks.rank
-        trainers = plan.trainers[is_own].tolist()
-        for trainer, size in zip(trainers, plan.unit_sizes[is_own].tolist(), strict=True):
-            outgoing[trainer] += itertools.islice(left, size)
+        own.append([sample for sample in used if sample.group_id in plan.groups])
+        units.append(make_units(own[-1], plan, ranks.rank, budget, algorithm.is_pairs))
+    of_ranks = all_gather_json(units, ranks)
+    for number, plan in enumerate(plans):
+        fill_bins(plan, [of_rank[number] for of_rank in of_ranks], budget)
+    return plans, own
+
+
+def move_samples(
+    own: list[list[TrainingSample]], plans: list[MinibatchPlan], num_ranks: int, ranks: Ranks
+) -> list[Iterator[TrainingSample]]:
+    """The samples that this rank trains on, in the order of its bins, by the rank that had them."""
+    outgoing: list[list[TrainingSample]] = [[] for _ in range(num_ranks)]
+    for samples, plan in zip(own, plans, strict=True):
+        for number, units in enumerate(plan.bins):
+            for unit in units:
+                if unit.rank == ranks.rank:
+                    end = unit.first + unit.num_samples
+                    outgoing[number % num_ranks] += samples[unit.first : end]
     if ranks.size == 1:
         return [iter(outgoing[0])]
     packed = [to_bytes(of_trainer) for of_trainer in outgoing]

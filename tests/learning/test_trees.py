@@ -280,9 +280,9 @@ def plan_of(
     """The plan of one minibatch of these ranks' samples, and the units of each."""
     [plan] = split_groups([group_totals(samples, skips) for samples in of_ranks], 1)
     units = []
-    for samples in of_ranks:
+    for rank, samples in enumerate(of_ranks):
         used = [each for each in samples if needs_forward(each, skips)]
-        units.append(make_units(used, plan, budget))
+        units.append(make_units(used, plan, rank, budget))
     fill_bins(plan, units, budget)
     return plan, units
 
@@ -297,7 +297,7 @@ def test_what_a_unit_saves_is_what_neighbours_have_in_common():
     plan, [units] = plan_of([[*samples, other]], PackBudget(max_tokens=1000, pair_work=1.0))
     tokens = len(pack_samples(samples).input_ids)
     assert tokens == 49 + 49 + 29 - 40 - 20
-    assert units[0] == Unit(0, 3, tokens, 49**2 + 49**2 + 29**2 - 40**2 - 20**2)
+    assert units[0] == Unit(0, 0, 0, 3, tokens, 49**2 + 49**2 + 29**2 - 40**2 - 20**2)
     assert plan.bin_work == [sum(u.num_tokens + u.num_scores / 2 for u in units)]
     _, [units] = plan_of([[*samples, other]], PackBudget(max_tokens=1000, cp=2))
     assert [unit.num_tokens for unit in units] == [52, 52, 32, 200]
@@ -312,7 +312,7 @@ def test_a_sample_that_is_skipped_hides_nothing_from_its_neighbours():
         samples.append(sample(stream, mask, float(name != "b"), "g"))
     samples.append(sample([90] * 100, [0] + [1] * 99, 1.0, "h"))
     plan, [units] = plan_of([samples], PackBudget(max_tokens=400), skips=True)
-    assert [(u.num_samples, u.num_tokens) for u in units] == [(2, 24 + 24 - 20), (1, 99)]
+    assert [(u.first, u.num_samples, u.num_tokens) for u in units] == [(0, 2, 28), (2, 1, 99)]
     assert plan.num_sequences == 4 and plan.num_tokens == 22 + 5 + 22 + 99
     assert plan.num_used == 25 + 25 + 100
 
@@ -325,10 +325,8 @@ def test_the_branches_of_an_episode_go_to_one_rank_and_loads_are_even():
     budget = PackBudget(max_tokens=400, num_ranks=2)
     plan, [units] = plan_of([samples], budget)
     assert [unit.group for unit in units] == list(range(16))
-    assert sorted(n for numbers in plan.bins for n in numbers) == list(range(16))
+    assert sorted(unit for of_bin in plan.bins for unit in of_bin) == units
     assert sum(plan.bin_work) > 0.9 * max(plan.bin_work) * len(plan.bin_work)
-    for number, numbers in enumerate(plan.bins):
-        assert all(plan.trainers[numbers] == number % 2)
 
 
 def test_bins_do_not_depend_on_which_rank_has_a_group():
@@ -341,8 +339,10 @@ def test_bins_do_not_depend_on_which_rank_has_a_group():
     odd = [each for each in samples if int(each.group_id) % 2]
     plan, _ = plan_of([even, odd], budget)
     alone, _ = plan_of([samples], budget)
-    assert (plan.bins, plan.bin_work) == (alone.bins, alone.bin_work)
-    assert plan.unit_ranks.tolist() == [0, 1] * 8
+    assert plan.bin_work == alone.bin_work
+    for of_bin, of_one in zip(plan.bins, alone.bins, strict=True):
+        assert [unit.group for unit in of_bin] == [unit.group for unit in of_one]
+        assert [unit.rank for unit in of_bin] == [unit.group % 2 for unit in of_bin]
 
 
 MESHES = {"dp 2": Mesh(dp_shard=2), "cp 2": Mesh(cp=2)}
