@@ -2,6 +2,7 @@
 
     python scripts/bench_scale.py                      100 to 100,000 trajectories, turns, actors
     python scripts/bench_scale.py --processes 2 8 64   the same samples over gloo processes
+    python scripts/bench_scale.py --plan 16384 1000000 what each rank does for all ranks' samples
     python scripts/bench_scale.py --quick              a smoke run; --out result.json
 
 Trajectories are made up: groups of 8 of one prompt, a quarter of whose tokens are sampled. Nothing
@@ -32,7 +33,7 @@ import torch
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
 from rl_core.data.episodes import baseline_groups
-from rl_core.data.packing import PackBudget
+from rl_core.data.packing import PackBudget, Unit, fill_bins, split_groups
 from rl_core.distributed import Ranks, close_ranks, init_ranks
 from rl_core.learning import minibatches
 from rl_core.learning.advantages import samples_of
@@ -106,6 +107,28 @@ def measure(num: int, turns: int = 1, actors: int = 1, repeats: int = 3) -> dict
     for name, value in best.items():
         line[f"{name}_s_per_m"] = value / num_tokens * 1e6
     return line | {"s_per_m": sum(best.values()) / num_tokens * 1e6, "bytes": peak / num_tokens}
+
+
+def measure_plan(num: int, unit_size: int, num_ranks: int = 64) -> dict:
+    """What each rank does for so many samples of all: from the text that arrives to full bins.
+    Samples of about 400 tokens, of which so many begin alike and are one unit."""
+    draw = random.Random(0)
+    totals, units = [], []
+    for number in range(num // unit_size):
+        lengths = [min(4096, round(draw.lognormvariate(6, 1)) + 20) for _ in range(unit_size)]
+        tokens = sum(lengths)
+        totals.append([f"train/000000/{number:06d}", unit_size, tokens, tokens])
+        rank = number * num_ranks * unit_size // num
+        scores = sum(length**2 for length in lengths)
+        units.append(Unit(number, rank, number, unit_size, tokens, scores))
+    texts = json.dumps(totals), json.dumps(units)
+    before = time.process_time()
+    [plan] = split_groups([json.loads(texts[0])], 1)
+    budget = PackBudget(max_tokens=MICROBATCH_TOKENS, num_ranks=num_ranks, pair_work=1e-4)
+    fill_bins(plan, [json.loads(texts[1])], budget)
+    seconds = time.process_time() - before
+    line = {"samples": num, "ranks": num_ranks, "samples_of_a_unit": unit_size}
+    return line | {"plan_s": seconds, "us_of_a_sample": seconds / num * 1e6}
 
 
 def of_process(num: int) -> None:
@@ -182,6 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--processes", type=int, nargs="+", help="only these numbers of processes")
     parser.add_argument("--trajectories", type=int, default=6_400, help="of all processes together")
+    parser.add_argument("--plan", type=int, nargs="+", help="only plans of so many samples")
     parser.add_argument("--quick", action="store_true", help="few trajectories, once")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
@@ -196,6 +220,8 @@ def main() -> None:
         return of_process(args.process)
     if args.processes:
         lines = [measure_processes(num, args.trajectories) for num in args.processes]
+    elif args.plan:
+        lines = [measure_plan(num, size) for num in args.plan for size in (GROUP, 1)]
     else:
         repeats = 1 if args.quick else 3
         works = [(num, 1, 1) for num in (COUNTS[:2] if args.quick else COUNTS)]

@@ -207,7 +207,7 @@ def balanced_bins(
     least = -(-sum(tokens for tokens, _ in costs) // max_tokens)
     num = -(-least // multiple) * multiple
     while (bins := fill(costs, order, max_tokens, num)) is None:
-        num += multiple
+        num += max(1, num // (64 * multiple)) * multiple
     return bins
 
 

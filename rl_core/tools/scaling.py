@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl_core.plugins.gpus import PEAK_TFLOPS
 from rl_core.rules import nearest
 from rl_core.tools.held import GIB, Size, facts, model_size
 
@@ -25,7 +26,9 @@ MOST_GPUS = 1 << 20
 # What is reached of a published figure.
 COMPUTE_FRAC, MEMORY_FRAC, LINK_FRAC = 0.4, 0.6, 0.8
 USABLE_FRAC = 0.9  # of a GPU's memory
-PLAN_S = 13e-6  # a sample, on every rank: scripts/bench_scale.py, on a CPU
+# A sample, on every rank's CPU, where none is computed together with another; a tenth of it where
+# groups are: scripts/bench_scale.py --plan.
+PLAN_S = 3e-6
 GRADIENT_BYTES = 4  # They are reduced in fp32.
 
 
@@ -42,28 +45,28 @@ class Gpu:
 
 GPUS = {
     "A100": Gpu(
-        tflops=312,
+        tflops=PEAK_TFLOPS["A100"],
         memory_gib=80,
         memory_gbs=2039,
         nvlink_gbs=300,
         network_gbs=25,
     ),
     "H100": Gpu(
-        tflops=989,
+        tflops=PEAK_TFLOPS["H100"],
         memory_gib=80,
         memory_gbs=3350,
         nvlink_gbs=450,
         network_gbs=50,
     ),
     "H200": Gpu(
-        tflops=989,
+        tflops=PEAK_TFLOPS["H200"],
         memory_gib=141,
         memory_gbs=4800,
         nvlink_gbs=450,
         network_gbs=50,
     ),
     "B200": Gpu(
-        tflops=2250,
+        tflops=PEAK_TFLOPS["B200"],
         memory_gib=180,
         memory_gbs=8000,
         nvlink_gbs=900,

@@ -367,6 +367,11 @@ def test_bins_are_deterministic_within_their_limit_and_of_equal_work(pair_work):
         assert sum(work) / (len(bins) * max(sum(work[i] for i in b) for b in bins)) >= 0.98
 
 
+def test_a_bin_without_space_for_one_sample_takes_a_shorter_one_later():
+    costs = [(2, 10.0), (5, 8.0), (7, 1.5), (5, 1.0)]
+    assert balanced_bins(costs, 10, 1) == [[0, 2], [1, 3]]
+
+
 def test_fewer_samples_than_ranks_leave_bins_empty():
     assert sorted(map(len, balanced_bins([(5, 5), (3, 3)], 100, 4))) == [0, 0, 1, 1]
     batch = pack_samples([])
