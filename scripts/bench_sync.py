@@ -3,6 +3,7 @@ it does so again and again.
 
     python scripts/bench_sync.py                       the embedded engine, and SGLang where it is
     installed
+    torchrun --nproc_per_node 2 scripts/bench_sync.py  of sharded weights; figures are rank 0's
     python scripts/bench_sync.py --engine sglang --cycles 50 --model FOLDER --out sync.json
 
 A cycle is an update, waking, four short completions, sleeping. Seconds are medians over cycles,
@@ -35,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rl_core.data.pretrained import load_pretrained
-from rl_core.distributed import Ranks, close_ranks, init_ranks
+from rl_core.distributed import Ranks, all_gather_json, barrier, close_ranks, init_ranks
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.slots import SlotModel
 from rl_core.learning.policy import Policy
@@ -225,21 +226,27 @@ def main() -> None:
     if not has_gpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     results = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own:
+        folder = all_gather_json(own, ranks)[0]
         model = args.model or f"{folder}/model"
-        if not args.model:
+        if not args.model and ranks.is_writer:
             make_tiny_model(model, args.hidden, args.layers, args.hidden // 64)
+        barrier(ranks)  # the model is there
         kinds = [
             way for name in args.engine for way in (args.weights if name == "sglang" else [name])
         ]
         for kind in kinds:
             results.append(asyncio.run(measure(kind, model, args, ranks, Path(folder))))
-            show(results[-1])
+            if ranks.is_writer:
+                show(results[-1])
+        barrier(ranks)  # no rank reads the folder
+    if not ranks.is_writer:
+        results = []
     if {"files", "device"} <= (by_way := {one["engine"]: one["seconds"] for one in results}).keys():
         for phase in ("all in", "wake"):
             ratio = by_way["files"][phase] / by_way["device"][phase]
             print(f"{phase}: files take {ratio:.2f} times as long as device")
-    if args.out:
+    if args.out and ranks.is_writer:
         found = {"device": ranks.device.type, "dtype": args.dtype, "engines": results}
         args.out.write_text(json.dumps(found, indent=2))
     close_ranks(ranks)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = "--max_tokens 8 --max_prompt_tokens 16"
-TRAIN = "-m torch.distributed.run --standalone --nproc_per_node 1 -m rl_core.train"
+TRAIN = "-m rl_core.train"
 
 
 def run(title: str, command: str, *more: str) -> None:
