@@ -559,9 +559,10 @@ class EmbeddedEngine(Engine):
         """Frees the rows of requests. Active ones behind them change places with them."""
         if not requests:
             return
-        self._row_params = None
         left = set(requests)
         num_active = len(self._active) - len(left)
+        if self._row_params is not None:
+            self._row_params = self._row_params.of_fewer(num_active)
         holes = [request for request in self._active[:num_active] if request in left]
         moved = [request for request in self._active[num_active:] if request not in left]
         del self._active[num_active:]

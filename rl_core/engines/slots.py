@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -301,6 +301,12 @@ class RowParams:
     is_drawn: bool = False  # No row is greedy.
     num_ordered: int = 0  # as in truncated_logits(), 0 if no row has limits
     num_kept: int = 0  # ids of which each token was drawn, at most
+
+    def of_fewer(self, num_rows: int) -> RowParams | None:
+        """Of so many rows, if all are sampled alike: they share their numbers' memory."""
+        if self.numbers.stride(1) > 0:
+            return None
+        return replace(self, numbers=self.numbers[:, :num_rows])
 
 
 def sample(logits: Tensor, uniforms: Tensor, params: RowParams) -> Tensor:

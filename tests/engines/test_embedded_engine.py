@@ -81,7 +81,10 @@ def test_a_greedy_request_takes_the_likeliest_tokens_beside_others_that_are_draw
 def test_rows_of_one_batch_have_temperatures_of_their_own(model):
     prompts = random_prompts(4, seed=4)
     temperatures = (1.0, 0.5, 1.0, 2.0)
-    params = [SamplingParams(max_tokens=6, temperature=t) for t in temperatures]
+    # The first row leaves first, and the last one moves into it.
+    params = [
+        SamplingParams(max_tokens=3 + 3 * i, temperature=t) for i, t in enumerate(temperatures)
+    ]
     completions = run(embedded(model, num_slots=4), prompts, params)
     for prompt, completion, temperature in zip(prompts, completions, temperatures, strict=True):
         assert_logprobs(model, [prompt], [completion], temperature)
