@@ -15,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
 from rl_core.engines.llama_slots import is_plain, onednn_product, rows_for_onednn
 from rl_core.learning.attention import AttentionPlan
+
+# Batches are padded to it: oneDNN keeps memory and code for every number of rows that it has seen.
+ROWS_MULTIPLE = 128
 
 
 class LlamaDecoder:
@@ -34,14 +38,25 @@ class LlamaDecoder:
         decoder = self.decoder
         if attention_plan is None:  # padded rows
             return decoder(input_ids, **inputs)
-        x = decoder.embed_tokens(input_ids[0])
-        cos, sin = decoder.rotary_emb(x, inputs["position_ids"])
+        num_tokens = input_ids.shape[1]
+        extra = num_padding(decoder, num_tokens)
+        x = decoder.embed_tokens(pad(input_ids[0], (0, extra)))
+        cos, sin = decoder.rotary_emb(x, pad(inputs["position_ids"], (0, extra)))
         rotary = cos[0, :, None], sin[0, :, None]
         for layer in decoder.layers:
             h = normed(layer.input_layernorm, x)
             x = x + attention(layer.self_attn, h, rotary, attention_plan)
             x = x + mlp(layer.mlp, normed(layer.post_attention_layernorm, x))
-        return BaseModelOutput(last_hidden_state=normed(decoder.norm, x)[None])
+        x = normed(decoder.norm, x[:num_tokens])
+        return BaseModelOutput(last_hidden_state=x[None])
+
+
+def num_padding(decoder: nn.Module, num_tokens: int) -> int:
+    """Tokens to add to a batch; 0 where no product is oneDNN's."""
+    largest = decoder.layers[0].mlp.gate_proj
+    if not is_plain(largest) or num_tokens < rows_for_onednn(largest.weight):
+        return 0
+    return -num_tokens % ROWS_MULTIPLE
 
 
 def attention(
@@ -54,8 +69,10 @@ def attention(
     if hasattr(attn, "q_norm"):
         query, key = normed(attn.q_norm, query), normed(attn.k_norm, key)
     query, key = Rotary.apply(query, *rotary), Rotary.apply(key, *rotary)
-    out = plan.attend(query, key, value, attn.scaling, window_of(attn))
-    return linear(attn.o_proj, out.flatten(1))
+    num_tokens = plan.num_tokens
+    qkv = query[:num_tokens], key[:num_tokens], value[:num_tokens]
+    out = plan.attend(*qkv, attn.scaling, window_of(attn)).flatten(1)
+    return linear(attn.o_proj, pad(out, (0, 0, 0, len(x) - num_tokens)))
 
 
 def mlp(module: nn.Module, x: Tensor) -> Tensor:
