@@ -17,6 +17,8 @@ import torch
 from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 
 SHARE_FROM = 0.1  # least fraction of its samples' tokens that a shared piece must save
+# The least number of them. Each level of a tree is one more pass of attention.
+SHARE_TOKENS = 4
 
 
 class Unit(NamedTuple):
@@ -256,7 +258,8 @@ def tree_pieces(lengths: list[int], shared: list[int], cp: int) -> list[Piece]:
         cuts = [i for i, length in zip(members[1:], between, strict=True) if length == end]
         parts = itertools.pairwise([members.start, *cuts, members.stop])
         num_tokens = sum(lengths[i] - first for i in members)
-        if cp == 1 and is_worth_sharing((end - first) * len(between), num_tokens):
+        num_saved = (end - first) * len(between)
+        if cp == 1 and num_saved >= SHARE_TOKENS and is_worth_sharing(num_saved, num_tokens):
             pieces.append(Piece(members, first, end, parent))
             families.extend((range(a, b), end, len(pieces) - 1) for a, b in parts)
         else:

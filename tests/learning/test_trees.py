@@ -16,6 +16,7 @@ from kit import answer, make_learner, of_ranks, part_of, sample
 from models_table import make_family
 from test_learner import assert_same, gradients, padded_gradients
 
+from rl_core.data import packing
 from rl_core.data.packing import (
     MinibatchPlan,
     PackBudget,
@@ -115,7 +116,8 @@ def taken(learner, samples: list[TrainingSample], is_unrolled: bool = False) -> 
     return float(loss), {name: before[name] - after[name] for name in before}
 
 
-def test_a_small_tree_as_it_stands_in_a_batch():
+def test_a_small_tree_as_it_stands_in_a_batch(monkeypatch):
+    monkeypatch.setattr(packing, "SHARE_TOKENS", 1)
     # 1 2 3 is in front of all, 4 5 of two; the third and the fourth sample are alike.
     samples = [
         sample([1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 0, 1, 1, 1], 1.0),
@@ -138,6 +140,12 @@ def test_a_small_tree_as_it_stands_in_a_batch():
     assert batch.logit_indices.tolist() == [0, 1, 3, 4, 6, 4, 7, 2, 5, 0, 5]
     assert batch.sequences.tolist() == [0] * 5 + [1] * 2 + [2] * 2 + [3] * 2
     assert batch.advantages.tolist() == [1] * 5 + [2] * 2 + [3] * 2 + [4] * 2
+
+
+def test_a_piece_that_saves_fewer_than_four_tokens_stands_in_each_sample():
+    samples = [sample([1, 2, 3, n, n], [0, 0, 0, 1, 1], 1.0) for n in (4, 5, 6)]
+    assert pack_samples(samples[:2]).parents == [-1, -1]
+    assert pack_samples(samples).parents == [-1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
