@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rl_core.config import Config
@@ -77,6 +77,19 @@ def check_lengths(
     kept = [index for index in checked if is_fit(source.task_of_row(index))]
     if len(kept) < len(checked):
         source.keep(array("q", [*kept, *others]))
+
+
+def left_out(config: Config, sources: Iterable[TaskSource]) -> str:
+    """` (7,251 of 7,473 were left out: too long)`, or nothing where every row is taken."""
+    sources = list(sources)
+    num_rows = sum(len(source.rows) for source in sources)
+    num_left = num_rows - sum(map(len, sources))
+    if not num_left:
+        return ""
+    reason = "too long"
+    if config.algorithm == "sft" and not config.sft.weights[0]:
+        reason += ", or nothing to train in them"
+    return f" ({num_left:,} of {num_rows:,} were left out: {reason})"
 
 
 def fits(what: str, length: int, limit: int, named: str, skip_long: bool) -> bool:

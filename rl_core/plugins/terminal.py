@@ -19,6 +19,7 @@ import transformers
 
 from rl_core.config import ActorConfig, flat
 from rl_core.plugin import Plugin
+from rl_core.plugins.row_lengths import left_out
 from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.rules import printable
 
@@ -100,10 +101,13 @@ def loaded(trainer: Any) -> str:
             if name in place.actors:
                 about = f"{'learns' if actor.is_trained else 'frozen'} on {place.where}"
         models.append(f"{name}: {actor.model} ({about})")
-    rows = f"{sum(len(source) for source in plan.train.sources):,}"
-    work = f"{config.algorithm}: {'streamed' if config.data.streaming else rows} rows"
+    work = f"{config.algorithm}: streamed rows"
+    if not config.data.streaming:
+        num_rows = sum(map(len, plan.train.sources))
+        work = f"{config.algorithm}: {num_rows:,} rows{left_out(config, plan.train.sources)}"
     if plan.eval:
-        work += f", {sum(len(source) for source in plan.eval.values()):,} held out"
+        held_out = plan.eval.values()
+        work += f", {sum(map(len, held_out)):,} held out{left_out(config, held_out)}"
     work += f"; {config.num_steps:,} steps of {config.tasks_per_step:,} "
     work += f"tasks x {config.group_size:,} episodes" if config.is_rl else "rows"
     place = f"begins at step 0, in {trainer.out}"

@@ -134,6 +134,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     """Data, tokens of a step, what is assumed, and for each actor that learns its parameters and
     bytes on one rank."""
     from rl_core.learning.loading import compute_dtype
+    from rl_core.plugins.row_lengths import left_out
 
     config, mesh = plan.config, plan.mesh
     meshes, num_ranks = {}, mesh.size + config.engine_ranks
@@ -160,7 +161,9 @@ def facts(plan: Plan) -> dict[str, Any]:
                 for what, (sample, learn) in table.items()
             },
         }
-    num_rows = 0 if config.data.streaming else len(plan.train)
+    num_rows, left = 0, ""
+    if not config.data.streaming:
+        num_rows, left = len(plan.train), left_out(config, plan.train.sources)
     samples, each = "rows", 1
     if config.is_rl:
         samples, each = "episodes", config.group_size
@@ -169,6 +172,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     return {
         "train_rows": num_rows or "streamed",
         "eval_rows": sum(map(len, plan.eval.values())),
+        "left_out": {"train": left, "eval": left_out(config, plan.eval.values())},
         "num_steps": config.num_steps,
         "tasks_per_step": config.tasks_per_step,
         "epochs": config.num_steps * config.tasks_per_step / num_rows if num_rows else 0.0,

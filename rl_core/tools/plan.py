@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 HEAD = """\
-data             {train_rows} rows to train on, {eval_rows} held out
+data             {train_rows} rows to train on{left_out[train]}, {eval_rows} held out{left_out[eval]}
 steps            {num_steps} of {tasks_per_step} rows: {epochs:.3g} epochs
 ranks            {all_ranks}: {sizes}
 tokens per step  at most {tokens}: {samples_per_step} {samples} of at most \

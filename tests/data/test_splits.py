@@ -175,6 +175,28 @@ def test_a_row_of_sft_of_exactly_the_limit_is_kept(tiny_model, tmp_path):
     assert row["pack/tokens"] == limit + limit - 1
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_rows_that_are_left_out_are_told(algorithm, tiny_model, tmp_path, capsys):
+    (tmp_path / "env.py").write_text("async def reward_fn(completion): return len(completion)\n")
+    rows = [{"prompt": "7" * n, "response": "1"} for n in (3, 4, 90)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows[1:])))
+    flags = words(
+        "--model", tiny_model, "--data.train", tmp_path / "rows.jsonl", "--data.skip_long"
+    )
+    flags += words("--data.eval", tmp_path / "held.jsonl", "--eval_every 1 --algorithm", algorithm)
+    flags += words("--max_prompt_tokens 40 --max_tokens 4 --tasks_per_step 2 --num_steps 1")
+    if algorithm == "grpo":
+        flags += words("--group_size 2 --env_path", tmp_path / "env.py")
+    assert main(["plan", *flags]) == 0
+    train, held_out = "(1 of 3 were left out: too long)", "(1 of 2 were left out: too long)"
+    planned = f"2 rows to train on {train}, 1 held out {held_out}\n"
+    assert planned in capsys.readouterr().out
+    run(tmp_path / "run", flags)
+    said = f"\n{algorithm}: 2 rows {train}, 1 held out {held_out}; 1 steps"
+    assert said in capsys.readouterr().out
+
+
 def test_the_last_shorter_file_of_collected_episodes_is_written(tiny_model, tmp_path):
     (tmp_path / "env.py").write_text(SPLITS % 5)
     flags = words("--env_path", tmp_path / "env.py", SIZES, "--out", tmp_path / "out")
