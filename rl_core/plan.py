@@ -235,7 +235,7 @@ def load_source(
         load_other = partial(registry.load_other, min_reward=min_reward, actor=config.trained[0])
         rows, files = load_rows(path, "train" if is_train else "test", load_other)
         if config.data.columns:
-            rows = registry.renamed_columns(config, rows, path)
+            rows = registry.renamed_columns(config, rows, path, is_train)
     elif env and env.load_tasks:
         rows, files = env.load_tasks(part), ()
     else:

@@ -82,11 +82,12 @@ def streamed_tasks(*source: Any):
     return streamed_tasks(*source)
 
 
-def renamed_columns(config: Any, rows: Any, path: str):
-    from rl_core.plugins.renamed_columns import RenamedColumns
+def renamed_columns(config: Any, rows: Any, path: str, is_train: bool):
+    from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
 
-    is_strict = len(config.env_paths) < 2
-    return RenamedColumns(rows, config.data.columns, path, is_strict)
+    if len(config.env_paths) < 2:
+        check_columns_exist(rows, config.data.columns, path, is_train)
+    return RenamedColumns(rows, config.data.columns)
 
 
 def check_rows(*rows: Any):

@@ -36,7 +36,10 @@ def prompt_messages(row: dict[str, Any]) -> list[Message]:
     column = first_column(row, PROMPT_COLUMNS)
     if column is None:
         have = ", ".join(map(str, row)) or "no columns"
-        raise ValueError(f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}")
+        raise ValueError(
+            f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; read another by "
+            "--data.columns prompt=NAME"
+        )
     messages = column_messages(row, column)
     if column == "conversations":
         while len(messages) > 1 and messages[-1]["role"] == "assistant":

@@ -22,6 +22,11 @@ from rl_core.data.tasks import column_messages, first_column, shorten
 from rl_core.plugins.run_files import fingerprint
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
+# Columns of conversations and of prompts; the first one that a row has is used.
+PROMPTS = ("messages", "prompt", "instruction", "conversations", "question", "problem")
+# Column of a prompt -> what may hold its reply, where a row has no column `response`.
+ANSWERS = {"question": ("answer",), "problem": ("solution",)}
+
 
 def sft_samples(
     chat: Chat, row: dict[str, Any], action_weight: float = 1.0, observation_weight: float = 0.0
@@ -82,10 +87,16 @@ def row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 def sft_messages(row: dict[str, Any]) -> list[Message]:
     """The conversation of a row; what is context has "train": False."""
-    column = first_column(row, ("messages", "prompt", "instruction", "conversations")) or "messages"
+    column = first_column(row, PROMPTS) or "messages"
     messages = column_messages(row, column)
     if column not in ("messages", "conversations"):
-        reply = first_column(row, ("response", "completion", "output")) or "response"
+        replies = ["response", "completion", "output", *ANSWERS.get(column, ())]
+        reply = first_column(row, replies)
+        if reply is None:
+            raise ValueError(
+                f"it needs a column 'response' with the reply to {column!r}; its columns are "
+                f"{', '.join(row)}; read another by --data.columns response=NAME"
+            )
         messages = as_context(messages) + column_messages(row, reply, "assistant")
     elif is_trajectory(row):
         # Assistants' messages before the first turn are part of the prompt.

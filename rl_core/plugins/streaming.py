@@ -20,7 +20,7 @@ from rl_core.data.rows import Row, check_exists, files_of, parse_rows, suffix_of
 from rl_core.data.tasks import TaskSource, make_task
 from rl_core.plugin import Plugin
 from rl_core.plugins.env_file import check_columns
-from rl_core.plugins.renamed_columns import RenamedColumns
+from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
 from rl_core.plugins.sft_dataset import check_rows
 from rl_core.plugins.tables import load_named, load_table
 from rl_core.rules import nearest, refuse
@@ -209,7 +209,10 @@ class StreamedTasks:
                 f"{self.name}: after row {number_before}: {type(cause).__name__}: {text}"
             ) from None
         if rows and self.config.data.columns:
-            rows = list(RenamedColumns(rows, self.config.data.columns, self.name, number == 0))
+            columns = self.config.data.columns
+            if number == 0:
+                check_columns_exist(rows, columns, self.name)
+            rows = list(RenamedColumns(rows, columns))
         if len(rows) < self.size:
             self.num_rows = number * self.size + len(rows)
         if rows:

@@ -195,7 +195,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import TaskSource
     from rl_core.plugins.env_file import check_columns
-    from rl_core.plugins.renamed_columns import RenamedColumns
+    from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
     from rl_core.plugins.tables import load_other
 
     if not options.rows and not env.load_tasks:
@@ -207,9 +207,9 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     else:
         rows, files = env.load_tasks("train"), ()
     if options.rows and options.columns:
-        rows = RenamedColumns(
-            rows, typed("data.columns", options.columns, dict[str, str]), options.rows
-        )
+        columns = typed("data.columns", options.columns, dict[str, str])
+        check_columns_exist(rows, columns, options.rows)
+        rows = RenamedColumns(rows, columns)
     check_columns(env, rows, files)
     source = TaskSource(rows, env=env.name, split="train", seed=0, shuffle=False, files=files)
     most = options.num_tasks

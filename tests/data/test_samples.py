@@ -82,6 +82,9 @@ TALK = [message("user", "hello"), message("assistant", "the fox"), message("user
         {"prompt": [message("user", "think")], "completion": [message("assistant", "42")]},
         {"instruction": "think", "input": "", "output": "42"},
         {"conversations": [{"from": "human", "value": "think"}, {"from": "gpt", "value": "42"}]},
+        {"question": "think", "answer": "42"},
+        {"problem": "think", "answer": "7", "solution": "42"},
+        {"question": "think", "answer": "7", "response": "42"},
         # Answers in a prompt are not trained.
         {"prompt": TALK, "response": [message("assistant", "42")]},
     ],
@@ -99,6 +102,10 @@ def test_rows_of_sft(row):
     ("row", "rule"),
     [
         ({"text": "hello"}, "it needs"),
+        (
+            {"question": "hello", "reply": "42"},
+            "'response' .* 'question'; its columns are question, reply; .* response=NAME",
+        ),
         ({"messages": "hello"}, "must be a list"),
         ({"messages": [{"content": "hello"}]}, "must be a list"),
         ({"messages": TALK[:1]}, "nothing to train"),

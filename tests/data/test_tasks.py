@@ -7,12 +7,13 @@ import tracemalloc
 
 import pytest
 from kit import load_rows
+from torch.utils.data import ConcatDataset
 
 from rl_core.data import rows as rows_of
 from rl_core.data.rows import row_place
 from rl_core.data.tasks import RowOrder, TaskSource, make_task
 from rl_core.plugins.mix import TaskMix
-from rl_core.plugins.renamed_columns import RenamedColumns
+from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
 from rl_core.plugins.tables import JsonLines, load_other
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
@@ -426,7 +427,7 @@ def test_columns_have_other_names(columns, prompt, answer):
         "answer": "a",
     }
     row |= {"question": "q", "prompt": "r"}
-    rows = RenamedColumns([row, {"other": 1}], columns, "x.jsonl")
+    rows = RenamedColumns([row, {"other": 1}], columns)
     task = make_task(rows[0], 0, "e", "train")
     assert (task.messages[-1]["content"], task.row["answer"], task.row["solution"]) == (
         prompt,
@@ -437,12 +438,23 @@ def test_columns_have_other_names(columns, prompt, answer):
 
 
 def test_a_column_that_no_row_has_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"columns answer=solutoin: x.jsonl has no column 'solutoin'; did you mean 'sol",
-    ):
-        RenamedColumns([{"solution": "s"}], {"answer": "solutoin"}, "x.jsonl")
-    assert RenamedColumns([{"answer": "a"}], {"answer": "solution"}, "x")[0] == {"answer": "a"}
+    columns = {"answer": "solutoin"}
+    for row in ({"solution": "s"}, {"solution": "s", "answer": "a"}):
+        with pytest.raises(
+            ValueError,
+            match=r"columns answer=solutoin: x.jsonl has no column 'solutoin'; did you mean 'sol",
+        ):
+            check_columns_exist([row], columns, "x.jsonl")
+    with pytest.raises(ValueError, match="x has no column 'solutoin'"):
+        check_columns_exist([{"other": 1}], columns, "x", is_train=False)
+    check_columns_exist([{"answer": "a"}], columns, "x", is_train=False)
+
+
+def test_one_of_several_files_may_have_the_column():
+    rows = ConcatDataset([[{"answer": "a"}], [{"solution": "s"}]])
+    check_columns_exist(rows, {"answer": "solution"}, "x,y")
+    with pytest.raises(ValueError, match="x,y has no column 'reply'"):
+        check_columns_exist(rows, {"answer": "reply"}, "x,y")
 
 
 def test_order_is_a_permutation_that_differs_by_epoch_and_seed():
