@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_core.plugins.gpus import PEAK_TFLOPS
@@ -231,9 +231,12 @@ def estimate(plan: Plan, gpu: Gpu) -> dict[str, Any]:
     most = max(sum(one[phase] for one in held) for phase in ("sample", "learn"))
     found = {
         "gpus": mesh.size + config.engine_ranks,
+        "engine": config.engine if config.is_rl else None,
+        "dtype": config.learner.dtype,
         "seconds": seconds,
         "step_s": both + seconds["sync"],
         "memory_gib": most / GIB,
+        "fits": most / GIB <= USABLE_FRAC * gpu.memory_gib,
     }
     found["limit"] = limit_of(found, config, num_engines, gpu)
     return found
@@ -241,8 +244,8 @@ def estimate(plan: Plan, gpu: Gpu) -> dict[str, Any]:
 
 def limit_of(found: dict[str, Any], config: Config, num_engines: int, gpu: Gpu) -> str:
     """What breaks first, or takes the most time."""
-    if found["memory_gib"] > USABLE_FRAC * gpu.memory_gib:
-        return f"memory: {found['memory_gib']:.3g} GiB do not fit in {gpu.memory_gib:g}"
+    if not found["fits"]:
+        return f"does not fit: {found['memory_gib']:.3g} GiB of memory in {gpu.memory_gib:g}"
     idle = num_engines - config.tasks_per_step
     if config.is_rl and idle > 0:
         return f"{idle} of {num_engines} engines have no group: more --tasks_per_step"
@@ -257,34 +260,40 @@ def estimates(numbers: list[int], gpu: Gpu, config: Config) -> list[dict[str, An
 
     if any(actor.ranks for actor in config.actors.values()):
         raise ValueError("--gpus does not know actors with ranks of their own; leave .ranks")
+    if config.learner.dtype == "auto":  # As on the GPU, whatever this machine has.
+        config = replace(config, learner=replace(config.learner, dtype="bfloat16"))
     rows = []
     for number in numbers:
         with as_ranks(number):
             rows.append(estimate(make_plan(config, is_planned=True), gpu))
+    least = next((row["step_s"] * row["gpus"] for row in rows if row["fits"]), None)
     for row in rows:
         used = row["step_s"] * row["gpus"]
-        row["efficiency"] = rows[0]["step_s"] * rows[0]["gpus"] / used
+        row["efficiency"] = least / used if row["fits"] else None
     return rows
 
 
 ASSUMED = """\
-assumed          by published figures, not measured: {tflops:g} TFLOP/s of which {compute:.0%} are reached, \
+assumed          {engine}{dtype}
+figures          of data sheets, not measured: {tflops:g} TFLOP/s of which {compute:.0%} are reached, \
 memory of {memory_gbs:g} GB/s ({memory:.0%}),
                  NVLink of {nvlink_gbs:g} and a network card of {network_gbs:g} GB/s for each GPU \
 ({link:.0%}); nodes of {node} GPUs; every episode as long as it may be
-efficiency       against the first row. A step is sampling, learning and sync, one after the other; with --engine_ranks the two overlap
+efficiency       against the first row that fits. A step is sampling, learning and sync, one after the other; with --engine_ranks the two overlap
 compute, traffic traffic is hidden behind compute; the longer one counts. plan: balancing all samples, on every rank's CPU"""
 COLUMNS = ("prefill", "decode", "compute", "traffic", "sync", "plan")
 
 
 def describe_estimates(rows: list[dict[str, Any]], gpu: Gpu) -> str:
     fracs = {"compute": COMPUTE_FRAC, "memory": MEMORY_FRAC, "link": LINK_FRAC, "node": NODE}
-    names = "".join(f"{name:>9}" for name in (*COLUMNS, "step"))
-    lines = [ASSUMED.format(**asdict(gpu), **fracs), ""]
-    lines.append(f"{'GPUs':>6}{names} {'efficiency':>11}{'GiB':>7}  what limits it")
+    engine = f"{rows[0]['engine']} engine, " if rows[0]["engine"] else ""
+    text = ASSUMED.format(**asdict(gpu), **fracs, engine=engine, dtype=rows[0]["dtype"])
+    names = "".join(f"{f'{name}, s':>11}" for name in (*COLUMNS, "step"))
+    lines = [text, "", f"{'GPUs':>6}{names} {'efficiency':>11}{'GiB':>7}  what limits it"]
     for row in rows:
         seconds = [*(row["seconds"][name] for name in COLUMNS), row["step_s"]]
-        shown = "".join(f"{value:>9.3g}" for value in seconds)
-        facts_of = f"{row['efficiency']:>12.0%}{row['memory_gib']:>7.3g}  {row['limit']}"
+        shown = "".join(f"{value:>11.3g}" for value in seconds)
+        efficiency = f"{row['efficiency']:.0%}" if row["fits"] else "-"
+        facts_of = f"{efficiency:>12}{row['memory_gib']:>7.3g}  {row['limit']}"
         lines.append(f"{row['gpus']:>6}{shown}{facts_of}")
     return "\n".join(lines)

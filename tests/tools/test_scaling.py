@@ -98,6 +98,26 @@ def test_one_row_for_each_number_of_gpus_says_what_limits_it(flags, capsys):  # 
     assert "not measured" in capsys.readouterr().out
 
 
+def test_a_named_gpu_computes_in_its_own_dtype_whatever_this_machine_has(flags, capsys):  # noqa: F811
+    assert main(["plan", *flags, "--gpus", "1"]) == 0
+    on_gpu = capsys.readouterr().out
+    assert "assumed          embedded engine, bfloat16" in on_gpu
+    assert "decode, s" in on_gpu
+    assert main(["plan", *flags, "--gpus", "1", "--learner.dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == on_gpu
+    assert main(["plan", *flags, "--gpus", "1", "--learner.dtype", "float32"]) == 0
+    assert "embedded engine, float32" in capsys.readouterr().out
+
+
+def test_a_row_that_does_not_fit_says_so_and_has_no_efficiency(flags, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(GPUS, "tiny", replace(H100, memory_gib=0.001))
+    assert main(["plan", *flags, "--gpus", "1", "--gpu", "tiny", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert row["limit"].startswith("does not fit: ") and row["efficiency"] is None
+    assert main(["plan", *flags, "--gpus", "1", "--gpu", "tiny"]) == 0
+    assert "%" not in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "given, said",
     [
