@@ -10,6 +10,8 @@ one torch thread each.
                                                         SFT of 3M parameters on rows {"question",
                                                         "answer"}
 
+TRL must be installed: pip install '.[test]' in a clone. Without it: --sides rl_core.
+
 Each side runs in a process of its own, after the other. What counts is the CPU time of that process
 (all threads, user and system), since wall time depends on what else the machine does. Lengths are
 forced: every completion is as long as a counter says, so that both sides sample equally many
@@ -19,6 +21,7 @@ tokens. Each side gets several settings and counts by its best.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -158,7 +161,11 @@ def parse_arguments() -> argparse.Namespace:
         "--sft_file", type=Path, help='.jsonl or .jsonl.gz with rows {"question", "answer"}'
     )
     parser.add_argument(
-        "--sides", choices=["rl_core", "trl"], nargs="+", default=["rl_core", "trl"]
+        "--sides",
+        choices=["rl_core", "trl"],
+        nargs="+",
+        default=["rl_core", "trl"],
+        help="default: both; trl must be installed",
     )
     parser.add_argument(
         "--hidden", type=int, help="width of the model; 128 with 3 layers is 0.6M parameters"
@@ -179,6 +186,11 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if "sft_file" in (args.only or []) and not args.sft_file:
         parser.error("--only sft_file needs --sft_file FILE")
+    if "trl" in args.sides and importlib.util.find_spec("trl") is None:
+        parser.error(
+            "--sides trl needs TRL, which is not installed: pip install '.[test]', or give "
+            "--sides rl_core"
+        )
     if args.compare and not args.compare.is_file():
         parser.error(f"--compare {args.compare}: there is no such file; --out FILE writes one")
     return args
