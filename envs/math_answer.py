@@ -15,6 +15,8 @@ import zlib
 
 from rl_core.rewards import maths
 
+maths("1", "1")  # Where math-verify is missing, a run ends here, before a model loads.
+
 
 def load_tasks(split):
     """Sums of two numbers (level 1), with a product (2), with brackets (3). A hash of the sum says

@@ -1,7 +1,7 @@
 """rl-core envs: the environments of envs/, with what each is, and what it needs that is not here.
 rl-core envs NAME: its variables, packages and solutions, and the command that trains on it.
 
-All is read from the files: no environment is imported.
+All is read from the files: no environment is imported. A sandbox is started where one needs it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ import argparse
 import ast
 import json
 import re
+import shutil
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 
 from rl_core.rules import nearest
-from rl_core.tools.info import environments
+from rl_core.tools.info import environments, sandbox
 
+BOX = "bubblewrap, docker or podman"
+SANDBOX = "a sandbox (rl-core sandbox level)"
 # What is imported -> what the machine needs for it.
-OF_MACHINE = {
-    "boxes": "bubblewrap, docker or podman",
-    "harbor": "bubblewrap, docker or podman",
-    "Sandbox": "a sandbox (rl-core sandbox level)",
-}
+OF_MACHINE = {"boxes": BOX, "harbor": BOX, "Sandbox": SANDBOX}
 # What is imported -> its name for pip, where that is another.
-PIP_NAMES = {"reasoning_gym": "reasoning-gym"}
+PIP_NAMES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
+REWARDS = Path(__file__).parents[1] / "rewards.py"
 WIDTH = 110  # characters of an environment's line, beside its name
 OPTIONAL = r"""find_spec\(["'](\w+)["']"""
 VARIABLE = r"""environ(?:\.get\(|\[)\s*["'](\w+)["']"""
@@ -40,7 +41,7 @@ class Listing:
     about: str  # its docstring's first sentence
     packages: dict[str, bool] = field(default_factory=dict)  # pip's name -> whether it is installed
     optional: dict[str, bool] = field(default_factory=dict)  # the same of what it can do without
-    machine: list[str] = field(default_factory=list)
+    machine: dict[str, bool] = field(default_factory=dict)  # what it needs -> whether it is there
     variables: list[str] = field(default_factory=list)
     has_rows: bool = False  # without --data.train
     has_oracle: bool = False
@@ -48,9 +49,9 @@ class Listing:
 
     @property
     def missing(self) -> list[str]:
-        """What is not here, and what only the machine's owner knows."""
+        """What is not here."""
         found = [f"pip install {name}" for name, is_here in self.packages.items() if not is_here]
-        found += self.machine
+        found += [name for name, is_here in self.machine.items() if not is_here]
         if not self.has_rows:
             found.append("rows (--data.train)")
         return found
@@ -90,26 +91,46 @@ def listing_of(path: Path) -> Listing:
         listing.command = f"rl-core train --env_path {path} --model M --out runs/{path.stem}"
     listing.variables = sorted(set(re.findall(VARIABLE, source)))
     names = {getattr(node, "name", "") for node in tree.body}
-    machine = set()
+    needed, libraries = set(), set()
     for module, imported in imports_of(tree):
         names |= imported
         root = module.partition(".")[0]
         beside = (path.parent / root).with_suffix(".py")
-        if root == "rl_core":
-            machine |= {OF_MACHINE[name] for name in imported & OF_MACHINE.keys()}
+        if module == "rl_core.rewards":
+            libraries |= libraries_of_rewards(imported)
+        elif root == "rl_core":
+            needed |= {OF_MACHINE[name] for name in imported & OF_MACHINE.keys()}
         elif beside.exists():
-            machine |= {*listing_of(beside).machine}
-        elif root != "programs" and root not in sys.stdlib_module_names:
-            listing.packages[PIP_NAMES.get(root, root)] = find_spec(root) is not None
+            needed |= {*listing_of(beside).machine}
+        elif root != "programs":
+            libraries.add(root)
+    for name in sorted(libraries - sys.stdlib_module_names):
+        listing.packages[PIP_NAMES.get(name, name)] = find_spec(name) is not None
     for name in re.findall(OPTIONAL, source):
         listing.optional[name] = find_spec(name) is not None
-    listing.machine = sorted(machine)
+    listing.machine = {name: is_on_machine(name) for name in sorted(needed)}
     listing.has_rows = "load_tasks" in names
     listing.has_oracle = "oracle" in names
     return listing
 
 
-def imports_of(tree: ast.Module) -> list[tuple[str, set[str]]]:
+def libraries_of_rewards(names: set[str]) -> set[str]:
+    """What these functions of rl_core.rewards import."""
+    found = set()
+    for node in ast.parse(REWARDS.read_text(encoding="utf-8")).body:
+        if getattr(node, "name", "") in names:
+            found |= {module.partition(".")[0] for module, _ in imports_of(node)}
+    return found - {"rl_core"}
+
+
+@cache
+def is_on_machine(name: str) -> bool:
+    if name == BOX:
+        return any(map(shutil.which, ("bwrap", "docker", "podman")))
+    return "none" not in sandbox()
+
+
+def imports_of(tree: ast.AST) -> list[tuple[str, set[str]]]:
     """(module, the names that are taken from it), those inside of functions too."""
     found = []
     for node in ast.walk(tree):
@@ -154,10 +175,10 @@ def as_table(listings: list[Listing]) -> str:
     return "\n".join(lines + ends)
 
 
-def installed(packages: dict[str, bool]) -> str:
+def installed(packages: dict[str, bool], missing: str = "missing: pip install {name}") -> str:
     names = []
     for name, is_here in packages.items():
-        names.append(name if is_here else f"{name} (missing: pip install {name})")
+        names.append(name if is_here else f"{name} ({missing.format(name=name)})")
     return ", ".join(names)
 
 
@@ -165,7 +186,7 @@ def described(listing: Listing) -> str:
     facts = {
         "packages": installed(listing.packages),
         "optional": installed(listing.optional),
-        "machine": ", ".join(listing.machine),
+        "machine": installed(listing.machine, "is not here"),
         "variables": ", ".join(listing.variables),
         "rows": "its own, or --data.train" if listing.has_rows else "--data.train",
         "solutions": f"rl-core check {listing.path} --oracle" if listing.has_oracle else "",

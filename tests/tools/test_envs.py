@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from kit import ROOT
 
 from rl_core.cli import main as command
+from rl_core.tools import envs
+from rl_core.tools.envs import is_on_machine
 
 
 @pytest.fixture
@@ -24,14 +27,36 @@ def test_every_environment_is_listed_with_what_it_needs(listed):
         assert one["about"] and f"envs/{name}.py" in one["command"], one
         assert "rl-core train" in one["command"], one
     box, sandbox = "bubblewrap, docker or podman", "a sandbox (rl-core sandbox level)"
-    assert listed["terminal"]["machine"] == listed["agentbench_os"]["machine"] == [box]
-    assert listed["code_parallel"]["machine"] == listed["code"]["machine"] == [sandbox]
-    assert listed["sort_digits"]["machine"] == listed["word_problems"]["machine"] == []
+    for name in ("terminal", "agentbench_os", "harbor"):
+        assert [*listed[name]["machine"]] == [box]
+    assert [*listed["code_parallel"]["machine"]] == [*listed["code"]["machine"]] == [sandbox]
+    assert listed["sort_digits"]["machine"] == listed["word_problems"]["machine"] == {}
+    assert listed["math_answer"]["packages"] == {"math-verify": True}
+    assert listed["word_problems"]["packages"] == listed["code"]["packages"] == {}
     assert listed["chess_game"]["packages"] == {"chess": True}
     assert listed["sort_digits"]["packages"] == listed["agentbench_db"]["packages"] == {}
     assert listed["search_qa"]["variables"] == ["SEARCH_CORPUS", "SEARCH_URL"]
     assert [name for name, one in listed.items() if not one["has_rows"]] == ["reward_model"]
     assert listed["harbor"]["has_oracle"] and not listed["sort_digits"]["has_oracle"]
+
+
+def test_what_is_there_is_not_told_as_missing(monkeypatch, capsys):
+    def needs(name: str) -> str:
+        is_on_machine.cache_clear()
+        assert command(["envs"]) == 0
+        after = re.split(rf"(?m)^{name} .*\n", capsys.readouterr().out)[1].splitlines()[0]
+        return after if after.startswith(" ") else ""
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(envs, "sandbox", lambda: {"bubblewrap": "it works"})
+    monkeypatch.setattr(envs.shutil, "which", lambda name: "/bin/x" if name == "podman" else None)
+    assert not needs("code") and not needs("terminal") and not needs("math_answer")
+    monkeypatch.setattr(envs, "sandbox", lambda: {"none": "nothing works"})
+    monkeypatch.setattr(envs.shutil, "which", lambda name: None)
+    monkeypatch.setattr(envs, "find_spec", lambda name: None)
+    assert needs("code").endswith("needs a sandbox (rl-core sandbox level)")
+    assert needs("terminal").endswith("needs bubblewrap, docker or podman")
+    assert needs("math_answer").endswith("needs pip install math-verify")
 
 
 def test_one_is_described_and_the_nearest_name_is_told(monkeypatch, capsys):
