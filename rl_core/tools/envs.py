@@ -96,7 +96,7 @@ def listing_of(path: Path) -> Listing:
         names |= imported
         root = module.partition(".")[0]
         beside = (path.parent / root).with_suffix(".py")
-        if module == "rl_core.rewards":
+        if root == "rl_core" and module.endswith(".rewards"):
             libraries |= libraries_of_rewards(imported)
         elif root == "rl_core":
             needed |= {OF_MACHINE[name] for name in imported & OF_MACHINE.keys()}

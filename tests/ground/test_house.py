@@ -293,7 +293,7 @@ BUDGETS = {
     # Boxes: a driver for bubblewrap with its first process, one for containers, engines of both.
     "sandbox": (16_200, 280, 5.5),
     "service": (24_950, 280, 5.5),
-    "tools": (26_400, 335, 5.65),
+    "tools": (26_550, 335, 5.65),
     "scripts": (36_400, 340, 5.9),
     "tests": (226_650, 400, 5.7),
     "envs": (24_000, 250, 6.0),
