@@ -14,17 +14,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl_core.engines.onednn import is_plain, padded_product, rows_for_onednn
 from rl_core.engines.slots import ForwardPlan, SlotCache, SlotModel, new_zeros, slot_attention
 
-# A product of this many multiply-adds is quicker by oneDNN than by MKL, where there is AVX512: half
-# the time at ten times as many, on an AMD EPYC. A smaller one waits for oneDNN's overhead.
-LARGE_PRODUCT = 2**22
 # Frequencies of these depend on how long the rows of a forward are.
 CHANGING_ROTARY = ("dynamic", "longrope")
 
@@ -56,37 +53,12 @@ class LlamaCache(SlotCache):
         return [] if self.stack is None else [self.stack]
 
 
-@cache
-def has_onednn() -> bool:
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
-
-
-def is_plain(module: nn.Module) -> bool:
-    """True if it computes x @ W.T + bias and nothing else."""
-    return type(module) is nn.Linear and not module._forward_hooks
-
-
-def rows_for_onednn(weight: Tensor) -> float:
-    """Rows of x from which on x @ weight.T is quicker by oneDNN."""
-    is_fit = weight.dtype == torch.float32 and weight.device.type == "cpu" and has_onednn()
-    return LARGE_PRODUCT / weight.numel() if is_fit else math.inf
-
-
 def linear(module: nn.Module, x: Tensor) -> Tensor:
     """What a linear layer gives, without a gradient."""
     num_rows = x.numel() // x.shape[-1]
     if is_plain(module) and num_rows >= rows_for_onednn(module.weight):
-        return onednn_product(x, module.weight, module.bias)
+        return padded_product(x, module.weight, module.bias)
     return module(x)
-
-
-def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias, without a gradient."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class Product:
@@ -105,7 +77,7 @@ class Product:
         if self.weight is None:
             return self.module(x[:, None])[:, 0]
         if len(x) >= self.large_from:
-            return onednn_product(x, self.weight, self.bias)
+            return padded_product(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def into(self, out: Tensor, x: Tensor) -> None:

@@ -18,11 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
-from rl_core.engines.llama_slots import is_plain, onednn_product, rows_for_onednn
+from rl_core.engines import onednn
+from rl_core.engines.onednn import is_plain, rows_for_onednn
 from rl_core.learning.attention import AttentionPlan
-
-# Batches are padded to it: oneDNN keeps memory and code for every number of rows that it has seen.
-ROWS_MULTIPLE = 128
 
 
 class LlamaDecoder:
@@ -52,11 +50,11 @@ class LlamaDecoder:
 
 
 def num_padding(decoder: nn.Module, num_tokens: int) -> int:
-    """Tokens to add to a batch; 0 where no product is oneDNN's."""
+    """Tokens to add to a batch: every product of it is of these. 0 where none is oneDNN's."""
     largest = decoder.layers[0].mlp.gate_proj
     if not is_plain(largest) or num_tokens < rows_for_onednn(largest.weight):
         return 0
-    return -num_tokens % ROWS_MULTIPLE
+    return onednn.num_padding(num_tokens)
 
 
 def attention(
@@ -105,7 +103,7 @@ class OneDNNLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return onednn_product(x, weight, bias)
+        return onednn.product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -113,9 +111,9 @@ class OneDNNLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = onednn_product(dy, weight.T, None)
+            dx = onednn.product(dy, weight.T)
         if ctx.needs_input_grad[1]:
-            dweight = onednn_product(dy.T, x.T, None)
+            dweight = onednn.product(dy.T, x.T)
         if ctx.needs_input_grad[2]:
             dbias = dy.sum(0)
         return dx, dweight, dbias

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core import registry
-from rl_core.engines import llama_slots
+from rl_core.engines import onednn
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.engines.slots import SlotModel
 
@@ -62,7 +62,7 @@ def hidden_states(sampler):
 @pytest.mark.parametrize("large_from", [1, 2**40])
 def test_hidden_states_are_the_models(model, large_from, monkeypatch):
     """All products by oneDNN, where there is AVX512, and none."""
-    monkeypatch.setattr(llama_slots, "LARGE_PRODUCT", large_from)
+    monkeypatch.setattr(onednn, "LARGE_PRODUCT", large_from)
     torch.testing.assert_close(
         hidden_states(LlamaSlots(model)), hidden_states(SlotModel(model)), atol=2e-5, rtol=2e-5
     )

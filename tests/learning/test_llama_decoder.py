@@ -10,7 +10,7 @@ from test_learner import assert_same, gradients, make_learner, ragged_samples
 from test_lora import make_lora_learner, with_random_adapters
 from test_memory import save_model
 
-from rl_core.engines import llama_slots
+from rl_core.engines import onednn
 from rl_core.plugins.llama_decoder import OneDNNLinear, RMSNorm, Rotary
 
 
@@ -40,7 +40,7 @@ WINDOWS = {
 @pytest.fixture(params=[0, math.inf], ids=["onednn", "mkl"])
 def products(request, monkeypatch):
     """Products of all sizes by oneDNN, on CPUs where any is, and of none."""
-    monkeypatch.setattr(llama_slots, "LARGE_PRODUCT", request.param)
+    monkeypatch.setattr(onednn, "LARGE_PRODUCT", request.param)
 
 
 @pytest.mark.parametrize("arch", WINDOWS)
@@ -72,7 +72,6 @@ def test_modules_that_are_compiled_or_computed_again_are_called(tiny_model, flag
     assert make_learner(tiny_model, *flags.split()).policy.decoder is None
 
 
-@pytest.mark.skipif(not llama_slots.has_onednn(), reason="oneDNN is taken with AVX512 alone")
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_gradients_of_onednn_products_are_those_of_a_linear_layer(is_trained):
     torch.manual_seed(0)
