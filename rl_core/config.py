@@ -551,7 +551,9 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         sections = yaml.safe_load(Path(path).read_text())
         from_sections(sections)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}; name a YAML file of flags") from None
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {error}") from None
     return sections
 

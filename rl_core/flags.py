@@ -152,10 +152,14 @@ def answer(name: str, flags: Iterable[str]) -> str:
     of_all = name.removeprefix(f"actors.{own}.")
     if of_all != name and of_all in flags:
         return f"--{of_all} is the same for all actors"
+    near = {}
+    for word, flag in ours.items():
+        if flag.startswith("--"):
+            near[word] = flag.partition(" ")[0].removeprefix("--")
     for flag in flags:
         flag = flag.replace("NAME", own)
-        ours[flag] = flag
-    if close := difflib.get_close_matches(name, ours, n=1, cutoff=0.5):
-        return f"did you mean {ours[close[0]].removeprefix('--')!r}?"
+        near[flag] = flag
+    if close := difflib.get_close_matches(name, near, n=1, cutoff=0.5):
+        return f"did you mean {near[close[0]]!r}?"
     sections = dict.fromkeys(flag.partition(".")[0] for flag in flags if "." in flag)
     return f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one"

@@ -22,7 +22,12 @@ from rl_core.metrics import Metric, reduce_metrics
 def locked(out: Path) -> Iterator[None]:
     """Holds the folder until the run ends, however it ends. Raises ValueError if another run has
     it."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out {out} cannot be made: {error.strerror}; name a folder where you may write"
+        ) from None
     with open(out / ".lock", "a+") as file:
         for wait_s in (0.1, 0.0):  # who looks whether a run goes on holds it for an instant
             with suppress(BlockingIOError):

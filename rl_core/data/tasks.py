@@ -37,8 +37,8 @@ def prompt_messages(row: dict[str, Any]) -> list[Message]:
     if column is None:
         have = ", ".join(map(str, row)) or "no columns"
         raise ValueError(
-            f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; read another by "
-            "--data.columns prompt=NAME"
+            f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; of "
+            "a file another is read by --data.columns prompt=NAME"
         )
     messages = column_messages(row, column)
     if column == "conversations":
@@ -186,10 +186,11 @@ class TaskSource:
     def keep(self, indices: Sequence[int]) -> None:
         """Keeps these rows alone; they keep their ids."""
         if not indices:
-            raise ValueError(
-                f"{self.env}: the {self.split} data set has no row, or none that fits; it must "
-                "have one"
-            )
+            part = self.split.partition("/")[0]
+            fix = f"no row; give some by --data.{part} or load_tasks({part!r})"
+            if len(self.rows):
+                fix = "no row that fits; raise --max_prompt_tokens"
+            raise ValueError(f"{self.env}: the {self.split} data set has {fix}")
         self.kept = indices
         self.draw_by(RowOrder(len(indices), self.seed, self.shuffle))
 

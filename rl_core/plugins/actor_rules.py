@@ -22,10 +22,6 @@ OF_ACTOR = [
         ".max_tokens={a.max_tokens} must be at most --max_tokens={c.max_tokens}",
     ),
     (
-        lambda c, name, a: not a.model,
-        ".model is missing: a folder or hub name, or the endpoint's model",
-    ),
-    (
         lambda c, name, a: a.api and a.train,
         ".api={a.api} and train=true: an endpoint cannot learn; drop one of them",
     ),
@@ -122,12 +118,17 @@ def check_actors(config: Config) -> None:
     """Raises ValueError with what was given, the rule and the fix."""
     for name, actor in config.actors.items():
         prefix = f"--actors.{name}"
+        others = {other: part for other, part in config.actors.items() if other != name}
         if actor.share:
-            others = {other: part for other, part in config.actors.items() if other != name}
             if actor.share not in others:
                 near = nearest(actor.share, others)
                 raise ValueError(f"{prefix}.share={actor.share} is no other actor; {near}")
             refuse(OF_SHARER, prefix, c=config, name=name, a=actor, o=others[actor.share])
+        if not actor.model:
+            near = f"; of the actors, {nearest(name, others)}" if others else ""
+            raise ValueError(
+                f"{prefix}.model is missing: a folder or hub name, or the endpoint's model{near}"
+            )
         refuse(OF_ACTOR, prefix, c=config, name=name, a=actor)
         if actor.lora.quantize == "nf4":
             require("bitsandbytes", "lora.quantize=nf4", "bnb")

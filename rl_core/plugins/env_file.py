@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
-from rl_core.data.tasks import shorten
+from rl_core.data.tasks import PROMPT_COLUMNS, first_column, make_task, shorten
 from rl_core.plugins.env_hooks import execute_file, make_env, marked_rewards
 from rl_core.rules import nearest
 from rl_core.sampling.env import ARGUMENTS, Env
@@ -237,6 +237,9 @@ def check_columns(
                 if files:
                     hint += f"; read another column by --data.columns {name}=COLUMN"
                 place = row_place(index, files, split)
+                if first_column(row, PROMPT_COLUMNS) is None:
+                    # Raises: what lacks the prompt too is rarely meant for these hooks.
+                    make_task(row, index, env.name, split, place=place)
                 raise ValueError(
                     f"{env.path}: {what} names {name!r}, which is neither one of its arguments "
                     f"nor a column of {place}; {hint}"

@@ -67,7 +67,7 @@ def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[Trai
     if samples[0].token_ids.tolist() == samples[1].token_ids.tolist():
         raise ValueError(
             f"'chosen' and 'rejected' have the same tokens, {shorten(row['chosen'])}: a pair must "
-            "differ"
+            "differ; remove this row from the file"
         )
     margin = row.get("margin") or 0.0
     if not isinstance(margin, (int, float)) or not math.isfinite(margin):

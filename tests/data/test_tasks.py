@@ -500,8 +500,11 @@ def test_a_source_without_some_rows_keeps_the_ids_of_the_others():
     assert [t.id for t in source] == ["eval/1", "eval/4"]
     assert len(source) == 2
     assert {source.task(p).id for p in range(2)} == {"eval/1", "eval/4"}
-    with pytest.raises(ValueError, match="the eval data set has no row, or none that fits"):
+    with pytest.raises(ValueError, match="eval data set has no row that fits; raise --max_prompt"):
         source.keep([])
+    for split, part in (("train", "train"), ("eval/aime", "eval")):
+        with pytest.raises(ValueError, match=f"{split} data set has no row; .*--data.{part} or"):
+            TaskSource([], env="e", split=split, seed=0, shuffle=True)
 
 
 def test_tasks_of_a_mix_are_the_same_from_any_position_on():

@@ -61,7 +61,8 @@ REFUSED = {
         "{dir}/choosen.jsonl": "row 1 of {dir}/choosen.jsonl: it needs a column 'chosen'; "
         "did you mean 'choosen'?; read another by --data.columns chosen=NAME",
         "--algorithm dpo --data.train "
-        "{dir}/equal.jsonl": "row 1 of {dir}/equal.jsonl: 'chosen' and 'rejected' have",
+        "{dir}/equal.jsonl": "row 1 of {dir}/equal.jsonl: 'chosen' and 'rejected' have ... "
+        "remove this row",
     },
     TWO: {
         "--env_path {dir}/alicia.py": "alicia ... alice",
@@ -86,6 +87,11 @@ BAD_FILES = {
         ROW,
         "env.py ... anwser ... did you mean 'answer'?; read another column by --data.columns "
         "anwser=COLUMN",
+    ),
+    "a misspelt prompt": (
+        SCORES,
+        '{"promt": "1"}',
+        "row 1 of ... needs one of the columns ... has promt; ... --data.columns prompt=NAME",
     ),
     "a prompt of null": (
         SCORES,
@@ -213,6 +219,14 @@ FLAGS = [
         MODEL,
         "--actors.bob.lora.rnk 4",
         "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'",
+    ),
+    (MODEL, "--betaa 1", "unknown flag --betaa; did you mean 'algo.kl_coef'?"),
+    (MODEL, "--n_gpus_per_nod 1", "unknown flag --n_gpus_per_nod; did you mean '"),
+    (
+        MODEL,
+        "--actors.polcy.lora.rank 4",
+        "--actors.polcy.model is missing: a folder or hub name, or the endpoint's model; of the "
+        "actors, did you mean 'policy'?",
     ),
     (MODEL, "--critic.gae_lamda 1", "did you mean 'critic.gae_lambda'"),
     (MODEL, "4", "argument '4' has no flag before it; write --name value"),
@@ -484,7 +498,7 @@ def test_a_file_of_flags_is_refused_with_its_name(tmp_path):
         with pytest.raises(ValueError, match=f"--config {file}: ") as error:
             parse_config(["--config", str(file)])
         assert says in str(error.value)
-    with pytest.raises(ValueError, match=r"no\.yaml"):
+    with pytest.raises(ValueError, match=r"no\.yaml: No such file or directory; name a YAML"):
         parse_config(["--config", str(tmp_path / "no.yaml")])
 
 

@@ -97,6 +97,16 @@ with locked(Path(sys.argv[1])):
         kill_session(process)
 
 
+def test_a_folder_that_cannot_be_made_is_refused_with_the_fix(flags, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main([*flags, "--out", str(tmp_path / "file/run")]) == 1
+    said = capsys.readouterr().err
+    assert said == (
+        f"error: --out {tmp_path}/file/run cannot be made: Not a directory; name a folder where "
+        "you may write\n"
+    )
+
+
 def test_who_looks_whether_a_run_goes_on_stops_none(tmp_path, monkeypatch):
     with open(tmp_path / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
