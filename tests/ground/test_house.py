@@ -286,7 +286,7 @@ def sizes() -> dict[str, Size]:
 # A change that makes something smaller lowers its row. `python tests/ground/test_house.py` prints
 # the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
-    "spine": (33_130, 302, 5.6),  # goal: 24,000
+    "spine": (33_180, 302, 5.6),  # goal: 24,000
     "engines": (15_650, 240, 5.75),
     "agents": (11_100, 300, 6.0),
     "plugins": (55_050, 290, 6.0),
