@@ -14,7 +14,7 @@ from rl_core.learning.learner import Learner, Metrics
 from rl_core.learning.loading import compute_dtype, load_model_config, on_meta
 from rl_core.learning.minibatches import Minibatch
 
-# A rank holds 16 bytes of each: 1.6 GB at most.
+# A rank holds 20 bytes of each that is trained: 2 GB at most, and as much for a critic.
 MOST_PARAMETERS = 100_000_000
 
 
@@ -29,8 +29,11 @@ def num_copies(config: Config, num_ranks: int, actors: Iterable[str]) -> int:
     for name in actors:
         own, actor = config.of(name), config.actors[name]
         is_plain = own.learner.offload != "always" and actor.lora.quantize == "none"
-        if compute_dtype(own) != torch.float32 or not is_plain:
+        has_others = own.algo.teacher or own.algo.reference  # models that may be larger
+        if compute_dtype(own) != torch.float32 or not is_plain or has_others:
             return 1
+        if actor.share:  # the weights of another
+            continue
         try:
             model = on_meta(load_model_config(actor.model))
         except (OSError, ValueError):
@@ -65,6 +68,8 @@ def average_gradients(parameters: list[nn.Parameter], num_ranks: int) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grads.append(parameter.grad)
+    if not grads:
+        return
     flat = torch.cat([grad.flatten() for grad in grads]).div_(num_ranks)
     dist.all_reduce(flat)
     parts = flat.split([grad.numel() for grad in grads])

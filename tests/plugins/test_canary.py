@@ -59,7 +59,8 @@ def test_a_healthy_engine_agrees_with_its_learner_after_every_update(tiny_model,
 def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(
     tiny_model, torchrun, tmp_path
 ):
-    torchrun(2, "-m", "rl_core.train", *flags_of(tiny_model, tmp_path / "run"))
+    flags = [*flags_of(tiny_model, tmp_path / "run"), "--dp_replicate", "1"]
+    torchrun(2, "-m", "rl_core.train", *flags)
     assert 0 < max(largest(tmp_path / "run")) < 1e-4
 
 
@@ -147,7 +148,8 @@ def run_broken(torchrun, num_ranks: int, folder: Path, flags: list[str], **how):
 
 
 def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tmp_path):
-    done = run_broken(torchrun, 2, tmp_path, flags_of(tiny_model, tmp_path / "run"), rank=1, call=1)
+    flags = [*flags_of(tiny_model, tmp_path / "run"), "--dp_replicate", "1"]
+    done = run_broken(torchrun, 2, tmp_path, flags, rank=1, call=1)
     assert "does not sample with its learner's weights" in done.stderr
     assert "rank 0 ended with 1" in done.stdout and "rank 1 ended with 1" in done.stdout
 

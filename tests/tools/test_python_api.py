@@ -161,7 +161,9 @@ def test_two_ranks_from_python_are_those_of_the_command(config_of, tiny_model, t
     flags = [f"--{name}={value}" for name, value in SIZES.items()]
     flags += ["--model", tiny_model, "--env_path", file, "--data.train", tmp_path / "rows.jsonl"]
     run(tmp_path / "command", flags, ranks=2)
-    result = train(config_of("python"), env=file, data=ROWS[:5], nproc=2)
+    # As run() gives it to the command.
+    config = config_of("python", dp_replicate=1)
+    result = train(config, env=file, data=ROWS[:5], nproc=2)
     assert result.step == 2 and "saved step 2" in capsys.readouterr().out
     theirs, ours = weights(tmp_path / "command"), weights(result.out)
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
