@@ -311,6 +311,25 @@ def test_what_a_unit_saves_is_what_neighbours_have_in_common():
     assert [unit.num_tokens for unit in units] == [52, 52, 32, 200]
 
 
+def test_a_unit_that_saves_too_little_is_halved_and_its_second_half_begins_after_the_first():
+    """Four samples of 100 tokens that are read begin with 12 equal ones. To share these saves less
+    than a tenth. The last two begin with 60 equal ones."""
+    trunk = list(range(12))
+    middles = [[20] * 48, [21] * 48, [22] * 48, [22] * 48]
+    streams = [trunk + middle + [30 + i] * 41 for i, middle in enumerate(middles)]
+    streams.append([90] * 1001)
+    samples = []
+    for number, stream in enumerate(streams):
+        mask = [0] + [1] * (len(stream) - 1)
+        samples.append(sample(stream, mask, 1.0, "h" if number == 4 else "g"))
+    _, [units] = plan_of([samples], PackBudget(max_tokens=330))
+    found = [(unit.first, unit.num_samples, unit.num_tokens) for unit in units]
+    assert found == [(0, 2, 200), (2, 2, 140), (4, 1, 1000)]
+    for first, num_samples, num_tokens in found:
+        batch = pack_samples(samples[first : first + num_samples])
+        assert len(batch.input_ids) == num_tokens
+
+
 def test_a_sample_that_is_skipped_hides_nothing_from_its_neighbours():
     trunk = list(range(20))
     streams = {"a": trunk + [50] * 5, "b": trunk[:3] + [55] * 5, "c": trunk + [60] * 5}

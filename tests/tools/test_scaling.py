@@ -68,6 +68,16 @@ def test_decode_reads_weights_and_keys_of_every_row():
     assert half["decode"] == pytest.approx(2 * 4000 * read / (0.6 * 3350e9))
 
 
+@pytest.mark.parametrize("name", GPUS)
+def test_the_figures_of_a_gpu_are_in_proportion(name):
+    """Of one that is wrong by ten, a quotient is far from those of all data sheets."""
+    gpu = GPUS[name]
+    assert 100 < gpu.tflops * 1e12 / (gpu.memory_gbs * 1e9) < 400  # FLOPs a byte
+    assert 20 < gpu.memory_gbs / gpu.memory_gib < 50
+    assert 3 < gpu.memory_gbs / gpu.nvlink_gbs < 15
+    assert 5 < gpu.nvlink_gbs / gpu.network_gbs < 25
+
+
 def test_more_engines_than_groups_are_no_faster():
     assert sample_s(WORK, 128, 1, 256, H100) == sample_s(WORK, 1024, 1, 256, H100)
 
