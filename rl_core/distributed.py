@@ -215,15 +215,17 @@ def all_gather_json(value: Any, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value, default=float).encode()), dtype=torch.uint8)
-    sizes = torch.zeros(ranks.size, dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    # Not all_gather_into_tensor(), which torch 2.13 warns about, nor what replaces it, which 2.11
+    # has not.
+    sizes = list(torch.zeros(ranks.size, dtype=torch.int64).split(1))
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
     padded[: len(data)] = data
-    gathered = torch.zeros(ranks.size * len(padded), dtype=torch.uint8)
-    dist.all_gather_into_tensor(gathered, padded)
+    gathered = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
     values = []
-    for row, size in zip(gathered.split(len(padded)), sizes.tolist(), strict=True):
-        values.append(json.loads(row[:size].numpy().tobytes()))
+    for row, size in zip(gathered, sizes, strict=True):
+        values.append(json.loads(row[: int(size)].numpy().tobytes()))
     return values
 
 

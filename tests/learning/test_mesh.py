@@ -12,6 +12,7 @@ import json
 import random
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from rl_core.config import LoraConfig, parse_config
-from rl_core.distributed import Mesh, Ranks, barrier, local, make_mesh, on_mesh
+from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
 from rl_core.learning import logprobs as fused
 from rl_core.metrics import reduce_metrics
 from rl_core.models import make_policy
@@ -485,6 +486,16 @@ def test_adapters_are_not_split():
     check_tensor_parallel(2, config, LoraConfig())
     with pytest.raises(ValueError, match=r"--tp=2 does not split adapters; take --tp 1"):
         check_tensor_parallel(2, config, LoraConfig(rank=4))
+
+
+def gather_without_warnings(ranks: Ranks) -> list:
+    warnings.simplefilter("error")
+    return all_gather_json({"rank": ranks.rank, "text": "x" * ranks.rank}, ranks)
+
+
+def test_ranks_tell_each_other_values_and_torch_warns_of_nothing():
+    found = of_ranks(2, __file__, "gather_without_warnings")
+    assert found == [[{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}]] * 2
 
 
 def test_a_run_with_a_model_that_cannot_be_split_is_refused(places, tmp_path):
