@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
@@ -23,6 +24,11 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
     what is asked of it."""
     actor = config.actors[name]
     model_config = read_config(actor.model)
+    is_scoring = "ForSequenceClassification" in str(model_config.architectures)
+    if is_scoring and config.algorithm != "rm":
+        from rl_core.plugins.model_paths import refuse_reward_model
+
+        refuse_reward_model(actor.model)
     check_positions(config, actor.model, model_config)
     if actor.router_replay:
         from rl_core.plugins.router_replay import check_replay
@@ -63,6 +69,10 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
 
 def read_config(path: str) -> PretrainedConfig:
     """The model's config.json. Raises ValueError if there is none, or if it cannot be trained."""
+    if not Path(path).exists():
+        from rl_core.plugins.model_paths import check_path
+
+        check_path(path)
     try:
         config = load_model_config(path)
     except (OSError, ValueError) as error:

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import difflib
+import json
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+
+def check_path(name: str) -> None:
+    """Raises ValueError for a path that means a folder here, which does not exist."""
+    path = Path(name)
+    if is_local(name) and not path.exists():
+        raise ValueError(f"model {path}: no such folder{nearest_folder(path)}")
+
+
+def is_local(name: str) -> bool:
+    """Whether a name that is no folder here means one. Names of the hub are org/name."""
+    path = Path(name)
+    is_written_so = path.is_absolute() or name.startswith(("./", "../", "~"))
+    return is_written_so or len(path.parts) > 2 or (path.parent.name != "" and path.parent.is_dir())
+
+
+def check_plays(model: str) -> None:
+    """Raises ValueError for a folder or a run that has no model that speaks, before anything else
+    is asked of it."""
+    if "://" in model:
+        return
+    check_path(model)
+    for folder in (Path(model), *Path(model).glob("hf/*")):
+        file = folder / "config.json"
+        architectures = None
+        with suppress(ValueError, OSError):  # What is wrong with it is told when the model loads.
+            architectures = json.loads(file.read_text()).get("architectures")
+        if "ForSequenceClassification" in str(architectures):
+            refuse_reward_model(str(folder))
+
+
+def refuse_reward_model(path: str) -> NoReturn:
+    raise ValueError(
+        f"model {path} looks like a reward model, which scores replies and says none; name the "
+        "model that it was trained from, and score with this one by RewardModel in a reward_fn "
+        "(docs/rewards.md)"
+    )
 
 
 def why_no_model(name: str, error: Exception) -> str:
     """`error`: what transformers says of its config.json."""
     path = Path(name)  # without the ./ of the name
-    reason = str(error).splitlines()[0]
+    reason = str(error).splitlines()[0].rstrip(".")
     if (path / "hf").exists():
         found = exported(path / "hf")
         return f"model {path} is a run's folder; name the model that it exported: {found}"
@@ -21,11 +61,11 @@ def why_no_model(name: str, error: Exception) -> str:
         return f"model {path} is an adapter; name a whole model, such as the merged one in {merged}"
     if path.is_dir():
         return f"model {name!r} cannot be loaded: {reason}"
-    near = nearest_folder(path)
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or len(path.parts) > 2:
-        return f"model {path}: no such folder{near}"
     # "org/name" may mean a folder too, of which transformers says nothing.
-    return f"model {name!r} is no folder here, and the hub does not give it: {reason}{near}"
+    return (
+        f"model {name!r} is no folder here, and the hub does not give it: {reason}; name a model's "
+        f"folder, or write a tiny one by rl-core init{nearest_folder(path)}"
+    )
 
 
 def exported(folder: Path) -> str:

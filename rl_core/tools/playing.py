@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
 from rl_core.plugins.actor_rules import URL
+from rl_core.plugins.model_paths import check_plays
 
 if TYPE_CHECKING:
     from rl_core.data.tasks import TaskSource
@@ -57,6 +58,8 @@ def read_flags(
             "name a model first: a folder, a hub name, or NAME@URL of an OpenAI-compatible endpoint"
         )
     options, flags = parser.parse_known_args(argv)
+    for model in options.models:
+        check_plays(model)
     before = next(filter(None, map(flags_of_run, options.models)), None)
     if before is None:
         has_model = any(re.match(r"--(model|actors\.[^.]+\.(model|api))\b", flag) for flag in flags)

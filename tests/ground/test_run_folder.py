@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from kit import kill_session, start_process, words
 
+from rl_core.cli import main as rl_core_command
 from rl_core.plugins.checkpoint import checkpoints_in
 from rl_core.run_folder import locked
 from rl_core.train import main
@@ -164,3 +166,26 @@ def test_a_model_named_with_a_dot_before_it_is_a_folder_and_no_name_of_the_hub(
     monkeypatch.chdir(tmp_path)
     assert main([*flags, "--model", "./tniy", "--out", "out"]) == 1
     assert capsys.readouterr().err == "error: model tniy: no such folder; did you mean tiny?\n"
+
+
+def test_a_reward_model_does_not_speak(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rm/hf/policy").mkdir(parents=True)
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}
+    (tmp_path / "rm/hf/policy/config.json").write_text(json.dumps(config))
+    said = "error: model rm/hf/policy looks like a reward model"
+    assert main([*flags, "--model", "rm/hf/policy", "--out", "out"]) == 1
+    assert capsys.readouterr().err.startswith(said)
+    for model in ("rm", "rm/hf/policy"):
+        assert rl_core_command(["eval", model]) == 1
+        assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_folder_that_is_not_beside_its_neighbours_is_no_name_of_the_hub(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/first").mkdir(parents=True)
+    assert rl_core_command(["eval", "runs/frist"]) == 1
+    said = "error: model runs/frist: no such folder; did you mean runs/first?\n"
+    assert capsys.readouterr().err == said
