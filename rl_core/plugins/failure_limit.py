@@ -90,12 +90,12 @@ def refuse_failures(
         rule = ", all that there were"
         if are_too_many:
             rule = (
-                f", and more than --rollout.max_failed_fraction={limit} of the last {len(rows)} "
-                "rows"
+                f", and more than --rollout.max_failed_fraction={limit} allows: of the last "
+                f"{len(rows)} rows {bad_rows:.4g} failed, where a row counts by its failed part, "
+                f"and {limit * counted:.4g} may"
             )
             if counted > len(rows):
-                rule += f", which count as {counted}"
-            rule += f" ({bad_rows:.4g} failed, {limit * counted:.4g} may)"
+                rule += f", {limit} of {counted} rows, of which it is taken at the start of a run"
         raise RunError(
             f"{failed} of {total} episodes of {name} failed{rule}. The first: {firsts[0]}"
         )

@@ -158,8 +158,10 @@ class Reader:
             self.refuse(f"expected {token!r}")
 
     def refuse(self, why: str) -> NoReturn:
+        start = self.tokens[self.index][1]
         shown = re.sub(r"\s", " ", self.text)
-        raise ValueError(f"{why}\n  {shown}\n  {' ' * self.tokens[self.index][1]}^")
+        # Errors are told in one line, in which a caret below the text would be lost.
+        raise ValueError(f"{why}; at >>> in {shown[:start]}>>>{shown[start:]}")
 
     def schedule(self) -> tuple[Piece, ...]:
         pieces = [self.piece()]
@@ -193,7 +195,9 @@ class Reader:
         if not NAME.match(self.token):
             self.refuse("expected an actor's name, '*' or '('")
         if self.actors and self.token not in self.actors:
-            self.refuse(f"{self.token!r} is no actor; {nearest(self.token, sorted(self.actors))}")
+            near = nearest(self.token, sorted(self.actors))
+            more = f"--actors.{self.token}.model PATH adds one"
+            self.refuse(f"{self.token!r} is no actor; {near} ({more})")
         self.index += 1
         return self.tokens[self.index - 1][0]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_core.rules import printable
 
+MOST_STEPS = 10  # that an error lists one by one
 COLOURS = {"reward": 1, "system": 35, "user": 36, "tool": 33, "assistant": 32, "failed": 31}  # ANSI
 
 
@@ -64,14 +65,28 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
         step = max(steps)
     files = [file for file, number in zip(found, steps, strict=True) if number == step]
     if not files:
-        listed = (
-            ", ".join(map(str, sorted(set(steps)))) or "none; was it run with --rollout.save false?"
-        )
         named = f" --step {step}" if step is not None else ""
         raise ValueError(
-            f"{run}{named}: no episodes in {run / 'rollouts'}; steps with {kind} episodes: {listed}"
+            f"{run}{named}: no episodes in {run / 'rollouts'}; steps with {kind} episodes: "
+            f"{describe_steps(run, steps)}"
         )
     return files
+
+
+def describe_steps(run: Path, steps: list[int]) -> str:
+    """Which steps have episodes, or why none has."""
+    from rl_core.config import RL
+    from rl_core.plugins.run_files import read_config
+
+    if len(set(steps)) > MOST_STEPS:
+        return f"{len(set(steps))} from {min(steps)} to {max(steps)}"
+    if steps:
+        return ", ".join(map(str, sorted(set(steps))))
+    file = run / "config.yaml"
+    algorithm = read_config(file).get("algorithm") if file.is_file() else None
+    if algorithm and algorithm not in RL:
+        return f"none; --algorithm {algorithm} learns from rows and plays no episodes"
+    return "none; was it run with --rollout.save false?"
 
 
 def reasons(options: argparse.Namespace) -> str:

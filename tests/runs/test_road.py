@@ -138,7 +138,7 @@ def test_an_evaluation_where_all_fail_stops_the_run_and_is_in_its_folder_too(run
 
 def test_where_half_of_the_rows_fail_the_run_stops_after_a_few_steps(run):
     status, out, said = run(FAILS.format(when="n % 2"), "--num_steps", "20", num_rows=80)
-    assert status == 1 and "more than --rollout.max_failed_fraction=0.1 of the last" in said
+    assert status == 1 and "more than --rollout.max_failed_fraction=0.1 allows: of the last" in said
     assert 1 <= len(metrics(out)) <= 5
     assert said.rstrip().endswith(f"all reasons: rl-core show {out} --reasons")
 
@@ -155,7 +155,8 @@ def test_an_evaluation_that_fails_too_often_names_the_command_that_shows_its_rea
     status, out, said = run(
         FAILS.format(when="n % 2"), "--num_steps", "1", "--eval_every", "1", num_rows=8
     )
-    assert status == 1 and "of the last 8 rows (4 failed, 0.8 may)" in said
+    assert status == 1 and "of the last 8 rows 4 failed, where a row" in said
+    assert "and 0.8 may. The first" in said
     assert said.rstrip().endswith(f"all reasons: rl-core show {out} --reasons --eval")
 
 
@@ -181,8 +182,9 @@ def test_the_error_for_too_many_failures_names_its_rule():
     with pytest.raises(RunError) as error:
         refuse_failures(episodes, {}, 0.1, "the step", ranks)
     rule = (
-        "more than --rollout.max_failed_fraction=0.1 of the last 20 rows, which count as 50 (8 "
-        "failed, 5 may)"
+        "more than --rollout.max_failed_fraction=0.1 allows: of the last 20 rows 8 failed, where a "
+        "row counts by its failed part, and 5 may, 0.1 of 50 rows, of which it is taken at the "
+        "start of a run. The first"
     )
     assert rule in str(error.value)
 

@@ -599,7 +599,7 @@ GOOD = "def reward_fn(): return 1\n"
         (GOOD + "def add(a):\n    '''Adds.\n\n    Args:\n        a: it\n    '''\ntools = [add]", "type hint for each argument"),
         (GOOD + "turns = 3", "turns = 3 must be a schedule, a list of names or a function"),
         (GOOD + "turns = []", "expected an actor's name"),
-        (GOOD + "turns = 'bob -> -> alice'", r"x\.py: turns: expected an actor's name.*\n  bob -> -> alice\n         \^"),
+        (GOOD + "turns = 'bob -> -> alice'", r"x\.py: turns: expected an actor's name.* bob -> >>>-> alice$"),
         (GOOD + "system_prompts = {'bob': 3}", "must be a dict of names and texts"),
         (GOOD + "system_prompts = {'bob': 'a\\n{{ answer'}", r"system_prompts\['bob'\], line 2: "),
         (GOOD + "name_prefix = 'yes'", "name_prefix = 'yes' must be True or False"),
@@ -625,7 +625,7 @@ def test_a_bad_file_is_refused(env_of, code, match):
         (
             "turns = 'bob -> alise'",
             ["alice", "bob"],
-            r"x\.py: turns: 'alise' is no actor; did you mean 'alice'\?\n",
+            r"x\.py: turns: 'alise' is no actor; did you mean 'alice'\? .* in bob -> >>>alise$",
         ),
         (
             "turns = ['bob', 'alise']",

@@ -117,7 +117,14 @@ def test_orders_of_random_schedules_are_those_of_the_grammar():
 def test_what_does_not_parse_is_refused_with_its_place_marked(text, place, why):
     with pytest.raises(ValueError, match=re.escape(why)) as error:
         parse_schedule(text, ACTORS)
-    assert str(error.value).splitlines()[1:] == ["  " + text, "  " + " " * place + "^"]
+    assert str(error.value).endswith(f"; at >>> in {text[:place]}>>>{text[place:]}")
+
+
+def test_an_actor_that_is_not_there_can_be_added():
+    with pytest.raises(
+        ValueError, match=r"'alise' is no .* \(--actors.alise.model PATH adds one\)"
+    ):
+        parse_schedule("bob -> alise", ACTORS)
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,22 @@ def test_show_says_what_there_is(run, capsys, flags, says):
     assert says in capsys.readouterr().err
 
 
+def test_show_says_that_a_run_on_rows_plays_no_episodes(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "config.yaml").write_text("algorithm: dpo\n")
+    assert main(["show", str(tmp_path)]) == 1
+    assert "none; --algorithm dpo learns from rows and plays no" in capsys.readouterr().err
+
+
+def test_show_tells_the_range_of_many_steps(tmp_path, capsys):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    for step in range(1, 101):
+        (tmp_path / f"rollouts/step_{step:06d}.jsonl.zst").touch()
+    assert main(["show", str(tmp_path), "--step", "400"]) == 1
+    assert capsys.readouterr().err.endswith("steps with step episodes: 100 from 1 to 100\n")
+
+
 def test_show_and_view_name_the_runs_in_a_folder_that_is_none(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("first/run/rollouts").mkdir(parents=True)
