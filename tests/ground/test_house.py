@@ -300,7 +300,7 @@ BUDGETS = {
 }
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
-    "rl_core without sandbox, service, tools: nodes": 103_800,  # goal: 58,000
+    "rl_core without sandbox, service, tools: nodes": 103_950,  # goal: 58,000
     "longest file of rl_core/: lines": 505,  # goal: 350
     "spine: comprehensions per 1,000 lines": 31,  # goal: 30
     "spine: conditional expressions per 1,000 lines": 18,
