@@ -87,7 +87,7 @@ def make_learner(
             ),
         )
         adapter = next(iter(adapters), "")
-    make = learner_with(config, has_copies=ranks.size > 1 and not policy.is_sharded)
+    make = learner_with(config, ranks.size)
     if own_parts:
         make = own_parts.learner(make)
     spec = PartSpec(
@@ -121,15 +121,14 @@ def adapters_of(config: Config, name: str) -> dict[str, Adapter]:
     return adapters
 
 
-def learner_with(config: Config, has_copies: bool = False) -> Callable[..., Learner]:
-    """Learner() with the optimizer that the flags name. `has_copies`: each of several ranks holds
-    all weights."""
+def learner_with(config: Config, num_ranks: int) -> Callable[..., Learner]:
+    """Learner() with the optimizer that the flags name."""
     learner_class = Learner
     if compute_dtype(config) == torch.float16:
         learner_class = registry.scaled_learner()
     if config.learner.inference_tokens:
         learner_class = registry.joining(learner_class)
-    if has_copies:
+    if num_ranks > 1:
         learner_class = registry.with_whole_copies(learner_class)
     return partial(learner_class, make_optimizer=registry.OPTIMIZERS[config.optim.name]())
 

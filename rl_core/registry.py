@@ -687,9 +687,7 @@ def checkpointer(trainer: Any):
 
 
 def num_copies(config: Any, num_ranks: int, actors: Any) -> int:
-    if config.dp_replicate != "auto":
-        return config.dp_replicate
-    if num_ranks < 2:
+    if num_ranks < 2 and config.dp_replicate == "auto":
         return 1
     from rl_core.plugins.whole_copies import num_copies
 

@@ -218,7 +218,7 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
         policy=policy,
         ranks=on_gpu_ranks,
         load=load,
-        make=learner_with(how),
+        make=learner_with(how, num_ranks=1),
     )
     parts = [make(spec) for is_wanted, make in PARTS if is_wanted(spec)]
     loss = pair_loss(name) if algorithm.is_pairs else None

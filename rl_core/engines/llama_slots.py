@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_core.engines.onednn import is_plain, padded_product, rows_for_onednn
+from rl_core.engines.onednn import is_plain, linear, mlp, padded_product, rows_for_onednn
 from rl_core.engines.slots import ForwardPlan, SlotCache, SlotModel, new_zeros, slot_attention
 
 # Frequencies of these depend on how long the rows of a forward are.
@@ -53,14 +53,6 @@ class LlamaCache(SlotCache):
         return [] if self.stack is None else [self.stack]
 
 
-def linear(module: nn.Module, x: Tensor) -> Tensor:
-    """What a linear layer gives, without a gradient."""
-    num_rows = x.numel() // x.shape[-1]
-    if is_plain(module) and num_rows >= rows_for_onednn(module.weight):
-        return padded_product(x, module.weight, module.bias)
-    return module(x)
-
-
 class Product:
     """A linear layer. One without adapters or quantised weights is its product alone."""
 
@@ -68,7 +60,7 @@ class Product:
         self.module = module
         is_read = is_plain(module)
         self.weight = module.weight if is_read else None  # [out, in], read in place
-        self.turned = module.weight.T if is_read else None
+        self.weight_t = module.weight.T if is_read else None
         self.bias = module.bias if is_read else None
         self.large_from = rows_for_onednn(module.weight) if is_read else math.inf  # rows
 
@@ -85,16 +77,16 @@ class Product:
         if self.weight is None or len(x) >= self.large_from:
             out.copy_(self(x))
         elif self.bias is None:
-            torch.mm(x, self.turned, out=out)
+            torch.mm(x, self.weight_t, out=out)
         else:
-            torch.addmm(self.bias, x, self.turned, out=out)
+            torch.addmm(self.bias, x, self.weight_t, out=out)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total [n, out] += x [n, in] @ W.T + bias"""
         if self.weight is None or len(x) >= self.large_from:
             total += self(x)
             return
-        total.addmm_(x, self.turned)
+        total.addmm_(x, self.weight_t)
         if self.bias is not None:
             total += self.bias
 
@@ -269,7 +261,8 @@ class LlamaSlots(SlotModel):
         rotary = cos[:, :, None], sin[:, :, None]
         for layer in decoder.layers:
             x = x + attention(layer.self_attn, normed(layer.input_layernorm, x), rotary, plan)
-            x = x + mlp(layer.mlp, normed(layer.post_attention_layernorm, x))
+            h = normed(layer.post_attention_layernorm, x)
+            x = x + mlp(layer.mlp, h, padded_product)
         return normed(decoder.norm, x)
 
 
@@ -316,8 +309,10 @@ def attention(
 ) -> Tensor:
     """[n, S, hidden size], by the slots' attention."""
     heads = (*x.shape[:-1], -1, attn.head_dim)
-    query, key = linear(attn.q_proj, x).view(heads), linear(attn.k_proj, x).view(heads)
-    value = linear(attn.v_proj, x).view(heads)
+    query, key, value = (
+        linear(layer, x, padded_product).view(heads)
+        for layer in (attn.q_proj, attn.k_proj, attn.v_proj)
+    )
     if hasattr(attn, "q_norm"):
         query, key = normed(attn.q_norm, query), normed(attn.k_norm, key)
     num_heads = query.shape[2]
@@ -332,12 +327,7 @@ def attention(
         sliding_window=window_of(attn),
         slot_plan=plan,
     )
-    return linear(attn.o_proj, out.reshape(*x.shape[:-1], -1))
-
-
-def mlp(module: nn.Module, x: Tensor) -> Tensor:
-    gated = module.act_fn(linear(module.gate_proj, x))
-    return linear(module.down_proj, gated * linear(module.up_proj, x))
+    return linear(attn.o_proj, out.reshape(*x.shape[:-1], -1), padded_product)
 
 
 def signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

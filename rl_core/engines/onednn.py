@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -34,6 +35,22 @@ def rows_for_onednn(weight: Tensor) -> float:
     """Rows of x from which on x @ weight.T is quicker by oneDNN."""
     is_fit = weight.dtype == torch.float32 and weight.device.type == "cpu" and has_onednn()
     return LARGE_PRODUCT / weight.numel() if is_fit else math.inf
+
+
+def linear(module: nn.Module, x: Tensor, large_product: Callable[..., Tensor]) -> Tensor:
+    """What a linear layer gives for x [..., in]; by large_product(x, weight, bias) where oneDNN is
+    quicker."""
+    num_rows = x.numel() // x.shape[-1]
+    if is_plain(module) and num_rows >= rows_for_onednn(module.weight):
+        return large_product(x, module.weight, module.bias)
+    return module(x)
+
+
+def mlp(module: nn.Module, x: Tensor, large_product: Callable[..., Tensor]) -> Tensor:
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202), its three products by linear()."""
+    gates = module.act_fn(linear(module.gate_proj, x, large_product))
+    up = linear(module.up_proj, x, large_product)
+    return linear(module.down_proj, gates * up, large_product)
 
 
 def num_padding(num_rows: int) -> int:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
 from rl_core.engines import onednn
-from rl_core.engines.onednn import is_plain, rows_for_onednn
+from rl_core.engines.onednn import is_plain, linear, mlp, rows_for_onednn
 from rl_core.learning.attention import AttentionPlan
 
 
@@ -44,7 +44,8 @@ class LlamaDecoder:
         for layer in decoder.layers:
             h = normed(layer.input_layernorm, x)
             x = x + attention(layer.self_attn, h, rotary, attention_plan)
-            x = x + mlp(layer.mlp, normed(layer.post_attention_layernorm, x))
+            h = normed(layer.post_attention_layernorm, x)
+            x = x + mlp(layer.mlp, h, OneDNNLinear.apply)
         x = normed(decoder.norm, x[:num_tokens])
         return BaseModelOutput(last_hidden_state=x[None])
 
@@ -62,21 +63,18 @@ def attention(
 ) -> Tensor:
     """[T, hidden size]"""
     heads = len(x), -1, attn.head_dim
-    query, key = linear(attn.q_proj, x).view(heads), linear(attn.k_proj, x).view(heads)
-    value = linear(attn.v_proj, x).view(heads)
+    query, key, value = (
+        linear(layer, x, OneDNNLinear.apply).view(heads)
+        for layer in (attn.q_proj, attn.k_proj, attn.v_proj)
+    )
     if hasattr(attn, "q_norm"):
         query, key = normed(attn.q_norm, query), normed(attn.k_norm, key)
     query, key = Rotary.apply(query, *rotary), Rotary.apply(key, *rotary)
     num_tokens = plan.num_tokens
     qkv = query[:num_tokens], key[:num_tokens], value[:num_tokens]
     out = plan.attend(*qkv, attn.scaling, window_of(attn)).flatten(1)
-    return linear(attn.o_proj, pad(out, (0, 0, 0, len(x) - num_tokens)))
-
-
-def mlp(module: nn.Module, x: Tensor) -> Tensor:
-    """[T, hidden size]"""
-    gates = module.act_fn(linear(module.gate_proj, x))
-    return linear(module.down_proj, gates * linear(module.up_proj, x))
+    out = pad(out, (0, 0, 0, len(x) - num_tokens))
+    return linear(attn.o_proj, out, OneDNNLinear.apply)
 
 
 def window_of(attn: nn.Module) -> int | None:
@@ -88,13 +86,6 @@ def window_of(attn: nn.Module) -> int | None:
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return RMSNorm.apply(x, norm.weight, norm.variance_epsilon)
-
-
-def linear(module: nn.Module, x: Tensor) -> Tensor:
-    """[T, out]: what a linear layer gives."""
-    if is_plain(module) and len(x) >= rows_for_onednn(module.weight):
-        return OneDNNLinear.apply(x, module.weight, module.bias)
-    return module(x)
 
 
 class OneDNNLinear(torch.autograd.Function):

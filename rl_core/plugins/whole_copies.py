@@ -43,13 +43,14 @@ def num_copies(config: Config, num_ranks: int, actors: Iterable[str]) -> int:
 
 
 def with_whole_copies(learner_class: type[Learner]) -> type[Learner]:
-    """The class for policies that are not sharded, on several ranks."""
+    """The class, whose learners average gradients where several ranks each hold all weights."""
 
     class CopyLearner(learner_class):
         def backward(self, minibatch: Minibatch) -> Metrics:
             found = super().backward(minibatch)
-            parameters = [parameter for _, parameter in self.trained_parameters()]
-            average_gradients(parameters, self.ranks.size)
+            if self.ranks.size > 1 and not self.policy.is_sharded:
+                parameters = [parameter for _, parameter in self.trained_parameters()]
+                average_gradients(parameters, self.ranks.size)
             return found
 
     return CopyLearner

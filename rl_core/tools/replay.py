@@ -333,7 +333,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     from rl_core.plugins.sequence_shards import SequenceShards
 
     name, ranks, policy = old.name, old.ranks, old.policy
-    make = models.learner_with(config, has_copies=ranks.size > 1 and not policy.is_sharded)
+    make = models.learner_with(config, ranks.size)
     parts = {type(part): part for part in old.parts}
     reference, critic = parts.get(Reference), parts.get(Critic)
     compared_with = old.config.algo.reference or old.config.actors[name].model

@@ -127,7 +127,7 @@ def meta_learner(
         adapter="",
         ranks=ranks,
         load=load,
-        make=learner_with(config),
+        make=learner_with(config, num_ranks=1),
     )
     parts = [make(spec) for is_wanted, make in PARTS if is_wanted(spec)]
     loss = pair_loss(algorithm) if preset.is_pairs else None

@@ -344,11 +344,16 @@ def test_a_sample_that_is_skipped_hides_nothing_from_its_neighbours():
     assert plan.num_used == 25 + 25 + 100
 
 
-def test_the_branches_of_an_episode_go_to_one_rank_and_loads_are_even():
+def sixteen_episodes() -> list[TrainingSample]:
+    """Each of its own group, as a learner sorts them."""
     samples = []
     for number in range(16):
         samples += episode(f"{number}", 4, 1.0, f"{number:02d}")[0]
-    samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
+    return sorted(samples, key=lambda s: (s.group_id, s.token_ids.tobytes()))
+
+
+def test_the_branches_of_an_episode_go_to_one_rank_and_loads_are_even():
+    samples = sixteen_episodes()
     budget = PackBudget(max_tokens=400, num_ranks=2)
     plan, [units] = plan_of([samples], budget)
     assert [unit.group for unit in units] == list(range(16))
@@ -357,10 +362,7 @@ def test_the_branches_of_an_episode_go_to_one_rank_and_loads_are_even():
 
 
 def test_bins_do_not_depend_on_which_rank_has_a_group():
-    samples = []
-    for number in range(16):
-        samples += episode(f"{number}", 4, 1.0, f"{number:02d}")[0]
-    samples.sort(key=lambda s: (s.group_id, s.token_ids.tobytes()))
+    samples = sixteen_episodes()
     budget = PackBudget(max_tokens=400, num_ranks=2)
     even = [each for each in samples if int(each.group_id) % 2 == 0]
     odd = [each for each in samples if int(each.group_id) % 2]
