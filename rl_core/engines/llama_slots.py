@@ -344,10 +344,10 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def window_of(attn: nn.Module) -> int | None:
-    """Of an attention layer; Mistral has one for all."""
-    if hasattr(attn, "sliding_window"):
-        return attn.sliding_window
-    return getattr(attn.config, "sliding_window", None)
+    """Of an attention layer; Mistral has one for all, and Llama none whatever its file says."""
+    if attn.config.model_type == "mistral":
+        return attn.config.sliding_window
+    return getattr(attn, "sliding_window", None)
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:

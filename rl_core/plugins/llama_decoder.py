@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
 from rl_core.engines import onednn
+from rl_core.engines.llama_slots import window_of
 from rl_core.engines.onednn import is_plain, linear, mlp, rows_for_onednn
 from rl_core.learning.attention import AttentionPlan
 
@@ -75,13 +76,6 @@ def attention(
     out = plan.attend(*qkv, attn.scaling, window_of(attn)).flatten(1)
     out = pad(out, (0, 0, 0, len(x) - num_tokens))
     return linear(attn.o_proj, out, OneDNNLinear.apply)
-
-
-def window_of(attn: nn.Module) -> int | None:
-    """Of an attention layer; Mistral has one for all, and Llama none whatever its file says."""
-    if attn.config.model_type == "mistral":
-        return attn.config.sliding_window
-    return getattr(attn, "sliding_window", None)
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 OTHERS = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True, "sliding_window": 5},  # which has none
     "mistral": {"sliding_window": 5},
     "qwen2": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
