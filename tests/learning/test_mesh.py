@@ -21,7 +21,7 @@ from kit import answer, make_learner, of_ranks, run_ranks, sample, words
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import LoraConfig, parse_config
 from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
@@ -31,7 +31,8 @@ from rl_core.models import make_policy
 from rl_core.plugins.checkpoint import export_policy, save_checkpoint
 from rl_core.plugins.resume import load_checkpoint
 from rl_core.plugins.tensor_parallel import check_tensor_parallel, split_logprobs
-from rl_core.plugins.whole_copies import num_copies
+from rl_core.plugins import whole_copies
+from rl_core.plugins.whole_copies import average_gradients, num_copies
 from rl_core.types import TrainingSample
 
 MESHES = {
@@ -147,8 +148,6 @@ def marked(cases: list[tuple]) -> list:
 
 def make_models(folder: Path) -> None:
     """Every weight is drawn, norms and biases too, so that none is neutral."""
-    from transformers import AutoModelForCausalLM
-
     from rl_core.tools.tiny_model import character_tokenizer
 
     for name, shape in MODELS.items():
@@ -417,11 +416,41 @@ def test_bf16_is_as_near_as_without(results):
         ("--tp 2", 1),
         ("--learner.dtype bfloat16", 1),
         ("--learner.offload always", 1),
+        ("--algo.reference another", 1),
+        ("--algo.teacher another", 1),
     ],
 )
 def test_each_rank_holds_all_weights_of_a_small_model_on_cpus(tiny_model, flags, expected):
     config = parse_config(words("--env_path x.py --out x --model", tiny_model, flags))
     assert num_copies(config, 4, ["policy"]) == expected
+
+
+def test_models_that_learn_together_are_counted_together_but_not_one_that_they_share(
+    tiny_model, monkeypatch
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    monkeypatch.setattr(whole_copies, "MOST_PARAMETERS", 1.5 * model.num_parameters())
+    bob = f"--env_path x.py --out x --model {tiny_model} --actors.bob.model {tiny_model}"
+    config = parse_config(words(bob, "--actors.bob.train true"))
+    assert num_copies(config, 4, ["policy"]) == 4 and num_copies(config, 4, config.trained) == 1
+    shared = "--actors.policy.lora.rank 2 --actors.bob.lora.rank 2 --actors.bob.share policy"
+    config = parse_config(words(bob, shared, "--actors.bob.train true"))
+    assert num_copies(config, 4, config.trained) == 4
+
+
+def average(ranks: Ranks) -> list:
+    """Of three parameters: all ranks used the first, rank 0 the second, none the third."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    parameters[0].grad = torch.tensor([1.0, 10.0]) * (1 + ranks.rank)
+    if ranks.rank == 0:
+        parameters[1].grad = torch.tensor([4.0, 8.0])
+    average_gradients(parameters, ranks.size)
+    average_gradients(parameters[2:], ranks.size)
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+def test_gradients_are_averaged_and_what_no_rank_used_has_none():
+    assert of_ranks(2, __file__, "average") == [[[1.5, 15.0], [2.0, 4.0], None]] * 2
 
 
 def test_a_large_model_is_sharded(tiny_model, tmp_path):

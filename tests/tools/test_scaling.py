@@ -93,6 +93,9 @@ def test_a_learner_computes_three_forwards_and_gathers_twice_a_microbatch():
     assert found["traffic"] == pytest.approx(max(within, between) / 0.8)
     both = learn_s(replace(WORK, forwards=1, is_recomputed=True), plan, H100)
     assert both["compute"] == pytest.approx(found["compute"] * 5 / 3)
+    # Of ranks that split a sequence each computes its part of twice as many samples.
+    split = learn_s(WORK, SimpleNamespace(mesh=Mesh(dp_shard=32, cp=2)), H100)
+    assert split["compute"] == pytest.approx(found["compute"])
 
 
 def test_one_row_for_each_number_of_gpus_says_what_limits_it(flags, capsys):  # noqa: F811
