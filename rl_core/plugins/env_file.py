@@ -237,7 +237,8 @@ def check_columns(
                 if files:
                     hint += f"; read another column by --data.columns {name}=COLUMN"
                 place = row_place(index, files, split)
-                if first_column(row, PROMPT_COLUMNS) is None:
+                has_prompt = first_column(row, PROMPT_COLUMNS) is not None
+                if not has_prompt and name not in PROMPT_COLUMNS:
                     # Raises: what lacks the prompt too is rarely meant for these hooks.
                     make_task(row, index, env.name, split, place=place)
                 raise ValueError(

@@ -58,8 +58,8 @@ def read_flags(
             "name a model first: a folder, a hub name, or NAME@URL of an OpenAI-compatible endpoint"
         )
     options, flags = parser.parse_known_args(argv)
-    for model in options.models:
-        check_plays(model)
+    if len(options.models) == 1:  # Of several, one that fails leaves the others their scores.
+        check_plays(options.models[0])
     before = next(filter(None, map(flags_of_run, options.models)), None)
     if before is None:
         has_model = any(re.match(r"--(model|actors\.[^.]+\.(model|api))\b", flag) for flag in flags)
