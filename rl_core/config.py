@@ -409,7 +409,7 @@ class Config(Section):
         "auto", "varlen attention kernel; auto: flash_attn if it imports, else torch's"
     )
     dp_replicate: AtLeast1 | Literal["auto"] = flag(
-        "auto", "HSDP: copies of the weights; auto: 1, sharded (FSDP); on CPUs of small models all"
+        "auto", "HSDP: copies of the weights; auto: one per rank for small models on CPUs, else 1"
     )
     cp: AtLeast1 = flag(1, "context parallel: ranks that split each sequence (ring attention)")
     tp: AtLeast1 = flag(1, "tensor parallel: ranks that split each matrix")
