@@ -218,10 +218,17 @@ def choose_sampler(model: Any):
     if model.config.model_type in PACKED:
         from rl_core.engines.llama_slots import LlamaSlots
 
-        return LlamaSlots(model)
+        slots = LlamaSlots(model)
+        return replayed_on_gpu(slots) if model.device.type == "cuda" else slots
     from rl_core.plugins.row_sampling import choose_sampler
 
     return choose_sampler(model)
+
+
+def replayed_on_gpu(slots: Any):
+    from rl_core.plugins.decode_graphs import DecodeGraphs, capture_on_gpu
+
+    return DecodeGraphs(slots, capture_on_gpu)
 
 
 def find_kernel(name: str, device: Any):

@@ -77,8 +77,14 @@ def load_shards(
 ) -> None:
     """Copies the weights, adapters excepted, to `weights_on`. A rank reads only the slices that it
     holds."""
+
+    def placed(t: Tensor) -> Tensor:
+        if t.is_meta:
+            return torch.empty_like(t, device=weights_on)
+        return t.to(weights_on if isinstance(t, nn.Parameter) else device)  # adapters; a tied one
+
     # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
-    policy._apply(lambda t: torch.empty_like(t, device=weights_on) if t.is_meta else t.to(device))
+    policy._apply(placed)
     for name, parameter in policy.hf.named_parameters():
         weight = weights.get(name.replace(".base_layer", ""))  # beside it are adapters
         if weight is not None:

@@ -35,8 +35,10 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def tp_plan(model_config: PretrainedConfig) -> dict[str, str]:
-    """Name of a layer of the base model, with * for numbers -> how it is split."""
-    return model_config.get_text_config().base_model_tp_plan or {}
+    """Name of a layer of the base model, with * for numbers -> how it is split. transformers 5.17
+    names the embedding too, which is split over the vocabulary whatever the plan says."""
+    plan = model_config.get_text_config().base_model_tp_plan or {}
+    return {name: style for name, style in plan.items() if style != "embedding_rowwise"}
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -27,7 +27,9 @@ from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, init_ranks, on_mesh
 from rl_core.host_copies import HostCopies
 from rl_core.learning import loading
+from rl_core.learning.policy import Policy
 from rl_core.models import compile_blocks, make_policy
+from rl_core.plugins import shard_loading
 from rl_core.plugins.lora import adapter_parameters
 from rl_core.plugins.offload import activations_on_host
 from rl_core.plugins.shard_loading import local_slices
@@ -285,6 +287,25 @@ def test_compiled_blocks_give_the_same_gradient_and_are_compiled_once(make_model
         for learner in (compiled, checkpointed):
             assert_same(gradients(learner, ragged_samples(num, seed=num))[0], expected)
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+def load_onto_the_host(ranks: Ranks, model: str) -> dict:
+    """Where weights and buffers lie. A device "meta" stands for the GPU."""
+    hf, read = shard_loading.load_on_meta(model, torch.float32)
+    policy = Policy(hf, torch.float32, torch.float32, None)
+    shard_loading.shard_policy(policy, torch.float32, ranks)
+    shard_loading.load_shards(policy, read, torch.device("meta"), torch.device("cpu"))
+    head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
+    return {
+        "weights": sorted({p.device.type for p in policy.parameters()}),
+        "buffers": sorted({b.device.type for b in hf.buffers()}),
+        "is_tied": head.weight is embedding.weight,
+    }
+
+
+def test_weights_that_are_kept_on_the_host_stay_there_if_they_are_tied(tiny_model):
+    expected = {"weights": ["cpu"], "buffers": ["meta"], "is_tied": True}
+    assert of_ranks(2, __file__, "load_onto_the_host", tiny_model) == [expected] * 2
 
 
 @pytest.mark.gpu

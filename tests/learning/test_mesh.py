@@ -28,10 +28,10 @@ from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, ma
 from rl_core.learning import logprobs as fused
 from rl_core.metrics import reduce_metrics
 from rl_core.models import make_policy
+from rl_core.plugins import whole_copies
 from rl_core.plugins.checkpoint import export_policy, save_checkpoint
 from rl_core.plugins.resume import load_checkpoint
-from rl_core.plugins.tensor_parallel import check_tensor_parallel, split_logprobs
-from rl_core.plugins import whole_copies
+from rl_core.plugins.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
 from rl_core.plugins.whole_copies import average_gradients, num_copies
 from rl_core.types import TrainingSample
 
@@ -506,6 +506,15 @@ def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arc
     check_tensor_parallel(1, config)
     with pytest.raises(ValueError, match=message):
         check_tensor_parallel(tp, config)
+
+
+def test_an_embedding_in_the_plan_changes_nothing():
+    """transformers 5.17 adds it for models with tied embeddings."""
+    config = AutoConfig.for_model("qwen3", num_attention_heads=8, num_key_value_heads=4)
+    config.intermediate_size, plain = 96, tp_plan(config)
+    config.base_model_tp_plan = {**plain, "embed_tokens": "embedding_rowwise"}
+    assert tp_plan(config) == plain
+    check_tensor_parallel(2, config)
 
 
 def test_adapters_are_not_split():

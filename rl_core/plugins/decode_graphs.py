@@ -1,0 +1,143 @@
+"""Decode steps of the embedded engine on a GPU, captured as CUDA graphs and replayed.
+
+A decode step of a few hundred rows takes Python and the driver longer to launch than the GPU to
+compute. A graph is launched at once. It is of fixed shapes, so that rows and cached tokens are
+rounded up, and each pair of numbers has a graph of its own. Weights move and change while nobody
+samples, so that no graph outlives the loan of a model.
+
+Legend: n rows, L cached tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.engines.llama_slots import CHANGING_ROTARY
+from rl_core.engines.slots import SlotCache, SlotModel
+
+# Rounded up to multiples of these. Few rows are a power of two.
+MANY_ROWS, LENGTHS = 16, 256
+# Steps of one shape that are computed as ever before it is captured, which computes it twice more.
+FIRST_STEPS = 4
+
+Replay = Callable[[], Tensor]  # the same tensor each time, computed again
+
+
+class DecodeGraphs:
+    """A SlotModel in Llama's layout, whose decode steps are replayed. Those of a model with hooks,
+    such as adapters of several actors, are computed as ever."""
+
+    is_batched = True
+
+    def __init__(self, slots: SlotModel, capture: Callable[[Callable[[], Tensor], Any], Replay]):
+        self.slots, self.capture = slots, capture
+        self.model, self.make_cache, self.logits = slots.model, slots.make_cache, slots.logits
+        self.uses: Counter[tuple[int, int]] = Counter()  # by (n, L), rounded
+        # By (n, L): tokens [n, 1] and columns [n] to be filled, and what computes with them.
+        self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Replay]] = {}
+        self.pool: Any = None  # memory that the graphs share, since one runs at a time
+        self.can_replay = True
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """As SlotModel's. At its end all graphs go."""
+        decoder = self.slots.decoder
+        is_quantized = getattr(self.model, "is_quantized", False)
+        is_changing = decoder.rotary_emb.rope_type in CHANGING_ROTARY
+        has_hooks = any(module._forward_hooks for module in decoder.modules())
+        self.can_replay = not (is_quantized or is_changing or has_hooks)
+        with self.slots.borrowed():
+            try:
+                yield
+            finally:
+                self.graphs.clear()
+                self.uses.clear()
+                self.pool = None
+
+    def forward(
+        self,
+        cache: SlotCache,
+        rows: slice,
+        tokens: Tensor,
+        starts: Tensor | None,
+        length: int,
+        sizes: Tensor | None = None,
+        is_even: bool = False,
+    ) -> Tensor:
+        """As SlotModel's. What it returns is overwritten by the next step."""
+        is_decode = starts is not None and tokens.shape[1] == 1 and rows.start == 0
+        if is_decode and self.can_replay:
+            num_rows = min(rounded_rows(len(tokens)), cache.num_slots)
+            shape = num_rows, min(-(-length // LENGTHS) * LENGTHS, cache.max_tokens)
+            self.uses[shape] += 1
+            if self.uses[shape] > FIRST_STEPS:
+                return self.replayed(cache, shape, tokens, starts)
+        return self.slots.forward(cache, rows, tokens, starts, length, sizes, is_even)
+
+    def replayed(
+        self, cache: SlotCache, shape: tuple[int, int], tokens: Tensor, starts: Tensor
+    ) -> Tensor:
+        """[n, 1, E]. Rows behind the last one write where padding does, and are read by nobody."""
+        num_rows, length = shape
+        if shape not in self.graphs:
+            ids = tokens.new_zeros(num_rows, 1)
+            columns = starts.new_full((num_rows,), cache.max_tokens)
+            if not self.graphs:  # positions up to the last column are made outside of a graph
+                self.slots.forward(cache, slice(0, 1), ids[:1], columns[:1], cache.max_tokens + 1)
+
+            def compute() -> Tensor:
+                rows = slice(0, num_rows)
+                return self.slots.forward(cache, rows, ids, columns, length)
+
+            self.graphs[shape] = ids, columns, self.capture(compute, self.shared_pool())
+        ids, columns, replay = self.graphs[shape]
+        ids[: len(tokens)] = tokens
+        columns[: len(starts)] = starts
+        columns[len(starts) :] = cache.max_tokens
+        return replay()[: len(tokens)]
+
+    def shared_pool(self) -> Any:
+        if self.pool is None and self.model.device.type == "cuda":
+            self.pool = torch.cuda.graph_pool_handle()
+        return self.pool
+
+
+def rounded_rows(num: int) -> int:
+    if num >= MANY_ROWS:
+        return -(-num // MANY_ROWS) * MANY_ROWS
+    return 1 << (num - 1).bit_length()
+
+
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS keeps 32 MiB for each stream that it has seen."""
+    return torch.cuda.Stream()
+
+
+def capture_on_gpu(compute: Callable[[], Tensor], pool: Any) -> Replay:
+    """The kernels of compute(), launched at once. It runs once before: what it makes at its first
+    use, such as tables of positions, is no part of the graph."""
+    graph, stream = torch.cuda.CUDAGraph(), capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        compute()
+        # Other threads may use the device meanwhile.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            out = compute()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
