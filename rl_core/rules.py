@@ -48,6 +48,11 @@ def flags_in(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, datacla
 OF_RUN = [
     (lambda c: not c.out, "--out is missing: name a folder for the run, such as --out runs/first"),
     (
+        lambda c: not c.actors and c.resume,
+        "--model is missing: --resume takes no flags of the run that it goes on with; give them "
+        "again, or --config {c.out}/config.yaml --resume",
+    ),
+    (
         lambda c: not c.actors,
         "--model is missing: a folder or hub name, such as --model Qwen/Qwen3-0.6B",
     ),

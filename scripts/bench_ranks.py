@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["256x4", "384x6"], help="width x layers")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=16, help="of a step of GRPO, each 8 times")
     parser.add_argument("--flags", nargs="+", default=[""], help="further flags of several ranks")
     parser.add_argument("--both", default="", help="further flags of all runs")
     parser.add_argument("--steps", type=int, default=4, help="of a run that count")
@@ -187,6 +188,7 @@ def main() -> None:
     if args.rank_of:
         run_rank(args.rank_of, Work(**json.loads(args.work)))
         registry.watchdog().exit_process(0)
+    bench_work.NUM_PROMPTS = args.prompts
     results = []
     names = " ".join(f"{name:>8}" for name in COLUMNS)
     print(f"{'work':<12} {'size':>6} {'ranks':>5} {names} {'wall x':>7} {'CPU x':>7}  flags")

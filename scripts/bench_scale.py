@@ -21,11 +21,11 @@ import json
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from multiprocessing import SimpleQueue, get_context
 from pathlib import Path
 
 import torch
@@ -131,15 +131,16 @@ def measure_plan(num: int, unit_size: int, num_ranks: int = 64) -> dict:
     return line | {"plan_s": seconds, "us_of_a_sample": seconds / num * 1e6}
 
 
-def of_process(num: int) -> None:
-    """One of several processes: prints its CPU seconds and what it sent."""
+def of_process(place: dict[str, str], num: int, results: SimpleQueue) -> None:
+    """One of several processes: its CPU seconds and what it sent."""
+    os.environ |= place
     ranks = init_ranks(600)
     sent = counted(minibatches)
     trajectories = make_trajectories(num, 1, 1, ranks.rank)
     wait_for_all(ranks)
     seconds, num_trained = step_of(trajectories, 1, ranks)
     assert num_trained == num * ranks.size * TURN_TOKENS // 4
-    print(json.dumps({"cpu_s": sum(seconds.values()), "sent": sum(sent)}), flush=True)
+    results.put({"cpu_s": sum(seconds.values()), "sent": sum(sent)})
     wait_for_all(ranks)
     close_ranks(ranks)
 
@@ -170,14 +171,19 @@ def measure_processes(num_processes: int, num: int) -> dict:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    own = [sys.executable, __file__, "--process", str(num // num_processes)]
-    usual = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    running = []
+    usual = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_processes)}
+    forking = get_context("fork")  # what is imported is imported once
+    results, running = forking.SimpleQueue(), []
     for rank in range(num_processes):
-        place = {"WORLD_SIZE": str(num_processes), "RANK": str(rank), "LOCAL_RANK": "0"}
-        env = os.environ | usual | place
-        running.append(subprocess.Popen(own, env=env, stdout=subprocess.PIPE, text=True))
-    lines = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
+        place = usual | {"RANK": str(rank), "LOCAL_RANK": "0"}
+        own = place, num // num_processes, results
+        running.append(forking.Process(target=of_process, args=own))
+        running[-1].start()
+    for process in running:
+        process.join()
+        if process.exitcode:
+            sys.exit(f"a process ended with {process.exitcode}")
+    lines = [results.get() for _ in running]
     cpu = [line["cpu_s"] for line in lines]
     tokens = num // num_processes * num_processes * TURN_TOKENS
     return {
@@ -208,7 +214,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=int, nargs="+", help="only plans of so many samples")
     parser.add_argument("--quick", action="store_true", help="few trajectories, once")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
-    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -216,8 +221,6 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
     gc.disable()
-    if args.process:
-        return of_process(args.process)
     if args.processes:
         lines = [measure_processes(num, args.trajectories) for num in args.processes]
     elif args.plan:
