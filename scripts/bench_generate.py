@@ -1,14 +1,16 @@
-"""The embedded engine beside transformers' `model.generate` on a CPU: completions of GRPO steps,
-without a trainer.
+"""The embedded engine beside transformers' `model.generate`: completions of GRPO steps, without a
+trainer.
 
     python scripts/bench_generate.py                             ragged and short completions
     python scripts/bench_generate.py --only grpo_ragged --sizes 64x2 128x3 384x6 --steps 4
+    python scripts/bench_generate.py --device cuda --sizes 1024x28     bf16, seconds of the clock;
+                                                                       heads of 64
 
 The works are those of bench_cpu.py: 16 prompts of 8 completions each, whose lengths are forced.
 `model.generate` has all of them in one batch until the longest has ended. The engine begins each
 step without a cache, as after a learner's turn, gives logprobs and decodes texts. Both run in one
 process, one torch thread, in turn; what counts are the medians of CPU time. The floor is that of
-bench_floor.py.
+bench_floor.py. On a GPU `eager` is the engine without CUDA graphs, in the floor's place.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import bench_work
@@ -30,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 
 from rl_core.data.pretrained import load_pretrained
 from rl_core.engines.embedded import EmbeddedEngine
+from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.registry import choose_sampler
 from rl_core.sampling.engine import EngineSpec
 from rl_core.types import SamplingParams, counter_seed
@@ -41,14 +47,16 @@ REPLACED = {"do_sample": True, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "
 class Lengths(StoppingCriteria):
     """Ends each row of a batch at its own length."""
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = torch.tensor(lengths)
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.lengths = torch.tensor(lengths, device=device)
 
     def __call__(self, ids: Tensor, scores: Tensor, **_) -> Tensor:
         return ids.shape[1] >= self.lengths
 
 
-def make_engine(work: Work, model: torch.nn.Module, tokenizer) -> EmbeddedEngine:
+def make_engine(
+    work: Work, model: torch.nn.Module, tokenizer, sampler: Callable = choose_sampler
+) -> EmbeddedEngine:
     spec = EngineSpec(
         name="policy",
         model="",
@@ -56,10 +64,10 @@ def make_engine(work: Work, model: torch.nn.Module, tokenizer) -> EmbeddedEngine
         tokenizer=tokenizer,
         num_slots=bench_work.NUM_SAMPLES,
         max_context_tokens=work.longest_prompt + work.longest,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        dtype=model.dtype,
+        device=model.device,
         seed=0,
-        sampler=choose_sampler,
+        sampler=sampler,
         log=Path(),
         start_timeout_s=600,
         memory_frac=0.5,
@@ -81,23 +89,34 @@ async def generate(engine: EmbeddedEngine, prompts: list[list[int]], lengths: li
 
 @torch.inference_mode()
 def generate_plainly(model: torch.nn.Module, prompts: list[list[int]], lengths: list[int]) -> None:
-    ids = torch.tensor(prompts)
-    ends = Lengths([ids.shape[1] + length for length in lengths])
+    ids = torch.tensor(prompts, device=model.device)
+    ends = Lengths([ids.shape[1] + length for length in lengths], model.device)
     settings = REPLACED | {"max_new_tokens": max(lengths), "stopping_criteria": [ends]}
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
 
 
-def measured(work: Work) -> str:
+def clock_s(device: torch.device) -> float:
+    """CPU seconds; on a GPU seconds, once it has done what was asked."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measured(work: Work, device: torch.device) -> str:
     """A line of the table."""
     with tempfile.TemporaryDirectory() as folder:
         make_model(work, folder)
         tokenizer = load_pretrained(AutoTokenizer, folder)
         model = load_pretrained(AutoModelForCausalLM, folder).eval()
         shape, tokens = shape_of(folder), step_tokens(work, folder)
-    floor = sum(decode_floor(shape, tokens).values()) / tokens.trained
-    engine = make_engine(work, model, tokenizer)
+    sides = {"engine": choose_sampler}
+    if device.type == "cuda":
+        model.to(device, torch.bfloat16)
+        sides["eager"] = LlamaSlots
+    engines = {name: make_engine(work, model, tokenizer, how) for name, how in sides.items()}
     prompts = bench_work.rl_prompts(work)
-    found: dict[str, list[float]] = {"engine": [], "generate": []}
+    found = defaultdict(list)  # seconds of a token
     for step in range(WARMUP + work.steps):
         first = step * bench_work.NUM_PROMPTS
         ids = []
@@ -106,17 +125,23 @@ def measured(work: Work) -> str:
             encoded = tokenizer.apply_chat_template(said, add_generation_prompt=True)
             ids += [encoded["input_ids"]] * bench_work.GROUP_SIZE
         lengths = [completion_length(work, step, i) for i in range(bench_work.NUM_SAMPLES)]
-        begin = time.process_time()
-        asyncio.run(generate(engine, ids, lengths))
-        middle = time.process_time()
-        generate_plainly(model, ids, lengths)
-        end = time.process_time()
-        if step >= WARMUP:
-            found["engine"].append((middle - begin) / sum(lengths))
-            found["generate"].append((end - middle) / sum(lengths))
-    ours, plain = map(statistics.median, found.values())
-    rates = "  ".join(f"{1 / seconds:8.0f}" for seconds in (ours, plain, floor))
-    return f"{work.name:<12}{work.hidden}x{work.layers:<4}{rates}  {plain / ours:5.2f} times"
+        calls = {name: partial(run_engine, engine) for name, engine in engines.items()}
+        calls["generate"] = partial(generate_plainly, model)
+        for name, call in calls.items():
+            begin = clock_s(device)
+            call(ids, lengths)
+            found[name].append((clock_s(device) - begin) / sum(lengths))
+    seconds = {name: statistics.median(of_steps[WARMUP:]) for name, of_steps in found.items()}
+    if device.type == "cpu":
+        seconds["floor"] = sum(decode_floor(shape, tokens).values()) / tokens.trained
+    names = "engine", "generate", "floor" if device.type == "cpu" else "eager"
+    rates = "  ".join(f"{1 / seconds[name]:8.0f}" for name in names)
+    times = seconds["generate"] / seconds["engine"]
+    return f"{work.name:<12}{work.hidden}x{work.layers:<4}{rates}  {times:5.2f} times"
+
+
+def run_engine(engine: EmbeddedEngine, prompts: list[list[int]], lengths: list[int]) -> None:
+    asyncio.run(generate(engine, prompts, lengths))
 
 
 def main() -> None:
@@ -127,14 +152,19 @@ def main() -> None:
     parser.add_argument("--only", choices=names, nargs="+", default=names)
     parser.add_argument("--sizes", nargs="+", metavar="HIDDENxLAYERS", default=["128x3"])
     parser.add_argument("--steps", type=int, default=16, help=f"after {WARMUP} of warm-up")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu or cuda")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("tokens per CPU second: engine, model.generate, floor; engine / model.generate")
+    what = "CPU second: engine, model.generate, floor"
+    if args.device.type == "cuda":
+        what = "second: engine, model.generate, engine without CUDA graphs"
+    print(f"tokens per {what}; engine / model.generate")
     for name in args.only:
         for size in args.sizes:
             hidden, layers = map(int, size.split("x"))
-            work = replace(WORKS[name], hidden=hidden, layers=layers, steps=args.steps)
-            print(measured(work), flush=True)
+            heads = {"heads": hidden // 64} if args.device.type == "cuda" else {}
+            work = replace(WORKS[name], hidden=hidden, layers=layers, steps=args.steps, **heads)
+            print(measured(work, args.device), flush=True)
 
 
 if __name__ == "__main__":

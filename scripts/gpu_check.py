@@ -81,6 +81,8 @@ def stages(out: Path) -> dict[str, Stage]:
         file = f"{out}/{result or name}.json"
         return Stage(arguments=[f"{ROOT}/scripts/bench_{name}.py", *flags.split(), "--out", file])
 
+    sizes = "--sizes 1024x8 1024x28 --steps 4"
+    generate = f"{ROOT}/scripts/bench_generate.py --device cuda --only grpo_ragged {sizes}"
     # Others need packages that a GPU's tests do not.
     files = [str(file) for file in tests_of_a_gpu()]
     tests = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
@@ -108,6 +110,7 @@ def stages(out: Path) -> dict[str, Stage]:
             num_gpus=2,
             package="sglang",
         ),
+        "generate": Stage(arguments=generate.split()),
         "sync": bench("sync", "--cycles 50"),
         "logprobs": bench("logprobs", "--device cuda"),
         "memory": bench("memory", "--device cuda"),
