@@ -99,13 +99,73 @@ def test_few_rows_are_a_power_of_two_and_many_a_multiple_of_sixteen():
     assert [rounded_rows(n) for n in numbers] == [1, 2, 4, 8, 16, 16, 16, 32, 112, 128]
 
 
-def test_a_model_with_hooks_is_computed_as_ever(tiny_model, captured):
+@pytest.mark.parametrize("device", DEVICES)
+def test_short_rows_are_padded_and_go_on_to_the_end_of_a_context(any_model, captured, device):
+    """It is longer than the positions that their first steps know, and no multiple of LENGTHS."""
+    shapes, remembering = captured
+    how = {"device": torch.device(device), "max_context_tokens": 300}
+    model, params = load(any_model).to(device), SamplingParams(max_tokens=300)
+
+    async def sample(engine):
+        jobs = (engine.generate([3, 4 + i], params, seed=i) for i in range(3))
+        return await asyncio.gather(*jobs)
+
+    expected = asyncio.run(sample(embedded(model, **how, sampler=LlamaSlots)))
+    found = asyncio.run(sample(embedded(model, **how, sampler=graphs(remembering, device))))
+    assert len(shapes) == 19
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize("num_branches", [1, 5])
+def test_branches_and_turns_are_read_beside_replayed_steps(any_model, captured, num_branches):
+    """The last token of a branch is read like a decode step, but not into the first rows. A turn of
+    one conversation is read into the first row, but has several tokens."""
+    shapes, remembering = captured
+    decode_graphs.FIRST_STEPS = 0  # until the fixture puts it back
+    model, branches = load(any_model), [[*range(8, 78), i] for i in range(num_branches)]
+    expected = asyncio.run(converse(embedded(model, sampler=LlamaSlots), branches, 0.9))
+    found = asyncio.run(converse(embedded(model, sampler=graphs(remembering)), branches, 0.9))
+    assert shapes
+    for a, b in zip(chain(*found), chain(*expected), strict=True):
+        assert a.token_ids == b.token_ids
+
+
+def with_hook(model):
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+
+
+def with_rotary_that_changes(model):
+    model.config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+
+def with_quantised_weights(model):
+    model.is_quantized = True  # as transformers marks it
+
+
+@pytest.mark.parametrize("change", [with_hook, with_rotary_that_changes, with_quantised_weights])
+def test_models_whose_steps_are_not_all_alike_are_computed_as_ever(tiny_model, captured, change):
     shapes, remembering = captured
     model = load(tiny_model)
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    change(model)
     engine = embedded(model, sampler=graphs(remembering))
     asyncio.run(converse(engine, random_prompts(3, seed=1), 1.0))
     assert not shapes
+
+
+def test_a_shape_is_captured_when_it_has_come_four_times_in_a_loan(tiny_model, captured):
+    shapes, remembering = captured
+    decode_graphs.FIRST_STEPS = 4  # until the fixture puts it back
+    engine = embedded(load(tiny_model), sampler=graphs(remembering))
+
+    def num_captured(prompt_tokens, decode_steps):
+        params, shapes[:] = SamplingParams(max_tokens=1 + decode_steps), []
+        asyncio.run(engine.generate([3] * prompt_tokens, params, seed=1))
+        return len(shapes)
+
+    assert [num_captured(2, steps) for steps in (4, 4, 5, 12)] == [0, 0, 1, 1]
+    # A cache of 16 tokens for two steps, then of 32.
+    assert [num_captured(14, steps) for steps in (6, 7)] == [0, 1]
 
 
 def test_no_graph_outlives_the_loan_of_the_model(tiny_model, captured):
