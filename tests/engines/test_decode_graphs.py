@@ -179,5 +179,7 @@ def test_no_graph_outlives_the_loan_of_the_model(tiny_model, captured):
     assert len(shapes) > num
 
 
-def test_on_a_cpu_steps_are_not_replayed(tiny_model):
-    assert isinstance(choose_sampler(load(tiny_model)), LlamaSlots)
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_are_replayed_on_a_gpu_and_not_on_a_cpu(tiny_model, device):
+    sampler = choose_sampler(load(tiny_model).to(device))
+    assert isinstance(sampler, DecodeGraphs if device == "cuda" else LlamaSlots)
