@@ -8,7 +8,7 @@ and logs in a folder.
     python scripts/gpu_check.py --out gpu_check --only tests        these stages, also if they are
     done
 
-Needs what setup.py asks for, but datasets, and pytest; runs with SGLang need that too. Each stage
+Needs pytest and what setup.py asks for, except datasets; runs with SGLang need that too. Each stage
 is a process of its own, of at most eight minutes. A stage that fails does not stop the others and
 is not repeated. not_reached.txt names the stages without a result, with the reason. The exit status
 is the number of stages that failed, once none is left for another call.

@@ -24,15 +24,16 @@ from rl_core.engines.slots import SlotCache, SlotModel
 
 # Rounded up to multiples of these. Few rows are a power of two.
 MANY_ROWS, LENGTHS = 16, 256
-# Steps of one shape that are computed as ever before it is captured, which computes it twice more.
+# Steps of one shape that run without a graph before it is captured. To capture it takes as long as
+# two more.
 FIRST_STEPS = 4
 
 Replay = Callable[[], Tensor]  # the same tensor each time, computed again
 
 
 class DecodeGraphs:
-    """A SlotModel in Llama's layout, whose decode steps are replayed. Those of a model with hooks,
-    such as adapters of several actors, are computed as ever."""
+    """A SlotModel in Llama's layout, whose decode steps are replayed. A model with hooks, such as
+    those of adapters of several actors, runs without graphs."""
 
     is_batched = True
 

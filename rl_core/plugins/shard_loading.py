@@ -81,7 +81,8 @@ def load_shards(
     def placed(t: Tensor) -> Tensor:
         if t.is_meta:
             return torch.empty_like(t, device=weights_on)
-        return t.to(weights_on if isinstance(t, nn.Parameter) else device)  # adapters; a tied one
+        # Adapters, and a tied weight that comes a second time, have memory already.
+        return t.to(weights_on if isinstance(t, nn.Parameter) else device)
 
     # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
     policy._apply(placed)

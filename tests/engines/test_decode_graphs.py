@@ -179,6 +179,22 @@ def test_no_graph_outlives_the_loan_of_the_model(tiny_model, captured):
     assert len(shapes) > num
 
 
+@pytest.mark.parametrize("how", ["pause", "close"])
+def test_no_graph_is_left_where_an_engine_stops_between_two_tokens(tiny_model, captured, how):
+    engine = embedded(load(tiny_model), sampler=graphs(captured[1]))
+
+    async def stop():
+        job = engine.generate([3], SamplingParams(max_tokens=100), seed=1)
+        task = asyncio.create_task(job)
+        while not engine._slots.graphs:  # noqa: ASYNC110 - an event would serve tests alone
+            await asyncio.sleep(0)
+        await getattr(engine, how)()
+        task.cancel()
+
+    asyncio.run(stop())
+    assert not engine._slots.graphs
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_are_replayed_on_a_gpu_and_not_on_a_cpu(tiny_model, device):
     sampler = choose_sampler(load(tiny_model).to(device))

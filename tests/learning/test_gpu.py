@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from kit import embedded, gradient, words
+from kit import embedded, gradient
 from test_engine_contract import load, random_prompts
 from test_learner import ragged_samples
 
@@ -36,9 +36,8 @@ def test_gradients_on_a_gpu_are_those_on_a_cpu(tiny_model, flags):
     here = init_ranks(60)
     there = dataclasses.replace(here, device=torch.device("cpu"))
     samples = ragged_samples(24, shared_prompt=20)
-    fp32 = [*words(flags), "--learner.dtype", "float32"]
-    loss, expected = gradient(tiny_model, samples, *fp32, ranks=there)
-    found_loss, found = gradient(tiny_model, samples, *fp32, ranks=here)
+    loss, expected = gradient(tiny_model, samples, flags, ranks=there)
+    found_loss, found = gradient(tiny_model, samples, flags, ranks=here)
     assert found_loss == pytest.approx(loss, rel=1e-4, abs=1e-6)
     assert any(w.abs().max() > 0 for w in expected.values())
     assert off(found, expected) < 1e-3
