@@ -1,5 +1,5 @@
-"""Decode steps of rounded shapes give what steps of their own shapes do. On a CPU nothing is
-captured: the same step is computed again from the same memory."""
+"""Decode steps of rounded shapes give what steps of their own shapes do. On a CPU the calls of a
+step are recorded, and computed again on the same memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from kit import embedded
 from test_engine_contract import load, logprobs_of, random_prompts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.plugins import decode_graphs
@@ -20,6 +22,35 @@ from rl_core.types import SamplingParams
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+class Recording(TorchDispatchMode):
+    """Each call inside, with what it returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
+def record_on_cpu(compute, pool):
+    """As capture_on_gpu: Python runs once, and what it computes has its memory for good."""
+    with Recording() as recording:
+        out = compute()
+
+    def replay():
+        for func, args, kwargs, known in recording.calls:
+            found = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(known), tree_leaves(found), strict=True):
+                if old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                    old.copy_(new)
+        return out
+
+    return replay
+
+
 @pytest.fixture
 def captured(monkeypatch):
     """Shapes that were captured. They are small, and captured at their second step."""
@@ -27,10 +58,10 @@ def captured(monkeypatch):
     monkeypatch.setattr(decode_graphs, "FIRST_STEPS", 1)
     found = []
 
-    def remembering(replay):
+    def remembering(how):
         def capture(compute, pool):
             found.append(compute().shape)
-            return capture_on_gpu(compute, pool) if replay else compute
+            return how(compute, pool)
 
         return capture
 
@@ -53,7 +84,8 @@ async def converse(engine, prompts, temperature):
 
 
 def graphs(remembering, device="cpu"):
-    return lambda model: DecodeGraphs(LlamaSlots(model), remembering(device == "cuda"))
+    how = capture_on_gpu if device == "cuda" else record_on_cpu
+    return lambda model: DecodeGraphs(LlamaSlots(model), remembering(how))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -181,13 +213,15 @@ def test_no_graph_outlives_the_loan_of_the_model(tiny_model, captured):
 
 @pytest.mark.parametrize("how", ["pause", "close"])
 def test_no_graph_is_left_where_an_engine_stops_between_two_tokens(tiny_model, captured, how):
-    engine = embedded(load(tiny_model), sampler=graphs(captured[1]))
+    shapes, remembering = captured
+    engine = embedded(load(tiny_model), sampler=graphs(remembering))
 
     async def stop():
         job = engine.generate([3], SamplingParams(max_tokens=100), seed=1)
         task = asyncio.create_task(job)
-        while not engine._slots.graphs:  # noqa: ASYNC110 - an event would serve tests alone
+        while not (shapes or task.done()):  # noqa: ASYNC110 - an event would serve tests alone
             await asyncio.sleep(0)
+        assert engine._slots.graphs
         await getattr(engine, how)()
         task.cancel()
 
