@@ -2,14 +2,16 @@
 
 A decode step of a few hundred rows takes Python and the driver longer to launch than the GPU to
 compute. A graph is launched at once. It is of fixed shapes, so that rows and cached tokens are
-rounded up, and each pair of numbers has a graph of its own. Weights move and change while nobody
-samples, so that no graph outlives the loan of a model.
+rounded up, and each pair of numbers has a graph of its own. A graph reads and writes memory, not
+tensors: all graphs go where the cache is made anew or weights lie elsewhere. Weights that arrive in
+their old place are read.
 
 Legend: n rows, L cached tokens, E hidden size.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +23,12 @@ from torch import Tensor
 
 from rl_core.engines.llama_slots import CHANGING_ROTARY
 from rl_core.engines.slots import SlotCache, SlotModel
+from rl_core.host_copies import release_cached_memory
 
-# Rounded up to multiples of these. Few rows are a power of two.
+# Rounded up to multiples of these. Few rows are a power of two. Long rows are at most an eighth
+# longer.
 MANY_ROWS, LENGTHS = 16, 256
+MAX_GRAPHS = 64  # The oldest goes.
 # Steps of one shape that run without a graph before it is captured. To capture it takes as long as
 # two more.
 FIRST_STEPS = 4
@@ -39,28 +44,43 @@ class DecodeGraphs:
 
     def __init__(self, slots: SlotModel, capture: Callable[[Callable[[], Tensor], Any], Replay]):
         self.slots, self.capture = slots, capture
-        self.model, self.make_cache, self.logits = slots.model, slots.make_cache, slots.logits
+        self.model, self.logits = slots.model, slots.logits
         self.uses: Counter[tuple[int, int]] = Counter()  # by (n, L), rounded
         # By (n, L): tokens [n, 1] and columns [n] to be filled, and what computes with them.
         self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Replay]] = {}
         self.pool: Any = None  # memory that the graphs share, since one runs at a time
-        self.can_replay = True
+        self.weights_at: list[int] = []  # addresses
+        self.can_replay = self.can_capture = True
+
+    def make_cache(self, num_slots: int, max_tokens: int) -> SlotCache:
+        self.drop()
+        return self.slots.make_cache(num_slots, max_tokens)
+
+    def drop(self) -> None:
+        if self.graphs:
+            self.graphs.clear()
+            self.pool = None
+            release_cached_memory()
+        self.uses.clear()
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """As SlotModel's. At its end all graphs go."""
+        """As SlotModel's."""
         decoder = self.slots.decoder
         is_quantized = getattr(self.model, "is_quantized", False)
         is_changing = decoder.rotary_emb.rope_type in CHANGING_ROTARY
         has_hooks = any(module._forward_hooks for module in decoder.modules())
         self.can_replay = not (is_quantized or is_changing or has_hooks)
+        weights_at = [weight.data_ptr() for weight in self.model.parameters()]
+        if weights_at != self.weights_at:
+            self.drop()
+            self.weights_at = weights_at
         with self.slots.borrowed():
             try:
                 yield
             finally:
-                self.graphs.clear()
-                self.uses.clear()
-                self.pool = None
+                if self.model.dtype == torch.float32:  # whose norms are made for each loan
+                    self.drop()
 
     def forward(
         self,
@@ -76,44 +96,55 @@ class DecodeGraphs:
         is_decode = starts is not None and tokens.shape[1] == 1 and rows.start == 0
         if is_decode and self.can_replay:
             num_rows = min(rounded_rows(len(tokens)), cache.num_slots)
-            shape = num_rows, min(-(-length // LENGTHS) * LENGTHS, cache.max_tokens)
+            shape = num_rows, min(rounded_length(length), cache.max_tokens)
             self.uses[shape] += 1
-            if self.uses[shape] > FIRST_STEPS:
+            if shape not in self.graphs and self.uses[shape] > FIRST_STEPS and self.can_capture:
+                self.add_graph(cache, *shape, tokens.device)
+            if shape in self.graphs:
                 return self.replayed(cache, shape, tokens, starts)
         return self.slots.forward(cache, rows, tokens, starts, length, sizes, is_even)
+
+    def add_graph(self, cache: SlotCache, num_rows: int, length: int, device: torch.device) -> None:
+        ids = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+        columns = torch.full((num_rows,), cache.max_tokens, device=device)
+        if not self.graphs:  # positions up to the last column are made outside of a graph
+            self.slots.forward(cache, slice(0, 1), ids[:1], columns[:1], cache.max_tokens + 1)
+            if device.type == "cuda":
+                self.pool = torch.cuda.graph_pool_handle()
+
+        def compute() -> Tensor:
+            return self.slots.forward(cache, slice(0, num_rows), ids, columns, length)
+
+        try:
+            replay = self.capture(compute, self.pool)
+        except RuntimeError as error:
+            self.can_capture = False
+            print(f"decode steps run without CUDA graphs: {error}", file=sys.stderr, flush=True)
+            return
+        if len(self.graphs) >= MAX_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        self.graphs[num_rows, length] = ids, columns, replay
 
     def replayed(
         self, cache: SlotCache, shape: tuple[int, int], tokens: Tensor, starts: Tensor
     ) -> Tensor:
         """[n, 1, E]. Rows behind the last one write where padding does, and are read by nobody."""
-        num_rows, length = shape
-        if shape not in self.graphs:
-            ids = tokens.new_zeros(num_rows, 1)
-            columns = starts.new_full((num_rows,), cache.max_tokens)
-            if not self.graphs:  # positions up to the last column are made outside of a graph
-                self.slots.forward(cache, slice(0, 1), ids[:1], columns[:1], cache.max_tokens + 1)
-
-            def compute() -> Tensor:
-                rows = slice(0, num_rows)
-                return self.slots.forward(cache, rows, ids, columns, length)
-
-            self.graphs[shape] = ids, columns, self.capture(compute, self.shared_pool())
         ids, columns, replay = self.graphs[shape]
         ids[: len(tokens)] = tokens
         columns[: len(starts)] = starts
         columns[len(starts) :] = cache.max_tokens
         return replay()[: len(tokens)]
 
-    def shared_pool(self) -> Any:
-        if self.pool is None and self.model.device.type == "cuda":
-            self.pool = torch.cuda.graph_pool_handle()
-        return self.pool
-
 
 def rounded_rows(num: int) -> int:
     if num >= MANY_ROWS:
         return -(-num // MANY_ROWS) * MANY_ROWS
     return 1 << (num - 1).bit_length()
+
+
+def rounded_length(num: int) -> int:
+    step = max(LENGTHS, 1 << max(0, num.bit_length() - 4))
+    return -(-num // step) * step
 
 
 @cache

@@ -289,18 +289,18 @@ BUDGETS = {
     "spine": (33_180, 302, 5.6),  # goal: 24,000
     "engines": (15_650, 240, 5.75),
     "agents": (11_100, 300, 6.0),
-    "plugins": (55_700, 290, 6.0),
+    "plugins": (55_800, 290, 6.0),
     # Boxes: a driver for bubblewrap with its first process, one for containers, engines of both.
     "sandbox": (16_200, 280, 5.5),
     "service": (24_950, 280, 5.5),
     "tools": (26_550, 335, 5.65),
     "scripts": (36_600, 340, 5.9),
-    "tests": (228_100, 400, 5.7),
+    "tests": (228_600, 400, 5.7),
     "envs": (24_000, 250, 6.0),
 }
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
-    "rl_core without sandbox, service, tools: nodes": 104_500,  # goal: 58,000
+    "rl_core without sandbox, service, tools: nodes": 104_600,  # goal: 58,000
     "longest file of rl_core/: lines": 505,  # goal: 350
     "spine: comprehensions per 1,000 lines": 31,  # goal: 30
     "spine: conditional expressions per 1,000 lines": 18,
