@@ -544,16 +544,18 @@ def sample(token_ids: list[int], mask: list[int], advantage: float, group_id: st
 def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
     """The learner of a run with these flags, with its reference and critic if it has them; in fp32
     on a GPU too, unless a flag says otherwise."""
+    import torch
+
     from rl_core.algorithms import make_algorithm
     from rl_core.config import parse_config
     from rl_core.distributed import init_ranks
     from rl_core.models import make_learner as make
 
     sizes = "--env_path x.py --out x --max_prompt_tokens 40 --max_tokens 60 --engine embedded"
-    config = parse_config(words("--model", model, sizes, "--learner.dtype float32", *flags))
-    return make(
-        config, make_algorithm(config.algorithm, config.algo), "policy", ranks or init_ranks(60)
-    )
+    on_gpu = "--learner.dtype float32" if torch.cuda.is_available() else ""
+    config = parse_config(words("--model", model, sizes, on_gpu, *flags))
+    algorithm = make_algorithm(config.algorithm, config.algo)
+    return make(config, algorithm, "policy", ranks or init_ranks(60))
 
 
 def part_of(learner: Any, kind: str) -> Any:
