@@ -215,20 +215,17 @@ def choose_decoder(policy: Any, learner: Any):
 
 
 def choose_sampler(model: Any):
+    if model.config.model_type in PACKED and model.device.type == "cuda":
+        from rl_core.plugins.decode_graphs import DecodeGraphs
+
+        return DecodeGraphs(model)
     if model.config.model_type in PACKED:
         from rl_core.engines.llama_slots import LlamaSlots
 
-        slots = LlamaSlots(model)
-        return replayed_on_gpu(slots) if model.device.type == "cuda" else slots
+        return LlamaSlots(model)
     from rl_core.plugins.row_sampling import choose_sampler
 
     return choose_sampler(model)
-
-
-def replayed_on_gpu(slots: Any):
-    from rl_core.plugins.decode_graphs import DecodeGraphs, capture_on_gpu
-
-    return DecodeGraphs(slots, capture_on_gpu)
 
 
 def find_kernel(name: str, device: Any):

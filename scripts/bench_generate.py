@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from pathlib import Path
 import bench_work
 import torch
 from bench_floor import decode_floor, shape_of, step_tokens
+from bench_logprobs import clock_s
 from bench_work import WORKS, Work, completion_length, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
@@ -95,14 +95,6 @@ def generate_plainly(model: torch.nn.Module, prompts: list[list[int]], lengths: 
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
 
 
-def clock_s(device: torch.device) -> float:
-    """CPU seconds; on a GPU seconds, once it has done what was asked."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def measured(work: Work, device: torch.device) -> str:
     """A line of the table."""
     with tempfile.TemporaryDirectory() as folder:
@@ -128,9 +120,9 @@ def measured(work: Work, device: torch.device) -> str:
         calls = {name: partial(run_engine, engine) for name, engine in engines.items()}
         calls["generate"] = partial(generate_plainly, model)
         for name, call in calls.items():
-            begin = clock_s(device)
+            begin = clock_s(device.type)
             call(ids, lengths)
-            found[name].append((clock_s(device) - begin) / sum(lengths))
+            found[name].append((clock_s(device.type) - begin) / sum(lengths))
     seconds = {name: statistics.median(of_steps[WARMUP:]) for name, of_steps in found.items()}
     if device.type == "cpu":
         seconds["floor"] = sum(decode_floor(shape, tokens).values()) / tokens.trained

@@ -108,7 +108,7 @@ def run_ours(work: Work, setting: dict, model: str) -> Measured:
 
 def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
     is_rl = work.algorithm == "grpo"
-    per_step = bench_work.NUM_PROMPTS if is_rl else bench_work.NUM_ROWS
+    per_step = work.num_prompts if is_rl else bench_work.NUM_ROWS
     if is_rl:
         rows = [
             {"messages": [bench_work.says("user", prompt)]}

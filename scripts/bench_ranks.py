@@ -188,7 +188,6 @@ def main() -> None:
     if args.rank_of:
         run_rank(args.rank_of, Work(**json.loads(args.work)))
         registry.watchdog().exit_process(0)
-    bench_work.NUM_PROMPTS = args.prompts
     results = []
     names = " ".join(f"{name:>8}" for name in COLUMNS)
     print(f"{'work':<12} {'size':>6} {'ranks':>5} {names} {'wall x':>7} {'CPU x':>7}  flags")
@@ -196,6 +195,7 @@ def main() -> None:
         hidden, layers = map(int, size.split("x"))
         for name in args.only:
             shape = {"hidden": hidden, "layers": layers, "heads": hidden // 64}
+            shape["num_prompts"] = args.prompts
             work = dataclasses.replace(WORKS[name], steps=args.steps, warmup=1, **shape)
             with tempfile.TemporaryDirectory() as model:
                 bench_work.make_model(work, model)

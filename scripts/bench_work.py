@@ -38,6 +38,7 @@ class Work:
     steps: int = 8  # that count
     warmup: int = 2  # steps before them
     seed: int = 0
+    num_prompts: int = NUM_PROMPTS  # of a GRPO step
 
     @property
     def all_steps(self) -> int:
@@ -111,7 +112,8 @@ def completion_length(work: Work, step: int, index: int) -> int:
 
 
 def rl_prompts(work: Work) -> list[str]:
-    return [letters(work, work.prompt, "prompt", i) for i in range(work.all_steps * NUM_PROMPTS)]
+    num = work.all_steps * work.num_prompts
+    return [letters(work, work.prompt, "prompt", i) for i in range(num)]
 
 
 def sft_rows(work: Work) -> list[tuple[str, str]]:

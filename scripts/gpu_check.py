@@ -85,7 +85,7 @@ def stages(out: Path) -> dict[str, Stage]:
     generate = f"{ROOT}/scripts/bench_generate.py --device cuda --only grpo_ragged {sizes}"
     # Others need packages that a GPU's tests do not.
     files = [str(file) for file in tests_of_a_gpu()]
-    tests = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    tests = f"-m pytest -q -m gpu -p no:cacheprovider --junit-xml={out}/tests.xml"
     return {
         # No flag says how: SGLang, --attention auto beside its flash-attn, bf16; engines sleep for
         # evaluation and saving.
@@ -100,7 +100,7 @@ def stages(out: Path) -> dict[str, Stage]:
         "embedded": run("embedded", f"--engine embedded {EVALUATED}"),
         "offload_always": run("offload_always", "--engine embedded --learner.offload always"),
         "nccl": run("nccl", f"--engine embedded {EVALUATED}", num_gpus=2),
-        "tests": Stage(arguments=tests),
+        "tests": Stage(arguments=[*tests.split(), *files]),
         "offload_ppo": run(
             "offload_ppo", "--engine embedded --learner.offload always --algorithm ppo"
         ),

@@ -16,14 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rl_core.engines.llama_slots import CHANGING_ROTARY
-from rl_core.engines.slots import SlotCache, SlotModel
+from rl_core.engines.llama_slots import CHANGING_ROTARY, LlamaCache, LlamaSlots
 from rl_core.host_copies import release_cached_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Rounded up to multiples of these. Few rows are a power of two. Long rows are at most an eighth
 # longer.
@@ -34,106 +36,7 @@ MAX_GRAPHS = 64  # The oldest goes.
 FIRST_STEPS = 4
 
 Replay = Callable[[], Tensor]  # the same tensor each time, computed again
-
-
-class DecodeGraphs:
-    """A SlotModel in Llama's layout, whose decode steps are replayed. A model with hooks, such as
-    those of adapters of several actors, runs without graphs."""
-
-    is_batched = True
-
-    def __init__(self, slots: SlotModel, capture: Callable[[Callable[[], Tensor], Any], Replay]):
-        self.slots, self.capture = slots, capture
-        self.model, self.logits = slots.model, slots.logits
-        self.uses: Counter[tuple[int, int]] = Counter()  # by (n, L), rounded
-        # By (n, L): tokens [n, 1] and columns [n] to be filled, and what computes with them.
-        self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Replay]] = {}
-        self.pool: Any = None  # memory that the graphs share, since one runs at a time
-        self.weights_at: list[int] = []  # addresses
-        self.can_replay = self.can_capture = True
-
-    def make_cache(self, num_slots: int, max_tokens: int) -> SlotCache:
-        self.drop()
-        return self.slots.make_cache(num_slots, max_tokens)
-
-    def drop(self) -> None:
-        if self.graphs:
-            self.graphs.clear()
-            self.pool = None
-            release_cached_memory()
-        self.uses.clear()
-
-    @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """As SlotModel's."""
-        decoder = self.slots.decoder
-        is_quantized = getattr(self.model, "is_quantized", False)
-        is_changing = decoder.rotary_emb.rope_type in CHANGING_ROTARY
-        has_hooks = any(module._forward_hooks for module in decoder.modules())
-        self.can_replay = not (is_quantized or is_changing or has_hooks)
-        weights_at = [weight.data_ptr() for weight in self.model.parameters()]
-        if weights_at != self.weights_at:
-            self.drop()
-            self.weights_at = weights_at
-        with self.slots.borrowed():
-            try:
-                yield
-            finally:
-                if self.model.dtype == torch.float32:  # whose norms are made for each loan
-                    self.drop()
-
-    def forward(
-        self,
-        cache: SlotCache,
-        rows: slice,
-        tokens: Tensor,
-        starts: Tensor | None,
-        length: int,
-        sizes: Tensor | None = None,
-        is_even: bool = False,
-    ) -> Tensor:
-        """As SlotModel's. What it returns is overwritten by the next step."""
-        is_decode = starts is not None and tokens.shape[1] == 1 and rows.start == 0
-        if is_decode and self.can_replay:
-            num_rows = min(rounded_rows(len(tokens)), cache.num_slots)
-            shape = num_rows, min(rounded_length(length), cache.max_tokens)
-            self.uses[shape] += 1
-            if shape not in self.graphs and self.uses[shape] > FIRST_STEPS and self.can_capture:
-                self.add_graph(cache, *shape, tokens.device)
-            if shape in self.graphs:
-                return self.replayed(cache, shape, tokens, starts)
-        return self.slots.forward(cache, rows, tokens, starts, length, sizes, is_even)
-
-    def add_graph(self, cache: SlotCache, num_rows: int, length: int, device: torch.device) -> None:
-        ids = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
-        columns = torch.full((num_rows,), cache.max_tokens, device=device)
-        if not self.graphs:  # positions up to the last column are made outside of a graph
-            self.slots.forward(cache, slice(0, 1), ids[:1], columns[:1], cache.max_tokens + 1)
-            if device.type == "cuda":
-                self.pool = torch.cuda.graph_pool_handle()
-
-        def compute() -> Tensor:
-            return self.slots.forward(cache, slice(0, num_rows), ids, columns, length)
-
-        try:
-            replay = self.capture(compute, self.pool)
-        except RuntimeError as error:
-            self.can_capture = False
-            print(f"decode steps run without CUDA graphs: {error}", file=sys.stderr, flush=True)
-            return
-        if len(self.graphs) >= MAX_GRAPHS:
-            del self.graphs[next(iter(self.graphs))]
-        self.graphs[num_rows, length] = ids, columns, replay
-
-    def replayed(
-        self, cache: SlotCache, shape: tuple[int, int], tokens: Tensor, starts: Tensor
-    ) -> Tensor:
-        """[n, 1, E]. Rows behind the last one write where padding does, and are read by nobody."""
-        ids, columns, replay = self.graphs[shape]
-        ids[: len(tokens)] = tokens
-        columns[: len(starts)] = starts
-        columns[len(starts) :] = cache.max_tokens
-        return replay()[: len(tokens)]
+Capture = Callable[[Callable[[], Tensor], Any], Replay]
 
 
 def rounded_rows(num: int) -> int:
@@ -173,3 +76,103 @@ def capture_on_gpu(compute: Callable[[], Tensor], pool: Any) -> Replay:
         return out
 
     return replay
+
+
+class DecodeGraphs(LlamaSlots):
+    """Its decode steps are replayed. A model with hooks, such as those of adapters of several
+    actors, runs without graphs."""
+
+    def __init__(self, model: PreTrainedModel, capture: Capture = capture_on_gpu):
+        super().__init__(model)
+        self.capture = capture
+        self.uses: Counter[tuple[int, int]] = Counter()  # by (n, L), rounded
+        # By (n, L): tokens [n, 1] and columns [n] to be filled, and what computes with them.
+        self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Replay]] = {}
+        self.pool: Any = None  # memory that the graphs share, since one runs at a time
+        self.weights_at: list[int] = []  # addresses
+        self.can_replay = self.can_capture = True
+
+    def make_cache(self, num_slots: int, max_tokens: int) -> LlamaCache:
+        self.drop()
+        return super().make_cache(num_slots, max_tokens)
+
+    def drop(self) -> None:
+        if self.graphs:
+            self.graphs.clear()
+            self.pool = None
+            release_cached_memory()
+        self.uses.clear()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """As LlamaSlots'."""
+        is_quantized = getattr(self.model, "is_quantized", False)
+        is_changing = self.decoder.rotary_emb.rope_type in CHANGING_ROTARY
+        has_hooks = any(module._forward_hooks for module in self.decoder.modules())
+        self.can_replay = not (is_quantized or is_changing or has_hooks)
+        weights_at = [weight.data_ptr() for weight in self.model.parameters()]
+        if weights_at != self.weights_at:
+            self.drop()
+            self.weights_at = weights_at
+        with super().borrowed():
+            try:
+                yield
+            finally:
+                if self.model.dtype == torch.float32:  # whose norms are made for each loan
+                    self.drop()
+
+    def forward(
+        self,
+        cache: LlamaCache,
+        rows: slice,
+        tokens: Tensor,
+        starts: Tensor | None,
+        length: int,
+        sizes: Tensor | None = None,
+        is_even: bool = False,
+    ) -> Tensor:
+        """As LlamaSlots'. What it returns is overwritten by the next step."""
+        is_decode = starts is not None and tokens.shape[1] == 1 and rows.start == 0
+        if is_decode and self.can_replay:
+            num_rows = min(rounded_rows(len(tokens)), cache.num_slots)
+            shape = num_rows, min(rounded_length(length), cache.max_tokens)
+            self.uses[shape] += 1
+            if shape not in self.graphs and self.uses[shape] > FIRST_STEPS and self.can_capture:
+                self.add_graph(cache, *shape, tokens.device)
+            if shape in self.graphs:
+                return self.replayed(cache, shape, tokens, starts)
+        return super().forward(cache, rows, tokens, starts, length, sizes, is_even)
+
+    def add_graph(
+        self, cache: LlamaCache, num_rows: int, length: int, device: torch.device
+    ) -> None:
+        forward = super().forward
+        ids = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+        columns = torch.full((num_rows,), cache.max_tokens, device=device)
+        if not self.graphs:  # positions up to the last column are made outside of a graph
+            forward(cache, slice(0, 1), ids[:1], columns[:1], cache.max_tokens + 1)
+            if device.type == "cuda":
+                self.pool = torch.cuda.graph_pool_handle()
+
+        def compute() -> Tensor:
+            return forward(cache, slice(0, num_rows), ids, columns, length)
+
+        try:
+            replay = self.capture(compute, self.pool)
+        except RuntimeError as error:
+            self.can_capture = False
+            print(f"decode steps run without CUDA graphs: {error}", file=sys.stderr, flush=True)
+            return
+        if len(self.graphs) >= MAX_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        self.graphs[num_rows, length] = ids, columns, replay
+
+    def replayed(
+        self, cache: LlamaCache, shape: tuple[int, int], tokens: Tensor, starts: Tensor
+    ) -> Tensor:
+        """[n, 1, E]. Rows behind the last one write where padding does, and are read by nobody."""
+        ids, columns, replay = self.graphs[shape]
+        ids[: len(tokens)] = tokens
+        columns[: len(starts)] = starts
+        columns[len(starts) :] = cache.max_tokens
+        return replay()[: len(tokens)]
