@@ -142,8 +142,8 @@ def test_long_rows_are_at_most_an_eighth_longer():
 
 
 def test_few_rows_are_a_power_of_two_and_many_a_multiple_of_sixteen():
-    numbers = [1, 2, 3, 5, 9, 15, 16, 17, 100, 128]
-    assert [rounded_rows(n) for n in numbers] == [1, 2, 4, 8, 16, 16, 16, 32, 112, 128]
+    numbers = [1, 2, 3, 5, 9, 15, 16, 17, 33, 100, 128]
+    assert [rounded_rows(n) for n in numbers] == [1, 2, 4, 8, 16, 16, 16, 32, 48, 112, 128]
 
 
 @pytest.mark.parametrize("device", DEVICES)
