@@ -646,6 +646,19 @@ def engine_spec(module: Any, **more: Any) -> Any:
     return EngineSpec(module=module, **{"memory_frac": 0.5} | usual | more)
 
 
+def longrope(config: Any, num_short: int) -> dict[str, Any]:
+    """Rotary parameters for a model of this configuration: sequences of more than `num_short`
+    tokens have other frequencies."""
+    num_pairs = config.hidden_size // config.num_attention_heads // 2
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + pair / num_pairs for pair in range(num_pairs)],
+        "long_factor": [3.0 + pair for pair in range(num_pairs)],
+        "original_max_position_embeddings": num_short,
+    }
+
+
 def make_skeleton(path: str) -> Any:
     """The shapes of a model's weights."""
     from rl_core.learning.loading import load_model_config, on_meta

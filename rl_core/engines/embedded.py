@@ -30,6 +30,7 @@ from rl_core.engines.requests import check_logprobs, check_request, decoded, not
 from rl_core.engines.slots import RowParams, Snapshot, bytes_per_token, device_memory, sample
 from rl_core.engines.weights import load_weights
 from rl_core.host_copies import HostCopies
+from rl_core.learning.loading import max_positions
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import Completion, SamplingParams
 
@@ -120,7 +121,7 @@ class EmbeddedEngine(Engine):
     def __init__(self, spec: EngineSpec) -> None:
         model = self.model = spec.module
         self.tokenizer, self.version, self.capacity = spec.tokenizer, 0, spec.num_slots
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions, _ = max_positions(model.config)
         self.max_context_tokens = min(spec.max_context_tokens, positions or spec.max_context_tokens)
         self.stats = Counter()  # prefill_tokens (without padding), decode_steps, decode_tokens
         self.adapter_versions: dict[str, int] = {}

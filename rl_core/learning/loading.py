@@ -37,6 +37,23 @@ def load_model_config(path: str) -> PretrainedConfig:
     return load_pretrained(AutoConfig, path)
 
 
+def max_positions(model_config: PretrainedConfig) -> tuple[int | None, str]:
+    """(tokens of the longest sequence, key of config.json that says so); None: any number. With
+    longrope a sequence ends where its short factors do: transformers chooses short or long factors
+    by the longest sequence of a forward, so that logprobs would depend on other sequences of the
+    batch."""
+    text = model_config.get_text_config()
+    limits = {"max_position_embeddings": getattr(text, "max_position_embeddings", None)}
+    rotary = getattr(text, "rope_parameters", None) or {}
+    # Some families have parameters for each kind of layer.
+    for parameters in (rotary, *rotary.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            key = "original_max_position_embeddings"
+            limits[f"{key} of longrope"] = parameters.get(key)
+    known = [(limit, key) for key, limit in limits.items() if limit]
+    return min(known, default=(None, ""))
+
+
 def model_class(config: PretrainedConfig) -> type:
     """The transformers class that loads a language model; of a multimodal checkpoint, the whole of
     it."""

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from rl_core.config import Config, LoraConfig
 from rl_core.data.chat import Chat, load_chat
-from rl_core.learning.loading import load_model_config
+from rl_core.learning.loading import load_model_config, max_positions
 from rl_core.rules import nearest
 
 if TYPE_CHECKING:
@@ -108,12 +108,14 @@ def check_is_decoder(config: PretrainedConfig, path: str) -> None:
 
 
 def check_positions(config: Config, path: str, model_config: PretrainedConfig) -> None:
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    """Raises ValueError if an episode, or a row of data, may have more tokens than the model
+    reads."""
+    positions, key = max_positions(model_config)
     if positions and config.max_context_tokens > positions:
         raise ValueError(
             f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
             f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {path} "
-            f"has {positions} positions (max_position_embeddings); lower them"
+            f"has {positions} positions ({key}); lower them"
         )
 
 
@@ -126,11 +128,10 @@ def teacher_limits(config: Config) -> Limits:
         envs = self_taught(config.of(name))
         if not envs:
             continue
-        model_config = read_config(config.actors[name].model).get_text_config()
-        positions = getattr(model_config, "max_position_embeddings", None)
+        positions, key = max_positions(read_config(config.actors[name].model))
         limit = config.of(name).learner.microbatch_tokens * config.cp, "--learner.microbatch_tokens"
         if positions and positions < limit[0]:
-            limit = positions, "the model's max_position_embeddings"
+            limit = positions, f"the model's {key}"
         limits |= {(name, env): limit for env in envs}
     return limits
 

@@ -51,6 +51,8 @@ class RewardModel:
         model."""
         import torch  # takes seconds to import, which --help does not wait for
 
+        from rl_core.learning.loading import max_positions
+
         if device is None:
             device = "cpu"
             if torch.cuda.is_available():
@@ -58,9 +60,7 @@ class RewardModel:
         self.path, self.device, self.batch_tokens = path, torch.device(device), batch_tokens
         self.model = load_classifier(path, self.device)
         self.chat = load_chat(path, chat_template)
-        self.max_tokens = getattr(
-            self.model.config.get_text_config(), "max_position_embeddings", math.inf
-        )
+        self.max_tokens = max_positions(self.model.config)[0] or math.inf
         self.lock = threading.Lock()  # tokenizers are not thread-safe
 
     def score(

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from kit import words
+from kit import longrope, words
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.algorithms import PRESETS
@@ -48,13 +48,22 @@ REFUSED = {
         "--algo.advantage custom": "advantage_fn",
         "--max_turns 3 --max_tokens "
         "2000": "--max_prompt_tokens=40 and 3 turns of --max_tokens=2000 are 6040 ... has 4096",
+        "--model {out}/long": "are 100 tokens, and ... long has 32 positions "
+        "(original_max_position_embeddings of longrope); lower them",
+        "--algo.teacher {out}/long --algorithm opd": "long has 32 positions (original_",
+        "--algo.reference {out}/long --algo.kl_coef 1": "long has 32 positions (original_",
         "--algorithm ppo --critic.model {out}/other": "has a vocabulary of 77 tokens",
         "--algorithm ppo --env_path "
         "{dir}/own_advantage.py": "set --algo.advantage gae to keep the critic",
         "--engine_ranks 1": "must leave at least one rank of 1 to learn",
     },
-    FIT: {"--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'"},
+    FIT: {
+        "--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'",
+        "--model {out}/long": "are 64 tokens, and ... long has 32 positions (original_",
+    },
     PAIRS: {
+        "--algorithm dpo --model {out}/long": "long has 32 positions (original_",
+        "--algorithm rm --model {out}/long": "long has 32 positions (original_",
         "--algorithm rm --max_prompt_tokens 1 --max_tokens "
         "4": "longer than 5 (max_prompt_tokens + max_tokens)",
         "--algorithm dpo --data.train "
@@ -166,6 +175,11 @@ def test_flags_that_cannot_be_are_refused_in_one_line(
         AutoConfig.from_pretrained(folders["model"], vocab_size=103).save_pretrained(
             tmp_path / "short"
         )
+    if "long" in more:
+        AutoTokenizer.from_pretrained(folders["model"]).save_pretrained(tmp_path / "long")
+        config = AutoConfig.from_pretrained(folders["model"])
+        config.rope_parameters = longrope(config, 32)
+        config.save_pretrained(tmp_path / "long")
     run = tmp_path / "run"
     error = refusal(words("--out", run, f"{base} {more}".format(**folders, out=tmp_path)), capsys)
     assert all(part in error for part in REFUSED[base][more].format(**folders).split(" ... ")), (

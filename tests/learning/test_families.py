@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 import torch
 import transformers
-from kit import make_skeleton, steps
-from models_table import FAMILIES, LIMITS, ROWS, family_config, load_plain, make_family, try_family
+from kit import embedded, longrope, make_learner, make_skeleton, sample, steps
+from models_table import (
+    FAMILIES,
+    LIMITS,
+    ROWS,
+    family_config,
+    load_plain,
+    make_family,
+    plain_logprobs,
+    try_family,
+)
 from safetensors.torch import load_file
 
+from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.engines.weights import checkpoint_weights
+from rl_core.learning.loading import max_positions
 from rl_core.models import make_policy
 from rl_core.plugins.row_sampling import choose_sampler
+from rl_core.types import SamplingParams
 
 FORWARDS = {
     "seed_oss": "packed",  # dropout without a module
@@ -105,3 +118,38 @@ def test_padded_rows_are_the_same_over_two_ranks_and_are_not_cut(tmp_path, torch
         assert [row[key] for row in one] == pytest.approx([row[key] for row in two], rel=1e-5)
     cut = torchrun(2, *map(str, [*flags, "--out", tmp_path / "cut", "--cp", 2]), check=False)
     assert "--cp=2 cuts packed sequences" in cut.stderr and cut.returncode
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama", "qwen3"])
+def test_sequences_that_longrope_allows_do_not_change_each_other(name, tmp_path):
+    make_family(tmp_path, name)
+    file, num_short = tmp_path / "config.json", 24
+    config = json.loads(file.read_text())
+    config["rope_parameters"] = longrope(family_config(name), num_short)
+    if "original_max_position_embeddings" in config:  # Phi-3's, which comes first
+        config["original_max_position_embeddings"] = num_short
+    file.write_text(json.dumps(config))
+    plain = load_plain(tmp_path)
+    assert max_positions(plain.config)[0] == num_short
+    ids = [8 + 7 * n % 90 for n in range(num_short + 1)]
+    sequences = ids[:num_short], ids[6:0:-1]
+    alone = [plain_logprobs(plain, row[:1], row[1:]).detach() for row in sequences]
+    # One token more changes all of them.
+    assert (plain_logprobs(plain, ids[:1], ids[1:])[:-1] - alone[0]).abs().max() > 0.1
+    batch = pack_samples([sample(row, [0] + [1] * (len(row) - 1), 1.0) for row in sequences])
+    found = make_learner(tmp_path).forward(batch)[0].detach()
+    for number, expected in enumerate(alone):
+        assert torch.allclose(found[batch.sequences == number], expected, atol=1e-5)
+
+    engine = embedded(plain, max_context_tokens=200)
+    params = SamplingParams(max_tokens=100)
+    prompts = [ids[:-5], ids[:3]]
+
+    async def speak():
+        asked = [engine.generate(prompt, params, seed=n) for n, prompt in enumerate(prompts)]
+        return await asyncio.gather(*asked)
+
+    for prompt, completion in zip(prompts, asyncio.run(speak()), strict=True):
+        assert len(prompt) + len(completion.token_ids) == num_short
+        logprobs = plain_logprobs(plain, prompt, completion.token_ids)
+        assert torch.allclose(torch.tensor(completion.logprobs), logprobs, atol=1e-5)
