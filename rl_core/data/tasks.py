@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.data.messages import canonical_messages, canonical_tools
+from rl_core.data.messages import shorten as shorten
 from rl_core.data.rows import row_place
 from rl_core.rules import nearest
 from rl_core.types import Message, Task, counter_seed
 
 # Columns of the first messages; the first one that a row has is used.
 PROMPT_COLUMNS = ("messages", "prompt", "question", "problem", "instruction", "conversations")
-# Who speaks in ShareGPT's messages.
-ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 def make_task(
@@ -54,10 +54,12 @@ def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
     return next(iter(filled + there), None)
 
 
-def column_messages(row: dict[str, Any], column: str, role: str = "user") -> list[Message]:
-    """A column's messages; text, but in `messages`, is one message of `role`. ShareGPT's {"from",
-    "value"} is a message too, and `input` the rest of `instruction`. Raises ValueError if there are
-    none, and as check_messages."""
+def column_messages(
+    row: dict[str, Any], column: str, role: str = "user", notes: list[str] | None = None
+) -> list[Message]:
+    """A column's messages, and `notes`, as of canonical_messages. Text, but in `messages`, is one
+    message of `role`, and `input` the rest of `instruction`. Raises ValueError if there are none,
+    and as canonical_messages."""
     if column not in row:
         raise ValueError(
             f"it needs a column {column!r}; {nearest(column, row)}; read another by "
@@ -67,52 +69,21 @@ def column_messages(row: dict[str, Any], column: str, role: str = "user") -> lis
     if isinstance(value, str) and column != "messages":
         if column == "instruction" and row.get("input"):
             value = f"{value}\n\n{row['input']}"
-        return [{"role": role, "content": value}]
+        value = {"role": role, "content": value}
     if isinstance(value, dict):  # one message, as ShareGPT's pairs have it
         value = [value]
-    if isinstance(value, list):
-        value = [as_message(message) for message in value]
     try:
-        return check_messages(value)
+        return canonical_messages(value, notes)
     except ValueError as error:
         raise ValueError(f"column {column!r}: {error}") from None
 
 
-def as_message(value: Any) -> Any:
-    """ShareGPT's {"from", "value"} as {"role", "content"}."""
-    if isinstance(value, dict) and "from" in value:
-        return {"role": ROLES.get(value["from"], value["from"]), "content": value.get("value")}
-    return value
-
-
-def check_messages(messages: Any) -> list[Message]:
-    """A copy of a conversation. Raises ValueError unless it is a list of at least one {"role",
-    "content"}; the content is text, or a list of parts, or None beside tool calls."""
-    rule = 'must be a list of {"role": ..., "content": ...}'
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError(f"{rule}, is {shorten(messages)}")
-    checked = []
-    for number, message in enumerate(messages, 1):
-        if not is_message(message):
-            raise ValueError(f"{rule}, message {number} is {shorten(message)}")
-        # Tables give every message every key; a chat template may test whether a key is there.
-        copy = {k: value for k, value in message.items() if value is not None or k == "content"}
-        checked.append(copy)
-    return checked
-
-
-def is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    has_content = isinstance(value.get("content"), (str, list))
-    return has_content or bool(value.get("tool_calls"))
-
-
-def shorten(value: Any, width: int = 80) -> str:
-    text = repr(value)
-    if len(text) > width:
-        text = text[: width - 3] + "..."
-    return text
+def row_tools(row: dict[str, Any], notes: list[str] | None = None) -> list[dict[str, Any]] | None:
+    """The tools in a row's column `tools`, as of canonical_tools. Raises ValueError."""
+    try:
+        return canonical_tools(row.get("tools"), notes)
+    except ValueError as error:
+        raise ValueError(f"column 'tools' {error}") from None
 
 
 class RowOrder:

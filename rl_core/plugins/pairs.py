@@ -8,8 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.data.chat import Chat
-from rl_core.data.tasks import PROMPT_COLUMNS, column_messages, first_column, shorten
-from rl_core.plugins.sft import row_tools, sft_samples, shared_length
+from rl_core.data.tasks import (
+    PROMPT_COLUMNS,
+    column_messages,
+    first_column,
+    row_tools,
+    shorten,
+)
+from rl_core.plugins.sft import sft_samples, shared_length
 from rl_core.types import Message, TrainingSample
 
 PAIR = ("chosen", "rejected")

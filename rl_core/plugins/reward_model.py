@@ -28,8 +28,8 @@ import aiohttp
 from aiohttp import web
 
 from rl_core.data.chat import load_chat
+from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.pretrained import load_pretrained
-from rl_core.data.tasks import check_messages
 from rl_core.types import Message
 
 MAX_PAUSE_S = 5.0  # between two attempts at a server
@@ -73,8 +73,9 @@ class RewardModel:
 
     def token_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
         """The tokens that training scored: the conversation as the chat template renders it."""
+        messages, tools = canonical_messages(messages), canonical_tools(tools)
         with self.lock:
-            ids = self.chat.prompt_ids(check_messages(messages), tools, add_generation_prompt=False)
+            ids = self.chat.prompt_ids(messages, tools, add_generation_prompt=False)
         if not 0 < len(ids) <= self.max_tokens:
             raise ValueError(
                 f"a conversation of {len(ids)} tokens; the model reads 1 to {self.max_tokens}"

@@ -6,7 +6,6 @@ A row is a conversation, or an episode that a run wrote; an episode keeps its sa
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ import numpy as np
 from rl_core.data.chat import PROBE, Chat, TokenStream, text_after, text_of, unmarked
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
-from rl_core.data.tasks import column_messages, first_column, shorten
+from rl_core.data.tasks import column_messages, first_column, row_tools
 from rl_core.plugins.run_files import fingerprint
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
@@ -63,26 +62,6 @@ def as_sampled(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: s
         policy_version=0,
     )
     return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=said)
-
-
-def row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools in a row's column `tools`: a list of JSON schemas, or the text of one, since the
-    rows of a table must have equal keys. Raises ValueError for anything else."""
-    given = row.get("tools") or None
-    tools = given
-    if isinstance(given, str):
-        try:
-            tools = json.loads(given)
-        except ValueError:
-            tools = given
-    if tools and not (
-        isinstance(tools, (list, tuple)) and all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise ValueError(
-            "column 'tools' must be a list of JSON schemas, or such a list as JSON text; is "
-            f"{shorten(given)}"
-        )
-    return tools or None
 
 
 def sft_messages(row: dict[str, Any]) -> list[Message]:

@@ -11,7 +11,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.episodes import succeeded
-from rl_core.data.tasks import check_messages, shorten
+from rl_core.data.messages import canonical_messages, shorten
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
 from rl_core.sampling.hooks import wait_for_all
@@ -103,7 +103,7 @@ async def ask(env: Env, task: Task, t: Trajectory, scored: list[Trajectory]) -> 
             "teacher"
         )
     try:
-        messages = check_messages(list(value))
+        messages = canonical_messages(list(value))
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
     if messages[-1]["role"] == "assistant":

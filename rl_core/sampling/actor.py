@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
-from rl_core.data.tasks import check_messages
+from rl_core.data.messages import canonical_messages
 from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.sampling.hooks import finite_parts, key_text, wait_for_all
@@ -416,4 +416,4 @@ def without_thoughts(text: str) -> str:
 def as_messages(messages: str | Sequence[Message]) -> list[Message]:
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
-    return check_messages(messages)
+    return canonical_messages(messages)

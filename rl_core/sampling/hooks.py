@@ -28,7 +28,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
-from rl_core.data.tasks import check_messages, shorten
+from rl_core.data.messages import canonical_messages, shorten
 from rl_core.types import Message, Task
 
 BEAT_S = 0.05  # The event loop wakes up at least so often.
@@ -355,7 +355,7 @@ def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], floa
     if messages is None or messages in ([], ()):
         return [], reward, bool(answer.get("done")) or ends
     try:
-        return check_messages(messages), reward, bool(answer.get("done"))
+        return canonical_messages(messages), reward, bool(answer.get("done"))
     except ValueError as error:
         raise ValueError(f"{what} {error}") from None
 

@@ -12,7 +12,7 @@ from typing import Any
 from grpc import StatusCode
 
 from rl_core.agents.rollout import Endpoints
-from rl_core.data.tasks import check_messages
+from rl_core.data.messages import canonical_messages
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
 from rl_core.sampling.hooks import Hook
 from rl_core.service import environments_pb2 as pb
@@ -254,7 +254,7 @@ def read_spoken(spoken: pb.Spoken) -> Said:
     said = from_json(spoken.messages, list, "answers: messages")
     turn = None
     try:
-        said = check_messages(said) if said else []
+        said = canonical_messages(said) if said else []
     except ValueError as error:
         raise wrong(f"answers: messages {error}") from None
     if len(said) > 1 or any(message["role"] != "assistant" for message in said):

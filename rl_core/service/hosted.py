@@ -8,7 +8,8 @@ from typing import Any
 
 from grpc import StatusCode
 
-from rl_core.data.tasks import check_messages, make_task
+from rl_core.data.messages import canonical_messages
+from rl_core.data.tasks import make_task
 from rl_core.plugins.env_file import load_env
 from rl_core.plugins.env_hooks import execute_file
 from rl_core.sampling.env import SPOKEN
@@ -85,7 +86,7 @@ class LocalEnv:
                     task.id = request.task_id or task.id
                     task.info = info
                     return task
-                messages = check_messages(from_json(request.messages, list, "messages"))
+                messages = canonical_messages(from_json(request.messages, list, "messages"))
                 return Task(
                     id=request.task_id, env=self.name, row=row, messages=messages, info=info
                 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpc import StatusCode
 
-from rl_core.data.tasks import check_messages
+from rl_core.data.messages import canonical_messages
 from rl_core.sampling.env import OF_GROUP, SPOKEN, Env
 from rl_core.sampling.episode import checked
 from rl_core.sampling.hooks import (
@@ -336,7 +336,7 @@ class Session:
         """Raises ServiceError unless it is messages, and follows what was said before."""
         new = from_json(said.messages, list, "said.messages") if said.messages else []
         try:
-            new = check_messages(new) if new else []
+            new = canonical_messages(new) if new else []
         except ValueError as error:
             raise wrong(f"said.messages {error}") from None
         if said.HasField("keep") and said.keep > len(self.messages):

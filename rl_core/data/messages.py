@@ -1,0 +1,290 @@
+"""Messages and tools of any origin -> the canonical form. All of them come in here: rows, hooks,
+programs, the reward model's server.
+
+A canonical message has "role" and "content" (text, or a list of text parts; None next to calls) and
+may have
+
+    reasoning_content  thoughts, as text
+    tool_calls         [{"type": "function", "function": {"name", "arguments": {...}}, "id"?}]
+    train              False: context, not trained
+    name, tool_call_id and other keys as they were given, without those that are None
+
+`data/chat.py` turns this form into the one that a chat template reads.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from rl_core.types import Message
+
+# Other formats' roles: ShareGPT's, LangChain's, Gemini's, ms-swift's, and OpenAI's older ones.
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "chatbot": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
+}
+CANONICAL_ROLES = ("system", "developer", "user", "assistant", "tool")
+# Roles whose content is the JSON text of calls.
+CALL_ROLES = ("function_call", "tool_call")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "reasoning"}
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+# Keys by which formats leave a message out of the loss.
+TRAIN_KEYS = ("train", "weight", "loss", "loss_mask", "trainable")
+RULE = 'must be a list of {"role": ..., "content": ...}'
+
+
+def canonical_messages(messages: Any, notes: list[str] | None = None) -> list[Message]:
+    """A copy of a conversation in the canonical form. `notes` collects a line for each reading that
+    the messages did not say in these words. Raises ValueError, with the message's number from 1."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"{RULE}, is {shorten(messages)}")
+    found = []
+    for number, message in enumerate(messages, 1):
+        try:
+            found.append(canonical_message(message, f"message {number}", notes))
+        except NoMessageError:
+            raise ValueError(f"{RULE}, message {number} is {shorten(message)}") from None
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from None
+    return found
+
+
+class NoMessageError(ValueError):
+    """A value that is no message."""
+
+
+def canonical_message(value: Any, where: str, notes: list[str] | None = None) -> Message:
+    """One message. Raises NoMessageError if it has no role or says nothing; other ValueErrors."""
+    if not isinstance(value, dict):
+        raise NoMessageError
+    notes = [] if notes is None else notes
+    # Tables give every message every key; a chat template may test whether a key is there.
+    message = {k: v for k, v in value.items() if v is not None or k == "content"}
+    if "from" in message:  # ShareGPT
+        content = message.pop("value", None)
+        message = {"role": message.pop("from"), "content": content} | message
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise NoMessageError
+    message["role"] = known_role(role)
+    if message["role"] in CALL_ROLES:
+        message |= {"role": "assistant", "content": None, "tool_calls": message["content"]}
+    if message["role"] != role:
+        notes.append(f"{where}: role {role!r} read as {message['role']}")
+    set_trained(message, where, notes)
+    set_calls(message, where, notes)
+    set_content(message, where, notes)
+    set_thoughts(message, where, notes)
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise NoMessageError
+    check_text(message)
+    return message
+
+
+def known_role(role: str) -> str:
+    """The canonical name of a role; an unknown one as it is."""
+    lowered = role.strip().lower()
+    name = ROLES.get(lowered, lowered)
+    return name if name in (*CANONICAL_ROLES, *CALL_ROLES) else role
+
+
+def set_trained(message: Message, where: str, notes: list[str]) -> None:
+    """Leaves "train": False, or no key. Raises ValueError for a weight between 0 and 1."""
+    is_trained = True
+    for key in TRAIN_KEYS:
+        if key in message and not read_flag(key, message.pop(key)):
+            is_trained = False
+            notes.append(f"{where}: not trained ({key})")
+    if not is_trained:
+        message["train"] = False
+
+
+def read_flag(key: str, value: Any) -> bool:
+    flag = value.item() if hasattr(value, "item") else value  # numpy's
+    if isinstance(flag, str):
+        flag = {"true": 1, "1": 1, "false": 0, "0": 0}.get(flag.strip().lower())
+    if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
+        raise ValueError(
+            f"{key!r} is {shorten(value)}; a message is trained (true, 1) or not (false, 0): "
+            "remove the key or give one of these"
+        )
+    return bool(flag)
+
+
+def set_calls(message: Message, where: str, notes: list[str]) -> None:
+    """Puts all calls into `tool_calls`, with arguments as objects."""
+    older = message.pop("function_call", None)  # OpenAI's key before tool_calls
+    if older is not None:
+        message["tool_calls"] = [*(message.get("tool_calls") or []), older]
+        notes.append(f"{where}: function_call read as tool_calls")
+    calls = message.pop("tool_calls", None)
+    if isinstance(calls, str):
+        calls = json_value(calls)
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not calls and calls in (None, [], ()):
+        return
+    if not isinstance(calls, (list, tuple)):
+        raise ValueError(f"tool calls must be a list, or its JSON text; are {shorten(calls)}")
+    message["tool_calls"] = [canonical_call(call, where, notes) for call in calls]
+    message.setdefault("content", None)
+
+
+def canonical_call(call: Any, where: str, notes: list[str]) -> dict[str, Any]:
+    if isinstance(call, str):
+        call = json_value(call)
+    function = call
+    if isinstance(call, dict) and call.get("function") is not None:
+        function = call["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a tool call must be a function with a name, is {shorten(call)}")
+    function = {k: v for k, v in function.items() if v is not None}
+    head = {} if function.keys() == call.keys() else call
+    kept = {k: v for k, v in head.items() if v is not None and k in ("id", "type")}
+    if "function" not in call and "id" in function:
+        kept["id"] = function.pop("id")
+    if function.get("type") == "function" and "function" not in call:
+        function.pop("type")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        notes.append(f"{where}: arguments of {function['name']}() parsed from JSON text")
+        arguments = json_value(arguments) if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"the arguments of the call of {function['name']}() must be a JSON object, or its "
+            f"text; are {shorten(function['arguments'])}"
+        )
+    function["arguments"] = arguments
+    return {"type": "function"} | kept | {"function": function}
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text; the text itself if it is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return text
+
+
+def set_content(message: Message, where: str, notes: list[str]) -> None:
+    """Leaves a text, a list of text parts or None. Raises ValueError for images and the like."""
+    for key in MEDIA_KEYS:
+        if message.get(key):
+            raise ValueError(refused_part(key))
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, (list, tuple)):
+        raise NoMessageError
+    parts, thoughts = [], []
+    for part in content:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
+        key = TEXT_PARTS.get(kind) or THOUGHT_PARTS.get(kind)
+        if key is None or not isinstance(part.get(key), str):
+            raise ValueError(refused_part(kind))
+        (parts if kind in TEXT_PARTS else thoughts).append(part[key])
+    message["content"] = [{"type": "text", "text": text} for text in parts] or ""
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+        notes.append(f"{where}: parts of thoughts read as reasoning_content")
+
+
+def refused_part(kind: str) -> str:
+    return (
+        f"a part of type {kind!r} is not read: models are trained on text alone, and would not see "
+        "it; remove the message, or give the part's content as text"
+    )
+
+
+def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
+    """Leaves thoughts in `reasoning_content` alone."""
+    given = {}
+    for key in THOUGHT_KEYS:
+        if isinstance(message.get(key), str):
+            given[key] = message.pop(key)
+    if not given:
+        return
+    if len(set(given.values())) > 1:
+        raise ValueError(f"{' and '.join(given)} differ: give a message's thoughts in one of them")
+    key, thoughts = next(iter(given.items()))
+    message["reasoning_content"] = thoughts
+    if key != "reasoning_content":
+        notes.append(f"{where}: {key} read as reasoning_content")
+
+
+def check_text(message: Message) -> None:
+    """Raises ValueError for half of a surrogate pair, as programs leave it that cut a text by
+    UTF-16 units: no tokenizer takes it."""
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    for text in (*texts, message.get("reasoning_content", "")):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"its text has half of a surrogate pair, {text[error.start]!r}, at character "
+                f"{error.start}: remove it"
+            ) from None
+
+
+def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str, Any]] | None:
+    """A copy of a list of tools, or of its JSON text, each as {"type": "function", "function":
+    {"name", ...}}. None if there are none. Raises ValueError."""
+    given = tools
+    if isinstance(tools, str):
+        tools = json_value(tools) if tools.strip() else None
+    if tools is None or (isinstance(tools, (list, tuple)) and not tools):
+        return None
+    if not isinstance(tools, (list, tuple)):
+        raise ValueError(
+            f"must be a list of JSON schemas, or such a list as JSON text; is {shorten(given)}"
+        )
+    found = []
+    for number, tool in enumerate(tools, 1):
+        tool = json_value(tool) if isinstance(tool, str) else tool
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(tool, dict) and function is None and isinstance(tool.get("name"), str):
+            rest = {k: v for k, v in tool.items() if k != "type" or v != "function"}
+            tool, function = {"type": "function", "function": rest}, rest
+            if notes is not None:
+                notes.append(f"tool {number}: wrapped as a function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                "must be a list of JSON schemas, or such a list as JSON text; tool "
+                f"{number} is no function with a name: {shorten(tool)}"
+            )
+        found.append(tool)
+    return found
+
+
+def without_nulls(value: Any) -> Any:
+    """A copy without the keys that are None, at any depth. Tables give every object of a column
+    every key that one of them has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(v) for key, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(v) for v in value]
+    return value
+
+
+def shorten(value: Any, width: int = 80) -> str:
+    text = repr(value)
+    if len(text) > width:
+        text = text[: width - 3] + "..."
+    return text
