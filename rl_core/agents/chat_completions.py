@@ -16,6 +16,7 @@ from rl_core.agents.requests import (
     limit_of,
     overridden_in,
     read_arguments,
+    read_tool,
     stops_of,
     text_of_parts,
     wanted,
@@ -58,10 +59,10 @@ def read_tools(tools: list[Any]) -> list[dict[str, Any]] | None:
     found = []
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refusal(f"tools: {str(tool)[:80]} is no function with a name")
-        kept = {key: value for key, value in function.items() if key != "strict"}
-        found.append({"type": "function", "function": kept})
+        if not isinstance(function, dict):
+            raise Refusal(f"tools: {str(tool)[:80]} must be a function with a name")
+        fields = (function.get(key) for key in ("name", "description", "parameters"))
+        found.append(read_tool(*fields))
     return found or None
 
 
@@ -114,12 +115,17 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
 
     for index, reply in enumerate(replies):
         yield chunk(index, {"role": "assistant", "content": ""})
+        deltas: list[dict[str, Any]] = []
         if reply.thoughts:
-            yield chunk(index, {"reasoning_content": reply.thoughts})
-        if reply.text:
-            yield chunk(index, {"content": reply.text}, logprobs=logprobs_of(reply, request))
+            deltas.append({"reasoning_content": reply.thoughts})
+        if reply.text or not reply.calls:
+            deltas.append({"content": reply.text})
         for number, call in enumerate(reply.calls):
-            yield chunk(index, {"tool_calls": [{"index": number} | written_call(call)]})
+            deltas.append({"tool_calls": [{"index": number} | written_call(call)]})
+        # The first has the logprobs of all tokens, those of thoughts and calls too.
+        yield chunk(index, deltas[0], logprobs=logprobs_of(reply, request))
+        for delta in deltas[1:]:
+            yield chunk(index, delta)
         yield chunk(index, {}, FINISH[reply.finish_reason])
     if request.wants_usage:
         yield event(head | {"choices": [], "usage": usage(replies)})
@@ -148,8 +154,9 @@ def logprobs_of(reply: Reply, request: Request) -> dict[str, Any] | None:
     if not request.wants_logprobs:
         return None
     content = []
-    for text, logprob in reply.logprobs:
-        one = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    for token, logprob in reply.logprobs:
+        text = token.decode(errors="replace")
+        one = {"token": text, "logprob": logprob, "bytes": list(token)}
         content.append(one | {"top_logprobs": []})
     return {"content": content, "refusal": None}
 

@@ -247,23 +247,28 @@ class EndpointServer:
                 replies = await endpoint.answer(request)
             except Refusal as refusal:
                 return web.json_response(dialect.write_error(refusal), status=refusal.status)
-            self.store(endpoint, request, replies)
+            if dialect is responses:
+                self.store(endpoint, request, replies)
             return web.json_response(dialect.write(replies, request))
 
         return handle
 
     def put_before(self, endpoint: Endpoint, body: dict[str, Any], request: Request) -> None:
-        """The messages that `previous_response_id` stands for. Raises Refusal."""
+        """Puts the conversation of `previous_response_id`, without the instructions that it had,
+        behind the request's instructions. Raises Refusal."""
         previous = wanted(body, "previous_response_id", str)
         if previous is None:
             return
         if previous not in endpoint.stored:
             raise Refusal(f"previous_response_id: {previous!r} is no response of this episode")
-        request.messages = [*endpoint.stored[previous], *request.messages]
+        num = request.num_instructions
+        new = request.messages
+        request.messages = [*new[:num], *endpoint.stored[previous], *new[num:]]
 
     def store(self, endpoint: Endpoint, request: Request, replies: list[Reply]) -> None:
+        """Keeps replies of /v1/responses for later requests."""
         for reply in replies:
-            history = [*request.messages, reply.message]
+            history = [*request.messages[request.num_instructions :], reply.message]
             endpoint.stored[responses.response_id(reply)] = history
             for item in responses.output(reply):
                 endpoint.items[item["id"]] = item
@@ -289,7 +294,8 @@ class EndpointServer:
             error = json.dumps(dialect.write_error(refusal))
             await response.write(f"event: error\ndata: {error}\n\n".encode())
             return response
-        self.store(endpoint, request, replies)
+        if dialect is responses:
+            self.store(endpoint, request, replies)
         for event in dialect.stream(replies, request):
             await response.write(event.encode())
         return response

@@ -13,6 +13,7 @@ from rl_core.agents.requests import (
     called,
     limit_of,
     overridden_in,
+    read_tool,
     stops_of,
     text_of_parts,
     wanted,
@@ -43,9 +44,8 @@ def read(body: dict[str, Any]) -> Request:
             # The model knows no tools that a server runs, such as a web search.
             overridden.append("tools")
             continue
-        function = {"name": tool.get("name"), "description": tool.get("description", "")}
-        function["parameters"] = tool["input_schema"]
-        tools.append({"type": "function", "function": function})
+        description = tool.get("description", "")
+        tools.append(read_tool(tool.get("name"), description, tool["input_schema"]))
     return Request(
         model=wanted(body, "model", str, ""),
         messages=messages,

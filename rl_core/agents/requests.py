@@ -21,6 +21,21 @@ DECIDED_BY_TRAINER = (
     "logit_bias",
 )
 
+# Keywords of a JSON schema that hold schemas -> by name, in a list, or (None) one or a list.
+SUBSCHEMAS = {
+    "properties": dict,
+    "patternProperties": dict,
+    "$defs": dict,
+    "definitions": dict,
+    "anyOf": list,
+    "oneOf": list,
+    "allOf": list,
+    "prefixItems": list,
+    "items": None,
+    "additionalProperties": None,
+    "not": None,
+}
+
 
 class Refusal(Exception):
     """A request that cannot be answered. The dialect writes it as an error of its own."""
@@ -43,6 +58,7 @@ class Request:
     reads_calls: bool = True  # False: calls are left in the text (tool_choice "none")
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    num_instructions: int = 0  # first messages that a later request does not inherit
     num_replies: int = 1
     is_streamed: bool = False
     wants_logprobs: bool = False
@@ -69,11 +85,12 @@ class Reply:
     text: str  # without thoughts and calls
     thoughts: str
     calls: list[Call]
-    finish_reason: str  # "stop", "length" or "calls"
+    finish_reason: str  # "stop", "length" (also behind calls) or "calls"
     stop: str = ""  # which of the request's stops ended it
     num_prompt_tokens: int = 0
     num_tokens: int = 0
-    logprobs: list[tuple[str, float]] = field(default_factory=list)  # of each token, if wanted
+    # (bytes, logprob) of each token, if wanted.
+    logprobs: list[tuple[bytes, float]] = field(default_factory=list)
 
     @property
     def message(self) -> Message:
@@ -122,11 +139,63 @@ def limit_of(body: dict[str, Any], *names: str) -> int | None:
 def stops_of(body: dict[str, Any], name: str) -> tuple[str, ...]:
     """Strings that end a reply."""
     value = wanted(body, name, (str, list), [])
-    if isinstance(value, str):
-        return (value,)
-    if not all(isinstance(stop, str) and stop for stop in value):
-        raise Refusal(f"{name} must be a list of texts")
-    return tuple(value)
+    stops = [value] if isinstance(value, str) else value
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise Refusal(f"{name} must be a text or a list of texts, none of them empty")
+    return tuple(stops)
+
+
+def read_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """A function in the form of chat templates; a value of None is left out. Raises Refusal unless
+    the parameters are a JSON schema of an object."""
+    if not isinstance(name, str) or not name:
+        raise Refusal(f"tools: the name {str(name)[:80]!r} must be a text")
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        if not isinstance(description, str):
+            raise Refusal(f"tools: {name}: the description must be a text")
+        function["description"] = description
+    if parameters is not None:
+        if not isinstance(parameters, dict):
+            raise Refusal(f"tools: {name}: the parameters must be a JSON schema of an object")
+        fault = schema_fault(parameters)
+        if fault:
+            raise Refusal(f"tools: {name}: the parameters are not a JSON schema: {fault}")
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
+
+
+def schema_fault(schema: Any) -> str:
+    """Returns the first keyword of a JSON schema whose value has the wrong form; "" if there is
+    none."""
+    if isinstance(schema, bool):
+        return ""
+    if not isinstance(schema, dict):
+        return f"{str(schema)[:80]!r} is not a schema"
+    kinds = schema.get("type", [])
+    if not all(isinstance(kind, str) for kind in as_list(kinds)):
+        return f"type: {str(kinds)[:80]!r} is not a type"
+    for key in ("required", "enum"):
+        if not isinstance(schema.get(key, []), list):
+            return f"{key}: {str(schema[key])[:80]!r} is not a list"
+    inner: list[tuple[str, Any]] = []
+    for key, form in SUBSCHEMAS.items():
+        if key not in schema:
+            continue
+        value = schema[key]
+        if form is not None and not isinstance(value, form):
+            kind = "an object" if form is dict else "a list"
+            return f"{key}: {str(value)[:80]!r} is not {kind}"
+        if form is dict:
+            inner += [(f"{key}.{name}", each) for name, each in value.items()]
+        else:
+            inner += [(key, each) for each in as_list(value)]
+    faults = (f"{key}: {fault}" for key, each in inner if (fault := schema_fault(each)))
+    return next(faults, "")
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def text_of_parts(content: Any, where: str) -> str:

@@ -16,6 +16,7 @@ from rl_core.agents.requests import (
     limit_of,
     overridden_in,
     read_arguments,
+    read_tool,
     text_of_parts,
     wanted,
 )
@@ -28,8 +29,8 @@ __all__ = ["PATH", "read", "stream", "write", "write_error"]
 
 
 def read(body: dict[str, Any]) -> Request:
-    """Raises Refusal for what this engine cannot do. `previous_response_id` is not read here: it
-    stands for messages that the endpoint puts before these."""
+    """Raises Refusal for what this engine cannot do. `previous_response_id` is not read here: the
+    endpoint puts the earlier messages behind the instructions."""
     overridden = overridden_in(body)
     form = wanted(wanted(body, "text", dict, {}), "format", dict, {}).get("type", "text")
     if form != "text":
@@ -43,8 +44,8 @@ def read(body: dict[str, Any]) -> Request:
             # The model knows no tools that a server runs, such as a web search.
             overridden.append("tools")
             continue
-        kept = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key)}
-        tools.append({"type": "function", "function": kept})
+        fields = (tool.get(key) or None for key in ("name", "description", "parameters"))
+        tools.append(read_tool(*fields))
     messages = read_items(body.get("input"))
     instructions = wanted(body, "instructions", str)
     if instructions:
@@ -54,6 +55,7 @@ def read(body: dict[str, Any]) -> Request:
     return Request(
         model=wanted(body, "model", str, ""),
         messages=messages,
+        num_instructions=1 if instructions else 0,
         tools=tools or None,
         reads_calls=choice != "none",
         max_tokens=limit_of(body, "max_output_tokens"),

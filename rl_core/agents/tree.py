@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from hashlib import sha256
 from typing import Any
 from zlib import crc32
 
@@ -70,30 +72,48 @@ class Tree:
         self.overridden.update(request.overridden)
         key = request_key(request)
         nodes = self.answered.get(key)
-        if nodes is not None and is_repeated(nodes, request):
+        # While the first is under way, only a request that the client calls a retry is one.
+        if nodes is not None and (nodes.done() or request.is_retry):
             self.num_retries += 1
         else:
             nodes = self.answered[key] = self.context.run(asyncio.ensure_future, self.play(request))
+            nodes.add_done_callback(partial(self.drop_failed, key))
         # Shielded: the turn is kept if the client goes away.
         return [node.reply for node in await asyncio.shield(nodes)]
+
+    def drop_failed(self, key: str, nodes: asyncio.Future[list[Node]]) -> None:
+        """Frees a request that failed; the same one again is played anew."""
+        has_failed = nodes.cancelled() or nodes.exception() is not None
+        if has_failed and self.answered.get(key) is nodes:
+            del self.answered[key]
 
     async def play(self, request: Request) -> list[Node]:
         self.count_turns(request.num_replies)
         keys = [key_of(message) for message in request.messages]
         parent, num_known = self.longest(keys, tools_key(request.tools))
-        work = []
-        for _ in range(request.num_replies):
-            talk = self.talk(parent, request)
-            new = request.messages[num_known:] if parent else []
-            work.append(self.speak(talk, new, request, keys))
+        new = request.messages[num_known:] if parent else []
+        talks: list[Conversation] = []
         try:
-            nodes = await wait_for_all(work)
+            for _ in range(request.num_replies):
+                talks.append(self.talk(parent, request))
+            nodes = await wait_for_all([self.speak(talk, new, request, keys) for talk in talks])
         except Exception:
-            if parent:
-                parent.num_children -= request.num_replies
+            self.num_turns -= request.num_replies
+            self.forget(talks, parent)
             raise
         self.nodes += nodes
         return nodes
+
+    def forget(self, talks: list[Conversation], parent: Node | None) -> None:
+        """Leaves no trace of the conversations of a request that failed."""
+        for talk in talks:
+            if parent is not None:
+                parent.num_children -= 1
+            if parent is not None and talk is parent.conversation:
+                talk.take_back()
+                parent.is_continued = False
+            else:
+                self.actor.conversations.remove(talk)
 
     def count_turns(self, num_replies: int) -> None:
         if self.max_turns and self.num_turns + num_replies > self.max_turns:
@@ -161,7 +181,7 @@ class Tree:
 
     def cancel(self) -> None:
         """Ends the turns that are under way."""
-        for nodes in self.answered.values():
+        for nodes in list(self.answered.values()):
             nodes.cancel()
 
     def trajectories(self, reward: float | dict[str, float]) -> list[Trajectory]:
@@ -174,13 +194,6 @@ class Tree:
         return found
 
 
-def is_repeated(nodes: asyncio.Future[list[Node]], request: Request) -> bool:
-    """Whether a request like one before, whose replies are `nodes`, gets these."""
-    if not nodes.done():
-        return request.is_retry  # else it is another attempt beside the first
-    return not nodes.cancelled() and nodes.exception() is None
-
-
 def tools_key(tools: list[dict[str, Any]] | None) -> str:
     return json.dumps(tools or None, sort_keys=True)
 
@@ -190,10 +203,10 @@ def code_of(talk: Conversation) -> str:
 
 
 def request_key(request: Request) -> str:
-    """Equal for a request and its retry."""
+    """A digest, equal for a request and its retry."""
     asked = replace(request, model="", is_retry=False)
     values = {each.name: getattr(asked, each.name) for each in fields(asked)}
-    return json.dumps(values, sort_keys=True, default=str)
+    return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def key_of(message: Message) -> Key:
@@ -217,19 +230,18 @@ def reply_of(talk: Conversation, request: Request) -> Reply:
     message = talk.history[-1]
     calls = message.get("tool_calls") or [] if request.reads_calls else []
     text = message.get("content") or "" if calls else talk.text
+    text, stop = cut_at_stop(text, request.stop)
     thoughts, ended, answer = text.rpartition("</think>")
     if ended:
         text = answer.lstrip("\n")
         thoughts = thoughts.strip().removeprefix("<think>").strip()
-    # Clients do not expect what ended the text; its tokens stay in the conversation.
-    stop = next((stop for stop in request.stop if text.endswith(stop)), "")
-    finish_reason = "length" if talk.truncated else "stop"
+    finish_reason = "calls" if calls else "stop"
     reply = Reply(
         id=f"{talk.session}.{talk.num_replies}".replace("/", "-"),
-        text=text.removesuffix(stop),
+        text=text,
         thoughts=thoughts,
         calls=[Call(id=call["id"], **call["function"]) for call in calls],
-        finish_reason="calls" if calls else finish_reason,
+        finish_reason="length" if talk.truncated else finish_reason,
         stop=stop,
     )
     if talk.turns:
@@ -238,9 +250,19 @@ def reply_of(talk: Conversation, request: Request) -> Reply:
         reply.num_tokens = len(completion.token_ids)
         chat = talk.speaker.chat
         if request.wants_logprobs and chat is not None:
-            texts = [chat.tokenizer.decode([token]) for token in completion.token_ids]
-            reply.logprobs = list(zip(texts, completion.logprobs, strict=True))
+            tokens = [chat.token_bytes(token) for token in completion.token_ids]
+            reply.logprobs = list(zip(tokens, completion.logprobs, strict=True))
     return reply
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Returns (text before the first stop string, that stop string). Clients expect neither the
+    stop string nor the rest of a token in which it ended; the tokens stay in the conversation."""
+    places = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not places:
+        return text, ""
+    place, stop = min(places)
+    return text[:place], stop
 
 
 def num_prompt_tokens(turns: Sequence[Turn]) -> int:

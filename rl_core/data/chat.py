@@ -14,7 +14,7 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rl_core.types import Completion, Message, Turn
 # Unicode keeps these two for internal use: templates and tokenizers have no rule for them.
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece writes a byte
 # Values of "role" and "type" that templates compare, or put into a token's name.
 _ROLES = ("system", "developer", "user", "assistant", "model", "chatbot", "tool", "ipython")
 _PARTS = ("text", "image", "image_url", "video", "audio", "thinking", "reasoning", "refusal")
@@ -145,6 +146,27 @@ class Chat:
         return self.tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token in the middle of a text; those of several tokens join to the bytes of
+        the text, also where a token holds a part of a character."""
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if BYTE_TOKEN.fullmatch(token) and "ByteFallback" in self._decoder:
+            return bytes([int(token[3:5], 16)])
+        if token_id in self.tokenizer.added_tokens_decoder:
+            return token.encode()
+        if "ByteLevel" in self._decoder:
+            return bytes(byte_of_char()[char] for char in token)
+        # A tokenizer may drop the space before the first token of a text.
+        once, twice = (
+            self.tokenizer.decode([token_id] * num, clean_up_tokenization_spaces=False)
+            for num in (1, 2)
+        )
+        return twice[len(once) :].encode()
+
+    @cached_property
+    def _decoder(self) -> str:
+        return repr(self.tokenizer.backend_tokenizer.decoder) if self.tokenizer.is_fast else ""
 
     def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
         """Token ids of the template's text after an assistant's tokens, without end tokens that
@@ -301,6 +323,15 @@ def load_chat(
             "tokenizer's files of the model that it was made from into the folder"
         )
     return Chat(tokenizer, chat_template, variables, tool_reader)
+
+
+@cache
+def byte_of_char() -> dict[str, int]:
+    """Bytes by the characters as which byte-level tokenizers write them."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    moved = {chr(256 + number): byte for number, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | moved
 
 
 def text_of(message: Message) -> str:

@@ -165,6 +165,14 @@ class Conversation:
             self.metrics["tool_parse_failed"] += has_failed
         return self.calls or {"role": "assistant", "content": completion.text}
 
+    def take_back(self) -> None:
+        """Drops what came after the last reply, such as messages that the chat template refused."""
+        num_messages, stream = self.marks[-1]
+        del self.history[num_messages:], self.turns[self.num_replies :]
+        self.stream = copy.copy(stream)
+        self.truncated = bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
+        self.is_busy = False
+
     def fork(self) -> Conversation:
         """A second conversation with the same tokens so far, which continues with its own seeds."""
         self._check_idle()

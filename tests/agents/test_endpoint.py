@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import socket
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from rl_core import registry
 from rl_core.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
 from rl_core.agents.tree import key_of
 from rl_core.config import AgentsConfig
+from rl_core.data.chat import Chat
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.engine import EngineDied
@@ -35,10 +38,11 @@ OPEN = []  # clients of the test that runs
 
 
 @asynccontextmanager
-async def endpoint(*replies, max_turns=0, **actor):
-    """An episode's endpoint, and its tree."""
-    made = ScriptedActor(name="policy", chat=CHAT, replies=replies, **actor)
-    actors = EpisodeActors({"policy": made}, SamplingParams(max_tokens=200), 1, "s")
+async def endpoint(*replies, max_turns=0, max_tokens=200, others=(), **actor):
+    """An episode's endpoint, and the tree of its first actor. `others`: more actors."""
+    made = ScriptedActor(**({"name": "policy", "chat": CHAT, "replies": replies} | actor))
+    known = {each.name: each for each in (made, *others)}
+    actors = EpisodeActors(known, SamplingParams(max_tokens=max_tokens), 1, "s")
     server = EndpointServer()
     llm = await server.open(actors, max_turns)
     try:
@@ -351,6 +355,63 @@ def test_max_tokens_of_a_request_cuts_its_reply():
     assert trajectory.status == "truncated"
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_max_tokens_above_the_runs_is_the_runs(name):
+    async def play():
+        async with endpoint("a long reply", max_tokens=4) as (llm, _):
+            await chat(openai_client(llm), HI, **{name: 1000})
+            return llm.trajectories(1.0)
+
+    (trajectory,) = asyncio.run(play())
+    assert len(trajectory.turns[0].completion.token_ids) == 4
+
+
+def test_an_empty_stop_is_refused():
+    async def play():
+        async with endpoint("one") as (llm, _):
+            for stop in ("", ["x", ""]):
+                with pytest.raises(openai.BadRequestError, match="none of them empty"):
+                    await chat(openai_client(llm), HI, stop=stop)
+
+    asyncio.run(play())
+
+
+def test_a_truncated_actor_leaves_the_others_trajectories_as_they_are():
+    small = ScriptedActor(name="small", chat=CHAT, replies=["two"], max_context_tokens=60)
+
+    async def play():
+        async with endpoint("one", others=[small]) as (llm, _):
+            client = openai_client(llm).chat.completions
+            for name in ("policy", "small"):
+                await client.create(model=name, messages=HI)
+            with pytest.raises(openai.BadRequestError):
+                await client.create(model="small", messages=[{"role": "user", "content": "m" * 99}])
+            return [llm.trajectories(1.0, name)[0].status for name in ("policy", "small")]
+
+    assert asyncio.run(play()) == ["ok", "truncated"]
+
+
+def test_seeds_do_not_depend_on_the_order_of_other_requests():
+    async def seeds(order):
+        found = {}
+        async with endpoint("one") as (llm, tree):
+            generate = tree.actor.engine.generate
+
+            async def note(ids, params, **more):
+                found[CHAT.tokenizer.decode(ids)] = more["seed"]
+                return await generate(ids, params, **more)
+
+            tree.actor.engine.generate = note
+            for text in order:
+                with suppress(openai.BadRequestError):
+                    await chat(openai_client(llm), [{"role": "user", "content": text}])
+        return found
+
+    first, second = (asyncio.run(seeds(order)) for order in ("abc", "cxyab"))
+    assert len(set(first.values())) == 3
+    assert first.items() <= second.items()
+
+
 def test_what_the_trainer_decides_is_counted():
     async def play():
         async with endpoint("one", "two") as (llm, _):
@@ -414,7 +475,10 @@ async def chat_stream(llm):
     ) as events:
         async for _ in events:
             pass
-        final = await events.get_final_completion()
+        try:
+            final = await events.get_final_completion()
+        except openai.LengthFinishReasonError as error:
+            final = error.completion
     message = final.choices[0].message
     calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls]
     return message.content, calls, final.choices[0].finish_reason, final.usage.completion_tokens
@@ -423,9 +487,9 @@ async def chat_stream(llm):
 async def responses_stream(llm):
     tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
     async with openai_client(llm).responses.stream(model="m", input="hi", tools=[tool]) as events:
-        async for _ in events:
-            pass
-        final = await events.get_final_response()
+        # The client's get_final_response() wants a completed one.
+        async for event in events:
+            final = getattr(event, "response", None)
     calls = [(c.name, json.loads(c.arguments)) for c in final.output if c.type == "function_call"]
     return final.output_text, calls, final.status, final.usage.output_tokens
 
@@ -467,11 +531,133 @@ async def messages_plain(llm):
     return text, calls, reply.stop_reason, reply.usage.output_tokens
 
 
+# Whole, streamed, why a turn with calls ended, and why a turn that was cut ended.
 DIALECTS = {
-    "chat": (chat_plain, chat_stream, "tool_calls"),
-    "responses": (responses_plain, responses_stream, "completed"),
-    "messages": (messages_plain, messages_stream, "tool_use"),
+    "chat": (chat_plain, chat_stream, "tool_calls", "length"),
+    "responses": (responses_plain, responses_stream, "completed", "incomplete"),
+    "messages": (messages_plain, messages_stream, "tool_use", "max_tokens"),
 }
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_turn_that_is_cut_after_a_whole_call_says_so(dialect, is_streamed):
+    async def play():
+        async with endpoint(f"{CALL} and more", max_tokens=len(CALL) + 4) as (llm, _):
+            return await DIALECTS[dialect][is_streamed](llm)
+
+    text, calls, finish, num_tokens = asyncio.run(play())
+    assert (text, calls) == ("and", [("add", {"a": 1, "b": [2, "x"]})])
+    assert (finish, num_tokens) == (DIALECTS[dialect][3], len(CALL) + 4)
+
+
+SAID = [
+    "Four",
+    CALL,
+    f"I add {CALL}{CALL}",
+    "<think>hm</think>",
+    "<think>hm</think>Four",
+    "é🙂 <think>ü</think>",
+    "",
+]
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(said):
+    asked = {"model": "m", "messages": HI, "tools": TOOLS, "logprobs": True}
+
+    async def play():
+        async with endpoint(said) as (llm, _):
+            client = openai_client(llm).chat.completions
+            whole = await client.create(**asked)
+            async with client.stream(**asked) as events:
+                async for _ in events:
+                    pass
+                streamed = await events.get_final_completion()
+            return [reply.choices[0].logprobs.content for reply in (whole, streamed)]
+
+    for tokens in asyncio.run(play()):
+        assert b"".join(bytes(t.bytes) for t in tokens) == f"{said}<|end|>".encode()
+        assert len(tokens) == len(said.encode()) + 1
+
+
+@pytest.mark.parametrize(
+    "said, shown", [("ab STOP", "ab "), ("abSTOPc", "ab"), ("aSTabENDc", "aSTab")]
+)
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_neither_a_stop_nor_the_rest_of_its_token_is_shown(dialect, said, shown):
+    stops = ["STOP", "END"]
+
+    async def play():
+        async with endpoint(said, "two") as (llm, tree):
+            generate = tree.actor.engine.generate
+
+            async def to_the_end_of_the_token(ids, params, **more):
+                return await generate(ids, replace(params, stop=()), **more)
+
+            tree.actor.engine.generate = to_the_end_of_the_token
+            if dialect == "chat":
+                text = (await chat(openai_client(llm), HI, stop=stops)).content
+            else:
+                reply = await anthropic_client(llm).messages.create(
+                    model="m", messages=HI, max_tokens=99, stop_sequences=stops
+                )
+                assert reply.stop_reason == "stop_sequence" and reply.stop_sequence in stops
+                text = reply.content[0].text
+            echo = {"role": "assistant", "content": text}
+            await chat(openai_client(llm), [*HI, echo, *HI])
+            return text, llm.trajectories(1.0)
+
+    text, (trajectory,) = asyncio.run(play())
+    assert text == shown
+    assert f"<|start|>assistant\n{said}<|end|>" in text_of(trajectory)
+
+
+NON_SCHEMAS = [
+    {"type": "object", "properties": None},
+    {"type": "object", "properties": []},
+    {"type": "object", "properties": {"a": None}},
+    {"type": "object", "properties": {"a": "integer"}},
+    {"type": "object", "properties": {"a": {"type": 3}}},
+    {"type": "object", "properties": {"a": {"anyOf": {"type": "integer"}}}},
+    {"type": "object", "properties": {"a": {"type": "array", "items": {"enum": "x"}}}},
+    {"type": "object", "required": "a"},
+    "integer",
+    [{}],
+]
+
+
+@pytest.mark.parametrize("schema", NON_SCHEMAS, ids=str)
+def test_parameters_that_are_not_a_schema_are_refused(schema):
+    async def play():
+        async with endpoint(CALL) as (llm, tree):
+            client, other = openai_client(llm), anthropic_client(llm).messages
+            function = {"name": "add", "parameters": schema}
+            with pytest.raises(openai.BadRequestError, match="add: the parameters"):
+                await chat(client, HI, tools=[{"type": "function", "function": function}])
+            with pytest.raises(openai.BadRequestError, match="add: the parameters"):
+                tools = [{"type": "function"} | function]
+                await client.responses.create(model="m", input="hi", tools=tools)
+            with pytest.raises(anthropic.BadRequestError, match="add: the parameters"):
+                tools = [{"name": "add", "input_schema": schema}]
+                await other.create(model="m", messages=HI, tools=tools, max_tokens=9)
+            return tree.num_turns
+
+    assert asyncio.run(play()) == 0
+
+
+def test_fields_of_a_tool_may_be_null():
+    async def play():
+        async with endpoint(CALL) as (llm, _):
+            client = openai_client(llm)
+            tool = {"type": "function", "name": "add", "description": None, "strict": None}
+            tool["parameters"] = None
+            reply = await client.responses.create(model="m", input="hi", tools=[tool])
+            function = {"name": "add", "description": None, "parameters": None, "strict": None}
+            said = await chat(client, HI, tools=[{"type": "function", "function": function}])
+            return [reply.output[0].name, said.tool_calls[0].function.name]
+
+    assert asyncio.run(play()) == ["add", "add"]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -502,7 +688,6 @@ def test_a_conversation_by_responses_continues_by_items_and_by_id():
             call_id = first.output[-1].call_id
             items.append({"type": "function_call_output", "call_id": call_id, "output": "3"})
             second = await client.responses.create(input=items, **asked)
-            del asked["instructions"]  # they stand before what the id stands for
             third = await client.responses.create(
                 input="thanks", previous_response_id=second.id, **asked
             )
@@ -516,6 +701,31 @@ def test_a_conversation_by_responses_continues_by_items_and_by_id():
     assert len(stream_of(trajectory)) == sum(
         len(turn.new_ids) + len(turn.completion.token_ids) for turn in trajectory.turns
     )
+
+
+START = "<|start|>user\nhi<|end|>\n<|start|>assistant\none<|end|>"
+REST = "\n<|start|>user\nand?<|end|>\n<|start|>assistant\ntwo<|end|>"
+BRIEF, RUDE = (f"<|start|>system\nBe {how}.<|end|>\n" for how in ("brief", "rude"))
+INSTRUCTIONS = {
+    "equal": ("Be brief.", [BRIEF + START + REST]),
+    "new": ("Be rude.", [BRIEF + START, RUDE + START + REST]),
+    "none": (openai.omit, [BRIEF + START, START + REST]),
+}
+
+
+@pytest.mark.parametrize("second", INSTRUCTIONS)
+def test_a_response_inherits_the_messages_and_not_the_instructions(second):
+    instructions, expected = INSTRUCTIONS[second]
+
+    async def play():
+        async with endpoint("one", "two") as (llm, _):
+            client = openai_client(llm).responses
+            first = await client.create(model="m", input="hi", instructions="Be brief.")
+            more = {"previous_response_id": first.id, "instructions": instructions}
+            await client.create(model="m", input="and?", **more)
+            return [text_of(trajectory) for trajectory in llm.trajectories(1.0)]
+
+    assert asyncio.run(play()) == expected
 
 
 def test_items_of_earlier_responses_are_named_by_their_ids():
@@ -682,6 +892,36 @@ def test_turns_beyond_max_turns_are_refused():
             return llm.trajectories(1.0)
 
     assert asyncio.run(play())[0].status == "truncated"
+
+
+def no_system_chat():
+    """CHAT, whose template refuses the word "bad" and system messages."""
+    tokenizer = copy.deepcopy(CHAT.tokenizer)
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{%- if m.content == 'bad' or m.role == 'system' %}"
+        "{{ raise_exception('no') }}{%- endif %}{%- endfor %}" + tokenizer.chat_template
+    )
+    return Chat(tokenizer, tool_reader=registry.tool_calls)
+
+
+def test_a_refused_request_leaves_no_trace():
+    async def play(*refused):
+        async with endpoint("one", "two", max_turns=3, chat=no_system_chat()) as (llm, tree):
+            client = openai_client(llm)
+            if refused:
+                with pytest.raises(openai.BadRequestError, match="refuses"):
+                    await chat(client, [{"role": "system", "content": "be"}, *HI])
+            said = await chat(client, HI)
+            history = [*HI, {"role": "assistant", "content": said.content}]
+            for text in refused:
+                with pytest.raises(openai.BadRequestError, match="refuses"):
+                    await chat(client, [*history, {"role": "user", "content": text}], n=2)
+            await chat(client, [*history, {"role": "user", "content": "good"}])
+            (found,) = llm.trajectories(1.0)
+            kept = len(tree.actor.conversations), len(tree.answered)
+            return kept, found.status, found.metrics, stream_of(found), found.turns[-1].name
+
+    assert asyncio.run(play("bad", "bad")) == asyncio.run(play())
 
 
 def test_an_engine_that_dies_fails_the_request_and_is_kept_for_the_run():

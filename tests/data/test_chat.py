@@ -342,6 +342,14 @@ def test_no_space_creeps_in_where_a_tokenizer_puts_one_before_a_text():
     assert stream.prompt_ids.count(chat.end_token_id) == 1
 
 
+@pytest.mark.parametrize("make", [make_tokenizer, sentencepiece_like_tokenizer])
+@pytest.mark.parametrize("text", ["the quick fox", "é🙂 日本</s> x", "\n\n user\u0301"])
+def test_bytes_of_tokens_join_to_the_bytes_of_the_text(make, text):
+    chat = Chat(make(), "{{ messages[0].content }}")
+    ids = chat.encode(text, continues=True)
+    assert b"".join(chat.token_bytes(token) for token in ids) == text.encode()
+
+
 def test_a_list_of_texts_reads_as_their_string():
     for name in ("qwen2_5", "llama3", "gemma3", "smolvlm"):
         chat = chat_named(name)
