@@ -5,12 +5,14 @@ With one rank every function here is the identity, and mostly no process group e
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rl_core.types import RunError
+
+# Beats of a heartbeat in one --timeout_s, and the longest time between two of them.
+BEATS, MAX_BEAT_S = 10, 5.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -85,6 +90,7 @@ class Ranks:
     is_engine: bool = False  # its engines are asked by ranks that play episodes
     group: int = 0  # number of its process group; 0 plays episodes
     store: dist.Store = dataclasses.field(default_factory=dist.HashStore)  # shared by all ranks
+    heartbeat: Heartbeat | None = None  # None: there is no other rank
 
     @property
     def is_writer(self) -> bool:
@@ -114,6 +120,68 @@ class Ranks:
         return self.store.check([name])
 
 
+class Heartbeat:
+    """A thread that counts up in the store while this process runs, and watches the count of the
+    next rank. A frozen process closes no connection: the ranks that it should ask or answer would
+    wait for ever. The ranks form a ring, so that each costs the store two requests per beat.
+
+    Silence is counted in beats of this process, so that a job that was suspended as a whole
+    resumes.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float):
+        self.store = store.clone()  # A client that waits for a key answers nobody else.
+        self.rank, self.watched = rank, (rank + 1) % size
+        self.timeout_s = timeout_s
+        self.period_s = min(timeout_s / BEATS, MAX_BEAT_S)
+        self.lost = ""  # says which rank stands still
+        self.when_lost: Callable[[], Any] | None = None
+        self.is_closed = threading.Event()
+        self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self.thread.start()
+
+    def _beat(self) -> None:
+        count, num_silent = 0, 0
+        while not self.is_closed.wait(self.period_s):
+            try:
+                self.store.add(f"beats/{self.rank}", 1)
+                newest = self.store.add(f"beats/{self.watched}", 0)
+            except RuntimeError:  # The store is gone or frozen.
+                newest = count
+            num_silent = 0 if newest != count else num_silent + 1
+            count = newest
+            if num_silent * self.period_s > self.timeout_s:
+                self.lost = (
+                    f"rank {self.watched} has stood still for --timeout_s={self.timeout_s:g}: no "
+                    f"heartbeat of it reached rank {self.rank}. Look whether its process is "
+                    "stopped and its machine answers; resume with --resume"
+                )
+                if self.when_lost:
+                    self.when_lost()
+                return
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the current task is cancelled once the watched rank stands still. Then raises
+        RunError."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        self.when_lost = lambda: loop.call_soon_threadsafe(task.cancel)
+        try:
+            if self.lost:  # while the models loaded
+                raise RunError(self.lost)
+            yield
+        except asyncio.CancelledError:
+            if not self.lost:
+                raise
+            raise RunError(self.lost) from None
+        finally:
+            self.when_lost = None
+
+    def close(self) -> None:
+        self.is_closed.set()
+        self.thread.join(self.period_s)
+
+
 def init_ranks(
     timeout_s: float,
     mesh: Mesh | None = None,
@@ -124,7 +192,8 @@ def init_ranks(
     group, and so is one that alone is to hold its weights as shards, as mixed precision asks.
     Without a mesh all are data parallel. Ranks beyond the mesh only sample: they and those that
     learn are each a process group of their own, numbered from 0. So is each of `groups`, whose
-    first plays episodes; the mesh is that of this rank's."""
+    first plays episodes; the mesh is that of this rank's. Raises RunError if a rank does not come
+    within `timeout_s`."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -133,11 +202,11 @@ def init_ranks(
     if size == 1 and not is_sharded:
         return Ranks(rank=0, size=1, device=device)
     mesh, timeout = mesh or Mesh(dp_shard=size), timedelta(seconds=timeout_s)
+    store: dist.Store = dist.HashStore()
+    heartbeat = None
     if size > 1:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    else:
-        store = dist.HashStore()
-    store.set_timeout(timeout)
+        store = meet(rank, size, timeout_s)
+        heartbeat = Heartbeat(store, rank, size, timeout_s)
     engine_ranks = 0 if groups else size - mesh.size
     groups = groups or (range(mesh.size), range(mesh.size, size))
     number = [rank in group for group in groups].index(True)
@@ -149,21 +218,52 @@ def init_ranks(
         is_engine=number > 0,
         group=number,
         store=dist.PrefixStore("rl_core", store),
+        heartbeat=heartbeat,
     )
-    if len(groups[0]) < size:
-        if ranks.add("present", 1) == size:
-            ranks.set_flag("all_present")
-        ranks.store.wait(["all_present"])  # every rank has checked its flags and the folder
     if engine_ranks and ranks.is_engine:
         mesh = Mesh(dp_shard=ranks.size)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"group{number}", store),
-        rank=ranks.rank,
-        world_size=ranks.size,
-        timeout=timeout,
-    )
-    return on_mesh(ranks, mesh)
+    with explain_timeouts("start", ranks, timeout_s):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"group{number}", store),
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=timeout,
+        )
+        return on_mesh(ranks, mesh)
+
+
+def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """The store of all ranks, once every rank has checked its flags and the folder. Raises RunError
+    that names the ranks that do not come."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {rank} waited at the start for the store of all ranks, at MASTER_ADDR="
+            f"{os.environ['MASTER_ADDR']} and MASTER_PORT={os.environ['MASTER_PORT']}, which did "
+            f"not answer within --timeout_s={timeout_s:g}: {first_line(error)}"
+        ) from error
+    store.set_timeout(timeout)
+    names = [f"present/{other}" for other in range(size)]
+    store.set(names[rank], b"1")
+    try:
+        store.wait(names)
+    except RuntimeError as error:
+        missing = []
+        with suppress(RuntimeError):  # The store may be what is lost.
+            missing = [str(other) for other, name in enumerate(names) if not store.check([name])]
+        raise RunError(
+            f"rank {rank} waited at the start for the other ranks; "
+            f"{', '.join(missing) or 'some'} of {size} did not come within "
+            f"--timeout_s={timeout_s:g}: {first_line(error)}"
+        ) from error
+    return store
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
@@ -183,6 +283,8 @@ def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
 
 
 def close_ranks(ranks: Ranks) -> None:
+    if ranks.heartbeat:
+        ranks.heartbeat.close()
     if dist.is_initialized():
         barrier(ranks)
         dist.destroy_process_group()
@@ -200,13 +302,13 @@ def explain_timeouts(phase: str, ranks: Ranks, timeout_s: float):
     try:
         yield
     except RuntimeError as error:
-        if ranks.size == 1 or not LOST.search(str(error)):
+        if ranks.heartbeat is None or not LOST.search(str(error)):
             raise
         rank = os.environ.get("RANK", ranks.rank)  # its number among all
         raise RunError(
             f"rank {rank} waited in the phase {phase!r} for another rank, which is gone or did not "
             "come within "
-            f"--timeout_s={timeout_s:g}: {str(error).splitlines()[0]}"
+            f"--timeout_s={timeout_s:g}: {first_line(error)}"
         ) from error
 
 

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +273,10 @@ async def run_to_end(rank: Any) -> None:
     # Rows and modules live as long as the run; looking through them again and again costs tenths of
     # a second.
     gc.freeze()
+    heartbeat = rank.ranks.heartbeat
     try:
-        await rank.fit()
+        with heartbeat.watching() if heartbeat else nullcontext():
+            await rank.fit()
     finally:
         await rank.close()
         # In a notebook the models would stay; libraries would report leaks at the end of the

@@ -38,6 +38,7 @@ from rl_core.types import Completion, RunError, SamplingParams
 dumps = partial(json.dumps, default=float)  # Numbers of torch and numpy become JSON's.
 BUCKET_BYTES = 512 << 20
 LOOPBACK = "127.0.0.1"
+STOP_S = 10.0  # for the answer to "stop"
 # How a server's error reaches the learner.
 ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
 
@@ -110,7 +111,9 @@ def make_weight_channel(ranks: Ranks, timeout_s: float) -> WeightChannel:
     if ranks.is_engine or ranks.rank == 0:
         store, size = dist.PrefixStore("weights", ranks.store), ranks.engine_ranks + 1
         if ranks.device.type == "cuda":
-            group = dist.ProcessGroupNCCL(store, place, size, dist.ProcessGroupNCCL.Options())
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            group = dist.ProcessGroupNCCL(store, place, size, options)
         else:
             group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=timeout_s))
     return WeightChannel(group=group, device=ranks.device)
@@ -367,7 +370,9 @@ class RemoteEngine(Engine):
         """See Engine. Each server tells what it has sampled so far."""
         if not self.begun:
             return
-        asked = [server.ask("catch_up", keys=list(self.begun)) for server in self.sampling]
+        asked = []
+        for server in self.sampling:
+            asked.append(server.ask("catch_up", timeout_s=self.timeout_s, keys=list(self.begun)))
         for answer in await asyncio.gather(*asked):
             for key in answer.keys() & self.begun.keys():
                 for name, value in answer[key].items():
@@ -398,17 +403,21 @@ class RemoteEngine(Engine):
         metrics: dict[str, Metric] = {}
         if self.is_first:
             for server in self.sampling:
-                add_metrics(metrics, received_metrics(await server.ask("take_metrics")))
+                answer = await server.ask("take_metrics", timeout_s=self.timeout_s)
+                add_metrics(metrics, received_metrics(answer))
         return metrics
 
     async def close(self) -> None:
+        """See Engine. A rank that stands still is not waited for again."""
+        timeout_s = min(self.timeout_s, STOP_S)
         with contextlib.suppress(EngineDied, RunError):
-            await self._tell_all("stop")
+            await self._tell_all("stop", timeout_s=timeout_s)
 
-    async def _tell_all(self, verb: str, **body) -> None:
+    async def _tell_all(self, verb: str, timeout_s: float | None = None, **body) -> None:
         """The first learner sends it for all."""
+        timeout_s = timeout_s or self.timeout_s
         if self.is_first:
-            asked = [server.ask(verb, timeout_s=self.timeout_s, **body) for server in self.servers]
+            asked = [server.ask(verb, timeout_s=timeout_s, **body) for server in self.servers]
             await asyncio.gather(*asked)
 
 

@@ -4,6 +4,7 @@ needs. They begin as ranks of torchrun do, with its variables."""
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import signal
@@ -19,6 +20,8 @@ from rl_core.plugins.watchdog import end_without_teardown
 
 PORT_DIGITS = 8
 FAILED_S = 0.1  # Ranks that fail with the first have time to do so by themselves.
+END_S = 30.0  # from SIGTERM to SIGKILL, as torchrun waits
+POLL_S = 0.05
 
 
 def can_fork() -> bool:
@@ -126,13 +129,20 @@ def send_to(ranks: dict[int, int], number: int) -> None:
 
 
 def wait_for(ranks: dict[int, int], received: list[int]) -> int:
-    """0 once all ranks have ended well. After the first that did not, the others are ended."""
-    status = 0
+    """0 once all ranks have ended well. After the first that did not, the others get SIGTERM, and
+    those that do not end by it, such as a frozen one, get SIGKILL after END_S."""
+    status, kill_at = 0, math.inf
     while ranks:
         # A rank stays in the table until it is reaped: a signal never reaches another process.
-        pid = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
-        rank = ranks.pop(pid, None)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        options = os.WEXITED | os.WNOWAIT | (os.WNOHANG if status else 0)
+        ended = os.waitid(os.P_ALL, 0, options)
+        if ended is None:
+            if time.monotonic() > kill_at:
+                send_to(ranks, signal.SIGKILL)
+            time.sleep(POLL_S)
+            continue
+        rank = ranks.pop(ended.si_pid, None)
+        code = os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1])
         if rank is None or code == 0 or status:
             continue
         status = max(1, code)
@@ -142,4 +152,5 @@ def wait_for(ranks: dict[int, int], received: list[int]) -> int:
             print(text, file=sys.stderr, flush=True)
         time.sleep(FAILED_S)
         send_to(ranks, signal.SIGTERM)
+        kill_at = time.monotonic() + END_S
     return status

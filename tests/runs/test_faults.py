@@ -105,6 +105,56 @@ def test_a_rank_that_stands_still_is_named_by_what_the_others_wait_for(start):
     )
 
 
+# Ranks that wait for another one over HTTP, not in a collective operation.
+APART = {
+    "an engine's rank": "--engine_ranks 1",
+    "an actor's rank": "--actors.policy.ranks 1",
+}
+FROZEN = """
+import os, signal
+def load_tasks(split): return [{"prompt": str(n)} for n in range(64)]
+async def reward_fn(completion): return float(len(completion))
+if os.environ["RANK"] == "{rank}":
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "before"),
+    [
+        ("an engine's rank", 0, False),
+        ("an engine's rank", 1, False),
+        ("an actor's rank", 0, False),
+        ("an actor's rank", 1, False),
+        ("an actor's rank", 0, True),
+    ],
+)
+def test_a_frozen_rank_holds_no_rank_for_ever(kind, frozen, before, tiny_model, tmp_path):
+    (tmp_path / "env.py").write_text(FROZEN.replace("{rank}", str(frozen) if before else ""))
+    sizes = "--max_tokens 8 --tasks_per_step 8 --num_steps 100000 --timeout_s 6"
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", sizes, APART[kind])
+    process = start_torchrun(2, "-m", "rl_core.train", *flags, "--out", tmp_path / "run")
+    try:
+        if before:
+            wait_until(lambda: len(ranks_of(process.pid)) == 2, "both ranks begin")
+        else:
+            wait_until((tmp_path / "run/metrics.jsonl").exists, "the first step")
+        stopped = ranks_of(process.pid)[frozen]
+        if not before:
+            os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: len(ranks_of(process.pid)) == 1, "the other rank ends", 40)
+        # Torchrun would wait for half a minute before it kills what stands still.
+        os.kill(stopped, signal.SIGCONT)
+        error = the_error(errors := errors_of(process))
+    finally:
+        kill_session(process)
+    assert "Traceback" not in errors.partition("error: ")[0], errors
+    if before:
+        assert f"for the other ranks; {frozen} of 2 did not come within --timeout_s=6" in error
+    else:
+        assert f"rank {frozen} has stood still for --timeout_s=6" in error
+
+
 def test_ctrl_c_ends_every_rank(start):
     process = start("pass")
     os.kill(process.pid, signal.SIGINT)

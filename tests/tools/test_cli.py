@@ -206,6 +206,30 @@ def test_a_rank_that_is_killed_is_told_and_the_others_end(places, tmp_path):
         kill_session(process)
 
 
+SOON = """
+import sys
+from rl_core.tools import forked_ranks
+from rl_core.tools.train import main
+forked_ranks.END_S = 1.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_frozen_rank_is_killed_once_another_has_given_up(places, tmp_path):
+    more = "--num_steps 100000 --timeout_s 5"
+    flags = words("--nproc_per_node 2", train_flags(places, tmp_path / "run", more))
+    process = start_process("-c", SOON, *flags)
+    try:
+        wait_until((tmp_path / "run/metrics.jsonl").exists, "the first step")
+        ranks = {child for child, parent in running().items() if parent == process.pid}
+        os.kill(max(ranks), signal.SIGSTOP)
+        said = "".join(process.communicate(timeout=60))
+        assert process.returncode == 1 and not ranks & running().keys()
+        assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1, said
+    finally:
+        kill_session(process)
+
+
 def test_ranks_end_with_the_command_that_forked_them(places, tmp_path):
     process, ranks = step_of_two_ranks(places, tmp_path / "run")
     try:
