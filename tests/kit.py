@@ -498,8 +498,7 @@ def words(*parts: Any) -> list[str]:
 
 def run(out: Path, *flags: Any, ranks: int = 1, status: int = 0) -> Path:
     """The folder of a run with these flags, which must end well, or here with this status: in this
-    process, or on forked ranks. 1 is that of a run in which nothing was learned, such as one whose
-    episodes all earn the same. On several ranks weights are sharded, as on GPUs, if the flags do
+    process, or on forked ranks. On several ranks weights are sharded, as on GPUs, if the flags do
     not say otherwise."""
     given = [*words(*flags), "--out", str(out)]
     if ranks > 1:

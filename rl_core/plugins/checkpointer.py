@@ -4,13 +4,17 @@ evaluation."""
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.episodes import grouped
 from rl_core.data.rows import write_whole
+from rl_core.distributed import all_gather_json
 from rl_core.metrics import Max, Metric
 from rl_core.plugin import Plugin
 from rl_core.plugins.checkpoint import (
@@ -19,8 +23,14 @@ from rl_core.plugins.checkpoint import (
     save_checkpoint,
     trained_learners,
 )
+from rl_core.plugins.evaluation import task_metrics
 from rl_core.run_folder import naming
-from rl_core.types import RunError
+from rl_core.types import RunError, Trajectory
+
+# Names of sets and actors before a metric. A part of the reward keeps its greedy_reward/.
+ROOM = r"^eval/(?:(?!greedy_|sampled_)[^/]+/)*(?=.)"
+# A run of fewer steps in which nothing was learned is no error.
+MIN_STEPS = 10
 
 
 class Checkpointer(Plugin):
@@ -99,37 +109,66 @@ class Checkpointer(Plugin):
                 )
 
     def after_run(self) -> None:
-        """Raises RunError if nothing was learned from the first step to the last. What learned on
-        ranks of its own is not known here."""
+        """Warns if nothing was learned from the first step to the last; raises RunError if these
+        were MIN_STEPS or more. Learners on other ranks are not known here."""
         num_steps = self.trainer.config.num_steps
         trained = trained_learners(self.trainer.learners).values()
         has_learned = any(learner.num_updates for learner in trained)
         has_learned |= len(self.trainer.learners) < len(self.trainer.config.trained)
         is_whole = self.saved_step == num_steps and not self.trainer.signal
-        if trained and is_whole and not has_learned:
-            raise RunError(
-                f"none of {num_steps} steps made an update, because no samples carried a signal: "
-                "the model is as it was; look at the rewards by rl-core show, or train longer by "
-                "--resume with a higher --num_steps"
-            )
+        if not trained or not is_whole or has_learned:
+            return
+        text = (
+            f"none of {num_steps} steps made an update, because no samples carried a signal: "
+            "the model is as it was; look at the rewards by rl-core show, or train longer by "
+            "--resume with a higher --num_steps"
+        )
+        if num_steps >= MIN_STEPS:
+            raise RunError(text)
+        self.trainer.log.say(f"warning: {text}")
 
 
 class BestKeeper(Plugin):
     """--keep_best: exports the models when an evaluation's metric, such as greedy_score, is better
-    than all before."""
+    than all before. Two evaluations are compared over the tasks that have a value in both: episodes
+    of others failed."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.metric = trainer.config.keep_best
+        self.pattern = re.compile(ROOM + re.escape(self.metric))
         self.folder = trainer.out / "best"
         # A loss is best where it is lowest.
         self.sign = -1 if self.metric.endswith("loss") else 1
         self.best = None
+        self.of_best: dict[str, dict[str, float]] = {}  # metric -> task -> value
+        # The same of this evaluation, on this rank.
+        self.of_this: dict[str, dict[str, float]] = {}
         with suppress(FileNotFoundError):
-            self.best = read_object(self.folder / "best.json").get(self.metric)
+            state = read_object(self.folder / "best.json")
+            self.best, self.of_best = state.get(self.metric), state.get("tasks", {})
+
+    async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
+        """Notes each task's value of the metric. `name` is eval/STEP/greedy or sampled, then the
+        set if there are several."""
+        if not name.startswith("eval/"):
+            return
+        config = self.trainer.config
+        _, _, label, *more = name.split("/", 3)
+        source = more[0] if more else next(iter(self.trainer.plan.eval))
+        count = 1 if label == "greedy" else config.eval.samples
+        for group in grouped(trajectories, "group_id"):
+            for metric, value in task_metrics(config, source, label, count, group).items():
+                if self.pattern.fullmatch(metric) and math.isfinite(value.value):
+                    self.of_this.setdefault(metric, {})[group[0].task_id] = value.value
 
     async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        if self.is_best(metrics):
+        tasks: dict[str, dict[str, float]] = {}
+        for of_rank in all_gather_json(self.of_this, self.trainer.ranks):
+            for metric, values in of_rank.items():
+                tasks.setdefault(metric, {}).update(values)
+        self.of_this = {}
+        if self.is_best(metrics, tasks):
             await export(self.trainer, self.folder)
             await self.trainer.resume()
             self.write(step)
@@ -137,24 +176,47 @@ class BestKeeper(Plugin):
     def write(self, step: int) -> None:
         if self.trainer.ranks.is_writer:
             self.folder.mkdir(exist_ok=True)
-            text = json.dumps({"step": step, self.metric: self.best})
-            write_whole(self.folder / "best.json", text)
+            state = {"step": step, self.metric: self.best, "tasks": self.of_best}
+            write_whole(self.folder / "best.json", json.dumps(state))
 
-    def is_best(self, metrics: dict[str, float]) -> bool:
-        """By the mean over environments. Raises RunError if the evaluation lacks the metric."""
+    def is_best(
+        self, metrics: dict[str, float], tasks: dict[str, dict[str, float]] | None = None
+    ) -> bool:
+        """Compares the mean over environments. `tasks`: metric -> task -> value. Raises RunError if
+        the evaluation lacks the metric."""
         known = [name for name in metrics if name.startswith("eval/")]
-        values = [metrics[name] for name in known if name.endswith(f"/{self.metric}")]
+        values = [metrics[name] for name in known if self.pattern.fullmatch(name)]
         if not values:
-            names = sorted({name.rpartition("/")[2] for name in known})
+            names = sorted({re.sub(ROOM, "", name) for name in known})
             raise RunError(
                 f"--keep_best {self.metric} is no metric of this evaluation; it has "
                 f"{', '.join(names)}"
             )
         value = sum(values) / len(values)
-        is_better = self.best is None or self.sign * value > self.sign * self.best
+        new, old = value, self.best
+        if tasks and self.of_best:
+            new, old = common_means(tasks, self.of_best)
+        is_better = old is None or self.sign * new > self.sign * old
         if is_better:  # NaN is not
-            self.best = value
+            self.best, self.of_best = value, tasks or {}
         return is_better
+
+
+def common_means(
+    first: dict[str, dict[str, float]], second: dict[str, dict[str, float]]
+) -> tuple[float, float]:
+    """Means of both over the tasks that have a value in both, each metric with equal weight. NaN
+    without such tasks."""
+    sums = []
+    for values in (first, second):
+        means = []
+        for metric in first.keys() & second.keys():
+            tasks = first[metric].keys() & second[metric].keys()
+            # Exact, so that equal values in another order have an equal mean.
+            if tasks:
+                means.append(math.fsum(values[metric][task] for task in tasks) / len(tasks))
+        sums.append(math.fsum(means) / len(means) if means else math.nan)
+    return sums[0], sums[1]
 
 
 async def export(trainer: Any, folder: Path) -> None:

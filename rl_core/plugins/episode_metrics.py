@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from rl_core.data.episodes import (
     baseline_groups,
     by_episode,
@@ -12,6 +14,8 @@ from rl_core.data.episodes import (
 )
 from rl_core.metrics import Mean, Metric, Percentile, Sum
 from rl_core.plugin import Plugin
+from rl_core.plugins.metric_table import describe
+from rl_core.sampling.hooks import is_recorded
 from rl_core.sampling.rollout import Group, in_order
 from rl_core.types import Trajectory
 
@@ -58,7 +62,6 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     lengths = episode_means(done, lambda t: t.num_tokens)
     all_lengths = [t.num_tokens for t in done]
     groups = [[t.reward for t in group] for group in baseline_groups(done)]
-    failed = {(t.env, t.group_id, t.index) for t in trajectories if t.status == "failed"}
     metrics = {
         "reward_mean": mean_of(episode_rewards(done)),
         "length_mean": mean_of(lengths),
@@ -67,7 +70,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
         "length_max": Percentile(100, all_lengths),
         "turns_mean": mean_of(episode_means(done, lambda t: len(t.turns))),
         "truncated_frac": mean_of(episode_means(done, lambda t: float(t.status == "truncated"))),
-        "failed": Sum(len(failed)),
+        "failed": num_failed(trajectories),
         "tokens": Sum(sum(all_lengths)),
         "zero_signal_frac": mean_of([float(not has_spread(rewards)) for rewards in groups]),
         **part_metrics(done),
@@ -84,14 +87,21 @@ def mean_of(values: list[float]) -> Mean:
 
 
 def held_out_metrics(
-    trajectories: list[Trajectory], score: str, passed: str, pass_reward: float
+    trajectories: list[Trajectory], score: str, passed: str, pass_reward: float, count: int = 1
 ) -> dict[str, Metric]:
-    """Means over the tasks: `score` is the mean reward of a task's episodes, `passed` whether any
-    of them passes."""
+    """Means over the tasks: `score` is the mean reward of a task's episodes, `passed` is 1 if any
+    of its `count` episodes passes. Tasks with fewer episodes, because some failed, are left out of
+    `passed`."""
     tasks = [episode_rewards(group) for group in baseline_groups(trajectories)]
     scores = [sum(rewards) / len(rewards) for rewards in tasks]
-    passes = [float(max(rewards) >= pass_reward) for rewards in tasks]
+    passes = [float(max(rewards) >= pass_reward) for rewards in tasks if len(rewards) >= count]
     return {score: mean_of(scores), passed: mean_of(passes)}
+
+
+def num_failed(trajectories: list[Trajectory]) -> Sum:
+    """The number of episodes that failed."""
+    failed = {(t.env, t.group_id, t.index) for t in trajectories if t.status == "failed"}
+    return Sum(len(failed))
 
 
 def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
@@ -99,11 +109,25 @@ def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     episodes that have it."""
     values: dict[str, list[float]] = {}
     for episode in by_episode(trajectories):
-        own: dict[str, list[float]] = {}
+        of_episode: dict[str, list[float]] = {}
         for t in episode:
             parts = {f"reward/{part}": value for part, value in t.reward_parts.items()}
-            for name, value in [*parts.items(), *t.metrics.items()]:
-                own.setdefault(name, []).append(value)
-        for name, of_conversations in own.items():
+            metrics = {logged_name(name): value for name, value in t.metrics.items()}
+            for name, value in [*parts.items(), *metrics.items()]:
+                of_episode.setdefault(name, []).append(value)
+        for name, of_conversations in of_episode.items():
             values.setdefault(name, []).append(sum(of_conversations) / len(of_conversations))
     return {name: mean_of(values[name]) for name in sorted(values)}
+
+
+@cache
+def logged_name(name: str) -> str:
+    """The name under which a trajectory's metric is logged: with `env_` in front if a metric of the
+    trainer has the same name in training or in evaluations."""
+    if is_recorded(name):
+        return name
+    for prefix in ("rollout/ACTOR/", "eval/SET/greedy_", "eval/SET/sampled_"):
+        row = describe(prefix + name)
+        if row is not None and not row.is_of_user:
+            return f"env_{name}"
+    return name

@@ -15,12 +15,12 @@ from rl_core.learning.learner import Learner, mean_of
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin
-from rl_core.plugins.episode_metrics import held_out_metrics, part_metrics
+from rl_core.plugins.episode_metrics import held_out_metrics, num_failed, part_metrics
 from rl_core.sampling.rollout import in_order, make_group
 from rl_core.types import Task, Trajectory
 
 # Others are in metrics.jsonl alone.
-IS_SHOWN = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")
+IS_SHOWN = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass|failed)$))")
 
 
 class Evaluation(Plugin):
@@ -73,7 +73,7 @@ class Evaluation(Plugin):
     def show(self, step: int, metrics: dict[str, float]) -> None:
         shown = [f"eval at step {step}"]
         for name, value in metrics.items():
-            if IS_SHOWN.match(name):
+            if IS_SHOWN.match(name) and (value or not name.endswith("_failed")):
                 shown.append(f"{name.removeprefix('eval/')} {value:.4g}")
         self.trainer.log.say("  ".join(shown))
 
@@ -115,17 +115,19 @@ class Evaluation(Plugin):
 def task_metrics(
     config: Config, source: str, label: str, count: int, played: list[Trajectory]
 ) -> dict[str, Metric]:
-    """Of `count` episodes of each task of a held-out set."""
+    """Metrics of `count` episodes of each task of a held-out set, and how many of them failed."""
     score, passed = f"avg@{count}", f"pass@{count}"
     if label == "greedy":
         score, passed = "greedy_score", "greedy_pass"
     metrics: dict[str, Metric] = {}
     for actor in config.trained:
         prefix = f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/"
-        own = [t for t in succeeded(played) if t.actor == actor]
-        found = held_out_metrics(own, score, passed, config.eval.pass_reward)
-        for part, value in part_metrics(own).items():
+        of_actor = [t for t in played if t.actor == actor]
+        done = succeeded(of_actor)
+        found = held_out_metrics(done, score, passed, config.eval.pass_reward, count)
+        for part, value in part_metrics(done).items():
             found[f"{label}_{part}"] = value
+        found[f"{label}_failed"] = num_failed(of_actor)
         add_metrics(metrics, found, prefix=prefix)
     return metrics
 

@@ -55,7 +55,19 @@ def before_and_after(rows: Sequence[Row]) -> list[str]:
                 count = 1 if name.startswith("eval/") else min(MOST_STEPS, len(values) // 2)
                 of = f" (means of {count} steps)" if count > 1 else ""
                 first, last = fmean(values[:count]), fmean(values[-count:])
+                of += failed_note(curves, name)
                 lines.append(f"{match[1]} {first:.4g} -> {last:.4g}{of}")
         if lines:
             return lines
     return []
+
+
+def failed_note(curves: Mapping[str, Sequence[float]], name: str) -> str:
+    """A note where episodes of the first or the last evaluation failed: the scores are then of
+    different tasks. "" for other metrics."""
+    room, _, score = name.rpartition("/")
+    label = "greedy" if score == "greedy_score" else "sampled"
+    failed = curves.get(f"{room}/{label}_failed", (0.0,))
+    if not failed[0] and not failed[-1]:
+        return ""
+    return f" (without {failed[0]:g} and {failed[-1]:g} failed episodes)"

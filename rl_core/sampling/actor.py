@@ -16,7 +16,7 @@ from rl_core.data.chat import Chat, TokenStream
 from rl_core.data.messages import canonical_messages
 from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine, EngineDied
-from rl_core.sampling.hooks import finite_parts, key_text, wait_for_all
+from rl_core.sampling.hooks import env_metrics, finite_parts, key_text, wait_for_all
 from rl_core.types import (
     Completion,
     Message,
@@ -229,7 +229,7 @@ class Conversation:
             reward=math.fsum(parts.values()),
             reward_parts=parts,
             seat=seat,
-            metrics=self.metrics | (metrics or {}),
+            metrics=self.metrics | env_metrics(metrics or {}),
         )
 
     def record(self, **more) -> Trajectory:

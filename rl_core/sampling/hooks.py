@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import numbers
+import re
 import threading
 import traceback
 from collections import deque
@@ -42,6 +43,9 @@ SHARED = (
     "result",
     "box",
 )  # Hooks get these themselves, and copies of all other arguments.
+
+# Metrics of a trajectory that the trainer records itself.
+RECORDED = re.compile(r"tool_parse_failed|agent_(requests|retries|branches|overridden.*)")
 
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
 
@@ -315,6 +319,16 @@ def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
     return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}
 
 
+def is_recorded(name: str) -> bool:
+    """True if the trainer records a trajectory's metric of this name itself."""
+    return RECORDED.fullmatch(name) is not None
+
+
+def env_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """An environment's metrics, with `env_` in front of names that the trainer records itself."""
+    return {f"env_{k}" if is_recorded(k) else k: value for k, value in metrics.items()}
+
+
 def add_parts(
     rewards: MutableMapping,
     metrics: MutableMapping,
@@ -331,7 +345,7 @@ def add_parts(
                 "parts are summed. For a reward of each actor name `actor` among its arguments"
             )
         if not hook.weight:
-            metrics[part] = value
+            metrics.update(env_metrics({part: value}))
         elif part in rewards:
             raise ValueError(
                 f"{hook.path}: two hooks give the reward part {part!r}; rename it in one of them"

@@ -160,8 +160,8 @@ def test_the_best_by_an_evaluation_is_kept(flags_of, tmp_path, capsys):
         )
     assert main(words(flags, "--num_steps 1 --keep_best score --out", tmp_path / "other")) == 1
     assert (
-        "--keep_best score is no metric of this evaluation; it has greedy_pass, "
-        "greedy_score" in capsys.readouterr().err
+        "--keep_best score is no metric of this evaluation; it has greedy_failed, greedy_pass, "
+        "greedy_reward/reward_fn, greedy_score" in capsys.readouterr().err
     )
 
 
@@ -177,6 +177,29 @@ def test_a_run_that_goes_on_knows_the_highest_score_or_the_lowest_loss(metric, v
         if found[-1]:
             keeper.write(step)
     assert found == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "tasks, is_better",
+    [
+        ({"1": 1.0, "2": 0.4, "3": 0.0}, True),
+        ({"1": 1.0}, False),
+        ({"2": 0.5, "1": 1.0}, True),
+        ({"4": 9.0}, False),
+        ({"2": 0.4, "3": 9.0}, True),
+        ({"2": 0.2, "3": 9.0}, False),
+    ],
+)
+def test_the_best_is_better_over_the_tasks_that_did_not_fail_in_either(tasks, is_better, tmp_path):
+    name = "eval/env/greedy_score"
+    config = Config(keep_best="greedy_score")
+    run = SimpleNamespace(config=config, out=tmp_path, ranks=init_ranks(60))
+    assert BestKeeper(run).is_best({name: 0.0}, {}) is True
+    keeper = BestKeeper(run)
+    assert keeper.is_best({name: 0.65}, {name: {"1": 1.0, "2": 0.3}})
+    keeper.write(3)
+    value = sum(tasks.values()) / len(tasks)
+    assert BestKeeper(run).is_best({name: value}, {name: tasks}) is is_better
 
 
 @pytest.mark.parametrize("full", ["rollouts", "checkpoints"])

@@ -91,11 +91,68 @@ def test_every_metric_of_runs_has_a_row_and_every_row_is_written(places, family,
         assert re.split("[/}]", name)[-1] in (ROOT / "rl_core" / file).read_text(), name
 
 
+NAMED = {
+    "rollout": """
+async def rollout(task, actors):
+    reply = await actors["policy"].respond(task.messages, tools=tools)
+    return [reply.trajectory({"all": len(reply.text), "greedy_score": 1.0}, metrics=GIVEN)]
+""",
+    "reward": """
+from rl_core import reward
+
+def reward_fn(completion):
+    return {"all": len(completion), "greedy_score": 1.0}
+
+if GIVEN:
+    @reward(weight=0)
+    def named(completion):
+        return GIVEN
+""",
+    "direct": """
+async def rollout(task, actors):
+    reply = await actors["policy"].respond(task.messages, tools=tools)
+    found = reply.trajectory({"all": len(reply.text), "greedy_score": 1.0})
+    found.metrics |= {name: value for name, value in GIVEN.items() if name not in found.metrics}
+    return [found]
+""",
+}
+TIMED = re.compile("time/|step$")
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_an_environment_that_names_every_metric_changes_none(kind, places, tmp_path):
+    names = {"score", "pass", "avg@2", "x/pass@2", "greedy_score", "env/tokens", "reward/all", "a"}
+    for row in rows():
+        names |= {row.name, *row.short_names, *map(str.lower, row.short_names)}
+    tools = OWN.split("\n\n")[1]
+    found = {}
+    for name, given in (("plain", {}), ("named", dict.fromkeys(sorted(names), -7.0))):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "env.py"
+        file.write_text(
+            f"GIVEN = {given!r}\n{tools}\n"
+            'def load_tasks(split): return [{"prompt": str(n)} for n in range(4)]\n' + NAMED[kind]
+        )
+        flags = f"--model {places['model']} --env_path {file} --max_tokens 10 --group_size 4 "
+        flags += "--max_prompt_tokens 400 --tasks_per_step 2 --optim.lr 1e-2 --num_steps 2 "
+        flags += "--eval_every 1 --eval.samples 2 --keep_best greedy_score"
+        out = run(tmp_path / name / "run", flags.split(" "))
+        lines = [{k: v for k, v in row.items() if not TIMED.match(k)} for row in metrics(out)]
+        found[name] = lines, json.loads((out / "best/best.json").read_text())
+    (plain, best), (named, best_named) = found.values()
+    assert best_named == best and best["greedy_score"] > 1
+    assert [{k: row[k] for k in then} for row, then in zip(named, plain, strict=True)] == plain
+    added = {key for row in named for key in row} - {key for row in plain for key in row}
+    assert {"rollout/policy/a", "rollout/policy/env_tokens", "eval/env/greedy_env_score"} < added
+    assert {row[key] for row in named for key in added if key in row} == {-7.0}
+
+
 @pytest.mark.parametrize("name, row", [
     ("rollout/bob/reward_mean", "rollout/ACTOR/[ENV/]reward_mean"),
     ("rollout/bob/math/reward/format", "rollout/ACTOR/[ENV/]reward/PART"),
     ("rollout/policy/solved", "rollout/ACTOR/[ENV/]METRIC"),
     ("eval/math/pass@8", "eval/SET/[ACTOR/]pass@K"),
+    ("eval/math/greedy_failed", "eval/SET/[ACTOR/]{greedy,sampled}_failed"),
     ("eval/math/bob/greedy_steps", "eval/SET/[ACTOR/]{greedy,sampled}_METRIC"),
     ("eval/math/aime/bob/avg@2", "eval/SET/[ACTOR/]avg@K"), ("eval/loss", "eval/[SET/]loss"),
     ("learn/policy/nonsense", None), ("eval/pass@8", None), ("eval/math/avg@all", None), ("time/generate_s/x", None),

@@ -245,25 +245,27 @@ NOTHING = (
 
 
 @pytest.mark.parametrize(
-    "reward, says, is_saved",
+    "reward, num_steps, says",
     [
-        ("1.0", "none of 2 steps made an update", True),
-        ("1e300 * len(completion)", "every update of policy was skipped", False),
+        ("1.0", 9, "warning: none of 9 steps made an update"),
+        ("1.0", 10, "error: none of 10 steps made an update"),
+        ("1e300 * len(completion)", 2, "error: every update of policy was skipped"),
     ],
 )
-def test_a_run_without_an_update_ends_with_an_error(
-    reward, says, is_saved, tiny_model, tmp_path, capsys
+def test_a_run_without_an_update_warns_and_from_ten_steps_on_is_an_error(
+    reward, num_steps, says, tiny_model, tmp_path, capsys
 ):
     (tmp_path / "env.py").write_text(NOTHING.format(reward))
     flags = words(
         "--model", tiny_model, "--env_path", tmp_path / "env.py", "--algo.advantage group_mean"
     )
-    flags += words("--max_tokens 8 --tasks_per_step 2 --num_steps 2 --out", tmp_path / "run")
-    assert main(flags) == 1
+    flags += words("--max_tokens 8 --tasks_per_step 2 --num_steps", num_steps)
+    assert main([*flags, "--out", str(tmp_path / "run")]) == int(says.startswith("error"))
     said = capsys.readouterr()
-    assert f"error: {says}" in said.err and ("saved" in said.out) == is_saved
+    is_saved = "none of" in says
+    assert says in said.out + said.err and ("saved" in said.out) == is_saved
     found = names_in(tmp_path / "run/checkpoints") + names_in(tmp_path / "run/hf")
-    assert found == (["step_000002", "policy"] if is_saved else [])
+    assert found == ([f"step_{num_steps:06d}", "policy"] if is_saved else [])
 
 
 ONE_LEARNS = """
