@@ -27,6 +27,7 @@ Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 MemoryFraction = Annotated[float, Gt(0), Le(0.99)]
+MAX_TOP_K = 1024  # ids that each token of a training sample may carry
 # Flags that an actor can have of its own.
 OWN_SECTIONS = ("algo", "critic", "learner", "optim", "sampling")
 OWN = ("algorithm", "engine_tp", "engine_args", "engine_memory_frac", *OWN_SECTIONS)
@@ -73,14 +74,14 @@ class DataConfig(Section, prefix="data."):
 @dataclass(kw_only=True)
 class SamplingConfig(Section, prefix="sampling."):
     temperature: Positive = flag(1.0, "of training samples, and of the learner's logprobs")
-    top_k: Annotated[int, Ge(0), Le(1024)] = flag(
+    top_k: Annotated[int, Ge(0), Le(MAX_TOP_K)] = flag(
         0, "of training samples: only so many most likely ids; the ratio is over them; 0: off", RL
     )
     top_p: Annotated[float, Gt(0), Le(1)] = flag(
-        1.0, "of training samples, beside top_k: the nucleus of this probability; 1: off", RL
+        1.0, "of training samples, among top_k: the nucleus of this probability; 1: off", RL
     )
     min_p: Fraction = flag(
-        0.0, "of training samples, beside top_k: at least this share of the top's; 0: off", RL
+        0.0, "of training samples, among top_k: at least this share of the top's; 0: off", RL
     )
     stop: list[str] = flag(list, "strings that end a turn; they stay in the text")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_core import registry
 from rl_core.algorithms import Algorithm, make_algorithm
-from rl_core.config import Config, CriticConfig, SamplingConfig
+from rl_core.config import MAX_TOP_K, Config, CriticConfig, SamplingConfig
 from rl_core.data.chat import Chat
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import TaskSource
@@ -168,15 +168,34 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
 def choose_engine(
     config: Config, num_ranks: int, is_planned: bool = False, own_parts: Any = None
 ) -> Config:
-    """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done, here
-    or, if it is only planned, anywhere."""
+    """The configuration with the engine that --engine auto stands for here, and with top_k where
+    training samples need one. Raises ValueError if that cannot be done, here or, if it is only
+    planned, anywhere."""
     if config.engine == "auto" and not (own_parts and own_parts.engine):
         config = replace(config, engine=registry.auto_engine(config))
     registry.check_options(config)
     if config.is_rl:
+        config = with_top_k(config)
         places = registry.places(config, num_ranks)
         registry.engine_maker(config, None, own_parts).check(num_ranks, is_planned, places)
     return config
+
+
+def with_top_k(config: Config) -> Config:
+    """The configuration in which actors that learn from samples of top_p or min_p alone have the
+    largest top_k: each token carries the ids that it was drawn from."""
+    actors = {}
+    for name in config.trained:
+        actor, sampling = config.actors[name], config.of(name).sampling
+        if (sampling.top_p < 1 or sampling.min_p) and not sampling.top_k:
+            actors[name] = replace(actor, sampling=actor.sampling | {"top_k": MAX_TOP_K})
+    if actors and not int(os.environ.get("RANK", 0)):
+        print(
+            f"{', '.join(actors)}: top_p and min_p choose among the {MAX_TOP_K:,} likeliest ids, "
+            f"since each token carries the ids that it was drawn from (--sampling.top_k)",
+            flush=True,
+        )
+    return replace(config, actors=config.actors | actors)
 
 
 def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, Any]]:

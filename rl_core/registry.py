@@ -191,16 +191,14 @@ def adamw8bit():
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
-# Families whose packed attention and slots give what the model's own forward gives, as tests
-# compare. Of others a probe decides.
+# Families in Llama's layout, which a decoder and slots of this project compute.
 PACKED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def choose_forward(policy: Any, ranks: Any):
-    if policy.hf.config.model_type not in PACKED:
-        from rl_core.plugins.padded import choose_forward
+    from rl_core.plugins.padded import choose_forward
 
-        choose_forward(policy, ranks)
+    choose_forward(policy, ranks)
 
 
 def choose_decoder(policy: Any, learner: Any):
@@ -215,17 +213,17 @@ def choose_decoder(policy: Any, learner: Any):
 
 
 def choose_sampler(model: Any):
-    if model.config.model_type in PACKED and model.device.type == "cuda":
-        from rl_core.plugins.decode_graphs import DecodeGraphs
-
-        return DecodeGraphs(model)
-    if model.config.model_type in PACKED:
-        from rl_core.engines.llama_slots import LlamaSlots
-
-        return LlamaSlots(model)
     from rl_core.plugins.row_sampling import choose_sampler
 
-    return choose_sampler(model)
+    if model.config.model_type not in PACKED:
+        return choose_sampler(model)
+    if model.device.type == "cuda":
+        from rl_core.plugins.decode_graphs import DecodeGraphs
+
+        return choose_sampler(model, DecodeGraphs)
+    from rl_core.engines.llama_slots import LlamaSlots
+
+    return choose_sampler(model, LlamaSlots)
 
 
 def find_kernel(name: str, device: Any):

@@ -85,6 +85,7 @@ class Turn:
     completion: Completion
     # Unique in the run. Branches of a conversation share turns, which are trained once.
     name: str = ""
+    max_tokens: int = 0  # that its completion could have; 0: not known
     # Of the environment's state when the turn began. Turns with one key share a baseline of their
     # own; "" shares none.
     state_key: str = ""

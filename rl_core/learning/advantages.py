@@ -3,6 +3,7 @@ TrainingSamples. G conversations of a group."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -45,6 +46,7 @@ def samples_of(
         judged += zip(group, advantages, strict=True)
     if algorithm.overlong == "mask":
         judged = [(t, values) for t, values in judged if t.status != "truncated"]
+    judged = with_shared_turns(judged)
     if normalised:
         judged = normalised(judged)
     samples = []
@@ -56,6 +58,21 @@ def samples_of(
     return samples
 
 
+def with_shared_turns(judged: Judged) -> Judged:
+    """The same trajectories. A turn that branches share, which is trained in one of them, has the
+    mean of their advantages in each."""
+    of_turn: dict[str, list[float]] = defaultdict(list)
+    for t, values in judged:
+        for turn, value in zip(t.turns, values, strict=True):
+            of_turn[turn.name].append(value)
+    of_turn.pop("", None)
+    mean = {name: sum(values) / len(values) for name, values in of_turn.items()}
+    return [
+        (t, [mean.get(turn.name, value) for turn, value in zip(t.turns, values, strict=True)])
+        for t, values in judged
+    ]
+
+
 def trajectory_samples(
     t: Trajectory, advantages: list[float], trained: set[str]
 ) -> list[TrainingSample]:
@@ -63,12 +80,16 @@ def trajectory_samples(
 
 
 def overlong_penalty(t: Trajectory, max_tokens: int, buffer: int) -> float:
-    """Added to a reward, in -1..0: it falls linearly over the last `buffer` of max_tokens that the
-    longest turn may have (DAPO, arXiv:2503.14476, eq. 13). buffer 0 is a fifth of max_tokens, as
-    there."""
-    length = max((len(turn.completion.token_ids) for turn in t.turns), default=0)
-    buffer = buffer or max(1, max_tokens // 5)
-    return min(0.0, (max_tokens - buffer - length) / buffer)
+    """Reward in -1..0 of the turn that comes nearest to its limit. The reward falls linearly over
+    the last `buffer` tokens (DAPO, arXiv:2503.14476, eq. 13); buffer 0 is a fifth of the limit, as
+    in the paper. `max_tokens`: limit of turns that do not know theirs."""
+    penalty = 0.0
+    for turn in t.turns:
+        limit = turn.max_tokens or max_tokens
+        last = min(buffer or max(1, limit // 5), limit)
+        excess = len(turn.completion.token_ids) - (limit - last)
+        penalty = min(penalty, -excess / last)
+    return penalty
 
 
 def turn_advantages(

@@ -62,28 +62,73 @@ def fused_logprobs(
     return FusedLogprobs.apply(hidden_MD, weight_VD, labels, kept, how)
 
 
-# Keys of a model's config.json that change logits after the product with the head's weight: by
-# which power of the value they are multiplied, and what bounds them to (-value, value) by a tanh.
-LOGIT_SCALES = {
-    "logit_scale": 1,
-    "lm_head_multiplier": 1,
-    "output_multiplier": 1,
-    "logits_scaling": -1,
-    "logits_mup_width_multiplier": -1,
-    "mup_width_multiplier": -1,
+# Families whose own forward multiplies logits by a power of a value of config.json. Others may
+# have the key, and ignore it.
+LOGIT_SCALES: dict[tuple[str, int], tuple[str, ...]] = {
+    ("logit_scale", 1): (
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "cohere_compass",
+        "cohere_compass_text",
+    ),
+    ("logits_scaling", -1): (
+        "granite",
+        "granite4_vision",
+        "granite_docling",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "minicpm3",
+    ),
+    ("logits_scaling", 1): ("hyperclovax", "hyperclovax_vision_v2"),
+    ("lm_head_multiplier", 1): ("falcon_h1",),
+    ("logits_mup_width_multiplier", -1): ("inkling_mm_model", "inkling_text"),
+    ("output_multiplier", 1): ("muse_glimmer", "muse_spark"),
 }
-LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+# Families whose own forward bounds logits to (-value, value) by a tanh.
+LOGIT_CAPS = {
+    "final_logit_softcapping": (
+        "beam",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n",
+        "gemma3n_text",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_unified",
+        "gemma4_unified_text",
+        "inkling2",
+        "inkling2_loop",
+        "inkling2_loop_text",
+        "inkling2_text",
+        "mistral_large4",
+        "muse_glimmer",
+        "muse_spark",
+        "nanochat",
+        "paligemma",
+        "vaultgemma",
+    ),
+    "logits_soft_cap": ("recurrent_gemma",),
+    "output_logit_soft_cap": ("xlstm",),
+}
 
 
 def logit_change(config: Any) -> tuple[float, float | None]:
     """(scale, cap) by a transformers configuration: logits are cap * tanh(scale * head(hidden) /
-    cap); None: without tanh."""
-    text = config.get_text_config()
-    scale = 1.0
-    for key, power in LOGIT_SCALES.items():
-        scale *= (getattr(text, key, None) or 1.0) ** power
-    caps = [getattr(text, key, None) for key in LOGIT_CAPS]
-    return scale, caps[0] or caps[1]
+    cap); None: without tanh. A family that neither table names has (1, None); the probe at the
+    start of a run compares the result with the model's own logits."""
+    family, text = config.model_type, config.get_text_config()
+    scale, cap = 1.0, None
+    for (key, power), families in LOGIT_SCALES.items():
+        if family in families:
+            scale = (getattr(text, key) or 1.0) ** power
+    for key, families in LOGIT_CAPS.items():
+        if family in families:
+            cap = getattr(text, key, None)
+    return scale, cap
 
 
 def head_factors(

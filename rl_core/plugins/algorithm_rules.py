@@ -184,12 +184,6 @@ OF_ALGORITHM = [
         "one out, or give --algo.kl_in reward",
     ),
     (
-        lambda c, a, f: (c.sampling.top_p < 1 or c.sampling.min_p) and not c.sampling.top_k,
-        "--sampling.top_p={c.sampling.top_p} and min_p={c.sampling.min_p} need --sampling.top_k in "
-        "training: each token carries the ids that it was drawn from, and top_k bounds how many; "
-        "give --sampling.top_k 256",
-    ),
-    (
         lambda c, a, f: a.target_kl and c.learner.minibatches * c.learner.epochs == 1,
         "--algo.target_kl={a.target_kl} skips later updates of a step: raise "
         "--learner.minibatches or --learner.epochs",

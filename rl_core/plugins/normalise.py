@@ -35,12 +35,18 @@ class BatchNormalised(LearnerPart):
 
 def normalised(how: str, ranks: Ranks, judged: Judged) -> Judged:
     """Advantages scaled by all sampled tokens of their environment in the step, on all ranks, those
-    of groups without signal included. env: A / deviation, so that groups without signal stay 0.
-    task: (A - mean) / deviation, and 0 where all are equal (AgentRL, arXiv:2510.04206)."""
+    of groups without signal included; tokens that branches share count once. env: A / deviation, so
+    that groups without signal stay 0. task: (A - mean) / deviation, and 0 where all are equal
+    (AgentRL, arXiv:2510.04206)."""
     means: dict[str, Metric] = {}
     squares: dict[str, Metric] = {}
+    counted: set[str] = set()
     for t, values in judged:
         for turn, a in zip(t.turns, values, strict=True):
+            if turn.name in counted:
+                continue
+            if turn.name:
+                counted.add(turn.name)
             n = len(turn.completion.token_ids)
             add_metrics(means, {t.env: Mean(n * a, n)})
             add_metrics(squares, {t.env: Mean(n * a**2, n)})

@@ -66,8 +66,9 @@ def parameter_groups(named: Named, weight_decay: float) -> list[dict]:
     together, which must therefore be sharded over one mesh."""
     groups: dict[tuple, dict] = {}
     for name, parameter in named:
-        is_matrix = parameter.ndim > 1
-        key = is_matrix, getattr(parameter, "device_mesh", None)
-        group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay * is_matrix})
+        # Biases of all experts together are a matrix: gpt-oss's gate_up_proj_bias.
+        decays = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
+        key = decays, getattr(parameter, "device_mesh", None)
+        group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay * decays})
         group["params"].append((name, parameter))
     return list(groups.values())

@@ -24,13 +24,15 @@ from rl_core.plugins.padded import ERRORS, own_attention, own_layers, set_attent
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
-def choose_sampler(model: nn.Module) -> SlotModel | RowModel:
-    """A SlotModel, if it computes what the model does; else a RowModel. Raises ValueError if
-    neither does."""
+def choose_sampler(
+    model: nn.Module, slot_model: type[SlotModel] = SlotModel
+) -> SlotModel | RowModel:
+    """A `slot_model` if its logits are those of the model, else a RowModel. Raises ValueError if
+    neither has these logits."""
     own = OwnHeadModel(model)
     samplers = [RowModel(model), own]
     if not own_layers(model):
-        samplers = [SlotModel(model), *samplers]
+        samplers = [slot_model(model), *samplers]
     for sampler in samplers:
         problem = problem_of(sampler, own)
         if not problem:

@@ -1,12 +1,13 @@
 """Truncated sampling (top-k, top-p, min-p) in training: logprobs and entropy over the ids that each
 token was drawn from.
 
-The engine names these ids with each token, and every probability of the learner is over the same
-ones: of the policy before and after its updates, of the reference, of a teacher. So the ratio
+The engine names these ids with each token. Logprobs of the policy before and after its updates, of
+the reference and of a teacher that judges sampled tokens are over the same ids. So the ratio
 compares two distributions on one set, also after weights have moved ("Keep Sampling Mask",
-DeepSeek-V3.2, arXiv:2512.02556, section 3.1). A set found again from the learner's own logits would
-differ from the engine's where two logits are close, and leave out sampled tokens once weights have
-moved.
+DeepSeek-V3.2, arXiv:2512.02556, section 3.1). The divergence from an exact teacher
+(--algo.teacher_loss reverse_kl, forward_kl or jsd) is over the whole vocabulary. A set found again
+from the learner's own logits would differ from the engine's where two logits are close, and leave
+out sampled tokens once weights have moved.
 
 M trained tokens, K ids at most that one was drawn from, D hidden, V vocabulary, C tokens of one
 tile.

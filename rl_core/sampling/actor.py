@@ -129,7 +129,9 @@ class Conversation:
         else:
             completion = await self._sample(seed)
             reply = self._read(completion)
-            self.turns.append(self.stream.turn(completion, self.next_turn, self.state_key))
+            turn = self.stream.turn(completion, self.next_turn, self.state_key)
+            turn.max_tokens = self.turn_params.max_tokens
+            self.turns.append(turn)
         self.history.append(reply)
         self.text = completion.text
         self.truncated = completion.finish_reason == "length"

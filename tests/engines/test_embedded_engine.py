@@ -494,11 +494,11 @@ def test_a_pause_changes_nothing_that_is_sampled(model):
 def test_the_model_is_given_back_as_it_was(model):
     model.train()
     modes = [module.training for module in model.modules()]
+    engine = embedded(model)
     seen = set()
     hook = model.model.embed_tokens.register_forward_hook(
         lambda module, *_: seen.add((module.training, model.config._attn_implementation))
     )
-    engine = embedded(model)
 
     async def generate():
         await engine.generate([1, 2], SamplingParams(max_tokens=3), seed=0)

@@ -455,6 +455,25 @@ def test_the_overlong_penalty_is_dapos():
     assert fifth == [0.0, -0.5, -1.0]
 
 
+@pytest.mark.parametrize(
+    "limits, lengths, buffer, penalty",
+    [
+        ([10], [8], 0, 0.0),  # a fifth of the environment's 10, not of the run's 100
+        ([10], [10], 0, -1.0),
+        ([10, 40], [9, 36], 0, -0.5),
+        ([10, 40], [8, 39], 0, -7 / 8),
+        ([4], [3], 8, -3 / 4),  # a buffer above the limit
+        ([0], [98], 4, -0.5),  # of an older rollout
+    ],
+)
+def test_the_overlong_penalty_uses_the_limit_of_each_turn(limits, lengths, buffer, penalty):
+    t = episode(0.0, 1)
+    t.turns = []
+    for limit, length in zip(limits, lengths, strict=True):
+        t.turns += [dataclasses.replace(episode(0.0, length).turns[0], max_tokens=limit)]
+    assert overlong_penalty(t, 100, buffer) == penalty
+
+
 def episode(reward: float, length: int, status="ok") -> Trajectory:
     done = Completion(
         token_ids=[9] * length,

@@ -7,6 +7,7 @@ import dataclasses
 import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from kit import SORT, metrics, part_of, words
@@ -351,6 +352,38 @@ def test_each_tasks_tokens_have_mean_0_and_deviation_1_as_in_agentrl():
         deviation = tokens.std(correction=0) if env != "flat" else 1.0
         expected = (tokens - tokens.mean()) / deviation
         torch.testing.assert_close(torch.cat(after), expected, rtol=1e-6, atol=1e-6)
+
+
+def branches(env: str, group: int, rewards: list[float], num: int) -> list[Trajectory]:
+    """An episode of a turn of `num` tokens, and a branch of 3 tokens for each reward."""
+    root = episode(env, group, 0.0, num).turns[0]
+    root.name = f"{env}{group}#0"
+    found = []
+    for number, reward in enumerate(rewards):
+        t = episode(env, group, reward, 3)
+        [leaf] = t.turns
+        leaf.name, leaf.is_fresh = f"{env}{group}#1.{number}", False
+        t.turns = [root, leaf]
+        found.append(t)
+    return found
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_tokens_that_branches_share_count_once_with_the_mean_of_their_advantages(order):
+    """Advantages are rewards: 6 shared tokens of (1 + 0 + 5) / 3, then 3 of each branch."""
+    groups = [branches("tree", 0, [1.0, 0.0, 5.0], 6)[::order]]
+    row, ranks = dataclasses.replace(PRESETS["grpo"], advantage="none"), init_ranks(60)
+    tokens = np.array([2.0] * 6 + [1.0] * 3 + [0.0] * 3 + [5.0] * 3)
+    expected = {
+        None: tokens,
+        "env": tokens / tokens.std(),
+        "task": (tokens - tokens.mean()) / tokens.std(),
+    }
+    for name, wanted in expected.items():
+        scale = partial(normalised, name, ranks) if name else None
+        samples = samples_of(groups, row, 10, normalised=scale)
+        found = np.concatenate([s.advantages[s.loss_mask.astype(bool)] for s in samples])
+        assert np.sort(found) == pytest.approx(np.sort(wanted))
 
 
 def critic_weights(out, step: int) -> dict[str, torch.Tensor]:

@@ -3,6 +3,8 @@ in float64, by the papers' formulas, within bounded memory, on every mesh."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kit import (
@@ -290,6 +292,18 @@ def test_adapters_have_the_gradient_of_the_whole_logits(tiny_model, teacher):
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
     assert max(value.abs().max() for value in wanted.values()) > 1e-3
+
+
+def test_with_top_k_the_divergence_is_over_the_whole_vocabulary(tiny_model, teacher):
+    learner = make_learner(tiny_model, FORWARD, teacher, "--sampling.top_k 3")
+    samples = []
+    for s in SAMPLES:
+        lines = [f"{token} 90 91" for token in s.token_ids[s.loss_mask]]
+        samples.append(replace(s, kept_ids=lines))
+    found = found_gradients(learner, samples)
+    learner.policy.hf.set_attn_implementation("sdpa")
+    for name, value in wanted_gradients(learner, learner.policy.hf, teacher).items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
 
 
 def test_a_model_on_padded_rows_learns_from_one_that_is_packed(family, teacher):  # noqa: F811

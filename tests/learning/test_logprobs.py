@@ -4,8 +4,10 @@ within bounded memory."""
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,9 +16,16 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from kit import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as MULTIMODAL,
+)
 
 from rl_core.engines.slots import logits_of
 from rl_core.learning import logprobs as fused
@@ -373,12 +382,29 @@ def test_logprobs_import_without_triton():
     )
 
 
+# A family that has none of these ignores them in its config.json.
+CHANGES = {
+    "logit_scale": 0.4,
+    "logits_scaling": 3.0,
+    "lm_head_multiplier": 0.5,
+    "output_multiplier": 0.6,
+    "logits_mup_width_multiplier": 2.0,
+    "final_logit_softcapping": 0.3,
+    "logits_soft_cap": 0.4,
+    "output_logit_soft_cap": 0.5,
+}
+
+
 @pytest.mark.parametrize(
-    "kind, sizes",
-    [("phi", {}), ("cohere", {"logit_scale": 0.4}), ("granite", {"logits_scaling": 3.0})],
+    "kind",
+    [
+        *("llama", "mistral", "qwen2", "qwen3", "gemma", "phi", "phi3", "olmo2", "qwen3_moe"),
+        *("cohere", "cohere2", "granite", "granitemoe", "granite_swa", "minicpm3", "hyperclovax"),
+        *("gemma2", "gemma3_text", "nanochat", "vaultgemma"),
+    ],
 )
-def test_a_heads_bias_and_scale_are_applied(kind, sizes):
-    sizes |= {
+def test_a_heads_bias_scale_and_cap_are_what_the_family_applies(kind):
+    sizes = CHANGES | {
         "hidden_size": 16,
         "intermediate_size": 16,
         "num_hidden_layers": 1,
@@ -390,11 +416,18 @@ def test_a_heads_bias_and_scale_are_applied(kind, sizes):
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
     }
-    hf, ids = (
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)),
-        torch.arange(3, 12)[None],
-    )
+    if kind == "minicpm3":  # whose logits_scaling is computed
+        del sizes["logits_scaling"]
+        sizes |= {"dim_model_base": 4}
+    config = AutoConfig.for_model(kind, **sizes)
+    for key in CHANGES.keys() & sizes.keys():
+        assert getattr(config, key) == CHANGES[key]
+    torch.manual_seed(0)
+    hf, ids = AutoModelForCausalLM.from_config(config), torch.arange(3, 12)[None]
+    torch.nn.init.normal_(hf.get_output_embeddings().weight, std=0.3)
     if kind == "phi":
         hf.lm_head.bias.data.normal_()
     out = hf(input_ids=ids, output_hidden_states=True)
@@ -403,6 +436,39 @@ def test_a_heads_bias_and_scale_are_applied(kind, sizes):
     hidden, weight, temperature, cap = fused.head_factors(hf, hidden[0, :-1], 1.0)
     got = fused_logprobs(hidden, weight, ids[0, 1:], temperature, cap)[0]
     torch.testing.assert_close(got, out.logits[0].log_softmax(-1)[range(8), ids[0, 1:]])
+
+
+# Their own forward samples no single token after another.
+NOT_CAUSAL = {"diffusion_gemma", "t5gemma2"}
+
+
+def test_the_tables_of_logit_changes_name_the_families_whose_forward_reads_the_key():
+    keys = [*(key for key, _ in fused.LOGIT_SCALES), *fused.LOGIT_CAPS]
+    read = set()
+    for family, names in [*CAUSAL.items(), *MULTIMODAL.items()]:
+        name = names if isinstance(names, str) else names[0]
+        kind = getattr(transformers, name)
+        lines = inspect.getsource(inspect.unwrap(kind.forward)).splitlines()
+        if any("self.logit_softcap(" in line for line in lines):
+            lines += inspect.getsource(kind.__init__).splitlines()
+        code = "\n".join(line.partition("#")[0] for line in lines)
+        for key in keys:
+            if re.search(rf"\b{key}\b", code):
+                divides = re.search(rf"/ [\w.]*\b{key}\b", code)
+                read.add((family, key, -1 if divides else 1))
+    known = set()
+    for (key, power), families in fused.LOGIT_SCALES.items():
+        known |= {(family, key, power) for family in families}
+    for key, families in fused.LOGIT_CAPS.items():
+        known |= {(family, key, 0) for family in families}
+    caps = set(fused.LOGIT_CAPS)
+    read = {(family, key, 0 if key in caps else power) for family, key, power in read}
+    named = {family for family, *_ in known}
+    here = {row for row in known if row[0] in {*CAUSAL, *MULTIMODAL}}
+    assert {row for row in read if row[0] in named} == here
+    # Families of later releases are left to the probe at the start of a run.
+    if transformers.__version__ == "5.24.0":
+        assert {family for family, *_ in read} - NOT_CAUSAL == named
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from kit import metrics, run, weights, words
+from models_table import FAMILIES, family_config
 from safetensors.torch import load_file
 from test_learner import make_learner, ragged_samples
+from transformers import Trainer
 
 from rl_core.config import OptimConfig
 from rl_core.learning.learner import learning_rate
+from rl_core.learning.loading import on_meta
 from rl_core.plugins.checkpoint import save_checkpoint
+from rl_core.plugins.optimizers import parameter_groups
 from rl_core.plugins.resume import load_checkpoint
 from rl_core.train import main
 
@@ -41,6 +45,19 @@ def test_8_bits_hold_the_state_of_large_weights_and_learn_almost_the_same(tiny_m
         exact.policy.parameters(), small.policy.parameters(), start.parameters(), strict=True
     ):
         assert (a - b).norm() < 0.2 * (a - c).norm(), a.shape
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_decays_a_bias_or_what_transformers_trainer_does_not(name):
+    model = on_meta(family_config(name))
+    groups = parameter_groups(model.named_parameters(), 0.1)
+    decaying = {n for group in groups if group["weight_decay"] for n, _ in group["params"]}
+    assert not {n for n in decaying if "bias" in n}
+    named = dict(model.named_parameters())
+    theirs = set(Trainer.get_decay_parameter_names(None, model))
+    matrices = {n for n in theirs if n in named and named[n].ndim > 1}
+    assert decaying == matrices
+    assert len(named) == sum(len(group["params"]) for group in groups)
 
 
 def test_state_of_another_optimizer_is_refused(tiny_model, tmp_path):

@@ -28,7 +28,7 @@ from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.slots import RowParams, sample
-from rl_core.plan import choose_algorithm
+from rl_core.plan import choose_algorithm, choose_engine
 from rl_core.plugins import truncation
 from rl_core.plugins.padded import OwnForward, PaddedForward
 from rl_core.plugins.truncation import support_labels, support_logprobs
@@ -327,9 +327,6 @@ def test_tokens_without_their_ids_are_refused(played):
 
 def test_what_training_cannot_do_is_refused_at_start_up(places):
     given = words("--model {model} --env_path {dir}/letters.py --out x".format(**places))
-    config = parse_config([*given, "--sampling.top_p", "0.9"])
-    with pytest.raises(ValueError, match=r"top_p=0.9 and min_p=0.0 need --sampling\.top_k"):
-        choose_algorithm(config, {})
     choose_algorithm(parse_config([*given, *words(TOP)]), {})
     for wrong in ("--sampling.top_k 5000", "--sampling.top_p 0", "--sampling.min_p 2"):
         with pytest.raises(ValueError, match=wrong.split()[0]):
@@ -458,6 +455,26 @@ def test_ids_travel_from_ranks_that_only_sample(places, tmp_path):
     rows = [row for row in metrics(out) if "learn/policy/loss" in row]
     assert len(rows) == 2
     assert rows[0]["learn/policy/mismatch_kl_nats"] < 1e-7
+
+
+@pytest.mark.parametrize("alone", ["--sampling.top_p 0.9", "--sampling.min_p 0.02"])
+def test_top_p_or_min_p_alone_takes_the_largest_top_k_and_says_so(places, tmp_path, capfd, alone):
+    said = "top_p and min_p choose among the 1,024 likeliest ids"
+    out = run(tmp_path / "run", RUN.format(**places), alone)
+    assert capfd.readouterr().out.count(said) == 1
+    assert metrics(out)[-1]["learn/policy/mismatch_kl_nats"] < 1e-6
+    again = [*words(RUN.format(**places), alone, "--num_steps 3"), "--resume"]
+    assert len(metrics(run(out, *again))) > 2
+
+    flags = "--actors.bob.model m --actors.judge.model m --actors.judge.train false --out x"
+    flags += " --env_path x.py --actors.alice.model m --actors.alice.sampling.top_k 5"
+    config = choose_engine(parse_config(words(flags, alone)), 1)
+    assert {n: config.of(n).sampling.top_k for n in config.actors} == {
+        "bob": 1024,
+        "judge": 0,
+        "alice": 5,
+    }
+    assert f"\nbob: {said}" in capfd.readouterr().out
 
 
 def test_an_actor_has_limits_of_its_own(places, tmp_path):

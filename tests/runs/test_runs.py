@@ -516,14 +516,15 @@ def test_an_actor_may_say_less_in_a_turn_than_the_others(given, tmp_path):
         "--max_tokens 9 --actors.bob.max_tokens 4 --eval_every 1 --num_steps 1 --algo.overlong "
         "soft",
     )
-    longest = {"bob": 0, "alice": 0}
+    longest, limits = {"bob": 0, "alice": 0}, set()
     run(tmp_path / "run", flags)
     for file in tmp_path.glob("run/rollouts/*.zst"):
         for t in trajectories(file):
             longest[t["actor"]] = max(
                 [longest[t["actor"]], *(len(x["completion"]["token_ids"]) for x in t["turns"])]
             )
-    assert longest == {"bob": 4, "alice": 9}
+            limits |= {(t["actor"], x["max_tokens"]) for x in t["turns"]}
+    assert longest == {"bob": 4, "alice": 9} and limits == set(longest.items())
 
 
 @pytest.mark.parametrize(
