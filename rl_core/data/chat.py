@@ -11,14 +11,16 @@ that stands in a message, and `encode` reads the text before and behind a mark a
 from __future__ import annotations
 
 import copy
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from rl_core.data.pretrained import load_pretrained
+from rl_core.data.rendering import Probe, shape_of
 from rl_core.data.rows import check_exists
 from rl_core.types import Completion, Message, Turn
 
@@ -26,6 +28,8 @@ from rl_core.types import Completion, Message, Turn
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece writes a byte
+# Shapes of conversations that a chat remembers.
+MAX_SHAPES = 100_000
 # Values of "role" and "type" that templates compare, or put into a token's name.
 _ROLES = ("system", "developer", "user", "assistant", "model", "chatbot", "tool", "ipython")
 _PARTS = ("text", "image", "image_url", "video", "audio", "thinking", "reasoning", "refusal")
@@ -66,6 +70,7 @@ class Chat:
         # Every turn renders a conversation's messages again.
         self._mark_text = lru_cache(512)(self._mark_text)
         self._first_asked, self._first_prompt = None, ("", [])
+        self._shown: set[int] = set()  # shapes of conversations that the template shows in full
 
     def render(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
@@ -80,10 +85,46 @@ class Chat:
         share."""
         asked = (messages, tools)
         if asked != self._first_asked:
+            self.check(messages, tools)
             rendered = self.render(messages, tools)
             self._first_prompt = rendered, self.encode(rendered)
             self._first_asked = copy.deepcopy(asked)
         return self._first_prompt
+
+    def check(
+        self,
+        messages: list[Message],
+        tools: list | None = None,
+        add_generation_prompt: bool = True,
+        replies: Collection[int] = (),
+    ) -> None:
+        """Raises ValueError for a text, a call or an argument that the template does not render,
+        and for thoughts in a last message without a generation prompt. Each shape of conversation
+        is rendered once for it. `replies`: indices of the actor's own turns, which a template may
+        rewrite."""
+        shape = shape_of(messages, bool(tools), add_generation_prompt, *replies)
+        if self.is_known(shape):
+            return
+        probe = Probe(messages)
+        try:
+            rendered = self.render(probe.messages, tools, add_generation_prompt)
+        except ValueError:
+            return  # The rendering of the messages themselves says why.
+        indices = set(range(len(messages))).difference(replies)
+        probe.check(rendered, indices)
+        if not add_generation_prompt:
+            probe.check(rendered, [len(messages) - 1], with_thoughts=True)
+        self.has_shown(shape)
+
+    def is_known(self, shape: int) -> bool:
+        """True if conversations of this shape have come back."""
+        return shape in self._shown
+
+    def has_shown(self, shape: int) -> None:
+        """Notes that conversations of this shape come back."""
+        if len(self._shown) >= MAX_SHAPES:
+            self._shown.clear()
+        self._shown.add(shape)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Token ids of a rendering or another marked text, or of a part of one that `continues`
@@ -130,7 +171,8 @@ class Chat:
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
         """Token ids of a conversation. Without a generation prompt they are the input of a reward
-        model."""
+        model. Raises ValueError as check() and render()."""
+        self.check(messages, tools, add_generation_prompt)
         return self.encode(self.render(messages, tools, add_generation_prompt))
 
     @cached_property
@@ -188,18 +230,43 @@ class Chat:
         return {"role": "assistant", "content": answer.lstrip("\n"), "reasoning_content": thinking}
 
     def _in_form(self, message: Message) -> Message:
-        """String content for templates that read strings, a list of parts for those that read only
-        lists."""
+        """The canonical message as this template reads it: string content or a list of parts,
+        arguments as objects or as JSON text, thoughts under each of their names."""
+        formed = self._with_parts(message)
+        if message.get("role") == "developer" and not self._reads_developer:
+            formed["role"] = "system"
+        if "reasoning_content" in message:
+            formed = {"thinking": message["reasoning_content"], **formed}
+        if message.get("tool_calls") and self._wants_json_arguments:
+            formed["tool_calls"] = [with_json_arguments(call) for call in message["tool_calls"]]
+        return formed
+
+    def _with_parts(self, message: Message) -> Message:
         content = message.get("content")
+        if content is None:  # next to calls; some templates would write "None"
+            content = ""
         if isinstance(content, str) and self._wants_parts:
-            return {**message, "content": [{"type": "text", "text": content}]}
-        if (
-            isinstance(content, list)
-            and not self._wants_parts
-            and all(p.get("type") == "text" for p in content)
-        ):
-            return {**message, "content": text_of(message)}
-        return message
+            content = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and not self._wants_parts:
+            content = text_of(message)
+        return {**message, "content": content}
+
+    @cached_property
+    def _reads_developer(self) -> bool:
+        user = self._with_parts({"role": "user", "content": "x"})
+        return self._shows([self._with_parts({"role": "developer", "content": PROBE}), user])
+
+    @cached_property
+    def _wants_json_arguments(self) -> bool:
+        """True if the template writes a call's arguments from JSON text alone."""
+        call = {"type": "function", "function": {"name": "x", "arguments": {"x": PROBE}}}
+
+        def is_shown(call: dict[str, Any]) -> bool:
+            user = self._with_parts({"role": "user", "content": "x"})
+            reply = self._with_parts({"role": "assistant", "content": ""})
+            return self._shows([user, reply | {"tool_calls": [call]}])
+
+        return not is_shown(call) and is_shown(with_json_arguments(call))
 
     def _apply(
         self, messages: list[Message], tools: list | None, add_generation_prompt: bool
@@ -224,8 +291,11 @@ class Chat:
             ) from error
 
     def _reads(self, content: Any) -> bool:
+        return self._shows([{"role": "user", "content": content}], add_generation_prompt=True)
+
+    def _shows(self, messages: list[Message], add_generation_prompt: bool = False) -> bool:
         try:
-            return PROBE in self._apply([{"role": "user", "content": content}], None, True)
+            return PROBE in self._apply(messages, None, add_generation_prompt)
         except ValueError:
             return False
 
@@ -252,6 +322,7 @@ class TokenStream:
         self._chat = chat
         self._tools = tools
         self.messages = list(messages)
+        self.replies: tuple[int, ...] = ()  # indices of the actor's turns
         self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)
         # Of the Turn that is to come.
         self.new_ids = self.prompt_ids
@@ -272,7 +343,10 @@ class TokenStream:
             said, message = self._chat.tool_calls.in_stream(
                 self.rendered, self.messages, calls, text, new_messages, self._tools
             )
-        return self.extend(token_ids, said, [*self.messages, message, *new_messages])
+        messages = [*self.messages, message, *new_messages]
+        self.replies += (len(self.messages),)
+        self._chat.check(messages, self._tools, replies=self.replies)
+        return self.extend(token_ids, said, messages)
 
     def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
         """As append, for a turn that the template renders as `said`, with all messages so far."""
@@ -340,6 +414,11 @@ def text_of(message: Message) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)
+
+
+def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 def unmarked(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.data.chat import PROBE, Chat, TokenStream, text_after, text_of, unmarked
+from rl_core.data.rendering import Probe, shape_of
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import column_messages, first_column, row_tools
@@ -116,12 +117,30 @@ def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) ->
     for i in trained:
         if turns:
             stream.extend(token_ids, said, messages[:i])
+        check_turn(chat, messages[: i + 1], tools)
         said, end_id = said_text(chat, stream.rendered, messages[: i + 1], tools)
         token_ids = chat.encode(said, continues=True)
         if end_id is not None:
             token_ids.append(end_id)
         turns.append(as_sampled(token_ids, stream.new_ids, stream.is_fresh, unmarked(said)))
     return turns
+
+
+def check_turn(chat: Chat, messages: list[Message], tools: list | None) -> None:
+    """Raises ValueError unless all of the last message is trained, its thoughts too, and its prompt
+    has what the messages before say."""
+    shape = shape_of(messages, bool(tools), "trained")
+    if chat.is_known(shape):
+        return
+    probe, last = Probe(messages), len(messages) - 1
+    try:
+        prompt = chat.render(probe.messages[:last], tools)
+        said, _ = said_text(chat, prompt, probe.messages, tools)
+    except ValueError:
+        return  # The rendering of the messages themselves says why.
+    probe.check(prompt, range(last))
+    probe.check(said, [last], with_thoughts=True)
+    chat.has_shown(shape)
 
 
 def said_text(
@@ -176,6 +195,7 @@ def with_observations(
         last = turns[-1].completion
         text = last.text or chat.decode(last.token_ids)
         stream = TokenStream(chat, messages[: trained[-1]], tools)
+        chat.check(messages, tools)
         stream.extend(last.token_ids, text, messages)
         answers.append(as_sampled([], stream.new_ids, stream.is_fresh))
     found, is_action = [turns[0]], [True]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.data.chat import Chat, text_after, text_of, unmarked
+from rl_core.data.chat import Chat, text_after, unmarked
 from rl_core.plugins.sft import said_text, shared_length, split_end
 from rl_core.types import Completion, Message
 
@@ -292,9 +292,10 @@ class ToolCalls:
         chat = self.chat
         as_said = chat.assistant_message(text)
         try:
-            rendered = chat.render([*before, as_said, *after], tools)
-            suffix = text_after(rendered, prompt, text)
-            if suffix is not None and are_shown(after, suffix):
+            messages = [*before, as_said, *after]
+            # Some templates leave out a tool's result that follows no call.
+            chat.check(messages, tools, replies=range(len(before) + 1))
+            if text_after(chat.render(messages, tools), prompt, text) is not None:
                 return text, as_said
         except ValueError:
             pass
@@ -303,13 +304,6 @@ class ToolCalls:
             return said_text(chat, prompt, [*before, called], tools)[0], called
         except ValueError:  # rendered behind another prompt: the stream begins anew
             return text, called
-
-
-def are_shown(messages: list[Message], rendered: str) -> bool:
-    """Whether a rendering holds their text: some templates leave out a tool's result that follows
-    no call."""
-    rendered = unmarked(rendered)
-    return all(text_of(message).strip() in rendered for message in messages)
 
 
 def sample_arguments(function: dict[str, Any]) -> dict[str, Any]:

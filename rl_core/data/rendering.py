@@ -1,0 +1,146 @@
+"""Whether a chat template shows what messages say: markers take the place of texts, thoughts and
+calls, and are looked for in what the template renders."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.types import Message
+
+# Numbers in arguments that no template writes itself.
+FIRST_NUMBER = 7_130_000
+
+
+@dataclass(kw_only=True, slots=True)
+class Marker:
+    """Example: Marker(index=1, what="its text", text="q7x4z")."""
+
+    index: int  # of the message
+    what: str
+    text: str
+    is_thought: bool = False
+
+
+class Probe:
+    """A copy of a conversation whose texts, thoughts, and calls are markers."""
+
+    def __init__(self, messages: list[Message]):
+        self.markers: list[Marker] = []
+        self.roles = [message["role"] for message in messages]
+        self.messages = [self._marked(i, message) for i, message in enumerate(messages)]
+
+    def check(self, rendered: str, indices: Collection[int], with_thoughts: bool = False) -> None:
+        """Raises ValueError unless `rendered` has what these messages say."""
+        for marker in self.markers:
+            is_wanted = marker.index in indices and (with_thoughts or not marker.is_thought)
+            if is_wanted and marker.text not in rendered:
+                raise ValueError(
+                    f"message {marker.index + 1} of [{' '.join(self.roles)}] would lose something: "
+                    f"the chat template does not render {marker.what}; change the message, "
+                    "or give another template with --actors.NAME.chat_template FILE"
+                )
+
+    def _marked(self, index: int, message: Message) -> Message:
+        marked, content = dict(message), message.get("content")
+        if isinstance(content, str):
+            marked["content"] = self._text(index, message["role"], content)
+        elif content:
+            parts = [self._text(index, message["role"], part["text"]) for part in content]
+            marked["content"] = [{"type": "text", "text": text} for text in parts]
+        thoughts = message.get("reasoning_content")
+        if isinstance(thoughts, str) and thoughts.strip():
+            marked["reasoning_content"] = self._marker(index, "its thoughts", is_thought=True)
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
+        return marked
+
+    def _text(self, index: int, role: str, text: str) -> str:
+        if not text.strip():
+            return text
+        opened, thoughts, answer = split_thoughts(text)
+        if role != "assistant" or thoughts is None:
+            return self._marker(index, "its text")
+        if thoughts.strip():
+            thoughts = "\n" + self._marker(index, "its thoughts", is_thought=True) + "\n"
+        if answer.strip():
+            answer = "\n\n" + self._marker(index, "its text")
+        return opened + thoughts + "</think>" + answer
+
+    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        name, arguments = function["name"], {}
+        marked = {"name": self._marker(index, f"the call of {name}()")}
+        for key, value in function["arguments"].items():
+            what = f"the argument {key!r} of the call of {name}()"
+            arguments[self._marker(index, what)] = self._value(index, what, value)
+        return call | {"function": function | marked | {"arguments": arguments}}
+
+    def _value(self, index: int, what: str, value: Any) -> Any:
+        """Of a list or an object the first value alone."""
+        if isinstance(value, str):
+            return self._marker(index, what) if value.strip() else value
+        if isinstance(value, bool) or value is None:
+            return value
+        if isinstance(value, (int, float)):
+            number = FIRST_NUMBER + len(self.markers)
+            self.markers.append(Marker(index=index, what=what, text=str(number)))
+            return number if isinstance(value, int) else number + 0.5
+        if isinstance(value, (list, tuple)):
+            return [self._value(index, what, each) for each in value[:1]]
+        if isinstance(value, dict):
+            firsts = list(value.values())[:1]
+            return {self._marker(index, what): self._value(index, what, v) for v in firsts}
+        return value
+
+    def _marker(self, index: int, what: str, is_thought: bool = False) -> str:
+        text = f"q7x{len(self.markers)}z"
+        self.markers.append(Marker(index=index, what=what, text=text, is_thought=is_thought))
+        return text
+
+
+def shape_of(messages: list[Message], *others: Any) -> int:
+    """Equal for conversations of the same roles, keys and kinds of content, in the same places."""
+    return hash((tuple(map(shape_of_message, messages)), others))
+
+
+def shape_of_message(message: Message) -> tuple:
+    kinds = []
+    for key, value in sorted(message.items()):
+        kind: Any = ""
+        if key == "role":
+            kind = value
+        elif key == "content" and isinstance(value, list):
+            kind = tuple(shape_of_text(part["text"]) for part in value)
+        elif key in ("content", "reasoning_content") and isinstance(value, str):
+            kind = shape_of_text(value)
+        elif key == "tool_calls":
+            kind = tuple(shape_of_value(call["function"]["arguments"], 2) for call in value)
+        kinds.append((key, kind))
+    return tuple(kinds)
+
+
+def shape_of_text(text: str) -> tuple:
+    opened, thoughts, answer = split_thoughts(text)
+    return opened, thoughts and bool(thoughts.strip()), bool(answer.strip())
+
+
+def split_thoughts(text: str) -> tuple[str, str | None, str]:
+    """(opening mark, thoughts, what follows their end); thoughts are None without an end."""
+    thoughts, closed, answer = text.rpartition("</think>")
+    if not closed:
+        return "", None, text
+    before, opened, inside = thoughts.partition("<think>")
+    return opened, inside if opened and not before.strip() else thoughts, answer
+
+
+def shape_of_value(value: Any, depth: int = 0) -> Any:
+    """The types in an argument; with a depth of all its values, else of the first."""
+    if isinstance(value, dict):
+        values = list(value.values())[: None if depth else 1]
+    elif isinstance(value, (list, tuple)):
+        values = list(value[:1])
+    else:
+        return type(value).__name__, not value
+    return type(value).__name__, tuple(shape_of_value(v) for v in values)

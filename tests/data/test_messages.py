@@ -1,0 +1,176 @@
+"""Messages of other formats become one form, and a template that leaves something out is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from test_chat import chat_of, every_template, user, without_space
+
+from rl_core.plugins.sft import sft_samples
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "clock",
+            "description": "The time.",
+            "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+        },
+    }
+]
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(name="clock", number=0, **arguments):
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": f"call0000{number}", "function": function}
+
+
+def result(text, number=0):
+    return {"role": "tool", "content": text, "tool_call_id": f"call0000{number}"}
+
+
+def system(text, role="system"):
+    return {"role": role, "content": text}
+
+
+def inline(thoughts, text):
+    return said(f"<think>\n{thoughts}\n</think>\n\n{text}")
+
+
+NESTED = {"zonk": "kalmia", "days": 20417, "exact": True, "ways": ["lupin"], "more": {"ivy": "oak"}}
+# Every text is a word that no template writes.
+CONVERSATIONS = {
+    "plain": [user("aster"), said("briar")],
+    "system": [system("aster"), user("briar"), said("cedar")],
+    "developer": [system("aster", "developer"), user("briar"), said("cedar")],
+    "turns": [system("aster"), user("briar"), said("cedar"), user("dahlia"), said("elder")],
+    "system_later": [user("aster"), said("briar"), system("cedar"), user("dahlia"), said("elder")],
+    "two_users": [user("aster"), user("briar"), said("cedar")],
+    "call": [user("aster"), said("", tool_calls=[call(zonk="briar")])],
+    "call_result": [
+        user("aster"),
+        said(None, tool_calls=[call(zonk="briar")]),
+        result("cedar"),
+        said("dahlia"),
+    ],
+    "text_and_call": [
+        user("aster"),
+        said("briar", tool_calls=[call(zonk="cedar")]),
+        result("dahlia"),
+        said("elder"),
+    ],
+    "two_calls": [
+        user("aster"),
+        said("", tool_calls=[call(zonk="briar"), call("dice", 1, sidd="cedar")]),
+        result("dahlia"),
+        result("elder", 1),
+        said("fennel"),
+    ],
+    "types": [user("aster"), said("", tool_calls=[call(**NESTED)])],
+    "no_arguments": [user("aster"), said("", tool_calls=[call("dice")])],
+    "result_alone": [user("aster"), said("briar"), result("cedar"), said("dahlia")],
+    "thoughts": [user("aster"), said("briar", reasoning_content="cedar")],
+    "thoughts_twice": [
+        user("aster"),
+        said("briar", reasoning_content="cedar"),
+        user("dahlia"),
+        said("elder", reasoning_content="fennel"),
+    ],
+    "thoughts_and_call": [
+        user("aster"),
+        said("", reasoning_content="briar", tool_calls=[call(zonk="cedar")]),
+        result("dahlia"),
+        said("elder", reasoning_content="fennel"),
+    ],
+    "inline": [user("aster"), inline("briar", "cedar"), user("dahlia"), inline("elder", "fennel")],
+}
+
+
+def words_of(value, is_key=False):
+    """Every string, and every number, in a value of JSON, and the keys of arguments."""
+    if isinstance(value, dict):
+        keys = list(value) if is_key else []
+        return keys + [w for v in value.values() for w in words_of(v, is_key)]
+    if isinstance(value, list):
+        return [w for v in value for w in words_of(v, is_key)]
+    return [str(value)] if isinstance(value, (str, int)) and not isinstance(value, bool) else []
+
+
+def words(message, with_thoughts):
+    """What must come back of a message."""
+    thoughts, _, text = (message["content"] or "").rpartition("</think>")
+    found = [text.strip()] if text.strip() else []
+    if with_thoughts:
+        found += [thoughts.removeprefix("<think>").strip()] if thoughts else []
+        found += words_of(message.get("reasoning_content", []))
+    for one in message.get("tool_calls", []):
+        function = one["function"]
+        found += [function["name"], *words_of(function["arguments"], is_key=True)]
+    return found
+
+
+def forms(messages):
+    """The ways in which a template may want the same messages."""
+    for as_text, in_parts, developer in itertools.product((0, 1), (0, 1), ("developer", "system")):
+        formed = json.loads(json.dumps(messages))
+        for message in formed:
+            message["content"] = message["content"] or ""
+            if in_parts:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+            if message["role"] == "developer":
+                message["role"] = developer
+            for one in message.get("tool_calls", []) if as_text else []:
+                one["function"]["arguments"] = json.dumps(one["function"]["arguments"])
+        yield formed
+
+
+def library_shows(chat, messages, tools):
+    """True if the library itself renders, in one of the forms, all that stands before the last
+    message, and behind that the whole of it."""
+
+    def text(formed, **more):
+        template = {"chat_template": chat.chat_template, "tokenize": False}
+        return chat.tokenizer.apply_chat_template(formed, tools, **template, **more)
+
+    history = [w for m in messages[:-1] for w in words(m, False)]
+    for formed in forms(messages):
+        try:
+            prompt = text(formed[:-1], add_generation_prompt=True)
+            after = without_space(text(formed)).partition(without_space(prompt))[2]
+        except Exception:
+            continue
+        is_shown = "[{'type'" not in prompt and all(word in prompt for word in history)
+        if is_shown and all(word in after for word in words(messages[-1], True)):
+            return True
+    return False
+
+
+def trained_text(chat, sample):
+    return chat.tokenizer.decode(sample.token_ids[sample.loss_mask])
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@every_template
+def test_a_conversation_is_trained_in_full_or_refused(path, name):
+    chat, messages = chat_of(path), CONVERSATIONS[name]
+    tools = TOOLS if any("tool_calls" in m for m in messages) else None
+    ends = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
+    is_shown = all(library_shows(chat, messages[:end], tools) for end in ends)
+    try:
+        samples = sft_samples(chat, {"messages": messages, "tools": tools})
+    except ValueError as error:
+        assert not is_shown, error
+        return
+    texts = [chat.tokenizer.decode(sample.token_ids) for sample in samples]
+    trained = " ".join(trained_text(chat, sample) for sample in samples)
+    for message in messages:
+        is_reply = message["role"] == "assistant"
+        for word in words(message, is_reply):
+            assert any(word in text for text in texts), word
+            assert not is_reply or word in trained, word
