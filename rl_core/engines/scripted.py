@@ -16,8 +16,10 @@ START, END = "<|start|>", "<|end|>"
 PLAIN_TEMPLATE = (
     "{%- if tools %}{{- '<|start|>tools\n' + tools | tojson + '<|end|>\n' }}{%- endif %}"
     "{%- for message in messages %}"
-    "{{- '<|start|>' + message.role + '\n' + (message.content or '') + '<|end|>\n' }}"
-    "{%- endfor %}"
+    "{{- '<|start|>' + message.role + '\n' + (message.content or '') }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+    "{%- endfor %}{{- '<|end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start|>assistant\n' }}{%- endif %}"
 )
 
