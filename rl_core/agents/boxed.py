@@ -18,6 +18,7 @@ from rl_core.agents.endpoint import BOX_FOLDER, FORWARDER, SOCKET, Endpoint
 from rl_core.agents.program import TASK_FILE, CommandResult, files_named, folder_of
 from rl_core.rules import nearest
 from rl_core.sandbox import boxes
+from rl_core.scratch import scratch_prefix
 
 # Paths inside a box.
 WORKSPACE = "/app"
@@ -39,7 +40,7 @@ class CommandBox:
     @cached_property
     def programs(self) -> tempfile.TemporaryDirectory:
         """Copies of the files that are shown. They can be read whatever user a box has."""
-        made = tempfile.TemporaryDirectory(prefix="rl_core_programs_")
+        made = tempfile.TemporaryDirectory(prefix=scratch_prefix("programs"))
         folder = Path(made.name, "shown")
         folder.mkdir(mode=0o755)
         for name, path in self.shown.items():

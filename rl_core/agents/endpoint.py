@@ -26,6 +26,7 @@ from rl_core.agents.requests import Refusal, Reply, Request, wanted
 from rl_core.agents.tree import Tree
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
+from rl_core.scratch import scratch_prefix
 from rl_core.types import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class EndpointServer:
     def shown_folder(self) -> Path:
         if self.folder is None:
             # The path of a socket has at most 107 bytes.
-            self.folder = tempfile.TemporaryDirectory(prefix="rl_core_endpoint_", dir="/tmp")
+            self.folder = tempfile.TemporaryDirectory(prefix=scratch_prefix("endpoint"), dir="/tmp")
             shown = Path(self.folder.name, "shown")
             shown.mkdir(mode=0o755)
             shutil.copy(forward.__file__, shown / FORWARDER)

@@ -1,4 +1,4 @@
-"""Runs an agent's command as a process group of its own: nothing of it outlives its episode."""
+"""Runs an agent's command below a reaper: no process of it outlives its episode."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.rules import nearest
+from rl_core.sandbox import reaper
 from rl_core.sandbox.output import Output
+from rl_core.scratch import scratch_prefix
 
 # Of this process's variables, what a program gets: no keys, tokens and addresses of the run.
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE")
@@ -97,34 +100,44 @@ async def run_command(
 ) -> CommandResult:
     """Runs the command in a new folder that holds the row as task.json. Raises FileNotFoundError
     if there is no such program. Cancelled, it ends the program first."""
-    workspace = Path(tempfile.mkdtemp(prefix="rl_core_agent_"))
+    workspace = Path(tempfile.mkdtemp(prefix=scratch_prefix("agent")))
     (workspace / TASK_FILE).write_text(json.dumps(row, default=str), encoding="utf-8")
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     own = {"HOME": str(workspace), "TMPDIR": str(workspace)}
     own["RL_CORE_TASK"] = str(workspace / TASK_FILE)
     stdout, stderr = Output(), Output()
     try:
-        async with reading(stdout) as out, reading(stderr) as err:
+        failure = Output()  # the errno of a command that cannot be started
+        async with reading(stdout) as out, reading(stderr) as err, reading(failure) as report:
             process = await asyncio.create_subprocess_exec(
-                *command,
+                *below_reaper(command, report),
                 cwd=workspace,
                 env=kept | own | dict(environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
+                pass_fds=(report,),
                 start_new_session=True,
             )
             try:
                 code = await process.wait()
             finally:
                 # Before the pipes are read to their end: what still holds them was left behind.
-                end_all(process.pid, workspace)
+                end_all(process, workspace)
+        if number := failure.text():
+            raise OSError(int(number), os.strerror(int(number)), command[0])
     except BaseException:
         remove(str(workspace))
         raise
     return CommandResult(
         exit_code=code, stdout=stdout.text(), stderr=stderr.text(), workspace=str(workspace)
     )
+
+
+def below_reaper(command: Sequence[str], report: int) -> list[str]:
+    """The command as a child of sandbox/reaper.py, which ends with this process."""
+    python = [sys.executable, "-I", "-S", reaper.__file__]
+    return [*python, str(os.getpid()), str(report), *command]
 
 
 @asynccontextmanager
@@ -151,11 +164,13 @@ async def pump(stream: asyncio.StreamReader, output: Output) -> None:
         output.add(data)
 
 
-def end_all(pid: int, workspace: Path) -> None:
-    """Kills the program's process group, and on Linux every process that was started with this
-    workspace as its home, in whatever group or session it hides."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def end_all(process: asyncio.subprocess.Process, workspace: Path) -> None:
+    """Kills the reaper with all processes below it. A program may have killed its reaper: then
+    kills every process that was started with this workspace as its home."""
+    if process.returncode is None:
+        reaper.kill_descendants(process.pid)
+        with suppress(ProcessLookupError):
+            process.kill()
     mark = f"RL_CORE_TASK={workspace}/".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -26,6 +26,7 @@ from rl_core.engines.buckets import Bucket, in_flat_buckets
 from rl_core.engines.remote import in_buckets
 from rl_core.engines.weights import on_host
 from rl_core.sampling.engine import EngineSpec
+from rl_core.scratch import remove_orphans, scratch_prefix
 from rl_core.types import RunError
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -277,9 +278,10 @@ class Files:
     not see these: it reads spec.folder, or /dev/shm."""
 
     def __init__(self, spec: EngineSpec):
+        remove_orphans("/dev/shm", *filter(None, [spec.folder]))
         place = spec.folder or ("/dev/shm" if spec.url and os.access("/dev/shm", os.W_OK) else None)
         self.home, self.are_links = (
-            tempfile.TemporaryDirectory(prefix="rl_core_weights_", dir=place),
+            tempfile.TemporaryDirectory(prefix=scratch_prefix("weights"), dir=place),
             not spec.url,
         )
 

@@ -36,10 +36,13 @@ exit_now = os._exit  # refusing_exits() replaces that name
 
 
 def run_hooks(work: Coroutine, hook_timeout_s: float | None = None) -> Any:
-    """What `work` returns, on an event loop of its own. With a hook's deadline a Watchdog looks
+    """The result of `work`, on a new event loop. First removes what processes that were killed
+    left in the temporary folder. With a hook's deadline a Watchdog looks
     after the process."""
     from rl_core.sampling.hooks import LoopClock
+    from rl_core.scratch import remove_orphans
 
+    remove_orphans()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     main, watchdog = loop.create_task(work), None

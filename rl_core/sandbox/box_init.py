@@ -25,6 +25,7 @@ from typing import Any
 
 from rl_core.sandbox import isolation
 from rl_core.sandbox.output import Output
+from rl_core.sandbox.reaper import kill_descendants
 from rl_core.sandbox.values import read_frame, receive, send, write_frame
 
 SHM_MIB = 64  # of /dev/shm
@@ -34,7 +35,6 @@ WORKDIR = "/app"
 TICK_S = 0.5
 # Beyond a command's own deadline: its fork has then been stopped from inside.
 OVERDUE_S = 5.0
-KILL_ROUNDS = 50
 SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 REMOUNT = 0x20
 PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
@@ -309,7 +309,7 @@ class Command:
                 break
             reasons = self.pump(left_s)
         if "ended" not in reasons:
-            kill_descendants()
+            end_descendants()
         status = os.waitpid(self.pid, 0)[1]
         if "ended" not in reasons:
             reap_all()  # They were killed, and are gone before the answer.
@@ -416,34 +416,11 @@ def enter(folder: str) -> None:
         os.chdir("/")
 
 
-def kill_descendants() -> None:
-    """Stops all first, so that none forks away meanwhile. If they are faster, this fork kills
-    itself, and process 1 then kills everything."""
-    for _ in range(KILL_ROUNDS):
-        for pid in (found := descendants()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-        if set(descendants()) == set(found):
-            break
-    else:
+def end_descendants() -> None:
+    """Kills what this fork started. If those processes fork faster, this fork kills itself, and
+    process 1 then kills everything."""
+    if not kill_descendants(os.getpid()):
         os.kill(os.getpid(), signal.SIGKILL)
-    for pid in found:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def descendants() -> list[int]:
-    """Of this process."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            with open(f"/proc/{name}/stat", errors="replace") as file:
-                parent = int(file.read().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(name))
-    found = list(children.get(os.getpid(), []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
 
 
 def full_path(path: str) -> str:

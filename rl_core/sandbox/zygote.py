@@ -105,8 +105,6 @@ def supervise(
     if level not in NAMESPACED:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        os.chdir("/")
-        isolation.remove_folder(folder)
     found = {
         "timed_out": timed_out,
         "exit": os.waitstatus_to_exitcode(code),
@@ -116,6 +114,11 @@ def supervise(
     found |= {"cpu_s": used.ru_utime + used.ru_stime, "supervisor_s": own.ru_utime + own.ru_stime}
     with suppress(OSError):  # the owner is gone
         send(status, found)
+    status.close()
+    if level not in NAMESPACED:
+        # After the answer: a program may make more files in a second than are removed in one.
+        os.chdir("/")
+        isolation.remove_folder(folder)
     return 0
 
 

@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rl_core.scratch import scratch_prefix
 from rl_core.service.flags import TOKEN_VARIABLE
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access, Admission
@@ -135,7 +136,7 @@ async def open_hub(
         ) from None
     join = ""
     if args.envs:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_core_serve_"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=scratch_prefix("serve")))
         join = f"unix:{folder}/hub"
         server.add_insecure_port(join)
     await server.start()

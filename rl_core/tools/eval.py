@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config
 from rl_core.flags import typed
+from rl_core.scratch import scratch_prefix
 from rl_core.tools.playing import FLAGS, player, read_flags, with_model
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
         metavar="DIR",
         help="keep all episodes there; the same command goes on where it was killed",
     )
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(prefix=scratch_prefix("eval")) as scratch:
         own, _ = parser.parse_known_args(argv)
         if own.bench:
             from rl_core.tools.benches import bench_flags

@@ -17,6 +17,7 @@ from types import FrameType
 
 from rl_core.plugins.signal_handler import SIGNALS
 from rl_core.plugins.watchdog import end_without_teardown
+from rl_core.scratch import scratch_prefix
 
 PORT_DIGITS = 8
 FAILED_S = 0.1  # Ranks that fail with the first have time to do so by themselves.
@@ -53,7 +54,7 @@ def fork_ranks(flags: list[str], num_ranks: int) -> int:
     """The exit status of a run on so many ranks, 128 + its number after a signal."""
     from torch.distributed import TCPStore
 
-    folder = tempfile.mkdtemp(prefix="rl_core_ranks_")
+    folder = tempfile.mkdtemp(prefix=scratch_prefix("ranks"))
     receive, send = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

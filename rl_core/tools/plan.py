@@ -8,6 +8,7 @@ import tempfile
 from typing import Any
 
 from rl_core.config import parse_config
+from rl_core.scratch import scratch_prefix
 from rl_core.tools.held import GIB, facts
 from rl_core.tools.help import PLAN, print_help
 from rl_core.tools.scaling import describe_estimates, estimates, parse_gpus
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     own, flags = parser.parse_known_args(argv)
     if own.gpu and not own.gpus:
         raise ValueError(f"--gpu={own.gpu} needs --gpus: numbers of GPUs, such as 8,64")
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory(prefix=scratch_prefix("plan")) as out:
         config = parse_config([*flags, "--out", out])
         if own.gpus:
             numbers, gpu = parse_gpus(own.gpus, own.gpu or "H100")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from kit import wait_until
 
+from rl_core import scratch
 from rl_core.agents.program import filled, run_command
 from rl_core.sandbox.output import MAX_OUTPUT_BYTES, Output
 
@@ -86,10 +89,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-# A daemon: a grandchild in a session of its own, which holds none of its parent's pipes.
+# A daemon: a grandchild in a new session, without variables and pipes of its parent.
 DAEMON = """
 import os, subprocess, sys
-flags = dict(start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+flags = dict(start_new_session=True, env={}, stdin=-3, stdout=-3, stderr=-3)
 print(subprocess.Popen(["sleep", "1000"], **flags).pid, flush=True)
 """
 
@@ -123,3 +126,58 @@ def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path):
     assert asyncio.run(play())
     pids = [int(pid) for pid in told.read_text().split()]
     wait_until(lambda: not any(is_running(pid) for pid in pids), "the end of all")
+
+
+PLAYS = """
+import asyncio, sys
+from rl_core.agents.program import run_command
+asyncio.run(run_command(sys.argv[1:], {"answer": 3}, {}))
+"""
+
+
+def test_a_run_that_is_killed_leaves_no_process_and_the_next_run_removes_its_folder(tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    daemon = DAEMON.replace("flush=True", "file=open('../pid', 'w'), flush=True")
+    command = [*python(PLAYS), *python(f"{daemon}\nimport time; time.sleep(999)")]
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)})
+    told = temporary / "pid"
+    wait_until(lambda: told.exists() and told.read_text().strip(), "the daemon's pid")
+    assert len(list(temporary.glob("rl_core_agent_*/task.json"))) == 1
+    scratch.remove_orphans(str(temporary))
+    assert len(list(temporary.glob("rl_core_agent_*/task.json"))) == 1  # The owner is there.
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_running(int(told.read_text())), "the daemon's end")
+    scratch.remove_orphans(str(temporary))
+    assert [path.name for path in temporary.iterdir()] == ["pid"]
+
+
+def test_a_command_gets_the_signals_of_a_shell():
+    """Python ignores SIGPIPE; a command that inherits that writes into closed pipes for ever."""
+    ignored = "grep SigIgn /proc/self/status"
+    assert run(["sh", "-c", ignored]).stdout.split()[1] == "0" * 16
+
+
+FOLDERS = {
+    "rl_core_agent_{here}_1_{other}_abcd1234": False,  # Process 1 is another one by now.
+    "rl_core_agent_{here}_{pid}_{start}_abcd1234": True,
+    "rl_core_agent_{here}_4194304_1_abcd1234": False,
+    "rl_core_agent_00000000_4194304_1_abcd1234": True,  # of another machine
+    "rl_core_agent_abcd1234": True,
+    "mine": True,
+}
+
+
+def test_only_folders_whose_owner_is_gone_are_removed(tmp_path):
+    pid = os.getpid()
+    start = int(Path(f"/proc/{pid}/stat").read_text().split()[21])
+    _, _, _, here, *_ = scratch.scratch_prefix("agent").split("_")
+    names = {"here": here, "pid": pid, "start": start, "other": start + 1}
+    kept = []
+    for name, stays in FOLDERS.items():
+        folder = tmp_path / name.format(**names)
+        (folder / "inside").mkdir(parents=True)
+        kept += [folder.name] * stays
+    scratch.remove_orphans(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)

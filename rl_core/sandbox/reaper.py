@@ -1,0 +1,111 @@
+"""Runs a command, and ends whatever it leaves behind. As a program this file is the command's
+parent, a child subreaper: processes that call setsid() or clear their environment stay its
+descendants. Standard library only.
+
+    python -I -S reaper.py PARENT REPORT COMMAND...
+
+PARENT: process id of the caller, with which the command ends. REPORT: a file descriptor that gets
+the errno if the command cannot be started. The exit status, or the signal, is the command's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+KILL_ROUNDS = 50
+ROUND_S = 0.002
+# Python ignores these signals, and a command would inherit that.
+IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+def kill_descendants(ancestor: int) -> bool:
+    """Kills every process that descends from `ancestor`. All are stopped first, so that none forks
+    meanwhile. False if some are still there."""
+    for _ in range(KILL_ROUNDS):
+        found = descendants(ancestor)
+        send(found, signal.SIGSTOP)
+        if set(descendants(ancestor)) == set(found):
+            send(found, signal.SIGKILL)
+            return True
+        time.sleep(ROUND_S)
+    return False
+
+
+def send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Process ids of all processes that descend from `ancestor`, parents before their children."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            with open(f"/proc/{name}/stat", errors="replace") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(name))
+    found = list(children.get(ancestor, []))
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def main(parent: int, report: int, command: list[str]) -> None:
+    # Imported here: a process that only kills does not need this module.
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda *_: end(128 + signal.SIGTERM))
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit("the process that started this one is gone")
+    child = os.fork()
+    if child == 0:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        become(command, report)
+    os.close(report)
+    status = None
+    while status is None:
+        pid, code = os.waitpid(-1, 0)
+        if pid == child:
+            status = os.waitstatus_to_exitcode(code)
+    end(status)
+
+
+def become(command: list[str], report: int) -> None:
+    """Replaces this process with the command, in a session of its own."""
+    os.setsid()
+    os.set_inheritable(report, False)
+    for number in (*IGNORED, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(report, str(error.errno).encode())
+    os._exit(127)
+
+
+def end(status: int) -> None:
+    """Ends all descendants, and this process as the command ended."""
+    kill_descendants(os.getpid())
+    if status < 0 and -status != signal.SIGKILL:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # SIGSTOP has no handler to reset.
+            signal.signal(-status, signal.SIG_DFL)
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
