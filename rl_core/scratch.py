@@ -50,8 +50,8 @@ def remove_orphans(*folders: str) -> None:
     for folder in {tempfile.gettempdir(), "/tmp", *folders}:
         with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
-                found = NAME.fullmatch(entry.name)
-                if found and found[1] == here and is_orphan(entry, int(found[2]), int(found[3])):
+                match = NAME.fullmatch(entry.name)
+                if match and match[1] == here and is_orphan(entry, int(match[2]), int(match[3])):
                     shutil.rmtree(entry.path, ignore_errors=True)
 
 

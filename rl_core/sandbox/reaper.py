@@ -27,10 +27,10 @@ def kill_descendants(ancestor: int) -> bool:
     """Kills every process that descends from `ancestor`. All are stopped first, so that none forks
     meanwhile. False if some are still there."""
     for _ in range(KILL_ROUNDS):
-        found = descendants(ancestor)
-        send(found, signal.SIGSTOP)
-        if set(descendants(ancestor)) == set(found):
-            send(found, signal.SIGKILL)
+        pids = descendants(ancestor)
+        send(pids, signal.SIGSTOP)
+        if set(descendants(ancestor)) == set(pids):
+            send(pids, signal.SIGKILL)
             return True
         time.sleep(ROUND_S)
     return False
@@ -51,10 +51,10 @@ def descendants(ancestor: int) -> list[int]:
                 state, parent = file.read().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(name))
-    found = list(children.get(ancestor, []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    pids = list(children.get(ancestor, []))
+    for pid in pids:
+        pids += children.get(pid, [])
+    return pids
 
 
 def main(parent: int, report: int, command: list[str]) -> None:
