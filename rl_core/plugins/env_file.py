@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
 from rl_core.data.tasks import PROMPT_COLUMNS, first_column, make_task, shorten
 from rl_core.plugins.env_hooks import execute_file, make_env, marked_rewards
+from rl_core.plugins.tables import without_null_keys
 from rl_core.rules import nearest
 from rl_core.sampling.env import ARGUMENTS, Env
 from rl_core.sampling.episode import check_name, is_list
@@ -172,7 +173,7 @@ def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, A
         rows = load_tasks(split)
         if inspect.iscoroutine(rows):
             rows = asyncio.run(rows)
-        rows = rows if hasattr(rows, "column_names") else list(rows)
+        rows = without_null_keys(rows if hasattr(rows, "column_names") else list(rows))
     except Exception as error:
         raise ValueError(
             f"{path}: load_tasks({split!r}) failed: {describe_error(error, path)}"

@@ -22,7 +22,7 @@ from rl_core.plugin import Plugin
 from rl_core.plugins.env_file import check_columns
 from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
 from rl_core.plugins.sft_dataset import check_rows
-from rl_core.plugins.tables import load_named, load_table
+from rl_core.plugins.tables import load_named, load_table, messages_as_written
 from rl_core.rules import nearest, refuse
 from rl_core.sampling.env import Env
 from rl_core.types import Task, counter_seed
@@ -198,6 +198,8 @@ class StreamedTasks:
         rows: list[Row] = []
         try:
             for row in islice(self.iterator, self.size):
+                if not isinstance(self.stream, JsonLinesStream):
+                    row = {name: messages_as_written(name, value) for name, value in row.items()}
                 rows.append(row)
         except (OSError, ValueError, EOFError) as error:
             if isinstance(error, ValueError) and isinstance(self.stream, JsonLinesStream):

@@ -13,7 +13,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from rl_core.data.messages import without_nulls
 from rl_core.data.rows import (
     CHECKED_ROWS,
     JSON,
@@ -28,6 +30,9 @@ from rl_core.data.rows import (
 )
 from rl_core.rules import nearest
 
+# One of these is a key of each message, and of a tool.
+MESSAGE_KEYS = {"role", "from", "function"}
+
 
 def load_other(
     name: str,
@@ -40,13 +45,13 @@ def load_other(
     or of a name on the hub. A run's rollouts give an actor's episodes that did not fail and have at
     least min_reward."""
     if not files:
-        return [(name, load_named(name, split))]
+        return [(name, without_null_keys(load_named(name, split)))]
     if files[0].name.endswith(ROLLOUTS):
         return [(name, load_rollouts(files, name, min_reward, actor))]
     parts: list[tuple[str, Sequence[Row]]] = []
     for suffix, group in itertools.groupby(files, suffix_of):
         if suffix not in JSON:
-            parts.append((name, load_table(list(group), suffix)))
+            parts.append((name, without_null_keys(load_table(list(group), suffix))))
             continue
         for file in group:
             rows = JsonLines(file) if file.suffix == ".jsonl" else list(read_json(file))
@@ -134,6 +139,27 @@ def load_table(files: list[Path], suffix: str, streaming: bool = False) -> Seque
             features=datasets.Features({column: datasets.Value("string") for column in columns}),
             keep_default_na=False,
         )
+
+
+def without_null_keys(rows: Sequence[Row]) -> Sequence[Row]:
+    """A table of `datasets` that gives its cells as messages_as_written(); anything else, and a
+    table with a format of the user, as it is."""
+    if not hasattr(rows, "with_transform") or rows.format["type"] is not None:
+        return rows
+
+    def as_written(batch: dict[str, list]) -> dict[str, list]:
+        columns = batch.items()
+        return {name: [messages_as_written(name, v) for v in values] for name, values in columns}
+
+    return rows.with_transform(as_written)
+
+
+def messages_as_written(column: str, value: Any) -> Any:
+    """A cell of a table. In messages and tools a table gives every object each key that one of the
+    column has, with None where it was absent: these keys are left out, at any depth."""
+    items = value if isinstance(value, list) else [value]
+    is_message = [isinstance(item, dict) and not MESSAGE_KEYS.isdisjoint(item) for item in items]
+    return without_nulls(value) if column == "tools" or all(is_message) else value
 
 
 @contextmanager

@@ -5,10 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
-from test_chat import chat_of, every_template, user, without_space
+from test_chat import chat_named, chat_of, every_template, user, without_space
 
+from rl_core.config import parse_config
+from rl_core.data.messages import canonical_messages
+from rl_core.data.rows import load_rows
+from rl_core.plugins.env_file import rows_of
 from rl_core.plugins.sft import sft_samples
+from rl_core.plugins.streaming import StreamedTasks, open_stream
+from rl_core.plugins.tables import load_other
 
 TOOLS = [
     {
@@ -174,3 +183,81 @@ def test_a_conversation_is_trained_in_full_or_refused(path, name):
         for word in words(message, is_reply):
             assert any(word in text for text in texts), word
             assert not is_reply or word in trained, word
+
+
+def schema(name, argument, kind):
+    properties = {argument: {"type": kind, "description": argument}}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+# In a table each call gets the other's argument too, and each message every key.
+TABLE = [
+    {
+        "messages": [user("go"), said(None, tool_calls=[call("clock", zone="CET")])],
+        "tools": [schema("clock", "zone", "string")],
+    },
+    {
+        "messages": [user("go"), said(None, tool_calls=[call("dice", sides=6)]), result("4")],
+        "tools": [schema("dice", "sides", "integer")],
+    },
+]
+
+
+def jsonl(path):
+    path.write_text("".join(json.dumps(row) + "\n" for row in TABLE))
+
+
+def parquet(path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TABLE), path)
+
+
+def arrow(path):
+    table = pyarrow.Table.from_pylist(TABLE)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+
+
+def saved(path):
+    datasets.Dataset.from_list(TABLE).save_to_disk(path)
+
+
+def loaded_rows(path):
+    return load_rows(str(path), "train", load_other)[0]
+
+
+def streamed_rows(path):
+    flags = f"--model m --algorithm sft --data.train {path} --data.shuffle false --out o"
+    config = parse_config(flags.split())
+    return StreamedTasks(open_stream(str(path), "train"), "x", config, "x", None, False).block(0)
+
+
+def rows_of_a_hook(path):
+    return rows_of(lambda split: datasets.Dataset.from_list(TABLE), "train", "env.py")
+
+
+WAYS = {
+    "rows.jsonl": jsonl,
+    "rows.parquet": parquet,
+    "rows.arrow": arrow,
+    "saved": saved,
+}
+SOURCES = [*itertools.product(WAYS, (loaded_rows, streamed_rows)), ("rows.jsonl", rows_of_a_hook)]
+
+
+@pytest.mark.parametrize(("name", "read"), SOURCES)
+def test_a_table_says_what_its_rows_say(name, read, tmp_path):
+    chat = chat_named("qwen2_5")
+    WAYS[name](tmp_path / name)
+    for row, written in zip(read(tmp_path / name), TABLE, strict=True):
+        for found, expected in zip(sft_samples(chat, row), sft_samples(chat, written), strict=True):
+            assert found.token_ids.tolist() == expected.token_ids.tolist()
+            assert "null" not in chat.tokenizer.decode(found.token_ids)
+
+
+def test_a_null_that_json_says_is_an_argument():
+    calls = [{"function": {"name": "clock", "arguments": '{"zone": null}'}}]
+    for given in (calls, [call(zone=None)]):
+        (message,) = canonical_messages([said(None, tool_calls=given, name=None)])
+        assert message["tool_calls"][0]["function"]["arguments"] == {"zone": None}
+        assert "name" not in message
