@@ -7,7 +7,6 @@ run's own actors, so its tokens, seeds and records are those of any other episod
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import secrets
 import shutil
@@ -24,6 +23,15 @@ from aiohttp import web
 from rl_core.agents import chat_completions, forward, messages, responses
 from rl_core.agents.requests import Refusal, Reply, Request, wanted
 from rl_core.agents.tree import Tree
+from rl_core.http_door import (
+    LOOPBACK,
+    MAX_LOCAL_STRANGERS,
+    HttpError,
+    HttpServer,
+    is_key,
+    read_json,
+    turn_away,
+)
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.scratch import scratch_prefix
@@ -36,7 +44,8 @@ DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
 # Between comments in a stream: clients and proxies give up connections on which nothing comes.
 KEEP_ALIVE_S = 10.0
-LOOPBACK = "127.0.0.1"
+MAX_CONNECTIONS = 256  # of one episode's key
+MAX_READING = 8
 ELSEWHERE = ("192.0.2.1", 9)  # an address of documentation, which nobody has
 # In a box: a folder, and what is in it.
 BOX_FOLDER, SOCKET, FORWARDER = "/run/rl_core", "endpoint.sock", "forward.py"
@@ -58,6 +67,8 @@ class Endpoint:
     # What an `item_reference` of such a request names.
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: EngineDied | None = None
+    # Bodies of one program that are in memory at once.
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_READING))
     is_shut: bool = False
 
     @property
@@ -153,7 +164,7 @@ class EndpointServer:
         self.config = config  # None in workers of served environments, which have no run
         self.address = ""  # as programs are told, with the port
         self.endpoints: dict[str, Endpoint] = {}  # by key
-        self.runner: web.AppRunner | None = None
+        self.server: HttpServer | None = None
         self.starting = asyncio.Lock()
         # Private to this user. What boxes see is a folder in it, which any user may enter.
         self.folder: tempfile.TemporaryDirectory | None = None
@@ -162,7 +173,7 @@ class EndpointServer:
     async def open(self, actors: Mapping[str, Actor], max_turns: int = 0) -> Endpoint:
         """An endpoint with a key of its own for an episode's actors."""
         async with self.starting:
-            if self.runner is None:
+            if self.server is None:
                 await self.start()
         key = f"sk-{secrets.token_urlsafe(24)}"
         trees = {name: Tree(actor, max_turns) for name, actor in actors.items()}
@@ -177,6 +188,7 @@ class EndpointServer:
             tree.cancel()
 
     async def start(self) -> None:
+        """Listens for programs of this machine, or of the network that `config` names."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for dialect in DIALECTS:
             app.router.add_post(dialect.PATH, self.handler(dialect))
@@ -185,22 +197,24 @@ class EndpointServer:
         app.router.add_get("/v1/models/{name:.+}", self.model)
         app.router.add_get("/", say_nothing)
         app.router.add_route("*", "/{path:.*}", self.no_such_path)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
+        server = HttpServer(
+            app,
+            write_error=write_error,
+            max_strangers=MAX_LOCAL_STRANGERS,
+            max_per_key=MAX_CONNECTIONS,
+        )
         host = self.config.host if self.config else LOOPBACK
-        told = self.config.address if self.config else None
-        listener = socket.create_server((host, 0), backlog=1024)
-        await web.SockSite(runner, listener).start()
-        port = listener.getsockname()[1]
-        self.address = f"http://{told or reachable(host)}:{port}"
-        self.runner = runner
+        address = self.config.address if self.config else None
+        port = await server.listen(host)
+        self.address = f"http://{address or reachable(host)}:{port}"
+        self.server = server
 
     async def listen_for_boxes(self) -> str:
         """The folder with a Unix socket at which it listens too, and with what forwards to it."""
         async with self.starting:
             shown = self.shown_folder()
             if not self.is_for_boxes:
-                await web.UnixSite(self.runner, str(shown / SOCKET)).start()
+                await self.server.listen_at(str(shown / SOCKET))
                 # Programs in boxes are other users. They are asked for a key.
                 (shown / SOCKET).chmod(0o666)
                 self.is_for_boxes = True
@@ -217,17 +231,19 @@ class EndpointServer:
 
     async def close(self) -> None:
         """Listens no more; the next open() begins anew, perhaps at another port."""
-        runner, self.runner = self.runner, None
+        server, self.server = self.server, None
         self.is_for_boxes = False
-        if runner is not None:
-            await runner.cleanup()
+        if server is not None:
+            await server.close()
 
     def endpoint_of(self, request: web.Request) -> Endpoint:
-        """Whose key the request has. Raises Refusal."""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        given = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
+        """The endpoint of the request's key, which admits the connection. Raises Refusal, and
+        HttpError if the key has too many connections."""
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        key = request.headers.get("x-api-key") or (bearer if scheme.lower() == "bearer" else "")
         for known, endpoint in self.endpoints.items():
-            if hmac.compare_digest(known.encode(), given.strip().encode()):
+            if is_key(key.strip(), known):
+                request.protocol.door.admit(request.protocol, known)
                 return endpoint
         raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
 
@@ -235,7 +251,7 @@ class EndpointServer:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 endpoint = self.endpoint_of(http)
-                body = await body_of(http)
+                body = await body_of(http, endpoint)
                 if dialect is responses:
                     body["input"] = responses.put_in(body.get("input"), endpoint.items)
                 request = dialect.read(body)
@@ -247,7 +263,7 @@ class EndpointServer:
                     return await self.send_stream(http, dialect, endpoint, request)
                 replies = await endpoint.answer(request)
             except Refusal as refusal:
-                return web.json_response(dialect.write_error(refusal), status=refusal.status)
+                return await refuse(http, refusal, dialect)
             if dialect is responses:
                 self.store(endpoint, request, replies)
             return web.json_response(dialect.write(replies, request))
@@ -304,9 +320,9 @@ class EndpointServer:
     async def count_tokens(self, http: web.Request) -> web.Response:
         try:
             endpoint = self.endpoint_of(http)
-            number = endpoint.num_tokens(messages.read(await body_of(http)))
+            number = endpoint.num_tokens(messages.read(await body_of(http, endpoint)))
         except Refusal as refusal:
-            return web.json_response(messages.write_error(refusal), status=refusal.status)
+            return await refuse(http, refusal, messages)
         return web.json_response({"input_tokens": number})
 
     async def no_such_path(self, http: web.Request) -> web.Response:
@@ -315,14 +331,13 @@ class EndpointServer:
             "llm.anthropic_url does not, for Anthropic's",
             status=404,
         )
-        return web.json_response(chat_completions.write_error(refusal), status=refusal.status)
+        return await refuse(http, refusal)
 
     async def models(self, http: web.Request) -> web.Response:
         try:
             names = list(self.endpoint_of(http).trees)
         except Refusal as refusal:
-            error = chat_completions.write_error(refusal)
-            return web.json_response(error, status=refusal.status)
+            return await refuse(http, refusal)
         models = [describe(name) for name in names]
         ends = {"first_id": names[0], "last_id": names[-1]}
         return web.json_response({"object": "list", "data": models, "has_more": False} | ends)
@@ -332,8 +347,7 @@ class EndpointServer:
         try:
             self.endpoint_of(http)
         except Refusal as refusal:
-            error = chat_completions.write_error(refusal)
-            return web.json_response(error, status=refusal.status)
+            return await refuse(http, refusal)
         return web.json_response(describe(http.match_info["name"]))
 
 
@@ -362,15 +376,27 @@ def reachable(host: str) -> str:
         return probe.getsockname()[0]
 
 
-async def body_of(http: web.Request) -> dict[str, Any]:
+async def body_of(http: web.Request, endpoint: Endpoint) -> dict[str, Any]:
     """The request's JSON. Raises Refusal."""
     try:
-        body = json.loads(await http.read())
-    except web.HTTPRequestEntityTooLarge:
-        limit = f"{MAX_BODY_BYTES >> 20} MiB"
-        raise Refusal(f"the body is larger than {limit}", status=413) from None
-    except (ValueError, RecursionError):
-        raise Refusal("the body is no JSON") from None
+        async with endpoint.reading:
+            body = await read_json(http)
+    except HttpError as error:
+        raise Refusal(error.message, status=error.status) from None
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
     return body
+
+
+async def refuse(
+    http: web.Request, refusal: Refusal, dialect: ModuleType = chat_completions
+) -> web.Response:
+    """The dialect's error. The connection of a request without a valid key ends."""
+    response = web.json_response(dialect.write_error(refusal), status=refusal.status)
+    if refusal.status == 401:
+        await turn_away(http, response)
+    return response
+
+
+def write_error(status: int, message: str) -> dict[str, Any]:
+    return chat_completions.write_error(Refusal(message, status=status))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import json
 import math
 import os
@@ -31,13 +30,20 @@ from torch import Tensor
 
 from rl_core.distributed import Ranks
 from rl_core.engines.lease import DeviceLease
+from rl_core.http_door import (
+    LOOPBACK,
+    MAX_LOCAL_STRANGERS,
+    HttpError,
+    HttpServer,
+    is_key,
+    read_body,
+)
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
 from rl_core.sampling.engine import STALE, Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 dumps = partial(json.dumps, default=float)  # Numbers of torch and numpy become JSON's.
 BUCKET_BYTES = 512 << 20
-LOOPBACK = "127.0.0.1"
 STOP_S = 10.0  # for the answer to "stop"
 # How a server's error reaches the learner.
 ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
@@ -146,30 +152,33 @@ class EngineServer:
         """Answers until a learner sends stop."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/{actor}/{verb}", self.handle)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-        await runner.setup()
+        server = HttpServer(
+            app,
+            write_error=lambda status, message: message,
+            max_strangers=MAX_LOCAL_STRANGERS,
+            handler_cancellation=True,
+        )
         host = own_address()
         # On all interfaces where other nodes ask.
-        bound = host if host == LOOPBACK else None
-        await web.TCPSite(runner, bound, 0, backlog=4096).start()
-        url = f"http://{host}:{runner.addresses[0][1]}"
+        port = await server.listen(host if host == LOOPBACK else None)
+        url = f"http://{host}:{port}"
         capacity = {name: engine.capacity if engine else 0 for name, engine in self.engines.items()}
         ways = {name: engine.weights_way for name, engine in self.engines.items() if engine}
         facts = {"url": url, "token": self.token, "capacity": capacity, "ways": ways}
         address = address_of(self.ranks.group, self.ranks.rank)
         self.ranks.store.set(address, json.dumps(facts))
         await self.stopped.wait()
-        await runner.cleanup()
+        await server.close()
 
     async def handle(self, request: web.Request) -> web.Response:
-        if not hmac.compare_digest(
-            request.headers.get("Authorization", ""), f"Bearer {self.token}"
-        ):
-            return web.Response(status=401)
+        if not is_key(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
+            raise HttpError(401, "the token is missing or wrong")
+        request.protocol.door.admit(request.protocol)
+        body = json.loads(await read_body(request))
         engine = self.engines.get(request.match_info["actor"])
         try:
             work = getattr(self, f"do_{request.match_info['verb']}")
-            return web.json_response(await work(engine, **await request.json()), dumps=dumps)
+            return web.json_response(await work(engine, **body), dumps=dumps)
         except Exception as error:
             for status, kind in ERRORS.items():
                 if isinstance(error, kind):

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import math
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from aiohttp import web
 from rl_core.data.chat import load_chat
 from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.pretrained import load_pretrained
+from rl_core.http_door import MAX_LOCAL_STRANGERS, HttpServer, read_json
 from rl_core.types import Message
 
 MAX_PAUSE_S = 5.0  # between two attempts at a server
@@ -196,8 +198,8 @@ class ScoreServer:
         self.waiting: list[tuple[list[list[int]], asyncio.Future]] = []
 
     async def classify(self, request):
+        asked = await read_json(request)
         try:
-            asked = await request.json()
             messages, tools = asked["messages"], asked.get("tools")
             conversations = [messages] if isinstance(messages[0], dict) else messages
             scores = await self.scores([self.model.token_ids(m, tools) for m in conversations])
@@ -226,6 +228,21 @@ class ScoreServer:
         return await answer
 
 
+async def serve(model: RewardModel, host: str, port: int, max_bytes: int) -> None:
+    """Serves until SIGINT or SIGTERM; a larger request is refused. Raises OSError."""
+    answers = ScoreServer(model)
+    app = web.Application(client_max_size=max_bytes, middlewares=[refuse_pages])
+    app.add_routes([web.post("/classify", answers.classify), web.get("/health", answers.health)])
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    server = HttpServer(app, has_keys=False, max_strangers=MAX_LOCAL_STRANGERS)
+    port = await server.listen(host, port)
+    print(f"scores of {model.path} at http://{host}:{port}", flush=True)
+    await stopped.wait()
+    await server.close()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Loads the model once and serves until Ctrl-C. Gives the exit status."""
     parser = argparse.ArgumentParser(
@@ -239,19 +256,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--batch_tokens", type=int, default=16384, help="tokens of one forward [16384]")
     add("--max_request_mib", type=float, default=16, help="a larger request is refused [16]")
     args = parser.parse_args(argv)
-    size = int(args.max_request_mib * 2**20)
-    app = web.Application(client_max_size=size, middlewares=[refuse_pages])
-    ready = f"scores of {args.model} at http://{args.host}:{args.port}"
     try:
-        server = ScoreServer(RewardModel(args.model, args.device, batch_tokens=args.batch_tokens))
-        app.add_routes([web.post("/classify", server.classify), web.get("/health", server.health)])
-        web.run_app(
-            app,
-            host=args.host,
-            port=args.port,
-            access_log=None,
-            print=lambda _: print(ready, flush=True),
-        )
+        model = RewardModel(args.model, args.device, batch_tokens=args.batch_tokens)
+        asyncio.run(serve(model, args.host, args.port, int(args.max_request_mib * 2**20)))
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import math
 import os
 import ssl
 from collections import Counter
@@ -17,8 +15,9 @@ from grpc import StatusCode
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from rl_core import http_door
+from rl_core.http_door import HttpError, HttpServer, parse_json, read_body, turn_away
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.door import FIRST_S, Door, Refusals, Visitor, make_log
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access
 from rl_core.service.wire import (
@@ -27,7 +26,6 @@ from rl_core.service.wire import (
     REQUESTS,
     ServiceError,
     failed,
-    from_json,
     wrong,
 )
 
@@ -44,7 +42,6 @@ HTTP = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-SHORT = 1 << 16  # bytes of a body that is read though its request is refused
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -57,31 +54,25 @@ async def open_http(
     if access.cert:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(args.tls_cert, args.tls_key)
-    refusals = Refusals()
-    loop = asyncio.get_running_loop()
-    door = Door(refusals)
-    loop.set_exception_handler(refusals.handle)
-    stack.callback(loop.set_exception_handler, None)
-    runner = web.AppRunner(
-        make_app(hub, access, metrics, door), handler_cancellation=True, shutdown_timeout=1.0
+    server = HttpServer(
+        make_app(hub, access, metrics),
+        write_error=write_error,
+        max_strangers=http_door.MAX_STRANGERS,
+        handler_cancellation=True,
     )
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    # Bodies are not inflated: those of strangers would be, before anybody asks for the token.
-    how = {"loop": loop, "auto_decompress": False, "access_log": None, "logger": make_log(refusals)}
-    host = args.host.strip("[]")
-    tls = {"ssl": context, "ssl_handshake_timeout": FIRST_S} if context else {}
+    stack.push_async_callback(server.close)
     try:
-        server = await loop.create_server(
-            lambda: Visitor(runner.server, door, **how), host, args.http_port, **tls
-        )
+        return await server.listen(args.host.strip("[]"), args.http_port, context)
     except OSError as error:
         raise ValueError(
-            f"--http_port {args.http_port} of {host}: {os.strerror(error.errno)}; --http_port 0 "
-            "finds one"
+            f"--http_port {args.http_port} of {args.host}: {os.strerror(error.errno)}; "
+            "--http_port 0 finds one"
         ) from None
-    stack.callback(server.close)
-    return server.sockets[0].getsockname()[1]
+
+
+def write_error(status: int, message: str) -> dict[str, str]:
+    codes = (code for code, number in HTTP.items() if number == status)
+    return {"code": next(codes, "UNKNOWN"), "message": message}
 
 
 def check_admission(access: Access, request: web.Request) -> None:
@@ -95,41 +86,30 @@ def check_admission(access: Access, request: web.Request) -> None:
         )
 
 
-async def turn_away(request: web.Request, response: web.Response) -> None:
-    """Ends the connection of a request that is not admitted. The rest of a short body is read, so
-    that its sender hears why."""
-    response.force_close()
-    is_short = not request.body_exists or (request.content_length or math.inf) <= SHORT
-    if not is_short:
-        await response.prepare(request)
-        await response.write_eof()
-        request.protocol.force_close()
-
-
 def as_response(reply: pb.Reply) -> web.Response:
     """Of a reply that is an error."""
     code = CODES[reply.code].name
     return web.json_response({"code": code, "message": reply.error}, status=HTTP.get(code, 500))
 
 
-def make_app(hub: Hub, access: Access, metrics: Metrics, door: Door) -> web.Application:
+def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
     """POST /v1/start, /v1/interact ...; GET /metrics, which needs no token."""
 
     async def answer(verb: str, request: web.Request) -> pb.Reply:
-        encoding = request.headers.get("Content-Encoding", "identity")
-        if encoding != "identity":
-            raise wrong(f"Content-Encoding: {encoding[:40]} is not read; send the body as it is")
         if verb not in REQUESTS:
             raise ServiceError(
                 StatusCode.NOT_FOUND,
                 f"there is no verb {verb[:40]!r}; there are {', '.join(REQUESTS)}",
             )
         try:
-            message = json_format.ParseDict(
-                from_json(await request.text() or "{}", dict, "the body"), REQUESTS[verb]()
-            )
+            body = parse_json(await read_body(request) or b"{}")
+            if not isinstance(body, dict):
+                raise wrong("the body must be a JSON object")
+            message = json_format.ParseDict(body, REQUESTS[verb]())
             timeout_s = float(request.query.get("timeout_s", 0))
-        except web.HTTPRequestEntityTooLarge:
+        except HttpError as error:
+            if error.status != 413:
+                raise wrong(error.message) from None
             raise ServiceError(
                 StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes"
             ) from None
@@ -142,11 +122,11 @@ def make_app(hub: Hub, access: Access, metrics: Metrics, door: Door) -> web.Appl
         try:
             check_admission(access, request)
         except ServiceError as error:
-            door.refusals.tell(f"requests: {error.message}")
+            request.protocol.door.refusals.report(f"requests: {error.message}")
             response = as_response(failed(0, error))
             await turn_away(request, response)
             return response
-        door.admit(request.protocol)
+        request.protocol.door.admit(request.protocol)
         try:
             reply = await answer(verb, request)
         except ServiceError as error:

@@ -201,7 +201,7 @@ def test_a_stranger_gets_no_answer(served):
     engine, _ = served
     for token in ("", "guess"):
         status, content = asyncio.run(ask(f"{engine.servers[0].url}/stop", {}, token, 60))
-        assert (status, content) == (401, b"")
+        assert (status, content) == (401, b'"the token is missing or wrong"')
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ import pytest
 from kit import ROOT
 from test_service import COUNTER, Service, post
 
-from rl_core.service import door
-from rl_core.service.door import Refusals
+from rl_core import http_door as door
+from rl_core.http_door import Refusals
 from rl_core.service.gateway import open_http
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access
@@ -165,7 +165,7 @@ def test_the_oldest_of_too_many_connections_without_the_token_is_ended(monkeypat
     assert (status, num_open) == (200, 7)  # one more gave way to the connection with the token
     assert (
         capsys.readouterr().err
-        == "HTTP: refused connections beside 8 others that have not shown the token\n"
+        == "HTTP: refused connections next to 8 others that have not shown the token\n"
     )
 
 
@@ -173,8 +173,8 @@ def test_each_kind_of_refusal_is_told_once_a_minute(capsys):
     now = [0.0]
     refusals = Refusals(clock=lambda: now[0])
     for now[0] in (0, 1, 59, 60, 61, 200):
-        refusals.tell("a")
-    refusals.tell("b")
+        refusals.report("a")
+    refusals.report("b")
     told = [
         "HTTP: refused a",
         "HTTP: refused a (3 times)",
@@ -192,7 +192,7 @@ def test_what_is_no_http_is_told_in_one_line(monkeypatch, capsys):
             writer.close()
 
     with_port(play, monkeypatch)
-    assert capsys.readouterr().err == "HTTP: refused what is no HTTP\n"
+    assert capsys.readouterr().err == "HTTP: refused bytes that are not HTTP\n"
 
 
 def test_connections_that_no_file_is_left_for_are_told_in_one_line(monkeypatch, capsys):
@@ -209,7 +209,7 @@ def test_connections_that_no_file_is_left_for_are_told_in_one_line(monkeypatch, 
 
 def test_the_soft_limit_of_open_files_is_raised():
     code = (
-        "import resource; from rl_core.service.door import raise_open_files; "
+        "import resource; from rl_core.http_door import raise_open_files; "
         "print(raise_open_files())\n"
     )
     code += "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
@@ -245,6 +245,6 @@ def test_half_open_connections_neither_stop_a_service_nor_fill_its_log(tmp_path,
             assert post(service, "workers", {})[0] == 200
             assert service.interact(service.start(), 1) == "1"
         assert len(service.lines) < 10, service.text()
-        assert "HTTP: refused connections beside 100 others" in service.text()
+        assert "HTTP: refused connections next to 100 others" in service.text()
     finally:
         service.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rl_core.http_door import MAX_STRANGERS, HttpServer
 from rl_core.tools.view.data import RunFolder
 from rl_core.tools.view.page import make_page, outline, summary, to_json, values_of
 from rl_core.tools.view.tokens import shown_episode
@@ -137,12 +138,11 @@ def search(run: RunFolder, request: web.Request) -> dict:
 async def serve(runs: list[RunFolder], host: str, port: int, service: Any = None) -> None:
     """Until Ctrl-C. A loopback address answers only requests that name it."""
     hosts = LOCAL if host in LOCAL else set()
-    runner = web.AppRunner(Viewer(runs, service).app(hosts), access_log=None)
-    await runner.setup()
+    app = Viewer(runs, service).app(hosts)
+    server = HttpServer(app, has_keys=False, max_strangers=MAX_STRANGERS)
     try:
-        await web.TCPSite(runner, host, port).start()
+        port = await server.listen(host, port)
     except OSError as error:
         raise ValueError(f"--port={port}: {error.strerror}; --port 0 takes a free one") from None
-    host, port = runner.addresses[0][:2]
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}/    Ctrl-C ends it", flush=True)
     await asyncio.Event().wait()

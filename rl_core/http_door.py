@@ -1,0 +1,402 @@
+"""The door of every HTTP server of rl_core: the agents' endpoint, engines on other ranks, the
+reward model's server, the viewer and `rl-core serve`.
+
+A connection that has not shown a valid key is a stranger's: strangers have seconds to show one,
+their number is bounded, and their bodies are neither read nor inflated. Every refusal is JSON in
+one line, and stderr has one line a minute for each kind of refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import re
+import resource
+import ssl
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+LOOPBACK = "127.0.0.1"
+FIRST_S = 10.0  # until a connection has shown a key
+BODY_S = 60.0  # until a body has been read
+KEEP_ALIVE_S = 75.0  # between two requests of a connection
+# A busy event loop reads late: what came in time is read within this time of a free loop.
+GRACE_S = 1.0
+MAX_STRANGERS = 256  # of a port that networks reach
+# Of a server inside a run, whose clients all come at once.
+MAX_LOCAL_STRANGERS = 4096
+MAX_OPEN_FILES = 1 << 16
+MAX_BACKLOG = 1024
+MAX_DEPTH = 128  # of JSON in a body; jinja and json.dumps recurse
+SHORT_BYTES = 1 << 16  # A body of at most this size is read though its request is refused.
+TELL_EVERY_S = 60.0
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
+SURROGATES = re.compile("[\ud800-\udfff]")
+
+ErrorWriter = Callable[[int, str], Any]  # (status, message) -> the body, as JSON
+
+
+class HttpError(Exception):
+    """A request that is refused with this status."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Refusals:
+    """Reports refusals on stderr: at most one line a minute of each kind, with their number."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self.reported_s: dict[str, float] = {}
+        self.num_unreported: Counter[str] = Counter()
+
+    def report(self, kind: str) -> None:
+        self.num_unreported[kind] += 1
+        now_s = self.clock()
+        if now_s - self.reported_s.get(kind, -math.inf) < TELL_EVERY_S:
+            return
+        self.reported_s[kind] = now_s
+        times = self.num_unreported.pop(kind)
+        more = f" ({times} times)" if times > 1 else ""
+        print(f"HTTP: refused {kind}{more}", file=sys.stderr, flush=True)
+
+    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handles exceptions of the event loop, which has a traceback for each connection without a
+        file."""
+        if context["message"].startswith("socket.accept()"):
+            self.report("connections: this process has no open files left (ulimit -n)")
+        else:
+            loop.default_exception_handler(context)
+
+
+class Door:
+    """Ends strangers' connections that show no key in time, and the oldest of them where there are
+    too many. Bounds connections of one key, and of all."""
+
+    def __init__(
+        self,
+        refusals: Refusals,
+        max_strangers: int,
+        max_per_key: float = math.inf,
+    ):
+        num_files = raise_open_files()
+        self.refusals = refusals
+        self.max_strangers = min(max_strangers, num_files // 4)
+        self.max_open = num_files // 4 * 3
+        self.max_per_key = max_per_key
+        self.strangers: dict[Visitor, asyncio.TimerHandle] = {}
+        self.keys: dict[Visitor, str] = {}
+        self.num_open: Counter[str] = Counter()  # by key
+
+    def meet(self, visitor: Visitor) -> None:
+        if len(self.strangers) >= self.max_strangers:
+            oldest = next(iter(self.strangers))
+            few = f"connections next to {self.max_strangers} others that have not shown the token"
+            self.end(oldest, few)
+        if len(self.strangers) + len(self.keys) >= self.max_open:
+            self.end(visitor, f"connections next to {self.max_open} others")
+            return
+        self.strangers[visitor] = self.call_later(FIRST_S, self.warn, visitor)
+
+    def warn(self, visitor: Visitor) -> None:
+        late = f"connections that had not shown the token after {FIRST_S:g} s"
+        grace_s = min(GRACE_S, FIRST_S)
+        self.strangers[visitor] = self.call_later(grace_s, self.end, visitor, late)
+
+    def call_later(self, seconds: float, *call: Any) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, *call)
+
+    def admit(self, visitor: Visitor, key: str = "") -> None:
+        """Counts a visitor that has shown a key. Raises HttpError if the key has too many."""
+        if visitor in self.keys or visitor.transport is None:
+            return
+        if self.num_open[key] >= self.max_per_key:
+            self.refusals.report("connections of a key that has too many")
+            raise HttpError(429, f"a key may have {self.max_per_key} connections at once")
+        self.forget(visitor)
+        self.keys[visitor] = key
+        self.num_open[key] += 1
+
+    def forget(self, visitor: Visitor) -> None:
+        timer = self.strangers.pop(visitor, None)
+        if timer is not None:
+            timer.cancel()
+        key = self.keys.pop(visitor, None)
+        if key is not None:
+            self.num_open[key] -= 1
+            if not self.num_open[key]:
+                del self.num_open[key]
+
+    def end(self, visitor: Visitor, kind: str) -> None:
+        self.refusals.report(kind)
+        self.forget(visitor)
+        if visitor.transport is not None:
+            visitor.transport.abort()
+
+
+class Visitor(web.RequestHandler):
+    """A connection."""
+
+    def __init__(self, server: web.Server, door: Door, write_error: ErrorWriter, **options: Any):
+        super().__init__(server, **options)
+        self.door = door
+        self.write_error = write_error
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.door.meet(self)
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        self.door.forget(self)
+        super().connection_lost(error)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """A response of one line instead of aiohttp's page, and a line on stderr instead of a
+        traceback."""
+        if isinstance(exc, HttpProcessingError):
+            self.door.refusals.report("bytes that are not HTTP")
+            text = "the bytes are not HTTP"
+        elif isinstance(exc, ConnectionError):
+            text = "the connection is lost"
+        else:
+            text = one_line(f"{type(exc).__name__}: {exc}")
+            self.door.refusals.report(f"a request that failed with {text}")
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the response was sent")
+        response = web.json_response(self.write_error(status, text), status=status)
+        response.force_close()
+        return response
+
+
+class HttpServer:
+    """An aiohttp application that listens behind a door."""
+
+    def __init__(
+        self,
+        app: web.Application,
+        *,
+        write_error: ErrorWriter = lambda status, message: {"error": message},
+        has_keys: bool = True,
+        max_strangers: int,
+        max_per_key: float = math.inf,
+        handler_cancellation: bool = False,
+    ):
+        """`has_keys`: handlers call door.admit() for a request with a valid key; otherwise every
+        whole request is admitted. Bodies are read by read_body()."""
+        self.write_error = write_error
+        self.has_keys = has_keys
+        self.door = Door(Refusals(), max_strangers, max_per_key)
+        app.middlewares.insert(0, self.guard)
+        self.runner = web.AppRunner(
+            app, handler_cancellation=handler_cancellation, shutdown_timeout=1.0
+        )
+        self.log = RefusalLog(self.door.refusals)
+        self.servers: list[asyncio.Server] = []
+
+    async def listen(
+        self, host: str | None = LOOPBACK, port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> int:
+        """Returns the port. `host` None: all interfaces. Raises OSError."""
+        loop = await self.start()
+        options = {"ssl": tls, "ssl_handshake_timeout": FIRST_S} if tls else {}
+        server = await loop.create_server(
+            self.visitor, host, port, backlog=self.backlog(), **options
+        )
+        self.servers.append(server)
+        return server.sockets[0].getsockname()[1]
+
+    async def listen_at(self, path: str) -> None:
+        """Listens at a Unix socket. Raises OSError."""
+        loop = await self.start()
+        server = await loop.create_unix_server(self.visitor, path, backlog=self.backlog())
+        self.servers.append(server)
+
+    async def start(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        if self.runner.server is None:
+            await self.runner.setup()
+            if loop.get_exception_handler() is None:
+                loop.set_exception_handler(self.door.refusals.handle)
+        return loop
+
+    def backlog(self) -> int:
+        # One pass of the event loop may accept this number before it reads from any.
+        return max(8, min(MAX_BACKLOG, self.door.max_strangers // 3))
+
+    def visitor(self) -> Visitor:
+        return Visitor(
+            self.runner.server,
+            self.door,
+            self.write_error,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=KEEP_ALIVE_S,
+            access_log=None,
+            logger=self.log,
+            # Bodies of strangers are not inflated.
+            auto_decompress=False,
+        )
+
+    async def close(self) -> None:
+        for server in self.servers:
+            server.close()
+        loop = asyncio.get_running_loop()
+        if loop.get_exception_handler() == self.door.refusals.handle:
+            loop.set_exception_handler(None)
+        await self.runner.cleanup()
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Admits requests of a server without keys, and writes errors as JSON."""
+        try:
+            if not self.has_keys:
+                self.door.admit(request.protocol)
+            return await handler(request)
+        except HttpError as error:
+            status, message = error.status, error.message
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            status, message = error.status, one_line(error.text or error.reason)
+        response = web.json_response(self.write_error(status, message), status=status)
+        await turn_away(request, response)
+        return response
+
+
+class RefusalLog(logging.Logger):
+    """aiohttp's log: one line for each kind of error instead of tracebacks."""
+
+    def __init__(self, refusals: Refusals):
+        super().__init__("rl_core.http", logging.ERROR)
+        self.refusals = refusals
+
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else ""
+        self.refusals.report(one_line(f"a request: {record.getMessage()} {error!r}"))
+
+
+async def turn_away(request: web.Request, response: web.Response) -> None:
+    """Ends the connection of a request that is refused. The rest of a short body is read, so that
+    its sender gets the response."""
+    response.force_close()
+    is_short = not request.body_exists or (request.content_length or math.inf) <= SHORT_BYTES
+    if not is_short:
+        await response.prepare(request)
+        await response.write_eof()
+        request.protocol.force_close()
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body, up to the application's client_max_size. Raises HttpError for one that is
+    compressed, too large or late."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise HttpError(
+            400, f"Content-Encoding: {encoding[:40]} is not read; send the body as it is"
+        )
+    if (request.content_length or 0) > request.client_max_size:
+        raise HttpError(413, f"the body is larger than {request.client_max_size} bytes")
+    reading = asyncio.ensure_future(request.read())
+    try:
+        for seconds in (BODY_S, GRACE_S):
+            await asyncio.wait({reading}, timeout=seconds)
+            if reading.done():
+                return reading.result()
+    except web.HTTPRequestEntityTooLarge:
+        raise HttpError(413, f"the body is larger than {request.client_max_size} bytes") from None
+    except ConnectionError:
+        raise HttpError(400, "the connection was lost before the body had come") from None
+    finally:
+        reading.cancel()
+    raise HttpError(408, f"the body had not come after {BODY_S:g} s")
+
+
+async def read_json(request: web.Request) -> Any:
+    """The body as JSON. Raises HttpError for a body that read_body() or parse_json() refuses."""
+    try:
+        return parse_json(await read_body(request))
+    except ValueError as error:
+        raise HttpError(400, f"the body is not JSON: {error}") from None
+
+
+def parse_json(body: bytes) -> Any:
+    """Raises ValueError for what is not JSON in UTF-8, half of a surrogate pair, and nesting beyond
+    MAX_DEPTH."""
+    text = body.decode()
+    try:
+        value = DECODER.decode(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    has_halves = HALF_CHARACTER.search(text) is not None
+    if has_halves or text.count("[") + text.count("{") > MAX_DEPTH:
+        check_values(value, has_halves)
+    return value
+
+
+def check_values(value: Any, has_halves: bool) -> None:
+    """`has_halves`: escapes of surrogates stand in the text."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        texts = [each for each in level if isinstance(each, str)] if has_halves else []
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, list):
+                inner += each
+            elif isinstance(each, dict):
+                inner += each.values()
+                texts += each
+        if has_halves and any(map(SURROGATES.search, texts)):
+            raise ValueError("a text holds half of a surrogate pair, such as \\ud83d")
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+
+
+def is_key(value: str, key: str) -> bool:
+    """True if a header's value is the key, compared in constant time. Any bytes may come in a
+    header."""
+    return hmac.compare_digest(value.encode(errors="replace"), key.encode())
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())[:400]
+
+
+def raise_open_files() -> int:
+    """Returns how many files this process may open, after the soft limit is raised to the hard one
+    or to MAX_OPEN_FILES."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_OPEN_FILES
+    if soft < most:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        except (OSError, ValueError):  # macOS has a lower limit besides the hard one.
+            return soft
+    return most
