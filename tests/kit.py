@@ -673,7 +673,7 @@ def embedded(module: Any, **more: Any) -> Any:
 
 
 STANDIN_SERVER = """
-import itertools, os
+import glob, itertools, os
 from aiohttp import web
 
 DIARY = os.environ["STANDIN_DIARY"]
@@ -685,8 +685,8 @@ def run_server(port):
         path, body = request.match_info["path"], await request.json() if request.can_read_body else {}
         with open(DIARY, "a") as file:
             print(port, path, body.get("model_path", ""), *body.get("tags", []), file=file)
-        if os.path.exists(f"{DIARY}.{path}"):
-            os.remove(f"{DIARY}.{path}")
+        if deaths := glob.glob(f"{DIARY}.{path}.*"):
+            os.remove(deaths[0])
             os._exit(3)
         token = 24 + next(tokens) % 10  # a digit
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, token]]}
@@ -716,8 +716,10 @@ class OwnServer:
         facts.mkdir()
         (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
 
-    def dies_of(self, path: str) -> None:
-        Path(f"{self.diary}.{path}").touch()
+    def dies_of(self, path: str, num_times: int = 1) -> None:
+        """At its next answers to requests of this path."""
+        for number in range(num_times):
+            Path(f"{self.diary}.{path}.{number}").touch()
 
     def note(self, *what: object) -> None:
         with open(self.diary, "a") as file:

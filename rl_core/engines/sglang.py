@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,7 @@ from rl_core.types import Completion, SamplingParams
 # Older versions wait for ever for an adapter's requests that were aborted in their queue.
 FORGETS_ABORTED = (0, 5, 22)
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
+MAX_STARTS = 3  # of a server that died
 MEMORY = ("weights", "kv_cache", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
 # get zeros.
@@ -110,6 +112,7 @@ class SGLangEngine(Engine):
         self.way = WAYS[choose_way(spec)](spec, self._ask)
         self.version, self.capacity, self._num_restarts = 0, spec.num_slots, 0
         self._is_started = False  # with the newest weights and adapters
+        self._is_closed = False
         self._slots: dict[str, AdapterSlot] = {}  # by actor
         self._needs_update = False  # the server that was started last
         self._asleep: set[str] = set()  # of MEMORY
@@ -152,8 +155,28 @@ class SGLangEngine(Engine):
             self._asleep.difference_update(found)
 
     async def _start(self, loads: bool) -> None:
+        """A server of this run that dies while it is started again is tried MAX_STARTS times: the
+        memory of the one before may not be free yet."""
+        num_tries = MAX_STARTS if self._is_started and self.server.is_own else 1
         self._num_restarts += self._is_started
-        self._is_started, self._asleep = False, set()
+        self._is_started = False
+        for number in range(1, num_tries + 1):
+            try:
+                await self._start_once(loads)
+            except EngineDied as error:
+                if number == num_tries or self._is_closed:
+                    raise
+                print(
+                    f"warning: {error}\n{self.server} is started again ({number + 1} of "
+                    f"{num_tries})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            else:
+                return
+
+    async def _start_once(self, loads: bool) -> None:
+        self._asleep = set()
         await self.server.start()
         if self.way.label and loads:
             if self.server.is_own and not keeps_backup(self.spec):
@@ -373,6 +396,7 @@ class SGLangEngine(Engine):
 
     async def close(self) -> None:
         """Kills the server, unless somebody else runs it. Whoever waits gets EngineDied."""
+        self._is_closed = True
         self.server.stop()
         self.way.close()
 

@@ -414,6 +414,36 @@ def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_upda
         asyncio.run(engine.close())
 
 
+@pytest.mark.parametrize("path", ["model_info", "update_weights_from_disk"])
+def test_a_server_that_dies_while_it_is_started_again_is_tried_again_with_a_bound(
+    path, tiny_model, own_server, tmp_path, capsys
+):
+    """It dies before its first answer, or when it gets its weights."""
+    skeleton = make_skeleton(str(tiny_model))
+    engine = SGLangEngine(spec_of(tiny_model, tmp_path / "engine.log", skeleton, None))
+
+    async def die(num_times: int) -> None:
+        os.killpg(engine.server.process.pid, signal.SIGKILL)
+        engine.server.process.wait()
+        own_server.dies_of(path, num_times)
+        await engine.wake()
+
+    async def main():
+        await engine.wake()
+        await engine.update(weights_of(engine, 1).items(), 1)
+        await die(2)
+        assert engine.server.is_alive and engine.server.num_starts == 1 + 3
+        assert capsys.readouterr().err.count("engine policy is started again (") == 2
+        with pytest.raises(EngineDied, match="exit status"):
+            await die(3)
+        assert engine.server.num_starts == 1 + 3 + 3
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 120))
+    finally:
+        asyncio.run(engine.close())
+
+
 def test_nobody_else_gets_a_servers_port_before_it_listens(tiny_model, tmp_path):
     spec = spec_of(tiny_model, tmp_path / "engine.log", make_skeleton(str(tiny_model)), None)
     engines = [SGLangEngine(spec) for _ in range(2)]
