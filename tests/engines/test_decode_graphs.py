@@ -250,11 +250,18 @@ def test_in_bf16_graphs_stay_and_read_weights_that_arrive(tiny_model, captured):
         torch.testing.assert_close(
             torch.tensor(a.logprobs[:3]), torch.tensor(b.logprobs[:3]), atol=0.05, rtol=0
         )
-    num, head = len(shapes), engine.model.get_output_embeddings().weight
-    head.data = head.data.clone()
-    asyncio.run(converse(engine, prompts, 1.0))
-    assert len(shapes) > num
-    assert next(iter(engine._slots.graphs.values())) is not graph
+    model = engine.model.model
+    for weight in (
+        engine.model.get_output_embeddings().weight,
+        model.layers[0].self_attn.k_proj.weight,
+        model.layers[-1].mlp.down_proj.weight,
+        model.norm.weight,
+    ):
+        num, graph = len(shapes), next(iter(engine._slots.graphs.values()))
+        weight.data = weight.data.clone()
+        asyncio.run(converse(engine, prompts, 1.0))
+        assert len(shapes) > num
+        assert next(iter(engine._slots.graphs.values())) is not graph
     asyncio.run(engine.sleep())
     assert not engine._slots.graphs
 

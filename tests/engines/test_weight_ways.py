@@ -154,6 +154,32 @@ def test_files_copy_each_weight_twice_on_the_host_and_buckets_once_on_the_device
     way.close()
 
 
+@pytest.mark.parametrize("way_of", [FilesWay, DeviceWay])
+def test_updates_and_adapters_leave_no_file_descriptors(way_of):
+    weights = some_weights()
+
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def sent(way, label: str) -> None:
+        way.take(weights.items())
+        asyncio.run(way.load())
+        way.drop()
+        folder = way.files.write([("a.safetensors", b"1"), ("b.json", b"2")], label)
+        way.files.remove(folder)
+
+    counts = []
+    for _ in range(2):  # torch opens one for good with the first bucket
+        way = way_of(spec_with(weights), Loopback())
+        for step in range(4):
+            sent(way, f"step{step}")
+            counts.append(num_open())
+        way.close()
+        counts.append(num_open())
+    assert len(set(counts[:4])) == 1
+    assert counts[4] == counts[9] <= counts[0]
+
+
 # The device's memory
 
 

@@ -123,6 +123,27 @@ def test_the_likeliest_tokens_and_one_bucket_for_the_rest(small_tiles, form):
         torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-7)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rounding", [0.0, 1e-4])
+def test_the_rest_has_a_floor_where_the_likeliest_tokens_are_all(form, rounding):
+    """A server rounds logprobs, whose probabilities may then be 1 together, or more."""
+    student = make_factors(5, 40, 8, 1)
+    ids = torch.arange(3).expand(5, -1)
+    probs = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).expand(5, -1)
+    logq = probs.log() + rounding
+    found = fused_divergence(student, TopTokens(ids, logq, make_form(form, BETA)), 40)
+    logp = log_softmax(student)
+    buckets = torch.cat([logp[:, :3], logp[:, 3:].logsumexp(-1, keepdim=True)], 1)
+    floor = torch.full((5, 1), 1e-6, dtype=torch.float64).log()
+    expected = written_out(form, buckets, torch.cat([logq, floor], 1))
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-8)
+    for got, wanted in zip(
+        gradients_of(found, student), gradients_of(expected, student), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-7)
+
+
 def test_the_sampled_form_has_the_gradient_of_the_reverse_kl_in_expectation():
     """Over all tokens that the student can sample: E[(log p - log q) grad log p] = grad KL."""
     student = make_factors(3, 40, 8, 1)

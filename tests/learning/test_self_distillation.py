@@ -143,7 +143,7 @@ def test_a_sample_without_a_teacher_has_the_term_0(tiny_model):
 @pytest.mark.parametrize("update", ["start", "latest", "ema"])
 @pytest.mark.parametrize("lora", ["", "--actors.policy.lora.rank 4"])
 def test_the_teacher_has_the_weights_that_were_asked_for(update, lora, tiny_model, tmp_path):
-    more = "--algo.teacher_decay 0.5" if update == "ema" else ""
+    more = "--algo.teacher_decay 0.8" if update == "ema" else ""
     flags = "--optim.name sgd --optim.lr 3 --optim.betas 0,0", lora, PLAIN, update, more
     learner = make_learner(tiny_model, *flags)
     states = [{name: value.clone() for name, value in learner.named_weights()}]
@@ -152,7 +152,7 @@ def test_the_teacher_has_the_weights_that_were_asked_for(update, lora, tiny_mode
     for step in range(2):
         learn(learner, SAMPLES, first=step)
         now = [weight.detach().clone() for _, weight in learner.trained_parameters()]
-        mean = [0.5 * m + 0.5 * w for m, w in zip(mean, now, strict=True)]
+        mean = [0.8 * m + 0.2 * w for m, w in zip(mean, now, strict=True)]
     states.append({name: value.clone() for name, value in learner.named_weights()})
     found = advantages(learner, SAMPLES)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
