@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aiohttp.test_utils import TestClient, TestServer
 
 from rl_core.plugins.run_files import write_trajectories
-from rl_core.tools.view import main
+from rl_core.tools.view import data, main
 from rl_core.tools.view.data import RunFolder
 from rl_core.tools.view.server import LOCAL, Viewer
 from rl_core.types import Completion, Trajectory, Turn
@@ -102,9 +103,16 @@ def report_of(folder: Path) -> dict:
     )
 
 
-def has_reader(pipe: Path) -> bool:
-    """Whether somebody reads the pipe, who then finds its end."""
-    with suppress(OSError):
-        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        return True
-    return False
+@contextmanager
+def disk_that_does_not_answer(monkeypatch, folder: Path) -> Iterator[None]:
+    """Inside, whoever reads a file below the folder waits."""
+    answers, at_once = threading.Event(), data.open_file
+
+    def open_file(file: Path):
+        if file.is_relative_to(folder):
+            answers.wait()
+        return at_once(file)
+
+    monkeypatch.setattr(data, "open_file", open_file)
+    yield
+    answers.set()

@@ -59,8 +59,12 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
     if not is_run(run):
         check_inner_runs(run)
     kind = "eval" if is_eval else "step"
-    found = sorted((run / "rollouts").glob(f"{kind}_*.jsonl*"))
-    steps = [int(re.match(rf"{kind}_(\d+)", file.name)[1]) for file in found]
+    found, steps = [], []
+    for file in sorted((run / "rollouts").glob(f"{kind}_*.jsonl*")):
+        match = re.match(rf"{kind}_(\d+)", file.name)
+        if match and file.is_file():  # A pipe would be waited for.
+            found.append(file)
+            steps.append(int(match[1]))
     if step is None and steps:
         step = max(steps)
     files = [file for file, number in zip(found, steps, strict=True) if number == step]

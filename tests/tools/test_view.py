@@ -7,18 +7,20 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zstandard
 from kit import LETTERS, RanksProcess, wait_until, words
 from tokenizers import Tokenizer, decoders, models
 from view_parts import (
     HOSTILE,
     NEW,
     answers,
-    has_reader,
+    disk_that_does_not_answer,
     report_of,
     said,
     small_run,
@@ -204,11 +206,101 @@ def test_nothing_but_the_named_runs_can_be_reached(run):
 
 
 def test_a_page_elsewhere_cannot_ask_the_server_under_its_own_name(run):
-    hosts = ["evil.example:6500", "localhost:6500", "127.0.0.1", "[::1]:1"]
-    found = answers(
-        run.path, *((NEW, {"Host": host}) for host in hosts), ("/", {"Host": "evil.example"})
+    allowed = ["localhost:6500", "LocalHost", "127.0.0.1", "127.0.0.1:80", "[::1]:1", "[::1]"]
+    refused = ["evil.example:6500", "evil.example", "evil.example@localhost", "localhost:x", ""]
+    refused += ["localhost.evil.example", "localhost/evil.example", "a:b:c", "::1", "[::1"]
+    for path in (NEW, "/"):
+        found = answers(run.path, *((path, {"Host": host}) for host in allowed + refused))
+        assert [status for status, _ in found] == [200] * len(allowed) + [403] * len(refused)
+
+
+def link_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+# What may stand where the viewer looks for a file.
+NO_FILES = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a loop of links": link_loop,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+READ = ["rollouts/step_000002.jsonl.zst", "metrics.jsonl", "warnings.jsonl", "config.yaml"]
+READ += [".lock", "tokens/step_000001.jsonl.zst", "rollouts"]
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_skipped_and_neither_page_nor_report_waits(kind, name, run):
+    path = run.path / name
+    if name == "rollouts":
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    NO_FILES[kind](path)
+    (page, news), (status, text) = answers(run.path, ("/", {}), (NEW, {}))
+    assert page == status == 200, news
+    found = json.loads(text)
+    assert len(found["entries"]) == (0 if name == "rollouts" else 5)
+    assert len(found["rows"]) == (name != "metrics.jsonl")
+    # A loop of links is as absent for Path.exists(). These two are looked into, not read.
+    is_named = kind != "a loop of links" or name.startswith("rollouts/")
+    if name not in (".lock", "rollouts") and not name.startswith("tokens") and is_named:
+        assert f"{run.path}: skipped {name}: " in found["lost"]
+        assert f"skipped {name}: " in report_of(run.path)["note"]
+    else:
+        assert report_of(run.path)["report"]
+    if name.startswith("tokens"):
+        [(status, _)] = answers(run.path, ("/api/0/episode?revision=0&number=0", {}))
+        assert status == 404  # nothing is read before the first question
+
+
+LINES = [
+    "[1]",
+    "3",
+    '"text"',
+    "null",
+    '{"loss": 1.0}',
+    '{"step": "2", "loss": 1.0}',
+    '{"step": null}',
+    '{"step": true}',
+    "[" * 100_000,
+    '{"step": 2, "learn/policy/loss": "0.5", "rollout/policy/reward_mean": 0.75}',
+    '{"step": 3, "learn/policy/loss": {"a": 1}, "rollout/policy/reward_mean": 1}',
+    '{"step": 4, "learn/policy/loss": 1' + "0" * 400 + ', "rollout/policy/reward_mean": NaN}',
+]
+
+
+def test_lines_of_metrics_that_no_run_writes_are_skipped_with_a_note(run):
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write("\n".join(LINES) + "\n")
+    (run.path / "warnings.jsonl").write_text('[1]\n"a"\n{"step": 1}\n{"step": 1, "text": "x"}\n')
+    [(status, text)] = answers(run.path, (NEW, {}))
+    found = json.loads(text)
+    assert status == 200 and found["names"] == ["rollout/policy/reward_mean"]
+    assert found["rows"] == [[1, 0.5], [2, 0.75], [3, 1.0], [4, None]]
+    assert found["lost"] == f"{run.path}: skipped metrics.jsonl: what is not a number of a step"
+    assert found["warnings"] == [{"step": 1, "text": "x"}]
+    assert found["lost"] in report_of(run.path)["note"]
+
+
+WRONG = [{"reward": "0.5"}, {"index": "1"}, {"env": None}, {"reward": [1]}, {"error": 3}]
+
+
+def test_trajectories_that_no_run_writes_are_skipped_and_the_others_shown(run):
+    file = write_step(run.path, 2, [trajectory(0), trajectory(1)])
+    with zstandard.open(file, "rb") as rows:
+        first, last = rows.read().splitlines()
+    wrong = [json.dumps(json.loads(first) | more).encode() for more in WRONG]
+    rows = [first, *wrong, b"{}", b"3", first.replace(b'"role"', b'"rule"'), last]
+    file.write_bytes(zstandard.compress(b"\n".join(rows) + b"\n"))
+    [(_, text)] = answers(run.path, (NEW, {}))
+    found = json.loads(text)
+    assert found["lost"].endswith(
+        f"step_000002.jsonl.zst: {len(WRONG) + 2} lines that are no trajectories"
     )
-    assert [status for status, _ in found] == [403, 200, 200, 200, 403]
+    assert len(found["entries"]) == 3 + 5
+    assert report_of(run.path)["note"].count(" lines that are no trajectories") == 1
 
 
 # The report
@@ -255,10 +347,10 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, 
     report.write_at_end(done)
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {run.path}/report.html was not written: IsADirectoryError")
-    os.mkfifo(run.path / "rollouts/step_000002.jsonl.zst")  # a disk that does not answer
     monkeypatch.setattr(report, "PATIENCE_S", 0.0)
     monkeypatch.setattr(report, "MAX_WAIT_S", 0.0)
-    report.write_at_end(done)
+    with disk_that_does_not_answer(monkeypatch, run.path):
+        report.write_at_end(done)
     out, [line] = (text.splitlines() for text in capsys.readouterr())
     assert (
         out == [f"writing {run.path}/report.html"]
@@ -266,12 +358,24 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, 
     )
 
 
+# In an environment's file: the viewer, which the run imports at its end, waits for a file.
+SLOW_DISK = """
+import time
+from pathlib import Path
+from rl_core.tools.view import data
+
+def open_file(file, at_once=data.open_file):
+    while not Path(GO_ON).exists():
+        time.sleep(0.01)
+    return at_once(file)
+
+data.open_file = open_file
+"""
+
+
 def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
-    slow = tmp_path / "out/rollouts/eval_000000_greedy.jsonl.zst"
-    # There is no folder, or a pipe.
-    makes = f"import contextlib, os\nwith contextlib.suppress(OSError): os.mkfifo({str(slow)!r})"
-    env = LETTERS.replace("    return sum", f"    exec({makes!r})\n    return sum")
-    (tmp_path / "letters.py").write_text(env)
+    go_on = tmp_path / "go_on"
+    (tmp_path / "letters.py").write_text(LETTERS + SLOW_DISK.replace("GO_ON", repr(str(go_on))))
     sizes = "--group_size 2 --tasks_per_step 2 --num_steps 1 --max_tokens 6 --max_prompt_tokens 16"
     where = words(
         "--model",
@@ -288,8 +392,7 @@ def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
         wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists(), "a step")
         wait_until(lambda: len(children.read_text().split()) == 1, "the end of the other rank")
         assert ranks.poll() is None and not (tmp_path / "out/report.html").exists()
-        # Which goes on now: the pipe is at its end.
-        wait_until(lambda: has_reader(slow), "the report")
+        go_on.touch()
         assert ranks.wait(60) == 0, ranks.both()
     finally:
         ranks.signal(signal.SIGKILL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import threading
@@ -20,7 +19,7 @@ from view_parts import (
     HOSTILE,
     SCREENS,
     TIMEOUT_MS,
-    has_reader,
+    disk_that_does_not_answer,
     said,
     trajectory,
     write_metrics,
@@ -521,19 +520,15 @@ def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(
 
 
 def test_a_run_on_a_slow_disk_holds_up_neither_its_curves_nor_other_runs(
-    game, tmp_path, serve, page_of
+    game, tmp_path, serve, page_of, monkeypatch
 ):
     slow = tmp_path / "slow"
     shutil.copytree(game, slow)
-    pipe = slow / "rollouts/step_000003.jsonl.zst"
-    os.mkfifo(pipe)  # who reads it waits
-    try:
+    with disk_that_does_not_answer(monkeypatch, slow / "rollouts"):
         page = page_of(serve(slow, game))
         has(page, "[data-title=reward] .u-value", ["2", "0.5", "0.5"])
         page.get_by_role("link", name="Conversations").click()
         count(page, "32 of 32")  # of the other
-    finally:
-        wait_until(lambda: has_reader(pipe), "a reader")  # who finds the end of the pipe
     count(page, "64 of 64")
 
 

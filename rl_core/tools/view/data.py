@@ -12,15 +12,15 @@ import fcntl
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from io import BytesIO
 from pathlib import Path
 from sys import intern
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 import zstandard
@@ -30,6 +30,8 @@ from rl_core.config import flat
 FILE = re.compile(r"(step|eval)_(\d+)_?(.*?)(?:\.rank_\d+)?\.jsonl\.zst")
 TOKEN_IDS = re.compile(rb'"token_ids": \[([^\]]*)\]')
 PREVIEW_CHARS = 120
+# Errors of reading values that were not written by a run.
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first takes a tenth of the time
 # Title of a panel -> which metrics it shows; the groups that matched name a curve.
 PANELS = {
@@ -122,6 +124,7 @@ class RunFolder:
         self.revision = 0
         self.files: dict[str, tuple[int, int]] = {}  # of rollouts/, read so far -> time and size
         self.metrics_read: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, bytes read
+        self.skipped: dict[str, str] = {}  # path below the folder -> why, or how much of it
 
     @property
     def name(self) -> str:
@@ -129,15 +132,32 @@ class RunFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Flag -> value, of config.yaml."""
+        """Flag -> value, of config.yaml; {} if it cannot be read."""
         file = self.path / "config.yaml"
-        return flat(yaml.load(file.read_text(), Loader=LOADER) or {}) if file.exists() else {}
+        if not file.exists():
+            return {}
+        try:
+            with open_file(file) as raw:
+                return flat(yaml.load(raw, Loader=LOADER) or {})
+        except (OSError, yaml.YAMLError, *UNREADABLE) as error:
+            self.skip(file, error)
+            return {}
+
+    def skip(self, file: Path, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        self.skipped[str(file.relative_to(self.path))] = " ".join(str(reason or error).split())
+
+    @property
+    def note(self) -> str:
+        """Names what is not shown because it cannot be read; "" if all is."""
+        parts = [f"{name}: {reason}" for name, reason in sorted(self.skipped.items())]
+        return f"{self.path}: skipped {'; '.join(parts)}" if parts else ""
 
     @property
     def is_live(self) -> bool:
         """Whether a run holds the folder's lock."""
         try:
-            with open(self.path / ".lock") as file:
+            with open_file(self.path / ".lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -149,7 +169,15 @@ class RunFolder:
     def warnings(self) -> list[dict[str, Any]]:
         """Lines of warnings.jsonl: step, kind, metric, text."""
         file = self.path / "warnings.jsonl"
-        return rows_of(file.read_bytes()) if file.exists() else []
+        if not file.exists():
+            return []
+        try:
+            with open_file(file) as raw:
+                rows = rows_of(raw.read())
+        except OSError as error:
+            self.skip(file, error)
+            return []
+        return [row for row in rows if isinstance(row, dict) and {"step", "text"} <= row.keys()]
 
     def refresh(self, limit_s: float = float("inf")) -> bool:
         """Reads new metrics, and new rollouts, newest first, until the time is over, but at least
@@ -177,13 +205,19 @@ class RunFolder:
         beyond the deadline."""
         for file in files:
             try:
-                stat = file.stat()
-                state = (stat.st_mtime_ns, stat.st_size)
+                status = file.stat()
+                state = (status.st_mtime_ns, status.st_size)
                 if self.files.get(file.name) == state:
                     continue
-                found = index_of(file)
+                found, num_bad = index_of(file)
             except FileNotFoundError:  # since it was listed, by a run that is resumed
                 continue
+            except OSError as error:
+                self.skip(file, error)
+                continue
+            self.skipped.pop(f"rollouts/{file.name}", None)
+            if num_bad:
+                self.skip(file, ValueError(f"{num_bad} lines that are no trajectories"))
             if file.name in self.files:
                 self.entries = [e for e in self.entries if e.file != file.name]
                 self.revision += 1
@@ -201,18 +235,31 @@ class RunFolder:
             raise ValueError(f"{self.path}: the folder is gone; what was read of it stays here")
         if not file.exists():
             return
+        try:
+            self.read_lines(file)
+        except OSError as error:
+            self.skip(file, error)
+
+    def read_lines(self, file: Path) -> None:
+        """Adds the lines of metrics.jsonl that are complete and not read yet."""
         inode, done = self.metrics_read
-        with open(file, "rb") as raw:
-            stat = os.fstat(raw.fileno())
-            if (stat.st_ino, stat.st_size) == self.metrics_read:
+        with open_file(file) as raw:
+            status = os.fstat(raw.fileno())
+            if (status.st_ino, status.st_size) == self.metrics_read:
                 return
-            if done and (stat.st_ino != inode or stat.st_size < done):
+            if done and (status.st_ino != inode or status.st_size < done):
                 self.rows, self.revision, done = [], self.revision + 1, 0
+                self.skipped.pop(file.name, None)
             raw.seek(done)
             data = raw.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self.rows += rows_of(whole)
-        self.metrics_read = (stat.st_ino, done + len(whole))
+        lines = data[: data.rfind(b"\n") + 1]
+        for row in rows_of(lines):
+            values = numbers_of(row)
+            if values is not None:
+                self.rows.append(values)
+            if values is None or len(values) < len(row):
+                self.skip(file, ValueError("what is not a number of a step"))
+        self.metrics_read = (status.st_ino, done + len(lines))
 
     def curves(self, first: int = 0) -> dict[str, list[tuple[int, float]]]:
         """Metric -> its points (step, value), of the rows from `first` on."""
@@ -240,20 +287,48 @@ class RunFolder:
         Faster if entries of one file follow each other."""
         wanted = text.casefold()
         for entry in entries:
-            line = self.line(entry)
-            messages = json.loads(line[slice(*parts_of(line).messages)])
-            if any(wanted in said.casefold() for message in messages for said in texts_of(message)):
+            try:
+                line = self.line(entry)
+                messages = json.loads(line[slice(*parts_of(line).messages)])
+                texts = [text for message in messages for text in texts_of(message)]
+            except (OSError, *UNREADABLE):  # Opening the entry says why.
+                continue
+            if any(wanted in text.casefold() for text in texts):
                 yield entry
 
 
-def rows_of(lines: bytes) -> list[dict[str, Any]]:
-    """Of metrics.jsonl or warnings.jsonl, but for lines that a killed run or a full disk left cut
-    short."""
-    found = []
+def open_file(file: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError for a pipe, a device or a folder: reading it might
+    never end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(f"{file} is not a file")
+    return open(file, "rb")
+
+
+def numbers_of(row: Any) -> dict[str, Any] | None:
+    """The numbers of a line of metrics, and its nulls. None if it is not an object with a step."""
+    if not isinstance(row, dict) or not is_number(step := row.get("step")) or step % 1:
+        return None
+    return {name: value for name, value in row.items() if value is None or is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """True for JSON's numbers that a float holds, NaN and infinity included."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return isinstance(value, float) or abs(value) < 1e300
+
+
+def rows_of(lines: bytes) -> list[Any]:
+    """Values of metrics.jsonl or warnings.jsonl, without lines that a killed run or a full disk
+    left cut short."""
+    rows = []
     for line in lines.splitlines():
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+        try:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError):
+            continue
+    return rows
 
 
 def axis_range(values: Iterable[float]) -> tuple[float, float] | None:
@@ -337,45 +412,50 @@ def parts_of(line: bytes) -> Parts:
     return Parts((begins, between), (between + 11, ends))
 
 
-def index_of(file: Path) -> list[Entry]:
+def index_of(file: Path) -> tuple[list[Entry], int]:
+    """The trajectories of a file, and the number of lines that are none. Raises OSError for what is
+    not a file."""
     match = FILE.fullmatch(file.name)
-    kind, step = (
-        "train" if match[1] == "step" else intern(match[3].replace("_", " ", 1)),
-        int(match[2]),
-    )
-    found, start = [], 0
+    kind = "train" if match[1] == "step" else intern(match[3].replace("_", " ", 1))
+    entries, start, num_bad = [], 0, 0
     for line in BytesIO(unpacked(file, file.stat().st_mtime_ns)):
         try:
-            parts = parts_of(line)
-            begins, ends = parts.turns
-            # All but messages and turns, which are most of it.
-            row = json.loads(line[: parts.messages[0] - 14] + line[ends:])
-        except ValueError:  # the end of the file, or of what a killed run wrote of it
-            break
-        ids = TOKEN_IDS.findall(line, begins, ends)
-        names = {
-            "env": row["env"],
-            "task": row["task_id"],
-            "group": row["group_id"],
-            "actor": row["actor"],
-        }
-        names |= {"seat": row["seat"], "status": row["status"], "error": row["error"]}
-        entry = Entry(
-            file=intern(file.name),
-            start=start,
-            size=len(line),
-            kind=kind,
-            step=step,
-            index=row["index"],
-            reward=row["reward"],
-            num_turns=len(ids),
-            num_tokens=sum(i.count(b",") + 1 for i in ids if i),
-            preview=last_reply(line, begins, ends),
-            **{name: intern(value) for name, value in names.items()},
-        )
-        found.append(entry)
+            entries.append(entry_of(line, file.name, start, kind, int(match[2])))
+        except UNREADABLE:
+            # Without an end it is the end of what a killed run wrote.
+            num_bad += line.endswith(b"\n")
         start += len(line)
-    return found
+    return entries, num_bad
+
+
+def entry_of(line: bytes, file: str, start: int, kind: str, step: int) -> Entry:
+    """The index's entry of a line. Raises one of UNREADABLE for a line that is no trajectory's."""
+    parts = parts_of(line)
+    begins, ends = parts.turns
+    # All but messages and turns, which are most of it.
+    row = json.loads(line[: parts.messages[0] - 14] + line[ends:])
+    if not (row["reward"] is None or is_number(row["reward"])) or not is_number(row["index"]):
+        raise TypeError("reward and index must be numbers")
+    ids = TOKEN_IDS.findall(line, begins, ends)
+    return Entry(
+        file=intern(file),
+        start=start,
+        size=len(line),
+        kind=kind,
+        step=step,
+        env=intern(row["env"]),
+        task=intern(row["task_id"]),
+        group=intern(row["group_id"]),
+        index=row["index"],
+        actor=intern(row["actor"]),
+        seat=intern(row["seat"]),
+        reward=row["reward"],
+        status=intern(row["status"]),
+        error=intern(row["error"]),
+        num_turns=len(ids),
+        num_tokens=sum(i.count(b",") + 1 for i in ids if i),
+        preview=last_reply(line, begins, ends),
+    )
 
 
 def last_reply(line: bytes, begins: int, ends: int) -> str:
@@ -389,7 +469,7 @@ def last_reply(line: bytes, begins: int, ends: int) -> str:
 @lru_cache(maxsize=2)  # of rollouts/ and tokens/; one may have 300 MB
 def unpacked(file: Path, version: int) -> bytes:
     """A file's content, as far as it goes. `version`: when it was written."""
-    with open(file, "rb") as raw:
+    with open_file(file) as raw:
         reader, parts = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), []
         try:
             while part := reader.read(1 << 16):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.rows import write_whole
-from rl_core.tools.view.data import Entry, RunFolder
+from rl_core.tools.view.data import UNREADABLE, Entry, RunFolder
 from rl_core.tools.view.page import make_page, outline, summary, values_of
 from rl_core.tools.view.tokens import shown_episode
 
@@ -111,7 +111,11 @@ def episodes_of(
     """Those that fit, as the page shows them: up to MAX_BYTES, of which each file has its share."""
     found, num_bytes, files = [], 0, list(dict.fromkeys(e.file for e in entries))
     for e in entries:
-        episode = shown_episode(run, e, tokenizers.get(e.actor))
+        try:
+            episode = shown_episode(run, e, tokenizers.get(e.actor))
+        except (OSError, *UNREADABLE) as error:
+            run.skip(run.path / "rollouts" / e.file, error)
+            continue
         if sum(len(turn["ids"]) for turn in episode["turns"]) > MAX_TOKENS:
             episode |= {
                 "turns": [],
@@ -138,4 +142,5 @@ def told(run: RunFolder, entries: list[Entry], every: int, is_all: bool) -> str:
             "differ most"
         )
         lines += [] if is_all else ["more did not fit"]
+    lines += filter(None, [run.note])
     return f"{'; '.join(lines)}. rl-core view {run.name} shows all."

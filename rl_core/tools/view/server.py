@@ -4,6 +4,7 @@ path and no address comes from a request."""
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from typing import Any
 from aiohttp import web
 
 from rl_core.http_door import MAX_STRANGERS, HttpServer
-from rl_core.tools.view.data import RunFolder
+from rl_core.tools.view.data import UNREADABLE, RunFolder
 from rl_core.tools.view.page import make_page, outline, summary, to_json, values_of
 from rl_core.tools.view.tokens import shown_episode
 
 SLICE_S = 0.8  # of reading or searching, in which others wait
+HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:@/\[\]]+)(?::\d+)?")  # with or without a port
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -64,7 +66,7 @@ async def in_thread(work: Callable[[], str]) -> web.Response:
     """What `work` gives in a thread, where files are read and services asked, as JSON."""
     try:
         return web.json_response(text=await asyncio.to_thread(work))
-    except (IndexError, KeyError, ValueError, OSError) as error:
+    except (OSError, *UNREADABLE) as error:
         return web.json_response({"error": str(error)}, status=404)
 
 
@@ -76,7 +78,8 @@ def host_check(hosts: set[str]):
     @web.middleware
     async def check(request: web.Request, handler) -> web.StreamResponse:
         # A page elsewhere whose name is made to resolve to this machine would have another Host.
-        if hosts and request.url.host not in hosts:
+        found = HOST.fullmatch(request.headers.get("Host", ""))
+        if hosts and (found is None or found[1].strip("[]").lower() not in hosts):
             raise web.HTTPForbidden(text="unknown host")
         response = await handler(request)
         response.headers["Cache-Control"] = "no-store"
@@ -106,7 +109,7 @@ def news(run: RunFolder, request: web.Request) -> dict:
         "entries": [values_of(e) for e in run.entries[entries:]],
         "is_complete": is_complete,
         "is_live": run.is_live,
-        "lost": lost,
+        "lost": lost or run.note,
     }
 
 

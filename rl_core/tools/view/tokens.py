@@ -71,7 +71,7 @@ def learned_values(
         run.text(entry.file).count(b"\n", 0, entry.start),
     )
     lines = (
-        unpacked(file, file.stat().st_mtime_ns).split(b"\n", number + 1) if file.exists() else []
+        unpacked(file, file.stat().st_mtime_ns).split(b"\n", number + 1) if file.is_file() else []
     )
     turns = json.loads(lines[number])["turns"] if len(lines) > number + 1 else []
     # Of a run that was made again since.
