@@ -540,6 +540,14 @@ def sample(token_ids: list[int], mask: list[int], advantage: float, group_id: st
     return TrainingSample(token_ids=token_ids, loss_mask=mask, group_id=group_id, **values)
 
 
+def loss_rounding(samples: list) -> float:
+    """Bound of the rounding of a loss in fp32, by the sum of absolute terms: the loss is a mean of
+    advantages times logprobs of about 5 nats, each right to 8 units in the last place. Terms may
+    cancel, so that a bound relative to the loss itself would hold on one machine alone."""
+    terms = [5 * abs(value) for each in samples for value in each.advantages[each.loss_mask]]
+    return 8 * 2**-24 * float(sum(terms)) / len(terms)
+
+
 def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
     """The learner of a run with these flags, with its reference and critic if it has them; in fp32
     on a GPU too, unless a flag says otherwise."""

@@ -404,7 +404,9 @@ def test_a_teacher_that_leaves_the_device_teaches_the_same(tiny_model, teacher):
     one, other = (row["teacher_loss_nats"] for row in rows)
     assert one == pytest.approx(other, rel=1e-6)
     assert one > 0
-    assert rows[0]["grad_norm"] == rows[1]["grad_norm"] > 0
+    # Memory elsewhere may be read by other kernels: a norm of fp32 sums of 11 tokens' terms.
+    assert rows[0]["grad_norm"] == pytest.approx(rows[1]["grad_norm"], rel=1e-5)
+    assert rows[0]["grad_norm"] > 0
 
 
 def test_rewards_and_several_updates_stand_beside_a_teacher(tiny_model, teacher):
