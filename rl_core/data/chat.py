@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from rl_core.data.pretrained import load_pretrained
 from rl_core.data.rendering import Probe, shape_of
 from rl_core.data.rows import check_exists
+from rl_core.rules import nearest
 from rl_core.types import Completion, Message, Turn
 
 # Unicode keeps these two for internal use: templates and tokenizers have no rule for them.
@@ -30,6 +31,8 @@ PROBE = "\ufdd1"
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece writes a byte
 # Shapes of conversations that a chat remembers.
 MAX_SHAPES = 100_000
+# Chats with other variables that a chat keeps.
+MAX_VARIANTS = 64
 # Values of "role" and "type" that templates compare, or put into a token's name.
 _ROLES = ("system", "developer", "user", "assistant", "model", "chatbot", "tool", "ipython")
 _PARTS = ("text", "image", "image_url", "video", "audio", "thinking", "reasoning", "refusal")
@@ -71,6 +74,27 @@ class Chat:
         self._mark_text = lru_cache(512)(self._mark_text)
         self._first_asked, self._first_prompt = None, ("", [])
         self._shown: set[int] = set()  # shapes of conversations that the template shows in full
+        self._variants: dict[str, Chat] = {}  # by the variables that they have besides
+
+    def with_variables(self, variables: dict[str, Any]) -> Chat:
+        """This chat with more variables of its template, such as those of a row."""
+        if not variables:
+            return self
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._variants:
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.clear()
+            both = self.variables | variables
+            self._variants[key] = Chat(self.tokenizer, None, both, self._tool_reader)
+        return self._variants[key]
+
+    def check_variables(self, names: Iterable[str], where: str) -> None:
+        """Raises ValueError for a variable that the template does not read."""
+        known = re.findall(r"[a-z]\w+", str(self.chat_template))
+        for name in sorted(set(names) - set(known)):
+            raise ValueError(
+                f"{where}: the chat template does not read {name!r}; {nearest(name, known)}"
+            )
 
     def render(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True

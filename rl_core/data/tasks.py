@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.messages import canonical_messages, canonical_tools
-from rl_core.data.messages import shorten as shorten
+from rl_core.data.messages import canonical_messages, canonical_tools, json_value, shorten
 from rl_core.data.rows import row_place
 from rl_core.rules import nearest
 from rl_core.types import Message, Task, counter_seed
 
 # Columns of the first messages; the first one that a row has is used.
-PROMPT_COLUMNS = ("messages", "prompt", "question", "problem", "instruction", "conversations")
+PROMPT_COLUMNS = ("messages", "prompt", "conversations", "question", "problem", "instruction")
+# Columns of a text that stands before these messages.
+SYSTEM_COLUMNS = ("system", "system_prompt")
 
 
 def make_task(
@@ -25,14 +26,16 @@ def make_task(
     place = place or row_place(index, (), split)
     try:
         messages = [] if is_pair else prompt_messages(row)
+        row_tools(row), row_variables(row)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=place)
 
 
-def prompt_messages(row: dict[str, Any]) -> list[Message]:
-    """What stands in the first of PROMPT_COLUMNS that a row has: a list of messages, or text, which
-    becomes one user message. Of `conversations` the replies at the end are left out."""
+def prompt_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
+    """The messages in the first of PROMPT_COLUMNS that a row has, or its text as a user message,
+    behind those of its system and history columns. The replies at the end of `conversations` are
+    left out."""
     column = first_column(row, PROMPT_COLUMNS)
     if column is None:
         have = ", ".join(map(str, row)) or "no columns"
@@ -40,11 +43,78 @@ def prompt_messages(row: dict[str, Any]) -> list[Message]:
             f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; of "
             "a file another is read by --data.columns prompt=NAME"
         )
-    messages = column_messages(row, column)
+    messages = column_messages(row, column, notes=notes)
     if column == "conversations":
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
             messages.pop()
-    return messages
+    return with_opening(row, messages, notes)
+
+
+def with_opening(
+    row: dict[str, Any], messages: list[Message], notes: list[str] | None = None
+) -> list[Message]:
+    """The messages behind those of a row's columns `system` or `system_prompt` and `history`.
+    Raises ValueError for two system messages that differ."""
+    texts = {}
+    for column in SYSTEM_COLUMNS:
+        text = row.get(column)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"column {column!r} must be a text, is {shorten(text)}")
+        if text and text.strip():
+            texts[f"column {column!r}"] = text
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    if has_system and texts:
+        texts["the messages"] = messages[0]["content"]
+    if len(set(map(str, texts.values()))) > 1:
+        raise ValueError(
+            f"{' and '.join(texts)} have system messages that differ; leave one of them out"
+        )
+    opening = messages[:has_system]
+    if texts and not has_system:
+        opening = canonical_messages([{"role": "system", "content": next(iter(texts.values()))}])
+        if notes is not None:
+            notes.append(f"{next(iter(texts))} read as a system message")
+    return opening + row_history(row, notes) + messages[has_system:]
+
+
+def row_history(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
+    """The turns in a row's column `history`: messages, or pairs of a question and its answer. They
+    are context. Raises ValueError for anything else."""
+    history = row.get("history")
+    if history is None or (isinstance(history, (list, tuple)) and not history):
+        return []
+    messages: list[Any] = []
+    for turn in history if isinstance(history, (list, tuple)) else [None]:
+        if isinstance(turn, dict):
+            messages.append(turn)
+        elif isinstance(turn, (list, tuple)) and [type(text) for text in turn] == [str, str]:
+            messages.append({"role": "user", "content": turn[0]})
+            messages.append({"role": "assistant", "content": turn[1]})
+        else:
+            raise ValueError(
+                "column 'history' must be a list of messages, or of pairs of a question and its "
+                f"answer; is {shorten(history)}"
+            )
+    try:
+        read = canonical_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"column 'history': {error}") from None
+    if notes is not None:
+        notes.append("column 'history' read as context")
+    return [{**message, "train": False} for message in read]
+
+
+def row_variables(row: dict[str, Any]) -> dict[str, Any]:
+    """The variables of the chat template in a row's column `chat_template_kwargs`: an object, or
+    its JSON text. Raises ValueError for anything else."""
+    given = row.get("chat_template_kwargs")
+    value = json_value(given) if isinstance(given, str) and given.strip() else given or {}
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"column 'chat_template_kwargs' must be an object, or its JSON text; is "
+            f"{shorten(given)}"
+        )
+    return {name: each for name, each in value.items() if each is not None}
 
 
 def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:

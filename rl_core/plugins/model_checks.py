@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from rl_core.config import Config, LoraConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.learning.loading import load_model_config, max_positions
-from rl_core.rules import nearest
 
 if TYPE_CHECKING:
     from rl_core.plugins.teacher_prompts import Limits
@@ -62,7 +60,7 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
         check_teachers(own, name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
     chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
-    check_variables(chat)
+    chat.check_variables(chat.variables, "--chat_template_kwargs")
     check_vocabulary(chat, num_rows, actor.model)
     return chat
 
@@ -146,15 +144,6 @@ def check_kernels(config: Config, model_config: PretrainedConfig, lora: LoraConf
         from rl_core.plugins.liger import check_liger
 
         check_liger(model_config)
-
-
-def check_variables(chat: Chat) -> None:
-    known = re.findall(r"[a-z]\w+", str(chat.chat_template))
-    for name in chat.variables.keys() - set(known):
-        raise ValueError(
-            f"--chat_template_kwargs: the chat template does not read {name!r}; "
-            f"{nearest(name, known)}"
-        )
 
 
 def check_vocabulary(chat: Chat, num_rows: int, path: str) -> None:

@@ -14,8 +14,9 @@ from rl_core.data.tasks import (
     first_column,
     row_tools,
     shorten,
+    with_opening,
 )
-from rl_core.plugins.sft import sft_samples, shared_length
+from rl_core.plugins.sft import row_chat, sft_samples, shared_length
 from rl_core.types import Message, TrainingSample
 
 PAIR = ("chosen", "rejected")
@@ -26,7 +27,7 @@ def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     the reply are trained."""
     context, *replies = pair_messages(row)
     context = [{**m, "train": False} for m in context]
-    samples = []
+    samples, chat = [], row_chat(chat, row)
     for side, reply in zip(PAIR, replies, strict=True):
         found = sft_samples(chat, {"messages": context + reply, "tools": row_tools(row)})
         if len(found) != 1:
@@ -45,7 +46,7 @@ def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     score: the hidden state of the conversation's last token "predicts" it. Everything after the
     common beginning is trained."""
     context, *replies = pair_messages(row)
-    tools, pad = row_tools(row), chat.tokenizer.pad_token_id
+    tools, pad, chat = row_tools(row), chat.tokenizer.pad_token_id, row_chat(chat, row)
     ids = [
         chat.prompt_ids(context + reply, tools, add_generation_prompt=False) for reply in replies
     ]
@@ -91,9 +92,11 @@ def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], li
     sides = [column_messages(row, column, "assistant") for column in PAIR]
     if all(side[0]["role"] == "assistant" for side in sides):
         context = column_messages(row, first_column(row, PROMPT_COLUMNS) or "prompt")
+        context = with_opening(row, context)
     else:
         shared = shared_length(*sides)
-        context, sides = sides[0][:shared], [side[shared:] for side in sides]
+        context = with_opening(row, sides[0][:shared])
+        sides = [side[shared:] for side in sides]
     for column, side in zip(PAIR, sides, strict=True):
         said = side[-1] if side else {}
         is_empty = not said.get("tool_calls") and not str(said.get("content") or "").strip()

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import CHECKED_ROWS
-from rl_core.data.tasks import TaskSource
+from rl_core.data.tasks import TaskSource, row_variables
 from rl_core.sampling.env import Env
 from rl_core.types import Task
 
@@ -63,8 +63,13 @@ def check_lengths(
             return bool(sft_dataset.samples(task))
         env, longest = envs[task.env], 0
         try:
+            tools, variables = env.dialogue.tools_of(task), row_variables(task.row)
             for name, chat in chats.items():
-                prompt = chat.prompt_ids(env.dialogue.opening(task, name), env.tools)
+                chat.check_variables(variables, "column 'chat_template_kwargs'")
+                own = chat.with_variables(variables)
+                if tools:
+                    own.tool_calls.check(tools, "column 'tools'")
+                prompt = own.prompt_ids(env.dialogue.opening(task, name), tools)
                 longest = max(longest, len(prompt))
             named = f"--max_prompt_tokens={limit}"
             return fits("a prompt", longest, limit, named, config.data.skip_long)

@@ -18,12 +18,17 @@ from rl_core.data.chat import PROBE, Chat, TokenStream, text_after, text_of, unm
 from rl_core.data.rendering import Probe, shape_of
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
-from rl_core.data.tasks import column_messages, first_column, row_tools
+from rl_core.data.tasks import (
+    PROMPT_COLUMNS,
+    column_messages,
+    first_column,
+    row_tools,
+    row_variables,
+    with_opening,
+)
 from rl_core.plugins.run_files import fingerprint
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
-# Columns of conversations and of prompts; the first one that a row has is used.
-PROMPTS = ("messages", "prompt", "instruction", "conversations", "question", "problem")
 # Column of a prompt -> what may hold its reply, where a row has no column `response`.
 ANSWERS = {"question": ("answer",), "problem": ("solution",)}
 
@@ -35,7 +40,7 @@ def sft_samples(
     any form of docs/runs.md, or of an episode that a run wrote. Advantages are the two weights. A
     token of weight 0 is not trained. A column `tools` is given to the template. Raises ValueError
     if a row has nothing to train."""
-    messages, tools = sft_messages(row), row_tools(row)
+    messages, tools, chat = sft_messages(row), row_tools(row), row_chat(chat, row)
     if is_trajectory(row) and row["tokenizer"] == fingerprint(chat):
         turns = [as_sampled(ids, new_ids, is_fresh) for new_ids, is_fresh, ids in row["turns"]]
     else:
@@ -53,6 +58,14 @@ def sft_samples(
     return found
 
 
+def row_chat(chat: Chat, row: dict[str, Any]) -> Chat:
+    """The chat with a row's `chat_template_kwargs`. Raises ValueError if its template does not read
+    them."""
+    variables = row_variables(row)
+    chat.check_variables(variables, "column 'chat_template_kwargs'")
+    return chat.with_variables(variables)
+
+
 def as_sampled(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: str = "") -> Turn:
     """A turn as if it had been sampled; nothing reads its logprobs and version."""
     said = Completion(
@@ -65,10 +78,11 @@ def as_sampled(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: s
     return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=said)
 
 
-def sft_messages(row: dict[str, Any]) -> list[Message]:
-    """The conversation of a row; what is context has "train": False."""
-    column = first_column(row, PROMPTS) or "messages"
-    messages = column_messages(row, column)
+def sft_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
+    """The conversation of a row; what is context has "train": False. `notes`: as of
+    canonical_messages."""
+    column = first_column(row, PROMPT_COLUMNS) or "messages"
+    messages = with_opening(row, column_messages(row, column, notes=notes), notes)
     if column not in ("messages", "conversations"):
         replies = ["response", "completion", "output", *ANSWERS.get(column, ())]
         reply = first_column(row, replies)
@@ -77,18 +91,30 @@ def sft_messages(row: dict[str, Any]) -> list[Message]:
                 f"it needs a column 'response' with the reply to {column!r}; its columns are "
                 f"{', '.join(row)}; read another by --data.columns response=NAME"
             )
-        messages = as_context(messages) + column_messages(row, reply, "assistant")
+        messages = as_context(messages) + column_messages(row, reply, "assistant", notes)
     elif is_trajectory(row):
         # Assistants' messages before the first turn are part of the prompt.
         trained, num_turns = trained_messages(messages), len(row["turns"])
         first = trained[-num_turns] if len(trained) >= num_turns else 0
         messages = as_context(messages[:first]) + messages[first:]
+    messages = greeting_as_context(messages, notes)
     if not trained_messages(messages):
         roles = [m["role"] for m in messages]
         raise ValueError(
-            f"messages with roles {roles} hold nothing to train: give one with role 'assistant'"
+            f"messages with roles {roles} hold nothing to train: give one with role 'assistant' "
+            "behind a message that it answers"
         )
     return messages
+
+
+def greeting_as_context(messages: list[Message], notes: list[str] | None = None) -> list[Message]:
+    """Assistants' messages at the beginning answer nothing: they are context."""
+    number = 0
+    while number < len(messages) and messages[number]["role"] == "assistant":
+        number += 1
+    if number and notes is not None:
+        notes.append("message 1: the assistant begins, which is context")
+    return as_context(messages[:number]) + messages[number:]
 
 
 def as_context(messages: list[Message]) -> list[Message]:

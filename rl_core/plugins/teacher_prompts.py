@@ -12,6 +12,7 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.episodes import succeeded
 from rl_core.data.messages import canonical_messages, shorten
+from rl_core.data.tasks import row_variables
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
 from rl_core.sampling.hooks import wait_for_all
@@ -73,8 +74,8 @@ def taught_player(base: type[GroupPlayer], limits: Limits) -> type[GroupPlayer]:
             try:
                 messages = await asyncio.wait_for(asking, self.config.episode_timeout_s)
                 if messages:
-                    chat = self.actors[t.actor].chat
-                    ids = prompt_ids(chat, t, messages, env.tools)
+                    chat = self.actors[t.actor].chat.with_variables(row_variables(task.row))
+                    ids = prompt_ids(chat, t, messages, env.dialogue.tools_of(task))
                     check_length(t, ids, *limits[t.actor, t.env])
                     t.teacher_messages, t.teacher_ids = messages, ids
             except Exception as error:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.data.episodes import baseline_groups
-from rl_core.data.tasks import shorten
+from rl_core.data.messages import shorten
+from rl_core.data.tasks import row_tools
 from rl_core.rules import nearest
 from rl_core.sampling.actor import Conversation, EpisodeActors, without_thoughts
 from rl_core.sampling.hooks import (
@@ -58,6 +59,10 @@ class Dialogue:
         has_system = bool(task.messages) and task.messages[0].get("role") == "system"
         text = self.system_prompts[actor].render(task)
         return [{"role": "system", "content": text}, *task.messages[has_system:]]
+
+    def tools_of(self, task: Task) -> list[dict[str, Any]] | None:
+        """The tools of a task's row; of a row without, those of the file."""
+        return row_tools(task.row) or self.tools
 
 
 class Episode:
@@ -167,7 +172,7 @@ class Episode:
         messages += self.unheard_by(name)
         if len(self.actors) > 1:
             messages = merged(messages)
-        return self.actors[name].converse(messages, self.dialogue.tools)
+        return self.actors[name].converse(messages, self.dialogue.tools_of(self.task))
 
     def unheard_by(self, name: str) -> list[Message]:
         """The messages since the actor's last turn in its view: other actors are users, without

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, RolloutConfig
 from rl_core.data.episodes import succeeded
+from rl_core.data.tasks import row_variables
 from rl_core.sampling.actor import DRAWING, EpisodeActors, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
@@ -153,7 +154,10 @@ class GroupPlayer:
         """The actors in one episode, or in what scores the group."""
         session = f"{group.batch}/{group.number:06d}/{name}"
         players = EpisodeActors(self.actors, group.params, seed, session, env.max_turns)
+        variables = row_variables(group.task.row)
         for speaker, actor in players.items():
+            if actor.chat is not None:
+                actor.chat = actor.chat.with_variables(variables)
             actor.params = replace(actor.params, **group.own_params.get(speaker, {}))
             if group.label:  # An evaluation is of the newest weights.
                 actor.stale_engine = None

@@ -86,7 +86,8 @@ class Session:
                 "actors": self.cast,
             }
             self.state = await self.run(self.env.hooks["start"], given | {"actor": only})
-        tools = to_json(self.env.tools, f"{self.env.path}: tools") if self.env.tools else ""
+        tools = self.env.dialogue.tools_of(self.task) or ""
+        tools = tools and to_json(tools, f"{self.env.path}: tools")
         messages = to_json(self.task.messages, "the task's messages")
         return pb.StartReply(messages=messages, tools=tools, code=self.env.code())
 

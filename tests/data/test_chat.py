@@ -11,7 +11,6 @@ from kit import prompts_of
 
 from rl_core.data.chat import Chat, TokenStream, load_chat
 from rl_core.data.samples import samples_from_turns
-from rl_core.plugins.model_checks import check_variables
 from rl_core.plugins.sft import sft_turns, shared_length
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.types import Completion
@@ -710,4 +709,4 @@ def test_a_template_gets_its_own_variables_and_an_unknown_one_is_refused():
     with pytest.raises(
         ValueError, match="does not read 'enable_thinkin'; did you mean 'enable_thinking'"
     ):
-        check_variables(Chat(make_tokenizer(), chat.chat_template, {"enable_thinkin": False}))
+        chat.check_variables({"enable_thinkin": False}, "--chat_template_kwargs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 
@@ -9,15 +10,28 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from test_chat import chat_named, chat_of, every_template, user, without_space
+from jinja2 import TemplateError
+from stage import make_groups
+from test_chat import (
+    TAKE_ONLY_PARTS,
+    chat_named,
+    chat_of,
+    every_template,
+    in_parts,
+    user,
+    without_space,
+)
 
-from rl_core.config import parse_config
+from rl_core.config import RolloutConfig, parse_config
 from rl_core.data.messages import canonical_messages
 from rl_core.data.rows import load_rows
-from rl_core.plugins.env_file import rows_of
+from rl_core.data.tasks import make_task
+from rl_core.engines.scripted import ScriptedActor
+from rl_core.plugins.env_file import load_env, rows_of
 from rl_core.plugins.sft import sft_samples
 from rl_core.plugins.streaming import StreamedTasks, open_stream
 from rl_core.plugins.tables import load_other
+from rl_core.sampling.rollout import GroupPlayer
 
 TOOLS = [
     {
@@ -126,11 +140,11 @@ def words(message, with_thoughts):
 
 def forms(messages):
     """The ways in which a template may want the same messages."""
-    for as_text, in_parts, developer in itertools.product((0, 1), (0, 1), ("developer", "system")):
+    for as_text, as_parts, developer in itertools.product((0, 1), (0, 1), ("developer", "system")):
         formed = json.loads(json.dumps(messages))
         for message in formed:
             message["content"] = message["content"] or ""
-            if in_parts:
+            if as_parts:
                 message["content"] = [{"type": "text", "text": message["content"]}]
             if message["role"] == "developer":
                 message["role"] = developer
@@ -261,3 +275,72 @@ def test_a_null_that_json_says_is_an_argument():
         (message,) = canonical_messages([said(None, tool_calls=given, name=None)])
         assert message["tool_calls"][0]["function"]["arguments"] == {"zone": None}
         assert "name" not in message
+
+
+BARE = json.dumps([TOOLS[0]["function"]])
+CHAT_MESSAGES = [system("aster"), user("briar"), said("cedar"), user("dahlia")]
+# Each row in one form, and the messages and tools that it says.
+ROWS = [
+    ({"prompt": "aster"}, [user("aster")], None),
+    ({"prompt": "aster", "tools": TOOLS}, [user("aster")], TOOLS),
+    ({"question": "aster", "tools": BARE}, [user("aster")], TOOLS),
+    (
+        {"system": "aster", "history": [["briar", "cedar"]], "instruction": "dahlia"},
+        CHAT_MESSAGES,
+        None,
+    ),
+    ({"system_prompt": "aster", "prompt": CHAT_MESSAGES[1:]}, CHAT_MESSAGES, None),
+    ({"prompt": CHAT_MESSAGES, "system": "aster", "history": []}, CHAT_MESSAGES, None),
+    ({"history": CHAT_MESSAGES[:3], "problem": "dahlia"}, CHAT_MESSAGES, None),
+    (
+        {"prompt": "aster", "chat_template_kwargs": {"enable_thinking": False, "x": None}},
+        [user("aster")],
+        None,
+    ),
+]
+
+
+@every_template
+def test_rl_and_sft_of_a_row_have_the_librarys_prompt(path, env_of_a_reward):
+    chat = chat_of(path)
+    for row, messages, tools in ROWS:
+        variables = {"enable_thinking": False} if "chat_template_kwargs" in row else {}
+        if variables and "enable_thinking" not in chat.chat_template:
+            continue
+        answered = row | {"response": "elder"}
+        try:
+            expected = library_prompt(chat, messages, tools, variables)
+        except TemplateError:
+            with pytest.raises(ValueError, match="the chat template refuses"):
+                sft_samples(chat, answered)
+            continue
+        (sample,) = sft_samples(chat, answered)
+        num_prompt = int(sample.loss_mask.argmax())
+        assert sample.token_ids[:num_prompt].tolist() == expected
+        # No reader knows the calls of this family, so that RL refuses its tools.
+        if not (tools and path.stem.startswith("muse_glimmer")):
+            assert prompt_of_rl(env_of_a_reward, chat, answered) == expected
+
+
+def library_prompt(chat, messages, tools, variables):
+    if chat.chat_template in TAKE_ONLY_PARTS:
+        messages = in_parts(messages)
+    more = {"chat_template": chat.chat_template, "add_generation_prompt": True}
+    text = chat.tokenizer.apply_chat_template(messages, tools, tokenize=False, **more, **variables)
+    return chat.tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def env_of_a_reward(tmp_path_factory):
+    file = tmp_path_factory.mktemp("env") / "env.py"
+    file.write_text("def reward_fn(completion): return 1.0")
+    return load_env(str(file))
+
+
+def prompt_of_rl(env, chat, row):
+    """What the actor reads first in an episode."""
+    actors = {"policy": ScriptedActor(name="policy", chat=chat, replies=["fennel"])}
+    (group,) = make_groups([make_task(row, 0, env.name, "train")])
+    (trajectory,) = asyncio.run(GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group))
+    assert trajectory.status == "ok", trajectory.error
+    return trajectory.turns[0].new_ids

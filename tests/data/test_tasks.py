@@ -348,7 +348,7 @@ def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
     system = {"role": "system", "content": "be kind"}
     forms = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
     share = [{"from": "system", "value": "be kind"}, *forms, *forms]
-    talk = make_task({"conversations": share, "system": "not read"}, 0, "e", "train").messages
+    talk = make_task({"conversations": share, "system": "be kind"}, 0, "e", "train").messages
     assert talk == [system, *user, {"role": "assistant", "content": "hello"}, *user]
     told = make_task(
         {"instruction": "Add.", "input": "1 + 1", "output": "2"}, 0, "e", "train"
@@ -398,6 +398,15 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
             r"message 2 is {.content.: .a.}",
         ),
         ({"messages": [{"role": "user"}]}, r"message 1 is {.role.: .user.}"),
+        (
+            {"prompt": [{"role": "system", "content": "a"}], "system_prompt": "b"},
+            r"row 4 of .*: column 'system_prompt' and the messages have system messages that differ",
+        ),
+        ({"prompt": "a", "system": 3}, r"column 'system' must be a text, is 3"),
+        ({"prompt": "a", "history": "b"}, r"column 'history' must be a list of messages, or of pa"),
+        ({"prompt": "a", "history": [["b", 1]]}, r"column 'history' must be .* is \[\['b', 1\]\]"),
+        ({"prompt": "a", "tools": ["add"]}, r"column 'tools' must be .*; tool 1 is no function wi"),
+        ({"prompt": "a", "chat_template_kwargs": "b"}, r"'chat_template_kwargs' must be an object"),
         (
             {"prompt": [{"role": "user", "content": None}]},
             r"column .prompt.: .*message 1 is {.*None}",
