@@ -9,7 +9,8 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import CHECKED_ROWS
-from rl_core.data.tasks import TaskSource, row_variables
+from rl_core.data.tasks import TaskSource, row_tools, row_variables
+from rl_core.plugins.env_file import speakers
 from rl_core.sampling.env import Env
 from rl_core.types import Task
 
@@ -67,7 +68,7 @@ def check_lengths(
             for name, chat in chats.items():
                 chat.check_variables(variables, "column 'chat_template_kwargs'")
                 own = chat.with_variables(variables)
-                if tools:
+                if row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
                     own.tool_calls.check(tools, "column 'tools'")
                 prompt = own.prompt_ids(env.dialogue.opening(task, name), tools)
                 longest = max(longest, len(prompt))
