@@ -6,12 +6,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from kit import STOP, metrics, run, start_process, trajectories, wait_until, words
+from kit import STOP, kill_session, metrics, run, start_process, trajectories, wait_until, words
 
 from rl_core.cli import main as command
-from rl_core.plugins.background_evaluation import environment_of
+from rl_core.plugins.background_evaluation import (
+    BackgroundEvaluation,
+    end_orphan,
+    environment_of,
+)
 from rl_core.train import main
 
 SIZES = "--max_tokens 8 --max_prompt_tokens 64 --tasks_per_step 4 --group_size 2 " + STOP
@@ -79,6 +85,55 @@ def test_an_evaluation_under_way_outlives_a_kill_once(places, tmp_path, capsys):
     assert command(["eval", places["model"], *map(str, env), "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)[places["model"]]["held"]["greedy_score"]["value"]
     assert evaluations(out)[0]["eval/held/greedy_score"] == pytest.approx(plain, abs=1e-6)
+
+
+def test_a_process_that_has_an_evaluations_number_by_now_is_not_ended(tmp_path):
+    """A run was killed, and so was its evaluation; the system gave the number to another process,
+    which leads a process group."""
+    folder = tmp_path / "evaluations/step_000002"
+    folder.mkdir(parents=True)
+    sleep = ["-c", "import time; time.sleep(60)"]
+    other, own = start_process(*sleep), start_process(*sleep, folder)
+    try:
+        for process in (own, other):  # While a program begins, its arguments are empty.
+            arguments = Path(f"/proc/{process.pid}/cmdline")
+            wait_until(lambda arguments=arguments: arguments.read_text(), "it begins")
+        (folder / "pid").write_text(str(other.pid))
+        end_orphan(folder)
+        (folder / "pid").write_text(str(own.pid))
+        end_orphan(folder)
+        assert own.wait(30) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (own, other):
+            kill_session(process)
+
+
+# What a run left in evaluations/, with a checkpoint of step 4; metrics.jsonl has that of step 2.
+LEFT = {
+    "step_000002": False,  # logged already
+    "step_000003": True,
+    "step_000004": True,
+    "step_000005": False,  # after the checkpoint: its step is made again
+    "step_000003.tmp": False,
+}
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_evaluations_after_the_checkpoint_are_not_taken_up(has_checkpoint, tmp_path):
+    for name in LEFT:
+        (tmp_path / "evaluations" / name).mkdir(parents=True)
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 2, "time/eval_s": 1}\n{"step": 3, "time/step_s": 1}\n')
+    plugin = BackgroundEvaluation.__new__(BackgroundEvaluation)
+    checkpoint = tmp_path if has_checkpoint else None
+    plugin.trainer = SimpleNamespace(
+        log=SimpleNamespace(path=log), checkpoint=checkpoint, first_step=4 * has_checkpoint
+    )
+    plugin.folder, plugin.is_left = tmp_path / "evaluations", False
+    kept = [name for name, is_kept in LEFT.items() if is_kept and has_checkpoint]
+    assert plugin.steps_left() == [int(name.removeprefix("step_")) for name in kept]
+    assert sorted(path.name for path in plugin.folder.iterdir()) == kept
 
 
 def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(places, tmp_path, capfd):

@@ -449,15 +449,21 @@ def test_lines_of_metrics_that_are_none_are_dropped(saved, tmp_path):
     dropped = [
         '{"step": 2, "eval/x": 1}',
         '{"step": 3, "time/step_s": 1}',
+        '{"step": 3, "eval/x": 1}',
         "[1]",
         "7",
         '{"st',
         '{"step": "2"}',
         "\x00",
     ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*kept, *dropped]))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("\n".join([*kept, *dropped]))
     RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=True)
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == kept
+    assert file.read_text().splitlines() == kept
+    # An evaluation of the checkpoint's own step is kept if it is not made again.
+    file.write_text("\n".join([*kept, *dropped]))
+    RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=False)
+    assert file.read_text().splitlines() == [*kept, dropped[0]]
 
 
 if __name__ == "__main__":

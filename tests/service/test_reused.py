@@ -16,7 +16,7 @@ from rl_core.service.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 DIRTY = """
-import ctypes, multiprocessing, numpy, os, random, subprocess, sys, threading
+import ctypes, multiprocessing, numpy.random, os, random, subprocess, sys, threading
 
 image = "an-image:1"
 capacity = 3

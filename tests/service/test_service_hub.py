@@ -17,9 +17,9 @@ import pytest
 from grpc import StatusCode
 from kit import ROOT
 
+from rl_core.service import control, joining, starts
 from rl_core.service import environments_pb2 as pb
 from rl_core.service import hub as hub_module
-from rl_core.service import joining, starts
 from rl_core.service.connection import Connection
 from rl_core.service.gateway import Metrics
 from rl_core.service.hosted import LocalEnv
@@ -298,6 +298,31 @@ def test_hubs_behind_one_name_show_a_certificate_of_that_name(tmp_path):
                 uplink.is_over.set()
 
     in_loop({"hubs": ["127.0.0.1", "127.0.0.2"]}, join())
+
+
+@pytest.mark.parametrize(
+    ("verb", "reply"),
+    [
+        ("list_sessions", pb.ListSessionsReply(sessions=[pb.SessionInfo(session="b.1")])),
+        ("cancel_all", pb.CancelAllReply(ended=2)),
+    ],
+)
+def test_a_worker_that_answers_with_an_error_has_not_answered(verb, reply):
+    async def ask():
+        hub = Hub()
+        links = [linked(hub, name, beat()) for name in "ab"]
+        asked = asyncio.ensure_future(control.CONTROLS[verb](hub, type(request)()))
+        await happens(lambda: all(link.waiting for link in links), "both are asked")
+        [[first], [second]] = [link.waiting for link in links]
+        links[0].settle(pb.Reply(id=first, code=StatusCode.INTERNAL.value[0], error="a fault"))
+        links[1].settle(pb.Reply(id=second, **{verb: reply}))
+        return await asked
+
+    request = getattr(pb.Request(), verb)
+    found = asyncio.run(ask())
+    assert list(found.silent) == ["a"]
+    found.ClearField("silent")
+    assert found == reply
 
 
 def test_a_hub_that_stood_still_takes_no_worker_for_silent():
