@@ -31,9 +31,9 @@ def samples_of(
 ) -> list[TrainingSample]:
     """Each trajectory's samples with its advantage over its group, or those of its turns. Overlong
     ones may be penalised before, or left out after: they count in the baseline, but neither in the
-    loss nor in its denominator. `advantage_fns`: by environment. `normalised`: changes all
-    advantages. `advantages_of`: in the place of turn_advantages(), `make_samples` of
-    trajectory_samples()."""
+    loss nor in its denominator. A turn that branches share is trained once, with the mean of their
+    advantages. `advantage_fns`: by environment. `normalised`: changes all advantages.
+    `advantages_of` replaces turn_advantages(), `make_samples` trajectory_samples()."""
     advantages_of = advantages_of or turn_advantages
     make_samples = make_samples or trajectory_samples
     judged: Judged = []

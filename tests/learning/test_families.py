@@ -144,6 +144,23 @@ def test_padded_rows_are_the_same_over_two_ranks_and_are_not_cut(tmp_path, torch
     assert "--cp=2 cuts packed sequences" in cut.stderr and cut.returncode
 
 
+@pytest.mark.parametrize(
+    "kinds, limit",
+    [
+        ({}, (256, "max_position_embeddings")),
+        ({"sliding_attention": 40}, (40, "original_max_position_embeddings of longrope")),
+        ({"full_attention": 30, "sliding_attention": 40}, (30, "original_max_position_embeddings")),
+        ({"full_attention": 900}, (256, "max_position_embeddings")),
+    ],
+)
+def test_layers_of_any_kind_bound_the_positions(kinds, limit):
+    config = family_config("gemma3_text")
+    for kind, num_short in kinds.items():
+        config.rope_parameters[kind] = longrope(config, num_short)
+    positions, key = max_positions(config)
+    assert positions == limit[0] and key.startswith(limit[1])
+
+
 @pytest.mark.parametrize("name", ["phi3", "llama", "qwen3"])
 def test_sequences_that_longrope_allows_do_not_change_each_other(name, tmp_path):
     make_family(tmp_path, name)
