@@ -61,7 +61,8 @@ class Endpoint:
     server: EndpointServer
     address: str  # such as http://127.0.0.1:34567
     api_key: str
-    trees: dict[str, Tree]  # actor -> what it was asked
+    trees: dict[str, Tree]  # actor -> its turns
+    program: str  # as errors call the program
     # What a request of /v1/responses continues by `previous_response_id`.
     stored: dict[str, list[Message]] = field(default_factory=dict)
     # What an `item_reference` of such a request names.
@@ -134,10 +135,24 @@ class Endpoint:
     def tree_of(self, request: Request) -> Tree:
         return self.trees.get(request.model) or self.trees[self.model]
 
+    def check_length(self, request: Request) -> None:
+        """Raises Refusal for messages that cannot fit into the context, before they are encoded."""
+        tree = self.tree_of(request)
+        actor = tree.actor
+        least = actor.chat.least_tokens(request.messages) if actor.chat else 0
+        if least < actor.max_context_tokens:
+            return
+        tree.is_truncated = True
+        limit = f"the context of {actor.max_context_tokens} tokens"
+        self.server.report(f"a request of {self.program} that cannot fit into {limit}")
+        text = f"the messages have at least {least} tokens, which cannot fit into {limit}"
+        raise Refusal(text, code="context_length_exceeded")
+
     async def answer(self, request: Request) -> list[Reply]:
         """Raises Refusal."""
         if self.is_shut:  # while the body of the request came
             raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
+        self.check_length(request)
         if self.failure is not None:
             raise Refusal("the engine died; the episode begins again", status=503)
         try:
@@ -146,13 +161,15 @@ class Endpoint:
             self.failure = error
             raise Refusal("the engine died; the episode begins again", status=503) from error
 
-    def num_tokens(self, request: Request) -> int:
+    async def num_tokens(self, request: Request) -> int:
         """Tokens of the request's prompt. Raises Refusal."""
         chat = self.tree_of(request).actor.chat
         if chat is None:
             raise Refusal("the tokens of this model are not known here")
+        self.check_length(request)
         try:
-            return len(chat.prompt_ids(request.messages, request.tools))
+            await chat.prepare(request.messages, request.tools)
+            return len(chat.first_prompt(request.messages, request.tools)[1])
         except ValueError as error:
             raise Refusal(str(error)) from error
 
@@ -170,14 +187,16 @@ class EndpointServer:
         self.folder: tempfile.TemporaryDirectory | None = None
         self.is_for_boxes = False  # listens at the socket in this folder
 
-    async def open(self, actors: Mapping[str, Actor], max_turns: int = 0) -> Endpoint:
+    async def open(
+        self, actors: Mapping[str, Actor], max_turns: int = 0, program: str = "a program"
+    ) -> Endpoint:
         """An endpoint with a key of its own for an episode's actors."""
         async with self.starting:
             if self.server is None:
                 await self.start()
         key = f"sk-{secrets.token_urlsafe(24)}"
         trees = {name: Tree(actor, max_turns) for name, actor in actors.items()}
-        self.endpoints[key] = Endpoint(self, self.address, key, trees)
+        self.endpoints[key] = Endpoint(self, self.address, key, trees, program)
         return self.endpoints[key]
 
     def shut(self, endpoint: Endpoint) -> None:
@@ -186,6 +205,11 @@ class EndpointServer:
         endpoint.is_shut = True
         for tree in endpoint.trees.values():
             tree.cancel()
+
+    def report(self, refused: str) -> None:
+        """Reports a refusal on stderr, at most once a minute."""
+        if self.server is not None:
+            self.server.door.refusals.report(refused)
 
     async def start(self) -> None:
         """Listens for programs of this machine, or of the network that `config` names."""
@@ -320,7 +344,7 @@ class EndpointServer:
     async def count_tokens(self, http: web.Request) -> web.Response:
         try:
             endpoint = self.endpoint_of(http)
-            number = endpoint.num_tokens(messages.read(await body_of(http, endpoint)))
+            number = await endpoint.num_tokens(messages.read(await body_of(http, endpoint)))
         except Refusal as refusal:
             return await refuse(http, refusal, messages)
         return web.json_response({"input_tokens": number})

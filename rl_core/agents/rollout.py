@@ -43,13 +43,15 @@ class Endpoints:
         return self.open({actor.name: actor}, actor.max_turns)
 
     @asynccontextmanager
-    async def open(self, actors: Mapping[str, Actor], max_turns: int) -> AsyncIterator[Endpoint]:
+    async def open(
+        self, actors: Mapping[str, Actor], max_turns: int, program: str = "a program"
+    ) -> AsyncIterator[Endpoint]:
         """The server closes with the last. Raises EngineDied, instead of what the program made of
         it, if an engine died."""
         if self.loop is not asyncio.get_running_loop():
             self.server, self.loop = EndpointServer(self.config), asyncio.get_running_loop()
         server = self.server
-        llm = await server.open(actors, max_turns)
+        llm = await server.open(actors, max_turns, program)
         try:
             yield llm
         except Exception:
@@ -77,7 +79,7 @@ class AgentRollout:
     async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
         """The trajectories of each trainable actor that was asked; if none is trainable, of each
         actor that was asked. Raises HookError if none was."""
-        endpoint = self.endpoints.open(actors, actors.max_turns)
+        endpoint = self.endpoints.open(actors, actors.max_turns, self.path)
         async with endpoint as llm, self.played(task, llm) as (result, box):
             asked = [name for name, tree in llm.trees.items() if tree.nodes]
             learners = [name for name in asked if actors[name].is_trainable]

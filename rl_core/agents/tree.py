@@ -90,7 +90,10 @@ class Tree:
     async def play(self, request: Request) -> list[Node]:
         self.count_turns(request.num_replies)
         keys = [key_of(message) for message in request.messages]
-        parent, num_known = self.longest(keys, tools_key(request.tools))
+        tools = tools_key(request.tools)
+        if self.actor.chat and self.longest(keys, tools)[0] is None:
+            await self.actor.chat.prepare(request.messages, request.tools)
+        parent, num_known = self.longest(keys, tools)
         new = request.messages[num_known:] if parent else []
         talks: list[Conversation] = []
         try:

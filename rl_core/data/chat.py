@@ -10,9 +10,12 @@ that stands in a message, and `encode` reads the text before and behind a mark a
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+import math
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
@@ -29,6 +32,11 @@ from rl_core.types import Completion, Message, Turn
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece writes a byte
+# A longer text is encoded in a thread: a tokenizer reads about half a megabyte in a second.
+LONG_CHARS = 1 << 16
+# Normalizers that leave at least a third of a text's characters: NFC joins up to three.
+KNOWN_NORMALIZERS = {"Sequence", "NFC", "NFD", "Prepend", "Replace", "String"}
+REPLACEMENT = re.compile(r'String\("(.*?)"\), content="(.*?)"')
 # Shapes of conversations that a chat remembers.
 MAX_SHAPES = 100_000
 # Chats with other variables that a chat keeps.
@@ -75,6 +83,7 @@ class Chat:
         self._first_asked, self._first_prompt = None, ("", [])
         self._shown: set[int] = set()  # shapes of conversations that the template shows in full
         self._variants: dict[str, Chat] = {}  # by the variables that they have besides
+        self._spare = SpareTokenizer(tokenizer)
 
     def with_variables(self, variables: dict[str, Any]) -> Chat:
         """This chat with more variables of its template, such as those of a row."""
@@ -86,6 +95,7 @@ class Chat:
                 self._variants.clear()
             both = self.variables | variables
             self._variants[key] = Chat(self.tokenizer, None, both, self._tool_reader)
+            self._variants[key]._spare = self._spare
         return self._variants[key]
 
     def check_variables(self, names: Iterable[str], where: str) -> None:
@@ -114,6 +124,35 @@ class Chat:
             self._first_prompt = rendered, self.encode(rendered)
             self._first_asked = copy.deepcopy(asked)
         return self._first_prompt
+
+    async def prepare(self, messages: list[Message], tools: list | None) -> None:
+        """Makes first_prompt() of a long text ready in a thread, so that the event loop runs on."""
+        if num_chars([messages, tools]) <= LONG_CHARS or (messages, tools) == self._first_asked:
+            return
+        found = await self.in_thread(lambda twin: twin.first_prompt(messages, tools))
+        self._first_asked, self._first_prompt = copy.deepcopy((messages, tools)), found
+
+    async def in_thread(self, work: Callable[[Chat], Any]) -> Any:
+        """Returns work(a copy of this chat), called in a thread: no tokenizer may be used by two
+        threads at once."""
+
+        def run() -> Any:
+            with self._spare.lock:
+                twin = copy.copy(self)
+                twin.tokenizer, twin._variants = self._spare.copied(), {}
+                twin.__dict__.pop("tool_calls", None)  # It reads with another tokenizer.
+                return work(twin)
+
+        return await asyncio.to_thread(run)
+
+    def least_tokens(self, messages: list[Message]) -> int:
+        """A lower bound of the tokens of these messages' texts, without encoding them."""
+        num = 0
+        for message in messages:
+            # Templates may drop thoughts and spaces.
+            text = text_of(message).rpartition("</think>")[2].strip()
+            num += len(text) if text.isascii() else len(text) // 3
+        return int(num / self._spare.longest_token)
 
     def check(
         self,
@@ -217,11 +256,12 @@ class Chat:
         """Bytes of a token in the middle of a text; those of several tokens join to the bytes of
         the text, also where a token holds a part of a character."""
         token = self.tokenizer.convert_ids_to_tokens(token_id)
-        if BYTE_TOKEN.fullmatch(token) and "ByteFallback" in self._decoder:
+        decoder = self._spare.decoder
+        if BYTE_TOKEN.fullmatch(token) and "ByteFallback" in decoder:
             return bytes([int(token[3:5], 16)])
         if token_id in self.tokenizer.added_tokens_decoder:
             return token.encode()
-        if "ByteLevel" in self._decoder:
+        if "ByteLevel" in decoder:
             return bytes(byte_of_char()[char] for char in token)
         # A tokenizer may drop the space before the first token of a text.
         once, twice = (
@@ -229,10 +269,6 @@ class Chat:
             for num in (1, 2)
         )
         return twice[len(once) :].encode()
-
-    @cached_property
-    def _decoder(self) -> str:
-        return repr(self.tokenizer.backend_tokenizer.decoder) if self.tokenizer.is_fast else ""
 
     def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
         """Token ids of the template's text after an assistant's tokens, without end tokens that
@@ -338,6 +374,47 @@ class Chat:
         return self.tokenizer.eos_token_id
 
 
+class SpareTokenizer:
+    """A copy of a tokenizer for threads, made when it is first needed, and facts of the
+    tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.lock = threading.Lock()  # of whoever uses the copy
+        self.copy: Any = None
+
+    def copied(self) -> Any:
+        if self.copy is None:
+            self.copy = copy.deepcopy(self.tokenizer)
+        return self.copy
+
+    @cached_property
+    def decoder(self) -> str:
+        return repr(self.tokenizer.backend_tokenizer.decoder) if self.tokenizer.is_fast else ""
+
+    @cached_property
+    def longest_token(self) -> float:
+        """Bytes of the longest token that is not special; infinity where a token may stand for any
+        text."""
+        if not self.tokenizer.is_fast:
+            return math.inf
+        backend = self.tokenizer.backend_tokenizer
+        normalizer = repr(backend.normalizer) if backend.normalizer else ""
+        is_known = set(re.findall(r"(\w+)\(", normalizer)) <= KNOWN_NORMALIZERS
+        has_bytes = "ByteLevel" in self.decoder or getattr(backend.model, "byte_fallback", False)
+        shrinks = any(len(old) > len(new) for old, new in REPLACEMENT.findall(normalizer))
+        if not is_known or not has_bytes or shrinks:
+            return math.inf
+        added = {token.content: token for token in self.tokenizer.added_tokens_decoder.values()}
+        sizes = [1]
+        for token in self.tokenizer.get_vocab():
+            if token not in added:  # A character of a byte-level token is a byte.
+                sizes.append(len(token) if "ByteLevel" in self.decoder else len(token.encode()))
+            elif not added[token].special:
+                sizes.append(len(token.encode()))
+        return max(sizes)
+
+
 class TokenStream:
     """The tokens of one conversation as one actor sees it. They only grow, unless the template
     rewrites history."""
@@ -371,6 +448,28 @@ class TokenStream:
         self.replies += (len(self.messages),)
         self._chat.check(messages, self._tools, replies=self.replies)
         return self.extend(token_ids, said, messages)
+
+    async def append_soon(
+        self,
+        token_ids: list[int],
+        text: str,
+        new_messages: list[Message],
+        calls: Message | None = None,
+    ) -> None:
+        """Does as append(), in a thread if the messages are long."""
+        if num_chars(new_messages) <= LONG_CHARS:
+            self.append(token_ids, text, new_messages, calls)
+            return
+        chat = self._chat
+
+        def append(twin: Chat) -> None:
+            self._chat = twin
+            self.append(token_ids, text, new_messages, calls)
+
+        try:
+            await chat.in_thread(append)
+        finally:
+            self._chat = chat
 
     def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
         """As append, for a turn that the template renders as `said`, with all messages so far."""
@@ -443,6 +542,15 @@ def text_of(message: Message) -> str:
 def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+def num_chars(value: Any) -> int:
+    """Characters of all texts in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(num_chars, value)) if isinstance(value, list) else 0
 
 
 def unmarked(text: str) -> str:

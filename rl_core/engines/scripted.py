@@ -66,7 +66,7 @@ class ScriptedActor:
     name: str
     chat: Chat
     replies: Sequence[str]
-    max_context_tokens: int = 1 << 24
+    max_context_tokens: int = 1 << 20
     capacity: int = 256
     is_trainable: bool = True
     open_endpoint: Callable[[Actor], Any] | None = None  # as an Actor's

@@ -62,7 +62,7 @@ def check_lengths(
     def is_fit(task: Task) -> bool:
         if sft_dataset:
             return bool(sft_dataset.samples(task))
-        env, longest = envs[task.env], 0
+        env, longest, bound = envs[task.env], 0, ""
         try:
             tools, variables = env.dialogue.tools_of(task), row_variables(task.row)
             for name, chat in chats.items():
@@ -70,10 +70,15 @@ def check_lengths(
                 own = chat.with_variables(variables)
                 if row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
                     own.tool_calls.check(tools, "column 'tools'")
-                prompt = own.prompt_ids(env.dialogue.opening(task, name), tools)
-                longest = max(longest, len(prompt))
+                messages = env.dialogue.opening(task, name)
+                length = own.least_tokens(messages)
+                if length > limit:  # It is not encoded.
+                    bound = "at least "
+                else:
+                    length = len(own.prompt_ids(messages, tools))
+                longest = max(longest, length)
             named = f"--max_prompt_tokens={limit}"
-            return fits("a prompt", longest, limit, named, config.data.skip_long)
+            return fits("a prompt", longest, limit, named, config.data.skip_long, bound)
         except ValueError as error:
             raise ValueError(f"{task.place}: {error}") from None
 
@@ -98,12 +103,12 @@ def left_out(config: Config, sources: Iterable[TaskSource]) -> str:
     return f" ({num_left:,} of {num_rows:,} were left out: {reason})"
 
 
-def fits(what: str, length: int, limit: int, named: str, skip_long: bool) -> bool:
-    """Whether a row is taken. Raises ValueError for one that is too long, unless such rows are left
-    out."""
+def fits(what: str, length: int, limit: int, named: str, skip_long: bool, bound: str = "") -> bool:
+    """True if a row is taken. Raises ValueError for a row that is too long, unless such rows are
+    left out. `bound`: words before the length."""
     if length > limit and not skip_long:
         raise ValueError(
-            f"{what} of {length} tokens is longer than {named}; raise it, or leave such rows out "
-            "with --data.skip_long"
+            f"{what} of {bound}{length} tokens is longer than {named}; raise it, or leave such "
+            "rows out with --data.skip_long"
         )
     return length <= limit

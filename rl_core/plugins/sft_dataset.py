@@ -9,10 +9,10 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import Row, is_trajectory
 from rl_core.data.tasks import TaskSource
-from rl_core.plugins.pairs import reply_pair, scored_pair
+from rl_core.plugins.pairs import pair_messages, reply_pair, scored_pair
 from rl_core.plugins.row_lengths import fits
-from rl_core.plugins.sft import sft_samples
-from rl_core.types import Task, TrainingSample
+from rl_core.plugins.sft import sft_messages, sft_samples, trained_messages
+from rl_core.types import Message, Task, TrainingSample
 
 CACHED_TOKENS = 4_000_000  # 100 MB
 # Preset -> (chat, row, *sft.weights) -> TrainingSamples of a row of data.
@@ -62,11 +62,23 @@ class SFTDataset:
         return samples
 
     def _tokenize(self, task: Task) -> list[TrainingSample]:
-        config = self.config
+        config, limit = self.config, self.config.max_context_tokens
+        named = f"{limit} (max_prompt_tokens + max_tokens)"
+        least = max(map(self.chat.least_tokens, conversations(task.row, config.algorithm)))
+        if least > limit:  # It is not encoded.
+            fits("a sequence", least, limit, named, config.data.skip_long, "at least ")
+            return []
         weights = config.sft.weights if config.algorithm == "sft" else ()
         samples = SAMPLES[config.algorithm](self.chat, task.row, *weights)
         longest = max([len(sample.token_ids) for sample in samples], default=0)
-        limit = config.max_context_tokens
-        named = f"{limit} (max_prompt_tokens + max_tokens)"
         is_fit = fits("a sequence", longest, limit, named, config.data.skip_long)
         return samples if is_fit else []
+
+
+def conversations(row: Row, algorithm: str) -> list[list[Message]]:
+    """A row's conversations up to the last message that is trained."""
+    if algorithm == "sft":
+        messages = sft_messages(row)
+        return [messages[: max(trained_messages(messages), default=-1) + 1]]
+    context, *replies = pair_messages(row)
+    return [context + reply for reply in replies]

@@ -58,6 +58,10 @@ class Conversation:
         self.text = ""  # of the actor's last turn; "" if the context was full
         if tools and speaker.chat:
             speaker.chat.tool_calls.check(tools, f"actor {speaker.name}")
+        self.is_full = False  # Messages came that cannot fit; they were not encoded.
+        if speaker.chat:
+            least = speaker.chat.least_tokens(self.history)
+            check_room(least, speaker.max_context_tokens, "at least ")
         self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
         self.calls: Message | None = None  # the last turn as a message, if it called tools
         self.metrics: dict[str, float] = {"tool_parse_failed": 0.0} if tools and self.stream else {}
@@ -90,6 +94,8 @@ class Conversation:
         """Tokens that fit into the context."""
         if self.stream is None:
             return math.inf
+        if self.is_full:
+            return 0
         return self.speaker.max_context_tokens - len(self.stream.prompt_ids)
 
     @property
@@ -112,8 +118,7 @@ class Conversation:
         if self.num_replies:
             self.history += messages
             if self.stream:
-                last = self.turns[-1].completion
-                self.stream.append(last.token_ids, last.text, messages, self.calls)
+                await self._hear(messages)
         if self.num_replies and self.room < 1:
             self.text = ""
             self.truncated = True
@@ -121,6 +126,13 @@ class Conversation:
             await self._speak()
         self.is_busy = False
         return self
+
+    async def _hear(self, messages: list[Message]) -> None:
+        """Appends messages of others to the tokens, unless they cannot fit."""
+        self.is_full = self.is_full or self.speaker.chat.least_tokens(messages) >= self.room
+        if not self.is_full:
+            last = self.turns[-1].completion
+            await self.stream.append_soon(last.token_ids, last.text, messages, self.calls)
 
     async def _speak(self) -> None:
         seed = counter_seed(self.speaker.seed, self.session, self.num_replies)
@@ -144,10 +156,7 @@ class Conversation:
     async def _sample(self, seed: int) -> Completion:
         actor = self.speaker
         if self.room < 1:
-            raise ValueError(
-                f"a prompt of {len(self.stream.prompt_ids)} tokens fills the context of "
-                f"{actor.max_context_tokens}; raise --max_prompt_tokens"
-            )
+            check_room(len(self.stream.prompt_ids), actor.max_context_tokens)
         limit = min(self.room, self.turn_params.max_tokens)
         stops = actor.stop_token_ids
         params = replace(self.turn_params, max_tokens=limit, stop_token_ids=stops)
@@ -172,6 +181,7 @@ class Conversation:
         num_messages, stream = self.marks[-1]
         del self.history[num_messages:], self.turns[self.num_replies :]
         self.stream = copy.copy(stream)
+        self.is_full = False
         self.truncated = bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
         self.is_busy = False
 
@@ -187,6 +197,7 @@ class Conversation:
         num_messages, stream = self.marks[num_replies - 1]
         del branch.history[num_messages:], branch.turns[num_replies:], branch.marks[num_replies:]
         branch.stream = copy.copy(stream)
+        branch.is_full = False
         last = branch.history[-1]
         branch.calls = last if last.get("tool_calls") else None
         branch.text = last.get("content") or ""
@@ -351,6 +362,8 @@ class Actor:
             stop = sampling["stop"]
             sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         messages = as_messages(messages)
+        if self.chat is not None and self.chat.least_tokens(messages) < self.max_context_tokens:
+            await self.chat.prepare(messages, tools)
         # Not a running number: the order of calls may depend on timing.
         prompt_hash = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
         replies = []
@@ -415,6 +428,15 @@ class EpisodeActors(dict[str, Actor]):
         for conversation in self.conversations:
             for engine in conversation.speaker.engines:
                 engine.end_session(conversation.session)
+
+
+def check_room(num_tokens: int, max_context_tokens: int, bound: str = "") -> None:
+    """Raises ValueError if a prompt of this number of tokens leaves no room for a reply."""
+    if num_tokens >= max_context_tokens:
+        raise ValueError(
+            f"a prompt of {bound}{num_tokens} tokens fills the context of {max_context_tokens}; "
+            "raise --max_prompt_tokens"
+        )
 
 
 def without_thoughts(text: str) -> str:

@@ -883,6 +883,34 @@ def test_a_full_context_is_told_and_makes_the_episode_truncated():
     assert trajectory.status == "truncated" and len(trajectory.turns) == 1
 
 
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "count"])
+def test_messages_that_cannot_fit_are_refused_before_they_are_encoded(dialect, monkeypatch, capsys):
+    long = [{"role": "user", "content": "m" * 4_000_000}]
+    encoded = []
+
+    async def ask(llm):
+        if dialect == "chat":
+            return await chat(openai_client(llm), long)
+        if dialect == "responses":
+            return await openai_client(llm).responses.create(model="m", input=long)
+        client = anthropic_client(llm).messages
+        if dialect == "count":
+            return await client.count_tokens(model="m", messages=long)
+        return await client.create(model="m", messages=long, max_tokens=9)
+
+    async def play():
+        async with endpoint("one", max_context_tokens=1000) as (llm, tree):
+            monkeypatch.setattr(CHAT, "encode", lambda text, *_: encoded.append(text) or [1])
+            with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as error:
+                await ask(llm)
+            assert "the messages have at least 4000000 tokens" in str(error.value)
+            return tree.is_truncated, tree.num_turns, tree.actor.conversations
+
+    assert asyncio.run(play()) == (True, 0, [])
+    assert not encoded
+    assert "a program that cannot fit into the context of 1000 tokens" in capsys.readouterr().err
+
+
 def test_turns_beyond_max_turns_are_refused():
     async def play():
         async with endpoint("one", "two", max_turns=1) as (llm, _):

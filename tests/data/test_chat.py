@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -11,6 +12,7 @@ from kit import prompts_of
 
 from rl_core.data.chat import Chat, TokenStream, load_chat
 from rl_core.data.samples import samples_from_turns
+from rl_core.engines.scripted import plain_chat
 from rl_core.plugins.sft import sft_turns, shared_length
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.types import Completion
@@ -347,6 +349,43 @@ def test_bytes_of_tokens_join_to_the_bytes_of_the_text(make, text):
     chat = Chat(make(), "{{ messages[0].content }}")
     ids = chat.encode(text, continues=True)
     assert b"".join(chat.token_bytes(token) for token in ids) == text.encode()
+
+
+@pytest.mark.parametrize("make", [make_tokenizer, sentencepiece_like_tokenizer])
+def test_the_lower_bound_of_tokens_is_one(make):
+    chat = Chat(make(), "{% for m in messages %}{{ m.content | trim }}{% endfor %}")
+    longest = max(chat.tokenizer.get_vocab().keys() - chat.special_ids.keys(), key=len)
+    rng = random.Random(0)
+    texts = [longest * 50, "  \n" * 99, "é🙂" * 50, "x" * 999, "<think>x</think> y"]
+    for text in (*texts, *("".join(rng.choices(texts, k=3)) for _ in range(20))):
+        messages = [user(text), user("and this")]
+        assert chat.least_tokens(messages) <= len(chat.prompt_ids(messages)), text
+    assert chat.least_tokens([user("x" * 10_000)]) > 100
+    assert plain_chat().least_tokens([user("x" * 10_000)]) == 10_000
+
+
+def test_a_long_text_is_encoded_in_a_thread_as_in_the_event_loop():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
+    long = [user("the quick <end> fox " * 20_000)]
+
+    async def ticks(work):
+        task, num = asyncio.ensure_future(work), 0
+        while not task.done():
+            await asyncio.sleep(0.001)
+            num += 1
+        return num, await task
+
+    async def play():
+        chat, other = (Chat(make_tokenizer(), template) for _ in range(2))
+        num, _ = await ticks(chat.prepare(long, None))
+        stream, expected = TokenStream(chat, long), TokenStream(other, long)
+        assert stream.prompt_ids == expected.prompt_ids
+        more, _ = await ticks(stream.append_soon([7], "", long))
+        expected.append([7], "", long)
+        assert stream.prompt_ids == expected.prompt_ids
+        return num, more
+
+    assert min(asyncio.run(play())) > 3
 
 
 def test_a_list_of_texts_reads_as_their_string():

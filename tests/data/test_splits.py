@@ -10,10 +10,11 @@ import sys
 
 import pytest
 from kit import run, trajectories, words
+from make_tiny_model import bpe_tokenizer, make_tiny_model
 
 from rl_core.cli import main
 from rl_core.config import parse_config
-from rl_core.data.chat import load_chat
+from rl_core.data.chat import Chat, load_chat
 from rl_core.plan import make_plan
 
 SPLITS = """
@@ -208,3 +209,29 @@ def test_the_last_shorter_file_of_collected_episodes_is_written(tiny_model, tmp_
     ]
     assert [len(found) for found in tasks] == [2, 2, 1]
     assert len(set().union(*tasks)) == 5
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo", "dpo", "rm"])
+def test_a_row_that_cannot_fit_is_not_encoded(algorithm, tmp_path, monkeypatch):
+    make_tiny_model(tmp_path / "bytes", tokenizer=bpe_tokenizer(["7 12"], 270))
+    encode = Chat._encode
+
+    def encode_short(chat, text, *args, **more):
+        assert len(text) < 1000
+        return encode(chat, text, *args, **more)
+
+    monkeypatch.setattr(Chat, "_encode", encode_short)
+    (tmp_path / "env.py").write_text("async def reward_fn(completion): return len(completion)\n")
+    rows = [{"prompt": "7" * n, "answer": "1", "response": "1"} for n in (3, 4, 1_000_000)]
+    rows = [row | {"chosen": "1", "rejected": "2"} for row in rows]
+    if algorithm in ("dpo", "rm"):
+        rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = words("--model", tmp_path / "bytes", "--data.train", tmp_path / "rows.jsonl")
+    flags += words("--max_prompt_tokens 40 --max_tokens 4 --tasks_per_step 2 --num_steps 1")
+    flags += words("--out", tmp_path / "run", "--algorithm", algorithm)
+    if algorithm == "grpo":
+        flags += words("--group_size 2 --env_path", tmp_path / "env.py")
+    with pytest.raises(ValueError, match=r"row 3.* of at least \d+ tokens is longer than"):
+        make_plan(parse_config(flags))
+    assert len(make_plan(parse_config([*flags, "--data.skip_long", "true"])).train) == 2
