@@ -22,7 +22,6 @@ def long_description() -> str:
 
 EXTRAS = {
     "api": ["openai>=2.8", "httpx>=0.23"],
-    "math": ["math-verify>=0.8"],
     "json": ["jsonschema>=4.20"],
     "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8"],

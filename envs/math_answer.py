@@ -4,18 +4,16 @@ reference's, else 0.
     rl-core train --env_path envs/math_answer.py --data.train openai/gsm8k:main --model M --out
     runs/gsm8k
 
-Final is what stands after the last `####`, else in `\\boxed{}`, else the last expression (`pip
-install 'rl_core[math]'`). Rows need `answer` (a number, a formula, or a solution that ends in `####
-number`) and their problem as `messages`, `prompt`, `question` or `problem`. Without rows: sums of
-three levels. Curve on a CPU: docs/curves.md.
+Final is what stands after the last `####` or in the last `\\boxed{}`, else the last formula
+or number. Rows need `answer` (a number, LaTeX, or a solution that ends in `#### number`) and their
+problem as `messages`, `prompt`, `question` or `problem`. Without rows: sums of three levels. Curve
+on a CPU: docs/curves.md.
 """
 
 import random
 import zlib
 
 from rl_core.rewards import maths
-
-maths("1", "1")  # Where math-verify is missing, a run ends here, before a model loads.
 
 
 def load_tasks(split):

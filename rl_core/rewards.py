@@ -22,6 +22,8 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rl_core.math_answers import final_answer, is_equal, reference_answer
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
 FENCE = r"(?s)```[\w+-]*[ \t]*\n(.*?)```"
-SMALL_POWER = r"\^\s*(?:\{[^{}^\d]*\d{0,2}[^{}^\d]*\}|-?[0-9a-z]{1,2}(?![\w^]))"
 # Tokens of mteval-v13a: what is matched -> how it is spaced.
 TOKENS_13A = {
     r"([{-~\[-` -&(-+:-@/])": r" \1 ",
@@ -79,35 +80,12 @@ def needing(function: str, extra: str) -> Iterator[None]:
 
 
 def maths(text: str, answer: str | float) -> float:
-    """1 if the final answers are equal as mathematics, else 0, by `math-verify` (pip install
-    rl_core[math]). Final is what stands after the last `####` (GSM8K), else in the last `\\boxed{}`
-    (MATH, AIME), else the last expression."""
-    with needing("maths()", "math"):
-        from math_verify import verify
-
-    reference = final_answer(answer)
-    if not reference:
-        raise ValueError(f"answer={answer!r} must hold a number or a formula")
-    # The library's own deadlines are signals, which only the main thread can set; the hook's
-    # deadline stands for them.
-    return float(verify(reference, final_answer(text), timeout_seconds=None))
-
-
-def final_answer(text: Any) -> list:
-    """What the text may mean, most trusted first; empty if it holds no expression."""
-    from math_verify import parse
-
-    # Bold type is no power, an exclamation no factorial, and percent no unit (nor in MATH's own
-    # comparison).
-    text = re.sub(r"\*\*|!|\\\$|\\?%", " ", str(text)[-2000:]).split("####")[-1]
-    text = re.sub(r"\\text\{([^{}]*\d[^{}]*)\}", lambda m: re.sub("[A-Za-z]", "", m[1]), text)
-    # Once begun, computing 9^(9^(9^9)) holds the interpreter for ever: no deadline could stop it.
-    text = re.sub(r"\\([dt]?binom|prod|sum)", "?", text)
-    if text.count("^") > len(re.findall(SMALL_POWER, text)) or re.search(
-        r"(?s)[)}\]]\s*\^.*[)}\]]\s*\^", text
-    ):
-        text = text.replace("^", "?")
-    return parse(text, parsing_timeout=None)
+    """1 if the final answers are equal as mathematics, else 0. Final is what stands after the last
+    `####` (GSM8K) or in the last `\\boxed{}` (MATH, arXiv:2103.03874), whichever comes later, else
+    the last formula or number. The reference may be LaTeX without dollars. See
+    rl_core/math_answers.py."""
+    wanted = reference_answer(answer)
+    return float(is_equal(final_answer(str(text)), wanted))
 
 
 def matches(text: str, pattern: str) -> float:

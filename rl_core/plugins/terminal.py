@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -40,8 +39,6 @@ def quiet() -> None:
         transformers.utils.logging.set_verbosity_error()
         huggingface_hub.utils.enable_progress_bars()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        # Hooks have deadlines of their own.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 class Terminal(Plugin):

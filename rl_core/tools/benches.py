@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rl_core.rules import nearest, require, split
+from rl_core.rules import nearest, split
 from rl_core.tools.info import environments
 
 VARIABLE = "RL_CORE_BENCH_DATA"
@@ -24,8 +24,6 @@ def bench_flags(names: str, folder: str | None) -> list[str]:
         if name not in table:
             raise ValueError(f"--bench {name} is unknown; {nearest(name, table)}")
         bench = table[name]
-        for package, extra in bench.get("needs", {}).items():
-            require(package, f"--bench {name}", extra)
         sets.setdefault(bench["env"], []).append(f"{name}={source_of(name, bench, folder)}")
     paths = {Path(path).stem: path for path in environments()}
     missing = [env for env in sets if env not in paths]

@@ -26,7 +26,7 @@ SANDBOX = "a sandbox (rl-core sandbox level)"
 # What is imported -> what the machine needs for it.
 OF_MACHINE = {"boxes": BOX, "harbor": BOX, "Sandbox": SANDBOX}
 # What is imported -> its name for pip, where that is another.
-PIP_NAMES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
+PIP_NAMES = {"reasoning_gym": "reasoning-gym"}
 REWARDS = Path(__file__).parents[1] / "rewards.py"
 WIDTH = 110  # characters of an environment's line, beside its name
 OPTIONAL = r"""find_spec\(["'](\w+)["']"""

@@ -18,7 +18,6 @@ from rl_core.rewards import maths
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.types import SamplingParams
 
-pytest.importorskip("math_verify", reason="envs/math_answer.py needs it: pip install math-verify")
 CHAT, PARAMS = plain_chat(), SamplingParams(max_tokens=100_000)
 ENV = str(Path(__file__).parents[2] / "envs/math_answer.py")
 

@@ -293,7 +293,6 @@ def test_every_reward_says_its_range_and_where_it_comes_from():
     ]
     parts = (
         "needing",
-        "final_answer",
         "tagged",
         "is_idle",
         "ngrams",
@@ -304,7 +303,7 @@ def test_every_reward_says_its_range_and_where_it_comes_from():
     assert len(scores) >= 10
     for score in scores:
         assert re.search(
-            r"arXiv:|aclanthology.org|json-schema.org|`math-verify`|rl_core.sandbox", score.__doc__
+            r"arXiv:|aclanthology.org|json-schema.org|rl_core.sandbox", score.__doc__
         ), score.__name__
         assert re.search(r"\b0\b", score.__doc__), score.__name__
 
@@ -312,7 +311,6 @@ def test_every_reward_says_its_range_and_where_it_comes_from():
 @pytest.mark.parametrize(
     ("package", "call", "said"),
     [
-        ("math_verify", lambda: rewards.maths("4", "4"), r"maths\(\): .*'rl_core\[math\]'"),
         ("jsonschema.validators", lambda: rewards.json_schema("{}", {}), r"'rl_core\[json\]'"),
     ],
 )

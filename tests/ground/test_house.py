@@ -29,7 +29,7 @@ ROOMS = {
     "interface": ["plugin"],
     "engines": ["engines"],
     "agents": ["agents"],
-    "plugins": ["plugins", "rewards"],
+    "plugins": ["plugins", "rewards", "math_answers"],
     "sandbox": ["sandbox"],
     "service": ["service"],
     "tools": ["tools", "cli"],
@@ -281,7 +281,6 @@ def test_every_library_that_is_imported_is_required_in_setup_py():
     declared = set(re.findall(r'"([\w-]+)[<>=]=', (ROOT / "setup.py").read_text()))
     names = {
         "yaml": "pyyaml",
-        "math_verify": "math-verify",
         "annotated_types": "annotated-types",
         "py_landlock": "py-landlock",
         "docstring_parser": "docstring-parser",

@@ -120,7 +120,6 @@ def test_check_tells_no_prompt_as_what_a_cut_off_actor_said(check):
 
 
 def test_check_of_math_answers(check, tmp_path):
-    pytest.importorskip("math_verify")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         '{"question": "3+4?", "answer": "3+4=7\\n#### 7"}\n{"question": "10/2?", "answer": "#### '

@@ -31,7 +31,7 @@ def test_every_environment_is_listed_with_what_it_needs(listed):
         assert [*listed[name]["machine"]] == [box]
     assert [*listed["code_parallel"]["machine"]] == [*listed["code"]["machine"]] == [sandbox]
     assert listed["sort_digits"]["machine"] == listed["word_problems"]["machine"] == {}
-    assert listed["math_answer"]["packages"] == {"math-verify": True}
+    assert listed["math_answer"]["packages"] == {}
     assert listed["word_problems"]["packages"] == listed["code"]["packages"] == {}
     assert listed["chess_game"]["packages"] == {"chess": True}
     assert listed["sort_digits"]["packages"] == listed["agentbench_db"]["packages"] == {}
@@ -56,7 +56,7 @@ def test_what_is_there_is_not_told_as_missing(monkeypatch, capsys):
     monkeypatch.setattr(envs, "find_spec", lambda name: None)
     assert needs("code").endswith("needs a sandbox (rl-core sandbox level)")
     assert needs("terminal").endswith("needs bubblewrap, docker or podman")
-    assert needs("math_answer").endswith("needs pip install math-verify")
+    assert needs("chess_game").endswith("needs pip install chess")
 
 
 def test_one_is_described_and_the_nearest_name_is_told(monkeypatch, capsys):
