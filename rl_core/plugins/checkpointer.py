@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -125,7 +126,7 @@ class Checkpointer(Plugin):
         )
         if num_steps >= MIN_STEPS:
             raise RunError(text)
-        self.trainer.log.say(f"warning: {text}")
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class BestKeeper(Plugin):

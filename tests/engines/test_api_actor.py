@@ -426,7 +426,7 @@ def run_judged(env, model, folder, server) -> int:
 def test_an_endpoint_takes_turns_with_a_policy(tiny_model, tmp_path, capsys):
     with serving((200, reply("0.5"))) as server:
         assert run_judged(IN_TURN, tiny_model, tmp_path, server) == 0
-    assert "none of 3 steps made an update" in capsys.readouterr().out, "its rewards are all 1"
+    assert "none of 3 steps made an update" in capsys.readouterr().err, "its rewards are all 1"
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["rollout/policy/reward_mean"] for row in rows] == [1.0] * 3
     assert [row["rollout/judge/requests"] for row in rows] == [4] * 3

@@ -570,7 +570,7 @@ def run_custom(returned: str, tiny_model, folder, *flags) -> int:
 
 def test_an_environments_own_advantages_are_used(tiny_model, tmp_path, capsys):
     assert run_custom("[0.0 for r in rewards]", tiny_model, tmp_path) == 0
-    assert "none of 1 steps made an update" in capsys.readouterr().out
+    assert "none of 1 steps made an update" in capsys.readouterr().err
     assert metrics(tmp_path / "o")[0]["learn/policy/skipped_updates"] == 1
 
 

@@ -92,7 +92,7 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
                     "0",
                 )
             )
-            == 1
+            == 0
         )
         assert sys.stdout is terminal
         terminal.write("the end")

@@ -1229,7 +1229,7 @@ def test_a_wrong_token_is_refused_at_once_and_two_ranks_share_a_service_without_
     given = [*flags, "--group_size", "2", "--num_steps", "2", "--out", str(tmp_path / "run")]
     done = run_ranks(2, "-m", "rl_core.train", *given, check=False)
     assert (
-        len(metrics(tmp_path / "run")) == 2 and "none of 2 steps made an update" in done.stdout
+        len(metrics(tmp_path / "run")) == 2 and "none of 2 steps made an update" in done.stderr
     ), done.stderr
     found = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(found) > 5 and not [path for path in found if TOKEN.encode() in path.read_bytes()]
