@@ -1,4 +1,4 @@
-"""What is odd about a run's rows, though it can be meant."""
+"""Warnings about a run's rows: oddities that can be meant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.tasks import TaskSource
 
-NUM_ROWS = 200  # the first of each source, which are looked at
+NUM_ROWS = 200  # The first of each source, which are looked at.
+NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out rows are searched.
 
 
 def data_warnings(
@@ -21,13 +22,17 @@ def data_warnings(
             f"there are {len(train)} training rows"
         )
     for name, source in evals.items():
+        held_out = row_hashes(source, NUM_ROWS)
+        trained: set[int] = set()
         for other in train.sources:
-            num = min(NUM_ROWS, len(source), len(other))
-            if source.env == other.env and first_rows(source, num) == first_rows(other, num):
-                yield (
-                    f"the first {num} held-out rows of {name} are training rows too; "
-                    "--data.eval or load_tasks must give others"
-                )
+            if source.env == other.env:
+                trained.update(row_hashes(other, NUM_TRAIN_ROWS))
+        num_both = sum(row in trained for row in held_out)
+        if num_both:
+            yield (
+                f"{num_both} of the first {len(held_out)} held-out rows of {name} are training "
+                "rows too; --data.eval or load_tasks must give others"
+            )
     for source in (*train.sources, *evals.values()) if algorithm.is_rl else ():
         tasks = [(task, [m["role"] for m in task.messages]) for task in islice(source, NUM_ROWS)]
         odd = [task for task, roles in tasks if roles[-1] == "assistant" or "user" not in roles]
@@ -39,5 +44,7 @@ def data_warnings(
             )
 
 
-def first_rows(source: TaskSource, num: int) -> list[str]:
-    return [repr(source.rows[index]) for index in source.kept[:num]]
+def row_hashes(source: TaskSource, num: int) -> list[int]:
+    """Hashes of the first rows, which do not depend on the order of columns."""
+    rows = (source.rows[index] for index in source.kept[:num])
+    return [hash(repr(sorted(row.items()))) for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from glob import glob
 
 from rl_core.config import Config
 from rl_core.rules import split
@@ -24,10 +25,11 @@ def held_out(config: Config, envs: Iterable[str]) -> Iterator[tuple[str, str, st
 
 def named_sets(value: str | None) -> dict[str, str | None]:
     """Name -> sources of each held-out set in "gsm8k=a.jsonl,aime=b.jsonl,c.jsonl"; sources before
-    the first name have ""."""
+    the first name have "". A path such as year=2024/rows.jsonl that is there has no name."""
     name, sets = "", {}
     for part in split(value):
-        if given := re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", part):
-            name, part = given.groups()
+        match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", part)
+        if match and not glob(part):
+            name, part = match.groups()
         sets[name] = f"{sets[name]},{part}" if name in sets else part
     return sets or {"": None}

@@ -12,10 +12,14 @@ import pytest
 from kit import run, trajectories, words
 from make_tiny_model import bpe_tokenizer, make_tiny_model
 
+from rl_core.algorithms import make_algorithm
 from rl_core.cli import main
-from rl_core.config import parse_config
+from rl_core.config import Config, parse_config
 from rl_core.data.chat import Chat, load_chat
+from rl_core.data.tasks import TaskSource
 from rl_core.plan import make_plan
+from rl_core.plugins.data_warnings import data_warnings
+from rl_core.plugins.held_out import named_sets
 
 SPLITS = """
 def load_tasks(split):
@@ -235,3 +239,44 @@ def test_a_row_that_cannot_fit_is_not_encoded(algorithm, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"row 3.* of at least \d+ tokens is longer than"):
         make_plan(parse_config(flags))
     assert len(make_plan(parse_config([*flags, "--data.skip_long", "true"])).train) == 2
+
+
+def source_of(rows, split, env="env"):
+    return TaskSource(rows, env=env, split=split, seed=0, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    "numbers, says",
+    [
+        ((5, 4, 3, 2, 1, 0), "6 of the first 6 held-out rows of env are training rows too"),
+        ((40, 11, 99), "1 of the first 3 held-out rows of env are training rows too"),
+        ((12, 13), None),
+    ],
+)
+def test_held_out_rows_that_are_training_rows_are_noticed_in_any_order(numbers, says):
+    train = [{"prompt": str(n), "answer": [n]} for n in range(12)]
+    held_out = [{"answer": [n], "prompt": str(n)} for n in numbers]
+    config = Config(tasks_per_step=1)
+    for env, expected in (("env", says), ("other", None)):
+        warnings = data_warnings(
+            config,
+            make_algorithm("grpo", config.algo),
+            source_of(train, "train", env),
+            {"env": source_of(held_out, "eval")},
+        )
+        assert [w.partition(";")[0] for w in warnings] == ([expected] if expected else [])
+
+
+def test_a_path_with_an_equals_sign_is_no_name_of_a_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("year=2024", "runs/lr=3"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.jsonl").touch()
+    for value, sets in (
+        ("year=2024/a.jsonl", {"": "year=2024/a.jsonl"}),
+        ("year=2024/*.jsonl", {"": "year=2024/*.jsonl"}),
+        ("runs/lr=3/a.jsonl", {"": "runs/lr=3/a.jsonl"}),
+        ("aime=year=2024/a.jsonl,b.jsonl", {"aime": "year=2024/a.jsonl,b.jsonl"}),
+        ("gsm8k=a.jsonl,aime=b.jsonl", {"gsm8k": "a.jsonl", "aime": "b.jsonl"}),
+    ):
+        assert named_sets(value) == sets
