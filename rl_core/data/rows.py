@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import glob
 import json
@@ -22,6 +23,11 @@ TABLES = (*SEPARATORS, ".parquet", ".arrow")
 CHECKED_ROWS = 20_000
 # Of a .jsonl file; rows of a larger one stay on disk, as those of tables do.
 IN_MEMORY_BYTES = 64 << 20
+# Levels of objects and lists in a row: what reads rows calls itself for each.
+MAX_NESTING = 200
+NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
+# How JSON writes half of a surrogate pair, or a whole one.
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
 # Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
 TOKENIZERS = "tokenizers.json"
@@ -130,22 +136,74 @@ def read_json(path: Path) -> Iterator[Row]:
             yield from parse_rows(line, f"row {number} of {path}")
 
 
+def encoding_of(data: bytes) -> str | None:
+    """A text's encoding, as it seems, with the fix; None for UTF-8."""
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32: convert the file by iconv -f UTF-32 -t UTF-8 FILE > NEW"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
+        return "UTF-16: convert the file by iconv -f UTF-16 -t UTF-8 FILE > NEW"
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return (
+            f"Latin-1 or Windows-1252 (byte {data[error.start]:#x} at {error.start}): convert the "
+            "file by iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+        )
+    return None
+
+
 def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
     try:
         rows = json.loads(text.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError(f"{place}: {NESTED}") from None
     except ValueError as error:
+        if encoding := encoding_of(text):
+            raise ValueError(f"{place}: not in UTF-8 but, as it seems, in {encoding}") from None
         raise ValueError(
             f"{place}: not JSON in UTF-8: {error}. Is it cut short? One object a line belongs into "
             "a .jsonl file"
         ) from None
-    if not is_array or not isinstance(rows, list):
-        rows = [rows]
-    for row in rows:
+    is_deep = text.count(b"[") + text.count(b"{") > MAX_NESTING
+    has_surrogates = SURROGATE.search(text) is not None
+    is_list = is_array and isinstance(rows, list)
+    rows = rows if is_list else [rows]
+    for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(
                 f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}"
             )
+        where = f"row {number} of {place}" if is_list else place
+        if is_deep and nesting(row) > MAX_NESTING:
+            raise ValueError(f"{where}: {NESTED}")
+        if has_surrogates:
+            check_surrogates(row, where)
     return rows
+
+
+def nesting(value: Any) -> int:
+    """Number of objects and lists within one another."""
+    depth, level = 0, [value]
+    while level:
+        inside = [each for each in level if isinstance(each, (dict, list))]
+        depth += bool(inside)
+        level = []
+        for each in inside:
+            level += each.values() if isinstance(each, dict) else each
+    return depth
+
+
+def check_surrogates(row: Row, where: str) -> None:
+    """Raises ValueError for half of a surrogate pair: no tokenizer takes such a text."""
+    for column, value in row.items():
+        try:
+            json.dumps({column: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where}: column {column!r} has half of a surrogate pair, "
+                f"{error.object[error.start]!r}, as programs leave it that cut a text in an emoji: "
+                "remove it"
+            ) from None
 
 
 def row_place(index: int, files: Sequence[tuple[str, int]], split: str) -> str:

@@ -24,6 +24,7 @@ from rl_core.data.rows import (
     TABLES,
     TOKENIZERS,
     Row,
+    encoding_of,
     parse_rows,
     read_json,
     suffix_of,
@@ -171,6 +172,8 @@ def one_line_errors(source: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError) and (encoding := encoding_of(cause.object)):
+            raise ValueError(f"{source}: not in UTF-8 but, as it seems, in {encoding}") from None
         text = " ".join(str(cause).split())
         raise ValueError(f"{source}: {type(cause).__name__}: {text}") from None
 

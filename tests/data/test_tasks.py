@@ -172,6 +172,8 @@ def test_a_folder_of_save_to_disk_is_read_with_its_splits(tmp_path):
         load_rows(str(tmp_path))
 
 
+DEEP = b'{"a": %s1%s}'
+NESTED = "objects and lists are nested deeper than 200 levels"
 NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
 
 
@@ -192,28 +194,51 @@ NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
         (
             "x.jsonl",
             b'{"a": 1}\n{"a": "\xff"}\n',
-            "row 2 of .*: not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff",
+            r"row 2 of .*: not in UTF-8 but, as it seems, in Latin-1 or Windows-1252 \(byte 0xff at 7\)",
         ),
         (
             "x.jsonl",
             '{"a": "é"}'.encode("utf-16"),
-            "row 1 of .*: not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff",
+            "row 1 of .*: not in UTF-8 but, as it seems, in UTF-16: convert the file by iconv",
         ),
         (
             "x.jsonl",
             '{"a": 1}'.encode("utf-16-le"),
-            "row 1 of .*: not JSON in UTF-8: ",
+            "row 1 of .*: not in UTF-8 but, as it seems, in UTF-16",
         ),
         (
             "x.csv",
             "prompt,answer\né,1\n".encode("latin-1"),
-            "x.csv: UnicodeDecodeError: 'utf-8' codec can't decode byte",
+            "x.csv: not in UTF-8 but, as it seems, in Latin-1 or Windows-1252",
         ),
         (
             "x.csv",
             "prompt,answer\né,1\n".encode("utf-16"),
-            "x.csv: UnicodeDecodeError: 'utf-8' codec can't",
+            "x.csv: not in UTF-8 but, as it seems, in UTF-16",
         ),
+        (
+            "x.json",
+            '[{"a": "é"}]'.encode("utf-16"),
+            "x.json: not in UTF-8 but, as it seems, in UTF-16",
+        ),
+        (
+            "x.json",
+            '[{"a": "é"}]'.encode("latin-1"),
+            r"x.json: not in UTF-8 but, as it seems, in Latin-1.*iconv -f WINDOWS-1252 -t UTF-8",
+        ),
+        (
+            "x.jsonl",
+            rb'{"a": "\ud83d\ude00"}' + b"\n" + rb'{"b": 1, "a": ["half \ud83d emoji"]}',
+            r"row 2 of .*: column 'a' has half of a surrogate pair, '.ud83d', .*: remove it",
+        ),
+        (
+            "x.json",
+            rb'[{"a": "x"}, {"a": "\udc00"}]',
+            r"row 2 of .*x.json: column 'a' has half of a surrogate pair",
+        ),
+        ("x.jsonl", b'{"a": 1}\n' + DEEP % (b"[" * 5000, b"]" * 5000), "row 2 of .*: " + NESTED),
+        ("x.jsonl", DEEP % (b"[" * 201, b"]" * 201), "row 1 of .*: " + NESTED),
+        ("x.json", DEEP % (b'{"b":' * 5000, b"}" * 5000), "x.json: " + NESTED),
         (
             "x.jsonl",
             b'{"a": 1}\n{"a": 1,}\n',
