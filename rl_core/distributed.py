@@ -308,7 +308,7 @@ def explain_timeouts(phase: str, ranks: Ranks, timeout_s: float):
         raise RunError(
             f"rank {rank} waited in the phase {phase!r} for another rank, which is gone or did not "
             "come within "
-            f"--timeout_s={timeout_s:g}: {first_line(error)}"
+            f"--timeout_s={timeout_s:g}: {ranks.heartbeat.lost or first_line(error)}"
         ) from error
 
 

@@ -10,11 +10,15 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Template
+from typing import IO
 
 from rl_core.rules import nearest
 from rl_core.sandbox.box_settings import Box
@@ -24,6 +28,7 @@ from rl_core.sandbox.engines import ENGINE_S
 IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "USER")
 CARRIED_OUT = ("ARG", "ENV", "WORKDIR", "COPY", "ADD", "RUN")
 MAX_TOLD = 500  # characters of what a failed RUN wrote
+NOTE_S, LOCK_POLL_S = 10.0, 0.2  # of the wait for another process that builds the image
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -193,13 +198,32 @@ def digest_of(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def lock_within(timeout_s: float, file: IO[str], image: str) -> None:
+    """Locks the file. Raises RuntimeError if another process has not built the image in time."""
+    began, is_told = time.monotonic(), False
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            raise RuntimeError(
+                f"another process has held {file.name} for {timeout_s:g} s to build {image}; end "
+                "that process, or raise build_timeout_sec in task.toml"
+            )
+        if waited_s > NOTE_S and not is_told:
+            print(f"waits until another process has built {image}", file=sys.stderr, flush=True)
+            is_told = True
+        time.sleep(LOCK_POLL_S)
+
+
 def build_image(engine: str, folder: Path, timeout_s: float) -> str:
     """The name of the image of a folder with a Dockerfile, built unless the engine has it. Raises
     RuntimeError. Of processes that ask at once, one builds and the others wait."""
     image = f"rl_core_task:{digest_of(folder)}"
     lock = Path(tempfile.gettempdir()) / f"{image.replace(':', '_')}.{os.getuid()}.lock"
     with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        lock_within(timeout_s + 2 * ENGINE_S, held, image)
         inspecting = [engine, "image", "inspect", image]
         command = [engine, "build", "--tag", image, str(folder)]
         try:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import shutil
 import sys
 import textwrap
+import threading
 
 import pytest
 from kit import ROOT
 
+from rl_core.agents import dockerfile
 from rl_core.agents.dockerfile import digest_of, read_instructions
 from rl_core.agents.harbor import open_task, read_score
 from rl_core.agents.harbor_task import read_task, task_rows
@@ -452,3 +455,16 @@ def test_one_bad_task_among_good_ones_fails_the_check(make, fault):
     assert main(command) == 0
     make(**fault)
     assert main(command) == 1
+
+
+def test_an_image_that_another_process_builds_is_waited_for_with_a_deadline(tmp_path):
+    with open(tmp_path / "lock", "w") as theirs, open(tmp_path / "lock", "w") as ours:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        with pytest.raises(
+            RuntimeError, match=r"has held .*/lock for 0.3 s to build image:1; end "
+        ):
+            dockerfile.lock_within(0.3, ours, "image:1")
+        threading.Timer(0.3, fcntl.flock, (theirs, fcntl.LOCK_UN)).start()
+        dockerfile.lock_within(30, ours, "image:1")
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
