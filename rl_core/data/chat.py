@@ -81,8 +81,8 @@ class Chat:
         # Every turn renders a conversation's messages again.
         self._mark_text = lru_cache(512)(self._mark_text)
         self._first_asked, self._first_prompt = None, ("", [])
-        self._shown: set[int] = set()  # shapes of conversations that the template shows in full
-        self._variants: dict[str, Chat] = {}  # by the variables that they have besides
+        self._shown: set[int] = set()  # Shapes of conversations that the template shows in full.
+        self._variants: dict[str, Chat] = {}  # Chats with more variables, by these.
         self._spare = SpareTokenizer(tokenizer)
 
     def with_variables(self, variables: dict[str, Any]) -> Chat:

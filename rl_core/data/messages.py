@@ -47,19 +47,19 @@ RULE = 'must be a list of {"role": ..., "content": ...}'
 
 
 def canonical_messages(messages: Any, notes: list[str] | None = None) -> list[Message]:
-    """A copy of a conversation in the canonical form. `notes` collects a line for each reading that
-    the messages did not say in these words. Raises ValueError, with the message's number from 1."""
+    """A copy of a conversation in the canonical form. `notes` collects a line for each value that
+    was mapped. Raises ValueError, with the message's number from 1."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"{RULE}, is {shorten(messages)}")
-    found = []
+    read = []
     for number, message in enumerate(messages, 1):
         try:
-            found.append(canonical_message(message, f"message {number}", notes))
+            read.append(canonical_message(message, f"message {number}", notes))
         except NoMessageError:
             raise ValueError(f"{RULE}, message {number} is {shorten(message)}") from None
         except ValueError as error:
             raise ValueError(f"message {number}: {error}") from None
-    return found
+    return read
 
 
 class NoMessageError(ValueError):
@@ -191,14 +191,14 @@ def set_content(message: Message, where: str, notes: list[str]) -> None:
     if not isinstance(content, (list, tuple)):
         raise NoMessageError
     parts, thoughts = [], []
-    for part in content:
-        if isinstance(part, str):
-            part = {"type": "text", "text": part}
-        kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
+    for item in content:
+        if isinstance(item, str):
+            item = {"type": "text", "text": item}
+        kind = item.get("type") or "text" if isinstance(item, dict) else type(item).__name__
         key = TEXT_PARTS.get(kind) or THOUGHT_PARTS.get(kind)
-        if key is None or not isinstance(part.get(key), str):
+        if key is None or not isinstance(item.get(key), str):
             raise ValueError(refused_part(kind))
-        (parts if kind in TEXT_PARTS else thoughts).append(part[key])
+        (parts if kind in TEXT_PARTS else thoughts).append(item[key])
     message["content"] = [{"type": "text", "text": text} for text in parts] or ""
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
@@ -214,15 +214,15 @@ def refused_part(kind: str) -> str:
 
 def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
     """Leaves thoughts in `reasoning_content` alone."""
-    given = {}
+    texts = {}
     for key in THOUGHT_KEYS:
         if isinstance(message.get(key), str):
-            given[key] = message.pop(key)
-    if not given:
+            texts[key] = message.pop(key)
+    if not texts:
         return
-    if len(set(given.values())) > 1:
-        raise ValueError(f"{' and '.join(given)} differ: give a message's thoughts in one of them")
-    key, thoughts = next(iter(given.items()))
+    if len(set(texts.values())) > 1:
+        raise ValueError(f"{' and '.join(texts)} differ: give a message's thoughts in one of them")
+    key, thoughts = next(iter(texts.items()))
     message["reasoning_content"] = thoughts
     if key != "reasoning_content":
         notes.append(f"{where}: {key} read as reasoning_content")
@@ -232,7 +232,7 @@ def check_text(message: Message) -> None:
     """Raises ValueError for half of a surrogate pair, as programs leave it that cut a text by
     UTF-16 units: no tokenizer takes it."""
     content = message.get("content") or ""
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    texts = [content] if isinstance(content, str) else [item["text"] for item in content]
     for text in (*texts, message.get("reasoning_content", "")):
         try:
             text.encode()
@@ -246,16 +246,16 @@ def check_text(message: Message) -> None:
 def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str, Any]] | None:
     """A copy of a list of tools, or of its JSON text, each as {"type": "function", "function":
     {"name", ...}}. None if there are none. Raises ValueError."""
-    given = tools
+    source = tools
     if isinstance(tools, str):
         tools = json_value(tools) if tools.strip() else None
     if tools is None or (isinstance(tools, (list, tuple)) and not tools):
         return None
     if not isinstance(tools, (list, tuple)):
         raise ValueError(
-            f"must be a list of JSON schemas, or such a list as JSON text; is {shorten(given)}"
+            f"must be a list of JSON schemas, or such a list as JSON text; is {shorten(source)}"
         )
-    found = []
+    read = []
     for number, tool in enumerate(tools, 1):
         tool = json_value(tool) if isinstance(tool, str) else tool
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -269,8 +269,8 @@ def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str
                 "must be a list of JSON schemas, or such a list as JSON text; tool "
                 f"{number} is no function with a name: {shorten(tool)}"
             )
-        found.append(tool)
-    return found
+        read.append(tool)
+    return read
 
 
 def without_nulls(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Whether a chat template shows what messages say: markers take the place of texts, thoughts and
-calls, and are looked for in what the template renders."""
+"""The check that a chat template shows all of its messages: markers replace texts, thoughts and
+calls, and must stand in the rendering."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FIRST_NUMBER = 7_130_000
 
 @dataclass(kw_only=True, slots=True)
 class Marker:
-    """Example: Marker(index=1, what="its text", text="q7x4z")."""
+    """Example: Marker(index=1, label="its text", text="q7x4z")."""
 
-    index: int  # of the message
-    what: str
+    index: int  # The message's.
+    label: str
     text: str
     is_thought: bool = False
 
@@ -32,13 +32,13 @@ class Probe:
         self.messages = [self._marked(i, message) for i, message in enumerate(messages)]
 
     def check(self, rendered: str, indices: Collection[int], with_thoughts: bool = False) -> None:
-        """Raises ValueError unless `rendered` has what these messages say."""
+        """Raises ValueError unless `rendered` has the markers of these messages."""
         for marker in self.markers:
             is_wanted = marker.index in indices and (with_thoughts or not marker.is_thought)
             if is_wanted and marker.text not in rendered:
                 raise ValueError(
                     f"message {marker.index + 1} of [{' '.join(self.roles)}] would lose something: "
-                    f"the chat template does not render {marker.what}; change the message, "
+                    f"the chat template does not render {marker.label}; change the message, "
                     "or give another template with --actors.NAME.chat_template FILE"
                 )
 
@@ -47,7 +47,7 @@ class Probe:
         if isinstance(content, str):
             marked["content"] = self._text(index, message["role"], content)
         elif content:
-            parts = [self._text(index, message["role"], part["text"]) for part in content]
+            parts = [self._text(index, message["role"], item["text"]) for item in content]
             marked["content"] = [{"type": "text", "text": text} for text in parts]
         thoughts = message.get("reasoning_content")
         if isinstance(thoughts, str) and thoughts.strip():
@@ -73,30 +73,30 @@ class Probe:
         name, arguments = function["name"], {}
         marked = {"name": self._marker(index, f"the call of {name}()")}
         for key, value in function["arguments"].items():
-            what = f"the argument {key!r} of the call of {name}()"
-            arguments[self._marker(index, what)] = self._value(index, what, value)
+            label = f"the argument {key!r} of the call of {name}()"
+            arguments[self._marker(index, label)] = self._value(index, label, value)
         return call | {"function": function | marked | {"arguments": arguments}}
 
-    def _value(self, index: int, what: str, value: Any) -> Any:
-        """Of a list or an object the first value alone."""
+    def _value(self, index: int, label: str, value: Any) -> Any:
+        """A value of the same types. A list or an object keeps its first value alone."""
         if isinstance(value, str):
-            return self._marker(index, what) if value.strip() else value
+            return self._marker(index, label) if value.strip() else value
         if isinstance(value, bool) or value is None:
             return value
         if isinstance(value, (int, float)):
             number = FIRST_NUMBER + len(self.markers)
-            self.markers.append(Marker(index=index, what=what, text=str(number)))
+            self.markers.append(Marker(index=index, label=label, text=str(number)))
             return number if isinstance(value, int) else number + 0.5
         if isinstance(value, (list, tuple)):
-            return [self._value(index, what, each) for each in value[:1]]
+            return [self._value(index, label, each) for each in value[:1]]
         if isinstance(value, dict):
             firsts = list(value.values())[:1]
-            return {self._marker(index, what): self._value(index, what, v) for v in firsts}
+            return {self._marker(index, label): self._value(index, label, v) for v in firsts}
         return value
 
-    def _marker(self, index: int, what: str, is_thought: bool = False) -> str:
+    def _marker(self, index: int, label: str, is_thought: bool = False) -> str:
         text = f"q7x{len(self.markers)}z"
-        self.markers.append(Marker(index=index, what=what, text=text, is_thought=is_thought))
+        self.markers.append(Marker(index=index, label=label, text=text, is_thought=is_thought))
         return text
 
 
@@ -112,7 +112,7 @@ def shape_of_message(message: Message) -> tuple:
         if key == "role":
             kind = value
         elif key == "content" and isinstance(value, list):
-            kind = tuple(shape_of_text(part["text"]) for part in value)
+            kind = tuple(shape_of_text(item["text"]) for item in value)
         elif key in ("content", "reasoning_content") and isinstance(value, str):
             kind = shape_of_text(value)
         elif key == "tool_calls":
@@ -127,7 +127,7 @@ def shape_of_text(text: str) -> tuple:
 
 
 def split_thoughts(text: str) -> tuple[str, str | None, str]:
-    """(opening mark, thoughts, what follows their end); thoughts are None without an end."""
+    """(opening mark, thoughts, the text after their end); thoughts are None without an end."""
     thoughts, closed, answer = text.rpartition("</think>")
     if not closed:
         return "", None, text

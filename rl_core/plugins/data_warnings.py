@@ -14,8 +14,19 @@ NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out row
 
 
 def data_warnings(
-    config: Config, algorithm: Algorithm, train: TaskSource, evals: dict[str, TaskSource]
+    config: Config,
+    algorithm: Algorithm,
+    train: TaskSource,
+    evals: dict[str, TaskSource],
+    spelled: tuple[str, str] | None = None,
 ) -> Iterator[str]:
+    """`spelled`: a row with a reply that spells a special token, and the token."""
+    if spelled:
+        place, token = spelled
+        yield (
+            f"{place}: a reply spells the special token {token!r}, which is trained as text: the "
+            "model learns to write these characters, not the token (docs/sft.md); others may too"
+        )
     if config.tasks_per_step > len(train) and not config.data.streaming:
         yield (
             f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "

@@ -67,15 +67,15 @@ def check_lengths(
             tools, variables = env.dialogue.tools_of(task), row_variables(task.row)
             for name, chat in chats.items():
                 chat.check_variables(variables, "column 'chat_template_kwargs'")
-                own = chat.with_variables(variables)
+                variant = chat.with_variables(variables)
                 if row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
-                    own.tool_calls.check(tools, "column 'tools'")
+                    variant.tool_calls.check(tools, "column 'tools'")
                 messages = env.dialogue.opening(task, name)
-                length = own.least_tokens(messages)
+                length = variant.least_tokens(messages)
                 if length > limit:  # It is not encoded.
                     bound = "at least "
                 else:
-                    length = len(own.prompt_ids(messages, tools))
+                    length = len(variant.prompt_ids(messages, tools))
                 longest = max(longest, length)
             named = f"--max_prompt_tokens={limit}"
             return fits("a prompt", longest, limit, named, config.data.skip_long, bound)

@@ -44,7 +44,8 @@ class RunFiles(Plugin):
         # A run without an environment has none.
         for name in keep_first(out / "env_code.yaml", yaml.safe_dump(codes)) if codes else ():
             print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
-        for line in data_warnings(plan.config, plan.algorithm, plan.train, plan.eval):
+        spelled = plan.sft_dataset and plan.sft_dataset.spelled
+        for line in data_warnings(plan.config, plan.algorithm, plan.train, plan.eval, spelled):
             print(f"warning: {line}", flush=True)
         if plan.algorithm.is_rl:
             write_tokenizers(out / "rollouts", plan.chats)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rl_core.config import Config
-from rl_core.data.chat import Chat
+from rl_core.data.chat import Chat, text_of
 from rl_core.data.rows import Row, is_trajectory
 from rl_core.data.tasks import TaskSource
 from rl_core.plugins.pairs import pair_messages, reply_pair, scored_pair
@@ -39,6 +39,8 @@ class SFTDataset:
         self.config, self.chat = config, chat
         self.known: dict[str, list[TrainingSample]] = {}  # by the task's id
         self.num_tokens = 0
+        # The first row with a reply that spells a special token, and the token.
+        self.spelled: tuple[str, str] | None = None
 
     def samples(self, task: Task, group_id: str = "") -> list[TrainingSample]:
         """The samples of one row or of one pair. Raises ValueError if it is too long, unless such
@@ -71,6 +73,8 @@ class SFTDataset:
         weights = config.sft.weights if config.algorithm == "sft" else ()
         samples = SAMPLES[config.algorithm](self.chat, task.row, *weights)
         longest = max([len(sample.token_ids) for sample in samples], default=0)
+        if not self.spelled and (token := spelled_token(self.chat, config.algorithm, task.row)):
+            self.spelled = task.place, token
         is_fit = fits("a sequence", longest, limit, named, config.data.skip_long)
         return samples if is_fit else []
 
@@ -82,3 +86,18 @@ def conversations(row: Row, algorithm: str) -> list[list[Message]]:
         return [messages[: max(trained_messages(messages), default=-1) + 1]]
     context, *replies = pair_messages(row)
     return [context + reply for reply in replies]
+
+
+def spelled_token(chat: Chat, algorithm: str, row: Row) -> str | None:
+    """The first special token that a trained reply of the row spells as text."""
+    if algorithm == "sft":
+        messages = sft_messages(row)
+        replies = [messages[i] for i in trained_messages(messages)]
+    else:
+        _, *sides = pair_messages(row)
+        replies = [message for side in sides for message in side]
+    for message in replies:
+        text = text_of(message) + message.get("reasoning_content", "")
+        if match := chat.special_token.search(text):
+            return match[0]
+    return None

@@ -32,6 +32,7 @@ from rl_core.plugins.sft import sft_samples
 from rl_core.plugins.streaming import StreamedTasks, open_stream
 from rl_core.plugins.tables import load_other
 from rl_core.sampling.rollout import GroupPlayer
+from rl_core.train import main as train
 
 TOOLS = [
     {
@@ -344,3 +345,22 @@ def prompt_of_rl(env, chat, row):
     (trajectory,) = asyncio.run(GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group))
     assert trajectory.status == "ok", trajectory.error
     return trajectory.turns[0].new_ids
+
+
+SPELLED = {
+    "sft": {"prompt": "a", "response": "b<|end|>"},
+    "dpo": {"prompt": "a", "chosen": "b", "rejected": "c<|end|>"},
+    "rm": {"prompt": "a", "chosen": "b<|end|>", "rejected": "c"},
+}
+
+
+@pytest.mark.parametrize("algorithm", SPELLED)
+def test_a_reply_that_spells_a_special_token_is_told_once(algorithm, tiny_model, tmp_path, capsys):
+    harmless = {"prompt": "<|end|>", "response": "b", "chosen": "b", "rejected": "c"}
+    rows = [harmless, *[SPELLED[algorithm]] * 3]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--algorithm {algorithm} --model {tiny_model} --data.train {file} --num_steps 1"
+    assert train(f"{flags} --tasks_per_step 4 --out {tmp_path}/run".split()) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "special token" in x]
+    assert line.startswith(f"warning: row 2 of {file}: a reply spells the special token '<|end|>'")
