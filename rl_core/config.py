@@ -514,6 +514,12 @@ def checked(config: Config) -> Config:
     ValueError with the value, the rule and the fix."""
     actors = dict(config.actors)
     if config.model is not None:
+        other = actors.get("policy", ActorConfig()).model
+        if other not in (None, config.model):
+            raise ValueError(
+                f"--model {config.model} is short for --actors.policy.model, which is {other}: "
+                "give one of them"
+            )
         actors["policy"] = replace(actors.get("policy", ActorConfig()), model=config.model)
     for name, actor in actors.items():
         if owner := actors.get(actor.share):
@@ -543,7 +549,18 @@ def read_config(argv: list[str]) -> Config:
             for part in reversed(name.split(".")):
                 value = {part: value}
             flags.append(value)
+            for layer in files:
+                forget_model(layer, name)
     return from_sections(*files, *flags)
+
+
+def forget_model(layer: dict[str, Any], flag: str) -> None:
+    """Removes the policy's model from a file's sections if a flag names the model anew."""
+    policy = (layer.get("actors") or {}).get("policy") or {}
+    if flag == "model":
+        policy.pop("model", None)
+    elif flag == "actors.policy.model":
+        layer.pop("model", None)
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
@@ -184,6 +184,15 @@ class Conversation:
         self.is_full = False
         self.truncated = bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
         self.is_busy = False
+
+    def accepts(self, messages: Sequence[Message]) -> bool:
+        """True if the chat template renders the conversation with these messages at its end."""
+        if self.stream is None:
+            return True
+        with suppress(ValueError):
+            self.speaker.chat.render([*self.history, *messages], self.tools)
+            return True
+        return False
 
     def fork(self) -> Conversation:
         """A second conversation with the same tokens so far, which continues with its own seeds."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_core.data.chat import text_of
 from rl_core.data.episodes import baseline_groups
 from rl_core.data.messages import shorten
 from rl_core.data.tasks import row_tools
@@ -119,7 +121,10 @@ class Episode:
         if "state_key" in self.dialogue.hooks:
             key = await self.call(self.dialogue.hooks["state_key"], name)
         if num_replies:
-            await conversation.respond(self.unheard_by(name) or CONTINUE, state_key=key)
+            heard = self.unheard_by(name) or CONTINUE
+            if len(self.actors) > 1 and not conversation.accepts(heard):
+                heard = joined_to_tools(heard)
+            await conversation.respond(heard, state_key=key)
         elif not (conversation.room < 1 and self.speaker):
             # Where nobody has spoken yet, the task is too long: an error.
             await conversation.respond(state_key=key)
@@ -175,19 +180,20 @@ class Episode:
         return self.actors[name].converse(messages, self.dialogue.tools_of(self.task))
 
     def unheard_by(self, name: str) -> list[Message]:
-        """The messages since the actor's last turn in its view: other actors are users, without
-        their thoughts. User messages in a row become one, because many chat templates refuse
-        two."""
+        """Messages since the actor's last turn in the actor's view: turns of other actors and the
+        answers to their tool calls are user texts. User texts in a row become one, because many
+        chat templates refuse two."""
         messages = self.messages[self.num_heard[name] :]
         if len(self.actors) == 1:
             return messages
-        heard = []
+        prefix, heard, has_spoken = self.dialogue.name_prefix, [], False
         for message in messages:
             if message["role"] == "assistant" and "name" in message:
-                text = without_thoughts(message.get("content") or "")
-                if self.dialogue.name_prefix:
-                    text = f"{message['name']} says: {text}"
-                message = {"role": "user", "content": text}
+                has_spoken = True
+                message = as_user(message, turn_text(message), prefix)
+            elif message["role"] == "tool" and has_spoken:
+                # This actor's conversation does not hold the call that the message answers.
+                message = as_user(message, text_of(message), prefix)
             heard.append(message)
         return merged(heard)
 
@@ -223,6 +229,39 @@ class Episode:
             for name in names:
                 # It never gave one.
                 self.trajectories[name].reward_parts.setdefault("interact", 0.0)
+
+
+def turn_text(message: Message) -> str:
+    """Text of an actor's turn for other actors: without thoughts, and each tool call as a line
+    NAME(ARGUMENTS) with the arguments as JSON."""
+    text = without_thoughts(message.get("content") or "")
+    lines = [text] if text else []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        lines.append(f"{function['name']}({arguments})")
+    return "\n".join(lines)
+
+
+def as_user(message: Message, text: str, name_prefix: bool) -> Message:
+    """The text of another actor or of a tool as a user message, after its name if asked."""
+    if name_prefix:
+        text = f"{message.get('name', message['role'])} says: {text}"
+    return {"role": "user", "content": text}
+
+
+def joined_to_tools(messages: Sequence[Message]) -> list[Message]:
+    """The messages; a user text behind a tool's answer becomes the end of that answer, for chat
+    templates in which only an assistant may follow a tool."""
+    result: list[Message] = []
+    for message in messages:
+        if result and result[-1]["role"] == "tool" and is_user_text(message):
+            last = result.pop()
+            message = last | {"content": f"{text_of(last)}\n\n{message['content']}"}
+        result.append(message)
+    return result
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:

@@ -180,3 +180,11 @@ def test_a_list_of_yaml_that_is_not_all_text_is_refused_by_its_flag(tmp_path):
                 str(tmp_path / "c.yaml"),
             ]
         )
+
+
+def test_a_model_that_is_named_anew_replaces_that_of_a_file(tmp_path):
+    base = ["--env_path", "e.py", "--out", "x"]
+    (tmp_path / "run.yaml").write_text(to_yaml(parse_config(["--model", "a", *base])))
+    for flag in ("--model", "--actors.policy.model"):
+        config = parse_config(["--config", str(tmp_path / "run.yaml"), flag, "b"])
+        assert config.actors["policy"].model == "b"

@@ -37,6 +37,7 @@ REFUSED = {
     RL: {
         "--model {out}/nothing": "nothing",
         "--model models/qwen3": "'models/qwen3' is no folder here, and the hub does not give it: ",
+        "--actors.policy.model {out}/bare": "--model ... is short for --actors.policy.model, which",
         "--model {out}/bare": "chat template ... .chat_template FILE",
         "--model {out}/mute": "mute has no chat template: copy the tokenizer's files",
         "--model {out}/t5": "t5' is an encoder-decoder (t5) ... decoder-only",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from kit import embedded, prompts_of
 from make_tiny_model import bpe_tokenizer, make_tiny_model
-from stage import ROW, cast, make_groups, one, rollout, run, talk
+from stage import ROW, cast, chat_of, make_groups, one, rollout, run, talk
 
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
@@ -31,6 +32,8 @@ ALTERNATING = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"
 )
 
+
+TEMPLATES = sorted((Path(__file__).parents[1] / "templates").glob("*.jinja"))
 
 # Views
 
@@ -94,6 +97,58 @@ def test_what_each_actor_sees_under_any_template(env_of, template, code, say, re
     assert ("alice" in views) == ("alice*0" not in code)
     assert seen.items() <= views.items() and {t.reward for t in trajectories} == {reward}
     assert all(len(samples_from_turns(t.turns, 1.0)) == 1 for t in trajectories)
+
+
+# As strict as Mistral's: users and replies without calls alternate.
+STRICT = (
+    "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}"
+    "{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) -%}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) -%}{{- raise_exception('roles must alternate') "
+    "-}}{%- endif -%}{%- set ns.n = ns.n + 1 -%}{%- endif -%}"
+    "{{- '<|' + m.role + '|>\n' + (m.content or '') -}}{%- for c in m.tool_calls or [] -%}"
+    "{{- '<tool_call>' + c.function | tojson + '</tool_call>' -}}{%- endfor -%}{{- '<|end|>\n' -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"
+)
+CALLED = '''
+turns = "bob -> alice -> bob -> alice"
+def add(a: int, b: int):
+    """Adds.
+
+    Args:
+        a: first
+        b: second
+    """
+tools = [add]
+def interact(messages):
+    calls = messages[-1].get("tool_calls") or []
+    return [{"role": "tool", "content": "4", "tool_call_id": c["id"], "name": "add"} for c in calls]
+def reward_fn(messages): return len(messages)
+'''
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize("template", [None, STRICT], ids=["plain", "strict"])
+@pytest.mark.parametrize("says", ["", "bob says: "])
+def test_calls_and_their_answers_are_text_for_other_actors(env_of, template, says):
+    code = CALLED + f"name_prefix = {bool(says)}\n"
+    rules = {"bob": [CALL, "B"], "alice": "A"}
+    env, actors = env_of(code), cast(template=template, **rules)
+    found = run(env, actors, max_tokens=200)
+    bob, alice = one(found, "bob").messages, one(found, "alice").messages
+    tool = says and "add says: "
+    call = f'2+2\n\n{says}add({{"a": 2, "b": 2}})\n\n{tool}4'
+    assert talk(alice) == [f"u:{call}", "a:A", f"u:{says}B", "a:A"]
+    said = f"{says and 'alice says: '}A"
+    between = ["t:4", f"u:{said}"] if template is None else [f"t:4\n\n{said}"]
+    assert talk(bob)[2:] == [*between, "a:B", f"u:{said}"]
+    assert bob[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 2}
+    tokenizer = copy.deepcopy(chat_of().tokenizer)
+    tokenizer.bos_token = "<|end|>"
+    for path in TEMPLATES:
+        chat = Chat(tokenizer, path.read_text())
+        takes_tools = chat.render(alice[:1], env.tools) != chat.render(alice[:1])
+        for view in [alice, bob] if takes_tools else [alice]:
+            chat.render(view[:-1], env.tools)
 
 
 def test_hooks_see_one_transcript_with_names(env_of):
