@@ -153,8 +153,8 @@ def test_a_pair_that_is_none_is_refused(row, error, tiny_model):
 
 def test_a_template_that_rewrites_a_long_reply_is_refused():
     forgetful = (
-        "{% for m in messages[-2:] %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
-        + CHATML[-76:]
+        "{% for m in messages %}<|{{ m.role }}|>{{ 'old ' if loop.revindex > 2 else '' }}"
+        "{{ m.content }}<|im_end|>{% endfor %}" + CHATML[-76:]
     )
     chat = Chat(make_tokenizer(), forgetful)
     reply = [says("a"), user("b"), says("c")]
