@@ -16,7 +16,7 @@ import yaml
 from annotated_types import Ge, Gt, Le
 
 from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS
-from rl_core.flags import Section, answer, flag, typed, unknown, validated
+from rl_core.flags import Section, answer, flag, is_table, typed, unknown, validated
 from rl_core.rules import check, flags_in, split
 
 RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
@@ -609,11 +609,19 @@ def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent
         name = f"{prefix}{key}"
         known = f"{parent}NAME" if parent in ("actors.", "envs.") else f"{parent}{key}"
         if known in flags:
+            kind = flags[known][1].type
+            if isinstance(value, dict) and not takes_table(known, kind):
+                raise unknown(".".join([name, *next(iter(flat(value)), "").split(".")]), flags)
             tree[str(key)] = typed(name, value, flags[known][1].type)
         elif value is None or isinstance(value, dict):
             add(value or {}, tree.setdefault(str(key), {}), f"{name}.", f"{known}.")
         else:
             raise unknown(name, flags)
+
+
+def takes_table(name: str, kind: Any) -> bool:
+    """True if a flag's value may be a table: names of held-out sets, or a dictionary."""
+    return is_table(kind) or name in ("data.eval", "envs.NAME.eval")
 
 
 def to_yaml(config: Config) -> str:

@@ -87,6 +87,11 @@ def readable(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
+def is_table(kind: Any) -> bool:
+    """True if a flag of this type holds a dictionary."""
+    return dict in (kind, get_origin(kind), *map(get_origin, get_args(kind)))
+
+
 def from_text(text: str, kind: Any) -> Any:
     """The list, pair or table that is written as YAML or without brackets: 0.9,0.95 and
     temperature=0.6,top_p=0.95. Text of another kind, or that is none of these, as it is."""
@@ -138,28 +143,51 @@ def unknown(name: str, flags: Iterable[str]) -> ValueError:
     return ValueError(f"unknown flag --{name}; {answer(name, flags)}")
 
 
+@cache
+def peers() -> dict[str, str]:
+    """Name of a flag in another trainer -> our flag, or a sentence where no flag is needed."""
+    answers = {}
+    for ours, theirs in yaml.safe_load(PEERS.read_text()).items():
+        answers |= dict.fromkeys(theirs.split(), ours)
+    return answers
+
+
 def answer(name: str, flags: Iterable[str]) -> str:
-    """Our flag for a name that is none: what other trainers call so, or the nearest of `flags`."""
-    ours = {}
-    for flag, theirs in yaml.safe_load(PEERS.read_text()).items():
-        ours |= dict.fromkeys(theirs.split(), flag)
+    """Answer to an unknown name: our name of another trainer's flag, the flag in its section, the
+    flag with nearly this spelling, or a sentence."""
+    flags = list(flags)
+    actor = re.match(r"(actors|envs)\.([^.]+)\.", name)
+    of_all = name[actor.end() :] if actor else ""
+    if of_all in flags:
+        return f"--{of_all} is the same for all {actor[1]}"
     parts = name.replace("-", "_").lower().split(".")
     for start in range(len(parts)):
-        word = "_".join(parts[start:])  # rollout_n before n
-        if word in ours:
-            return f"here it is {ours[word]}"
-    own = name.split(".")[1] if "." in name else "NAME"
-    of_all = name.removeprefix(f"actors.{own}.")
-    if of_all != name and of_all in flags:
-        return f"--{of_all} is the same for all actors"
+        theirs = peers().get("_".join(parts[start:]))  # rollout_n before n
+        if theirs is not None:
+            return f"here it is {theirs}" if theirs.startswith("--") else theirs
+        if ".".join(parts[start:]) in flags and start:
+            return f"here it is --{'.'.join(parts[start:])}"
+    in_sections = [flag for flag in flags if flag.rpartition(".")[2] == parts[-1]]
+    in_sections = [flag for flag in in_sections if "NAME" not in flag]
+    if len(in_sections) == 1:
+        return f"did you mean {in_sections[0]!r}?"
+    return nearest_flag(name, flags, actor[2] if actor else "policy")
+
+
+def nearest_flag(name: str, flags: list[str], actor: str) -> str:
+    """`actor`: the actor or environment that stands for NAME."""
     near = {}
-    for word, flag in ours.items():
-        if flag.startswith("--"):
-            near[word] = flag.partition(" ")[0].removeprefix("--")
+    for word, ours in peers().items():
+        near[word] = ours.partition(" ")[0].removeprefix("--") if ours[0] == "-" else ours
     for flag in flags:
-        flag = flag.replace("NAME", own)
-        near[flag] = flag
-    if close := difflib.get_close_matches(name, near, n=1, cutoff=0.5):
-        return f"did you mean {near[close[0]]!r}?"
+        if actor != "policy" or not flag.startswith("envs.NAME."):
+            near[flag.replace("NAME", actor)] = flag.replace("NAME", actor)
+    last = name.rpartition(".")[2]
+    for close in difflib.get_close_matches(name, near, n=3, cutoff=0.8):
+        ratio = difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio()
+        if ratio < 0.6:  # Only the sections are equal.
+            continue
+        is_flag = " " not in near[close]
+        return f"did you mean {near[close]!r}?" if is_flag else f"{close}: {near[close]}"
     sections = dict.fromkeys(flag.partition(".")[0] for flag in flags if "." in flag)
     return f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one"

@@ -236,7 +236,7 @@ FLAGS = [
         "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'",
     ),
     (MODEL, "--betaa 1", "unknown flag --betaa; did you mean 'algo.kl_coef'?"),
-    (MODEL, "--n_gpus_per_nod 1", "unknown flag --n_gpus_per_nod; did you mean '"),
+    (MODEL, "--n_gpus_per_nod 1", "unknown flag --n_gpus_per_nod; n_gpus_per_node: torchrun's "),
     (
         MODEL,
         "--actors.polcy.lora.rank 4",
@@ -264,7 +264,7 @@ FLAGS = [
     (
         MODEL,
         "--device cuda",
-        "unknown flag --device; here it is CUDA_VISIBLE_DEVICES=0 or '' (a run takes every GPU",
+        "unknown flag --device; a run takes every GPU that torch sees, else the CPU: set CUDA_",
     ),
     (MODEL, "--optim.lr", "--optim.lr has no value"),
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be a valid number"),

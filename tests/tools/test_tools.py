@@ -65,7 +65,7 @@ def test_the_page_for_users_of_trl_has_every_argument_that_has_a_flag_here():
     rows = ["| TRL | here | |", "|---|---|---|"]
     for ours, theirs in OURS.items():
         named = ", ".join(f"`{name}`" for name in theirs.split() if name in fields)
-        here = "`, dpo: `".join(f"--{ours}".removesuffix(")").split(" (dpo: "))
+        here = re.sub(r" \((\w+[\w, ]*:?) (--.*)\)", r"`, \1 `\2", f"--{ours}")
         rows += [f"| {named} | `{here}` | {known[ours.split()[0]]} |"] * bool(named)
     page = (ROOT / "docs/from_trl.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("|")] == rows, "\n".join(rows)
