@@ -22,7 +22,7 @@ from rl_core.agents.program import (
 )
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sampling.env import ARGUMENTS
-from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, wait_for_all
+from rl_core.sampling.hooks import Hook, HookError, add_parts, reward_values, wait_for_all
 from rl_core.types import Task, Trajectory
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class AgentRollout:
             [self.call(hook, task, given, found[name]) for hook, name in calls]
         )
         for (hook, name), value in zip(calls, values, strict=True):
-            parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
+            parts = reward_values(value, hook.name, f"{hook.path}: what {hook.name}() returned")
             for scored in [name] if hook.is_per_actor else names:
                 for t in found[scored]:
                     add_parts(t.reward_parts, t.metrics, hook, parts, given["actors"])

@@ -15,7 +15,7 @@ from rl_core.data.episodes import (
 from rl_core.metrics import Mean, Metric, Percentile, Sum
 from rl_core.plugin import Plugin
 from rl_core.plugins.metric_table import describe
-from rl_core.sampling.hooks import is_recorded
+from rl_core.sampling.hooks import NOT_APPLIED, is_recorded
 from rl_core.sampling.rollout import Group, in_order
 from rl_core.types import Trajectory
 
@@ -106,7 +106,7 @@ def num_failed(trajectories: list[Trajectory]) -> Sum:
 
 def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     """Means of each part of the reward and of each metric that the environment gives, over the
-    episodes that have it."""
+    episodes that have it; the number of episodes to which a part does not apply."""
     values: dict[str, list[float]] = {}
     for episode in by_episode(trajectories):
         of_episode: dict[str, list[float]] = {}
@@ -117,7 +117,11 @@ def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
                 of_episode.setdefault(name, []).append(value)
         for name, of_conversations in of_episode.items():
             values.setdefault(name, []).append(sum(of_conversations) / len(of_conversations))
-    return {name: mean_of(values[name]) for name in sorted(values)}
+    metrics: dict[str, Metric] = {}
+    for name in sorted(values):
+        is_count = name.startswith(NOT_APPLIED)
+        metrics[name] = Sum(len(values[name])) if is_count else mean_of(values[name])
+    return metrics
 
 
 @cache

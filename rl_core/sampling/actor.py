@@ -14,9 +14,10 @@ from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
 from rl_core.data.messages import canonical_messages
+from rl_core.data.tasks import shorten
 from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine, EngineDied
-from rl_core.sampling.hooks import env_metrics, finite_parts, key_text, wait_for_all
+from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_values, wait_for_all
 from rl_core.types import (
     Completion,
     Message,
@@ -232,7 +233,7 @@ class Conversation:
 
     def trajectory(
         self,
-        reward: float | dict[str, float] | None,
+        reward: float | dict[str, float | None] | None,
         *,
         seat: str = "",
         metrics: dict[str, float] | None = None,
@@ -246,12 +247,17 @@ class Conversation:
                 f"a reply of {self.actor} for which {name} was given cannot be trained: the "
                 f"learner assumes --sampling.*; leave {name} out, or return no trajectory of it"
             )
-        parts = finite_parts(reward, "rollout", f"trajectory(reward=...) of {self.actor}")
+        what = f"trajectory(reward=...) of {self.actor}"
+        values = reward_values(reward, "rollout", what)
+        parts = {name: value for name, value in values.items() if value is not None}
+        if not parts:
+            raise ValueError(f"{what} is {shorten(reward)}; one reward must be a number")
+        not_applied = {NOT_APPLIED + name: 1.0 for name in values.keys() - parts.keys()}
         return self.record(
             reward=math.fsum(parts.values()),
             reward_parts=parts,
             seat=seat,
-            metrics=self.metrics | env_metrics(metrics or {}),
+            metrics=self.metrics | env_metrics(metrics or {}) | not_applied,
         )
 
     def record(self, **more) -> Trajectory:

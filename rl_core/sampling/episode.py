@@ -18,9 +18,9 @@ from rl_core.sampling.hooks import (
     Hook,
     add_parts,
     finite,
-    finite_parts,
     plain,
     read_answer,
+    reward_values,
     wait_for_all,
 )
 from rl_core.types import Message, Task, Trajectory
@@ -221,7 +221,7 @@ class Episode:
                 calls += [(hook, name) for name in (names if hook.is_per_actor else [""])]
         values = await wait_for_all([self.call(hook, name) for hook, name in calls])
         for (hook, name), value in zip(calls, values, strict=True):
-            parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
+            parts = reward_values(value, hook.name, f"{hook.path}: what {hook.name}() returned")
             for scored in [name] if name else names:
                 t = self.trajectories[scored]
                 add_parts(t.reward_parts, t.metrics, hook, parts, self.actors)
@@ -320,7 +320,7 @@ def check_name(path: str, name: str, names: Sequence[str], where: str) -> None:
 
 async def group_rewards(
     hooks: Sequence[Hook], task: Task, trajectories: Sequence[Trajectory], actors: EpisodeActors
-) -> list[tuple[Hook, list[Trajectory], list[float]]]:
+) -> list[tuple[Hook, list[Trajectory], list[float | None]]]:
     """(hook, trajectories, a value for each) of the batched rewards of one group. Each hook is
     called once for every actor and player, without what failed. Raises what it raises, ValueError
     unless it gives one finite number for each."""
@@ -332,7 +332,7 @@ async def group_rewards(
 
 async def group_reward(
     hook: Hook, task: Task, group: list[Trajectory], actors: EpisodeActors
-) -> tuple[Hook, list[Trajectory], list[float]]:
+) -> tuple[Hook, list[Trajectory], list[float | None]]:
     given = {"trajectories": group, "task": task, "prompt": task.messages}
     values = await hook(task, given | {"actor": group[0].actor, "actors": actors})
     what = f"{hook.path}: what {hook.name}() returned"
@@ -342,14 +342,17 @@ async def group_reward(
             f"{what} is {shorten(values)}; it must be a list of {len(group)} numbers, one for each "
             "trajectory"
         )
-    return hook, group, [finite(value, f"a number in {what}") for value in values]
+    numbers = [v if v is None else finite(v, f"a number in {what}") for v in values]
+    return hook, group, numbers
 
 
-def add_group_rewards(rewards: list[tuple[Hook, list[Trajectory], list[float]]]) -> None:
+def add_group_rewards(rewards: list[tuple[Hook, list[Trajectory], list[float | None]]]) -> None:
     """Adds what group_rewards() gave to the trajectories."""
     for hook, group, values in rewards:
         for t, value in zip(group, values, strict=True):
             add_parts(t.reward_parts, t.metrics, hook, {hook.name: value})
+            if value is None:
+                continue
             t.reward += hook.weight * value
             if t.turn_rewards:
                 t.turn_rewards[-1] += hook.weight * value

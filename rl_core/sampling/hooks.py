@@ -45,7 +45,10 @@ SHARED = (
 )  # Hooks get these themselves, and copies of all other arguments.
 
 # Metrics of a trajectory that the trainer records itself.
-RECORDED = re.compile(r"tool_parse_failed|agent_(requests|retries|branches|overridden.*)")
+NOT_APPLIED = "reward_none/"  # Before a part of the reward that was None in an episode.
+RECORDED = re.compile(
+    rf"tool_parse_failed|agent_(requests|retries|branches|overridden.*)|{NOT_APPLIED}.*"
+)
 
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
 
@@ -319,6 +322,30 @@ def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
     return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}
 
 
+def reward_values(value: Any, name: str, what: str) -> dict[str, float | None]:
+    """The parts of a reward as finite_parts() reads them. A part that is None does not apply to the
+    episode."""
+    if value is None:
+        return {name: None}
+    if not isinstance(value, dict):
+        return dict(finite_parts(value, name, what))
+    numbers = {name: number for name, number in value.items() if number is not None}
+    known = finite_parts(numbers, name, what) if numbers or not value else {}
+    return {name: known.get(name) for name in value}
+
+
+def refuse_unscored(
+    path: str, actor: str, parts: Mapping[str, float], metrics: Mapping[str, float]
+) -> None:
+    """Raises ValueError if every reward of an actor is None."""
+    none = [name.removeprefix(NOT_APPLIED) for name in metrics if name.startswith(NOT_APPLIED)]
+    if none and not parts:
+        raise ValueError(
+            f"{path}: every reward of {actor} is None ({', '.join(none)}); None leaves a reward "
+            "out of the sum, so that one reward must be a number"
+        )
+
+
 def is_recorded(name: str) -> bool:
     """True if the trainer records a trajectory's metric of this name itself."""
     return RECORDED.fullmatch(name) is not None
@@ -333,18 +360,20 @@ def add_parts(
     rewards: MutableMapping,
     metrics: MutableMapping,
     hook: Hook,
-    parts: dict[str, float],
+    parts: Mapping[str, float | None],
     actors: Collection[str] = (),
 ) -> None:
-    """Adds what a reward gave: to the reward's parts, or to the metrics if its weight is 0. Raises
-    ValueError."""
+    """Adds the parts of a reward to the sum's, or to the metrics if the weight is 0. A part that is
+    None is noted among the metrics alone. Raises ValueError."""
     for part, value in parts.items():
         if len(actors) > 1 and part in actors:
             raise ValueError(
                 f"{hook.path}: {hook.name}() returned a part named {part!r}, which is an actor; "
                 "parts are summed. For a reward of each actor name `actor` among its arguments"
             )
-        if not hook.weight:
+        if value is None:
+            metrics[NOT_APPLIED + part] = 1.0
+        elif not hook.weight:
             metrics.update(env_metrics({part: value}))
         elif part in rewards:
             raise ValueError(

@@ -18,7 +18,7 @@ from rl_core.sampling.actor import DRAWING, EpisodeActors, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
 from rl_core.sampling.episode import add_group_rewards, group_rewards
-from rl_core.sampling.hooks import HookError, LoopClock, wait_for_all
+from rl_core.sampling.hooks import HookError, LoopClock, refuse_unscored, wait_for_all
 from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ class GroupPlayer:
         try:
             playing = env.rollout(await drawn, players)
             trajectories = await asyncio.wait_for(playing, self.config.episode_timeout_s)
+            if not env.group_rewards:
+                check_scored(env, trajectories)
         except Exception as error:
             is_truncated = any(talk.truncated for talk in players.conversations)
             reason = self.reason_of(error, "the episode", is_truncated)
@@ -178,6 +180,7 @@ class GroupPlayer:
             rewards = await asyncio.wait_for(scoring, self.config.episode_timeout_s)
             # From here on nothing waits: no checkpoint has a group that is scored and goes on.
             add_group_rewards(rewards)
+            check_scored(env, trajectories)
         except Exception as error:
             is_truncated = any(t.status == "truncated" for t in trajectories)
             reason = self.reason_of(error, "what scores the group", is_truncated)
@@ -201,6 +204,12 @@ class GroupPlayer:
         if is_truncated and isinstance(error, (HookError, ValueError)):
             reason += TRUNCATED
         return reason
+
+
+def check_scored(env: Env, trajectories: Iterable[Trajectory]) -> None:
+    """Raises ValueError if every reward of an actor is None."""
+    for t in succeeded(trajectories):
+        refuse_unscored(env.path, t.actor, t.reward_parts, t.metrics)
 
 
 def failures(players: EpisodeActors, task: Task, reason: str) -> list[Trajectory]:

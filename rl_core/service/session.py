@@ -17,8 +17,9 @@ from rl_core.sampling.hooks import (
     Hook,
     HookError,
     add_parts,
-    finite_parts,
     read_answer,
+    refuse_unscored,
+    reward_values,
     wait_for_all,
 )
 from rl_core.service import environments_pb2 as pb
@@ -322,14 +323,18 @@ class Session:
         values = await wait_for_all(running)
         for (hook, name), value in zip(calls, values, strict=True):
             try:
-                parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
+                parts = reward_values(value, hook.name, f"{hook.path}: what {hook.name}() returned")
                 for scored in [name] if hook.is_per_actor else names:
                     add_parts(
                         scores[scored].parts, scores[scored].metrics, hook, parts, self.actors
                     )
             except ValueError as error:
                 raise self.fail(str(error)) from None
-        for score in scores.values():
+        for name, score in scores.items():
+            try:
+                refuse_unscored(self.env.path, name, score.parts, score.metrics)
+            except ValueError as error:
+                raise self.fail(str(error)) from None
             score.reward = math.fsum(score.parts.values())
         return pb.ScoreReply(scores=scores.values(), status=self.status)
 

@@ -374,8 +374,8 @@ def test_two_steps_of_training(name, actors, flags, make_model, tmp_path):
     status = main(
         [*models, "--env_path", str(ENVS / f"{name}.py"), *stop, *evaluation, *sizes(out, **flags)]
     )
-    # Untrained models lose every episode of the other games, from which nothing is learned.
-    assert status == (0 if name == "tic_tac_toe" else 1)
+    # Untrained models lose every episode of the other games, of which the run warns.
+    assert status == 0
     rows = metrics(out)
     assert not any(value for row in rows for key, value in row.items() if key.endswith("/failed"))
     for actor in actors:

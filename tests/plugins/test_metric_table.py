@@ -25,7 +25,7 @@ def load_tasks(split):
     return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
 
 async def reward_fn(completion):
-    return {"sum": sum(map(ord, completion)) / 1000, "length": len(completion)}
+    return {"sum": sum(map(ord, completion)) / 1000, "length": len(completion), "open": None}
 
 @reward(weight=0)
 async def vowels(completion):

@@ -18,6 +18,7 @@ from stage import ROW, cast, error_of, one, play, run, talk
 from rl_core.cli import main as rl_core
 from rl_core.data.tasks import make_task
 from rl_core.plugins.env_file import check_actors, check_columns, load_env
+from rl_core.plugins.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.hooks import Hook
 from rl_core.types import RunError, SamplingParams, Task
@@ -221,7 +222,7 @@ def test_every_finite_scalar_is_a_reward(env_of):
 @pytest.mark.parametrize(
     "value",
     [
-        "float('nan')", "float('inf')", "10**400", "None", "'1.0'", "[1.0]", "1j", "{}", "{1: 2.0}",
+        "float('nan')", "float('inf')", "10**400", "'1.0'", "[1.0]", "1j", "{}", "{1: 2.0}",
         "{'a': 1, 'b': float('nan')}",
         "__import__('torch').ones(2)", "__import__('torch').tensor(float('nan'))", "__import__('numpy').float32('nan')",
     ],
@@ -233,6 +234,56 @@ def test_what_is_no_finite_number_is_no_reward(env_of, value):
         "a reward must be a finite number, or a dict of them" in error
         or "a dict must name each part" in error
     )
+
+
+TWO_REWARDS = """
+from rl_core import reward
+@reward
+def exact(answer, completion): return None if answer == "open" else float(completion == answer)
+@reward(weight=0.5)
+def brief(completion): return None if len(completion) > 5 else 1.0
+"""
+OWN_ROLLOUT = """
+async def rollout(task, actors):
+    reply = await actors["policy"].respond(task.messages)
+    return [reply.trajectory({"exact": FIRST, "brief": 0.5 * SECOND if SECOND else SECOND})]
+"""
+PARTS = "def reward_fn(): return {'exact': FIRST, 'brief': 0.5 * SECOND if SECOND else SECOND}"
+GROUPED = """
+from rl_core import reward
+@reward
+def exact(): return FIRST
+@reward(weight=0.5, batched=True)
+def brief(trajectories): return [SECOND for t in trajectories]
+"""
+
+
+@pytest.mark.parametrize("code", [OWN_ROLLOUT, PARTS, GROUPED, TWO_REWARDS])
+@pytest.mark.parametrize(
+    "first, second, reward, parts",
+    [
+        (None, 1.0, 0.5, {"brief": 0.5}),
+        (1.0, None, 1.0, {"exact": 1.0}),
+        (1.0, 1.0, 1.5, {"exact": 1.0, "brief": 0.5}),
+        (None, None, None, {}),
+    ],
+)
+def test_a_reward_of_none_is_left_out_of_the_sum_and_counted(
+    env_of, code, first, second, reward, parts
+):
+    code = code.replace("FIRST", repr(first)).replace("SECOND", repr(second))
+    reply = "right" if second else "too long"
+    row = dict(ROW, answer="open" if first is None else reply)
+    [t] = run(env_of(code), cast(policy=reply), rows=[row])
+    assert (t.reward, t.status) == (reward, "ok" if parts else "failed"), t.error
+    if parts:
+        assert t.reward_parts == parts
+        none = {f"reward_none/{name}" for name in {"exact", "brief"} - parts.keys()}
+        assert {name for name in t.metrics if name.startswith("reward_none/")} == none
+        metrics = rollout_metrics([t, t])
+        assert [metrics[name].value for name in none] == [1] * len(none)
+    else:
+        assert "None" in t.error and "one reward must be a number" in t.error
 
 
 def test_a_prompt_that_fills_the_context_is_an_error(env_of):

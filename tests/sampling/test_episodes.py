@@ -372,7 +372,7 @@ def test_a_group_is_refilled_unless_actors_that_learn_differ(places, tmp_path):
     )
     out = tmp_path / "run"
     flags += words("--tasks_per_step 2 --num_steps 1 --algo.refill_rounds 1 --out", out)
-    assert train(flags) == 1, "a run without an update ends so"
+    assert train(flags) == 0
     [row] = metrics(out)
     rewards = {
         t["reward"]
