@@ -21,7 +21,7 @@ def long_description() -> str:
 
 
 EXTRAS = {
-    "api": ["openai>=2.8", "httpx>=0.23"],
+    "api": ["openai>=2.8", "anthropic>=0.60", "httpx>=0.23"],
     "json": ["jsonschema>=4.20"],
     "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8"],

@@ -1,5 +1,5 @@
-"""An actor that is an OpenAI-compatible endpoint: a provider's, or what SGLang, vLLM and others
-serve.
+"""An actor behind an API: a provider's, or an endpoint that SGLang, vLLM and others serve. The
+URL's end names the dialect (engines/api_dialects.py).
 
 judge = ApiActor(name="judge", url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B",
 api_key_env="") reply = await judge.in_episode(SamplingParams(max_tokens=256),
@@ -18,20 +18,19 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import httpx
-import openai
 
 from rl_core.config import Config
 from rl_core.data.tasks import shorten
+from rl_core.engines.api_dialects import dialect_of
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.actor import Actor
 from rl_core.types import Completion, Message, SamplingParams
 
 PING_TIMEOUT_S = 10.0
-# Keys of a message; endpoints refuse others.
-SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
 COUNTS = ("requests", "retries", "failed", "prompt_tokens", "completion_tokens")
 
 
@@ -40,10 +39,12 @@ class ApiActor:
     """All its conversations in this process share its limits."""
 
     name: str
-    url: str  # up to and with /v1
+    # Up to and with /v1, or with the path of a dialect, such as /v1/messages.
+    url: str
     model: str  # as the endpoint calls it
     # The environment variable that holds the key; "" for an endpoint without one.
-    api_key_env: str = "OPENAI_API_KEY"
+    # None: the variable of the dialect's official client.
+    api_key_env: str | None = None
     max_tokens: int | None = None  # upper bound of one turn
     max_concurrent: int = 64  # requests in flight
     timeout_s: float = 120.0  # of one attempt
@@ -61,13 +62,19 @@ class ApiActor:
             rule = "must be like http://127.0.0.1:8000/v1, without a password or a query"
             # Which may hold a secret, so it is not shown.
             raise ValueError(f"actor {self.name!r}: its url {rule}")
+        self.dialect, self.url = dialect_of(self.url)
+        if self.api_key_env is None:
+            self.api_key_env = self.dialect.key_variable
         self.key = read_key(self.name, self.api_key_env)
-        self.client = openai.AsyncOpenAI(
-            base_url=self.url,
-            api_key=self.key or "none",
-            timeout=self.timeout_s,
-            max_retries=self.max_retries,
-        )
+        self.client = self.dialect.client(self.url, self.key, self.timeout_s, self.max_retries)
+        library = import_module(self.dialect.package)
+        self.status_error = library.APIStatusError
+        self.connection_error = library.APIConnectionError
+        if "chat_template_kwargs" in self.request and self.dialect.suffix != "/chat/completions":
+            raise ValueError(
+                f"actor {self.name!r}: {self.dialect.suffix} has no chat_template_kwargs; leave "
+                "them out"
+            )
         self.slots = asyncio.Semaphore(self.max_concurrent)
 
     def ping(self) -> None:
@@ -94,24 +101,22 @@ class ApiActor:
     ) -> tuple[Message, Completion]:
         """The next message, and a completion with its text. Raises ValueError if the endpoint
         refuses the request or its answer cannot be read, ConnectionError if it does not answer."""
-        request = {"model": self.model, **request_of(messages, tools, params, seed), **self.request}
-        request = {key: value for key, value in request.items() if value is not None}
-        known = {key: request.pop(key) for key in ("model", "messages")}
+        body = {"model": self.model, **self.dialect.body(messages, tools, params, seed)}
+        body |= self.request
+        body = {key: value for key, value in body.items() if value is not None}
         answer = ""
         async with self.slots:
             self.counts["requests"] += 1
             try:
-                raw = await self.client.chat.completions.with_raw_response.create(
-                    **known, extra_body=request
-                )
+                raw = await self.dialect.send(self.client, body)
                 self.counts["retries"] += raw.retries_taken
                 answer = raw.http_response.text
                 return self._read(json.loads(answer))
-            except openai.APIStatusError as found:
+            except self.status_error as found:
                 status = found.status_code
                 kind = ConnectionError if status == 429 or status >= 500 else ValueError
                 told = f"{status}: {found.response.text or found.message}"
-            except openai.APIConnectionError as found:
+            except self.connection_error as found:
                 kind, told = ConnectionError, f"no answer ({found.__cause__ or found}); is it up?"
             except (ValueError, LookupError, TypeError, AttributeError) as found:
                 kind, told = ValueError, f"an answer that cannot be read ({found!r}): {answer}"
@@ -120,16 +125,8 @@ class ApiActor:
         raise kind(self._told(told))
 
     def _read(self, answer: Any) -> tuple[Message, Completion]:
-        choice = answer["choices"][0]
-        said, usage = choice["message"], answer.get("usage") or {}
-        message = {"role": "assistant", "content": said.get("content") or ""}
-        if not isinstance(message["content"], str):
-            raise TypeError("its content is no text")
-        if said.get("tool_calls"):
-            message["tool_calls"] = said["tool_calls"]
-        for name in ("prompt_tokens", "completion_tokens"):
-            self.counts[name] += usage.get(name) or 0
-        reason = "length" if choice.get("finish_reason") == "length" else "stop"
+        message, reason, usage = self.dialect.read(answer)
+        self.counts.update(usage)
         return message, Completion(text=message["content"], finish_reason=reason)
 
     def _told(self, text: str) -> str:
@@ -149,23 +146,6 @@ class ApiActor:
         await self.client.close()
 
 
-def request_of(
-    messages: list[Message], tools: list | None, params: SamplingParams, seed: int
-) -> dict[str, Any]:
-    """Body of a request. A parameter that is off is None, since not every endpoint knows it."""
-    return {
-        "messages": [{key: message[key] for key in SENT if key in message} for message in messages],
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p if params.top_p < 1 else None,
-        "top_k": params.top_k or None,
-        "min_p": params.min_p or None,
-        "stop": list(params.stop) or None,
-        "tools": list(tools) if tools else None,
-        "seed": seed >> 1,  # some endpoints read a signed 32-bit number
-    }
-
-
 def read_key(actor: str, variable: str) -> str:
     """The key in the environment variable, "" if none is named. An error never shows it."""
     if not variable:
@@ -183,6 +163,8 @@ def read_key(actor: str, variable: str) -> str:
 
 def make_api_actor(config: Config, name: str) -> ApiActor:
     actor = config.actors[name]
+    variables = actor.chat_template_kwargs
+    request = {"chat_template_kwargs": variables} if variables else {}
     return ApiActor(
         name=name,
         url=actor.api,
@@ -190,5 +172,5 @@ def make_api_actor(config: Config, name: str) -> ApiActor:
         api_key_env=actor.api_key_env,
         max_tokens=actor.max_tokens,
         max_concurrent=config.rollout.max_concurrent,
-        request={"chat_template_kwargs": actor.chat_template_kwargs or None},
+        request=request,
     )

@@ -133,7 +133,9 @@ def check_actors(config: Config) -> None:
         if actor.lora.quantize == "nf4":
             require("bitsandbytes", "lora.quantize=nf4", "bnb")
         if actor.api:
-            require("openai", "--actors.NAME.api", "api")
+            from rl_core.engines.api_dialects import dialect_of
+
+            require(dialect_of(actor.api)[0].package, "--actors.NAME.api", "api")
     if any(actor.ranks for actor in config.actors.values()):
         from rl_core.plugins.place_rules import check_ranks
 

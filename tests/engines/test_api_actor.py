@@ -4,6 +4,7 @@ stays theirs."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from pydantic import TypeAdapter
 
 from rl_core.config import parse_config
 from rl_core.engines.api import ApiActor, make_api_actor
@@ -473,3 +475,187 @@ def test_an_endpoints_limits_are_flags():
     judge = make_api_actor(parse_config([*base, "--actors.judge.max_tokens", "7"]), "judge")
     assert judge.in_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 7
     assert usual.in_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 256
+
+
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 + 2, 3 + 4?"},
+    {
+        "role": "assistant",
+        "content": "I add.",
+        "tool_calls": [
+            {"id": "c0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}},
+        ],
+    },
+    {"role": "tool", "content": "3", "tool_call_id": "c0"},
+    {"role": "tool", "content": "7", "tool_call_id": "c1"},
+    {"role": "user", "content": "thanks"},
+]
+# What each API's reference says of TALK and ADD; the type of its official client for a request;
+# and an answer with a text and a call that was cut, and its type.
+APIS = {
+    "/responses": (
+        "openai.types.responses.response_create_params.ResponseCreateParamsNonStreaming",
+        {
+            "input": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "1 + 2, 3 + 4?"},
+                {"role": "assistant", "content": "I add."},
+                {"type": "function_call", "call_id": "c0", "name": "add", "arguments": '{"a": 1}'},
+                {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 3}'},
+                {"type": "function_call_output", "call_id": "c0", "output": "3"},
+                {"type": "function_call_output", "call_id": "c1", "output": "7"},
+                {"role": "user", "content": "thanks"},
+            ],
+            "tools": [{"type": "function", "strict": False} | ADD],
+            "max_output_tokens": 9,
+            "temperature": 1.0,
+            "store": False,
+        },
+        "openai.types.responses.Response",
+        {
+            "id": "resp_1",
+            "object": "response",
+            "created_at": 1,
+            "model": "m",
+            "status": "incomplete",
+            "incomplete_details": {"reason": "max_output_tokens"},
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "output": [
+                {"type": "reasoning", "id": "rs_1", "summary": []},
+                {
+                    "type": "message",
+                    "id": "msg_1",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [{"type": "output_text", "text": "More.", "annotations": []}],
+                },
+                {
+                    "type": "function_call",
+                    "id": "fc_1",
+                    "call_id": "c2",
+                    "name": "add",
+                    "arguments": '{"a": 5}',
+                },
+            ],
+            "usage": {
+                "input_tokens": 7,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": 3,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": 10,
+            },
+        },
+    ),
+    "/messages": (
+        "anthropic.types.message_create_params.MessageCreateParamsNonStreaming",
+        {
+            "system": "Be brief.",
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "1 + 2, 3 + 4?"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "text", "text": "I add."},
+                        {"type": "tool_use", "id": "c0", "name": "add", "input": {"a": 1}},
+                        {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 3}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c0", "content": "3"},
+                        {"type": "tool_result", "tool_use_id": "c1", "content": "7"},
+                        {"type": "text", "text": "thanks"},
+                    ],
+                },
+            ],
+            "tools": [
+                {
+                    "name": "add",
+                    "description": "Adds.",
+                    "input_schema": ADD["parameters"],
+                }
+            ],
+            "max_tokens": 9,
+            "temperature": 1.0,
+        },
+        "anthropic.types.Message",
+        {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "model": "m",
+            "stop_reason": "max_tokens",
+            "stop_sequence": None,
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "More."},
+                {"type": "tool_use", "id": "c2", "name": "add", "input": {"a": 5}},
+            ],
+            "usage": {"input_tokens": 7, "output_tokens": 3},
+        },
+    ),
+}
+
+
+def named(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_an_actor_speaks_the_api_that_its_url_names(path, monkeypatch):
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "another")
+    of_request, body, of_answer, answer = APIS[path]
+    named(of_answer).model_validate(answer)
+    TypeAdapter(named(of_request)).validate_python(body | {"model": "m"})
+    with serving((200, answer)) as server:
+        actor = judge(f"{server.url}{path}", timeout_s=30)
+
+        async def run():
+            try:
+                speaker = actor.in_episode(SamplingParams(max_tokens=9), 0)
+                return await speaker.respond(TALK, tools=[{"type": "function", "function": ADD}])
+            finally:
+                await actor.close()
+
+        said = asyncio.run(run())
+        [(asked_path, headers, asked)] = server.requests
+    assert asked_path == f"/v1{path}"
+    assert asked == {"model": "m"} | body
+    sent = {headers["Authorization"], headers["X-Api-Key"]} - {None}
+    assert sent <= {f"Bearer {KEY}", KEY} and sent
+    assert said.text == "More." and said.truncated
+    calls = said.messages[-1]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["add"]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 5}
+    counts = values(actor)
+    assert (counts["prompt_tokens"], counts["completion_tokens"]) == (7, 3)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_the_key_of_an_api_is_the_official_clients(path, monkeypatch):
+    variable = "ANTHROPIC_API_KEY" if path == "/messages" else "OPENAI_API_KEY"
+    for name in ("ANTHROPIC_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "x" * (name == variable))
+    actor = judge(f"http://127.0.0.1:9/v1{path}", api_key_env=None)
+    assert actor.key == "x"
+    asyncio.run(actor.close())
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_what_an_api_lacks_is_refused(path):
+    with serving((200, {})) as server:
+        [error] = ask(judge(f"{server.url}{path}"), params=SamplingParams(max_tokens=9, min_p=0.1))
+        assert isinstance(error, ValueError) and "min_p=0.1" in str(error)
+        [error] = ask(judge(f"{server.url}{path}"))
+        assert "an answer that cannot be read" in str(error) and KEY not in str(error)

@@ -1,0 +1,275 @@
+"""What an endpoint of another model is asked, and its answers: OpenAI's chat completions and
+Responses, and Anthropic's messages, each by its official client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from rl_core.types import Message, SamplingParams
+
+# Keys of a message of chat completions; endpoints refuse others.
+SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
+COUNTED = ("prompt_tokens", "completion_tokens")
+
+
+class Answer(Protocol):
+    """A raw response of both clients."""
+
+    retries_taken: int
+    http_response: Any
+
+
+class Dialect(Protocol):
+    """One API of a provider."""
+
+    suffix: str  # of the URL that names the dialect
+    key_variable: str  # of the official client
+    package: str
+
+    def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
+        """The official client. `url`: without the suffix."""
+
+    async def send(self, client: Any, body: dict[str, Any]) -> Answer: ...
+
+    def body(
+        self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
+    ) -> dict[str, Any]:
+        """A request. A parameter that is off is None, since not every endpoint knows it. Raises
+        ValueError for a parameter that the API lacks."""
+
+    def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
+        """(message, finish reason, tokens by COUNTED). Raises LookupError, TypeError, ValueError
+        or AttributeError for an answer of another form."""
+
+
+class ChatCompletions:
+    """OpenAI's /v1/chat/completions, which SGLang, vLLM and others serve too."""
+
+    suffix = "/chat/completions"
+    key_variable = "OPENAI_API_KEY"
+    package = "openai"
+
+    def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(
+            base_url=url, api_key=key or "none", timeout=timeout_s, max_retries=max_retries
+        )
+
+    async def send(self, client: Any, body: dict[str, Any]) -> Answer:
+        known = {key: body.pop(key) for key in ("model", "messages")}
+        return await client.chat.completions.with_raw_response.create(**known, extra_body=body)
+
+    def body(
+        self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
+    ) -> dict[str, Any]:
+        return {
+            "messages": [sent_message(message) for message in messages],
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p if params.top_p < 1 else None,
+            "top_k": params.top_k or None,
+            "min_p": params.min_p or None,
+            "stop": list(params.stop) or None,
+            "tools": list(tools) if tools else None,
+            "seed": seed >> 1,  # Some endpoints read a signed 32-bit number.
+        }
+
+    def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
+        choice = answer["choices"][0]
+        message = spoken(choice["message"].get("content") or "")
+        if choice["message"].get("tool_calls"):
+            message["tool_calls"] = choice["message"]["tool_calls"]
+        reason = "length" if choice.get("finish_reason") == "length" else "stop"
+        usage = answer.get("usage") or {}
+        return message, reason, {name: usage.get(name) or 0 for name in COUNTED}
+
+
+class Responses(ChatCompletions):
+    """OpenAI's /v1/responses. The provider is asked to store nothing."""
+
+    suffix = "/responses"
+
+    async def send(self, client: Any, body: dict[str, Any]) -> Answer:
+        known = {key: body.pop(key) for key in ("model", "input")}
+        return await client.responses.with_raw_response.create(**known, extra_body=body)
+
+    def body(
+        self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
+    ) -> dict[str, Any]:
+        refuse_unknown(self.suffix, stop=params.stop, top_k=params.top_k, min_p=params.min_p)
+        items: list[dict[str, Any]] = []
+        for message in messages:
+            if message["role"] == "tool":
+                output = {"call_id": message.get("tool_call_id", ""), "output": text_of(message)}
+                items.append({"type": "function_call_output"} | output)
+                continue
+            if text_of(message) or not message.get("tool_calls"):
+                items.append({"role": message["role"], "content": text_of(message)})
+            for call in message.get("tool_calls") or []:
+                function = with_text_arguments(call)["function"]
+                item = {"type": "function_call", "call_id": call.get("id", "")}
+                items.append(item | {key: function[key] for key in ("name", "arguments")})
+        return {
+            "input": items,
+            "max_output_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p if params.top_p < 1 else None,
+            "tools": [{"type": "function", "strict": False} | t["function"] for t in tools or []]
+            or None,
+            "store": False,
+        }
+
+    def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
+        texts, calls = [], []
+        for item in answer["output"]:
+            if item["type"] == "message":
+                texts += [part.get("text") or part.get("refusal") or "" for part in item["content"]]
+            elif item["type"] == "function_call":
+                calls.append(called(item["call_id"], item["name"], item["arguments"]))
+        details = answer.get("incomplete_details") or {}
+        reason = "length" if details.get("reason") == "max_output_tokens" else "stop"
+        return spoken("".join(texts), calls), reason, counted(answer)
+
+
+class Messages:
+    """Anthropic's /v1/messages."""
+
+    suffix = "/v1/messages"
+    key_variable = "ANTHROPIC_API_KEY"
+    package = "anthropic"
+
+    def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
+        from anthropic import AsyncAnthropic
+
+        client = AsyncAnthropic(
+            base_url=url, api_key=key or "none", timeout=timeout_s, max_retries=max_retries
+        )
+        client.auth_token = None  # The client takes one from the environment besides the key.
+        return client
+
+    async def send(self, client: Any, body: dict[str, Any]) -> Answer:
+        known = {key: body.pop(key) for key in ("model", "messages", "max_tokens")}
+        return await client.messages.with_raw_response.create(**known, extra_body=body)
+
+    def body(
+        self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
+    ) -> dict[str, Any]:
+        refuse_unknown(self.suffix, min_p=params.min_p)
+        system = [text_of(message) for message in messages if message["role"] == "system"]
+        turns: list[dict[str, Any]] = []
+        for message in messages:
+            if message["role"] == "system":
+                continue
+            role = "assistant" if message["role"] == "assistant" else "user"
+            if turns and turns[-1]["role"] == role:  # All results of a turn are one message.
+                turns[-1]["content"] += blocks_of(message)
+            else:
+                turns.append({"role": role, "content": blocks_of(message)})
+        functions = [tool["function"] for tool in tools or []]
+        return {
+            "messages": turns,
+            "system": "\n\n".join(system) or None,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p if params.top_p < 1 else None,
+            "top_k": params.top_k or None,
+            "stop_sequences": list(params.stop) or None,
+            "tools": [tool_of(function) for function in functions] or None,
+        }
+
+    def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
+        texts, calls = [], []
+        for block in answer["content"]:
+            if block["type"] == "text":
+                texts.append(block["text"])
+            elif block["type"] == "tool_use":
+                calls.append(called(block["id"], block["name"], json.dumps(block["input"])))
+        reason = "length" if answer.get("stop_reason") == "max_tokens" else "stop"
+        return spoken("".join(texts), calls), reason, counted(answer)
+
+
+DIALECTS: tuple[Dialect, ...] = (Messages(), Responses(), ChatCompletions())
+
+
+def dialect_of(url: str) -> tuple[Dialect, str]:
+    """(the dialect that a URL names by its end, the URL without the end). Chat completions if it
+    names none."""
+    url = url.rstrip("/")
+    for dialect in DIALECTS:
+        if url.endswith(dialect.suffix):
+            return dialect, url.removesuffix(dialect.suffix)
+    return DIALECTS[-1], url
+
+
+def refuse_unknown(api: str, **values: Any) -> None:
+    for name, value in values.items():
+        if value:
+            raise ValueError(f"{name}={value!r}: {api} has no such parameter; leave it out")
+
+
+def text_of(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def spoken(text: Any, calls: list[dict[str, Any]] | None = None) -> Message:
+    if not isinstance(text, str):
+        raise TypeError("its content is not a text")
+    message: Message = {"role": "assistant", "content": text}
+    return message | {"tool_calls": calls} if calls else message
+
+
+def called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def counted(answer: Any) -> dict[str, int]:
+    usage = answer.get("usage") or {}
+    numbers = (usage.get("input_tokens") or 0, usage.get("output_tokens") or 0)
+    return dict(zip(COUNTED, numbers, strict=True))
+
+
+def sent_message(message: Message) -> dict[str, Any]:
+    found = {key: message[key] for key in SENT if key in message}
+    if found.get("tool_calls"):
+        found["tool_calls"] = [with_text_arguments(call) for call in found["tool_calls"]]
+    return found
+
+
+def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are JSON text, as OpenAI's APIs read them."""
+    function = call["function"]
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {})
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def tool_of(function: dict[str, Any]) -> dict[str, Any]:
+    """A function in Anthropic's words."""
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    tool = {"name": function["name"], "input_schema": schema}
+    description = function.get("description")
+    return tool | ({"description": description} if description else {})
+
+
+def blocks_of(message: Message) -> list[dict[str, Any]]:
+    """Anthropic's blocks of a message; the API refuses empty texts."""
+    text = text_of(message)
+    if message["role"] == "tool":
+        result = {"type": "tool_result", "tool_use_id": message.get("tool_call_id", "")}
+        return [result | {"content": text}]
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() else []
+    for call in message.get("tool_calls") or []:
+        function = with_text_arguments(call)["function"]
+        block = {"type": "tool_use", "id": call.get("id", ""), "name": function["name"]}
+        blocks.append(block | {"input": json.loads(function["arguments"] or "{}")})
+    return blocks
