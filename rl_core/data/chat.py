@@ -22,6 +22,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.messages import text_of
 from rl_core.data.pretrained import load_pretrained
 from rl_core.data.rendering import Probe, shape_of
 from rl_core.data.rows import check_exists
@@ -529,14 +530,6 @@ def byte_of_char() -> dict[str, int]:
     hidden = [byte for byte in range(256) if byte not in shown]
     moved = {chr(256 + number): byte for number, byte in enumerate(hidden)}
     return {chr(byte): byte for byte in shown} | moved
-
-
-def text_of(message: Message) -> str:
-    """The text of a message's content, of its parts, or "" beside tool calls."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
 
 
 def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,10 @@ THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 # Keys by which formats leave a message out of the loss.
 TRAIN_KEYS = ("train", "weight", "loss", "loss_mask", "trainable")
+NOT_READ = (
+    "is not read: models are trained on text alone, not on images, video, audio or files; give "
+    "its content as text, or remove it"
+)
 RULE = 'must be a list of {"role": ..., "content": ...}'
 
 
@@ -206,10 +210,7 @@ def set_content(message: Message, where: str, notes: list[str]) -> None:
 
 
 def refused_part(kind: str) -> str:
-    return (
-        f"a part of type {kind!r} is not read: models are trained on text alone, and would not see "
-        "it; remove the message, or give the part's content as text"
-    )
+    return f"a part of type {kind!r} {NOT_READ}"
 
 
 def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
@@ -271,6 +272,14 @@ def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str
             )
         read.append(tool)
     return read
+
+
+def text_of(message: Message) -> str:
+    """The text of a message's content, of its parts, or "" next to tool calls."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
 
 
 def without_nulls(value: Any) -> Any:

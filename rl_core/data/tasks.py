@@ -3,12 +3,21 @@ tasks drawn so far."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from rl_core.data.messages import canonical_messages, canonical_tools, json_value, shorten
+from rl_core.data.messages import (
+    MEDIA_KEYS,
+    NOT_READ,
+    canonical_messages,
+    canonical_tools,
+    json_value,
+    shorten,
+    text_of,
+)
 from rl_core.data.rows import row_place
 from rl_core.rules import nearest
 from rl_core.types import Message, Task, counter_seed
@@ -17,6 +26,8 @@ from rl_core.types import Message, Task, counter_seed
 PROMPT_COLUMNS = ("messages", "prompt", "conversations", "question", "problem", "instruction")
 # Columns of a text that stands before these messages.
 SYSTEM_COLUMNS = ("system", "system_prompt")
+# Marks in a text for what a column of images and the like holds.
+MEDIA = re.compile("<(image|video|audio)>")
 
 
 def make_task(
@@ -55,6 +66,9 @@ def with_opening(
 ) -> list[Message]:
     """The messages behind those of a row's columns `system` or `system_prompt` and `history`.
     Raises ValueError for two system messages that differ."""
+    for column in MEDIA_KEYS:
+        if row.get(column) is not None and any(MEDIA.search(text_of(m)) for m in messages):
+            raise ValueError(f"column {column!r}, to which a mark in the text points, {NOT_READ}")
     texts = {}
     for column in SYSTEM_COLUMNS:
         text = row.get(column)

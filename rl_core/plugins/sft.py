@@ -181,7 +181,7 @@ def said_text(
     content = text_of(message)
     if message.get("tool_calls") or not content:
         raise ValueError(
-            f"message {len(messages) - 1} cannot be trained: the template renders it so that the "
+            f"message {len(messages)} cannot be trained: the template renders it so that the "
             f"generation prompt {unmarked(prompt)[-40:]!r} is not before it; give its text as "
             '"content", or "train": false'
         )

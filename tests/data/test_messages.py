@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
+from contextlib import nullcontext
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -18,21 +21,30 @@ from test_chat import (
     chat_of,
     every_template,
     in_parts,
+    make_tokenizer,
     user,
     without_space,
 )
 
+from rl_core.agents.chat_completions import read as read_request
+from rl_core.agents.requests import Refusal
 from rl_core.config import RolloutConfig, parse_config
+from rl_core.data.chat import Chat
 from rl_core.data.messages import canonical_messages
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import make_task
-from rl_core.engines.scripted import ScriptedActor
+from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.plugins.env_file import load_env, rows_of
+from rl_core.plugins.pairs import reply_pair, scored_pair
+from rl_core.plugins.reward_model import RewardModel
 from rl_core.plugins.sft import sft_samples
 from rl_core.plugins.streaming import StreamedTasks, open_stream
 from rl_core.plugins.tables import load_other
+from rl_core.plugins.tool_calls import ToolCalls
+from rl_core.sampling.hooks import read_answer
 from rl_core.sampling.rollout import GroupPlayer
 from rl_core.train import main as train
+from rl_core.types import SamplingParams
 
 TOOLS = [
     {
@@ -364,3 +376,187 @@ def test_a_reply_that_spells_a_special_token_is_told_once(algorithm, tiny_model,
     assert train(f"{flags} --tasks_per_step 4 --out {tmp_path}/run".split()) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "special token" in x]
     assert line.startswith(f"warning: row 2 of {file}: a reply spells the special token '<|end|>'")
+
+
+CALLS = [{"type": "function", "function": {"name": "clock", "arguments": {"zone": "CET"}}}]
+AS_TEXT = '{"name": "clock", "arguments": {"zone": "CET"}}'
+CALLED = {"role": "assistant", "content": None, "tool_calls": CALLS}
+# Each message, the canonical one, and a word of the note that says how it was read.
+READINGS = [
+    (user("a"), user("a"), ""),
+    ({"from": "human", "value": "a"}, user("a"), "'human' read as user"),
+    ({"role": "Human", "content": "a"}, user("a"), "'Human' read as user"),
+    ({"from": "gpt", "value": "a", "weight": 1}, said("a"), "'gpt' read as assistant"),
+    ({"role": "model", "content": "a"}, said("a"), "'model' read as assistant"),
+    ({"role": "critic", "content": "a"}, {"role": "critic", "content": "a"}, ""),
+    ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}, "read as tool"),
+    (
+        {"role": "function", "name": "f", "content": "a"},
+        {"role": "tool", "name": "f", "content": "a"},
+        "'function' read as tool",
+    ),
+    (CALLED, CALLED, ""),
+    ({"from": "function_call", "value": AS_TEXT}, CALLED, "'function_call' read as assistant"),
+    ({"role": "tool_call", "content": f"[{AS_TEXT}]"}, CALLED, "'tool_call' read as assistant"),
+    (said(None, function_call=json.loads(AS_TEXT)), CALLED, "function_call read as tool_calls"),
+    (said(None, tool_calls=json.loads(AS_TEXT)), CALLED, ""),
+    (said(None, tool_calls=json.dumps(CALLS)), CALLED, ""),
+    (
+        said(None, tool_calls=[{"function": {"name": "clock", "arguments": '{"zone": "CET"}'}}]),
+        CALLED,
+        "arguments of clock() parsed",
+    ),
+    (said("a", tool_calls=[]), said("a"), ""),
+    (said("a", thinking="b"), said("a", reasoning_content="b"), "thinking read as reasoning"),
+    (
+        said([{"type": "thinking", "thinking": "b"}, {"type": "text", "text": "a"}]),
+        said([{"type": "text", "text": "a"}], reasoning_content="b"),
+        "thoughts read as reasoning_content",
+    ),
+    (
+        user(["a", {"type": "input_text", "text": "b"}]),
+        user(in_parts([user("a")])[0]["content"] + [{"type": "text", "text": "b"}]),
+        "",
+    ),
+]
+UNTRAINED = itertools.product(
+    ("train", "weight", "loss", "loss_mask", "trainable"),
+    (False, 0, 0.0, "false", "False", "0", np.bool_(False), np.int64(0)),
+)
+READINGS += [(said("a", **{k: v}), said("a", train=False), "not trained") for k, v in UNTRAINED]
+READINGS += [(said("a", train=each), said("a"), "") for each in (True, 1, 1.0, "true", np.True_)]
+
+
+@pytest.mark.parametrize(("message", "canonical", "note"), READINGS)
+def test_messages_of_other_formats_have_one_form(message, canonical, note):
+    notes, given = [], json.dumps(message, default=str)
+    assert canonical_messages([message], notes) == [canonical]
+    assert canonical_messages([canonical]) == [canonical]
+    assert json.dumps(message, default=str) == given
+    assert note in " ".join(notes) and (note or not notes)
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (said(None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "a JSON object"),
+        (said(None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]), "a JSON object"),
+        (said(None, tool_calls=[{"function": {"arguments": {}}}]), "a function with a name"),
+        (said(None, tool_calls="f()"), "must be a list, or its JSON text; are 'f"),
+        ({"from": "function_call", "value": "call it"}, "must be a list, or its JSON text"),
+        (said("a", weight=0.5), r"'weight' is 0.5; a message is trained \(true, 1\) or not"),
+        (said("a", loss_mask=[0, 1]), r"'loss_mask' is \[0, 1\]; a message is trained"),
+        (said("a", thinking="b", reasoning="c"), "thinking and reasoning differ"),
+        (user("half \ud83d"), "half of a surrogate pair, '.ud83d', at character 5"),
+        (user([{"type": "text", "text": "\udc00"}]), "half of a surrogate pair"),
+        (user("a") | {"images": ["b.png"]}, "a part of type 'images' is not read"),
+    ],
+)
+def test_a_message_without_a_clear_reading_is_refused_with_its_number(message, match):
+    with pytest.raises(ValueError, match=f"message 2.*{match}"):
+        canonical_messages([user("a"), message])
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
+KINDS = [
+    IMAGE,
+    {"type": "image", "image": "a.png"},
+    {"type": "input_image", "image_url": "a.png"},
+    {"type": "video", "video": "a.mp4"},
+    {"type": "input_audio", "input_audio": {"data": ""}},
+    {"type": "file", "file": {"file_id": "a"}},
+    {"type": "document", "source": {}},
+]
+
+
+def seen_by_rl(messages):
+    make_task({"prompt": messages}, 0, "env", "train")
+
+
+def heard_from_interact(messages):
+    read_answer({"messages": messages}, "env.py", True)
+
+
+def heard_from_a_hook(messages):
+    actor = ScriptedActor(name="policy", chat=plain_chat(), replies=["a"])
+    asyncio.run(actor.in_episode(SamplingParams(max_tokens=9), 0, "s").respond(messages))
+
+
+def scored(messages):
+    model = RewardModel.__new__(RewardModel)
+    model.token_ids(messages)
+
+
+def sent_by_a_program(messages):
+    try:
+        read_request({"model": "m", "messages": messages})
+    except Refusal as error:
+        raise ValueError(error.message) from None
+
+
+ENTRIES = {
+    "sft": lambda messages: sft_samples(None, {"prompt": messages, "response": "a"}),
+    "dpo": lambda messages: reply_pair(None, {"prompt": messages, "chosen": "a", "rejected": "b"}),
+    "rm": lambda messages: scored_pair(None, {"prompt": messages, "chosen": "a", "rejected": "b"}),
+    "rl": seen_by_rl,
+    "interact": heard_from_interact,
+    "respond": heard_from_a_hook,
+    "reward model": scored,
+    "program": sent_by_a_program,
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("part", KINDS, ids=lambda part: part["type"])
+def test_images_and_the_like_are_refused_wherever_messages_come_in(part, entry):
+    text = {"type": "text", "text": "a"}
+    with pytest.raises(ValueError, match=rf"a part of type '{part['type']}'"):
+        ENTRIES[entry]([{"role": "user", "content": [text, part]}])
+
+
+# Writes the roles that it knows, and no calls.
+SELECTIVE = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SAYS = "def interact(messages): return {said}\ndef reward_fn(completion): return 1.0\nmax_turns = 2"
+LOST = {
+    "the call of clock()": {**CALLED, "content": "a"},
+    "its text": {"role": "critic", "content": "a"},
+    "its thoughts": said("b", reasoning_content="a"),
+}
+
+
+@pytest.mark.parametrize("label", LOST)
+def test_a_message_that_the_template_leaves_out_is_refused_at_every_entry(label, tmp_path):
+    chat, lost = Chat(make_tokenizer(), SELECTIVE, tool_reader=ToolCalls), LOST[label]
+    talk = [user("a"), lost, user("c")]
+    refused = pytest.raises(
+        ValueError, match=rf"message 2 of \[user {lost['role']}.*{re.escape(label)}"
+    )
+    with refused:
+        sft_samples(chat, {"messages": [*talk, said("d")]})
+    with refused:
+        reply_pair(
+            chat, {"prompt": [user("a")], "chosen": [lost, *talk, said("d")], "rejected": "b"}
+        )
+    model = RewardModel.__new__(RewardModel)
+    model.chat, model.lock, model.max_tokens = chat, nullcontext(), 1000
+    with refused:
+        model.token_ids(talk[:2])
+    if label == "its thoughts":
+        return  # Templates leave out those of turns that are not trained.
+    with refused:
+        chat.prompt_ids(talk)
+    actor = ScriptedActor(name="policy", chat=chat, replies=["b"])
+    episode = actor.in_episode(SamplingParams(max_tokens=9), 0, "s")
+    with refused:
+        asyncio.run(episode.respond(talk))
+    (tmp_path / "env.py").write_text(SAYS.format(said=[user("e"), lost]))
+    env = load_env(str(tmp_path / "env.py"))
+    (group,) = make_groups([make_task({"prompt": "a"}, 0, env.name, "train")])
+    player = GroupPlayer({env.name: env}, {"policy": actor}, RolloutConfig())
+    (trajectory,) = asyncio.run(player.play(group))
+    assert trajectory.status == "failed" and "message 4 of [user assist" in trajectory.error
+    assert label in trajectory.error

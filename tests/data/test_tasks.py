@@ -427,6 +427,10 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
             {"prompt": [{"role": "system", "content": "a"}], "system_prompt": "b"},
             r"row 4 of .*: column 'system_prompt' and the messages have system messages that differ",
         ),
+        (
+            {"prompt": "<image>a", "images": ["b"]},
+            r"column 'images', to which .*, is not read: mod",
+        ),
         ({"prompt": "a", "system": 3}, r"column 'system' must be a text, is 3"),
         ({"prompt": "a", "history": "b"}, r"column 'history' must be a list of messages, or of pa"),
         ({"prompt": "a", "history": [["b", 1]]}, r"column 'history' must be .* is \[\['b', 1\]\]"),
