@@ -537,10 +537,12 @@ def test_a_message_that_the_template_leaves_out_is_refused_at_every_entry(label,
     )
     with refused:
         sft_samples(chat, {"messages": [*talk, said("d")]})
-    with refused:
-        reply_pair(
-            chat, {"prompt": [user("a")], "chosen": [lost, *talk, said("d")], "rejected": "b"}
-        )
+    pair = {"prompt": talk, "chosen": "d", "rejected": "e"}
+    if label == "its thoughts":
+        pair = {"prompt": [user("a")], "chosen": [lost], "rejected": "e"}
+    for samples_of in (reply_pair, scored_pair):
+        with refused:
+            samples_of(chat, pair)
     model = RewardModel.__new__(RewardModel)
     model.chat, model.lock, model.max_tokens = chat, nullcontext(), 1000
     with refused:
