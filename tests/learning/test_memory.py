@@ -386,7 +386,8 @@ def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
         "--max_tokens 8 --max_prompt_tokens 16",
     )
     flags += words(
-        "--algorithm ppo --tasks_per_step 2 --group_size 2 --optim.lr 1e-3 --algo.kl_coef 0.01"
+        "--algorithm ppo --tasks_per_step 2 --group_size 2 --optim.lr 1e-3 --optim.eps 1e-3 "
+        "--algo.kl_coef 0.01"
     )
     flags += words("--eval_every 2 --eval.num_tasks 2 --eval.samples 0 --learner.offload")
     found = {}
@@ -401,8 +402,11 @@ def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
     for offload in ("phase", "always"):
         of_weights = [(w - found[offload][n]).abs().max() for n, w in found["none"].items()]
         differences[offload] = max(of_weights).item()
-    # What always waits is sharded, and computed by the model's own forward.
-    assert differences["phase"] == 0 and differences["always"] < 1e-5, differences
+    # What always waits is sharded, and computed by the model's own forward. Adam's eps bounds how
+    # a gradient's rounding moves a weight: by lr / eps = 1 times 8 units of fp32 of about 5 nats,
+    # in each of 5 steps.
+    bound = 5 * (8 * 2**-24 * 5)
+    assert differences["phase"] == 0 and differences["always"] < bound, differences
 
 
 def peak_mib() -> float:
