@@ -14,6 +14,7 @@ raises ValueError.
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import math
 import re
@@ -25,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 from rl_core.math_answers import final_answer, is_equal, reference_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from rl_core.sampling.actor import Actor
     from rl_core.sandbox import Sandbox
+
+    Batch = Callable[[list[Any]], Awaitable[Sequence[Any]]]
 
 NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
 FENCE = r"(?s)```[\w+-]*[ \t]*\n(.*?)```"
@@ -283,6 +286,67 @@ async def compare(actor: Actor, question: str, first: str, second: str, rubric: 
         verdicts = re.findall(r"\[\[([ABC])\]\]", said)
         wins += value.get(verdicts[-1] if verdicts else "C", 0.5) / 2
     return wins
+
+
+def together(size: int, wait_s: float = 1.0) -> Callable[[Batch], TogetherCalls]:
+    """Decorator of an `async` function from a list of items to a list of results: concurrent calls,
+    each with one item, become one call, such as one request to a judge for all episodes of a step.
+    Sent once `size` calls wait, or no further one came for `wait_s` seconds."""
+    if size < 1 or wait_s < 0:
+        raise ValueError(f"size={size} must be at least 1, and wait_s={wait_s} at least 0")
+    return lambda function: TogetherCalls(function, size, wait_s)
+
+
+class TogetherCalls:
+    """The calls that wait for a function of together()."""
+
+    def __init__(self, function: Batch, size: int, wait_s: float):
+        self.function, self.size, self.wait_s = function, size, wait_s
+        self.waiting: list[tuple[Any, asyncio.Future]] = []
+        self.timer: asyncio.TimerHandle | None = None
+        self.tasks: set[asyncio.Task] = set()
+
+    async def __call__(self, item: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        # A loop before this one may have ended while calls waited.
+        self.waiting = [call for call in self.waiting if call[1].get_loop() is loop]
+        future = loop.create_future()
+        self.waiting.append((item, future))
+        if self.timer is not None:
+            self.timer.cancel()
+        if len(self.waiting) >= self.size:
+            self.send()
+        else:
+            self.timer = loop.call_later(self.wait_s, self.send)
+        return await future
+
+    def send(self) -> None:
+        calls = [call for call in self.waiting if not call[1].done()]
+        self.waiting, self.timer = [], None
+        if calls:
+            task = asyncio.get_running_loop().create_task(self.run(calls))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def run(self, calls: list[tuple[Any, asyncio.Future]]) -> None:
+        """Gives each call its result, or all of them the error."""
+        error, results = None, []
+        try:
+            results = list(await self.function([item for item, _ in calls]))
+            if len(results) != len(calls):
+                raise ValueError(
+                    f"{self.function.__name__}() returned {len(results)} results for "
+                    f"{len(calls)} items; it must return one for each"
+                )
+        except Exception as raised:
+            error = raised
+        for number, (_, future) in enumerate(calls):
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(results[number])
+            else:
+                future.set_exception(error)
 
 
 def tagged(name: str, text: str) -> str:

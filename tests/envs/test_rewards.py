@@ -200,6 +200,33 @@ def test_half_a_verdict_counts_half():
     assert judged(rewards.compare, lambda prompt, seed: next(says), "q", "x", "y", "r")[0] == 0.75
 
 
+def test_calls_of_many_episodes_are_one_call():
+    batches = []
+
+    @rewards.together(size=4, wait_s=0.05)
+    async def judge_all(items):
+        batches.append(items)
+        if "bad" in items:
+            raise OSError("the judge is away")
+        return items[1:] if "short" in items else [item * 2 for item in items]
+
+    async def ask(*items):
+        return await asyncio.gather(*map(judge_all, items), return_exceptions=True)
+
+    # Each run has its own loop, and a call that nobody waits for holds no other.
+    assert asyncio.run(ask(1, 2, 3, 4, 5, 6)) == [2, 4, 6, 8, 10, 12]
+    assert batches == [[1, 2, 3, 4], [5, 6]]
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(judge_all(7), 0.01))
+    assert asyncio.run(ask(8)) == [16] and batches[2:] == [[8]]
+    errors = asyncio.run(ask("bad", 1))
+    assert [str(error) for error in errors] == ["the judge is away"] * 2
+    [error] = asyncio.run(ask("short"))
+    assert "judge_all() returned 0 results for 1 items" in str(error)
+    with pytest.raises(ValueError, match="size=0 must be at least 1"):
+        rewards.together(size=0)
+
+
 @pytest.mark.parametrize(
     "text, name, reward",
     [
@@ -293,6 +320,8 @@ def test_every_reward_says_its_range_and_where_it_comes_from():
     ]
     parts = (
         "needing",
+        "together",
+        "TogetherCalls",
         "tagged",
         "is_idle",
         "ngrams",
