@@ -24,6 +24,7 @@ from rl_core.agents.requests import (
 from rl_core.types import Message
 
 PATH = "/v1/chat/completions"
+MAX_REPLIES = 128  # of one request, as at OpenAI
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 
 
@@ -36,6 +37,9 @@ def read(body: dict[str, Any]) -> Request:
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         overridden.append("tool_choice")
+    num_replies = limit_of(body, "n") or 1
+    if num_replies > MAX_REPLIES:
+        raise Refusal(f"n: {num_replies} must be at most {MAX_REPLIES}")
     messages = wanted(body, "messages", list, [])
     if not messages:
         raise Refusal("messages is empty")
@@ -46,7 +50,7 @@ def read(body: dict[str, Any]) -> Request:
         reads_calls=choice != "none",
         max_tokens=limit_of(body, "max_tokens", "max_completion_tokens"),
         stop=stops_of(body, "stop"),
-        num_replies=limit_of(body, "n") or 1,
+        num_replies=num_replies,
         is_streamed=wanted(body, "stream", bool, False),
         wants_logprobs=wanted(body, "logprobs", bool, False),
         wants_usage=bool(wanted(body, "stream_options", dict, {}).get("include_usage")),

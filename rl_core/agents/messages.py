@@ -13,6 +13,7 @@ from rl_core.agents.requests import (
     called,
     limit_of,
     overridden_in,
+    read_arguments,
     read_tool,
     stops_of,
     text_of_parts,
@@ -70,7 +71,7 @@ def read_message(message: Any) -> list[Message]:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use":
-            arguments = block.get("input") or {}
+            arguments = read_arguments(block.get("input") or {})
             calls.append(called(block.get("id", ""), block.get("name"), arguments))
         elif kind == "tool_result":
             said = text_of_parts(block.get("content"), kind)

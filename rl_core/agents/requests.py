@@ -101,8 +101,12 @@ class Reply:
 
 
 def called(call_id: Any, name: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call in a message, as chat templates read it."""
+    """A call in a message, as chat templates read it. Raises Refusal for a name that is not a
+    text."""
+    if not isinstance(name, str) or not name:
+        raise Refusal(f"a call: the name {str(name)[:80]!r} must be a text")
     function = {"name": name, "arguments": arguments}
+    call_id = call_id if isinstance(call_id, str) else ""
     return {"id": call_id, "type": "function", "function": function}
 
 
@@ -173,7 +177,7 @@ def schema_fault(schema: Any) -> str:
     if not isinstance(schema, dict):
         return f"{str(schema)[:80]!r} is not a schema"
     kinds = schema.get("type", [])
-    if not all(isinstance(kind, str) for kind in as_list(kinds)):
+    if schema.get("type") == [] or not all(isinstance(kind, str) for kind in as_list(kinds)):
         return f"type: {str(kinds)[:80]!r} is not a type"
     for key in ("required", "enum"):
         if not isinstance(schema.get(key, []), list):
@@ -183,8 +187,8 @@ def schema_fault(schema: Any) -> str:
         if key not in schema:
             continue
         value = schema[key]
-        if form is not None and not isinstance(value, form):
-            kind = "an object" if form is dict else "a list"
+        if form is not None and (not isinstance(value, form) or value == []):
+            kind = "an object" if form is dict else "a list of schemas"
             return f"{key}: {str(value)[:80]!r} is not {kind}"
         if form is dict:
             inner += [(f"{key}.{name}", each) for name, each in value.items()]

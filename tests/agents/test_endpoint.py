@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import random
 import socket
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -622,6 +623,8 @@ NON_SCHEMAS = [
     {"type": "object", "properties": {"a": {"anyOf": {"type": "integer"}}}},
     {"type": "object", "properties": {"a": {"type": "array", "items": {"enum": "x"}}}},
     {"type": "object", "required": "a"},
+    {"type": []},
+    {"type": "object", "properties": {"a": {"anyOf": []}}},
     "integer",
     [{}],
 ]
@@ -644,6 +647,96 @@ def test_parameters_that_are_not_a_schema_are_refused(schema):
             return tree.num_turns
 
     assert asyncio.run(play()) == 0
+
+
+ASKED_CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+BODIES = {
+    "chat/completions": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": "x", "tool_calls": [ASKED_CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "3"},
+        ],
+        "tools": TOOLS,
+        "stop": ["z"],
+        "n": 1,
+        "max_tokens": 3,
+        "logprobs": True,
+        "stream_options": {"include_usage": True},
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+    },
+    "responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "3"},
+            {"type": "reasoning", "summary": []},
+        ],
+        "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}],
+        "instructions": "x",
+        "text": {"format": {"type": "text"}},
+        "max_output_tokens": 3,
+    },
+    "messages": {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "x"},
+                    {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c",
+                        "content": [{"type": "text", "text": "3"}],
+                    }
+                ],
+            },
+        ],
+        "system": [{"type": "text", "text": "s"}],
+        "tools": [{"name": "add", "input_schema": PARAMETERS}],
+        "max_tokens": 3,
+        "stop_sequences": ["z"],
+        "tool_choice": {"type": "auto"},
+    },
+}
+STRANGE = [None, True, 0, -1, 1.5, 10**30, "", "x", "tool", "text", "function", [], {}, [None]]
+STRANGE += [[[]], [{}], {"type": None}, {"text": 3}, {"type": "text", "text": None}, "</think>"]
+
+
+def changed(value, rng, share):
+    """A body in which a share of the values is another."""
+    if rng.random() < share:
+        return rng.choice(STRANGE)
+    if isinstance(value, dict):
+        kept = {key: each for key, each in value.items() if rng.random() > share / 3}
+        return {key: changed(each, rng, share) for key, each in kept.items()}
+    return [changed(each, rng, share) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("path", [*BODIES, "messages/count_tokens"])
+def test_strange_bodies_are_answered_or_refused(path):
+    rng, body = random.Random(path), BODIES[path.removesuffix("/count_tokens")]
+
+    async def play():
+        async with endpoint(CALL, "two") as (llm, _):
+            headers = {"Authorization": f"Bearer {llm.api_key}"}
+            async with httpx.AsyncClient(headers=headers, timeout=60) as client:
+                statuses = []
+                for _ in range(400):
+                    sent = changed(body, rng, rng.choice([0.02, 0.05, 0.15]))
+                    answer = await client.post(f"{llm.base_url}/{path}", json=sent)
+                    assert answer.status_code in (200, 400), (sent, answer.text)
+                    statuses.append(answer.status_code)
+                return set(statuses)
+
+    assert asyncio.run(play()) == {200, 400}
 
 
 def test_fields_of_a_tool_may_be_null():
@@ -986,6 +1079,27 @@ def test_the_socket_for_boxes_lies_in_a_folder_of_this_user_alone():
             return Path(shown).parent.stat().st_mode
 
     assert asyncio.run(mode()) & 0o777 == 0o700
+
+
+def test_connections_of_a_box_are_bounded_as_all_are(monkeypatch, capsys):
+    monkeypatch.setattr("rl_core.http_door.MAX_OPEN_FILES", 40)  # a quarter for strangers
+
+    async def play():
+        async with endpoint("x") as (llm, _):
+            [shown] = (await llm.binds()).values()
+            path = f"{shown}/{SOCKET}"
+            crowd = [await asyncio.open_unix_connection(path) for _ in range(30)]
+            transport = httpx.AsyncHTTPTransport(uds=path)
+            headers = {"Authorization": f"Bearer {llm.api_key}"}
+            async with httpx.AsyncClient(transport=transport, headers=headers) as client:
+                answer = await client.get("http://x/v1/models")
+            for _, writer in crowd:
+                writer.close()
+            return answer.status_code
+
+    assert asyncio.run(play()) == 200
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["HTTP: refused connections next to 10 others that have not shown the token"]
 
 
 def test_a_message_and_its_echo_have_one_key_and_others_have_not():
