@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateSyntaxError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
+from rl_core.data.messages import canonical_tools
 from rl_core.types import Task
 
 
@@ -62,7 +63,10 @@ def tool_schemas(tools: Sequence[dict | Callable], path: str) -> list[dict[str, 
                 "hint for each argument and a docstring in Google's format, with what it does and "
                 "`Args:` with each argument"
             ) from error
-    return found
+    try:
+        return canonical_tools(found) or []
+    except ValueError as error:
+        raise ValueError(f"{path}: tools {error}") from None
 
 
 def schema_of(tool: Callable) -> dict[str, Any]:

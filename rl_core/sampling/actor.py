@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
-from rl_core.data.messages import canonical_messages
+from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.tasks import shorten
 from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine, EngineDied
@@ -376,7 +376,7 @@ class Actor:
         if "stop" in sampling:
             stop = sampling["stop"]
             sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        messages = as_messages(messages)
+        messages, tools = as_messages(messages), canonical_tools(tools)
         if self.chat is not None and self.chat.least_tokens(messages) < self.max_context_tokens:
             await self.chat.prepare(messages, tools)
         # Not a running number: the order of calls may depend on timing.

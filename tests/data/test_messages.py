@@ -514,6 +514,33 @@ def test_images_and_the_like_are_refused_wherever_messages_come_in(part, entry):
         ENTRIES[entry]([{"role": "user", "content": [text, part]}])
 
 
+def test_an_assistant_that_begins_is_context():
+    chat, talk = chat_named("qwen2_5"), [said("a"), user("b"), said("c")]
+    shared = [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]
+    for row in ({"messages": talk}, {"conversations": [*shared, {"from": "gpt", "value": "c"}]}):
+        (sample,) = sft_samples(chat, row)
+        assert trained_text(chat, sample) == "c<|im_end|>"
+        assert "assistant\na<|im_end|>" in chat.tokenizer.decode(sample.token_ids)
+    with pytest.raises(ValueError, match="nothing to train: give one with role 'assistant' behind"):
+        sft_samples(chat, {"messages": [said("a"), said("b"), user("c")]})
+
+
+def test_conversations_of_one_shape_are_checked_once(monkeypatch):
+    chat, rendered, counts = chat_named("qwen2_5"), [], []
+    whole = chat.tokenizer.apply_chat_template
+
+    def counted(messages, **options):
+        rendered.append(messages)
+        return whole(messages, **options)
+
+    monkeypatch.setattr(chat.tokenizer, "apply_chat_template", counted)
+    for number in range(4):
+        before = len(rendered)
+        sft_samples(chat, {"messages": [user(f"a{number}"), said(f"b{number}")]})
+        counts.append(len(rendered) - before)
+    assert counts[0] > counts[1] == counts[2] == counts[3] == 2
+
+
 # Writes the roles that it knows, and no calls.
 SELECTIVE = (
     "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant', 'tool') %}"

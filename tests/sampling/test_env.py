@@ -326,7 +326,7 @@ def test_tools_reach_the_chat_template_and_max_turns_the_episode(env_of):
     talk = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
     template = "{{ tools[0].type if tools }}" + talk
     env = env_of(
-        "tools = [{'type': 'function'}]\nmax_turns = 3\ndef interact(): return [{'role': 'user', "
+        "tools = [{'name': 'f'}]\nmax_turns = 3\ndef interact(): return [{'role': 'user', "
         "'content': 'x'}]"
     )
     actors = cast(template=template, policy="a")
