@@ -29,9 +29,10 @@ from rl_core.data.rows import check_exists
 from rl_core.rules import nearest
 from rl_core.types import Completion, Message, Turn
 
-# Unicode keeps these two for internal use: templates and tokenizers have no rule for them.
+# Unicode keeps these three for internal use: templates and tokenizers have no rule for them.
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
+THOUGHT_PROBE = "\ufdd2"
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece writes a byte
 # A longer text is encoded in a thread: a tokenizer reads about half a megabyte in a second.
 LONG_CHARS = 1 << 16
@@ -69,12 +70,17 @@ class Chat:
         self._tool_reader = tool_reader
         parts = [{"type": "text", "text": PROBE}]
         self._wants_parts = not self._reads(PROBE) and self._reads(parts)
-        self.end_token_id = self._find_end_token()
-        stops = (tokenizer.eos_token_id, self.end_token_id)
+        ends = TurnEnds(self)
+        self.end_token_id = ends.reply  # of a reply at the end of a conversation
+        self.call_end_token_id = ends.call
+        # All tokens that the template ends a turn with. An engine does not stop at those that it
+        # also writes within a turn, as gpt-oss's behind the analysis.
+        self.end_token_ids = ends.all
+        stops = (tokenizer.eos_token_id, *ends.stops)
         self.stop_token_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
         self.special_ids = {}
         for i, token in tokenizer.added_tokens_decoder.items():
-            if token.special or i == self.end_token_id:
+            if token.special or i in self.end_token_ids:
                 self.special_ids[token.content] = i
         special = sorted(self.special_ids, key=len, reverse=True)
         self.special_token = re.compile("|".join(map(re.escape, special)) or "(?!)")
@@ -360,19 +366,91 @@ class Chat:
         except ValueError:
             return False
 
-    def _find_end_token(self) -> int | None:
-        """The token that the template puts after an assistant's content. If the next header ends a
-        turn, the header's token; if nothing does, the tokenizer's end token."""
-        added = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
-        user = self._in_form({"role": "user", "content": "x"})
-        talk = [user, self._in_form({"role": "assistant", "content": PROBE}), user]
-        for messages in (talk[:2], talk):
-            with suppress(ValueError):
-                text = self._apply(messages, None, False).rpartition(PROBE)[2].lstrip()
-                for token in sorted(added, key=len, reverse=True):
-                    if text.startswith(token):
-                        return added[token]
-        return self.tokenizer.eos_token_id
+
+class TurnEnds:
+    """The tokens that a chat template writes where an assistant's turn ends: behind a reply, behind
+    one in the middle of a conversation, behind tool calls. Where the next header ends a turn, the
+    header's token; where nothing does, the tokenizer's end token."""
+
+    def __init__(self, chat: Chat):
+        self._chat = chat
+        self._added = {t.content: i for i, t in chat.tokenizer.added_tokens_decoder.items()}
+        tokens = sorted(self._added, key=len, reverse=True)
+        self._token = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        user, eos = {"role": "user", "content": "x"}, chat.tokenizer.eos_token_id
+        reply = {"role": "assistant", "content": PROBE}
+        last = self._after_probe(user, reply)[:1]
+        middle = self._after_probe(user, reply, user)[:1]
+        self.reply = next(iter([*last, *middle]), eos)
+        within = self._within_turn(user, reply)
+        self.all = {*last, *middle}
+        middle = [end for end in middle if end not in within]
+        self.call = self._call_end(user, {eos, self.reply, *middle})
+        # The reply's end stands last.
+        others = dict.fromkeys([self.call, *middle])
+        self.stops = [*(end for end in others if end not in (None, self.reply)), self.reply]
+        self.all |= {*self.stops} - {None}
+
+    def _render(self, *messages: Message) -> str:
+        """The template's text; "" if it refuses the messages or leaves PROBE out."""
+        with suppress(ValueError):
+            text = self._chat._apply([self._chat._in_form(m) for m in messages], None, False)
+            return text if PROBE in text else ""
+        return ""
+
+    def _leading(self, text: str) -> list[int]:
+        """Ids of the special tokens that a text begins with."""
+        found = []
+        while token := self._token.match(text := text.lstrip()):
+            found.append(self._added[token[0]])
+            text = text[token.end() :]
+        return found
+
+    def _trailing(self, text: str) -> tuple[str, list[int]]:
+        """(text without the special tokens that it ends in, their ids)."""
+        found: list[int] = []
+        for token in reversed(list(self._token.finditer(text))):
+            if text[token.end() :].strip():
+                break
+            found.insert(0, self._added[token[0]])
+            text = text[: token.start()]
+        return text.rstrip(), found
+
+    def _after_probe(self, *messages: Message) -> list[int]:
+        return self._leading(self._render(*messages).rpartition(PROBE)[2])
+
+    def _within_turn(self, user: Message, reply: Message) -> set[int]:
+        """Tokens between the thoughts and the text of one turn."""
+        thoughts = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT_PROBE)
+        _, between, text = self._render(user, reply | thoughts).partition(THOUGHT_PROBE)
+        text = text.partition(PROBE)[0] if between else ""
+        return {self._added[token] for token in self._token.findall(text)}
+
+    def _call_end(self, user: Message, known: set[int | None]) -> int | None:
+        """The token that ends a turn of tool calls."""
+        function = {"name": PROBE, "arguments": {"x": PROBE}}
+        calls = [{"id": f"call0000{n}", "type": "function", "function": function} for n in (0, 1)]
+        called = [
+            {"role": "assistant", "content": "", "tool_calls": calls[: n + 1]} for n in (0, 1)
+        ]
+        written = self._render(user, called[0])
+        text, ends = self._trailing(written)
+        if not text:
+            return self.reply
+        for end in ends:
+            if end in known:
+                return end
+        # A token that two calls have twice closes a call.
+        twice = self._token.findall(self._render(user, called[1]))
+        once = self._token.findall(written)
+        closing = {self._added[t] for t in once if twice.count(t) > once.count(t)}
+        result = {"role": "tool", "name": PROBE, "content": "x", "tool_call_id": "call00000"}
+        answered = self._render(user, called[0], result)
+        after = self._leading(answered[len(text) :]) if answered.startswith(text) else []
+        for end in [*reversed(ends), *after]:
+            if end not in closing:
+                return end
+        return self.reply
 
 
 class SpareTokenizer:
@@ -472,9 +550,17 @@ class TokenStream:
         finally:
             self._chat = chat
 
-    def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
-        """As append, for a turn that the template renders as `said`, with all messages so far."""
-        rendered = self._chat.render(messages, self._tools)
+    def extend(
+        self,
+        token_ids: list[int],
+        said: str,
+        messages: list[Message],
+        rendered: str | None = None,
+    ) -> bool:
+        """As append, for a turn that the template renders as `said`, with all messages so far.
+        `rendered`: their rendering, if it is known."""
+        if rendered is None:
+            rendered = self._chat.render(messages, self._tools)
         suffix = text_after(rendered, self.rendered, said)
         self.messages, self.rendered, self.is_fresh = messages, rendered, suffix is None
         if self.is_fresh:

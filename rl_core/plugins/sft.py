@@ -6,8 +6,8 @@ A row is a conversation, or an episode that a run wrote; an episode keeps its sa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from rl_core.data.tasks import (
     row_variables,
     with_opening,
 )
+from rl_core.data.thoughts import MARKS, open_mark
 from rl_core.plugins.run_files import fingerprint
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
@@ -135,20 +136,25 @@ def trained_messages(messages: list[Message]) -> list[int]:
 
 
 def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
-    """Every assistant message as if it had been sampled, its end token included. A message with
-    "train": False is context. The prompt is the one that an engine would get there. If the template
-    rewrites earlier turns in it, it does not extend the turn before."""
-    trained, turns, said, token_ids = trained_messages(messages), [], "", []
+    """Every assistant message as if it had been sampled, with the end token that the template
+    writes there. A message with "train": False is context. The prompt is the one that an engine
+    would get there. If the template rewrites earlier turns in it, it does not extend the turn
+    before."""
+    trained, turns = trained_messages(messages), []
     stream = TokenStream(chat, messages[: trained[0]], tools)
-    for i in trained:
-        if turns:
-            stream.extend(token_ids, said, messages[:i])
+    for i, until in zip(trained, [*trained[1:], len(messages)], strict=True):
         check_turn(chat, messages[: i + 1], tools)
         said, end_id = said_text(chat, stream.rendered, messages[: i + 1], tools)
+        following, is_last = messages[:until], i == trained[-1]
+        if i + 1 < len(messages):
+            rendered = render_following(chat, following, tools, is_last)
+            end_id = end_behind(chat, text_after(rendered, stream.rendered, said), end_id)
         token_ids = chat.encode(said, continues=True)
         if end_id is not None:
             token_ids.append(end_id)
         turns.append(as_sampled(token_ids, stream.new_ids, stream.is_fresh, unmarked(said)))
+        if not is_last:
+            stream.extend(token_ids, said, following, rendered)
     return turns
 
 
@@ -169,15 +175,37 @@ def check_turn(chat: Chat, messages: list[Message], tools: list | None) -> None:
     chat.has_shown(shape)
 
 
+def render_following(chat: Chat, messages: list[Message], tools: list | None, is_last: bool) -> str:
+    """The rendering of a conversation up to the next trained turn. "" if none follows and the
+    template refuses messages that nobody answers."""
+    if not is_last:
+        return chat.render(messages, tools)
+    with suppress(ValueError):
+        return chat.render(messages, tools, add_generation_prompt=False)
+    return ""
+
+
+def end_behind(chat: Chat, suffix: str | None, end_id: int | None) -> int | None:
+    """Id of the token that ends a turn which `suffix` follows in the rendering; None if no engine
+    stops at the token that the template writes there. `end_id` if the template rewrites the turn,
+    or writes no special token behind it."""
+    token = chat.special_token.match(suffix.lstrip()) if suffix else None
+    if token is None:
+        return end_id
+    token_id = chat.special_ids[token[0].strip()]
+    return token_id if token_id in chat.stop_token_ids else None
+
+
 def said_text(
     chat: Chat, prompt: str, messages: list[Message], tools: list | None
 ) -> tuple[str, int | None]:
     """(marked text of the last message as the template renders it behind `prompt`, id of the token
-    that ends it)."""
+    that ends it). Raises ValueError if the prompt opens thoughts that the text does not close."""
+    message, opening = messages[-1], open_mark(prompt)
+    end_id = chat.call_end_token_id if message.get("tool_calls") else chat.end_token_id
     rendered = text_after(chat.render(messages, tools, add_generation_prompt=False), prompt, "")
-    if rendered is not None:
-        return split_end(chat, rendered)
-    message = messages[-1]
+    if rendered is not None and (opening is None or MARKS[opening] in rendered):
+        return split_end(chat, rendered, end_id)
     content = text_of(message)
     if message.get("tool_calls") or not content:
         raise ValueError(
@@ -185,18 +213,32 @@ def said_text(
             f"generation prompt {unmarked(prompt)[-40:]!r} is not before it; give its text as "
             '"content", or "train": false'
         )
-    # Some generation prompts end in '<think>', with which the content begins too.
-    opening = re.search(r"(<[^<>|]+>)\s*\Z", prompt)
-    if opening and content.lstrip().startswith(opening[1]):
-        content = content.lstrip().removeprefix(opening[1]).lstrip()
-    return chat.marked(content), chat.end_token_id
+    if opening is not None:
+        content = closed_thoughts(message, content, opening, len(messages))
+    return chat.marked(content), end_id
 
 
-def split_end(chat: Chat, text: str) -> tuple[str, int | None]:
+def closed_thoughts(message: Message, content: str, opening: str, number: int) -> str:
+    """The content behind a prompt that ends in the mark `opening`: thoughts, their closing mark,
+    the reply. Raises ValueError if the message has no thoughts."""
+    closing = MARKS[opening]
+    if content.lstrip().startswith(opening):
+        content = content.lstrip().removeprefix(opening).lstrip()
+    if closing in content:
+        return content
+    if thoughts := message.get("reasoning_content"):
+        return f"{thoughts.strip()}\n{closing}\n\n{content.lstrip()}"
+    raise ValueError(
+        f"message {number} has no thoughts, but the generation prompt ends in {opening!r}, which "
+        f'the chat template does not close: give the message thoughts by "reasoning_content", or '
+        f"begin its content with '{opening}\\n\\n{closing}\\n\\n'"
+    )
+
+
+def split_end(chat: Chat, text: str, end_id: int | None = None) -> tuple[str, int | None]:
     """(a rendered turn up to its end token, the end token's id): of the special tokens and
-    whitespace that the text ends in, the first that an engine stops at; else the template's end
-    token."""
-    said, end_id, place = text, chat.end_token_id, len(text)
+    whitespace that the text ends in, the first that an engine stops at; else `end_id`."""
+    said, place = text, len(text)
     for token in reversed(list(chat.special_token.finditer(text))):
         if text[token.end() : place].strip():
             break
@@ -251,7 +293,7 @@ def answer_span(
     if not turn.is_fresh:
         # A truncated turn has no end token; the template's is not part of the answer.
         has_end = not stops.isdisjoint(said[-1:])
-        gets_end = not stops.isdisjoint(turn.new_ids[:1])
+        gets_end = not chat.end_token_ids.isdisjoint(turn.new_ids[:1])
         return int(gets_end and not has_end), end
     # The template rewrote what stands before: the answer's text begins behind the last end token
     # before its content.

