@@ -55,8 +55,8 @@ ENDS = {
     ),
     "opens_response": (
         GEMMA_ENDS,
-        "<|user|>time?<|end|><|assistant|>«<|tool_call>call:clock{}<tool_call|><|tool_response>»"
-        "value:12:00<tool_response|>«noon<|end|>»",
+        '<|user|>time?<|end|><|assistant|>«<|tool_call>call:clock{"zone": "CET"}<tool_call|>'
+        "<|tool_response>»value:12:00<tool_response|>«noon<|end|>»",
     ),
 }
 
