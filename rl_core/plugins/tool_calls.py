@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.data.chat import Chat, text_after, unmarked
+from rl_core.data.thoughts import THOUGHTS, leading_thoughts
 from rl_core.plugins.sft import said_text, shared_length, split_end
 from rl_core.types import Completion, Message
 
@@ -21,6 +22,7 @@ ARGUMENT = (
     r'<(?:parameter=|parameter name="|arg_key>)(?P<key>[^<>"]+)(?:"?>|</arg_key>\s*<arg_value>)'
     r"(?P<value>(?:(?!</?(?:parameter|arg_value)\b).)*)</(?:parameter|arg_value)>"
 )
+MAX_REFS = 20  # A schema may refer to itself.
 # Part of no special token, so that a rendering has no marks in it.
 SAMPLE_TEXT = "7 9"
 SAMPLES = {
@@ -35,13 +37,13 @@ SAMPLES = {
 
 def xml_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
     """A name, and arguments between tags, whose types the tool's schema tells."""
-    name, schemas, arguments = match["name"], {}, {}
+    name, schemas, arguments, root = match["name"], {}, {}, None
     for tool in tools:
         if tool["function"]["name"] == name:
-            schemas = properties_of(tool["function"])
+            schemas, root = properties_of(tool["function"]), tool["function"].get("parameters")
     for argument in re.finditer(ARGUMENT, match["arguments"], re.DOTALL):
         key = argument["key"].strip()
-        arguments[key] = typed_value(argument["value"], schemas.get(key, {}))
+        arguments[key] = typed_value(argument["value"], schemas.get(key, {}), root)
     return [{"name": name, "arguments": arguments}]
 
 
@@ -103,27 +105,101 @@ class JsonNames(ast.NodeTransformer):
         return ast.Constant(values[node.id]) if node.id in values else node
 
 
-def typed_value(text: str, schema: Any) -> Any:
-    """An argument that is written as text: itself if its schema allows a string, else what it is as
-    JSON or in Python's words."""
+def typed_value(text: str, schema: Any, root: Any = None) -> Any:
+    """An argument that is written as text: a value that the schema lists; null where the schema
+    allows it; the text itself where it allows a string; else the value as JSON or in Python's
+    words. `root`: the schema that `$ref` refers to."""
     text = text.removeprefix("\n").removesuffix("\n")
-    if "string" in types_of(schema):
+    types, values = allowed(schema, root)
+    if values is not None and text in values:
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+    is_listed = values is not None and any(same_value(value, each) for each in values)
+    if is_listed or (value is None and "null" in types) or "string" not in types:
+        return value
+    return text
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """True if both are one value of JSON: true is not 1."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def properties_of(function: dict[str, Any]) -> dict[str, Any]:
     """Schemas of a tool's parameters by name."""
-    return (function.get("parameters") or {}).get("properties", {})
+    parameters = function.get("parameters") or {}
+    return resolved(parameters, parameters).get("properties") or {}
 
 
-def types_of(schema: Any) -> list[str]:
-    """JSON's types that a schema allows; `true` and a schema without a type allow a string."""
-    types = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    return [types] if isinstance(types, str) else types
+def resolved(schema: Any, root: Any, depth: int = 0) -> Any:
+    """A schema, or the one that its `$ref` names by a path in `root`; {} if there is none."""
+    if not isinstance(schema, dict):
+        return schema if schema is not None else {}
+    ref = schema.get("$ref")
+    if not isinstance(ref, str):
+        return schema
+    if depth > MAX_REFS or not ref.startswith("#"):
+        return {}
+    target = root
+    for name in ref.removeprefix("#").strip("/").split("/"):
+        target = target.get(name.replace("~1", "/").replace("~0", "~"), {}) if name else target
+        if not isinstance(target, dict):
+            return {}
+    return resolved({**target, **{k: v for k, v in schema.items() if k != "$ref"}}, root, depth + 1)
+
+
+def allowed(schema: Any, root: Any = None, depth: int = 0) -> tuple[list[str], list | None]:
+    """(JSON's types that a schema allows, the values that it lists or None). `true` and a schema
+    without any type allow a string."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict) or depth > MAX_REFS:
+        return ["string"], None
+    found: list[tuple[list[str] | None, list | None]] = []
+    if "type" in schema:
+        kinds = schema["type"]
+        found.append(([kinds] if isinstance(kinds, str) else list(kinds or ()), None))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, (list, tuple)):
+        found.append(([json_type(value) for value in values], list(values)))
+    for key in ("anyOf", "oneOf"):
+        if options := [allowed(each, root, depth + 1) for each in schema.get(key) or ()]:
+            listed = [each for _, values in options for each in values or ()]
+            found.append(([kind for types, _ in options for kind in types], listed or None))
+    for each in schema.get("allOf") or ():
+        if is_typed(resolved(each, root)):
+            found.append(allowed(each, root, depth + 1))
+    if not found:
+        for key, kind in (("properties", "object"), ("items", "array")):
+            if key in schema:
+                return [kind], None
+        return ["string"], None
+    types = [kind for kind in found[0][0] if all(fits(kind, more) for more, _ in found[1:])]
+    listed = next((values for _, values in found if values is not None), None)
+    return types or found[0][0], listed
+
+
+def fits(kind: str, types: list[str]) -> bool:
+    return kind in types or (kind in ("integer", "number") and "number" in types)
+
+
+def is_typed(schema: Any) -> bool:
+    keys = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "properties", "items", "$ref")
+    return isinstance(schema, dict) and any(key in schema for key in keys)
+
+
+def json_type(value: Any) -> str:
+    """The name of a value's type in a JSON schema."""
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return names.get(type(value), "object")
+
+
+def types_of(schema: Any, root: Any = None) -> list[str]:
+    return allowed(schema, root)[0]
 
 
 # LFM2
@@ -158,7 +234,7 @@ FORMATS = {
     # gpt-oss
     "<|channel|>commentary": (
         r"to=functions\.",
-        r"to=functions\.(?P<name>[^\s<]+)(?:(?!to=).)*?<\|message\|>"
+        r"to=functions\.(?P<name>[^\s<]+)(?:(?!to=|<\|channel\|>analysis).)*?<\|message\|>"
         r"(?P<arguments>.*?)(?:<\|call\|>|\Z)",
         json_calls,
     ),
@@ -204,21 +280,30 @@ class ToolCalls:
         self.checked: set[str] = set()  # JSON of lists of tools whose calls are read back
 
     def read(
-        self, completion: Completion, number: int, tools: Sequence[dict] = ()
+        self,
+        completion: Completion,
+        number: int,
+        tools: Sequence[dict] = (),
+        prompt: str = "",
     ) -> tuple[Message | None, bool]:
-        """(the message with what was called, None if nothing was; whether a call begins that cannot
-        be read). `number`: of the turn, for ids. `tools`: what types arguments have that are
-        written as text."""
+        """(the message with its calls, None without any; True if a call begins that cannot be
+        read). Calls within thoughts are no calls. `number`: of the turn, for ids. `tools`: types of
+        arguments that are written as text. `prompt`: the rendering before the turn, which may open
+        thoughts."""
         chat, ids = self.chat, completion.token_ids
         if ids and ids[-1] in chat.stop_token_ids:
             ids = ids[:-1]
         text = chat.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        matches = list(re.finditer(self.call, text, re.DOTALL))
-        num_begun = len(re.findall(self.begins, text))
-        if not matches or len(matches) != num_begun:
-            return None, num_begun > 0
+        start = leading_thoughts(text, prompt)
+        thoughts, text = text[:start], text[start:]
+        # The leftmost match wins: thoughts hide calls, and a call hides marks in its arguments.
+        pattern = re.compile(f"(?:{THOUGHTS})|(?:{self.call})", re.DOTALL)
+        matches = [m for m in pattern.finditer(text) if m["arguments"] is not None]
+        begins = re.search(self.begins, pattern.sub("", text)) is not None
+        if not matches or begins:
+            return None, begins
         calls = []
         try:
             for match in matches:
@@ -228,7 +313,7 @@ class ToolCalls:
                     calls.append({"id": call_id, "type": "function", "function": function})
         except (ValueError, TypeError, LookupError):
             return None, True
-        rest = re.sub(self.call, "", text, flags=re.DOTALL)
+        rest = thoughts + pattern.sub(lambda m: m[0] if m["arguments"] is None else "", text)
         if "<|message|>" in rest:  # gpt-oss: what stands in its channels
             rest = "\n".join(re.findall(r"<\|message\|>(.*?)<\|end\|>", rest, re.DOTALL))
         content = chat.special_token.sub("", rest).strip()
@@ -310,6 +395,6 @@ def sample_arguments(function: dict[str, Any]) -> dict[str, Any]:
     """An argument of the right type for each of a tool's parameters."""
     arguments = {}
     for name, schema in properties_of(function).items():
-        types = types_of(schema)
+        types = types_of(schema, function.get("parameters"))
         arguments[name] = SAMPLE_TEXT if "string" in types else SAMPLES.get(types[0], SAMPLE_TEXT)
     return arguments

@@ -173,7 +173,9 @@ class Conversation:
         """The turn as a message."""
         if self.tools:
             read = self.speaker.chat.tool_calls.read
-            self.calls, has_failed = read(completion, self.num_replies, self.tools)
+            self.calls, has_failed = read(
+                completion, self.num_replies, self.tools, self.stream.rendered
+            )
             self.metrics["tool_parse_failed"] += has_failed
         return self.calls or {"role": "assistant", "content": completion.text}
 

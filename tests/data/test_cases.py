@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.data.chat import Chat
-from rl_core.plugins.sft import sft_samples
+from rl_core.plugins.sft import as_sampled, sft_samples
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.tools.tiny_model import character_tokenizer
 
@@ -66,3 +66,15 @@ def test_a_turn_ends_in_the_token_that_its_template_writes_there(template):
     special, text = ENDS[template]
     row = json.loads((CASES / "end_of_turn.jsonl").read_text())
     assert trained_text(case_chat(template, special), row) == [text]
+
+
+@pytest.mark.parametrize("reply", ["planned", "mentioned"])
+def test_a_call_within_thoughts_is_no_call(reply):
+    chat, folder = case_chat("hermes", []), CASES / "calls_in_thoughts"
+    ids = chat.encode((folder / f"{reply}.txt").read_text().rstrip("\n"))
+    said = as_sampled([*ids, chat.end_token_id], [], True).completion
+    message, has_failed = chat.tool_calls.read(
+        said, 0, json.loads((folder / "tools.json").read_text())
+    )
+    calls = [call["function"] for call in message["tool_calls"]]
+    assert (calls, has_failed) == ([{"name": "delete", "arguments": {"path": "tmp"}}], False)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import stage
-from test_chat import TEMPLATES, TOOLS, make_tokenizer, tool_chat, user
+from test_chat import SAID, TEMPLATES, TOOLS, completion, make_tokenizer, tool_chat, user
 from transformers import AutoTokenizer
 
 from rl_core.cli import main
@@ -14,7 +14,7 @@ from rl_core.config import parse_config
 from rl_core.data.chat import Chat
 from rl_core.plan import make_plan
 from rl_core.plugins.env_file import load_env
-from rl_core.plugins.tool_calls import ToolCalls, python_calls
+from rl_core.plugins.tool_calls import ToolCalls, python_calls, typed_value
 
 KINDS = ("string", "integer", "number", "boolean", "array", "object", ["integer", "null"])
 PARAMETERS = {f"p{n}": {"type": kind, "description": "a"} for n, kind in enumerate(KINDS)}
@@ -123,3 +123,72 @@ def test_a_judge_that_gets_no_tools_may_have_any_template(tiny_model, tmp_path):
     env.write_text(f'turns = "policy -> judge"\n{code}')
     with pytest.raises(ValueError, match="not read back"):
         make_plan(parse_config(flags.split()))
+
+
+PLANNED = "I might call {} or write <tool_call> but that is dangerous."
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_calls_within_thoughts_are_no_calls(name):
+    chat, (call, end, _) = tool_chat(name), SAID[name]
+    call = call.rpartition("</think>\n\n")[2]
+    planned, real = PLANNED.format(call.format("Rome")), call.format("Paris") + end
+    city = {"name": "weather", "arguments": {"city": "Paris"}}
+    if name == "gptoss":
+        analysis = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+        planned = "I might call to=functions.weather or say it."
+        turns = [(analysis.format(planned), "hello")]
+    else:
+        turns = [(f"<think>\n{planned}\n</think>\n\n", "hello")]
+        turns += [(f"{planned}\n</think>\n\n", "hello<think>\n")]
+    for thoughts, prompt in turns:
+        for mention in ("", "say <tool_call> "):
+            text = thoughts.replace("I might", mention + "I might")
+            said = completion(chat.encode(text + real), chat)
+            message, has_failed = chat.tool_calls.read(said, 0, TOOLS, prompt)
+            assert not has_failed and [c["function"] for c in message["tool_calls"]] == [city]
+            only = completion(chat.encode(text + "hello"), chat)
+            assert chat.tool_calls.read(only, 0, TOOLS, prompt) == (None, False)
+    if name != "gptoss":  # Thoughts that do not close hold no call.
+        cut = completion(chat.encode(planned), chat)
+        assert chat.tool_calls.read(cut, 0, TOOLS, "hello<think>\n") == (None, False)
+
+
+ROOT = {
+    "$defs": {
+        "count": {"type": "integer"},
+        "self": {"anyOf": [{"$ref": "#/$defs/self"}, {"type": "null"}]},
+        "place": {"type": "object", "properties": {"x": {"type": "number"}}},
+    }
+}
+TYPED = [
+    ("7", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7),
+    ("null", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
+    ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+    ("None", {"type": ["string", "null"]}, None),
+    ("null", {"type": "string"}, "null"),
+    ("7", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "7"),
+    ("[1]", {"oneOf": [{"type": "array"}, {"type": "null"}]}, [1]),
+    ("7", {"allOf": [{"type": "integer"}, {"minimum": 1}]}, 7),
+    ("7", {"allOf": [{"$ref": "#/$defs/count"}], "description": "n"}, 7),
+    ("7", {"$ref": "#/$defs/count"}, 7),
+    ('{"x": 1.5}', {"$ref": "#/$defs/place"}, {"x": 1.5}),
+    ("null", {"$ref": "#/$defs/self"}, None),
+    ("7", {"$ref": "#/$defs/absent"}, "7"),
+    ("2", {"enum": [1, 2]}, 2),
+    ("2", {"enum": ["1", "2"]}, "2"),
+    ("2", {"enum": ["auto", 2]}, 2),
+    ("auto", {"enum": ["auto", 2]}, "auto"),
+    ("true", {"const": True}, True),
+    ("True", {"enum": [True, False]}, True),
+    ("3", {"const": 3}, 3),
+    ("3", {}, "3"),
+    ("3", True, "3"),
+    ("3", None, "3"),
+]
+
+
+@pytest.mark.parametrize(("text", "schema", "value"), TYPED)
+def test_the_type_of_an_argument_is_that_of_its_schema(text, schema, value):
+    read = typed_value(text, schema, ROOT)
+    assert (read, type(read)) == (value, type(value))
