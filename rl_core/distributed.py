@@ -10,7 +10,9 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -137,17 +139,21 @@ class Heartbeat:
         self.lost = ""  # says which rank stands still
         self.when_lost: Callable[[], Any] | None = None
         self.is_closed = threading.Event()
+        self.asked_at = 0.0  # when the store was asked a question that it has not answered
         self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.thread.start()
+        threading.Thread(target=self._watch_store, name="store", daemon=True).start()
 
     def _beat(self) -> None:
         count, num_silent = 0, 0
         while not self.is_closed.wait(self.period_s):
+            self.asked_at = time.monotonic()
             try:
                 self.store.add(f"beats/{self.rank}", 1)
                 newest = self.store.add(f"beats/{self.watched}", 0)
             except RuntimeError:  # The store is gone or frozen.
                 newest = count
+            self.asked_at = 0.0
             num_silent = 0 if newest != count else num_silent + 1
             count = newest
             if num_silent * self.period_s > self.timeout_s:
@@ -159,6 +165,29 @@ class Heartbeat:
                 if self.when_lost:
                     self.when_lost()
                 return
+
+    def _watch_store(self) -> None:
+        """Prints a line once the store has not answered for the deadline: its client waits for ever
+        for a process that is stopped, in this thread and in those that work. A launcher that is
+        suspended may resume; a first rank that has the store and stands still ends this process."""
+        is_told = False
+        while not self.is_closed.wait(self.period_s):
+            asked_at = self.asked_at
+            if not asked_at or time.monotonic() - asked_at <= self.timeout_s:
+                is_told = False
+            elif not is_told:
+                is_told = True
+                is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                host = "the launcher (torchrun or rl-core train)" if is_launchers else "rank 0"
+                print(
+                    f"{'warning' if is_launchers else 'error'}: rank {self.rank} waits for {host}, "
+                    f"which has stood still for --timeout_s={self.timeout_s:g}: the store of all "
+                    "ranks does not answer. Look whether that process is stopped",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                if not is_launchers:
+                    os._exit(1)  # A thread that waits in C++ hears no exception.
 
     @contextmanager
     def watching(self) -> Iterator[None]:

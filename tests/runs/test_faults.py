@@ -11,7 +11,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kit import kill_session, run, run_ranks, start_torchrun, wait_until, weights, words
+from kit import (
+    kill_session,
+    run,
+    run_ranks,
+    start_process,
+    start_torchrun,
+    wait_until,
+    weights,
+    words,
+)
 
 ENV = """
 import os, time
@@ -153,6 +162,43 @@ def test_a_frozen_rank_holds_no_rank_for_ever(kind, frozen, before, tiny_model, 
         assert f"for the other ranks; {frozen} of 2 did not come within --timeout_s=6" in error
     else:
         assert f"rank {frozen} has stood still for --timeout_s=6" in error
+
+
+STORE = """
+import os, signal, sys, time
+import torch.distributed as dist
+from rl_core.distributed import Heartbeat
+receive, send = os.pipe()
+host = os.fork()
+if not host:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(send, b"%08d" % store.port)
+    time.sleep(60)
+store = dist.TCPStore("127.0.0.1", int(os.read(receive, 8)), is_master=False)
+heartbeat = Heartbeat(store, 1, 2, 1.0)
+store.add("beats/0", 1)
+os.kill(host, signal.SIGSTOP)
+time.sleep(4)
+os.kill(host, signal.SIGKILL)
+print("waited", flush=True)
+os._exit(0)  # The heartbeat's thread may be in C++.
+"""
+
+
+@pytest.mark.parametrize("host", ["the launcher (torchrun or rl-core train)", "rank 0"])
+def test_a_store_that_stands_still_is_named(host, monkeypatch):
+    is_launchers = host != "rank 0"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_launchers))
+    process = start_process("-c", STORE)
+    try:
+        process.wait(60)
+    finally:
+        kill_session(process)  # The host may be stopped still, and holds the pipes.
+    output, errors = process.communicate()
+    kind = "warning" if is_launchers else "error"
+    line = f"{kind}: rank 1 waits for {host}, which has stood still for --timeout_s=1: "
+    assert errors.count(line) == 1, errors
+    assert (process.returncode, output) == ((0, "waited\n") if is_launchers else (1, ""))
 
 
 def test_ctrl_c_ends_every_rank(start):
