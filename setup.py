@@ -1,9 +1,11 @@
 """What rl_core needs, and no package that needs a GPU, so that a laptop installs in a minute."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 
@@ -48,7 +50,6 @@ EXTRAS["view"] = ["textual>=8"]  # rl-core view --tui
 EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]
 EXTRAS["test"] = [
     *EXTRAS["api"],
-    *EXTRAS["math"],
     *EXTRAS["json"],
     *EXTRAS["bnb"],
     *EXTRAS["trackers"],
@@ -71,6 +72,18 @@ EXTRAS["test"] += [
     f"{name}; platform_system == 'Linux'" for name in ("triton>=3.3", *EXTRAS["liger"])
 ]
 
+
+class BuildWithEnvironments(build_py):
+    """Copies envs/ into the package, so that a wheel has the environments by name."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "rl_core", "envs")
+            unwanted = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / "envs", target, ignore=unwanted, dirs_exist_ok=True)
+
+
 setup(
     name="rl_core",
     version=version(),
@@ -79,6 +92,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    cmdclass={"build_py": BuildWithEnvironments},
     packages=find_packages(include=["rl_core", "rl_core.*"]),
     package_data={
         "rl_core": ["peers.yaml"],

@@ -366,7 +366,7 @@ class Config(Section):
     algorithm: Literal[tuple(PRESETS)] = flag("grpo", "preset; --algo.* changes single parts")
     model: str | None = flag(None, "short for --actors.policy.model")
     env_path: str | None = flag(
-        None, "Python file with reward_fn and other hooks; several: a.py,b.py"
+        None, "Python file with hooks, or a name that rl-core envs lists; several: a.py,b.py"
     )
     out: str | None = flag(None, "output folder of the run; new, unless --resume")
     tasks_per_step: AtLeast1 = flag(16, "tasks (sft, dpo, rm: rows) of one step")

@@ -219,26 +219,51 @@ def train_tasks(config: Config, envs: dict[str, Env]) -> TaskSource:
         path = section.train or config.data.train
         source = load_source(config, envs.get(name), name, "train", path)
         if source is None:
+            if len(names) > 1 and held_out_tasks(config, envs, name):
+                continue
             flag = "--data.train" if len(names) == 1 else f"--envs.{name}.train"
-            hint = f"; {envs[name].path} has no load_tasks" if envs else ""
-            raise ValueError(f"{flag} is missing: a file or `datasets` name{hint}")
+            raise ValueError(
+                f"{flag} is missing: a file or `datasets` name{without_rows(envs.get(name))}"
+            )
         sources.append(source)
         weights.append(section.weight)
+    if not sources:
+        raise ValueError(
+            f"--env_path {config.env_path}: no environment has training rows; give one by "
+            "--envs.NAME.train, or as load_tasks('train') of its file"
+        )
     return sources[0] if len(sources) == 1 else registry.task_mix(sources, weights)
 
 
+def without_rows(env: Env | None) -> str:
+    """The end of an error: why an environment has no training rows itself."""
+    if env is None:
+        return ""
+    if env.load_tasks is None:
+        return f"; {env.path} has no load_tasks"
+    return f"; load_tasks('train') of {env.path} gives no row"
+
+
 def eval_tasks(config: Config, envs: dict[str, Env]) -> dict[str, TaskSource]:
-    """Held-out tasks by the name of their environment, or of their own set."""
-    sources = {}
-    for name, env, part, path in registry.held_out(config, envs or ["data"]):
-        source = load_source(config, envs.get(env), env, part, path)
-        if source is not None:
-            sources[name] = source
+    """Held-out tasks by the name of their environment, or of their own set. Raises ValueError if
+    there are none."""
+    sources = held_out_tasks(config, envs)
     if not sources:
         raise ValueError(
-            "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in "
-            "the environment"
+            "--eval_every asks for evaluation, but there is no --data.eval, and no load_tasks of "
+            "an environment gives held-out rows"
         )
+    return sources
+
+
+def held_out_tasks(config: Config, envs: dict[str, Env], only: str = "") -> dict[str, TaskSource]:
+    """Held-out tasks of all environments, or of `only` one."""
+    sources = {}
+    for name, env, part, path in registry.held_out(config, envs or ["data"]):
+        if only in ("", env):
+            source = load_source(config, envs.get(env), env, part, path)
+            if source is not None:
+                sources[name] = source
     return sources
 
 
@@ -257,6 +282,8 @@ def load_source(
             rows = registry.renamed_columns(config, rows, path, is_train)
     elif env and env.load_tasks:
         rows, files = env.load_tasks(part), ()
+        if not len(rows):
+            return None  # An environment may be for training, or for evaluation, alone.
     else:
         return None
     if config.is_rl:

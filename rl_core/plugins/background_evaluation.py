@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from rl_core.config import Config, to_yaml
+from rl_core.data.env_names import env_files
 from rl_core.data.rows import read_json
 from rl_core.distributed import all_gather_json
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
@@ -74,7 +75,7 @@ RULES = [
     ),
     (
         lambda c, used, num: any(
-            "://" not in p and not Path(p).exists() for p in c.env_paths.values()
+            not ("://" in p or p in env_files() or Path(p).exists()) for p in c.env_paths.values()
         ),
         "--eval.background reads the files of environments again; give files, no values of Python",
     ),

@@ -32,6 +32,10 @@ def data_warnings(
             f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "
             f"there are {len(train)} training rows"
         )
+    played = {source.env for source in (*train.sources, *evals.values())}
+    for name in config.env_paths if algorithm.is_rl else ():
+        if name not in played:
+            yield f"{name} is never played, as it has held-out rows alone: give --eval_every"
     for name, source in evals.items():
         held_out = row_hashes(source, NUM_ROWS)
         trained: set[int] = set()

@@ -13,6 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rl_core.data.env_names import env_path
 from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
 from rl_core.data.tasks import PROMPT_COLUMNS, first_column, make_task, shorten
 from rl_core.plugins.env_hooks import execute_file, make_env, marked_rewards
@@ -73,10 +74,13 @@ def load_env(
     agents: AgentsConfig | None = None,
     **limits: Any,
 ) -> Env:
-    """The environment of a Python file, or of a module that there is already, as that of a URL.
+    """The environment of a Python file, of a name in env_names, or of a module that there is
+    already, as that of a URL.
     `agents`: where programs reach it. `limits`: make_env()'s. Raises ValueError, with file and line
     for what the file raises, and for hooks that are missing, misspelled or of the wrong kind."""
-    module = module or execute_file(path)
+    if module is None:
+        path = env_path(path)
+        module = execute_file(path)
     check_names(module, path)
     of_agent = {"box": vars(module).get("box"), "config": agents}
     compile_one = partial(compile_setting, of_agent=of_agent)

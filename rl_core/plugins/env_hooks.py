@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_core.data.env_names import env_path
 from rl_core.data.rows import check_exists
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SPOKEN, Env
@@ -121,6 +122,7 @@ def hash_of(module: ModuleType) -> str:
 
 
 def execute_file(path: str) -> ModuleType:
+    path = env_path(path)
     file = Path(path).expanduser()
     check_exists(file)
     name = f"rl_core_env_{file.stem}"

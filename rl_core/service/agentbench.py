@@ -32,6 +32,7 @@ from rl_core.sampling.hooks import finite
 from rl_core.types import Message, Task, Trajectory
 
 START_UP_S, CANCEL_S = 30.0, 5.0
+RETRIES_S = (0.2, 1.0, 3.0, 9.0)  # Pauses before a request is sent again.
 ROOM_S = 600.0  # An episode waits so long for a worker with room.
 MAX_BYTES = 16 << 20  # Of one answer.
 MAX_TURNS = 20
@@ -117,7 +118,9 @@ class TaskServer:
         if len(actors.learners) != 1:
             raise ValueError(f"{self.url} is for one actor, not {', '.join(actors.learners)}")
         limit = aiohttp.ClientTimeout(total=self.timeout_s)
-        async with aiohttp.ClientSession(timeout=limit) as http:
+        # A kept connection may be closed by the server at the moment at which a request is sent.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(timeout=limit, connector=connector) as http:
             session = Session(server=self, http=http, index=task.row["index"])
             try:
                 return await play(session, actors[actors.learners[0]])
@@ -207,23 +210,37 @@ class Session:
             await asyncio.wait_for(self.post("cancel", {"session_id": int(self.id)}), CANCEL_S)
 
     async def post(self, verb: str, body: dict[str, Any]) -> tuple[int, Any, str]:
-        """(status, headers, text) of the answer."""
-        url = self.server.url
+        """(status, headers, text) of the answer. A request whose connection never answered is sent
+        again: servers close connections before they read from them, under load or when idle."""
+        url, unanswered = self.server.url, ""
+        for pause_s in (*RETRIES_S, None):
+            try:
+                answer = await self.post_once(verb, body)
+                if unanswered and answer[0] >= 400:
+                    raise ConnectionError(unanswered)  # the server had read the first one
+                return answer
+            except asyncio.TimeoutError:
+                seconds = f"{self.server.timeout_s:g} s"
+                raise TimeoutError(f"{url}: {verb} was not answered within {seconds}") from None
+            except aiohttp.ClientError as error:
+                unanswered = f"{url}: {verb}: {type(error).__name__}: {error}"
+                if pause_s is None or not isinstance(error, aiohttp.ClientConnectionError):
+                    raise ConnectionError(unanswered) from None
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def post_once(self, verb: str, body: dict[str, Any]) -> tuple[int, Any, str]:
         headers = {"session_id": self.id} if self.id else {}
-        try:
-            address = f"{self.server.api}/{verb}"
-            async with self.http.post(address, json=body, headers=headers) as reply:
-                read = b""
-                async for chunk in reply.content.iter_chunked(1 << 16):
-                    read += chunk
-                    if len(read) > MAX_BYTES:
-                        raise ValueError(f"{url}: {verb} answers more than {MAX_BYTES} bytes")
-                return reply.status, reply.headers, read.decode(errors="replace")
-        except asyncio.TimeoutError:
-            seconds = f"{self.server.timeout_s:g} s"
-            raise TimeoutError(f"{url}: {verb} was not answered within {seconds}") from None
-        except aiohttp.ClientError as error:
-            raise ConnectionError(f"{url}: {verb}: {type(error).__name__}: {error}") from None
+        address = f"{self.server.api}/{verb}"
+        async with self.http.post(address, json=body, headers=headers) as reply:
+            read = b""
+            async for chunk in reply.content.iter_chunked(1 << 16):
+                read += chunk
+                if len(read) > MAX_BYTES:
+                    raise ValueError(
+                        f"{self.server.url}: {verb} answers more than {MAX_BYTES} bytes"
+                    )
+            return reply.status, reply.headers, read.decode(errors="replace")
 
     def read(self, verb: str, status: int, text: str) -> dict[str, Any]:
         """The answer's object."""

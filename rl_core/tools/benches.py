@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from rl_core.data.env_names import env_path
 from rl_core.rules import nearest, split
-from rl_core.tools.info import environments
 
 VARIABLE = "RL_CORE_BENCH_DATA"
 
@@ -25,14 +25,7 @@ def bench_flags(names: str, folder: str | None) -> list[str]:
             raise ValueError(f"--bench {name} is unknown; {nearest(name, table)}")
         bench = table[name]
         sets.setdefault(bench["env"], []).append(f"{name}={source_of(name, bench, folder)}")
-    paths = {Path(path).stem: path for path in environments()}
-    missing = [env for env in sets if env not in paths]
-    if missing:
-        raise ValueError(
-            f"--bench {names} needs envs/{missing[0]}.py: run it where the folder envs is, or beside "
-            "the source of rl_core"
-        )
-    flags = ["--env_path", ",".join(paths[env] for env in sets)]
+    flags = ["--env_path", ",".join(map(env_path, sets))]
     # A run's own rows are not those of the benchmark.
     flags += ["--data.train", "null", "--data.eval", "null"]
     for env, sources in sets.items():

@@ -202,21 +202,25 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
         raise ValueError(
             f"{env.path} has no load_tasks(split): name its rows with --data.train rows.jsonl"
         )
+    part = "train"
     if options.rows:
-        rows, files = load_rows(options.rows, "train", load_other)
+        rows, files = load_rows(options.rows, part, load_other)
     else:
-        rows, files = env.load_tasks("train"), ()
+        rows, files = env.load_tasks(part), ()
+        if not len(rows):  # An environment may be for evaluation alone.
+            held_out = env.load_tasks("eval")
+            rows, part = (held_out, "eval") if len(held_out) else (rows, part)
     if options.rows and options.columns:
         columns = typed("data.columns", options.columns, dict[str, str])
         check_columns_exist(rows, columns, options.rows)
         rows = RenamedColumns(rows, columns)
-    check_columns(env, rows, files)
-    source = TaskSource(rows, env=env.name, split="train", seed=0, shuffle=False, files=files)
+    check_columns(env, rows, files, part)
+    source = TaskSource(rows, env=env.name, split=part, seed=0, shuffle=False, files=files)
     most = options.num_tasks
     if most is None:
         most = len(source) if options.oracle else NUM_TASKS
     tasks = list(islice(source, max(1, most)))
-    named = options.rows or "load_tasks('train')"
+    named = options.rows or f"load_tasks({part!r})"
     say(
         "data",
         [

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 
+from rl_core.data.env_names import env_files
 from rl_core.rules import nearest
 from rl_core.tools.info import environments, sandbox
 
@@ -64,10 +65,11 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     paths = {Path(path).stem: Path(path) for path in environments()}
     if not paths:
-        raise ValueError("there is no folder envs here; begin in a clone, or by rl-core init")
-    if args.name and args.name not in paths:
-        raise ValueError(f"{args.name!r} is no environment of envs/; {nearest(args.name, paths)}")
-    chosen = [paths[args.name]] if args.name else paths.values()
+        raise ValueError("there is no folder envs here, and rl_core was installed without one")
+    known = env_files() | paths
+    if args.name and args.name not in known:
+        raise ValueError(f"{args.name!r} is no environment of envs/; {nearest(args.name, known)}")
+    chosen = [known[args.name]] if args.name else paths.values()
     listings = [listing_of(path) for path in chosen]
     if args.json:
         print(json.dumps([asdict(listing) for listing in listings], indent=2))
@@ -89,6 +91,9 @@ def listing_of(path: Path) -> Listing:
     listing = Listing(path=str(path), about=first_sentence(text), command=first_block(text))
     if "rl-core" not in listing.command:
         listing.command = f"rl-core train --env_path {path} --model M --out runs/{path.stem}"
+    if not Path("envs", path.name).exists():  # rl_core brings it, by name
+        for name in (str(path), f"envs/{path.name}"):
+            listing.command = listing.command.replace(name, path.stem)
     listing.variables = sorted(set(re.findall(VARIABLE, source)))
     names = {getattr(node, "name", "") for node in tree.body}
     needed, libraries = set(), set()
@@ -170,7 +175,7 @@ def as_table(listings: list[Listing]) -> str:
             lines.append(f"{'':<{width}}  needs {'; '.join(listing.missing)}")
     ends = [
         "",
-        "rl-core envs NAME: one of them, with its command; rl-core check envs/NAME.py: try it",
+        "rl-core envs NAME: one of them, with its command; rl-core check NAME: try it",
     ]
     return "\n".join(lines + ends)
 

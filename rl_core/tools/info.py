@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from rl_core import __version__
 from rl_core.config import ActorConfig, Config, flat, known_flags, read_config
+from rl_core.data.env_names import env_files, env_folders
 from rl_core.data.rows import read_json
 from rl_core.plugins.metric_table import rows
 from rl_core.rules import nearest
@@ -191,12 +192,9 @@ def extras(requires: list[str]) -> dict[str, str]:
 
 
 def environments() -> dict[str, str]:
-    """Path -> first line of the docstring, of envs/ here or, if there is none, beside the
-    package."""
-    folder = next(
-        (f for f in (Path("envs"), Path(__file__).parents[2] / "envs") if f.is_dir()), Path("envs")
-    )
-    return {str(path): about(path) for path in sorted(folder.glob("*.py"))}
+    """Path -> first line of the docstring, of envs/ here or, if there is none, of those that
+    rl_core brings."""
+    return {str(path): about(path) for path in sorted(env_files(env_folders()[:1]).values())}
 
 
 def about(path: Path) -> str:

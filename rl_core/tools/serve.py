@@ -7,14 +7,16 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from rl_core.rules import nearest
+from rl_core.rules import nearest, split
 
 
 def main(argv: list[str]) -> int:
     args = read_flags(argv)
+    from rl_core.data.env_names import env_path
     from rl_core.data.rows import check_exists
     from rl_core.service import needing_grpc
 
+    args.envs = [env_path(path) for given in args.envs for path in split(given)]
     for path in args.envs:
         check_exists(Path(path).expanduser())
     with needing_grpc("rl-core serve"):

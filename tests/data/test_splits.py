@@ -280,3 +280,44 @@ def test_a_path_with_an_equals_sign_is_no_name_of_a_set(tmp_path, monkeypatch):
         ("gsm8k=a.jsonl,aime=b.jsonl", {"gsm8k": "a.jsonl", "aime": "b.jsonl"}),
     ):
         assert named_sets(value) == sets
+
+
+# Files as projects have them: one brings problems to train on, one both, one a benchmark.
+SEED_ENVS = {
+    "codeforces_env": "[{'prompt': f'code {n}'} for n in range(4)] if split == 'train' else []",
+    "math_env": "[{'prompt': f'math-{split} {n}'} for n in range(4)]",
+    "aime_eval": "[{'prompt': f'aime {n}'} for n in range(3)] if split != 'train' else []",
+}
+
+
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_environments_with_rows_of_one_split_alone_are_trained_or_evaluated(
+    is_evaluated, tiny_model, tmp_path, capsys
+):
+    for name, rows in SEED_ENVS.items():
+        code = SPLITS.replace('[{"prompt": f"{split} {n}"} for n in range(%d)]', rows)
+        (tmp_path / f"{name}.py").write_text(code)
+    paths = ",".join(str(tmp_path / f"{name}.py") for name in SEED_ENVS)
+    flags = words("--model", tiny_model, SIZES, "--env_path", paths)
+    flags += words("--eval_every 1 --eval.samples 0") if is_evaluated else []
+    out = run(tmp_path / "run", flags)
+    assert prompts(out, "step_*") == {"code", "math-train"}
+    assert prompts(out, "eval_*") == ({"math-eval", "aime"} if is_evaluated else set())
+    assert ("aime_eval is never played" in capsys.readouterr().out) != is_evaluated
+
+
+def test_environments_without_training_rows_alone_are_refused(tiny_model, tmp_path):
+    files = {"aime": "[{'prompt': 'x'}] if split == 'eval' else []", "none": "[]"}
+    for name, rows in files.items():
+        code = SPLITS.replace('[{"prompt": f"{split} {n}"} for n in range(%d)]', rows)
+        (tmp_path / f"{name}.py").write_text(code)
+    aime, none = (str(tmp_path / f"{name}.py") for name in files)
+    for paths, says in {
+        aime: r"--data.train is missing: .*; load_tasks\('train'\) of .* gives no row",
+        f"{aime},{none}": r"--envs.none.train is missing: ",
+        f"{aime},{aime.replace('aime', 'b')}": "no environment has training rows",
+    }.items():
+        (tmp_path / "b.py").write_text((tmp_path / "aime.py").read_text())
+        given = words("--model", tiny_model, SIZES, "--out", tmp_path / "run", "--env_path", paths)
+        with pytest.raises(ValueError, match=says):
+            make_plan(parse_config(given))

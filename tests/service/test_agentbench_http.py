@@ -24,13 +24,16 @@ PARTS = DB.hooks["start"].function.__globals__
 ROWS = [row for row in DB.load_tasks("train") if row["type"] != ["counting"]][:40]
 
 
+KEEP_ALIVE_S = 5.0  # As uvicorn, and as long as the longest pause of the client.
+
+
 class Host:
     """Tasks `db`, a row each, and `letters`, which earns the share of "a" in one reply."""
 
     max_rounds = 3
 
     def __init__(self, kind: str):
-        self.kind, self.fault, self.busy = kind, "", 0
+        self.kind, self.fault, self.busy, self.places = kind, "", 0, 10**6
         self.sessions: dict[int, dict] = {}
         self.seen: list[tuple[str, dict]] = []
         self.cancelled: list[int] = []
@@ -48,8 +51,8 @@ class Host:
         self.seen.append(("start_sample", asked))
         if self.kind == "worker" and type(asked.get("session_id")) is not int:
             return web.json_response({"detail": "session_id: field required"}, status=422)
-        if self.busy:
-            self.busy -= 1
+        if self.busy or len(self.sessions) >= self.places:
+            self.busy -= bool(self.busy)
             return web.json_response({"detail": "No workers available"}, status=406)
         number = asked["session_id"] if self.kind == "worker" else len(self.seen)
         row = ROWS[asked["index"]]
@@ -164,9 +167,9 @@ def hosts():
             app.router.add_get(f"/api/{verb}", getattr(host, verb))
         for verb in ("start_sample", "interact", "cancel", "calculate_overall"):
             app.router.add_post(f"/api/{verb}", getattr(host, verb))
-        runner = web.AppRunner(app, handler_cancellation=True)
+        runner = web.AppRunner(app, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)  # as uvicorn
         await site.start()
         found[kind] = host, f"127.0.0.1:{runner.addresses[0][1]}"
 
@@ -183,7 +186,7 @@ def hosts():
 def host_of(hosts):
     def host_of(kind: str, settings: str = "", task: str = "db"):
         host, address = hosts[kind]
-        host.fault, host.busy = "", 0
+        host.fault, host.busy, host.places = "", 0, 10**6
         host.sessions.clear()
         host.seen.clear()
         host.cancelled.clear()
@@ -318,6 +321,20 @@ def test_an_episode_waits_for_a_worker_with_room(host_of):
     host.busy = 2
     assert play(env, ROWS[0]["label"][0]).status == "ok"
     assert len({body["session_id"] for verb, body in host.seen[1:4]}) == 3
+
+
+def test_500_episodes_share_the_places_of_a_server_that_closes_idle_connections(host_of):
+    host, env = host_of("controller")
+    host.places = 20
+    row = {"prompt": "db 0", "index": 0}
+    for _ in range(5):
+        host.seen.clear()
+        actors = stage.cast(policy=ROWS[0]["label"][0], wait_s=0.3)
+        found = stage.run(env, actors, rows=[row] * 2, group_size=50, timeout_s=100)
+        assert [t.error for t in found if t.status != "ok"] == []
+        assert len(found) == 100 and {t.reward for t in found} == {1.0}
+        num_starts = sum(verb == "start_sample" for verb, _ in host.seen)
+        assert num_starts > 200 and not host.sessions
 
 
 def test_episodes_that_begin_at_once_learn_that_a_worker_wants_a_number(host_of):

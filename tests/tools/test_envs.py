@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -89,3 +94,37 @@ def test_files_of_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("\n  rl-core train X\n  --more\n")
     (tmp_path / "envs/broken.py").write_text("def x(:\n")
     assert command(["envs"]) == 1 and "broken.py: line 1" in capsys.readouterr().err
+
+
+def test_a_wheel_has_the_environments_by_name_in_any_folder(tmp_path):
+    source, folder = tmp_path / "source", tmp_path / "empty"
+    folder.mkdir()
+    unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for name in ("rl_core", "envs"):
+        shutil.copytree(ROOT / name, source / name, ignore=unwanted)
+    for name in ("setup.py", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
+
+    def call(*command, cwd=folder, path=""):
+        environment = os.environ | {"PYTHONPATH": path}
+        more = {"capture_output": True, "text": True, "timeout": 200}
+        return subprocess.run([sys.executable, *command], cwd=cwd, env=environment, **more)
+
+    wheel = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ".")
+    assert call(*wheel, cwd=source).returncode == 0
+    [file] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(tmp_path / "site")
+    cli = ("-m", "rl_core.cli")
+    for words, says in {
+        ("check", "sort_digits"): "every normal episode was scored",
+        ("envs", "math_answer"): "--env_path math_answer",
+        ("envs",): "terminal",
+        ("check", "sort_digit"): "no environment has this name, and no file; did you mean 'sort_",
+        ("serve", "code,nosuch"): "nosuch: no environment has this name",
+    }.items():
+        done = call(*cli, *words, path=str(tmp_path / "site"))
+        assert says in done.stdout + done.stderr, (words, done.stderr)
+    (folder / "sort_digits.py").write_text("def load_tasks(split): return [{'prompt': 'mine'}]\n")
+    done = call(*cli, "check", "sort_digits.py", path=str(tmp_path / "site"))
+    assert "defines no hook" in done.stderr
