@@ -82,8 +82,8 @@ OF_SGLANG = [
     ),
     (
         lambda c, a: a.is_trained and c.sampling.top_k,
-        ": --sampling.top_k={c.sampling.top_k} in training needs --engine embedded: SGLang's "
-        "logprobs are of all ids, and it does not tell which it kept",
+        ": --sampling.top_k={c.sampling.top_k}, which top_p and min_p take too, in training needs "
+        "--engine embedded: SGLang's logprobs are of all ids, and it does not name those it kept",
     ),
 ]
 
