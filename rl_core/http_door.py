@@ -31,12 +31,13 @@ BODY_S = 60.0  # until a body has been read
 KEEP_ALIVE_S = 75.0  # between two requests of a connection
 # A busy event loop reads late: what came in time is read within this time of a free loop.
 GRACE_S = 1.0
-MAX_STRANGERS = 256  # of a port that networks reach
-# Of a server inside a run, whose clients all come at once.
+# Strangers of a port that networks reach, and of a server inside a run, whose clients come at once.
+MAX_STRANGERS = 256
 MAX_LOCAL_STRANGERS = 4096
 MAX_OPEN_FILES = 1 << 16
 MAX_BACKLOG = 1024
-MAX_DEPTH = 128  # of JSON in a body; jinja and json.dumps recurse
+# Levels of JSON in a body: templates and json.dumps() recurse.
+MAX_DEPTH = 128
 SHORT_BYTES = 1 << 16  # A body of at most this size is read though its request is refused.
 TELL_EVERY_S = 60.0
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
@@ -98,7 +99,7 @@ class Door:
         self.max_per_key = max_per_key
         self.strangers: dict[Visitor, asyncio.TimerHandle] = {}
         self.keys: dict[Visitor, str] = {}
-        self.num_open: Counter[str] = Counter()  # by key
+        self.num_open: Counter[str] = Counter()  # connections of each key
 
     def meet(self, visitor: Visitor) -> None:
         if len(self.strangers) >= self.max_strangers:
@@ -337,8 +338,8 @@ async def read_json(request: web.Request) -> Any:
 
 
 def parse_json(body: bytes) -> Any:
-    """Raises ValueError for what is not JSON in UTF-8, half of a surrogate pair, and nesting beyond
-    MAX_DEPTH."""
+    """A body's value. Raises ValueError unless it is JSON in UTF-8, without halves of surrogate
+    pairs, and nested at most MAX_DEPTH levels."""
     text = body.decode()
     try:
         value = DECODER.decode(text)
@@ -397,6 +398,6 @@ def raise_open_files() -> int:
     if soft < most:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        except (OSError, ValueError):  # macOS has a lower limit besides the hard one.
+        except (OSError, ValueError):  # macOS has another, lower limit.
             return soft
     return most

@@ -44,7 +44,8 @@ DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
 # Between comments in a stream: clients and proxies give up connections on which nothing comes.
 KEEP_ALIVE_S = 10.0
-MAX_CONNECTIONS = 256  # of one episode's key
+# Connections of one episode's key, and its bodies that are read at once.
+MAX_CONNECTIONS = 256
 MAX_READING = 8
 ELSEWHERE = ("192.0.2.1", 9)  # an address of documentation, which nobody has
 # In a box: a folder, and what is in it.
@@ -62,7 +63,7 @@ class Endpoint:
     address: str  # such as http://127.0.0.1:34567
     api_key: str
     trees: dict[str, Tree]  # actor -> its turns
-    program: str  # as errors call the program
+    program: str  # the program's name in errors
     # What a request of /v1/responses continues by `previous_response_id`.
     stored: dict[str, list[Message]] = field(default_factory=dict)
     # What an `item_reference` of such a request names.

@@ -1,5 +1,5 @@
-"""What an endpoint of another model is asked, and its answers: OpenAI's chat completions and
-Responses, and Anthropic's messages, each by its official client."""
+"""Requests to APIs of other models, and their answers: OpenAI's chat completions and Responses, and
+Anthropic's messages, each by its official client."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Answer(Protocol):
 class Dialect(Protocol):
     """One API of a provider."""
 
-    suffix: str  # of the URL that names the dialect
-    key_variable: str  # of the official client
+    suffix: str  # A URL that ends so names the dialect.
+    key_variable: str  # The official client reads its key there.
     package: str
 
     def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
@@ -146,7 +146,7 @@ class Messages:
         client = AsyncAnthropic(
             base_url=url, api_key=key or "none", timeout=timeout_s, max_retries=max_retries
         )
-        client.auth_token = None  # The client takes one from the environment besides the key.
+        client.auth_token = None  # The client also takes a token from the environment.
         return client
 
     async def send(self, client: Any, body: dict[str, Any]) -> Answer:
@@ -238,10 +238,10 @@ def counted(answer: Any) -> dict[str, int]:
 
 
 def sent_message(message: Message) -> dict[str, Any]:
-    found = {key: message[key] for key in SENT if key in message}
-    if found.get("tool_calls"):
-        found["tool_calls"] = [with_text_arguments(call) for call in found["tool_calls"]]
-    return found
+    sent = {key: message[key] for key in SENT if key in message}
+    if sent.get("tool_calls"):
+        sent["tool_calls"] = [with_text_arguments(call) for call in sent["tool_calls"]]
+    return sent
 
 
 def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
