@@ -323,6 +323,8 @@ def test_rl_and_sft_of_a_row_have_the_librarys_prompt(path, env_of_a_reward):
         answered = row | {"response": "elder"}
         try:
             expected = library_prompt(chat, messages, tools, variables)
+            if chat.tokenizer.decode(expected).strip().endswith("<think>"):
+                answered["response"] = "fennel</think>elder"
         except TemplateError:
             with pytest.raises(ValueError, match="the chat template refuses"):
                 sft_samples(chat, answered)
