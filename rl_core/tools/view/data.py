@@ -291,7 +291,7 @@ class RunFolder:
                 line = self.line(entry)
                 messages = json.loads(line[slice(*parts_of(line).messages)])
                 texts = [text for message in messages for text in texts_of(message)]
-            except (OSError, *UNREADABLE):  # Opening the entry says why.
+            except UNREADABLE:  # Opening the entry says why.
                 continue
             if any(wanted in text.casefold() for text in texts):
                 yield entry
