@@ -203,7 +203,10 @@ def said_text(
     that ends it). Raises ValueError if the prompt opens thoughts that the text does not close."""
     message, opening = messages[-1], open_mark(prompt)
     end_id = chat.call_end_token_id if message.get("tool_calls") else chat.end_token_id
-    rendered = text_after(chat.render(messages, tools, add_generation_prompt=False), prompt, "")
+    whole = chat.render(messages, tools, add_generation_prompt=False)
+    rendered = text_after(whole, prompt, "")
+    if rendered is None and "reasoning_content" in message:
+        rendered = text_behind_generation_prompt(chat, prompt, whole, messages, tools)
     if rendered is not None and (opening is None or MARKS[opening] in rendered):
         return split_end(chat, rendered, end_id)
     content = text_of(message)
@@ -216,6 +219,21 @@ def said_text(
     if opening is not None:
         content = closed_thoughts(message, content, opening, len(messages))
     return chat.marked(content), end_id
+
+
+def text_behind_generation_prompt(
+    chat: Chat, prompt: str, whole: str, messages: list[Message], tools: list | None
+) -> str | None:
+    """The last message in `whole`, whose template rewrites history that `prompt` has: the text
+    behind the generation prompt before its thoughts. None if that prompt does not stand there."""
+    header, _ = generation_prompt(chat)
+    if not header or header not in prompt:
+        return None
+    last = messages[-1] | {"reasoning_content": PROBE}
+    other = chat.render([*messages[:-1], last], tools, add_generation_prompt=False)
+    opening = prompt[prompt.rfind(header) :]
+    start = whole[: shared_length(whole, other)].rfind(opening)
+    return None if start < 0 else whole[start + len(opening) :]
 
 
 def closed_thoughts(message: Message, content: str, opening: str, number: int) -> str:

@@ -527,6 +527,18 @@ def test_an_assistant_that_begins_is_context():
         sft_samples(chat, {"messages": [said("a"), said("b"), user("c")]})
 
 
+def test_gpt_oss_trains_thoughts_behind_a_call_with_thoughts():
+    chat = chat_named("gptoss")
+    row = {"messages": CONVERSATIONS["thoughts_and_call"], "tools": TOOLS}
+    samples = sft_samples(chat, row)
+    assert "".join(trained_text(chat, sample) for sample in samples) == (
+        "<|channel|>analysis<|message|>briar<|end|><|start|>assistant to=functions.clock"
+        '<|channel|>commentary json<|message|>{"zonk": "cedar"}<|call|>'
+        "<|channel|>analysis<|message|>fennel<|end|><|start|>assistant"
+        "<|channel|>final<|message|>elder<|return|>"
+    )
+
+
 def test_conversations_of_one_shape_are_checked_once(monkeypatch):
     chat, rendered, counts = chat_named("qwen2_5"), [], []
     whole = chat.tokenizer.apply_chat_template
