@@ -2,7 +2,7 @@
 
     rl-core check envs/harbor.py --data.train TASKS --oracle
     rl-core train --env_path envs/harbor.py --data.train TASKS --model Qwen/Qwen3-4B
-    --out runs/harbor --max_prompt_tokens 4096 --max_tokens 2048
+    --out runs/harbor --max_prompt_tokens 4096 --max_tokens 1024 --learner.microbatch_tokens 24576
 
 TASKS is a folder of task folders, or one of these. Without --data.train the tasks are those in
 envs/tasks, of which every fourth is held out. Reward: what the task's tests/test.sh wrote. Metric:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from rl_core import registry
 from rl_core.algorithms import Algorithm, make_algorithm
-from rl_core.config import MAX_TOP_K, Config, CriticConfig, SamplingConfig
+from rl_core.config import MAX_TOP_K, Config, CriticConfig, EnvConfig, SamplingConfig
 from rl_core.data.chat import Chat
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import TaskSource
@@ -72,7 +73,8 @@ def make_plan(
     plan.train = train_tasks(config, envs)
     if config.eval_every:
         plan.eval = eval_tasks(config, envs)
-    plan.chats, plan.endpoints = make_chats(config)
+    with naming_turns(envs):
+        plan.chats, plan.endpoints = make_chats(config)
     if config.is_rl:
         registry.env_file().check_tools(config, envs, plan.chats)
     else:
@@ -137,14 +139,40 @@ def load_envs(
             module=own,
             agents=config.agents,
         )
+        if env.turns_from == registry.agent_default():
+            env = replace(env, max_turns=min(env.max_turns, fitting_turns(config, section)))
         envs[name], sections[name] = env, replace(section, max_turns=env.max_turns)
     if envs:
         config = replace(config, max_turns=max(env.max_turns for env in envs.values()))
         if len(envs) > 1:
             config = replace(config, envs=sections)
-        check(config)
+        with naming_turns(envs):
+            check(config)
     registry.env_file().check_environments(config, envs)
     return config, envs
+
+
+def fitting_turns(config: Config, section: EnvConfig) -> int:
+    """Turns of a program whose episode fits a microbatch and the models' positions; at least 1."""
+    room = config.learner.microbatch_tokens * config.cp
+    for name in config.trained:
+        room = min(room, registry.num_positions(config.actors[name].model) or room)
+    max_tokens = max(config.max_tokens, section.max_tokens or 0)
+    return max(1, (room - config.max_prompt_tokens) // max_tokens)
+
+
+@contextmanager
+def naming_turns(envs: dict[str, Env]) -> Iterator[None]:
+    """Adds the source of --max_turns to an error that names this flag."""
+    try:
+        yield
+    except ValueError as error:
+        if "--max_turns=" not in str(error) or not envs:
+            raise
+        longest = max(envs.values(), key=lambda env: env.max_turns)
+        raise ValueError(
+            f"{error}; --max_turns={longest.max_turns} is {longest.turns_from}"
+        ) from None
 
 
 def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:

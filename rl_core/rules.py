@@ -76,8 +76,9 @@ OF_RUN = [
     (
         lambda c: c.longest_sample > c.learner.microbatch_tokens,
         "--learner.microbatch_tokens={c.learner.microbatch_tokens} must hold a whole episode (or "
-        "pair) of {c.longest_sample} tokens, max_prompt_tokens + turns * max_tokens over cp; raise "
-        "it, or lower these",
+        "pair) of {c.longest_sample} tokens, --max_prompt_tokens={c.max_prompt_tokens} + "
+        "--max_turns={c.turn_limit} * --max_tokens={c.max_tokens} over cp; raise it, or lower "
+        "one of these",
     ),
     (
         lambda c: c.learner.kernels == "compile" and c.tp > 1,

@@ -153,6 +153,11 @@ def task_rows(folder: str | Path) -> list[dict[str, Any]]:
     folders = [folder]
     if not (folder / "task.toml").is_file():
         folders = sorted(file.parent for file in folder.glob("*/task.toml"))
+    if not folders:
+        raise ValueError(
+            f"{folder}: neither this folder nor a folder in it has a task.toml; name a folder of "
+            "tasks in Harbor's format"
+        )
     rows = []
     for own in folders:
         task = read_task(own)

@@ -147,6 +147,12 @@ def check_names(module: ModuleType, path: str) -> None:
         )
     rewards = marked_rewards(module)
     if not rewards and has.keys().isdisjoint(("interact", "rollout", "agent")):
+        if callable(has.get("compute_score")):
+            raise ValueError(
+                f"{path}: compute_score() is verl's; add def reward_fn(completion, data_source, "
+                "reward_model): return compute_score(data_source, completion, "
+                'reward_model["ground_truth"])'
+            )
         raise ValueError(
             f"{path}: defines no hook; it needs def reward_fn(messages, ...) or def "
             "interact(messages)"
@@ -173,6 +179,15 @@ def check_names(module: ModuleType, path: str) -> None:
 
 def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, Any]]:
     """What the user's load_tasks(split) gives: a table of `datasets`, or a list of rows."""
+    try:
+        takes_split = inspect.signature(load_tasks).parameters
+    except (TypeError, ValueError):  # A builtin has no signature.
+        takes_split = True
+    if not takes_split:
+        raise ValueError(
+            f'{path}: load_tasks() must take the split, "train" or "eval": write '
+            "def load_tasks(split)"
+        )
     try:
         rows = load_tasks(split)
         if inspect.iscoroutine(rows):

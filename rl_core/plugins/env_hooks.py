@@ -23,7 +23,8 @@ from rl_core.sampling.episode import Dialogue, checked
 from rl_core.sampling.hooks import Hook, describe_error
 from rl_core.types import Task, Trajectory
 
-AGENT_TURNS = 64  # that an agent may ask for, unless its file says max_turns
+# Turns of an agent whose file has no max_turns, where as many fit.
+AGENT_TURNS, AGENT_DEFAULT = 64, "the default of agents"
 # Those without a mark: weight, whether batched.
 REWARDS = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}
 # What a file may say beside hooks, and plugins/env_file.py compiles.
@@ -50,11 +51,17 @@ def make_env(
         if has.get(name) is not None:
             compiled[name] = compile_setting(name, has[name], path, hooks)
     turns = compiled["turns"]
-    longest = 8 if hooks.keys() & {"interact", "rollout"} else 1
+    longest, turns_from = 1, f"the default of {path}"
+    if hooks.keys() & {"interact", "rollout"}:
+        longest = 8
     if "agent" in has:
-        longest = AGENT_TURNS
+        longest, turns_from = AGENT_TURNS, AGENT_DEFAULT
     if turns is not None:
-        longest = turns.longest
+        longest, turns_from = turns.longest, f"the longest schedule of {path}"
+    if has.get("max_turns"):
+        longest, turns_from = has["max_turns"], f"max_turns of {path}"
+    if max_turns:
+        longest, turns_from = max_turns, "--max_turns"
     dialogue = Dialogue(
         path=path,
         hooks=hooks,
@@ -73,7 +80,8 @@ def make_env(
         dialogue=dialogue,
         load_tasks=compiled["load_tasks"],
         advantage_fn=compiled["advantage_fn"],
-        max_turns=max_turns or has.get("max_turns") or longest,
+        max_turns=longest,
+        turns_from=turns_from,
         tools=dialogue.tools,
         code=module.heard_code if "://" in path else partial(str, hash_of(module)),
     )

@@ -111,10 +111,19 @@ def check_positions(config: Config, path: str, model_config: PretrainedConfig) -
     positions, key = max_positions(model_config)
     if positions and config.max_context_tokens > positions:
         raise ValueError(
-            f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
-            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {path} "
-            f"has {positions} positions ({key}); lower them"
+            f"--max_prompt_tokens={config.max_prompt_tokens} and --max_turns={config.turn_limit} "
+            f"turns of --max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, "
+            f"and {path} has {positions} positions ({key}); lower them"
         )
+
+
+def num_positions(path: str | None) -> int | None:
+    """Positions of a model; None where they are unlimited or the model cannot be read."""
+    try:
+        model_config = read_config(path or "")
+    except ValueError:  # make_plan() reads the model again and raises this.
+        return None
+    return max_positions(model_config)[0]
 
 
 def teacher_limits(config: Config) -> Limits:

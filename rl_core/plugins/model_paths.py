@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import socket
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 
 def check_path(name: str) -> None:
@@ -14,6 +18,37 @@ def check_path(name: str) -> None:
     path = Path(name)
     if is_local(name) and not path.exists():
         raise ValueError(f"model {path}: no such folder{nearest_folder(path)}")
+    if not path.exists() and not (is_cached(name) or is_hub_reachable()):
+        raise ValueError(
+            f"model {name!r} is no folder here, and the hub does not give it: it cannot be reached"
+            f"; name a model's folder, or write a tiny one by rl-core init{nearest_folder(path)}"
+        )
+
+
+def is_cached(name: str) -> bool:
+    """True if the hub's cache has the model's config.json."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # The hub has no such names.
+        return False
+
+
+@cache
+def is_hub_reachable() -> bool:
+    """False if nothing listens at the hub's address, which libraries try for half a minute."""
+    from huggingface_hub import constants
+
+    if getproxies() or constants.HF_HUB_OFFLINE:
+        return True
+    url = urlsplit(constants.ENDPOINT)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((url.hostname or "", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_local(name: str) -> bool:
@@ -57,8 +92,7 @@ def why_no_model(name: str, error: Exception) -> str:
         found = exported(path.parent.parent / "hf")
         return f"model {path} is a checkpoint; name the model of its run: {found}"
     if (path / "adapter_config.json").exists():
-        merged = path.with_name(path.name.removesuffix("_adapter"))
-        return f"model {path} is an adapter; name a whole model, such as the merged one in {merged}"
+        return f"model {path} is an adapter; name a whole model, such as {merged_model(path)}"
     if path.is_dir():
         return f"model {name!r} cannot be loaded: {reason}"
     # "org/name" may mean a folder too, of which transformers says nothing.
@@ -66,6 +100,18 @@ def why_no_model(name: str, error: Exception) -> str:
         f"model {name!r} is no folder here, and the hub does not give it: {reason}; name a model's "
         f"folder, or write a tiny one by rl-core init{nearest_folder(path)}"
     )
+
+
+def merged_model(adapter: Path) -> str:
+    """The folder of a whole model with this adapter, or a command that writes one."""
+    merged = adapter.with_name(adapter.name.removesuffix("_adapter"))
+    if merged != adapter and (merged / "config.json").exists():
+        return f"the merged one in {merged}"
+    code = (
+        "from peft import AutoPeftModelForCausalLM as M; "
+        f"M.from_pretrained('{adapter}').merge_and_unload().save_pretrained('{adapter}_merged')"
+    )
+    return f'{adapter}_merged, once python -c "{code}" has written it; copy the tokenizer there'
 
 
 def exported(folder: Path) -> str:

@@ -44,6 +44,7 @@ class Env:
     load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None  # split -> rows
     advantage_fn: Callable[[list[float]], list[float]] | None  # rewards of a group -> advantages
     max_turns: int  # of all actors together
+    turns_from: str  # the source of max_turns, for errors: "of --max_turns"
     tools: list[dict[str, Any]] | None
     # Hash of the file; of a served one, which may change, the last that was heard.
     code: Callable[[], str]

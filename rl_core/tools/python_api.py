@@ -12,14 +12,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.config import Config, checked, from_sections
+from rl_core.config import Config, DataConfig, checked, from_sections
 from rl_core.plugin import Plugin
 from rl_core.rules import split
-from rl_core.tools.python_envs import Environment, Rows, as_list, with_environments
+from rl_core.tools.python_envs import Environment, Rows, as_list, as_rows, with_environments
 
 if TYPE_CHECKING:
     from rl_core.sampling.engine import Engine
@@ -29,13 +29,26 @@ if TYPE_CHECKING:
 OnStep = Callable[[int, dict[str, float]], Any]
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+MOST_METRICS = 12  # that a printed result shows
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, repr=False)
 class TrainResult:
     out: Path  # the run's folder
     step: int  # steps that are done
     metrics: dict[str, float | None]  # the last value of each; None: not a finite number
     history: list[dict[str, float | None]]  # the lines of metrics.jsonl
     models: dict[str, Path]  # actor -> Hugging Face folder of its model, an adapter merged
+
+    def __repr__(self) -> str:
+        """At most 15 lines: the last values of a few metrics, without the history."""
+        shown = [name for name in self.metrics if name.count("/") < 2][:MOST_METRICS]
+        lines = [f"TrainResult: step {self.step} in {self.out}"]
+        lines += [f"  {name}: {self.metrics[name]}" for name in shown]
+        if len(shown) < len(self.metrics):
+            lines.append(f"  ... {len(self.metrics)} values in .metrics, all steps in .history")
+        lines.append(f"  models: {', '.join(map(str, self.models.values()))}")
+        return "\n".join(lines)
 
     @property
     def model(self) -> Path:
@@ -74,7 +87,13 @@ def train(
         )
     if nproc < 1:
         raise ValueError(f"nproc={nproc} must be at least 1: the number of ranks, one per GPU")
-    config, environments = with_objects(config, env, {"train": data, "eval": eval_data})
+    check_model(config)
+    rows = {"train": as_rows("data", data), "eval": as_rows("eval_data", eval_data)}
+    for part, source in rows.items():
+        if isinstance(source, str):
+            config = replace(config, data=replace(data_section(config), **{part: source}))
+            rows[part] = None
+    config, environments = with_objects(config, env, rows)
     has_eval = any(env.eval_data is not None for env in environments)
     if has_eval and not config.eval_every:
         raise ValueError(
@@ -108,6 +127,20 @@ def train(
             running.result()
             raise
     return read_result(config)
+
+
+def check_model(config: Config) -> None:
+    """Raises ValueError for a model object where a path belongs."""
+    if hasattr(config.model, "state_dict"):
+        raise ValueError(
+            f"Config(model=...) is a {type(config.model).__name__}; give the folder or hub name of "
+            'a model: model.save_pretrained("m"), tokenizer.save_pretrained("m"), Config(model="m")'
+        )
+
+
+def data_section(config: Config) -> DataConfig:
+    data = config.data
+    return data if isinstance(data, DataConfig) else DataConfig(**data)
 
 
 def step_callback(on_step: OnStep | None, stop: threading.Event) -> type[Plugin]:

@@ -87,6 +87,27 @@ class Environment:
         return copy
 
 
+def as_rows(name: str, data: Any) -> Rows | str | None:
+    """Rows of an argument of train(): a list, a table of `datasets` or pandas; text where it names
+    a file or a set on the hub. Raises ValueError with the argument's name."""
+    if data is None or isinstance(data, (str, Path)):
+        return data if data is None else str(data)
+    if hasattr(data, "to_dict") and hasattr(data, "iloc"):
+        return data.to_dict("records")
+    if isinstance(data, dict):
+        splits = ", ".join(map(repr, data))
+        raise ValueError(
+            f"{name} is a {type(data).__name__} of {splits}; give one of its splits, such as "
+            f"{name}={name}[{next(iter(data), 'train')!r}]"
+        )
+    if not hasattr(data, "__len__"):
+        raise ValueError(
+            f"{name} is a {type(data).__name__}, which has no length; give {name}=list(...), or a "
+            "file or hub name with Config(data={'streaming': True})"
+        )
+    return data
+
+
 def as_list(env: Any) -> list[Environment]:
     """Environments of what train() is given: one or several of files, modules, functions and
     Environments."""

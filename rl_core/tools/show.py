@@ -43,7 +43,10 @@ def main(argv: list[str]) -> int:
     if options.reasons:
         print(reasons(options), flush=True)
         return 0
-    for row in chosen(read(options), options):
+    rows = chosen(read(options), options)
+    if not rows:
+        print(f"{options.run}: no episode failed", flush=True)
+    for row in rows:
         print(json.dumps(row) if options.json else described(row), flush=True)
     return 0
 
@@ -135,8 +138,8 @@ def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The episodes that the flags ask for, in their order."""
     found = [row for row in rows if options.actor in (None, row["actor"])]
-    if options.failed:
-        found = [row for row in found if row["status"] == "failed"]
+    if options.failed and found:
+        return [row for row in found if row["status"] == "failed"][: options.num]
     if options.worst or options.best:
         scored = (row for row in found if row["reward"] is not None)
         found = sorted(scored, key=lambda row: row["reward"], reverse=options.best)
@@ -147,9 +150,7 @@ def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[
             if options.step is None
             else f"step {options.step}"
         )
-        raise ValueError(
-            f"{options.run}: none{' failed' * options.failed} among {actor}episodes of {step}"
-        )
+        raise ValueError(f"{options.run}: none among {actor}episodes of {step}")
     return found[: options.num]
 
 

@@ -13,9 +13,11 @@ import pytest
 from kit import longrope, words
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rl_core.agents.harbor_task import task_rows
 from rl_core.algorithms import PRESETS
 from rl_core.config import OWN_SECTIONS, Config, known_flags, parse_config, to_yaml
 from rl_core.plan import choose_algorithm, choose_engine
+from rl_core.plugins.env_file import load_env
 from rl_core.registry import OPTIMIZERS, check_options
 from rl_core.tools.help import help_page, print_help
 from rl_core.train import main
@@ -48,7 +50,7 @@ REFUSED = {
         "--max_prompt_tokens 3": "tokens ... --max_prompt_tokens=3 ... --data.skip_long",
         "--algo.advantage custom": "advantage_fn",
         "--max_turns 3 --max_tokens "
-        "2000": "--max_prompt_tokens=40 and 3 turns of --max_tokens=2000 are 6040 ... has 4096",
+        "2000": "--max_prompt_tokens=40 and --max_turns=3 turns of --max_tokens=2000 are 6040 ... has 4096 ... --max_turns=3 is --max_turns",
         "--model {out}/long": "are 100 tokens, and ... long has 32 positions "
         "(original_max_position_embeddings of longrope); lower them",
         "--algo.teacher {out}/long --algorithm opd": "long has 32 positions (original_",
@@ -110,6 +112,11 @@ BAD_FILES = {
     ),
     "a row without the column": (SCORES, ROW + ROW.replace("answer", "other"), "answer ... row 2"),
     "no hook": (SCORES.replace("_", ""), ROW, "rewardfn ... reward_fn"),
+    "a reward as verl has": (
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n",
+        ROW,
+        "compute_score() is verl's; add def reward_fn(completion, data_source, reward_model)",
+    ),
     "does not run": ("x = 1 / 0\n", ROW, "env.py ... division by zero"),
     "rewards of NaN": (
         "def reward_fn(messages): return float('nan')\n",
@@ -207,6 +214,18 @@ def test_bad_files_are_refused_in_one_line(case, tiny_model, tmp_path, capsys):
     error = refusal(bad_files(case, tiny_model, tmp_path), capsys)
     assert all(part in error for part in BAD_FILES[case][2].split(" ... ")), error
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_load_tasks_must_take_the_split(tmp_path):
+    (tmp_path / "env.py").write_text(SCORES + "def load_tasks(): return []\n")
+    env = load_env(str(tmp_path / "env.py"))
+    with pytest.raises(ValueError, match=r"env.py: load_tasks\(\) must take the split, \"train\""):
+        env.load_tasks("train")
+
+
+def test_a_folder_without_tasks_of_harbor_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"neither this folder nor a folder in it has a task.toml"):
+        task_rows(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["truncated line", "rewards of NaN"])

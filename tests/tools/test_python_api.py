@@ -318,3 +318,36 @@ def test_every_code_block_of_the_page_runs(tiny_model, tmp_path, monkeypatch):
     assert (
         names["model"].num_parameters() > 0 and names["dpo"].step == names["calculator"].step == 2
     )
+
+
+def test_data_may_be_a_file_or_a_table_of_pandas(config_of, tmp_path):
+    import pandas
+
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rewards = {"env": lambda completion: float("7" in completion)}
+    results = [
+        train(config_of(name, num_steps=1), data=data, **rewards)
+        for name, data in {
+            "list": ROWS,
+            "file": str(tmp_path / "rows.jsonl"),
+            "path": tmp_path / "rows.jsonl",
+            "pandas": pandas.DataFrame(ROWS),
+        }.items()
+    ]
+    prompts = [[t["messages"] for t in trajectories(result.out / "rollouts/step_000001.jsonl.zst")] for result in results]
+    assert prompts[0] and all(other == prompts[0] for other in prompts)
+    lines = str(results[0]).splitlines()
+    assert len(lines) <= 15 and lines[0].startswith("TrainResult: step 1 in ")
+
+
+def test_data_of_a_wrong_kind_gets_one_sentence_about_the_argument(config_of):
+    import datasets
+
+    table = datasets.Dataset.from_list(ROWS)
+    with pytest.raises(ValueError, match=r"^data is a DatasetDict of 'train'; give one of its"):
+        train(config_of("a"), env=len, data=datasets.DatasetDict({"train": table}))
+    with pytest.raises(ValueError, match=r"^eval_data is a IterableDataset, which has no length"):
+        train(config_of("a"), env=len, data=ROWS, eval_data=table.to_iterable_dataset())
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"^Config\(model=...\) is a Linear; give the folder"):
+        train(dataclasses.replace(config_of("a"), model=model), env=len, data=ROWS)

@@ -169,6 +169,11 @@ def test_show_prints_a_conversation_role_by_role(run, capsys, monkeypatch):
     assert "  reason: x.py:5: it broke\\x07\n" in capsys.readouterr().out
 
 
+def test_show_says_that_no_episode_failed(run, capsys):
+    assert main(["show", str(run), "--eval", "--step", "12", "--failed"]) == 0
+    assert capsys.readouterr().out == f"{run}: no episode failed\n"
+
+
 def test_show_counts_why_episodes_failed_over_all_steps(run, capsys):
     more = [
         episode(13, n, None, status="failed", error=f"r() failed for task train/{n}: x.py:2: no")
