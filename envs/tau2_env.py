@@ -2,7 +2,8 @@
 
     export TAU2_DOMAIN=tau2-bench/data/tau2/domains/retail TAU2_TOOLS=tau2.domains.retail.tools
     rl-core train --env_path envs/tau2_env.py --actors.agent.model M --actors.user.api https://h/v1
-    --actors.user.model U --actors.user.train false --max_prompt_tokens 8192 --out runs/retail
+    --actors.user.model U --actors.user.train false --max_prompt_tokens 8192
+    --learner.microbatch_tokens 16384 --out runs/retail
 
 The folder has policy.md, db.json, tasks.json and maybe split_tasks.json (`train`, and the rest;
 without it a tenth is held out). TAU2_TOOLS, a module or a .py file, is run: of tau2's package, or

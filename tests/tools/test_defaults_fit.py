@@ -67,8 +67,10 @@ def test_commands_that_envs_prints_fit(tmp_path, monkeypatch, capsys):
         lines = listing["command"].replace("\\\n", " ").splitlines()
         start = next(i for i, line in enumerate(lines) if "rl-core train" in line)
         command = " ".join(lines[start:]).partition("rl-core train")[2]
-        command = re.split(r"""(?:\s[A-Z_]+=("[^"]*"|\S+))*\srl-core """, command)[0]
+        command = re.split(r"\srl-core ", command)[0]
         words = shlex.split(command, comments=True)
+        while re.match(r"[A-Z_]+=", words[-1]):  # Variables of the next command.
+            words.pop()
         if not any(word.endswith(".model") for word in words):
             words += ["--model", str(folder)]
         config = parse_config([*words, "--out", "run"])

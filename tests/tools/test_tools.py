@@ -198,7 +198,6 @@ def test_show_counts_why_episodes_failed_over_all_steps(run, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     ("--step 3", "steps with step episodes: 1, 12"), ("--actor bob", "none among bob's episodes of the newest step; --step N"),
-    ("--eval --failed --step 12", "none failed among episodes of step 12"),
 ])  # fmt: skip
 def test_show_says_what_there_is(run, capsys, flags, says):
     assert main(["show", str(run), *flags.split()]) == 1
