@@ -16,8 +16,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,13 +213,30 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
+# Files that transformers' AutoProcessor reads, except the tokenizer's.
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "audio_tokenizer_config.json",
+)
+
+
 def export_policy(
-    policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks, adapter: str = ""
+    policy: Policy,
+    tokenizer: Any,
+    folder: Path,
+    ranks: Ranks,
+    adapter: str = "",
+    *,
+    base: str = "",
+    end_token_ids: Sequence[int | None] = (),
 ) -> None:
     """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, the
     adapter merged; the adapter also on its own in FOLDER_adapter. An old export stays until the new
     one is complete. Raises RunError on all ranks, and leaves it as it was, if a weight is not
-    finite in that dtype."""
+    finite in that dtype. `base`: the model whose processor files are copied. `end_token_ids`: ends
+    of turns, which generation_config.json gets before those that it has."""
     weights = {}
     broken = []
     buffers = dict(policy.hf.named_buffers())  # a mask may be infinite
@@ -240,11 +257,31 @@ def export_policy(
     with torch.device("meta"):  # a plain model of this kind: not sharded, quantized or adapted
         plain = type(policy.hf)(config).to(policy.checkpoint_dtype)
     if not policy.is_scoring:
-        plain.generation_config = policy.hf.generation_config
+        plain.generation_config = with_ends(policy.hf.generation_config, end_token_ids)
     with replaced(folder) as beside:
         # By the names that checkpoints of it have.
         plain.save_pretrained(beside, state_dict=weights)
         tokenizer.save_pretrained(beside)
+        copy_processor_files(base, beside)
+
+
+def with_ends(generation: Any, end_token_ids: Sequence[int | None]) -> Any:
+    """A copy of a GenerationConfig that ends at these tokens, and at those that it has."""
+    generation, has = copy.deepcopy(generation), generation.eos_token_id
+    has = has if isinstance(has, list) else [has]
+    ends = list(dict.fromkeys(i for i in [*end_token_ids, *has] if i is not None))
+    if ends:
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    return generation
+
+
+def copy_processor_files(base: str, folder: Path) -> None:
+    from transformers.utils import cached_file
+
+    for name in PROCESSOR_FILES if base else ():
+        with suppress(OSError):  # The model has no such file.
+            if file := cached_file(base, name, _raise_exceptions_for_missing_entries=False):
+                shutil.copyfile(file, folder / name)
 
 
 def is_finite(value: Tensor) -> bool:

@@ -231,6 +231,14 @@ async def export_local(trainer: Any, folder: Path) -> None:
     for name in trainer.learners:
         async with trainer.actors[name].learning() as learner:
             with naming(folder / name):
-                tokenizer = trainer.plan.chats[name].tokenizer
-                policy, adapter = learner.policy, learner.adapter
-                export_policy(policy, tokenizer, folder / name, trainer.ranks, adapter)
+                chat = trainer.plan.chats[name]
+                export_policy(
+                    learner.policy,
+                    chat.tokenizer,
+                    folder / name,
+                    trainer.ranks,
+                    learner.adapter,
+                    base=trainer.plan.config.actors[name].model,
+                    # The template's own end first.
+                    end_token_ids=(chat.end_token_id, *chat.stop_token_ids),
+                )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from rl_core.cli import main
 from rl_core.data.chat import Chat
 from rl_core.plugins.sft import as_sampled, sft_samples
 from rl_core.plugins.tool_calls import ToolCalls
@@ -78,3 +80,60 @@ def test_a_call_within_thoughts_is_no_call(reply):
     )
     calls = [call["function"] for call in message["tool_calls"]]
     assert (calls, has_failed) == ([{"name": "delete", "arguments": {"path": "tmp"}}], False)
+
+
+CALLED = '«<tool_call>{"name": "clock", "arguments": {"zone": "CET"}}</tool_call><|end|>»'
+SHOWN = [
+    ("hermes", "arguments_as_text", "sft", 0, [f"<|assistant|>{CALLED}<|tool|>12:00<|end|>"]),
+    ("hermes", "assistant_first", "sft", 0, ["<|assistant|>Hello.<|end|><|user|>Hi<|end|>"]),
+    ("hermes", "roles", "sft", 1, ["<|system|>Answer in French.", "refused: ", "'image_url'"]),
+    ("no_calls", "calls", "sft", 1, ["refused: message 2", "the call of clock()"]),
+    (
+        "hermes",
+        "not_trained",
+        "sft",
+        0,
+        ["5<|end|><|user|>no<|end|><|assistant|>«4<|end|>»", "message 2: not trained (weight)"],
+    ),
+    ("hermes", "tools_of_a_row", "grpo", 0, ['<|system|>tools:[{"type"', "time?<|end|><|assist"]),
+]
+
+
+@pytest.mark.parametrize(("template", "rows", "algorithm", "status", "texts"), SHOWN)
+def test_what_a_row_trains_is_printed(template, rows, algorithm, status, texts, tiny_model, capsys):
+    paths = [f"{CASES}/{rows}.jsonl", f"{CASES}/templates/{template}.jinja"]
+    flags = ["--data.train", paths[0], "--chat_template", paths[1], "--algorithm", algorithm]
+    flags += ["--model", str(tiny_model)]
+    assert main(["tokens", *flags]) == status
+    printed = capsys.readouterr().out
+    num_rows = len(Path(paths[0]).read_text().splitlines())
+    assert printed.count("== row ") == num_rows
+    assert not [text for text in texts if text not in printed], printed
+    assert main(["tokens", *flags, "--json", "--rows", "1"]) == (status and "no_" in template)
+    report = json.loads(capsys.readouterr().out)
+    for sample in report.get("samples", ()):
+        assert len(sample["ids"]) == len(sample["mask"]) == len(sample["weight"]) > 0
+        assert any(sample["mask"]) == (algorithm == "sft")
+
+
+def test_an_export_has_trained_ends_and_processor_files(tiny_model, tmp_path):
+    """The base model ends at another token than its chat template."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(tiny_model, base)
+    for name in ("generation_config.json", "config.json"):
+        settings = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(settings | {"eos_token_id": 3}))
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|begin|>"}))
+    files = {
+        "preprocessor_config.json": '{"image_processor_type": "Qwen2VLImageProcessor"}',
+        "processor_config.json": '{"processor_class": "Qwen2_5_VLProcessor"}',
+    }
+    for name, text in files.items():
+        (base / name).write_text(text)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
+    flags = f"--algorithm sft --model {base} --data.train {tmp_path}/rows.jsonl --out {out}"
+    assert main(["train", *flags.split(), *["--tasks_per_step", "1", "--num_steps", "1"]]) == 0
+    generation = json.loads((out / "hf/policy/generation_config.json").read_text())
+    assert generation["eos_token_id"] == [1, 3]  # <|end|>, <|begin|>
+    assert {name: (out / "hf/policy" / name).read_text() for name in files} == files
