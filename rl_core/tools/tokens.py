@@ -17,12 +17,12 @@ ALGORITHMS = ("sft", "dpo", "rm", "grpo")
 def main(argv: list[str]) -> int:
     """Prints each row. 1 if a row is refused. Raises ValueError for a file or a template that cannot
     be read."""
+    options = parse(argv)
     from rl_core.data.chat import load_chat
     from rl_core.data.rows import load_rows, row_place
     from rl_core.plugins.tables import load_other
     from rl_core.plugins.tool_calls import ToolCalls
 
-    options = parse(argv)
     chat = load_chat(options.model, options.chat_template, tool_reader=ToolCalls)
     rows, files = load_rows(options.rows_of, "train", load_other)
     num_refused = 0
