@@ -250,13 +250,11 @@ class ActorConfig(Section, prefix="actors.NAME."):
     train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api")
     api: str | None = flag(
         None,
-        "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1; with /responses at its "
-        "end it speaks OpenAI's Responses, with /messages Anthropic's messages",
+        "URL of a chat API: .../v1, or .../v1/responses, or Anthropic's .../v1/messages",
     )
     api_key_env: str | None = flag(
         None,
-        "environment variable that holds the endpoint's key; '': none; default: OPENAI_API_KEY, or "
-        "ANTHROPIC_API_KEY with /messages",
+        "environment variable with the API's key; '': none; default: OPENAI_ or ANTHROPIC_API_KEY",
     )
     engine_urls: str | None = flag(
         None, "SGLang servers that run already: http://a:30000,http://b:30000"
