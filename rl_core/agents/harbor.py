@@ -167,7 +167,7 @@ def read_score(data: bytes, place: str) -> Score:
     try:
         text = data.decode()
         found = json.loads(text) if place.endswith(".json") else float(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is {data[:80]!r}, no number: {error}") from None
     parts = finite_parts(found, "reward", place)
     if "reward" not in parts:

@@ -20,6 +20,7 @@ from rl_core.agents.program import (
     remove,
     run_command,
 )
+from rl_core.data.tasks import PROMPT_COLUMNS
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.hooks import Hook, HookError, add_parts, reward_values, wait_for_all
@@ -179,6 +180,9 @@ def agent_hooks(
         from rl_core.agents.boxed import make_box
 
         played.box = make_box(box, path, agent)
+        if box is True or "hides" not in box:
+            scored = set().union(*(hook.named - hook.ours for hook in rewards))
+            played.box.hides = sorted(scored - columns_named(agent) - {*PROMPT_COLUMNS})
 
     async def agent_and_rewards(
         task: Task, actors: EpisodeActors, **columns: Any

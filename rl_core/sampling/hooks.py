@@ -311,6 +311,9 @@ def finite(value: Any, what: str) -> float:
     )
 
 
+MAX_PARTS = 100  # Names in a dict of rewards; each becomes a metric of every step.
+
+
 def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
     """The parts of a reward: those of a dict, or one number under `name`."""
     if not isinstance(value, dict):
@@ -319,6 +322,8 @@ def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
         raise ValueError(
             f"{what} is {shorten(value)}; a dict must name each part, as 'format': 0.5"
         )
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"{what} has {len(value)} names; give at most {MAX_PARTS}")
     return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}
 
 

@@ -105,6 +105,22 @@ for path in sys.argv[1:]:
     )
 
 
+def test_a_box_hides_the_columns_that_rewards_name_unless_told(tmp_path):
+    path = tmp_path / "env.py"
+    for box, hidden in (("True", ["answer"]), ("{'hides': []}", [])):
+        path.write_text(
+            f"agent = ['python3', '-c', '{{prompt}}']\nbox = {box}\n"
+            "def reward_fn(result, answer, prompt): return 1.0\n"
+        )
+        env = load_env(str(path))
+        [played] = [
+            cell.cell_contents
+            for cell in env.hooks["rollout"].function.__closure__
+            if hasattr(cell.cell_contents, "box")
+        ]
+        assert list(played.box.hides) == hidden
+
+
 def test_the_box_has_no_variables_files_processes_or_network_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a secret of the run")
     program = f"""

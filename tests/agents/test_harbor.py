@@ -468,3 +468,10 @@ def test_an_image_that_another_process_builds_is_waited_for_with_a_deadline(tmp_
         dockerfile.lock_within(30, ours, "image:1")
         with pytest.raises(BlockingIOError):
             fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_score_of_too_many_names_or_too_deep_names_its_file():
+    many = json.dumps({f"m{n}": 1 for n in range(101)})
+    for text, says in ((many, "has 101 names; give at most 100"), ("[" * 10**6, "no number")):
+        with pytest.raises(ValueError, match=rf"reward\.json .*{says}"):
+            read_score(text.encode(), "/logs/verifier/reward.json")
