@@ -77,10 +77,10 @@ BRACKETS = {"(": (")", ""), "{": ("}", ""), "[": ("]", ""), "|": ("|", "abs"),
 RELATIONS = "=<>≤≥≠≈≡"
 FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 OPEN, CLOSED = "([{⦃⟨", ")]}⦄⟩"
-UNITS = (
-    r"(?:[a-zA-Z]{3,}|cm|mm|km|kg|mg|ml|mL|ft|in|yd|mi|lb|oz|hr|am|pm|m|s|g|h|L|mph|rad|deg)"
-    r"\.?(?:\^\{?\d\}?)?"
-)
+# A word or a letter right behind a number is a product of variables: 6abc, 6m.
+CLOSE_UNITS = r"(?:cm|mm|km|kg|mg|ml|mL|ft|in|yd|mi|lb|oz|hr|am|pm|mph|rad|deg|m/s)"
+UNITS = rf"(?:{CLOSE_UNITS}|[a-zA-Z]{{3,}}|[msghL])"
+UNIT_POWER = r"\.?(?:\^\{?[23]\}?)?"
 BASE = r"([0-9A-F]+)_\{?(\d+)\}?"
 CLOCK = r"(\d{1,2}):(\d\d)(?:([ap])\.?m\.?)?"
 # A heading of Markdown and no answer: "#### Step 2", "#### 2. Then".
@@ -89,7 +89,7 @@ HEADING = r"[*_\s]*(?:\d+[.):]\s+[A-Za-z]|[A-Za-z][A-Za-z'’-]*(?:[\s:*]|$))"
 MODIFIER = re.compile(
     r"\b(?:if|when|for|where|otherwise|mod|not|to|base|or|and|more|less|fewer|than|least|most|about|"
     r"approximately|over|under|between|hundred|thousand|[mbtr]+illion|dozen|half|twice|times|up|"
-    r"down|minus|negative|from)\b",
+    r"down|minus|negative|from|factorial|choose|below|(?<![a-z]\s)(?:squared|cubed))\b",
     re.I,
 )
 # Words that stand for an absent answer.
@@ -274,12 +274,16 @@ def command(match: re.Match[str]) -> str:
 
 
 def text_group(match: re.Match[str]) -> str:
-    """The meaning of a text group: a list's "and", a letter, a number with its unit, or text."""
+    """The meaning of a text group: a list's "and", a letter, a function, a number with its unit, or
+    text."""
     text = " ".join(match[1].split())
     if re.fullmatch(r"(?:,\s*)?(?:and|or)", text):
         return ","
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text
+    is_applied = text.isalpha() and re.match(r"\s*\(", match.string[match.end() :])
+    if text in FUNCTIONS or text == "pi" or is_applied:
+        return f"\\{text} "  # A function may be unknown: \text{lcm}(4,6).
     if re.match(r"-?[\d.]", text) and not re.fullmatch(CLOCK, text.replace(" ", "")):
         return text
     return f" “{text.casefold()}” " if text else " "
@@ -295,7 +299,8 @@ def without_units(text: str) -> str:
     is_unit = not any(map(MODIFIER.search, words))
     if re.search(r"[\w∞∅)\]}⦄⟩]", bare) and not is_clock and is_unit:
         text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", " ".join(bare.split()))
-    value = re.fullmatch(rf"(.*[\d}})])\s*(?:{UNITS}(?:[\s/]+{UNITS})*)", text)
+    unit = rf"(?:{CLOSE_UNITS}|\s+{UNITS}){UNIT_POWER}(?:[\s/]+{UNITS}{UNIT_POWER})*"
+    value = re.fullmatch(rf"(.*[\d}})])\s*{unit}", text)
     # Behind a variable it is one more variable.
     if (
         value
@@ -867,6 +872,13 @@ def as_interval(node: Node, other: Node) -> Node:
     return node
 
 
+def gives_value(node: Node) -> bool:
+    """True for x=5: 2x=10 has the same solution, but is not solved."""
+    first, last = node.items
+    is_solved = (is_name(first) and not has_names(last)) or (is_name(last) and not has_names(first))
+    return node.mark == "=" and is_solved
+
+
 def relations_equal(a: Node, b: Node) -> bool:
     """Equal sides, also read from right to left; of one equation or inequality also equal
     differences of its sides, up to a factor."""
@@ -878,8 +890,8 @@ def relations_equal(a: Node, b: Node) -> bool:
         return False
     if any(item.kind != "expression" for item in (*a.items, *b.items)):
         return False
-    if any(is_name(item) for item in a.items) and a.mark == "=":
-        return False  # the value of a variable
+    if gives_value(a) or gives_value(b):
+        return False
     first, second = (("add", n.items[0].tree, ("neg", n.items[1].tree)) for n in (a, b))
     if a.mark == b.mark:
         is_flipped = False

@@ -63,6 +63,11 @@ BOXED = [
     (r"18 eggs", "18", 1), (r"12 \text{ miles per hour}", "12", 1), (r"10 \text{ million}", "10", 0),
     (r"3\text{ or more}", "3", 0), (r"\text{at least }3", "3", 0), (r"5\text{ or }6", "5", 0),
     (r"\text{5 or 6}", "5", 0), (r"3 \pmod 7", "3", 0), (r"5 \text{ if } x>0", "5", 0),
+    (r"5abc", "5", 0), (r"6m^4", "6m^5", 0), (r"6m^5", "6", 0), (r"5cm", "5", 1), (r"5 m/s^2", "5", 1),
+    (r"5 \text{ squared}", "5", 0), (r"5 cubed", "5", 0), (r"5\text{ cm squared}", "5", 1),
+    (r"5\text{pi}", "5", 0), (r"\text{ln}5", "5", 0), (r"\text{lcm}(4,6)", "(4,6)", 0),
+    (r"\mathrm{sin}(5)", "5", 0), (r"\mathrm{arctan} 2", r"\arctan 2", 1), (r"x=5", "2x=10", 0),
+    (r"2x=10", "x=5", 0), (r"y=2x+1", "2x-y+1=0", 1), (r"2x-y+1=0", "y=2x+1", 1), (r"x=2y", "y=x/2", 1),
     # Unknown signs.
     (r"5 \unknown 6", "5", 0), (r"5@6", "5", 0), (r"5\foo", "5", 0), (r"5?", "5", 0),
     (r"5\ldots", "5", 0), (r"5...", "5", 0), (r"f(2)", "2f", 0), (r"\foo{5}", "5", 0),
