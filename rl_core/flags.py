@@ -37,8 +37,8 @@ def flag(default: Any, help: str, only: tuple[str, ...] = ()) -> Any:
 
 
 class Section:
-    """Flags that begin with `prefix`. In Python an unknown name is answered as on the command
-    line."""
+    """Flags that begin with `prefix`. In Python an unknown name gets the command line's answer, as
+    fields of Config."""
 
     def __init_subclass__(cls, prefix: str = ""):
         cls.prefix = prefix
@@ -56,7 +56,8 @@ class Section:
     def check_name(cls, name: str) -> None:
         names = cls.__dataclass_fields__
         if name not in names:
-            raise unknown(cls.prefix + name, [cls.prefix + own for own in names])
+            error = unknown(cls.prefix + name, [cls.prefix + own for own in names])
+            raise ValueError(as_fields(str(error)))
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
@@ -137,6 +138,46 @@ def adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
+
+
+# Commands that a message quotes (kept), a flag with or without a value, the name after `did you
+# mean`.
+QUOTED = re.compile(
+    r"(?P<command>(?:rl-core |python -m |torchrun |pip install )[^;,]*)"
+    r"|--(?P<flag>[a-z_]\w*(?:\.\w+)*)(?![-\w])"
+    r"(?:=(?P<value>[^\s;,)]*)| (?P<number>\d+(?:\.\d+)?(?:e-?\d+)?|true|false)\b)?"
+    r"|(?<=did you mean )'(?P<near>[\w.]+)'"
+)
+# Flags for which train() has an argument.
+TRAIN_ARGUMENTS = {"env_path": "env", "data.train": "data", "data.eval": "eval_data"}
+
+
+def as_fields(text: str) -> str:
+    """A message about flags as one about fields of Config and arguments of train().
+
+    Example: `--optim.lr=x must be a number` -> `optim={"lr": x} must be a number`.
+    """
+    text = text.replace("unknown flag ", "Config has no field ")
+    text = text.replace("no flag has a similar name", "no field has a similar name")
+    text = text.replace("--help SECTION lists one", "rl-core train --help SECTION lists one")
+    return QUOTED.sub(as_field, text)
+
+
+def as_field(match: re.Match) -> str:
+    name = match["flag"] or match["near"]
+    if match["command"] or name == "help":
+        return match[0]
+    if name in TRAIN_ARGUMENTS:
+        name = TRAIN_ARGUMENTS[name]
+    first, *keys = name.split(".")
+    value = match["value"] if match["number"] is None else match["number"]
+    value = {"true": "True", "false": "False"}.get(value, value)
+    if not keys:
+        return first if value is None else f"{first}={value}"
+    inner = "..." if value is None else value
+    for key in reversed(keys):
+        inner = f'{{"{key}": {inner}}}'
+    return f"{first}={inner}"
 
 
 def unknown(name: str, flags: Iterable[str]) -> ValueError:

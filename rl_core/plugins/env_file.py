@@ -35,6 +35,16 @@ OF_DIALOGUE |= {"system_prompts", "name_prefix", "truncated_reward"}
 UNUSED_BY_AGENT = OF_DIALOGUE | {"rollout", "tools"}
 
 
+# Arguments of rewards in TRL and verl, and the rewards' signatures here.
+ONE_REPLY = "a reward is called for one reply: def reward_fn(completion, prompt, answer)"
+OF_PEERS = {
+    "completions": f"TRL gives lists, here {ONE_REPLY} -> float",
+    "prompts": f"TRL gives lists, here {ONE_REPLY} -> float",
+    "completion_ids": f"TRL gives lists of ids, here {ONE_REPLY} -> float",
+    "solution_str": f"verl's solution_str is `completion`: {ONE_REPLY} -> float",
+}
+
+
 def is_agent(value: Any) -> bool:
     return callable(value) or (is_list(value, str) and len(value) > 0)
 
@@ -250,11 +260,11 @@ def check_columns(
     limit = len(rows) if isinstance(rows, list) else CHECKED_ROWS
     for index, row in enumerate(itertools.islice(rows, limit)):
         for what, names, ours in wanted:
-            for name in sorted(names - row.keys()):
-                hint = nearest(name, sorted({*ours, *row}))
+            for name in sorted(names - row.keys(), key=lambda name: (name not in OF_PEERS, name)):
+                hint = OF_PEERS.get(name) or nearest(name, sorted({*ours, *row}))
                 if name == "state":
                     hint = "it needs start(task)"
-                if files:
+                if files and name not in OF_PEERS:
                     hint += f"; read another column by --data.columns {name}=COLUMN"
                 place = row_place(index, files, split)
                 has_prompt = first_column(row, PROMPT_COLUMNS) is not None

@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, DataConfig, checked, from_sections
+from rl_core.flags import as_fields
 from rl_core.plugin import Plugin
 from rl_core.rules import split
 from rl_core.tools.python_envs import Environment, Rows, as_list, as_rows, with_environments
+from rl_core.types import RunError
 
 if TYPE_CHECKING:
     from rl_core.sampling.engine import Engine
@@ -56,6 +59,18 @@ class TrainResult:
         return next(iter(self.models.values()))
 
 
+@contextmanager
+def errors_of_fields() -> Iterator[None]:
+    """Inside, errors that speak of flags name fields of Config and arguments of train()."""
+    try:
+        yield
+    except (ValueError, RunError) as error:
+        if type(error) in (ValueError, RunError):
+            error.args = (as_fields(str(error)),)
+        raise
+
+
+@errors_of_fields()
 def train(
     config: Config,
     *,
@@ -69,10 +84,10 @@ def train(
     engine: type[Engine] | None = None,
     nproc: int = 1,
 ) -> TrainResult:
-    """What a run has learned, on this process's device; the files are those of the command.
+    """Trains on this process's device and returns the result; the files are those of the command.
 
-    `env`: an environment's file or module, a function that is its reward_fn, an Environment, or a
-    list of these. `data`, `eval_data`: rows instead of config.data.train and .eval. Sections of the
+    `env`: an environment's file or module, a function that is its reward_fn, a list of reward
+    functions, which are summed, an Environment, or a list of environments. `data`, `eval_data`: rows instead of config.data.train and .eval. Sections of the
     configuration may be dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)`, in the
     run's thread, ends the run by returning False; then a checkpoint is saved, and as well at
     Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin, or objects with some of its hooks.

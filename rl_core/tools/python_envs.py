@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,14 +12,15 @@ from typing import Any
 from rl_core.config import Config, EnvConfig
 
 Rows = Sequence[dict[str, Any]]  # a list, or a table of `datasets`
-Source = str | Path | ModuleType | Callable
+Source = str | Path | ModuleType | Callable | list[Callable]
 
 
 @dataclass
 class Environment:
     """An environment of a run. `math + code` is a list of both, which train() takes.
 
-    `source`: its file, its module, or a function that is its reward_fn. `name`: of its metrics, by
+    `source`: its file, its module, a function that is its reward_fn, or a list of functions whose
+    rewards are summed. `name`: of its metrics, by
     default that of the file. `data`, `eval_data`: rows instead of its own. `weight`: its share of a
     step's tasks; 0: it is only evaluated. `max_tokens`, `max_turns`: its own limits.
     """
@@ -46,7 +48,11 @@ class Environment:
         """As errors name it."""
         if isinstance(self.source, ModuleType):
             return getattr(self.source, "__file__", None) or self.source.__name__
-        return "reward_fn" if callable(self.source) else str(self.source)
+        return "reward_fn" if self.is_functions else str(self.source)
+
+    @property
+    def is_functions(self) -> bool:
+        return callable(self.source) or is_rewards(self.source)
 
     @property
     def flag(self) -> str:
@@ -62,7 +68,7 @@ class Environment:
     @property
     def is_file(self) -> bool:
         """Whether the run reads it by --env_path alone."""
-        return self.flag == self.path and not (self.rows or callable(self.source))
+        return self.flag == self.path and not (self.rows or self.is_functions)
 
     def module(self) -> ModuleType:
         """A copy of its module, whose load_tasks gives its rows."""
@@ -73,6 +79,8 @@ class Environment:
         elif callable(self.source):
             module = ModuleType(self.name)
             module.reward_fn = self.source
+        elif is_rewards(self.source):
+            module = rewards_module(self.source, self.name)
         elif "://" in self.path:
             from rl_core.registry import served_environment
 
@@ -108,11 +116,38 @@ def as_rows(name: str, data: Any) -> Rows | str | None:
     return data
 
 
+def is_rewards(source: Any) -> bool:
+    """True for a list of at least two reward functions."""
+    if not isinstance(source, (list, tuple)) or len(source) < 2:
+        return False
+    return all(callable(part) and not isinstance(part, ModuleType) for part in source)
+
+
+def rewards_module(functions: Sequence[Callable], name: str) -> ModuleType:
+    """A module whose rewards are these functions, each a part by its name. Raises ValueError if two
+    have one name."""
+    module = ModuleType(name)
+    for function in functions:
+        part = getattr(function, "__name__", type(function).__name__)
+        if part in vars(module):
+            raise ValueError(
+                f"two reward functions have the name {part!r}, by which metrics show them: write "
+                "each as a def with a name"
+            )
+        if not hasattr(function, "reward_mark"):  # @reward's: weight, whether it is batched
+            function = wraps(function)(partial(function))
+            function.reward_mark = (1.0, False)
+        setattr(module, part, function)
+    return module
+
+
 def as_list(env: Any) -> list[Environment]:
-    """Environments of what train() is given: one or several of files, modules, functions and
-    Environments."""
+    """Environments of train()'s argument: one or several of files, modules, functions and
+    Environments. A list of functions alone is one environment."""
     if env is None:
         return []
+    if is_rewards(env):
+        return [Environment(list(env))]
     if isinstance(env, (list, tuple)):
         return [one for part in env for one in as_list(part)]
     return [env if isinstance(env, Environment) else Environment(env)]

@@ -117,6 +117,17 @@ BAD_FILES = {
         ROW,
         "compute_score() is verl's; add def reward_fn(completion, data_source, reward_model)",
     ),
+    "a reward as TRL has": (
+        "def reward_fn(prompts, completions, **kwargs): return [1.0] * len(completions)\n",
+        ROW,
+        "names 'completions' ... TRL gives lists, here a reward is called for one reply: def "
+        "reward_fn(completion, prompt, answer) -> float",
+    ),
+    "a reward with verl's arguments": (
+        "def reward_fn(data_source, solution_str, ground_truth): return 1.0\n",
+        ROW,
+        "names 'solution_str' ... verl's solution_str is `completion`",
+    ),
     "does not run": ("x = 1 / 0\n", ROW, "env.py ... division by zero"),
     "rewards of NaN": (
         "def reward_fn(messages): return float('nan')\n",

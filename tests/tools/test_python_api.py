@@ -20,8 +20,9 @@ import pytest
 import torch
 from kit import DATA, DIGITS, ROOT, metrics, run, trajectories, weights
 
-from rl_core import Config, Environment, train
+from rl_core import Config, Environment, reward, train
 from rl_core.config import LoraConfig, OptimConfig
+from rl_core.flags import as_fields
 from rl_core.metrics import Mean
 from rl_core.plugin import Plugin
 from rl_core.types import RunError
@@ -131,8 +132,10 @@ def test_environments_are_values_that_add_up(config_of, tmp_path):
     assert {row["env"] for row in drawn} == {"long", "digits"}
     counts = [sum(row["env"] == name for row in drawn) for name in ("long", "digits")]
     assert counts == [24, 8], "3 of 4 tasks, in groups of 4, in 2 steps"
-    with pytest.raises(ValueError, match="two environments have the name 'reward_fn'"):
+    with pytest.raises(ValueError, match="two reward functions have the name 'len_of'"):
         train(config_of("twice"), env=[len_of, len_of])
+    with pytest.raises(ValueError, match="two environments have the name 'digits'"):
+        train(config_of("twice"), env=[file, file])
     with pytest.raises(ValueError, match="rows of one environment, these are 2"):
         train(config_of("rows"), env=[len_of, file], data=ROWS)
 
@@ -225,15 +228,33 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
 
     refused(
         ValueError,
-        "--optim.lr=fast must be a valid number",
+        '^optim={"lr": fast} must be a valid number',
         config_of("a", optim={"lr": "fast"}),
         env=len_of,
         data=ROWS,
     )
     refused(
-        ValueError, "unknown flag --optim.l", config_of("a", optim={"l": 1}), env=len_of, data=ROWS
+        ValueError,
+        '^Config has no field optim={"lrr": ...}; did you mean optim={"lr": ...}',
+        config_of("a", optim={"lrr": 1}),
+        env=len_of,
+        data=ROWS,
     )
-    refused(ValueError, "--env_path is missing", config_of("a"), data=ROWS)
+    refused(ValueError, "^env is missing", config_of("a"), data=ROWS)
+    refused(
+        ValueError,
+        r'^learner={"microbatch_tokens": 9} must hold .* max_prompt_tokens=40 \+ max_turns=1 \* ',
+        config_of("a", learner={"microbatch_tokens": 9}),
+        env=len_of,
+        data=ROWS,
+    )
+    refused(
+        ValueError,
+        "names 'completions', .*; TRL gives lists, here a reward is called for one reply",
+        config_of("a"),
+        env=lambda prompts, completions, **columns: [0.0],
+        data=ROWS,
+    )
     refused(
         ValueError,
         "names 'answer', which is neither",
@@ -260,29 +281,70 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         plugins=["Mine"],
     )
     heavy = Environment(len_of, name="a", data=ROWS, weight="x")
-    refused(ValueError, "--envs.a.weight=x must be a valid number", config_of("a"), env=heavy)
+    refused(
+        ValueError, '^envs={"a": {"weight": x}} must be a valid number', config_of("a"), env=heavy
+    )
     short = Environment(len_of, name="a", data=ROWS, max_tokens=0)
-    refused(ValueError, "--envs.a.max_tokens=0 must be greater", config_of("a"), env=short)
+    refused(ValueError, '^envs={"a": {"max_tokens": 0}} must be greater', config_of("a"), env=short)
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(ValueError, "starts its own ranks", config_of("a"), env=len_of, data=ROWS)
     assert "error:" not in capsys.readouterr().err
 
 
-def test_an_unknown_name_in_python_is_answered_as_on_the_command_line():
-    with pytest.raises(ValueError, match="unknown flag --num_generations; here it is --group_size"):
+def test_an_unknown_name_in_python_is_answered_by_fields():
+    with pytest.raises(ValueError, match="no field num_generations; here it is group_size"):
         Config(num_generations=8)
-    with pytest.raises(ValueError, match=r"unknown flag --optim.lrr; did you mean 'optim.lr'"):
+    with pytest.raises(ValueError, match=r'no field optim={"lrr": ...}; did you mean optim={"lr"'):
         OptimConfig(lrr=1e-6)
-    with pytest.raises(ValueError, match=r"unknown flag --actors.NAME.lora.r; "):
+    with pytest.raises(ValueError, match=r'no field actors={"NAME": {"lora": {"r": ...}}}; '):
         LoraConfig(r=16)
     config = Config()
     with pytest.raises(
-        ValueError, match=r"unknown flag --optim.learning_rate; here it is --optim.lr"
+        ValueError, match=r'no field optim={"learning_rate": ...}; here it is optim={"lr": ...}'
     ):
         config.optim.learning_rate = 1e-5
     config.optim.lr = 1e-5
     copies = copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)
     assert all(made == config and made.optim.lr == 1e-5 for made in copies)
+
+
+@pytest.mark.parametrize(
+    "of_flags, of_fields",
+    [
+        ("--num_steps=0 must be more", "num_steps=0 must be more"),
+        ("leave out --actors.a.train=false;", 'leave out actors={"a": {"train": False}};'),
+        ("or give --algo.kl_coef 0.1.", 'or give algo={"kl_coef": 0.1}.'),
+        ("name rows by --data.train", "name rows by data"),
+        (
+            "run rl-core check --env_path x, or --resume",
+            "run rl-core check --env_path x, or resume",
+        ),
+        ("the engine's --max-model-len", "the engine's --max-model-len"),
+    ],
+)
+def test_errors_of_flags_become_errors_of_fields(of_flags, of_fields):
+    assert as_fields(of_flags) == of_fields
+
+
+def test_reward_functions_in_a_list_are_summed(config_of):
+    def half(completion):
+        return 0.5
+
+    async def mean(completion, prompt):
+        return len(completion) / 8
+
+    result = train(
+        config_of("run", num_steps=1), env=[half, mean, reward(weight=2)(one)], data=ROWS
+    )
+    episodes = trajectories(result.out / "rollouts/step_000001.jsonl.zst")
+    assert len(episodes) == 8
+    for episode in episodes:
+        reply = len(episode["messages"][-1]["content"])
+        assert episode["reward_parts"] == {"half": 0.5, "mean": reply / 8, "one": 2.0}
+
+
+def one(completion):
+    return 1.0
 
 
 def test_a_run_of_no_step_has_no_metrics(config_of):
@@ -334,7 +396,10 @@ def test_data_may_be_a_file_or_a_table_of_pandas(config_of, tmp_path):
             "pandas": pandas.DataFrame(ROWS),
         }.items()
     ]
-    prompts = [[t["messages"] for t in trajectories(result.out / "rollouts/step_000001.jsonl.zst")] for result in results]
+    prompts = [
+        [t["messages"] for t in trajectories(result.out / "rollouts/step_000001.jsonl.zst")]
+        for result in results
+    ]
     assert prompts[0] and all(other == prompts[0] for other in prompts)
     lines = str(results[0]).splitlines()
     assert len(lines) <= 15 and lines[0].startswith("TrainResult: step 1 in ")
