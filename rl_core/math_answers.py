@@ -154,7 +154,7 @@ def closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def closing_brace(text: str, start: int) -> int:
-    """The place of the brace that closes one opened before `start`; -1 if it never closes."""
+    """Index of the brace that closes one opened before `start`; -1 if it never closes."""
     depth = 1
     for match in re.compile(r"\\.|[{}]", re.S).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
@@ -324,7 +324,7 @@ def canonical(text: str) -> str:
 
 
 @dataclass(slots=True)
-class Reader:
+class LatexReader:
     """Reads an expression, character by character, as nested tuples (operation, arguments)."""
 
     text: str
@@ -682,7 +682,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class AnswerNode:
     """An answer of a kind: expression, list, brackets, matrix, relation, union, base, clock, text.
 
     Example: "[1,2)" is brackets "[)" of two expressions, "x=1" a relation "=" of two.
@@ -691,15 +691,15 @@ class Node:
     kind: str
     text: str  # canonical
     mark: str = ""  # brackets, or relation signs
-    items: tuple[Node, ...] = ()
+    items: tuple[AnswerNode, ...] = ()
     tree: tuple = ()  # An expression has one.
 
 
-def read(text: str, depth: int = 0) -> Node:
+def read(text: str, depth: int = 0) -> AnswerNode:
     """The structure of a cleaned answer."""
     text = stripped(text)
     name = canonical(text)
-    make = partial(Node, text=name)
+    make = partial(AnswerNode, text=name)
     if depth > MAX_DEPTH:
         return make("text")
     match = re.fullmatch(BASE, name)
@@ -730,7 +730,7 @@ def read(text: str, depth: int = 0) -> Node:
         both = [text.translate(str.maketrans("±∓", signs)) for signs in ("+-", "-+")]
         return make("list", items=tuple(read(item, depth + 1) for item in both))
     with suppress(Unknown, RecursionError):
-        return make("expression", tree=Reader(text).expression())
+        return make("expression", tree=LatexReader(text).expression())
     return make("text")
 
 
@@ -774,17 +774,17 @@ def enclosed(text: str) -> str:
     return text[0] + text[-1] if depth == 0 else ""
 
 
-def read_matrix(name: str, content: str, text: str, depth: int) -> Node:
+def read_matrix(name: str, content: str, text: str, depth: int) -> AnswerNode:
     lines = [line for line in re.split(r"\\\\|\\cr", content) if line.strip()]
     rows = []
     for line in lines:
         cells = tuple(read(cell, depth + 1) for cell in re.split(r"(?<!\\)&", line))
-        rows.append(Node("brackets", "", "row", cells))
+        rows.append(AnswerNode("brackets", "", "row", cells))
     # The brackets of a matrix are of taste, those of a determinant are not.
-    return Node("matrix", text, "det" if name[0] in "vV" else "", tuple(rows))
+    return AnswerNode("matrix", text, "det" if name[0] in "vV" else "", tuple(rows))
 
 
-def nodes_equal(a: Node, b: Node) -> bool:
+def nodes_equal(a: AnswerNode, b: AnswerNode) -> bool:
     if a.text and a.text == b.text:
         return True
     a, b = without_name(a, b), without_name(b, a)
@@ -807,11 +807,11 @@ def nodes_equal(a: Node, b: Node) -> bool:
     return a.kind in ("base", "clock") and a.mark == b.mark
 
 
-def same_sequence(first: Sequence[Node], second: Sequence[Node]) -> bool:
+def same_sequence(first: Sequence[AnswerNode], second: Sequence[AnswerNode]) -> bool:
     return len(first) == len(second) and all(map(nodes_equal, first, second))
 
 
-def same_items(first: Sequence[Node], second: Sequence[Node]) -> bool:
+def same_items(first: Sequence[AnswerNode], second: Sequence[AnswerNode]) -> bool:
     """Equal in any order."""
     if len(first) != len(second) or len(first) > MAX_ITEMS:
         return False
@@ -824,7 +824,7 @@ def same_items(first: Sequence[Node], second: Sequence[Node]) -> bool:
     return True
 
 
-def is_name(node: Node) -> bool:
+def is_name(node: AnswerNode) -> bool:
     """True for a variable, f(x), or a tuple of variables: it names the value on the other side."""
     if node.kind == "expression":
         return node.tree[0] == "sym"
@@ -833,7 +833,7 @@ def is_name(node: Node) -> bool:
     return re.fullmatch(r"[A-Za-z]\w*\([a-z,]+\)|\\angle\w+", node.text) is not None
 
 
-def without_name(node: Node, other: Node) -> Node:
+def without_name(node: AnswerNode, other: AnswerNode) -> AnswerNode:
     """The value of x=5 where the other answer is a value without a name; of x=2+3=5 the last."""
     if node.kind != "relation" or set(node.mark) - {"=", "≈"}:
         return node
@@ -841,17 +841,17 @@ def without_name(node: Node, other: Node) -> Node:
     if other.kind != "relation":
         return last if is_name(first) or not has_names(node) else node
     if len(node.items) > 2:
-        return Node("relation", "", "=", (first, last))
+        return AnswerNode("relation", "", "=", (first, last))
     return node
 
 
-def has_names(node: Node) -> bool:
+def has_names(node: AnswerNode) -> bool:
     if node.tree and symbols(node.tree):
         return True
     return node.kind == "text" or any(map(has_names, node.items))
 
 
-def as_interval(node: Node, other: Node) -> Node:
+def as_interval(node: AnswerNode, other: AnswerNode) -> AnswerNode:
     """The interval of an inequality such as 1<x≤2 where the other answer is one."""
     if node.kind != "relation" or other.kind not in ("brackets", "union"):
         return node
@@ -861,25 +861,25 @@ def as_interval(node: Node, other: Node) -> Node:
     if not set(marks) <= set("<≤"):
         return node
     edge = [{"<": "()", "≤": "[]"}[mark] for mark in marks]
-    infinite = Node("expression", "∞", tree=("inf",))
-    below = Node("expression", "-∞", tree=("neg", ("inf",)))
+    infinite = AnswerNode("expression", "∞", tree=("inf",))
+    below = AnswerNode("expression", "-∞", tree=("neg", ("inf",)))
     if len(items) == 3 and is_name(items[1]):
-        return Node("brackets", "", edge[0][0] + edge[1][1], (items[0], items[2]))
+        return AnswerNode("brackets", "", edge[0][0] + edge[1][1], (items[0], items[2]))
     if len(items) == 2 and is_name(items[0]):
-        return Node("brackets", "", "(" + edge[0][1], (below, items[1]))
+        return AnswerNode("brackets", "", "(" + edge[0][1], (below, items[1]))
     if len(items) == 2 and is_name(items[1]):
-        return Node("brackets", "", edge[0][0] + ")", (items[0], infinite))
+        return AnswerNode("brackets", "", edge[0][0] + ")", (items[0], infinite))
     return node
 
 
-def gives_value(node: Node) -> bool:
+def gives_value(node: AnswerNode) -> bool:
     """True for x=5: 2x=10 has the same solution, but is not solved."""
     first, last = node.items
     is_solved = (is_name(first) and not has_names(last)) or (is_name(last) and not has_names(first))
     return node.mark == "=" and is_solved
 
 
-def relations_equal(a: Node, b: Node) -> bool:
+def relations_equal(a: AnswerNode, b: AnswerNode) -> bool:
     """Equal sides, also read from right to left; of one equation or inequality also equal
     differences of its sides, up to a factor."""
     if a.mark == b.mark and same_sequence(a.items, b.items):

@@ -273,7 +273,7 @@ def without_rows(env: Env | None) -> str:
 
 
 def eval_tasks(config: Config, envs: dict[str, Env]) -> dict[str, TaskSource]:
-    """Held-out tasks by the name of their environment, or of their own set. Raises ValueError if
+    """Held-out tasks by the name of their environment, or of their set. Raises ValueError if
     there are none."""
     sources = held_out_tasks(config, envs)
     if not sources:

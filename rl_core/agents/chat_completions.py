@@ -24,7 +24,7 @@ from rl_core.agents.requests import (
 from rl_core.types import Message
 
 PATH = "/v1/chat/completions"
-MAX_REPLIES = 128  # of one request, as at OpenAI
+MAX_REPLIES = 128  # A request asks for at most this number of choices, as at OpenAI.
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 
 

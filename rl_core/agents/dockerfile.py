@@ -28,7 +28,8 @@ from rl_core.sandbox.engines import ENGINE_S
 IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "USER")
 CARRIED_OUT = ("ARG", "ENV", "WORKDIR", "COPY", "ADD", "RUN")
 MAX_TOLD = 500  # characters of what a failed RUN wrote
-NOTE_S, LOCK_POLL_S = 10.0, 0.2  # of the wait for another process that builds the image
+# The wait for another process that builds the image.
+NOTE_S, LOCK_POLL_S = 10.0, 0.2
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 

@@ -12,6 +12,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -92,7 +93,8 @@ class Tree:
         keys = [key_of(message) for message in request.messages]
         tools = tools_key(request.tools)
         if self.actor.chat and self.longest(keys, tools)[0] is None:
-            await self.actor.chat.prepare(request.messages, request.tools)
+            with suppress(ValueError):  # talk() refuses the same messages.
+                await self.actor.chat.prepare(request.messages, request.tools)
         parent, num_known = self.longest(keys, tools)
         new = request.messages[num_known:] if parent else []
         talks: list[Conversation] = []
@@ -261,11 +263,11 @@ def reply_of(talk: Conversation, request: Request) -> Reply:
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
     """Returns (text before the first stop string, that stop string). Clients expect neither the
     stop string nor the rest of a token in which it ended; the tokens stay in the conversation."""
-    places = [(text.find(stop), stop) for stop in stops if stop in text]
-    if not places:
+    found_at = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not found_at:
         return text, ""
-    place, stop = min(places)
-    return text[:place], stop
+    end, stop = min(found_at)
+    return text[:end], stop
 
 
 def num_prompt_tokens(turns: Sequence[Turn]) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
+from rl_core.data.messages import text_of
 from rl_core.types import Message, SamplingParams
 
 # Keys of a message of chat completions; endpoints refuse others.
@@ -13,7 +14,7 @@ SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
 COUNTED = ("prompt_tokens", "completion_tokens")
 
 
-class Answer(Protocol):
+class RawResponse(Protocol):
     """A raw response of both clients."""
 
     retries_taken: int
@@ -30,7 +31,7 @@ class Dialect(Protocol):
     def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
         """The official client. `url`: without the suffix."""
 
-    async def send(self, client: Any, body: dict[str, Any]) -> Answer: ...
+    async def send(self, client: Any, body: dict[str, Any]) -> RawResponse: ...
 
     def body(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
@@ -57,7 +58,7 @@ class ChatCompletions:
             base_url=url, api_key=key or "none", timeout=timeout_s, max_retries=max_retries
         )
 
-    async def send(self, client: Any, body: dict[str, Any]) -> Answer:
+    async def send(self, client: Any, body: dict[str, Any]) -> RawResponse:
         known = {key: body.pop(key) for key in ("model", "messages")}
         return await client.chat.completions.with_raw_response.create(**known, extra_body=body)
 
@@ -91,7 +92,7 @@ class Responses(ChatCompletions):
 
     suffix = "/responses"
 
-    async def send(self, client: Any, body: dict[str, Any]) -> Answer:
+    async def send(self, client: Any, body: dict[str, Any]) -> RawResponse:
         known = {key: body.pop(key) for key in ("model", "input")}
         return await client.responses.with_raw_response.create(**known, extra_body=body)
 
@@ -125,7 +126,7 @@ class Responses(ChatCompletions):
         texts, calls = [], []
         for item in answer["output"]:
             if item["type"] == "message":
-                texts += [part.get("text") or part.get("refusal") or "" for part in item["content"]]
+                texts += [each.get("text") or each.get("refusal") or "" for each in item["content"]]
             elif item["type"] == "function_call":
                 calls.append(called(item["call_id"], item["name"], item["arguments"]))
         details = answer.get("incomplete_details") or {}
@@ -149,7 +150,7 @@ class Messages:
         client.auth_token = None  # The client also takes a token from the environment.
         return client
 
-    async def send(self, client: Any, body: dict[str, Any]) -> Answer:
+    async def send(self, client: Any, body: dict[str, Any]) -> RawResponse:
         known = {key: body.pop(key) for key in ("model", "messages", "max_tokens")}
         return await client.messages.with_raw_response.create(**known, extra_body=body)
 
@@ -207,13 +208,6 @@ def refuse_unknown(api: str, **values: Any) -> None:
     for name, value in values.items():
         if value:
             raise ValueError(f"{name}={value!r}: {api} has no such parameter; leave it out")
-
-
-def text_of(message: Message) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
 
 
 def spoken(text: Any, calls: list[dict[str, Any]] | None = None) -> Message:

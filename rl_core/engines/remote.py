@@ -44,7 +44,7 @@ from rl_core.types import Completion, RunError, SamplingParams
 
 dumps = partial(json.dumps, default=float)  # Numbers of torch and numpy become JSON's.
 BUCKET_BYTES = 512 << 20
-STOP_S = 10.0  # for the answer to "stop"
+STOP_S = 10.0  # An engine rank answers "stop" within this time.
 # How a server's error reaches the learner.
 ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
 

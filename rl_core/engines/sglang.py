@@ -37,7 +37,7 @@ from rl_core.types import Completion, SamplingParams
 # Older versions wait for ever for an adapter's requests that were aborted in their queue.
 FORGETS_ABORTED = (0, 5, 22)
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
-MAX_STARTS = 3  # of a server that died
+MAX_STARTS = 3  # A server that died is started at most this often.
 MEMORY = ("weights", "kv_cache", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
 # get zeros.

@@ -9,7 +9,7 @@ from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.tasks import TaskSource
 
-NUM_ROWS = 200  # The first of each source, which are looked at.
+NUM_ROWS = 200  # The first rows of each source are checked.
 NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out rows are searched.
 
 

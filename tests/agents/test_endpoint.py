@@ -1029,9 +1029,9 @@ def test_a_refused_request_leaves_no_trace():
     async def play(*refused):
         async with endpoint("one", "two", max_turns=3, chat=no_system_chat()) as (llm, tree):
             client = openai_client(llm)
-            if refused:
+            for length in (1, 40_000) if refused else ():
                 with pytest.raises(openai.BadRequestError, match="refuses"):
-                    await chat(client, [{"role": "system", "content": "be"}, *HI])
+                    await chat(client, [{"role": "system", "content": "be" * length}, *HI])
             said = await chat(client, HI)
             history = [*HI, {"role": "assistant", "content": said.content}]
             for text in refused:
