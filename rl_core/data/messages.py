@@ -18,6 +18,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
+from rl_core.data.thoughts import MARKS, leading_thoughts
 from rl_core.types import Message
 
 # Other formats' roles: ShareGPT's, LangChain's, Gemini's, ms-swift's, and OpenAI's older ones.
@@ -224,9 +225,21 @@ def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
     if len(set(texts.values())) > 1:
         raise ValueError(f"{' and '.join(texts)} differ: give a message's thoughts in one of them")
     key, thoughts = next(iter(texts.items()))
+    if thoughts.strip() and thoughts.strip() == thoughts_in(text_of(message)):
+        notes.append(f"{where}: {key} left out; its content begins with the same thoughts")
+        return
     message["reasoning_content"] = thoughts
     if key != "reasoning_content":
         notes.append(f"{where}: {key} read as reasoning_content")
+
+
+def thoughts_in(content: str) -> str:
+    """The thoughts that a content begins with, without their marks."""
+    block = content[: leading_thoughts(content)].strip()
+    for opening, closing in MARKS.items():
+        if block.startswith(opening):
+            return block.removeprefix(opening).removesuffix(closing).strip()
+    return ""
 
 
 def check_text(message: Message) -> None:

@@ -13,12 +13,15 @@ MARKS = {f"<{tag}>": f"</{tag}>" for tag in TAGS} | {
     "◁think▷": "◁/think▷",  # Kimi
     "<|begin_of_thought|>": "<|end_of_thought|>",
 }
-# gpt-oss's thoughts are messages of a channel.
+# gpt-oss's thoughts are messages of a channel; a recipient may stand before its name.
 ANALYSIS = (
-    r"<\|channel\|>analysis(?:(?!<\|message\|>).)*<\|message\|>.*?(?:<\|end\|>|<\|call\|>|\Z)"
+    r"(?:to=[^\s<]+\s*)?<\|channel\|>analysis(?:(?!<\|message\|>).)*<\|message\|>.*?"
+    r"(?:<\|end\|>|<\|call\|>|\Z)"
 )
-# Thoughts that close, as a pattern that wants re.DOTALL and has no group.
-THOUGHTS = "|".join([*(f"{re.escape(a)}.*?{re.escape(b)}" for a, b in MARKS.items()), ANALYSIS])
+# Thoughts up to their end, or to the text's, as a pattern that wants re.DOTALL and has no group.
+THOUGHTS = "|".join(
+    [*(rf"{re.escape(a)}.*?(?:{re.escape(b)}|\Z)" for a, b in MARKS.items()), ANALYSIS]
+)
 
 
 def open_mark(prompt: str) -> str | None:

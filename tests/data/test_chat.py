@@ -466,7 +466,7 @@ def test_sft_turns_are_prompted_as_an_engine_would_be(path):
         if said == "the answer" and opens_thoughts:
             with pytest.raises(ValueError, match="message 2 has no thoughts, but the generation"):
                 sft_turns(chat, [user("hello"), answer(said)])
-            continue
+            said = "<think>\n\n</think>\n\nthe answer"  # The fix that the error names.
         messages = [
             user("hello"),
             answer(said),

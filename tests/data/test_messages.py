@@ -539,6 +539,25 @@ def test_gpt_oss_trains_thoughts_behind_a_call_with_thoughts():
     )
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "deepseekv3"])
+def test_thoughts_that_stand_in_the_content_too_are_trained_once(name):
+    block = "<think>\nbriar\n</think>\n\nelder"
+    reply = said(block) | {"reasoning_content": "briar"}
+    (sample,) = sft_samples(chat_named(name), {"messages": [user("b"), reply]})
+    (bare,) = sft_samples(chat_named(name), {"messages": [user("b"), said(block)]})
+    text = trained_text(chat_named(name), sample)
+    assert text == trained_text(chat_named(name), bare)
+    assert (text.count("briar"), text.count("</think>")) == (1, 1)
+
+
+def test_thoughts_are_closed_where_the_template_leaves_them_out():
+    """DeepSeek's prompt ends in <think>, and its history has no thoughts."""
+    reply = said("elder") | {"reasoning_content": "briar"}
+    (sample,) = sft_samples(chat_named("deepseekv3"), {"messages": [user("b"), reply]})
+    text = trained_text(chat_named("deepseekv3"), sample)
+    assert text == "briar\n</think>\n\nelder<｜end▁of▁sentence｜>"
+
+
 def test_conversations_of_one_shape_are_checked_once(monkeypatch):
     chat, rendered, counts = chat_named("qwen2_5"), [], []
     whole = chat.tokenizer.apply_chat_template

@@ -136,8 +136,12 @@ def test_calls_within_thoughts_are_no_calls(name):
     city = {"name": "weather", "arguments": {"city": "Paris"}}
     if name == "gptoss":
         analysis = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
-        planned = "I might call to=functions.weather or say it."
-        turns = [(analysis.format(planned), "hello")]
+        spelled = "<|channel|>commentary to=functions.weather<|message|>{}<|call|>"
+        spelled = spelled.format('{"city": "Rome"}')
+        named = "to=functions.weather<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+        turns = [(analysis.format("I might call to=functions.weather or say it."), "hello")]
+        turns += [(analysis.format(f"I might {spelled} but no"), "hello")]
+        turns += [(named.format('I might {"city": "Rome"}'), "hello")]
     else:
         turns = [(f"<think>\n{planned}\n</think>\n\n", "hello")]
         turns += [(f"{planned}\n</think>\n\n", "hello<think>\n")]
@@ -149,9 +153,13 @@ def test_calls_within_thoughts_are_no_calls(name):
             assert not has_failed and [c["function"] for c in message["tool_calls"]] == [city]
             only = completion(chat.encode(text + "hello"), chat)
             assert chat.tool_calls.read(only, 0, TOOLS, prompt) == (None, False)
-    if name != "gptoss":  # Thoughts that do not close hold no call.
-        cut = completion(chat.encode(planned), chat)
-        assert chat.tool_calls.read(cut, 0, TOOLS, "hello<think>\n") == (None, False)
+    if name == "gptoss":
+        unclosed = [(f"<|channel|>analysis<|message|>I might {spelled}", "hello")]
+    else:
+        unclosed = [(planned, "hello<think>\n"), (f"hello <think>{planned}", "hello")]
+    for text, prompt in unclosed:
+        cut = completion(chat.encode(text), chat)
+        assert chat.tool_calls.read(cut, 0, TOOLS, prompt) == (None, False)
 
 
 ROOT = {
