@@ -213,7 +213,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-# Files that transformers' AutoProcessor reads, except the tokenizer's.
+# Files that transformers' AutoProcessor reads, except the tokenizer's. chat_template.json, and the
+# key of this name in these files, would replace the template that was trained.
 PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
@@ -276,12 +277,15 @@ def with_ends(generation: Any, end_token_ids: Sequence[int | None]) -> Any:
 
 
 def copy_processor_files(base: str, folder: Path) -> None:
+    """Copies PROCESSOR_FILES of the model `base`, without chat templates."""
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES if base else ():
         with suppress(OSError):  # The model has no such file.
             if file := cached_file(base, name, _raise_exceptions_for_missing_entries=False):
-                shutil.copyfile(file, folder / name)
+                settings = json.loads(Path(file).read_text(encoding="utf-8"))
+                settings.pop("chat_template", None)
+                (folder / name).write_text(json.dumps(settings, indent=2))
 
 
 def is_finite(value: Tensor) -> bool:

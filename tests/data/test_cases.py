@@ -126,14 +126,19 @@ def test_an_export_has_trained_ends_and_processor_files(tiny_model, tmp_path):
     settings = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|begin|>"}))
     files = {
-        "preprocessor_config.json": '{"image_processor_type": "Qwen2VLImageProcessor"}',
-        "processor_config.json": '{"processor_class": "Qwen2_5_VLProcessor"}',
+        "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor"},
+        "processor_config.json": {"processor_class": "Qwen2_5_VLProcessor"},
+        "video_preprocessor_config.json": {"video_processor_type": "Qwen2VLVideoProcessor"},
+        "audio_tokenizer_config.json": {"audio_tokenizer_class": "DacModel"},
     }
-    for name, text in files.items():
-        (base / name).write_text(text)
+    # Another template than the tokenizer's, which transformers would read before it.
+    other = {"chat_template": "other"}
+    for name, settings in (files | {"chat_template.json": {}}).items():
+        (base / name).write_text(json.dumps(settings | other))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
     flags = f"--algorithm sft --model {base} --data.train {tmp_path}/rows.jsonl --out {out}"
     assert main(["train", *flags.split(), *["--tasks_per_step", "1", "--num_steps", "1"]]) == 0
     generation = json.loads((out / "hf/policy/generation_config.json").read_text())
     assert generation["eos_token_id"] == [1, 3]  # <|end|>, <|begin|>
-    assert {name: (out / "hf/policy" / name).read_text() for name in files} == files
+    assert {name: json.loads((out / "hf/policy" / name).read_text()) for name in files} == files
+    assert not (out / "hf/policy/chat_template.json").exists()
