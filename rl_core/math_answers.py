@@ -181,7 +181,7 @@ FORMULA = (
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|"
     r"(?<![\\\d$])\$(?!\s)((?:\\\$|[^\n$])+?)(?<![\\\s])\$"
 )
-PLAIN = rf"(?<![\d)\w.])-?\s?(?:\\?\$\s?)?(?:{NUMBER})(?:\s*/\s*(?:{NUMBER}))?|\\[dt]?frac\S+"
+PLAIN = rf"(?<![\d)\w.])[-−–]?\s?(?:\\?\$\s?)?(?:{NUMBER})(?:\s*/\s*(?:{NUMBER}))?|\\[dt]?frac\S+"
 
 
 def last_expression(text: str) -> str:
@@ -221,7 +221,8 @@ def reference_answer(answer: Any) -> str:
         final = final_answer(text)
     elif re.search(r"\$|\\[(\[]", text):
         formulas = [span for span in expressions(text) if span[2] != text]
-        is_prose = re.search(r"[A-Za-z]{2,}", re.sub(FORMULA, "", text, flags=re.S))
+        around = re.sub(r"\b(?:and|or)\b", "", re.sub(FORMULA, " ", text, flags=re.S))
+        is_prose = re.search(r"[A-Za-z]{2,}", around)
         if is_prose and formulas:
             final = max(formulas, key=lambda span: span[1])[2]
     is_math = re.search(r"[\d\\$=^_(\[]|^\W*\w\W*$", final)
@@ -259,6 +260,7 @@ def cleaned(text: str) -> str:
     text = re.sub(r"\\([A-Za-z]+) ?", command, text)
     text = re.sub(r"(?<=[\d.])[eE]([+-]?\d+)(?![\w.])", r"*10^{\1}", text)
     text = " ".join(text.split())
+    text = re.sub(r"(?<=[\d)\]}⦄]),? (?:and|or) ", ",", text)
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         return text.replace(" ", "")
     text = without_units(text).strip()
