@@ -72,11 +72,13 @@ class TaskBox:
 
     async def verify(self) -> Score:
         """What test.sh says of the box as the agent left it. Nothing that the agent left running,
-        planted in /tests or /logs, or set for shells takes part. Raises RuntimeError if test.sh
+        planted in /tests or /logs, or set for shells takes part. An agent that leaves what cannot
+        be removed there scores 0. Raises RuntimeError if test.sh
         leaves no reward, or does not come to its end: a program of the agent that it ran may have
         ended it, and have written the reward."""
         await self.box.end_processes()
-        await self.clear()
+        if not await self.clear():
+            return Score(parts={"reward": 0.0}, metrics={"not_cleared": 1.0})
         try:
             await self.box.put(TESTS, self.task.folder / "tests")
         except OSError:
@@ -101,22 +103,35 @@ class TaskBox:
         command = ["/bin/sh", "-c", f"{enter}; chmod +x {script}; exec {script}"]
         return await self.box.exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
 
-    async def clear(self) -> None:
-        """Makes /tests and /logs anew, whatever the agent made of them. Raises RuntimeError."""
-        planted = " ".join(f"/{name}" for name in READ_BY_PYTEST)
-        old = f"{TESTS} {SOLUTION} {LOGS}"
-        made = f"{LOGS}/verifier {LOGS}/agent {LOGS}/artifacts {HOME} {shlex.quote(self.cwd)}"
+    async def clear(self) -> bool:
+        """Makes /tests and /logs anew. False if something that the agent left there cannot be
+        removed. Raises RuntimeError for a mount there, which no agent can make."""
+        planted = [f"/{name}" for name in READ_BY_PYTEST]
+        old = [TESTS, SOLUTION, LOGS, *planted]
+        made = [f"{LOGS}/verifier", f"{LOGS}/agent", f"{LOGS}/artifacts", HOME]
         # The agent may have taken its own rights to these folders away.
-        command = f"chmod u+rwx /; chmod -R u+rwX {old}; rm -rf {old} {planted} || exit 1; "
+        command = f"chmod u+rwx /; chmod -R u+rwX {shlex.join(old)} 2>/dev/null; "
+        command += f"rm -rf {shlex.join(old)} || exit 1; "
         # A folder that cannot be made is seen when the tests are put there.
-        command += f"mkdir -p {made} || :"
-        path = {"PATH": SYSTEM_PATH}
-        done = await self.box.exec(["/bin/sh", "-c", command], environ=path, cwd="/")
-        if done.code != 0:
+        command += f"mkdir -p {shlex.join([*made, self.cwd])} || :"
+        done = await self.run_in_root(command)
+        if done.code == 0:
+            return True
+        mounts = await self.run_in_root("cat /proc/self/mounts")
+        points = [line.split()[1] for line in mounts.stdout.splitlines()]
+        held = [path for path in points if path.startswith(tuple(old))]
+        if held:
             raise RuntimeError(
-                f"{self.task.folder}: what the agent left in {TESTS}, {SOLUTION} or {LOGS} cannot "
-                f"be removed: it {ended(done)}"
+                f"{self.task.folder}: {TESTS}, {SOLUTION} or {LOGS} cannot be removed before the "
+                f"tests, as {', '.join(held)} is mounted there; mount it elsewhere"
             )
+        return False
+
+    async def run_in_root(self, command: str) -> boxes.ExecResult:
+        """Runs a command of ours, in a shell of the system's."""
+        return await self.box.exec(
+            ["/bin/sh", "-c", command], environ={"PATH": SYSTEM_PATH}, cwd="/"
+        )
 
     def verifier_environ(self) -> dict[str, str]:
         own = {name: value for name, value in self.environ.items() if name not in RUNS_CODE}

@@ -13,7 +13,7 @@ import threading
 import pytest
 from kit import ROOT
 
-from rl_core.agents import dockerfile
+from rl_core.agents import dockerfile, harbor
 from rl_core.agents.dockerfile import digest_of, read_instructions
 from rl_core.agents.harbor import open_task, read_score
 from rl_core.agents.harbor_task import read_task, task_rows
@@ -300,6 +300,8 @@ cat > cheat.py <<'END'
 open("/logs/verifier/reward.json", "w").write('{"reward": 1}')
 END
 """
+# Deeper than any path can name, closed at the end.
+DEEP = 'import os\nfor n in range(3000): os.mkdir("d"); os.chdir("d")\nos.chmod(".", 0)'
 SITE = f"/root/.local/lib/python3.{sys.version_info.minor}/site-packages"
 ATTACKS = {
     "writes the reward": "sh cheat; ls /logs/verifier",
@@ -321,6 +323,12 @@ ATTACKS = {
     "fills the inodes": "mkdir many; seq 100000 | (cd many; xargs touch)",
     "removes its folder": "cd /; rm -rf /app; ln -s /usr /app",
     "kills all": "kill -9 -1",
+    "closes all folders": "mkdir -p x/y /logs/a/b; chmod 000 x/y x /logs/a/b /logs/a /logs /tmp /",
+    "nests deeply": f"mkdir /logs; cd /logs; python3 -c '{DEEP}'",
+    "makes long names": "mkdir /logs; cd /logs; touch $(printf %0255d 1); mkdir -- -rf '*' $'a\\nb'",
+    "makes a loop of links": "ln -s /tests /logs; ln -s /logs /tests; ln -s loop /app/loop",
+    "makes a fifo": "mkdir -p /logs; mkfifo /tests /logs/verifier /conftest.py",
+    "makes a folder of what pytest reads": "mkdir -p /conftest.py/a; chmod 000 /conftest.py",
 }
 
 
@@ -338,8 +346,18 @@ def test_what_cannot_be_removed_before_the_tests_fails_the_episode(make, tmp_pat
         async with open_task(str(make()), driver="bubblewrap", binds=binds) as box:
             await box.verify()
 
-    with pytest.raises(RuntimeError, match=r"(?s)/logs cannot be removed.*/tests/held"):
+    with pytest.raises(RuntimeError, match=r"(?s)/logs cannot be removed.*, as /tests/held is"):
         asyncio.run(verify())
+
+
+@needs_bwrap
+def test_an_agent_that_leaves_what_cannot_be_removed_scores_0(make, monkeypatch):
+    async def verify():
+        async with open_task(str(make()), driver="bubblewrap") as box:
+            monkeypatch.setattr(harbor, "SYSTEM_PATH", "/nowhere")  # There is no rm.
+            return await box.verify()
+
+    assert asyncio.run(verify()).reward == 0.0
 
 
 SCORES_ITSELF = "open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')\n"
