@@ -197,8 +197,10 @@ class BestKeeper(Plugin):
         new, old = value, self.best
         if tasks and self.of_best:
             new, old = common_means(tasks, self.of_best)
+        if math.isnan(new):
+            return False
         is_better = old is None or self.sign * new > self.sign * old
-        if is_better:  # NaN is not
+        if is_better:
             self.best, self.of_best = value, tasks or {}
         return is_better
 

@@ -196,6 +196,7 @@ def test_the_best_is_better_over_the_tasks_that_did_not_fail_in_either(tasks, is
     run = SimpleNamespace(config=config, out=tmp_path, ranks=init_ranks(60))
     assert BestKeeper(run).is_best({name: 0.0}, {}) is True
     keeper = BestKeeper(run)
+    assert keeper.is_best({name: float("nan")}) is False  # All its episodes failed.
     assert keeper.is_best({name: 0.65}, {name: {"1": 1.0, "2": 0.3}})
     keeper.write(3)
     value = sum(tasks.values()) / len(tasks)
