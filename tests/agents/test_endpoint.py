@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from rl_core import registry
+from rl_core.agents import chat_completions
 from rl_core.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
 from rl_core.agents.tree import key_of
 from rl_core.config import AgentsConfig
@@ -343,7 +344,7 @@ def test_max_tokens_of_a_request_cuts_its_reply():
     async def play():
         async with endpoint("a long reply") as (llm, _):
             reply = await openai_client(llm).chat.completions.create(
-                model="m", messages=HI, max_completion_tokens=3, logprobs=True
+                model="m", messages=HI, max_tokens=5, max_completion_tokens=3, logprobs=True
             )
             return reply, llm.trajectories(1.0)
 
@@ -404,12 +405,14 @@ def test_seeds_do_not_depend_on_the_order_of_other_requests():
 
             tree.actor.engine.generate = note
             for text in order:
+                more = {"tools": TOOLS} if text.isupper() else {}
+                asked = [{"role": "user", "content": text.lower()}]
                 with suppress(openai.BadRequestError):
-                    await chat(openai_client(llm), [{"role": "user", "content": text}])
+                    await chat(openai_client(llm), asked, **more)
         return found
 
-    first, second = (asyncio.run(seeds(order)) for order in ("abc", "cxyab"))
-    assert len(set(first.values())) == 3
+    first, second = (asyncio.run(seeds(order)) for order in ("abcA", "cxAyab"))
+    assert len(set(first.values())) == 4
     assert first.items() <= second.items()
 
 
@@ -583,7 +586,8 @@ def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(said):
 
 
 @pytest.mark.parametrize(
-    "said, shown", [("ab STOP", "ab "), ("abSTOPc", "ab"), ("aSTabENDc", "aSTab")]
+    "said, shown",
+    [("ab STOP", "ab "), ("abSTOPc", "ab"), ("aSTabENDc", "aSTab"), ("abENDSTOPc", "ab")],
 )
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 def test_neither_a_stop_nor_the_rest_of_its_token_is_shown(dialect, said, shown):
@@ -925,6 +929,9 @@ def test_what_cannot_be_had_is_refused_in_the_dialects_words():
                 )
             with pytest.raises(openai.BadRequestError, match="at least 1"):
                 await chat(client, HI, max_tokens=0)
+            with pytest.raises(openai.BadRequestError, match="n: 129 must be at most 128"):
+                await chat(client, HI, n=129)
+            assert chat_completions.read({"messages": HI, "n": 128}).num_replies == 128
             wrong = openai_client(llm).with_options(api_key="sk-other")
             with pytest.raises(openai.AuthenticationError, match="no episode"):
                 await chat(wrong, HI)

@@ -345,6 +345,36 @@ def library_prompt(chat, messages, tools, variables):
     return chat.tokenizer.encode(text, add_special_tokens=False)
 
 
+# Writes a variable at the beginning.
+VARIED = (
+    "{{ mode }}\n{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML_ROW = "{mode}\n<|im_start|>system\naster<|im_end|>\n<|im_start|>user\nbriar<|im_end|>\n"
+
+
+@pytest.mark.parametrize("entry", ["sft", "rl", "dpo", "rm"])
+def test_each_row_has_its_variables_before_those_of_the_flag(entry, env_of_a_reward):
+    chat = Chat(make_tokenizer(), VARIED, {"mode": "oak"}, ToolCalls)
+    pair = {"prompt": "briar", "chosen": "cedar", "rejected": "elder"}
+    talks = {side: [user("briar"), said(pair[side])] for side in ("chosen", "rejected")}
+    for mode in ("ash", "elm", None, "ash"):
+        row = {"system": "aster", "chat_template_kwargs": {"mode": mode}}
+        if entry == "rl":
+            prompts = [prompt_of_rl(env_of_a_reward, chat, row | {"prompt": "briar"})]
+        elif entry == "sft":
+            (sample,) = sft_samples(chat, row | {"prompt": "briar", "response": "cedar"})
+            prompts = [sample.token_ids]
+        else:
+            samples_of = {"dpo": reply_pair, "rm": scored_pair}[entry]
+            samples = samples_of(chat, row | pair) + samples_of(chat, row | talks)
+            prompts = [sample.token_ids for sample in samples]
+        for token_ids in prompts:
+            text = chat.tokenizer.decode(token_ids)
+            assert text.startswith(CHATML_ROW.format(mode=mode or "oak")), text
+
+
 @pytest.fixture(scope="module")
 def env_of_a_reward(tmp_path_factory):
     file = tmp_path_factory.mktemp("env") / "env.py"
@@ -451,6 +481,7 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
         (said("a", thinking="b", reasoning="c"), "thinking and reasoning differ"),
         (user("half \ud83d"), "half of a surrogate pair, '.ud83d', at character 5"),
         (user([{"type": "text", "text": "\udc00"}]), "half of a surrogate pair"),
+        (said("a", thinking="b\ud83d"), "half of a surrogate pair, '.ud83d', at character 1"),
         (user("a") | {"images": ["b.png"]}, "a part of type 'images' is not read"),
     ],
 )
@@ -572,6 +603,49 @@ def test_conversations_of_one_shape_are_checked_once(monkeypatch):
         sft_samples(chat, {"messages": [user(f"a{number}"), said(f"b{number}")]})
         counts.append(len(rendered) - before)
     assert counts[0] > counts[1] == counts[2] == counts[3] == 2
+
+
+TURN = "{{{{ m.role + '\n' }}}}{}{{{{ '<|im_end|>\n' }}}}"
+# A template, a conversation that it shows in full, and another of which it leaves something out.
+SHAPES = {
+    "tools": (
+        "{% for m in messages if not (tools and m.role == 'system') %}"
+        + TURN.format("{{ m.content }}")
+        + "{% endfor %}{{ tools }}",
+        ([system("aster"), said("briar")], None),
+        ([system("aster"), said("briar")], TOOLS),
+        "its text",
+    ),
+    "an argument": (
+        "{% for m in messages %}"
+        + TURN.format(
+            "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+            "{% for key in call.function.arguments.keys() %}{{ key }}{% endfor %}{% endfor %}"
+        )
+        + "{% endfor %}",
+        ([user("aster"), said("", tool_calls=[call(zone="")])], None),
+        ([user("aster"), said("", tool_calls=[call(zone="CET")])], None),
+        "the argument 'zone'",
+    ),
+    "thoughts": (
+        "{% for m in messages %}"
+        + TURN.format("{{ m.content.split('</think>')[-1] }}")
+        + "{% endfor %}",
+        ([user("aster"), inline("", "briar")], None),
+        ([user("aster"), inline("cedar", "briar")], None),
+        "its thoughts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_conversation_of_another_shape_is_checked_anew(name):
+    template, shown, lost, label = SHAPES[name]
+    chat = Chat(make_tokenizer(), template)
+    chat.prompt_ids(*shown, add_generation_prompt=False)
+    with pytest.raises(ValueError, match=f"does not render {label}"):
+        chat.prompt_ids(*lost, add_generation_prompt=False)
+    chat.prompt_ids(*shown, add_generation_prompt=False)
 
 
 # Writes the roles that it knows, and no calls.

@@ -208,6 +208,9 @@ def test_pairs_of_surrogates_and_many_values_are_read():
     many = {"a": [[[{}]]] * 1000, "b": '"\\ud83d" 🙂'}
     assert http_door.parse_json(json.dumps(many).encode()) == many
     assert http_door.parse_json(b'"\\ud83d\\ude42"') == "🙂"
+    assert http_door.parse_json(b"[" * 128 + b"1" + b"]" * 128)
+    with pytest.raises(ValueError, match="nested deeper than 128 levels"):
+        http_door.parse_json(b"[" * 129 + b"1" + b"]" * 129)
 
 
 @pytest.mark.parametrize("name", KEYED)
@@ -312,6 +315,24 @@ def test_connections_of_one_key_are_bounded_and_other_keys_have_room(play):
 
     statuses, again = play("endpoint", crowd)
     assert statuses == [200] * 256 + [429] * 2 and again == 200
+
+
+def test_connections_of_all_keys_are_bounded(play, capsys):
+    async def crowd(opened):
+        writers = []
+        for number in range(31):
+            reader, writer = await say(opened, f"{opened.head()}Content-Length: 2\r\n\r\n", b"{}")
+            writers.append(writer)
+            if number == 30:
+                with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                    await hear(reader)
+            else:
+                assert (await hear(reader))[0] == 400
+        for writer in writers:
+            writer.close()
+
+    play("endpoint", crowd, MAX_OPEN_FILES=40)
+    assert "refused connections next to 30 others" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SERVERS)

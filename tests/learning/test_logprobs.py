@@ -13,6 +13,7 @@ import sys
 import tempfile
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -436,6 +437,19 @@ def test_a_heads_bias_scale_and_cap_are_what_the_family_applies(kind):
     hidden, weight, temperature, cap = fused.head_factors(hf, hidden[0, :-1], 1.0)
     got = fused_logprobs(hidden, weight, ids[0, 1:], temperature, cap)[0]
     torch.testing.assert_close(got, out.logits[0].log_softmax(-1)[range(8), ids[0, 1:]])
+
+
+def test_a_family_with_a_scale_and_a_cap_has_both():
+    config = AutoConfig.for_model("muse_glimmer")
+    text = config.get_text_config()
+    text.output_multiplier, text.final_logit_softcapping = 0.6, 0.3
+    torch.manual_seed(0)
+    head, hidden, labels = torch.nn.Linear(16, 32, bias=False), torch.randn(8, 16), torch.arange(8)
+    hf = SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+    factors = fused.head_factors(hf, hidden, 0.7)
+    got = fused_logprobs(*factors[:2], labels, *factors[2:])[0]
+    logits = 0.3 * torch.tanh(0.6 * head(hidden) / 0.3) / 0.7
+    torch.testing.assert_close(got, logits.log_softmax(-1)[range(8), labels])
 
 
 # Their own forward samples no single token after another.

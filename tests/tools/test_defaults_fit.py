@@ -35,6 +35,13 @@ def test_an_agent_without_max_turns_gets_as_many_as_fit(tiny_model, tmp_path):
     # A microbatch of 2048: 512 + 6 * 256.
     config, _ = load_envs(parse_config([*flags, "--learner.microbatch_tokens", "2048"]))
     assert config.max_turns == 6
+    # Two ranks hold a sequence of 4096 in microbatches of 2048.
+    split = ["--learner.microbatch_tokens", "2048", "--cp", "2"]
+    config, _ = load_envs(parse_config([*flags, *split]))
+    assert config.max_turns == 14
+    # Longer turns of one environment: 512 + 7 * 512 = 4096.
+    config, _ = load_envs(parse_config([*flags, "--envs.my_env.max_tokens", "512"]))
+    assert config.max_turns == 7
     config, _ = load_envs(parse_config([*flags, "--max_tokens", "8"]))
     assert config.max_turns == 64
     config, _ = load_envs(parse_config([*flags, "--max_turns", "3"]))
