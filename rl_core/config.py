@@ -6,7 +6,10 @@ config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path
 """
 
 import dataclasses
+import glob
 import math
+import os
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -569,13 +572,72 @@ def read_file(path: str) -> dict[str, Any]:
     """The sections of a YAML file. Raises ValueError, with its name, for all that is wrong in
     them."""
     try:
-        sections = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        sections = yaml.safe_load(text)
         from_sections(sections)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}; name a YAML file of flags") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {error}") from None
+    if folders := start_folders(Path(os.path.abspath(path)).parent, text, sections.get("out")):
+        sections = with_paths(sections, folders)
+        sections["out"] = str(Path(path).parent)
     return sections
+
+
+STARTED = (
+    "# Relative paths are of {}, where the run was started.\n"  # A run's config.yaml's line 1.
+)
+
+
+def start_folders(run: Path, text: str, out: str | None) -> list[Path]:
+    """Folders in which the run with this config.yaml may have been started, the likeliest first;
+    none if this process is in it, or the file is not that of a run. A relative `out` tells the
+    folder also where all was moved or copied together."""
+    if not (out and (run / "hf").is_dir()):
+        return []
+    parts, folders = Path(os.path.normpath(out)).parts, []
+    if not Path(out).is_absolute() and run.parts[-len(parts) :] == parts:
+        folders.append(Path(*run.parts[: -len(parts)]))
+    if match := re.match(STARTED.format("(.+)"), text):
+        folders.append(Path(match[1]))
+    return [] if Path.cwd() in folders[:1] else folders
+
+
+# Fields that hold paths, or names that are no paths.
+PATH_FIELDS = (
+    "env_path",
+    "model",
+    "chat_template",
+    "train",
+    "eval",
+    "reference",
+    "teacher",
+    "load",
+)
+
+
+def with_paths(sections: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
+    """Sections in which a path that is found from one of the folders is absolute."""
+    moved = {}
+    for key, value in sections.items():
+        if isinstance(value, dict):
+            value = with_paths(value, folders)
+        elif isinstance(value, str) and key in PATH_FIELDS:
+            value = ",".join(absolute(path, folders) for path in split(value))
+        moved[key] = value
+    return moved
+
+
+def absolute(path: str, folders: list[Path]) -> str:
+    """A path, also one with a name (`easy=rows.jsonl`), a query or a split behind it."""
+    named = re.match(r"[A-Za-z][\w-]*=", path)
+    for prefix in ("", named[0] if named else ""):
+        rest = path.removeprefix(prefix)
+        for folder in folders:
+            if glob.glob(os.path.join(glob.escape(str(folder)), re.split("[?@]", rest)[0])):
+                return prefix + str(folder / rest)
+    return path
 
 
 def from_sections(*layers: dict[str, Any]) -> Config:

@@ -86,6 +86,8 @@ def make_plan(
     if config.num_epochs:
         num_steps = math.ceil(config.num_epochs * len(plan.train) / config.tasks_per_step)
         plan.config = replace(config, num_steps=num_steps, num_epochs=None)
+    if config.resume:
+        registry.check_resumed(plan.config)
     return plan
 
 

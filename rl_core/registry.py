@@ -55,6 +55,12 @@ def resume():
     return resume
 
 
+def check_resumed(config: Config) -> None:
+    from rl_core.plugins.run_files import check_resumed
+
+    check_resumed(config)
+
+
 def lora():
     from rl_core.plugins import lora
 

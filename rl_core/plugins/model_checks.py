@@ -78,6 +78,10 @@ def read_config(path: str) -> PretrainedConfig:
 
         raise ValueError(why_no_model(path, error)) from None
     check_is_decoder(config, path)
+    if Path(path).is_dir():
+        from rl_core.plugins.model_paths import check_weights
+
+        check_weights(Path(path))
     return config
 
 

@@ -25,6 +25,27 @@ def check_path(name: str) -> None:
         )
 
 
+def check_weights(folder: Path) -> None:
+    """Raises ValueError for a file of weights that is shorter or longer than its header says."""
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = opened.read(length) if length < size else b""
+        expected = None
+        with suppress(ValueError, KeyError, AttributeError):
+            entries = json.loads(header)
+            entries.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in entries.values()]
+            expected = 8 + length + max(ends, default=0)
+        if size != expected:
+            rule = f"its header asks for {expected}" if expected else "its header is cut"
+            raise ValueError(
+                f"model {folder}: {file.name} is damaged: it has {size} bytes, and {rule}; copy or "
+                "download it again"
+            )
+
+
 def is_cached(name: str) -> bool:
     """True if the hub's cache has the model's config.json."""
     from huggingface_hub import try_to_load_from_cache

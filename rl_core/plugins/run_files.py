@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 import zstandard
 
-from rl_core.config import Config, flat, to_yaml
+from rl_core.algorithms import PRESETS
+from rl_core.config import STARTED, Config, flat, to_yaml
 from rl_core.data.chat import Chat
 from rl_core.data.rows import TOKENIZERS, write_whole
 from rl_core.plugin import Plugin
@@ -105,12 +106,41 @@ def jsonable(value: Any) -> Any:
 def keep_config(out: Path, config: Config) -> list[str]:
     """Writes config.yaml, or leaves that of the first run. Gives the settings that differ from it,
     as `name was -> is`."""
-    changes = keep_first(out / "config.yaml", to_yaml(config))
+    text = STARTED.format(Path.cwd()) + to_yaml(config)
+    changes = keep_first(out / "config.yaml", text)
     return [
         f"--{name} {was} -> {value}"
         for name, (was, value) in changes.items()
         if name not in MAY_DIFFER
     ]
+
+
+def check_resumed(config: Config) -> None:
+    """Raises ValueError if --resume cannot continue the run in this folder: its checkpoints are of
+    an algorithm with other data or another critic, or have more steps than are asked for."""
+    from rl_core.plugins.checkpoint import checkpoints_in
+
+    out = Path(config.out)
+    checkpoints = checkpoints_in(out / "checkpoints")
+    if not checkpoints or not (out / "config.yaml").is_file():
+        return
+    before = read_config(out / "config.yaml").get("algorithm", Config.algorithm)
+    kinds = []
+    for name in (before, config.algorithm):
+        preset = PRESETS[name]
+        kinds.append((preset.learns_from, preset.is_scoring, preset.advantage == "gae"))
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"--algorithm {config.algorithm}: {out} was trained by {before}, whose checkpoints do "
+            f"not fit; leave out --resume and give --model {out}/hf/{config.trained[0]} with a new "
+            f"--out, or resume with --algorithm {before}"
+        )
+    done = int(checkpoints[-1].name.removeprefix("step_"))
+    if config.num_steps < done:
+        raise ValueError(
+            f"--num_steps={config.num_steps} is less than the {done} steps that {out} has done; "
+            "give more of them, or nothing is left to do"
+        )
 
 
 def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:

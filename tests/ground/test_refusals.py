@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.agents.harbor_task import task_rows
 from rl_core.algorithms import PRESETS
-from rl_core.config import OWN_SECTIONS, Config, known_flags, parse_config, to_yaml
+from rl_core.config import OWN_SECTIONS, Config, known_flags, parse_config, read_config, to_yaml
 from rl_core.plan import choose_algorithm, choose_engine
 from rl_core.plugins.env_file import load_env
+from rl_core.plugins.run_files import keep_config
 from rl_core.registry import OPTIMIZERS, check_options
 from rl_core.tools.help import help_page, print_help
 from rl_core.train import main
@@ -45,6 +48,11 @@ REFUSED = {
         "--model {out}/t5": "t5' is an encoder-decoder (t5) ... decoder-only",
         "--model {out}/roberta": "roberta' is an encoder (roberta) ... decoder-only",
         "--model {out}/short": "short ... the id 103 ... 103 rows",
+        "--model {out}/cut": "model.safetensors is damaged: it has 5000 bytes, and its header asks for",
+        "--model {out}/cut_header": "model.safetensors is damaged: it has 100 bytes, and its header",
+        "--out {out}/done --resume --algorithm ppo": "--algorithm ppo: ... was trained by grpo ... "
+        "give --model ... or resume with --algorithm grpo",
+        "--out {out}/done --resume --num_steps 2": "--num_steps=2 is less than the 3 steps",
         "--out {dir}": "exists ... --resume",
         "--out {dir}/letters.py --resume": "letters.py is a file; name a folder",
         "--max_prompt_tokens 3": "tokens ... --max_prompt_tokens=3 ... --data.skip_long",
@@ -199,6 +207,14 @@ def test_flags_that_cannot_be_are_refused_in_one_line(
         config = AutoConfig.from_pretrained(folders["model"])
         config.rope_parameters = longrope(config, 32)
         config.save_pretrained(tmp_path / "long")
+    if "cut" in more:
+        for name, size in {"cut": 5000, "cut_header": 100}.items():
+            shutil.copytree(folders["model"], tmp_path / name)
+            os.truncate(tmp_path / name / "model.safetensors", size)
+    if "done" in more:
+        (tmp_path / "done/checkpoints/step_000003").mkdir(parents=True)
+        (tmp_path / "done/checkpoints/step_000003/manifest.json").write_text("{}")
+        (tmp_path / "done/config.yaml").write_text("algorithm: grpo\n")
     run = tmp_path / "run"
     error = refusal(words("--out", run, f"{base} {more}".format(**folders, out=tmp_path)), capsys)
     assert all(part in error for part in REFUSED[base][more].format(**folders).split(" ... ")), (
@@ -580,6 +596,32 @@ def test_flags_override_a_file_wherever_it_stands(tmp_path):
     assert config.sampling.stop == ["a,b"] and config.eval.sampling == {"top_p": 0.5, "top_k": 3.0}
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert parse_config(["--config", str(tmp_path / "again.yaml")]) == config
+
+
+def test_a_runs_config_is_read_from_another_folder(tmp_path, monkeypatch):
+    project, other = tmp_path / "project", tmp_path / "other"
+    for folder in (project / "runs/a/hf", project / "m", project / "rows", other):
+        folder.mkdir(parents=True)
+    for name in ("x.py", "rows/a.jsonl", "rows/b.jsonl", "eval.jsonl"):
+        (project / name).write_text("")
+    (other / "x.py").write_text("another environment")
+    flags = words("--env_path x.py?level=2,math_answer --model m --algo.teacher org/teacher")
+    flags += words("--data.train rows/*.jsonl,org/set@train --data.eval easy=eval.jsonl,gone.jsonl")
+    for out in ("runs/a", str(project / "runs/a")):
+        monkeypatch.chdir(project)
+        config = parse_config([*flags, "--out", out])
+        (project / "runs/a/config.yaml").unlink(missing_ok=True)
+        keep_config(project / "runs/a", config)
+        assert read_config(["--config", "runs/a/config.yaml"]) == config
+        monkeypatch.chdir(other)
+        read = read_config(["--config", "../project/runs/a/config.yaml"])
+        assert read.env_path == f"{project}/x.py?level=2,math_answer"
+        assert read.model == read.actors["policy"].model == f"{project}/m"
+        assert read.data.train == f"{project}/rows/*.jsonl,org/set@train"
+        assert read.data.eval == f"easy={project}/eval.jsonl,gone.jsonl"
+        assert (read.algo.teacher, read.out) == ("org/teacher", "../project/runs/a")
+    (project / "runs/a/config.yaml").rename(project / "mine.yaml")
+    assert read_config(["--config", "../project/mine.yaml"]).env_path == config.env_path
 
 
 def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):
