@@ -85,17 +85,19 @@ def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[Trai
     ]
 
 
-def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
+def pair_messages(
+    row: dict[str, Any], notes: list[str] | None = None
+) -> tuple[list[Message], list[Message], list[Message]]:
     """(context, chosen reply, rejected reply) of a row {"chosen", "rejected"}. Both are replies
     (strings, or messages that an assistant begins) to the row's `messages` or `prompt`, or
-    conversations with a common beginning. Raises ValueError."""
-    sides = [column_messages(row, column, "assistant") for column in PAIR]
+    conversations with a common beginning. `notes`: as of canonical_messages. Raises ValueError."""
+    sides = [column_messages(row, column, "assistant", notes) for column in PAIR]
     if all(side[0]["role"] == "assistant" for side in sides):
-        context = column_messages(row, first_column(row, PROMPT_COLUMNS) or "prompt")
-        context = with_opening(row, context)
+        column = first_column(row, PROMPT_COLUMNS) or "prompt"
+        context = with_opening(row, column_messages(row, column, notes=notes), notes)
     else:
         shared = shared_length(*sides)
-        context = with_opening(row, sides[0][:shared])
+        context = with_opening(row, sides[0][:shared], notes)
         sides = [side[shared:] for side in sides]
     for column, side in zip(PAIR, sides, strict=True):
         said = side[-1] if side else {}

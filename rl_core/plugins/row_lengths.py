@@ -57,37 +57,41 @@ def check_lengths(
 ) -> None:
     """Every row that is checked at start-up renders and fits, or is left out if --data.skip_long
     says so. `rows`: those that are checked, which are to fit; None: the first CHECKED_ROWS."""
-    limit = config.max_prompt_tokens
-
-    def is_fit(task: Task) -> bool:
-        if sft_dataset:
-            return bool(sft_dataset.samples(task))
-        env, longest, bound = envs[task.env], 0, ""
-        try:
-            tools, variables = env.dialogue.tools_of(task), row_variables(task.row)
-            for name, chat in chats.items():
-                chat.check_variables(variables, "column 'chat_template_kwargs'")
-                variant = chat.with_variables(variables)
-                if row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
-                    variant.tool_calls.check(tools, "column 'tools'")
-                messages = env.dialogue.opening(task, name)
-                length = variant.least_tokens(messages)
-                if length > limit:  # It is not encoded.
-                    bound = "at least "
-                else:
-                    length = len(variant.prompt_ids(messages, tools))
-                longest = max(longest, length)
-            named = f"--max_prompt_tokens={limit}"
-            return fits("a prompt", longest, limit, named, config.data.skip_long, bound)
-        except ValueError as error:
-            raise ValueError(f"{task.place}: {error}") from None
-
     checked, others = source.kept[:CHECKED_ROWS], source.kept[CHECKED_ROWS:]
     if rows is not None:
         checked = rows
-    kept = [index for index in checked if is_fit(source.task_of_row(index))]
+    run = (config, envs, chats, sft_dataset)
+    kept = [index for index in checked if is_fit(*run, source.task_of_row(index))]
     if len(kept) < len(checked):
         source.keep(array("q", [*kept, *others]))
+
+
+def is_fit(
+    config: Config, envs: dict[str, Env], chats: dict[str, Chat], sft_dataset: Any, task: Task
+) -> bool:
+    """False for a row that is left out. Raises ValueError for a row that does not render, or that
+    is too long, unless such rows are left out."""
+    if sft_dataset:
+        return bool(sft_dataset.samples(task))
+    env, limit, longest, bound = envs[task.env], config.max_prompt_tokens, 0, ""
+    try:
+        tools, variables = env.dialogue.tools_of(task), row_variables(task.row)
+        for name, chat in chats.items():
+            chat.check_variables(variables, "column 'chat_template_kwargs'")
+            variant = chat.with_variables(variables)
+            if row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
+                variant.tool_calls.check(tools, "column 'tools'")
+            messages = env.dialogue.opening(task, name)
+            length = variant.least_tokens(messages)
+            if length > limit:  # It is not encoded.
+                bound = "at least "
+            else:
+                length = len(variant.prompt_ids(messages, tools))
+            longest = max(longest, length)
+        named = f"--max_prompt_tokens={limit}"
+        return fits("a prompt", longest, limit, named, config.data.skip_long, bound)
+    except ValueError as error:
+        raise ValueError(f"{task.place}: {error}") from None
 
 
 def left_out(config: Config, sources: Iterable[TaskSource]) -> str:

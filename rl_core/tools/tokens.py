@@ -1,76 +1,134 @@
-"""rl-core tokens: what each row trains, between « and », and what was read in other words or refused;
-for RL the prompt. By the code that a run tokenizes with; no model is loaded."""
+"""rl-core tokens: each row as the learner gets it, with what is trained between « and », and what was
+mapped, left out or refused; for RL the prompt. Takes the flags of rl-core train; no model is
+loaded."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_core.config import Config
     from rl_core.data.chat import Chat
-    from rl_core.types import TrainingSample
+    from rl_core.data.tasks import TaskSource
+    from rl_core.types import Task, TrainingSample
 
-ALGORITHMS = ("sft", "dpo", "rm", "grpo")
+# The environment of RL without --env_path, and its code.
+NO_ENV = "prompts.py"
+REWARD = "def reward_fn(messages):\n    return 0.0\n"
 
 
 def main(argv: list[str]) -> int:
     """Prints each row. 1 if a row is refused. Raises ValueError for a file or a template that cannot
     be read."""
-    options = parse(argv)
-    from rl_core.data.chat import load_chat
-    from rl_core.data.rows import load_rows, row_place
-    from rl_core.plugins.tables import load_other
-    from rl_core.plugins.tool_calls import ToolCalls
+    options, flags = parse(argv)
+    from rl_core.plan import train_tasks
+    from rl_core.scratch import scratch_prefix
 
-    chat = load_chat(options.model, options.chat_template, tool_reader=ToolCalls)
-    rows, files = load_rows(options.rows_of, "train", load_other)
     num_refused = 0
-    for index in range(min(len(rows), options.rows)):
-        report = describe(chat, rows[index], options.algorithm)
-        report = {"row": row_place(index, files, "train"), **report}
-        num_refused += "refused" in report
-        print(json.dumps(report) if options.json else as_text(chat, report), flush=True)
+    with tempfile.TemporaryDirectory(prefix=scratch_prefix("tokens")) as folder:
+        shown = RowReports(flags, Path(folder))
+        for source in train_tasks(shown.config, shown.envs).sources:
+            for index in list(source.kept)[: options.rows]:
+                report = shown.report(source, index)
+                num_refused += "refused" in report
+                text = json.dumps(report) if options.json else as_text(shown.chats, report)
+                print(text, flush=True)
     return int(num_refused > 0)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rl-core tokens", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--data.train", dest="rows_of", required=True, metavar="FILE", help="rows, as a run's"
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(options of this command, flags of a run)."""
+    parser = argparse.ArgumentParser(
+        prog="rl-core tokens",
+        usage="rl-core tokens --data.train FILE --model FOLDER [--algorithm sft] [flags of train]",
+        description=__doc__,
+        allow_abbrev=False,
     )
-    parser.add_argument("--model", required=True, help="folder or hub name: its tokenizer")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="sft", help="[sft]")
+    parser.add_argument("--algorithm", default="sft", help="sft, dpo, rm, grpo, ... [sft]")
     parser.add_argument("--chat_template", metavar="FILE", help="instead of the model's")
     parser.add_argument("--rows", type=int, default=10, help="number of rows, from the first [10]")
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object a row: token ids, mask, weight"
     )
-    return parser.parse_args(argv)
+    options, flags = parser.parse_known_args(argv)
+    if options.chat_template:
+        flags += ["--actors.policy.chat_template", options.chat_template]
+    if options.algorithm not in ("sft", "dpo", "rm"):
+        flags = ["--env_path", NO_ENV, *flags]
+    return options, [*flags, "--algorithm", options.algorithm]
 
 
-def describe(chat: Chat, row: dict[str, Any], algorithm: str) -> dict[str, Any]:
-    """A row's notes, and its samples or why it is refused."""
-    from rl_core.data.tasks import prompt_messages, row_tools, row_variables
-    from rl_core.plugins.sft import sft_messages
-    from rl_core.plugins.sft_dataset import SAMPLES
+class RowReports:
+    """The rows of a run with these flags, by its own data sets, chats and limits."""
 
-    notes: list[str] = []
-    try:
-        tools = row_tools(row, notes)
-        if algorithm == "grpo":
-            messages = prompt_messages(row, notes)
-            ids = chat.with_variables(row_variables(row)).prompt_ids(messages, tools)
+    def __init__(self, flags: list[str], folder: Path):
+        from rl_core import registry
+        from rl_core.config import parse_config
+        from rl_core.plan import load_envs, make_chats
+
+        registry.quiet()
+        (folder / NO_ENV).write_text(REWARD)
+        flags = [str(folder / NO_ENV) if flag == NO_ENV else flag for flag in flags]
+        self.config, self.envs = load_envs(parse_config([*flags, "--out", str(folder / "run")]))
+        self.chats, _ = make_chats(self.config)
+        self.dataset = None
+        if not self.config.is_rl:
+            self.dataset = registry.sft_dataset(self.config, self.chats[self.config.trained[0]])
+
+    def report(self, source: TaskSource, index: int) -> dict[str, Any]:
+        """A row's notes, and its samples or why it is refused."""
+        from rl_core.data.rows import row_place
+        from rl_core.plugins.row_lengths import is_fit
+
+        place, notes = row_place(index, source.files, source.split), []
+        report: dict[str, Any] = {"row": place, "notes": notes}
+        try:
+            note_mapped(self.config, source.rows[index], notes)
+            task = source.task_of_row(index)
+            if not is_fit(self.config, self.envs, self.chats, self.dataset, task):
+                notes.append("left out: too long, or nothing in it is trained")
+                return report
+            return report | {"samples": self.samples(task, notes)}
+        except ValueError as error:
+            return report | {"refused": str(error).removeprefix(f"{place}: ")}
+
+    def samples(self, task: Task, notes: list[str]) -> list[dict[str, Any]]:
+        """The samples of a row; for RL the first prompt of each actor that has a chat."""
+        algorithm = self.config.algorithm
+        if self.dataset:
+            if self.dataset.spelled:
+                token = self.dataset.spelled[1]
+                notes.append(f"a reply spells the special token {token!r}: trained as text")
+                self.dataset.spelled = None
+            return [as_data(each, algorithm) for each in self.dataset.samples(task)]
+        from rl_core.data.tasks import row_variables
+
+        dialogue, samples = self.envs[task.env].dialogue, []
+        for name, chat in self.chats.items():
+            chat, tools = chat.with_variables(row_variables(task.row)), dialogue.tools_of(task)
+            ids = chat.prompt_ids(dialogue.opening(task, name), tools)
             zeros = [0] * len(ids)
-            return {"notes": notes, "samples": [{"ids": ids, "mask": zeros, "weight": zeros}]}
-        samples = SAMPLES[algorithm](chat, row)
-        if algorithm == "sft":
-            sft_messages(row, notes)
-        if not samples:
-            notes.append("left out: nothing in it is trained")
-    except ValueError as error:
-        return {"notes": notes, "refused": str(error)}
-    return {"notes": notes, "samples": [as_data(sample, algorithm) for sample in samples]}
+            samples.append({"actor": name, "ids": ids, "mask": zeros, "weight": zeros})
+        return samples
+
+
+def note_mapped(config: Config, row: dict[str, Any], notes: list[str]) -> None:
+    """Adds what is read in other words than the row's."""
+    from rl_core.data.tasks import prompt_messages, row_tools
+    from rl_core.plugins.pairs import pair_messages
+    from rl_core.plugins.sft import sft_messages
+
+    row_tools(row, notes)
+    if config.is_rl:
+        prompt_messages(row, notes)
+    elif config.algorithm == "sft":
+        sft_messages(row, notes)
+    else:
+        pair_messages(row, notes)
 
 
 def as_data(sample: TrainingSample, algorithm: str) -> dict[str, list]:
@@ -82,12 +140,15 @@ def as_data(sample: TrainingSample, algorithm: str) -> dict[str, list]:
     return {"ids": ids, "mask": mask, "weight": weight}
 
 
-def as_text(chat: Chat, report: dict[str, Any]) -> str:
+def as_text(chats: dict[str, Chat], report: dict[str, Any]) -> str:
     lines = [f"== {report['row']}", *(f"   {note}" for note in report["notes"])]
     if "refused" in report:
         lines.append(f"   refused: {report['refused']}")
     for sample in report.get("samples", ()):
-        lines.append(marked_text(chat, sample["ids"], sample["mask"]))
+        name = sample.get("actor") or next(iter(chats))
+        if len(chats) > 1:
+            lines.append(f"   actor {name}:")
+        lines.append(marked_text(chats[name], sample["ids"], sample["mask"]))
     return "\n".join(lines)
 
 

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rl_core.cli import main
@@ -82,38 +84,50 @@ def test_a_call_within_thoughts_is_no_call(reply):
     assert (calls, has_failed) == ([{"name": "delete", "arguments": {"path": "tmp"}}], False)
 
 
-CALLED = '«<tool_call>{"name": "clock", "arguments": {"zone": "CET"}}</tool_call><|end|>»'
-SHOWN = [
-    ("hermes", "arguments_as_text", "sft", 0, [f"<|assistant|>{CALLED}<|tool|>12:00<|end|>"]),
-    ("hermes", "assistant_first", "sft", 0, ["<|assistant|>Hello.<|end|><|user|>Hi<|end|>"]),
-    ("hermes", "roles", "sft", 1, ["<|system|>Answer in French.", "refused: ", "'image_url'"]),
-    ("no_calls", "calls", "sft", 1, ["refused: message 2", "the call of clock()"]),
-    (
-        "hermes",
-        "not_trained",
-        "sft",
-        0,
-        ["5<|end|><|user|>no<|end|><|assistant|>«4<|end|>»", "message 2: not trained (weight)"],
-    ),
-    ("hermes", "tools_of_a_row", "grpo", 0, ['<|system|>tools:[{"type"', "time?<|end|><|assist"]),
-]
+def null_keys() -> list[dict]:
+    """Rows of different tools, to which a table gives each other's keys."""
+    rows = []
+    for tool, name, value, kind in (
+        ("clock", "zone", "CET", "string"),
+        ("dice", "sides", 6, "integer"),
+    ):
+        call = {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": tool, "arguments": {name: value}},
+        }
+        schema = {"type": "object", "properties": {name: {"type": kind}}}
+        messages = [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]
+        tools = [{"type": "function", "function": {"name": tool, "parameters": schema}}]
+        rows.append({"messages": messages, "tools": tools})
+    return rows
 
 
-@pytest.mark.parametrize(("template", "rows", "algorithm", "status", "texts"), SHOWN)
-def test_what_a_row_trains_is_printed(template, rows, algorithm, status, texts, tiny_model, capsys):
-    paths = [f"{CASES}/{rows}.jsonl", f"{CASES}/templates/{template}.jinja"]
-    flags = ["--data.train", paths[0], "--chat_template", paths[1], "--algorithm", algorithm]
-    flags += ["--model", str(tiny_model)]
-    assert main(["tokens", *flags]) == status
-    printed = capsys.readouterr().out
-    num_rows = len(Path(paths[0]).read_text().splitlines())
-    assert printed.count("== row ") == num_rows
-    assert not [text for text in texts if text not in printed], printed
-    assert main(["tokens", *flags, "--json", "--rows", "1"]) == (status and "no_" in template)
-    report = json.loads(capsys.readouterr().out)
-    for sample in report.get("samples", ()):
-        assert len(sample["ids"]) == len(sample["mask"]) == len(sample["weight"]) > 0
-        assert any(sample["mask"]) == (algorithm == "sft")
+# Blocks of `$ flags -> exit status` and what is printed.
+SHOWN = (CASES / "shown.txt").read_text().split("$ ")[1:]
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.splitlines()[0].replace("/", ":"))
+def test_what_a_row_trains_is_printed(block, tiny_model, tmp_path, monkeypatch, capsys):
+    shutil.copytree(CASES, tmp_path / "cases")
+    monkeypatch.chdir(tmp_path / "cases")
+    pq.write_table(pa.Table.from_pylist(null_keys()), "null_keys.parquet")
+    command, _, expected = block.partition("\n")
+    flags, status = command.split(" -> ")
+    argv = ["tokens", "--model", str(tiny_model), "--data.train", *flags.split()]
+    assert main(argv) == int(status)
+    printed = capsys.readouterr()
+    assert printed.out + printed.err == expected
+
+
+def test_weights_and_masks_of_tokens_are_those_of_a_run(tiny_model, capsys):
+    flags = f"--model {tiny_model} --data.train {CASES}/not_trained.jsonl --json --rows 1"
+    template = f"--chat_template {CASES}/templates/hermes.jinja"
+    assert main(["tokens", *flags.split(), *template.split(), "--sft.weights", "1,0.5"]) == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    assert len(sample["ids"]) == len(sample["mask"]) == len(sample["weight"])
+    assert sample["weight"][-2:] == [1.0, 1.0] and set(sample["weight"]) <= {0, 0.5, 1}
+    assert sample["mask"] == [int(weight > 0) for weight in sample["weight"]]
 
 
 def test_an_export_has_trained_ends_and_processor_files(tiny_model, tmp_path):
