@@ -208,7 +208,8 @@ def test_pairs_of_surrogates_and_many_values_are_read():
     many = {"a": [[[{}]]] * 1000, "b": '"\\ud83d" 🙂'}
     assert http_door.parse_json(json.dumps(many).encode()) == many
     assert http_door.parse_json(b'"\\ud83d\\ude42"') == "🙂"
-    assert http_door.parse_json(b"[" * 128 + b"1" + b"]" * 128)
+    # 128 levels, and one list more.
+    assert http_door.parse_json(b"[[]," + b"[" * 127 + b"1" + b"]" * 128)
     with pytest.raises(ValueError, match="nested deeper than 128 levels"):
         http_door.parse_json(b"[" * 129 + b"1" + b"]" * 129)
 
