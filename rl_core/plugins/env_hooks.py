@@ -83,8 +83,22 @@ def make_env(
         max_turns=longest,
         turns_from=turns_from,
         tools=dialogue.tools,
+        check_machine=machine_check(has),
         code=module.heard_code if "://" in path else partial(str, hash_of(module)),
     )
+
+
+def machine_check(has: dict[str, Any]) -> Callable[[], None] | None:
+    """Looks for the boxes that a file wants: by `box`, by an import of `boxes`, or by an import of
+    a function whose module has that import."""
+    from rl_core.sandbox import boxes
+
+    box = has.get("box")
+    modules = [has, *(getattr(value, "__globals__", {}) for value in has.values())]
+    if not box and all(module.get("boxes") is not boxes for module in modules):
+        return None
+    given = box if isinstance(box, dict) else {}
+    return partial(boxes.check_machine, given.get("driver", ""), given.get("image", ""))
 
 
 async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:

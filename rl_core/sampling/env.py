@@ -46,6 +46,8 @@ class Env:
     max_turns: int  # of all actors together
     turns_from: str  # the source of max_turns, for errors: "of --max_turns"
     tools: list[dict[str, Any]] | None
+    # Raises RuntimeError if this machine makes no boxes for the file, which opens some.
+    check_machine: Callable[[], None] | None
     # Hash of the file; of a served one, which may change, the last that was heard.
     code: Callable[[], str]
 

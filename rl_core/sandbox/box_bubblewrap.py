@@ -58,6 +58,17 @@ def find_bwrap() -> str:
     return path
 
 
+def check_bwrap() -> None:
+    """Raises OSError unless bubblewrap is here and can make namespaces, with the fix."""
+    line = [find_bwrap(), "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net"]
+    if os.geteuid() != 0:
+        line.append("--unshare-user")
+    tried = subprocess.run([*line, "--ro-bind", "/", "/", "true"], capture_output=True, check=False)
+    if tried.returncode:
+        reason = " ".join(tried.stderr.decode(errors="replace").split())
+        raise OSError(f"bwrap fails ({reason[:200]}); allow user namespaces")
+
+
 def compile_filter() -> bytes:
     """A seccomp filter as the kernel takes it; b"" where pyseccomp or libseccomp is missing."""
     try:

@@ -15,15 +15,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_core.sandbox.box_bubblewrap import BubblewrapBox
+from rl_core.sandbox.box_bubblewrap import BubblewrapBox, check_bwrap
 from rl_core.sandbox.box_containers import ContainerBox
 from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Limits
 from rl_core.sandbox.engines import ENGINES, find_engine
 
-__all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "open"]
+__all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "check_machine", "open"]
 
 MAX_KEPT = 32
 DRIVERS = ("bubblewrap", *ENGINES)
+NO_SANDBOX = "no sandbox"  # Errors for a machine that makes no box begin with this.
+
+
+def check_machine(driver: str = "", image: str = "") -> None:
+    """Raises RuntimeError, with the fix, if this machine makes no boxes of this driver; with
+    neither driver nor image, no boxes of any driver."""
+    errors = []
+    if not image and driver in ("", "bubblewrap"):
+        try:
+            return check_bwrap()
+        except OSError as error:
+            errors.append(str(error))
+    if driver != "bubblewrap":
+        try:
+            find_engine("a box of an image", (driver,) if driver else ENGINES)
+            return
+        except ValueError as error:
+            errors.append(str(error))
+    raise RuntimeError(f"{NO_SANDBOX}: this machine makes no box: {'; '.join(errors)}")
 
 
 class KeptBoxes:
@@ -132,7 +151,7 @@ async def open(
             box = await BubblewrapBox.open(settings)
         except OSError as error:
             raise RuntimeError(
-                f"this machine makes no box by bubblewrap ({error}); "
+                f"{NO_SANDBOX}: this machine makes no box by bubblewrap ({error}); "
                 "give an image for docker or podman, or allow user namespaces"
             ) from error
     return OpenBox(box, reuse)
@@ -145,4 +164,4 @@ async def open_container(settings: BoxSettings) -> ContainerBox:
         engine = await asyncio.to_thread(find_engine, why, engines)
         return await ContainerBox.open(replace(settings, driver=engine))
     except (OSError, ValueError) as error:
-        raise RuntimeError(str(error)) from error
+        raise RuntimeError(f"{NO_SANDBOX}: {error}") from error

@@ -56,7 +56,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     """Prints the report on one environment, and gives it as data."""
     from rl_core.data.chat import load_chat
     from rl_core.engines.scripted import plain_chat
-    from rl_core.plugins.env_file import check_actors, load_env, speakers
+    from rl_core.plugins.env_file import check_actors, check_boxes, load_env, speakers
     from rl_core.plugins.tool_calls import ToolCalls
     from rl_core.plugins.watchdog import run_hooks
 
@@ -66,6 +66,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
         module = served_environment(path)
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
+    check_boxes(env)
     say("environment", [path, *map(describe_hook, env.hooks.values())])
     named = [name for name in (*(speakers(env) or ()), *env.dialogue.system_prompts) if name != "*"]
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]

@@ -10,7 +10,6 @@ import argparse
 import ast
 import json
 import re
-import shutil
 import sys
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -20,6 +19,7 @@ from textwrap import shorten
 
 from rl_core.data.env_names import env_files
 from rl_core.rules import nearest
+from rl_core.sandbox.boxes import check_machine
 from rl_core.tools.info import environments, sandbox
 
 BOX = "bubblewrap, docker or podman"
@@ -130,8 +130,13 @@ def libraries_of_rewards(names: set[str]) -> set[str]:
 
 @cache
 def is_on_machine(name: str) -> bool:
+    """True if boxes or sandboxes can be made here. A command of docker alone makes none."""
     if name == BOX:
-        return any(map(shutil.which, ("bwrap", "docker", "podman")))
+        try:
+            check_machine()
+        except (RuntimeError, OSError):
+            return False
+        return True
     return "none" not in sandbox()
 
 

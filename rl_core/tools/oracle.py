@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.data.episodes import episode_rewards
 from rl_core.sampling.hooks import HookError, finite_parts
+from rl_core.sandbox.boxes import NO_SANDBOX
 
 if TYPE_CHECKING:
     from rl_core.sampling.env import Env
@@ -108,6 +109,9 @@ def fault_of(verdict: Verdict) -> str:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
+    no_box = [verdict for verdict in verdicts if NO_SANDBOX in verdict.error]
+    if no_box:
+        return f"{NO_SANDBOX} for {len(no_box)} of {len(verdicts)} tasks, which were not judged"
     bad = sum(not verdict.is_good for verdict in verdicts)
     if bad:
         return f"{bad} of {len(verdicts)} tasks are no good to train on"

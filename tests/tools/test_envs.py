@@ -45,7 +45,45 @@ def test_every_environment_is_listed_with_what_it_needs(listed):
     assert listed["harbor"]["has_oracle"] and not listed["sort_digits"]["has_oracle"]
 
 
-def test_what_is_there_is_not_told_as_missing(monkeypatch, capsys):
+def with_bin(folder, **commands):
+    """A folder of commands that end with these exit codes."""
+    folder.mkdir()
+    for name, code in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\necho no daemon >&2\nexit {code}\n")
+        (folder / name).chmod(0o755)
+
+
+ASKS_BOXES = """from rl_core.sandbox import boxes
+def load_tasks(split): return [{"prompt": "hi", "answer": "a"}]
+async def oracle(task):
+    async with await boxes.open(task.row): return 1.0
+def reward_fn(answer): return 0.0
+"""
+BOXED = """agent, box = ["true"], True
+def load_tasks(split): return [{"prompt": "hi"}]
+def reward_fn(result): return 0.0
+"""
+
+
+@pytest.mark.parametrize("source", [ASKS_BOXES, BOXED, BOXED.replace("True", "{'image': 'a'}")])
+def test_a_machine_without_boxes_is_said_before_a_model_loads(
+    source, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "e.py").write_text(source)
+    with_bin(tmp_path / "bin", docker=1)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "--env_path", "e.py", "--model", "no/model", "--out", "out"]
+    for words in (["check", "e.py"], ["check", "e.py", "--oracle"], train):
+        assert command(words) == 1
+        shown = "".join(capsys.readouterr())
+        assert "e.py: no sandbox: this machine makes no box: " in shown, shown
+        assert "docker: no daemon; podman is not installed" in shown
+        assert "'image'" in source or "apt-get install bubblewrap" in shown
+        assert "no good" not in shown and "does not solve" not in shown
+
+
+def test_what_is_there_is_not_told_as_missing(tmp_path, monkeypatch, capsys):
     def needs(name: str) -> str:
         is_on_machine.cache_clear()
         assert command(["envs"]) == 0
@@ -54,10 +92,12 @@ def test_what_is_there_is_not_told_as_missing(monkeypatch, capsys):
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(envs, "sandbox", lambda: {"bubblewrap": "it works"})
-    monkeypatch.setattr(envs.shutil, "which", lambda name: "/bin/x" if name == "podman" else None)
+    with_bin(tmp_path / "with", podman=0)
+    monkeypatch.setenv("PATH", str(tmp_path / "with"))
     assert not needs("code") and not needs("terminal") and not needs("math_answer")
     monkeypatch.setattr(envs, "sandbox", lambda: {"none": "nothing works"})
-    monkeypatch.setattr(envs.shutil, "which", lambda name: None)
+    with_bin(tmp_path / "without", docker=1)
+    monkeypatch.setenv("PATH", str(tmp_path / "without"))
     monkeypatch.setattr(envs, "find_spec", lambda name: None)
     assert needs("code").endswith("needs a sandbox (rl-core sandbox level)")
     assert needs("terminal").endswith("needs bubblewrap, docker or podman")
