@@ -1,7 +1,7 @@
 """Messages <-> token ids. The only file that knows chat templates.
 
 Tokens in, tokens out: a TokenStream keeps every sampled token and appends the template's text after
-it. The template's text ("the rendering") is kept beside the ids only to see whether the template
+it. The template's text ("the rendering") is kept with the ids only to see whether the template
 rewrote history.
 
 User text never becomes a special token: `render` puts a mark inside each special token's string
@@ -33,7 +33,7 @@ from rl_core.types import Completion, Message, Turn
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
 THOUGHT_PROBE = "\ufdd2"
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece writes a byte
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece writes a byte so.
 # A longer text is encoded in a thread: a tokenizer reads about half a megabyte in a second.
 LONG_CHARS = 1 << 16
 # Normalizers that leave at least a third of a text's characters: NFC joins up to three.
@@ -66,12 +66,12 @@ class Chat:
             tokenizer.chat_template = chat_template
         self.tokenizer = tokenizer
         self.chat_template = tokenizer.chat_template
-        self.variables = variables or {}  # that the template reads, besides its own arguments
+        self.variables = variables or {}  # More variables of the template.
         self._tool_reader = tool_reader
         parts = [{"type": "text", "text": PROBE}]
         self._wants_parts = not self._reads(PROBE) and self._reads(parts)
         ends = TurnEnds(self)
-        self.end_token_id = ends.reply  # of a reply at the end of a conversation
+        self.end_token_id = ends.reply  # This token ends a last reply.
         self.call_end_token_id = ends.call
         # All tokens that the template ends a turn with. An engine does not stop at those that it
         # also writes within a turn, as gpt-oss's behind the analysis.
@@ -247,7 +247,7 @@ class Chat:
 
     @cached_property
     def tool_calls(self) -> Any:
-        """Reads what a completion calls, and checks that calls of tools can be read."""
+        """Reads a completion's calls, and checks that calls of tools can be read."""
         return self._tool_reader(self)
 
     def decode(self, token_ids: list[int]) -> str:
@@ -400,21 +400,21 @@ class TurnEnds:
 
     def _leading(self, text: str) -> list[int]:
         """Ids of the special tokens that a text begins with."""
-        found = []
+        ids = []
         while token := self._token.match(text := text.lstrip()):
-            found.append(self._added[token[0]])
+            ids.append(self._added[token[0]])
             text = text[token.end() :]
-        return found
+        return ids
 
     def _trailing(self, text: str) -> tuple[str, list[int]]:
         """(text without the special tokens that it ends in, their ids)."""
-        found: list[int] = []
+        ids: list[int] = []
         for token in reversed(list(self._token.finditer(text))):
             if text[token.end() :].strip():
                 break
-            found.insert(0, self._added[token[0]])
+            ids.insert(0, self._added[token[0]])
             text = text[: token.start()]
-        return text.rstrip(), found
+        return text.rstrip(), ids
 
     def _after_probe(self, *messages: Message) -> list[int]:
         return self._leading(self._render(*messages).rpartition(PROBE)[2])
@@ -459,7 +459,7 @@ class SpareTokenizer:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.lock = threading.Lock()  # of whoever uses the copy
+        self.lock = threading.Lock()  # Held while the copy is used.
         self.copy: Any = None
 
     def copied(self) -> Any:
@@ -557,7 +557,7 @@ class TokenStream:
         messages: list[Message],
         rendered: str | None = None,
     ) -> bool:
-        """As append, for a turn that the template renders as `said`, with all messages so far.
+        """Does as append(), for a turn that the template renders as `said`, with all messages.
         `rendered`: their rendering, if it is known."""
         if rendered is None:
             rendered = self._chat.render(messages, self._tools)
@@ -638,7 +638,7 @@ def unmarked(text: str) -> str:
 
 
 def text_after(rendered: str, seen: str, said: str) -> str | None:
-    """What follows seen + said in rendered; None if rendered does not begin with them. Ignores
+    """The text behind seen + said in rendered; None if rendered does not begin with them. Ignores
     whitespace, which templates trim, and marks."""
     wanted = seen + said
     if rendered.startswith(seen):

@@ -1,4 +1,4 @@
-"""Whether rows fit, before a run begins."""
+"""The check that rows fit, before a run begins."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""rl-core tokens: each row as the learner gets it, with what is trained between « and », and what was
-mapped, left out or refused; for RL the prompt. Takes the flags of rl-core train; no model is
-loaded."""
+"""rl-core tokens: each row as the learner gets it, with the trained text between « and », and notes
+on things mapped, left out or refused; for RL the prompt. Takes the flags of rl-core train;
+no model is loaded."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class RowReports:
         from rl_core.data.rows import row_place
         from rl_core.plugins.row_lengths import is_fit
 
-        place, notes = row_place(index, source.files, source.split), []
-        report: dict[str, Any] = {"row": place, "notes": notes}
+        where, notes = row_place(index, source.files, source.split), []
+        report: dict[str, Any] = {"row": where, "notes": notes}
         try:
             note_mapped(self.config, source.rows[index], notes)
             task = source.task_of_row(index)
@@ -94,7 +94,7 @@ class RowReports:
                 return report
             return report | {"samples": self.samples(task, notes)}
         except ValueError as error:
-            return report | {"refused": str(error).removeprefix(f"{place}: ")}
+            return report | {"refused": str(error).removeprefix(f"{where}: ")}
 
     def samples(self, task: Task, notes: list[str]) -> list[dict[str, Any]]:
         """The samples of a row; for RL the first prompt of each actor that has a chat."""
@@ -117,7 +117,7 @@ class RowReports:
 
 
 def note_mapped(config: Config, row: dict[str, Any], notes: list[str]) -> None:
-    """Adds what is read in other words than the row's."""
+    """Adds a note for each thing that is read in other words than the row's."""
     from rl_core.data.tasks import prompt_messages, row_tools
     from rl_core.plugins.pairs import pair_messages
     from rl_core.plugins.sft import sft_messages
@@ -153,7 +153,7 @@ def as_text(chats: dict[str, Chat], report: dict[str, Any]) -> str:
 
 
 def marked_text(chat: Chat, ids: list[int], mask: list[int]) -> str:
-    """The tokens' text, with what is trained between « and »."""
+    """The tokens' text, with the trained text between « and »."""
     spans: list[tuple[int, list[int]]] = []
     for token, trained in zip(ids, mask, strict=True):
         if not spans or spans[-1][0] != trained:
