@@ -163,6 +163,23 @@ def messages_as_written(column: str, value: Any) -> Any:
     return without_nulls(value) if column == "tools" or all(is_message) else value
 
 
+def pandas_rows(frame: Any) -> list[Row]:
+    """The rows of a table of pandas, whose cells may hold arrays, as those read from parquet do."""
+    rows = frame.to_dict("records")
+    return [{k: messages_as_written(k, without_arrays(v)) for k, v in row.items()} for row in rows]
+
+
+def without_arrays(value: Any) -> Any:
+    """A copy with lists in place of arrays, at any depth."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: without_arrays(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_arrays(v) for v in value]
+    return value
+
+
 @contextmanager
 def one_line_errors(source: str) -> Iterator[None]:
     """Errors of `datasets` become a ValueError of one line."""

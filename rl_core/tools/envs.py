@@ -31,6 +31,8 @@ PIP_NAMES = {"reasoning_gym": "reasoning-gym"}
 REWARDS = Path(__file__).parents[1] / "rewards.py"
 WIDTH = 110  # characters of an environment's line, beside its name
 OPTIONAL = r"""find_spec\(["'](\w+)["']"""
+# The beginning of a command: a program, or the value of a variable.
+COMMAND = re.compile(r"(?:rl-core|torchrun|python|pip|export) |[A-Z][A-Z0-9_]*=")
 VARIABLE = r"""environ(?:\.get\(|\[)\s*["'](\w+)["']"""
 
 
@@ -158,16 +160,18 @@ def first_sentence(text: str) -> str:
 
 
 def first_block(text: str) -> str:
-    """The first lines that are indented: a command, as docstrings of environments give it."""
-    lines = []
+    """The commands of the first indented lines of a docstring, one a line."""
+    commands: list[str] = []
     for line in text.splitlines():
-        if line.startswith("    "):
-            lines.append(line[4:])
-        elif lines and line.strip():
-            lines.append(f"    {line}")
-        elif lines:
-            break
-    return "\n".join(lines)
+        words = " ".join(line.removesuffix("\\").split())
+        if not words or not (commands or line.startswith("    ")):
+            if commands:
+                break
+        elif not commands or COMMAND.match(words):
+            commands.append(words)
+        else:
+            commands[-1] += f" {words}"
+    return "\n".join(commands)
 
 
 def as_table(listings: list[Listing]) -> str:

@@ -101,7 +101,9 @@ def as_rows(name: str, data: Any) -> Rows | str | None:
     if data is None or isinstance(data, (str, Path)):
         return data if data is None else str(data)
     if hasattr(data, "to_dict") and hasattr(data, "iloc"):
-        return data.to_dict("records")
+        from rl_core.plugins.tables import pandas_rows
+
+        return pandas_rows(data)
     if isinstance(data, dict):
         splits = ", ".join(map(repr, data))
         raise ValueError(

@@ -479,7 +479,7 @@ def test_held_out_sets_of_sft_rows(places, tmp_path):
 
 ODD_ROWS = {
     "--tasks_per_step=3 draws rows twice": "[{'prompt': split}] * 2",
-    "the first 2 held-out rows of env are training rows "
+    "2 of the first 2 held-out rows of env are training rows "
     "too": "[{'prompt': str(n)} for n in range(2)]",
     "1 of the first 2 prompts of env end with an assistant's turn, or have no user message, such "
     "as row 2 of load": (

@@ -28,7 +28,7 @@ async def rollout(task, actors):
     fork = first.fork()
     await first.respond("more")
     await fork.respond("less")
-    verdict = await actors["judge"].respond([{"role": "user", "content": second.answer}], tools=[{"type": "function"}])
+    verdict = await actors["judge"].respond([{"role": "user", "content": second.answer}], tools=[{"type": "function", "function": {"name": "f"}}])
     found = [first.trajectory({"a": 0.5, "b": len(verdict.text)}, seat="x", metrics={"m": actors["policy"].max_turns})]
     return [*found, fork.trajectory(2, seat="y", metrics={"chars": len(fork.text)}), second.trajectory(1)]
 """
@@ -97,7 +97,7 @@ def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of, 
         ).asked.openings
         assert (judge.actor, judge.tools) == (
             "judge",
-            '[{"type":"function"}]',
+            '[{"type":"function","function":{"name":"f"}}]',
         ) and '"two"' in judge.messages
         result = (await client.answer(1, spoken(5, "good", turn="", metrics={"t": 1}))).run
         assert result.status == pb.COMPLETED

@@ -131,7 +131,7 @@ def test_files_of_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
         "      needs pip install no_such_library; rows (--data.train)",
     ]
     assert command(["envs", "mine"]) == 0
-    assert capsys.readouterr().out.endswith("\n  rl-core train X\n  --more\n")
+    assert capsys.readouterr().out.endswith("\n  rl-core train X --more\n")
     (tmp_path / "envs/broken.py").write_text("def x(:\n")
     assert command(["envs"]) == 1 and "broken.py: line 1" in capsys.readouterr().err
 

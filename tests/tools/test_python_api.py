@@ -25,6 +25,7 @@ from rl_core.config import LoraConfig, OptimConfig
 from rl_core.flags import as_fields
 from rl_core.metrics import Mean
 from rl_core.plugin import Plugin
+from rl_core.tools.python_envs import as_rows
 from rl_core.types import RunError
 
 ROWS = [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
@@ -403,6 +404,16 @@ def test_data_may_be_a_file_or_a_table_of_pandas(config_of, tmp_path):
     assert prompts[0] and all(other == prompts[0] for other in prompts)
     lines = str(results[0]).splitlines()
     assert len(lines) <= 15 and lines[0].startswith("TrainResult: step 1 in ")
+
+
+def test_arrays_and_nulls_that_parquet_adds_are_not_in_rows_of_pandas(tmp_path):
+    import pandas
+
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    rows = [{"messages": talk, "answer": 3, "tags": ["a", "b"]}]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    assert as_rows("data", pandas.read_parquet(tmp_path / "rows.parquet")) == rows
 
 
 def test_data_of_a_wrong_kind_gets_one_sentence_about_the_argument(config_of):
