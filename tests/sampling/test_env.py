@@ -592,7 +592,7 @@ def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
     assert rl_core(["check", "x.py"]) == 0
     [line] = [x for x in capfd.readouterr().err.splitlines() if "blocked" in x]
     assert line.startswith("x.py:6: async reward_fn() has blocked the event loop for 1 s")
-    assert "write it as def, which runs in a thread" in line
+    assert "await an async client (AsyncOpenAI, not OpenAI), or write it as def, which runs" in line
 
 
 # What is refused at start-up
