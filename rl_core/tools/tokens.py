@@ -22,8 +22,8 @@ REWARD = "def reward_fn(messages):\n    return 0.0\n"
 
 
 def main(argv: list[str]) -> int:
-    """Prints each row. 1 if a row is refused. Raises ValueError for a file or a template that cannot
-    be read."""
+    """Prints each row. Returns 1 if a row is refused. Raises ValueError for a file or a template
+    that cannot be read."""
     options, flags = parse(argv)
     from rl_core.plan import train_tasks
     from rl_core.scratch import scratch_prefix
