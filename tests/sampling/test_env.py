@@ -7,6 +7,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +256,8 @@ from rl_core import reward
 def exact(): return FIRST
 @reward(weight=0.5, batched=True)
 def brief(trajectories): return [SECOND for t in trajectories]
+@reward(weight=0)
+def seen(): return None
 """
 
 
@@ -279,9 +282,10 @@ def test_a_reward_of_none_is_left_out_of_the_sum_and_counted(
     if parts:
         assert t.reward_parts == parts
         none = {f"reward_none/{name}" for name in {"exact", "brief"} - parts.keys()}
+        none |= {"reward_none/seen"} if "seen" in code else set()
         assert {name for name in t.metrics if name.startswith("reward_none/")} == none
-        metrics = rollout_metrics([t, t])
-        assert [metrics[name].value for name in none] == [1] * len(none)
+        metrics = rollout_metrics([t, replace(t, index=t.index + 1)])
+        assert [metrics[name].value for name in none] == [2] * len(none)
     else:
         assert "None" in t.error and "one reward must be a number" in t.error
 
