@@ -33,6 +33,7 @@ from rl_core.types import Message, Task, Trajectory
 
 START_UP_S, CANCEL_S = 30.0, 5.0
 RETRIES_S = (0.2, 1.0, 3.0, 9.0)  # Pauses before a request is sent again.
+ASK_AGAIN = (406, 422)  # start_sample: no worker has room, or a worker wants a number.
 ROOM_S = 600.0  # An episode waits so long for a worker with room.
 MAX_BYTES = 16 << 20  # Of one answer.
 MAX_TURNS = 20
@@ -210,13 +211,13 @@ class Session:
             await asyncio.wait_for(self.post("cancel", {"session_id": int(self.id)}), CANCEL_S)
 
     async def post(self, verb: str, body: dict[str, Any]) -> tuple[int, Any, str]:
-        """(status, headers, text) of the answer. A request whose connection never answered is sent
-        again: servers close connections before they read from them, under load or when idle."""
+        """(status, headers, text) of the answer. A request is sent again only if its connection
+        closed before an answer began: under load servers close connections before they read."""
         url, unanswered = self.server.url, ""
         for pause_s in (*RETRIES_S, None):
             try:
                 answer = await self.post_once(verb, body)
-                if unanswered and answer[0] >= 400:
+                if unanswered and answer[0] >= 400 and answer[0] not in ASK_AGAIN:
                     raise ConnectionError(unanswered)  # the server had read the first one
                 return answer
             except asyncio.TimeoutError:
@@ -234,12 +235,15 @@ class Session:
         address = f"{self.server.api}/{verb}"
         async with self.http.post(address, json=body, headers=headers) as reply:
             read = b""
-            async for chunk in reply.content.iter_chunked(1 << 16):
-                read += chunk
-                if len(read) > MAX_BYTES:
-                    raise ValueError(
-                        f"{self.server.url}: {verb} answers more than {MAX_BYTES} bytes"
-                    )
+            try:
+                async for chunk in reply.content.iter_chunked(1 << 16):
+                    read += chunk
+                    if len(read) > MAX_BYTES:
+                        raise ValueError(
+                            f"{self.server.url}: {verb} answers more than {MAX_BYTES} bytes"
+                        )
+            except aiohttp.ClientConnectionError as error:  # The server has acted.
+                raise aiohttp.ClientPayloadError(str(error)) from error
             return reply.status, reply.headers, read.decode(errors="replace")
 
     def read(self, verb: str, status: int, text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 
+import aiohttp
 import pytest
 import stage
 from aiohttp import web
@@ -17,6 +18,7 @@ from kit import ROOT, STOP, metrics, run, wait_until
 from rl_core import registry
 from rl_core.data.tasks import make_task
 from rl_core.plugins.env_file import load_env
+from rl_core.service import agentbench
 
 KINDS = ("controller", "worker", "old")
 DB = load_env(str(ROOT / "envs/agentbench_db.py"))
@@ -393,3 +395,45 @@ def test_three_steps_learn(host_of, hosts, tiny_model, tmp_path):
     found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
     assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
     assert not any(line.get("rollout/policy/failed") for line in found)
+
+
+CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+NO_ROOM = b"HTTP/1.1 406 Full\r\nContent-Length: 2\r\n\r\n{}"
+REFUSED = NO_ROOM.replace(b"406", b"400")
+
+
+@pytest.mark.parametrize(
+    "answers, status",
+    [
+        ([b"", b"", WHOLE], 200),
+        ([b"", NO_ROOM], 406),
+        ([b"", REFUSED], None),
+        ([CUT, WHOLE], None),
+    ],
+)
+def test_a_request_is_sent_again_only_if_no_answer_began(answers, status):
+    connections = []
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"}")
+        connections.append(answers[len(connections)])
+        writer.write(connections[-1])
+        await writer.drain()
+        writer.close()
+
+    async def post():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        task = agentbench.parse(f"http+agentbench://127.0.0.1:{port}/db")
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with server, aiohttp.ClientSession(connector=connector) as http:
+            session = agentbench.Session(server=task, http=http, index=0)
+            return (await session.post("start_sample", {"index": 0}))[0]
+
+    if status is None:
+        with pytest.raises(ConnectionError, match="start_sample"):
+            asyncio.run(post())
+    else:
+        assert asyncio.run(post()) == status
+    assert connections == (answers[:1] if answers[0] == CUT else answers)
