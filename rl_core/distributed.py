@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -139,41 +138,44 @@ class Heartbeat:
         self.lost = ""  # says which rank stands still
         self.when_lost: Callable[[], Any] | None = None
         self.is_closed = threading.Event()
-        self.asked_at = 0.0  # when the store was asked a question that it has not answered
+        self.asked = 0  # The number of the beat that the store has not answered, or 0.
         self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.thread.start()
         threading.Thread(target=self._watch_store, name="store", daemon=True).start()
 
     def _beat(self) -> None:
-        count, num_silent = 0, 0
+        count, num_silent, num_beats = 0, 0, 0
         while not self.is_closed.wait(self.period_s):
-            self.asked_at = time.monotonic()
+            num_beats += 1
+            self.asked = num_beats
             try:
                 self.store.add(f"beats/{self.rank}", 1)
                 newest = self.store.add(f"beats/{self.watched}", 0)
             except RuntimeError:  # The store is gone or frozen.
                 newest = count
-            self.asked_at = 0.0
+            self.asked = 0
             num_silent = 0 if newest != count else num_silent + 1
             count = newest
-            if num_silent * self.period_s > self.timeout_s:
+            if num_silent * self.period_s > self.timeout_s and not self.lost:
                 self.lost = (
                     f"rank {self.watched} has stood still for --timeout_s={self.timeout_s:g}: no "
                     f"heartbeat of it reached rank {self.rank}. Look whether its process is "
                     "stopped and its machine answers; resume with --resume"
                 )
-                if self.when_lost:
-                    self.when_lost()
-                return
+                # The other ranks go on hearing this one.
+                when_lost = self.when_lost
+                if when_lost:
+                    when_lost()
 
     def _watch_store(self) -> None:
         """Prints a line once the store has not answered for the deadline: its client waits for ever
         for a process that is stopped, in this thread and in those that work. A launcher that is
         suspended may resume; a first rank that has the store and stands still ends this process."""
-        is_told = False
+        is_told, num_waits, asked = False, 0, 0
         while not self.is_closed.wait(self.period_s):
-            asked_at = self.asked_at
-            if not asked_at or time.monotonic() - asked_at <= self.timeout_s:
+            before, asked = asked, self.asked
+            num_waits = num_waits + 1 if asked and asked == before else 0
+            if num_waits * self.period_s <= self.timeout_s:
                 is_told = False
             elif not is_told:
                 is_told = True

@@ -68,6 +68,8 @@ def make_plan(
     if config.trackers:
         registry.check_trackers(config.trackers)
     config, envs = load_envs(config, modules)
+    if not is_planned:
+        registry.env_file().check_boxes(envs)
     plan = plan_learning(config, envs)
     plan.own_parts = own_parts
     plan.train = train_tasks(config, envs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import tempfile
 import zlib
 from contextlib import suppress
@@ -22,17 +21,20 @@ NAME = re.compile(r"rl_core_[a-z]+_([0-9a-f]{8})_(\d+)_(\d+)_\w+")
 
 def scratch_prefix(kind: str) -> str:
     """The beginning of the name of a temporary folder of this process, for tempfile."""
-    if sys.platform != "linux":
-        return f"rl_core_{kind}_"
     pid = os.getpid()
-    return f"rl_core_{kind}_{machine()}_{pid}_{start_of(pid)}_"
+    try:
+        return f"rl_core_{kind}_{machine()}_{pid}_{start_of(pid)}_"
+    except OSError:  # No Linux, or a container that hides /proc.
+        return f"rl_core_{kind}_"
 
 
 def machine() -> str:
-    """Identifies the boot of this machine and the namespace in which process ids are counted."""
+    """Identifies the boot of this machine and the namespace in which process ids are counted.
+    Raises OSError where the system does not say."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     space = os.stat("/proc/self/ns/pid").st_ino
-    return f"{zlib.crc32(f'{boot} {space}'.encode()):08x}"
+    text = f"{os.uname().nodename} {boot} {space}"  # Copies of a machine may share the boot.
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def start_of(pid: int) -> int:
@@ -44,14 +46,20 @@ def start_of(pid: int) -> int:
 def remove_orphans(*folders: str) -> None:
     """Removes temporary folders of this user whose owners are gone, from the temporary folder, from
     /tmp and from `folders`."""
-    if sys.platform != "linux":
+    try:
+        here = machine()
+    except OSError:
         return
-    here = machine()
     for folder in {tempfile.gettempdir(), "/tmp", *folders}:
-        with suppress(OSError), os.scandir(folder) as entries:
-            for entry in entries:
-                match = NAME.fullmatch(entry.name)
-                if match and match[1] == here and is_orphan(entry, int(match[2]), int(match[3])):
+        entries = []
+        with suppress(OSError), os.scandir(folder) as scanned:
+            entries = list(scanned)
+        for entry in entries:
+            match = NAME.fullmatch(entry.name)
+            if not match or match[1] != here:
+                continue
+            with suppress(OSError):  # Another rank may remove the folder.
+                if is_orphan(entry, int(match[2]), int(match[3])):
                     shutil.rmtree(entry.path, ignore_errors=True)
 
 

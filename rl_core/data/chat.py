@@ -107,6 +107,8 @@ class Chat:
 
     def check_variables(self, names: Iterable[str], where: str) -> None:
         """Raises ValueError for a variable that the template does not read."""
+        if not names:
+            return
         known = re.findall(r"[a-z]\w+", str(self.chat_template))
         for name in sorted(set(names) - set(known)):
             raise ValueError(

@@ -40,6 +40,8 @@ CANONICAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 CALL_ROLES = ("function_call", "tool_call")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "reasoning"}
+# Names of a call's arguments in LangChain's, Llama's and Anthropic's formats.
+ARGUMENT_KEYS = ("args", "parameters", "input")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 # Keys by which formats leave a message out of the loss.
@@ -86,7 +88,7 @@ def canonical_message(value: Any, where: str, notes: list[str] | None = None) ->
         raise NoMessageError
     message["role"] = known_role(role)
     if message["role"] in CALL_ROLES:
-        message |= {"role": "assistant", "content": None, "tool_calls": message["content"]}
+        message |= {"role": "assistant", "content": None, "tool_calls": message.get("content")}
     if message["role"] != role:
         notes.append(f"{where}: role {role!r} read as {message['role']}")
     set_trained(message, where, notes)
@@ -161,8 +163,14 @@ def canonical_call(call: Any, where: str, notes: list[str]) -> dict[str, Any]:
     kept = {k: v for k, v in head.items() if v is not None and k in ("id", "type")}
     if "function" not in call and "id" in function:
         kept["id"] = function.pop("id")
-    if function.get("type") == "function" and "function" not in call:
+    if function.get("type") in ("function", "tool_call") and "function" not in call:
         function.pop("type")
+    if kept.get("type") == "tool_call":  # LangChain's
+        kept.pop("type")
+    for key in ARGUMENT_KEYS:
+        if "arguments" not in function and key in function:
+            function["arguments"] = function.pop(key)
+            notes.append(f"{where}: {key} of {function['name']}() read as arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         notes.append(f"{where}: arguments of {function['name']}() parsed from JSON text")
@@ -206,7 +214,8 @@ def set_content(message: Message, where: str, notes: list[str]) -> None:
         (parts if kind in TEXT_PARTS else thoughts).append(item[key])
     message["content"] = [{"type": "text", "text": text} for text in parts] or ""
     if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
+        key = "thinking" if message.get("reasoning_content") else "reasoning_content"
+        message[key] = "".join(thoughts)
         notes.append(f"{where}: parts of thoughts read as reasoning_content")
 
 
@@ -220,6 +229,7 @@ def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
     for key in THOUGHT_KEYS:
         if isinstance(message.get(key), str):
             texts[key] = message.pop(key)
+    texts = {key: text for key, text in texts.items() if text.strip()}
     if not texts:
         return
     if len(set(texts.values())) > 1:

@@ -37,7 +37,8 @@ def make_task(
     place = place or row_place(index, (), split)
     try:
         messages = [] if is_pair else prompt_messages(row)
-        row_tools(row), row_variables(row)
+        row_tools(row)
+        row_variables(row)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=place)
@@ -67,7 +68,8 @@ def with_opening(
     """The messages behind those of a row's columns `system` or `system_prompt` and `history`.
     Raises ValueError for two system messages that differ."""
     for column in MEDIA_KEYS:
-        if row.get(column) is not None and any(MEDIA.search(text_of(m)) for m in messages):
+        has_mark = any(MEDIA.search(text_of(message)) for message in messages)
+        if has_mark and row.get(column) not in (None, [], ""):
             raise ValueError(f"column {column!r}, to which a mark in the text points, {NOT_READ}")
     texts = {}
     for column in SYSTEM_COLUMNS:
@@ -78,8 +80,8 @@ def with_opening(
             texts[f"column {column!r}"] = text
     has_system = bool(messages) and messages[0]["role"] == "system"
     if has_system and texts:
-        texts["the messages"] = messages[0]["content"]
-    if len(set(map(str, texts.values()))) > 1:
+        texts["the messages"] = text_of(messages[0])
+    if len({text.strip() for text in texts.values()}) > 1:
         raise ValueError(
             f"{' and '.join(texts)} have system messages that differ; leave one of them out"
         )
@@ -95,7 +97,7 @@ def row_history(row: dict[str, Any], notes: list[str] | None = None) -> list[Mes
     """The turns in a row's column `history`: messages, or pairs of a question and its answer. They
     are context. Raises ValueError for anything else."""
     history = row.get("history")
-    if history is None or (isinstance(history, (list, tuple)) and not history):
+    if history is None or (isinstance(history, (str, list, tuple)) and not history):
         return []
     messages: list[Any] = []
     for turn in history if isinstance(history, (list, tuple)) else [None]:

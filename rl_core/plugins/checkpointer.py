@@ -195,7 +195,7 @@ class BestKeeper(Plugin):
             )
         value = sum(values) / len(values)
         new, old = value, self.best
-        if tasks and self.of_best:
+        if tasks and tasks.keys() & self.of_best.keys():
             new, old = common_means(tasks, self.of_best)
         if math.isnan(new):
             return False

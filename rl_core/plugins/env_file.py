@@ -289,22 +289,21 @@ def check_actors(env: Env, names: Sequence[str]) -> None:
         )
 
 
-def check_boxes(env: Env) -> None:
-    """Raises ValueError if the environment opens boxes and this machine makes none."""
-    if env.check_machine is None:
-        return
-    try:
-        env.check_machine()
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"{env.path}: {error}") from error
+def check_boxes(envs: dict[str, Env]) -> None:
+    """Raises ValueError if an environment opens boxes and this machine makes none."""
+    for env in envs.values():
+        try:
+            if env.check_machine is not None:
+                env.check_machine()
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{env.path}: {error}") from error
 
 
 def check_environments(config: Config, envs: dict[str, Env]) -> None:
-    """Raises ValueError unless the actors can play in these environments, on this machine, and each
-    that should learn can speak in one that is trained in."""
+    """Raises ValueError unless the actors can play in these environments, and each that should
+    learn can speak in one that is trained in."""
     frozen = [name for name in config.actors if name not in config.trained]
     for env in envs.values():
-        check_boxes(env)
         check_actors(env, [*config.trained, *frozen])
     trained_in = [env for name, env in envs.items() if config.env(name).weight]
     heard = [speakers(env, list(config.actors)) for env in trained_in]

@@ -27,7 +27,7 @@ def check_path(name: str) -> None:
 
 def check_weights(folder: Path) -> None:
     """Raises ValueError for a file of weights that is shorter or longer than its header says."""
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("model*.safetensors")):
         size = file.stat().st_size
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")

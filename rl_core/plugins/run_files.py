@@ -17,7 +17,7 @@ import yaml
 import zstandard
 
 from rl_core.algorithms import PRESETS
-from rl_core.config import STARTED, Config, flat, to_yaml
+from rl_core.config import MAX_TOP_K, STARTED, Config, flat, to_yaml
 from rl_core.data.chat import Chat
 from rl_core.data.rows import TOKENIZERS, write_whole
 from rl_core.plugin import Plugin
@@ -106,13 +106,25 @@ def jsonable(value: Any) -> Any:
 def keep_config(out: Path, config: Config) -> list[str]:
     """Writes config.yaml, or leaves that of the first run. Gives the settings that differ from it,
     as `name was -> is`."""
-    text = STARTED.format(Path.cwd()) + to_yaml(config)
+    text = STARTED.format(Path.cwd()) + to_yaml(without_largest_top_k(config))
     changes = keep_first(out / "config.yaml", text)
     return [
         f"--{name} {was} -> {value}"
         for name, (was, value) in changes.items()
         if name not in MAY_DIFFER
     ]
+
+
+def without_largest_top_k(config: Config) -> Config:
+    """The configuration without the top_k that top_p or min_p alone were given: a run that reads it
+    may have other limits, and is given the same top_k for these."""
+    actors = {}
+    for name, actor in config.actors.items():
+        sampling = config.of(name).sampling
+        if actor.sampling.get("top_k") == MAX_TOP_K and (sampling.top_p < 1 or sampling.min_p):
+            kept = {key: value for key, value in actor.sampling.items() if key != "top_k"}
+            actors[name] = dataclasses.replace(actor, sampling=kept)
+    return dataclasses.replace(config, actors=config.actors | actors)
 
 
 def check_resumed(config: Config) -> None:

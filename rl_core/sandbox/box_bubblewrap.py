@@ -63,7 +63,11 @@ def check_bwrap() -> None:
     line = [find_bwrap(), "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net"]
     if os.geteuid() != 0:
         line.append("--unshare-user")
-    tried = subprocess.run([*line, "--ro-bind", "/", "/", "true"], capture_output=True, check=False)
+    line += ["--ro-bind", "/", "/", "true"]
+    try:
+        tried = subprocess.run(line, capture_output=True, check=False, timeout=START_S)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"bwrap did not start a program within {START_S} s") from None
     if tried.returncode:
         reason = " ".join(tried.stderr.decode(errors="replace").split())
         raise OSError(f"bwrap fails ({reason[:200]}); allow user namespaces")

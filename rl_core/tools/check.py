@@ -66,7 +66,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
         module = served_environment(path)
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
-    check_boxes(env)
+    check_boxes({env.name: env})
     say("environment", [path, *map(describe_hook, env.hooks.values())])
     named = [name for name in (*(speakers(env) or ()), *env.dialogue.system_prompts) if name != "*"]
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]

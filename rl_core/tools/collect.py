@@ -54,11 +54,13 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     flags."""
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
     from rl_core.plan import load_envs, train_tasks
+    from rl_core.plugins.env_file import check_boxes
     from rl_core.plugins.run_files import keep_config, write_tokenizers, write_trajectories
     from rl_core.run_folder import locked
 
     out = Path(config.out)
     config, envs = load_envs(config)
+    check_boxes(envs)
     source = train_tasks(config, envs)
     config, names = with_model(config, model)
     size = config.tasks_per_step

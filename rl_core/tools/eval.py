@@ -127,9 +127,11 @@ async def evaluate(
     folder an environment in which too many episodes fail does not end the others: RunError comes
     after them."""
     from rl_core.plan import eval_tasks, load_envs
+    from rl_core.plugins.env_file import check_boxes
     from rl_core.types import RunError
 
     config, envs = load_envs(config)
+    check_boxes(envs)
     sources = eval_tasks(config, envs)
     config, names = with_model(config, model)
     n, errors = config.eval.samples, []

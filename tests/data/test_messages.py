@@ -438,7 +438,24 @@ READINGS = [
         CALLED,
         "arguments of clock() parsed",
     ),
+    # LangChain's, Llama's and Anthropic's calls.
+    (
+        said("", tool_calls=[{"name": "clock", "args": {"zone": "CET"}, "type": "tool_call"}]),
+        said("", tool_calls=CALLS),
+        "args of clock() read as arguments",
+    ),
+    (
+        said(None, tool_calls=[{"name": "clock", "parameters": {"zone": "CET"}}]),
+        CALLED,
+        "parameters of clock() read as arguments",
+    ),
+    (
+        said(None, tool_calls=[{"name": "clock", "input": {"zone": "CET"}}]),
+        CALLED,
+        "input of clock() read as arguments",
+    ),
     (said("a", tool_calls=[]), said("a"), ""),
+    (said("<think>b</think>a", reasoning_content=""), said("<think>b</think>a"), ""),
     (said("a", thinking="b"), said("a", reasoning_content="b"), "thinking read as reasoning"),
     (
         said([{"type": "thinking", "thinking": "b"}, {"type": "text", "text": "a"}]),
@@ -479,6 +496,11 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
         (said("a", weight=0.5), r"'weight' is 0.5; a message is trained \(true, 1\) or not"),
         (said("a", loss_mask=[0, 1]), r"'loss_mask' is \[0, 1\]; a message is trained"),
         (said("a", thinking="b", reasoning="c"), "thinking and reasoning differ"),
+        (
+            said([{"type": "thinking", "thinking": "b"}], reasoning_content="c"),
+            "reasoning_content and thinking differ",
+        ),
+        ({"role": "function_call"}, "is {'role': 'function_call'}"),
         (user("half \ud83d"), "half of a surrogate pair, '.ud83d', at character 5"),
         (user([{"type": "text", "text": "\udc00"}]), "half of a surrogate pair"),
         (said("a", thinking="b\ud83d"), "half of a surrogate pair, '.ud83d', at character 1"),

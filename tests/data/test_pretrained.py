@@ -12,6 +12,7 @@ import pytest
 from rl_core.data.chat import load_chat
 from rl_core.learning.loading import load_hf_model, load_model_config
 from rl_core.learning.policy import end_token_ids
+from rl_core.plugins.model_paths import check_weights
 from rl_core.plugins.reward_model import RewardModel
 
 READERS = {
@@ -43,3 +44,13 @@ def test_a_models_own_code_does_not_run_on_a_yes(read, tiny_model, tmp_path, mon
     with pytest.raises(ValueError, match=r"trust_remote_code|custom code|a_new_one|Own"):
         read(str(folder))
     assert not mark.exists()
+
+
+def test_a_damaged_file_that_transformers_does_not_read_is_left_alone(tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    check_weights(folder)
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors is damaged"):
+        check_weights(folder)

@@ -465,6 +465,9 @@ def test_top_p_or_min_p_alone_takes_the_largest_top_k_and_says_so(places, tmp_pa
     assert metrics(out)[-1]["learn/policy/mismatch_kl_nats"] < 1e-6
     again = [*words(RUN.format(**places), alone, "--num_steps 3"), "--resume"]
     assert len(metrics(run(out, *again))) > 2
+    # The file of the run does not bind another run to this top_k.
+    again = parse_config(["--config", str(out / "config.yaml"), "--sampling.top_k", "50"])
+    assert again.of("policy").sampling.top_k == 50
 
     flags = "--actors.bob.model m --actors.judge.model m --actors.judge.train false --out x"
     flags += " --env_path x.py --actors.alice.model m --actors.alice.sampling.top_k 5"

@@ -203,6 +203,17 @@ def test_the_best_is_better_over_the_tasks_that_did_not_fail_in_either(tasks, is
     assert BestKeeper(run).is_best({name: value}, {name: tasks}) is is_better
 
 
+def test_the_best_of_other_held_out_rows_is_compared_by_its_mean(tmp_path):
+    run = SimpleNamespace(
+        config=Config(keep_best="greedy_score"), out=tmp_path, ranks=init_ranks(60)
+    )
+    keeper = BestKeeper(run)
+    first, other = "eval/a/greedy_score", "eval/b/greedy_score"
+    assert keeper.is_best({first: 0.5}, {first: {"1": 0.5}})
+    assert not keeper.is_best({other: 0.4}, {other: {"1": 0.4}})
+    assert keeper.is_best({other: 0.6}, {other: {"1": 0.6}})
+
+
 @pytest.mark.parametrize("full", ["rollouts", "checkpoints"])
 def test_a_full_disk_is_named(full, flags_of, tmp_path, capsys):
     limit, out = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "run"
