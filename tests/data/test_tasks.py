@@ -447,6 +447,15 @@ def test_a_row_without_well_formed_messages_is_refused_with_its_number(row, matc
         make_task(row, 3, "e", "train")
 
 
+def test_columns_that_are_empty_or_agree_change_no_prompt():
+    parts = [{"type": "text", "text": "a"}]
+    row = {"prompt": [{"role": "system", "content": parts}, {"role": "user", "content": "<video>"}]}
+    empty = {"videos": [], "images": None, "history": "", "tools": "", "system": "a\n"}
+    assert (
+        make_task(row | empty, 0, "e", "train").messages == make_task(row, 0, "e", "train").messages
+    )
+
+
 # --data.columns, the column that is read -> the messages' text, and what hooks find under "answer".
 @pytest.mark.parametrize(
     ("columns", "prompt", "answer"),
