@@ -32,17 +32,20 @@ def data_warnings(
             f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "
             f"there are {len(train)} training rows"
         )
-    played = {source.env for source in (*train.sources, *evals.values())}
+    trained = {source.env for source in train.sources}
+    evaluated = {source.env for source in evals.values()}
     for name in config.env_paths if algorithm.is_rl else ():
-        if name not in played:
+        if name not in trained | evaluated:
             yield f"{name} is never played, as it has held-out rows alone: give --eval_every"
+        elif name not in trained and config.env(name).weight:
+            yield f"{name} has no training rows: it is evaluated and not trained"
     for name, source in evals.items():
         held_out = row_hashes(source, NUM_ROWS)
-        trained: set[int] = set()
+        train_rows: set[int] = set()
         for other in train.sources:
             if source.env == other.env:
-                trained.update(row_hashes(other, NUM_TRAIN_ROWS))
-        num_both = sum(row in trained for row in held_out)
+                train_rows.update(row_hashes(other, NUM_TRAIN_ROWS))
+        num_both = sum(row in train_rows for row in held_out)
         if num_both:
             yield (
                 f"{num_both} of the first {len(held_out)} held-out rows of {name} are training "

@@ -303,7 +303,9 @@ def test_environments_with_rows_of_one_split_alone_are_trained_or_evaluated(
     out = run(tmp_path / "run", flags)
     assert prompts(out, "step_*") == {"code", "math-train"}
     assert prompts(out, "eval_*") == ({"math-eval", "aime"} if is_evaluated else set())
-    assert ("aime_eval is never played" in capsys.readouterr().out) != is_evaluated
+    said = capsys.readouterr().out
+    assert ("aime_eval is never played" in said) != is_evaluated
+    assert ("aime_eval has no training rows" in said) == is_evaluated
 
 
 def test_environments_without_training_rows_alone_are_refused(tiny_model, tmp_path):
