@@ -165,7 +165,7 @@ def as_fields(text: str) -> str:
 
 def as_field(match: re.Match) -> str:
     name = match["flag"] or match["near"]
-    if match["command"] or name == "help":
+    if match["command"] or name == "help" or (match["near"] and "." not in name):
         return match[0]
     if name in TRAIN_ARGUMENTS:
         name = TRAIN_ARGUMENTS[name]
