@@ -136,7 +136,9 @@ async def open_hub(
         ) from None
     join = ""
     if args.envs:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=scratch_prefix("serve")))
+        # A socket's path has at most 107 bytes, which TMPDIR may exceed.
+        made = tempfile.TemporaryDirectory(prefix=scratch_prefix("serve"), dir="/tmp")
+        folder = stack.enter_context(made)
         join = f"unix:{folder}/hub"
         server.add_insecure_port(join)
     await server.start()

@@ -478,13 +478,14 @@ def test_workers_end_with_their_server(counter):
 def test_a_server_that_is_killed_leaves_nothing_in_the_temporary_folder(
     counter, tmp_path, monkeypatch, flags
 ):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    long = tmp_path / ("long" * 20)  # no path for a socket
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
     with serving(*([] if "--controller" in flags else [counter]), *flags) as service:
         service.process.kill()
         service.process.wait()
-        wait_until(
-            lambda: not list(tmp_path.glob("rl_core_serve_*")), "the folder of the socket is gone"
-        )
+        name = f"rl_core_serve_*_{service.process.pid}_*"
+        wait_until(lambda: not list(Path("/tmp").glob(name)), "the folder of the socket is gone")
 
 
 def test_killed_workers_and_controllers_lose_and_double_nothing(tmp_path):
