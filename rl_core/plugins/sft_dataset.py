@@ -66,36 +66,33 @@ class SFTDataset:
     def _tokenize(self, task: Task) -> list[TrainingSample]:
         config, limit = self.config, self.config.max_context_tokens
         named = f"{limit} (max_prompt_tokens + max_tokens)"
-        least = max(map(self.chat.least_tokens, conversations(task.row, config.algorithm)))
+        conversations, replies = trained_messages_of(task.row, config.algorithm)
+        least = max(map(self.chat.least_tokens, conversations))
         if least > limit:  # It is not encoded.
             fits("a sequence", least, limit, named, config.data.skip_long, "at least ")
             return []
         weights = config.sft.weights if config.algorithm == "sft" else ()
         samples = SAMPLES[config.algorithm](self.chat, task.row, *weights)
         longest = max([len(sample.token_ids) for sample in samples], default=0)
-        if not self.spelled and (token := spelled_token(self.chat, config.algorithm, task.row)):
+        if not self.spelled and (token := spelled_token(self.chat, replies)):
             self.spelled = task.place, token
         is_fit = fits("a sequence", longest, limit, named, config.data.skip_long)
         return samples if is_fit else []
 
 
-def conversations(row: Row, algorithm: str) -> list[list[Message]]:
-    """A row's conversations up to the last message that is trained."""
+def trained_messages_of(row: Row, algorithm: str) -> tuple[list[list[Message]], list[Message]]:
+    """(a row's conversations up to the last message that is trained, the trained messages)."""
     if algorithm == "sft":
         messages = sft_messages(row)
-        return [messages[: max(trained_messages(messages), default=-1) + 1]]
-    context, *replies = pair_messages(row)
-    return [context + reply for reply in replies]
+        trained = trained_messages(messages)
+        return [messages[: trained[-1] + 1]], [messages[i] for i in trained]
+    context, *sides = pair_messages(row)
+    replies = [message for side in sides for message in side]
+    return [context + side for side in sides], replies
 
 
-def spelled_token(chat: Chat, algorithm: str, row: Row) -> str | None:
-    """The first special token that a trained reply of the row spells as text."""
-    if algorithm == "sft":
-        messages = sft_messages(row)
-        replies = [messages[i] for i in trained_messages(messages)]
-    else:
-        _, *sides = pair_messages(row)
-        replies = [message for side in sides for message in side]
+def spelled_token(chat: Chat, replies: list[Message]) -> str | None:
+    """The first special token that a trained reply spells as text."""
     for message in replies:
         text = text_of(message) + message.get("reasoning_content", "")
         if match := chat.special_token.search(text):
