@@ -22,7 +22,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.messages import text_of
+from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.data.pretrained import load_pretrained
 from rl_core.data.rendering import Probe, shape_of
 from rl_core.data.rows import check_exists
@@ -307,7 +307,7 @@ class Chat:
         if "reasoning_content" in message:
             formed = {"thinking": message["reasoning_content"], **formed}
         if message.get("tool_calls") and self._wants_json_arguments:
-            formed["tool_calls"] = [with_json_arguments(call) for call in message["tool_calls"]]
+            formed["tool_calls"] = [with_text_arguments(call) for call in message["tool_calls"]]
         return formed
 
     def _with_parts(self, message: Message) -> Message:
@@ -335,7 +335,7 @@ class Chat:
             reply = self._with_parts({"role": "assistant", "content": ""})
             return self._shows([user, reply | {"tool_calls": [call]}])
 
-        return not is_shown(call) and is_shown(with_json_arguments(call))
+        return not is_shown(call) and is_shown(with_text_arguments(call))
 
     def _apply(
         self, messages: list[Message], tools: list | None, add_generation_prompt: bool
@@ -618,11 +618,6 @@ def byte_of_char() -> dict[str, int]:
     hidden = [byte for byte in range(256) if byte not in shown]
     moved = {chr(256 + number): byte for number, byte in enumerate(hidden)}
     return {chr(byte): byte for byte in shown} | moved
-
-
-def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 def num_chars(value: Any) -> int:

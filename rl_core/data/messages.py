@@ -186,6 +186,15 @@ def canonical_call(call: Any, where: str, notes: list[str]) -> dict[str, Any]:
     return {"type": "function"} | kept | {"function": function}
 
 
+def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are JSON text, as OpenAI's APIs and some chat templates read them."""
+    function = call["function"]
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return call | {"function": function | {"arguments": arguments}}
+
+
 def json_value(text: str) -> Any:
     """The value of a JSON text; the text itself if it is none."""
     with suppress(ValueError, RecursionError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
-from rl_core.data.messages import text_of
+from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.types import Message, SamplingParams
 
 # Keys of a message of chat completions; endpoints refuse others.
@@ -236,15 +236,6 @@ def sent_message(message: Message) -> dict[str, Any]:
     if sent.get("tool_calls"):
         sent["tool_calls"] = [with_text_arguments(call) for call in sent["tool_calls"]]
     return sent
-
-
-def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are JSON text, as OpenAI's APIs read them."""
-    function = call["function"]
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments or {})
-    return call | {"function": function | {"arguments": arguments}}
 
 
 def tool_of(function: dict[str, Any]) -> dict[str, Any]:
