@@ -13,7 +13,6 @@ import hmac
 import json
 import logging
 import math
-import re
 import resource
 import ssl
 import sys
@@ -24,6 +23,8 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+
+from rl_core.json_limits import ESCAPED, half_character, may_be_deeper, nesting
 
 LOOPBACK = "127.0.0.1"
 FIRST_S = 10.0  # until a connection has shown a key
@@ -40,8 +41,6 @@ MAX_BACKLOG = 1024
 MAX_DEPTH = 128
 SHORT_BYTES = 1 << 16  # A body of at most this size is read though its request is refused.
 TELL_EVERY_S = 60.0
-HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-SURROGATES = re.compile("[\ud800-\udfff]")
 
 ErrorWriter = Callable[[int, str], Any]  # (status, message) -> the body, as JSON
 
@@ -345,30 +344,11 @@ def parse_json(body: bytes) -> Any:
         value = DECODER.decode(text)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
-    has_halves = HALF_CHARACTER.search(text) is not None
-    if has_halves or text.count("[") + text.count("{") > MAX_DEPTH:
-        check_values(value, has_halves)
+    if may_be_deeper(text, MAX_DEPTH) and nesting(value) > MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    if ESCAPED.search(text) and half_character(value):
+        raise ValueError("a text holds half of a surrogate pair, such as \\ud83d")
     return value
-
-
-def check_values(value: Any, has_halves: bool) -> None:
-    """`has_halves`: escapes of surrogates stand in the text."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        texts = [each for each in level if isinstance(each, str)] if has_halves else []
-        inner: list[Any] = []
-        for each in level:
-            if isinstance(each, list):
-                inner += each
-            elif isinstance(each, dict):
-                inner += each.values()
-                texts += each
-        if has_halves and any(map(SURROGATES.search, texts)):
-            raise ValueError("a text holds half of a surrogate pair, such as \\ud83d")
-        if not inner:
-            return
-        level = inner
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def refuse_constant(name: str) -> None:

@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from rl_core.json_limits import ESCAPED, half_character, may_be_deeper, nesting
 from rl_core.rules import split as comma_split
 
 Row = dict[str, Any]
@@ -26,8 +27,6 @@ IN_MEMORY_BYTES = 64 << 20
 # Levels of objects and lists in a row: what reads rows calls itself for each.
 MAX_NESTING = 200
 NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
-# How JSON writes half of a surrogate pair, or a whole one.
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
 # Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
 TOKENIZERS = "tokenizers.json"
@@ -154,7 +153,8 @@ def encoding_of(data: bytes) -> str | None:
 
 def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
     try:
-        rows = json.loads(text.decode("utf-8-sig"))
+        decoded = text.decode("utf-8-sig")
+        rows = json.loads(decoded)
     except RecursionError:
         raise ValueError(f"{place}: {NESTED}") from None
     except ValueError as error:
@@ -164,8 +164,8 @@ def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
             f"{place}: not JSON in UTF-8: {error}. Is it cut short? One object a line belongs into "
             "a .jsonl file"
         ) from None
-    is_deep = text.count(b"[") + text.count(b"{") > MAX_NESTING
-    has_surrogates = SURROGATE.search(text) is not None
+    is_deep = may_be_deeper(decoded, MAX_NESTING)
+    has_surrogates = ESCAPED.search(decoded) is not None
     is_list = is_array and isinstance(rows, list)
     rows = rows if is_list else [rows]
     for number, row in enumerate(rows, 1):
@@ -181,29 +181,14 @@ def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
     return rows
 
 
-def nesting(value: Any) -> int:
-    """Number of objects and lists within one another."""
-    depth, level = 0, [value]
-    while level:
-        inside = [each for each in level if isinstance(each, (dict, list))]
-        depth += bool(inside)
-        level = []
-        for each in inside:
-            level += each.values() if isinstance(each, dict) else each
-    return depth
-
-
 def check_surrogates(row: Row, where: str) -> None:
-    """Raises ValueError for half of a surrogate pair: no tokenizer takes such a text."""
+    """Raises ValueError for half of a surrogate pair."""
     for column, value in row.items():
-        try:
-            json.dumps({column: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
+        if half := half_character([column, value]):
             raise ValueError(
-                f"{where}: column {column!r} has half of a surrogate pair, "
-                f"{error.object[error.start]!r}, as programs leave it that cut a text in an emoji: "
-                "remove it"
-            ) from None
+                f"{where}: column {column!r} has half of a surrogate pair, {half!r}, as programs "
+                "leave it that cut a text in an emoji: remove it"
+            )
 
 
 def row_place(index: int, files: Sequence[tuple[str, int]], split: str) -> str:
