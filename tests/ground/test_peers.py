@@ -465,10 +465,12 @@ ROWS = {
 SAME = {name for name, ours in ROWS if f"--{name}" == ours}
 
 
-@pytest.mark.parametrize("name, ours", sorted(ROWS))
+def test_flags_of_the_same_name_are_ours():
+    assert SAME and known_flags().keys() >= SAME
+
+
+@pytest.mark.parametrize("name, ours", sorted(row for row in ROWS if row[0] not in SAME))
 def test_a_flag_of_another_trainer_gets_its_answer(name, ours):
-    if name in SAME:
-        return
     with pytest.raises(ValueError, match="unknown flag") as caught:
         parse_config([f"--{name}", "1"])
     said = str(caught.value).removeprefix(f"unknown flag --{name}; ")
