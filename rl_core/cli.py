@@ -27,7 +27,7 @@ COMMANDS = {
         "how they fail"
     ),
     "envs": "list the environments of envs/: what each is and needs, and how it is run",
-    "tokens": "print what each row trains, between « and », and what was mapped or refused",
+    "tokens": "print each row with the trained text between « and », and values mapped or refused",
     "plan": (
         "print data, tokens of a step, parameters and memory of a run with these flags, on "
         "WORLD_SIZE ranks"

@@ -30,7 +30,7 @@ Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 MemoryFraction = Annotated[float, Gt(0), Le(0.99)]
-MAX_TOP_K = 1024  # ids that each token of a training sample may carry
+MAX_TOP_K = 1024  # Largest number of ids that are stored with each token of a training sample.
 # Flags that an actor can have of its own.
 OWN_SECTIONS = ("algo", "critic", "learner", "optim", "sampling")
 OWN = ("algorithm", "engine_tp", "engine_args", "engine_memory_frac", *OWN_SECTIONS)
@@ -591,9 +591,9 @@ STARTED = (
 
 
 def start_folders(run: Path, text: str, out: str | None) -> list[Path]:
-    """Folders in which the run with this config.yaml may have been started, the likeliest first;
-    none if this process is in it, or the file is not that of a run. A relative `out` tells the
-    folder also where all was moved or copied together."""
+    """Candidates for the folder in which the run with this config.yaml was started, the likeliest
+    first. Empty if this process is in that folder, or if the file does not belong to a run. A
+    relative `out` gives the folder also after the run and its inputs were moved together."""
     if not (out and (run / "hf").is_dir()):
         return []
     parts, folders = Path(os.path.normpath(out)).parts, []
@@ -604,7 +604,7 @@ def start_folders(run: Path, text: str, out: str | None) -> list[Path]:
     return [] if Path.cwd() in folders[:1] else folders
 
 
-# Fields that hold paths, or names that are no paths.
+# Fields that hold paths, or names that are not paths.
 PATH_FIELDS = (
     "env_path",
     "model",

@@ -159,10 +159,10 @@ class Heartbeat:
             if num_silent * self.period_s > self.timeout_s and not self.lost:
                 self.lost = (
                     f"rank {self.watched} has stood still for --timeout_s={self.timeout_s:g}: no "
-                    f"heartbeat of it reached rank {self.rank}. Look whether its process is "
-                    "stopped and its machine answers; resume with --resume"
+                    f"heartbeat of it reached rank {self.rank}. Check that its process is not "
+                    "stopped and that its machine answers, then resume with --resume"
                 )
-                # The other ranks go on hearing this one.
+                # This rank's heartbeat continues for the other ranks.
                 when_lost = self.when_lost
                 if when_lost:
                     when_lost()
@@ -283,7 +283,7 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
         store.wait(names)
     except RuntimeError as error:
         missing = []
-        with suppress(RuntimeError):  # The store may be what is lost.
+        with suppress(RuntimeError):  # The store itself may be lost.
             missing = [str(other) for other, name in enumerate(names) if not store.check([name])]
         raise RunError(
             f"rank {rank} waited at the start for the other ranks; "

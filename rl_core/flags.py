@@ -56,7 +56,7 @@ class Section:
     def check_name(cls, name: str) -> None:
         names = cls.__dataclass_fields__
         if name not in names:
-            error = unknown(cls.prefix + name, [cls.prefix + own for own in names])
+            error = unknown(cls.prefix + name, [cls.prefix + known for known in names])
             raise ValueError(as_fields(str(error)))
 
 
@@ -205,9 +205,9 @@ def answer(name: str, flags: Iterable[str]) -> str:
     for start in range(len(parts)):
         theirs = peers().get("_".join(parts[start:]))  # rollout_n before n
         if theirs is not None:
-            return f"here it is {theirs}" if theirs.startswith("--") else theirs
+            return f"rl_core calls it {theirs}" if theirs.startswith("--") else theirs
         if ".".join(parts[start:]) in flags and start:
-            return f"here it is --{'.'.join(parts[start:])}"
+            return f"rl_core calls it --{'.'.join(parts[start:])}"
     in_sections = [flag for flag in flags if flag.rpartition(".")[2] == parts[-1]]
     in_sections = [flag for flag in in_sections if "NAME" not in flag]
     if len(in_sections) == 1:

@@ -291,9 +291,9 @@ def eval_tasks(config: Config, envs: dict[str, Env]) -> dict[str, TaskSource]:
 def held_out_tasks(config: Config, envs: dict[str, Env], only: str = "") -> dict[str, TaskSource]:
     """Held-out tasks of all environments, or of `only` one."""
     sources = {}
-    for name, env, part, path in registry.held_out(config, envs or ["data"]):
+    for name, env, split, path in registry.held_out(config, envs or ["data"]):
         if only in ("", env):
-            source = load_source(config, envs.get(env), env, part, path)
+            source = load_source(config, envs.get(env), env, split, path)
             if source is not None:
                 sources[name] = source
     return sources

@@ -85,9 +85,9 @@ class Turn:
     completion: Completion
     # Unique in the run. Branches of a conversation share turns, which are trained once.
     name: str = ""
-    max_tokens: int = 0  # that its completion could have; 0: not known
-    # Of the environment's state when the turn began. Turns with one key share a baseline of their
-    # own; "" shares none.
+    max_tokens: int = 0  # Limit of the completion's length; 0: not known.
+    # Key of the environment's state when the turn began. Turns with the same key share a baseline;
+    # "" shares none.
     state_key: str = ""
 
     def __deepcopy__(self, memo: dict) -> Turn:

@@ -24,7 +24,7 @@ from rl_core.agents.requests import (
 from rl_core.types import Message
 
 PATH = "/v1/chat/completions"
-MAX_REPLIES = 128  # A request asks for at most this number of choices, as at OpenAI.
+MAX_REPLIES = 128  # Limit of `n`, the same as OpenAI's.
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 
 
@@ -126,7 +126,7 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
             deltas.append({"content": reply.text})
         for number, call in enumerate(reply.calls):
             deltas.append({"tool_calls": [{"index": number} | written_call(call)]})
-        # The first has the logprobs of all tokens, those of thoughts and calls too.
+        # The first chunk has the logprobs of all tokens, including thoughts and calls.
         yield chunk(index, deltas[0], logprobs=logprobs_of(reply, request))
         for delta in deltas[1:]:
             yield chunk(index, delta)

@@ -28,7 +28,7 @@ from rl_core.sandbox.engines import ENGINE_S
 IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "USER")
 CARRIED_OUT = ("ARG", "ENV", "WORKDIR", "COPY", "ADD", "RUN")
 MAX_TOLD = 500  # characters of what a failed RUN wrote
-# The wait for another process that builds the image.
+# A build by another process is reported after NOTE_S; its lock is tried every LOCK_POLL_S.
 NOTE_S, LOCK_POLL_S = 10.0, 0.2
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
@@ -200,7 +200,7 @@ def digest_of(folder: Path) -> str:
 
 
 def lock_within(timeout_s: float, file: IO[str], image: str) -> None:
-    """Locks the file. Raises RuntimeError if another process has not built the image in time."""
+    """Locks the file. Raises RuntimeError if another process holds the lock for timeout_s."""
     began, is_told = time.monotonic(), False
     while True:
         with suppress(BlockingIOError):

@@ -44,7 +44,7 @@ DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
 # Between comments in a stream: clients and proxies give up connections on which nothing comes.
 KEEP_ALIVE_S = 10.0
-# Connections of one episode's key, and its bodies that are read at once.
+# Limits of one episode: connections with its key, and request bodies that are read concurrently.
 MAX_CONNECTIONS = 256
 MAX_READING = 8
 ELSEWHERE = ("192.0.2.1", 9)  # an address of documentation, which nobody has
@@ -69,7 +69,7 @@ class Endpoint:
     # What an `item_reference` of such a request names.
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: EngineDied | None = None
-    # Bodies of one program that are in memory at once.
+    # Bounds the request bodies of one program that are in memory at the same time.
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_READING))
     is_shut: bool = False
 

@@ -135,11 +135,12 @@ class Chat:
         return self._first_prompt
 
     async def prepare(self, messages: list[Message], tools: list | None) -> None:
-        """Makes first_prompt() of a long text ready in a thread, so that the event loop runs on."""
+        """Computes first_prompt() of a long text in a thread, so that the event loop is not
+        blocked."""
         if num_chars([messages, tools]) <= LONG_CHARS or (messages, tools) == self._first_asked:
             return
-        found = await self.in_thread(lambda twin: twin.first_prompt(messages, tools))
-        self._first_asked, self._first_prompt = copy.deepcopy((messages, tools)), found
+        first = await self.in_thread(lambda twin: twin.first_prompt(messages, tools))
+        self._first_asked, self._first_prompt = copy.deepcopy((messages, tools)), first
 
     async def in_thread(self, work: Callable[[Chat], Any]) -> Any:
         """Returns work(a copy of this chat), called in a thread: no tokenizer may be used by two
@@ -555,15 +556,15 @@ class TokenStream:
     def extend(
         self,
         token_ids: list[int],
-        said: str,
+        turn_text: str,
         messages: list[Message],
         rendered: str | None = None,
     ) -> bool:
-        """Does as append(), for a turn that the template renders as `said`, with all messages.
-        `rendered`: their rendering, if it is known."""
+        """Does the same as append(), with all messages, for a turn that the template renders as
+        `turn_text`. `rendered`: rendering of the messages, if the caller has it."""
         if rendered is None:
             rendered = self._chat.render(messages, self._tools)
-        suffix = text_after(rendered, self.rendered, said)
+        suffix = text_after(rendered, self.rendered, turn_text)
         self.messages, self.rendered, self.is_fresh = messages, rendered, suffix is None
         if self.is_fresh:
             self.prompt_ids = self.new_ids = self._chat.encode(rendered)

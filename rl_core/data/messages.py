@@ -311,7 +311,7 @@ def text_of(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", "") for part in content)
+    return "".join(item.get("text", "") for item in content)
 
 
 def without_nulls(value: Any) -> Any:

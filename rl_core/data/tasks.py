@@ -22,11 +22,11 @@ from rl_core.data.rows import row_place
 from rl_core.rules import nearest
 from rl_core.types import Message, Task, counter_seed
 
-# Columns of the first messages; the first one that a row has is used.
+# Columns of the first messages; the first of these columns that a row has is used.
 PROMPT_COLUMNS = ("messages", "prompt", "conversations", "question", "problem", "instruction")
-# Columns of a text that stands before these messages.
+# Columns of the text of a system message before them.
 SYSTEM_COLUMNS = ("system", "system_prompt")
-# Marks in a text for what a column of images and the like holds.
+# Marks in a text for the entries of a column of images, videos or audio.
 MEDIA = re.compile("<(image|video|audio)>")
 
 
@@ -123,12 +123,12 @@ def row_history(row: dict[str, Any], notes: list[str] | None = None) -> list[Mes
 def row_variables(row: dict[str, Any]) -> dict[str, Any]:
     """The variables of the chat template in a row's column `chat_template_kwargs`: an object, or
     its JSON text. Raises ValueError for anything else."""
-    given = row.get("chat_template_kwargs")
-    value = json_value(given) if isinstance(given, str) and given.strip() else given or {}
+    column = row.get("chat_template_kwargs")
+    value = json_value(column) if isinstance(column, str) and column.strip() else column or {}
     if not isinstance(value, dict):
         raise ValueError(
             f"column 'chat_template_kwargs' must be an object, or its JSON text; is "
-            f"{shorten(given)}"
+            f"{shorten(column)}"
         )
     return {name: each for name, each in value.items() if each is not None}
 

@@ -22,9 +22,9 @@ def data_warnings(
 ) -> Iterator[str]:
     """`spelled`: a row with a reply that spells a special token, and the token."""
     if spelled:
-        place, token = spelled
+        row, token = spelled
         yield (
-            f"{place}: a reply spells the special token {token!r}, which is trained as text: the "
+            f"{row}: a reply spells the special token {token!r}, which is trained as text: the "
             "model learns to write these characters, not the token (docs/sft.md); others may too"
         )
     if config.tasks_per_step > len(train) and not config.data.streaming:

@@ -84,10 +84,10 @@ def load_env(
     agents: AgentsConfig | None = None,
     **limits: Any,
 ) -> Env:
-    """The environment of a Python file, of a name in env_names, or of a module that there is
-    already, as that of a URL.
-    `agents`: where programs reach it. `limits`: make_env()'s. Raises ValueError, with file and line
-    for what the file raises, and for hooks that are missing, misspelled or of the wrong kind."""
+    """The environment of a Python file, of a name in env_names, or of `module`, such as that of a
+    URL. `agents`: the address at which programs reach this process. `limits`: passed to make_env().
+    Raises ValueError for an exception in the file, with its line, and for hooks that are missing,
+    misspelled or of the wrong kind."""
     if module is None:
         path = env_path(path)
         module = execute_file(path)

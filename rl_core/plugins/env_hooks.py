@@ -97,8 +97,8 @@ def machine_check(has: dict[str, Any]) -> Callable[[], None] | None:
     modules = [has, *(getattr(value, "__globals__", {}) for value in has.values())]
     if not box and all(module.get("boxes") is not boxes for module in modules):
         return None
-    given = box if isinstance(box, dict) else {}
-    return partial(boxes.check_machine, given.get("driver", ""), given.get("image", ""))
+    options = box if isinstance(box, dict) else {}
+    return partial(boxes.check_machine, options.get("driver", ""), options.get("image", ""))
 
 
 async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:

@@ -124,11 +124,11 @@ def task_metrics(
         prefix = f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/"
         of_actor = [t for t in played if t.actor == actor]
         done = succeeded(of_actor)
-        found = held_out_metrics(done, score, passed, config.eval.pass_reward, count)
-        for part, value in part_metrics(done).items():
-            found[f"{label}_{part}"] = value
-        found[f"{label}_failed"] = num_failed(of_actor)
-        add_metrics(metrics, found, prefix=prefix)
+        scores = held_out_metrics(done, score, passed, config.eval.pass_reward, count)
+        for name, value in part_metrics(done).items():
+            scores[f"{label}_{name}"] = value
+        scores[f"{label}_failed"] = num_failed(of_actor)
+        add_metrics(metrics, scores, prefix=prefix)
     return metrics
 
 

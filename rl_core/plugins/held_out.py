@@ -24,12 +24,13 @@ def held_out(config: Config, envs: Iterable[str]) -> Iterator[tuple[str, str, st
 
 
 def named_sets(value: str | None) -> dict[str, str | None]:
-    """Name -> sources of each held-out set in "gsm8k=a.jsonl,aime=b.jsonl,c.jsonl"; sources before
-    the first name have "". A path such as year=2024/rows.jsonl that is there has no name."""
+    """Name -> sources of each held-out set in "gsm8k=a.jsonl,aime=b.jsonl,c.jsonl". Sources before
+    the first name have the name "". An existing path with "=", such as year=2024/rows.jsonl, is a
+    source without a name."""
     name, sets = "", {}
-    for part in split(value):
-        match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", part)
-        if match and not glob(part):
-            name, part = match.groups()
-        sets[name] = f"{sets[name]},{part}" if name in sets else part
+    for source in split(value):
+        match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", source)
+        if match and not glob(source):
+            name, source = match.groups()
+        sets[name] = f"{sets[name]},{source}" if name in sets else source
     return sets or {"": None}

@@ -20,8 +20,9 @@ def check_path(name: str) -> None:
         raise ValueError(f"model {path}: no such folder{nearest_folder(path)}")
     if not path.exists() and not (is_cached(name) or is_hub_reachable()):
         raise ValueError(
-            f"model {name!r} is no folder here, and the hub does not give it: it cannot be reached"
-            f"; name a model's folder, or write a tiny one by rl-core init{nearest_folder(path)}"
+            f"model {name!r} is not a folder and cannot be loaded from the hub: the hub cannot be "
+            "reached; name a model's folder, or write a tiny one by rl-core init"
+            f"{nearest_folder(path)}"
         )
 
 
@@ -118,8 +119,8 @@ def why_no_model(name: str, error: Exception) -> str:
         return f"model {name!r} cannot be loaded: {reason}"
     # "org/name" may mean a folder too, of which transformers says nothing.
     return (
-        f"model {name!r} is no folder here, and the hub does not give it: {reason}; name a model's "
-        f"folder, or write a tiny one by rl-core init{nearest_folder(path)}"
+        f"model {name!r} is not a folder and cannot be loaded from the hub: {reason}; name a "
+        f"model's folder, or write a tiny one by rl-core init{nearest_folder(path)}"
     )
 
 

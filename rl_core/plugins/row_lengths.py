@@ -107,12 +107,12 @@ def left_out(config: Config, sources: Iterable[TaskSource]) -> str:
     return f" ({num_left:,} of {num_rows:,} were left out: {reason})"
 
 
-def fits(what: str, length: int, limit: int, named: str, skip_long: bool, bound: str = "") -> bool:
-    """True if a row is taken. Raises ValueError for a row that is too long, unless such rows are
-    left out. `bound`: words before the length."""
+def fits(text: str, length: int, limit: int, named: str, skip_long: bool, bound: str = "") -> bool:
+    """True if `length` is at most `limit`. Raises ValueError if it is longer and such rows are not
+    left out. The error names `text`, which was measured, and puts `bound` before the length."""
     if length > limit and not skip_long:
         raise ValueError(
-            f"{what} of {bound}{length} tokens is longer than {named}; raise it, or leave such "
+            f"{text} of {bound}{length} tokens is longer than {named}; raise it, or leave such "
             "rows out with --data.skip_long"
         )
     return length <= limit

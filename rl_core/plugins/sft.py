@@ -68,20 +68,19 @@ def row_chat(chat: Chat, row: dict[str, Any]) -> Chat:
 
 
 def as_sampled(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: str = "") -> Turn:
-    """A turn as if it had been sampled; nothing reads its logprobs and version."""
-    said = Completion(
+    """A turn as if an engine had sampled it. Its logprobs and policy version are placeholders."""
+    completion = Completion(
         token_ids=list(token_ids),
         logprobs=[0.0] * len(token_ids),
         text=text,
         finish_reason="stop",
         policy_version=0,
     )
-    return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=said)
+    return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=completion)
 
 
 def sft_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
-    """The conversation of a row; what is context has "train": False. `notes`: as of
-    canonical_messages."""
+    """The conversation of a row; context has "train": False. `notes`: see canonical_messages()."""
     column = first_column(row, PROMPT_COLUMNS) or "messages"
     messages = with_opening(row, column_messages(row, column, notes=notes), notes)
     if column not in ("messages", "conversations"):
@@ -127,57 +126,57 @@ def is_trained(message: Message) -> bool:
 
 
 def trained_messages(messages: list[Message]) -> list[int]:
-    """Indices of assistants' messages that are trained."""
-    found = []
+    """Indices of the assistant messages that are trained."""
+    indices = []
     for i, message in enumerate(messages):
         if message.get("role") == "assistant" and is_trained(message):
-            found.append(i)
-    return found
+            indices.append(i)
+    return indices
 
 
 def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
-    """Every assistant message as if it had been sampled, with the end token that the template
-    writes there. A message with "train": False is context. The prompt is the one that an engine
-    would get there. If the template rewrites earlier turns in it, it does not extend the turn
-    before."""
+    """A turn for every assistant message that is trained, as if an engine had sampled it behind the
+    same prompt. Its last token is the end token that the template writes there. Messages with
+    "train": False are context. A turn is fresh if the template rewrites earlier turns in its
+    prompt."""
     trained, turns = trained_messages(messages), []
     stream = TokenStream(chat, messages[: trained[0]], tools)
     for i, until in zip(trained, [*trained[1:], len(messages)], strict=True):
         check_turn(chat, messages[: i + 1], tools)
-        said, end_id = said_text(chat, stream.rendered, messages[: i + 1], tools)
+        text, end_id = said_text(chat, stream.rendered, messages[: i + 1], tools)
         following, is_last = messages[:until], i == trained[-1]
         if i + 1 < len(messages):
             rendered = render_following(chat, following, tools, is_last)
-            end_id = end_behind(chat, text_after(rendered, stream.rendered, said), end_id)
-        token_ids = chat.encode(said, continues=True)
+            end_id = end_behind(chat, text_after(rendered, stream.rendered, text), end_id)
+        token_ids = chat.encode(text, continues=True)
         if end_id is not None:
             token_ids.append(end_id)
-        turns.append(as_sampled(token_ids, stream.new_ids, stream.is_fresh, unmarked(said)))
+        turns.append(as_sampled(token_ids, stream.new_ids, stream.is_fresh, unmarked(text)))
         if not is_last:
-            stream.extend(token_ids, said, following, rendered)
+            stream.extend(token_ids, text, following, rendered)
     return turns
 
 
 def check_turn(chat: Chat, messages: list[Message], tools: list | None) -> None:
-    """Raises ValueError unless all of the last message is trained, its thoughts too, and its prompt
-    has what the messages before say."""
+    """Raises ValueError unless the turn of the last message has all of its content and thoughts,
+    and its prompt has the content of all messages before."""
     shape = shape_of(messages, bool(tools), "trained")
     if chat.is_known(shape):
         return
     probe, last = Probe(messages), len(messages) - 1
     try:
         prompt = chat.render(probe.messages[:last], tools)
-        said, _ = said_text(chat, prompt, probe.messages, tools)
+        text, _ = said_text(chat, prompt, probe.messages, tools)
     except ValueError:
-        return  # The rendering of the messages themselves says why.
+        return  # Rendering the real messages raises the error for the user.
     probe.check(prompt, range(last))
-    probe.check(said, [last], with_thoughts=True)
+    probe.check(text, [last], with_thoughts=True)
     chat.has_shown(shape)
 
 
 def render_following(chat: Chat, messages: list[Message], tools: list | None, is_last: bool) -> str:
-    """The rendering of a conversation up to the next trained turn. "" if none follows and the
-    template refuses messages that nobody answers."""
+    """The rendering of a conversation up to the next trained turn. "" if no trained turn follows
+    and the template refuses the messages after the last one."""
     if not is_last:
         return chat.render(messages, tools)
     with suppress(ValueError):
@@ -186,9 +185,9 @@ def render_following(chat: Chat, messages: list[Message], tools: list | None, is
 
 
 def end_behind(chat: Chat, suffix: str | None, end_id: int | None) -> int | None:
-    """Id of the token that ends a turn which `suffix` follows in the rendering; None if no engine
-    stops at the token that the template writes there. `end_id` if the template rewrites the turn,
-    or writes no special token behind it."""
+    """Id of the end token of the turn before `suffix` in the rendering. None if engines do not stop
+    at the token that the template writes there. `end_id` if the template rewrites the turn, or
+    writes no special token behind it."""
     token = chat.special_token.match(suffix.lstrip()) if suffix else None
     if token is None:
         return end_id
@@ -203,10 +202,10 @@ def said_text(
     that ends it). Raises ValueError if the prompt opens thoughts that the text does not close."""
     message, opening = messages[-1], open_mark(prompt)
     end_id = chat.call_end_token_id if message.get("tool_calls") else chat.end_token_id
-    whole = chat.render(messages, tools, add_generation_prompt=False)
-    rendered = text_after(whole, prompt, "")
+    conversation = chat.render(messages, tools, add_generation_prompt=False)
+    rendered = text_after(conversation, prompt, "")
     if rendered is None and "reasoning_content" in message:
-        rendered = text_behind_generation_prompt(chat, prompt, whole, messages, tools)
+        rendered = text_behind_generation_prompt(chat, prompt, conversation, messages, tools)
     if rendered is not None and (opening is None or MARKS[opening] in rendered):
         return split_end(chat, rendered, end_id)
     content = text_of(message)
@@ -222,18 +221,19 @@ def said_text(
 
 
 def text_behind_generation_prompt(
-    chat: Chat, prompt: str, whole: str, messages: list[Message], tools: list | None
+    chat: Chat, prompt: str, conversation: str, messages: list[Message], tools: list | None
 ) -> str | None:
-    """The last message in `whole`, whose template rewrites history that `prompt` has: the text
-    behind the generation prompt before its thoughts. None if that prompt does not stand there."""
+    """The last message's text in the rendered `conversation`, for a template that rewrites the
+    history in `prompt`: the text behind the generation prompt before the message's thoughts. None
+    if that generation prompt is absent."""
     header, _ = generation_prompt(chat)
     if not header or header not in prompt:
         return None
     last = messages[-1] | {"reasoning_content": PROBE}
     other = chat.render([*messages[:-1], last], tools, add_generation_prompt=False)
     opening = prompt[prompt.rfind(header) :]
-    start = whole[: shared_length(whole, other)].rfind(opening)
-    return None if start < 0 else whole[start + len(opening) :]
+    start = conversation[: shared_length(conversation, other)].rfind(opening)
+    return None if start < 0 else conversation[start + len(opening) :]
 
 
 def closed_thoughts(message: Message, content: str, opening: str, number: int) -> str:
@@ -254,17 +254,17 @@ def closed_thoughts(message: Message, content: str, opening: str, number: int) -
 
 
 def split_end(chat: Chat, text: str, end_id: int | None = None) -> tuple[str, int | None]:
-    """(a rendered turn up to its end token, the end token's id): of the special tokens and
-    whitespace that the text ends in, the first that an engine stops at; else `end_id`."""
-    said, place = text, len(text)
+    """(rendered turn without its end token, id of the end token). The end token is the first stop
+    token among the special tokens and whitespace that the text ends in; without one, `end_id`."""
+    turn, end = text, len(text)
     for token in reversed(list(chat.special_token.finditer(text))):
-        if text[token.end() : place].strip():
+        if text[token.end() : end].strip():
             break
-        place = token.start()
+        end = token.start()
         token_id = chat.special_ids.get(token[0].strip())
         if token_id in chat.stop_token_ids:
-            said, end_id = text[:place], token_id
-    return said, end_id
+            turn, end_id = text[:end], token_id
+    return turn, end_id
 
 
 def with_observations(

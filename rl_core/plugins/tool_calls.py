@@ -152,33 +152,33 @@ def resolved(schema: Any, root: Any, depth: int = 0) -> Any:
 
 
 def allowed(schema: Any, root: Any = None, depth: int = 0) -> tuple[list[str], list | None]:
-    """(JSON's types that a schema allows, the values that it lists or None). `true` and a schema
-    without any type allow a string."""
+    """(JSON types that a schema allows, its enumerated values or None). `true` and a schema without
+    a type allow a string."""
     schema = resolved(schema, root)
     if not isinstance(schema, dict) or depth > MAX_REFS:
         return ["string"], None
-    found: list[tuple[list[str] | None, list | None]] = []
+    rules: list[tuple[list[str] | None, list | None]] = []
     if "type" in schema:
         kinds = schema["type"]
-        found.append(([kinds] if isinstance(kinds, str) else list(kinds or ()), None))
+        rules.append(([kinds] if isinstance(kinds, str) else list(kinds or ()), None))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, (list, tuple)):
-        found.append(([json_type(value) for value in values], list(values)))
+        rules.append(([json_type(value) for value in values], list(values)))
     for key in ("anyOf", "oneOf"):
         if options := [allowed(each, root, depth + 1) for each in schema.get(key) or ()]:
             listed = [each for _, values in options for each in values or ()]
-            found.append(([kind for types, _ in options for kind in types], listed or None))
+            rules.append(([kind for types, _ in options for kind in types], listed or None))
     for each in schema.get("allOf") or ():
         if is_typed(resolved(each, root)):
-            found.append(allowed(each, root, depth + 1))
-    if not found:
+            rules.append(allowed(each, root, depth + 1))
+    if not rules:
         for key, kind in (("properties", "object"), ("items", "array")):
             if key in schema:
                 return [kind], None
         return ["string"], None
-    types = [kind for kind in found[0][0] if all(fits(kind, more) for more, _ in found[1:])]
-    listed = next((values for _, values in found if values is not None), None)
-    return types or found[0][0], listed
+    types = [kind for kind in rules[0][0] if all(fits(kind, more) for more, _ in rules[1:])]
+    listed = next((values for _, values in rules if values is not None), None)
+    return types or rules[0][0], listed
 
 
 def fits(kind: str, types: list[str]) -> bool:
@@ -371,9 +371,8 @@ class ToolCalls:
         after: list[Message],
         tools: list | None,
     ) -> tuple[str, Message]:
-        """(text of the turn as the template renders it behind `prompt`, its message for the
-        template): what the model said, word for word, where the template takes that; else its
-        calls."""
+        """(text of the turn as the template renders it behind `prompt`, message of the turn for the
+        template). The sampled text itself if the template renders it unchanged, else the calls."""
         chat = self.chat
         as_said = chat.assistant_message(text)
         try:
@@ -387,7 +386,7 @@ class ToolCalls:
         called = chat.assistant_message(reply["content"]) | {"tool_calls": reply["tool_calls"]}
         try:
             return said_text(chat, prompt, [*before, called], tools)[0], called
-        except ValueError:  # rendered behind another prompt: the stream begins anew
+        except ValueError:  # The template renders another prompt: the stream begins anew.
             return text, called
 
 

@@ -249,11 +249,11 @@ class Conversation:
                 f"a reply of {self.actor} for which {name} was given cannot be trained: the "
                 f"learner assumes --sampling.*; leave {name} out, or return no trajectory of it"
             )
-        what = f"trajectory(reward=...) of {self.actor}"
-        values = reward_values(reward, "rollout", what)
+        source = f"trajectory(reward=...) of {self.actor}"
+        values = reward_values(reward, "rollout", source)
         parts = {name: value for name, value in values.items() if value is not None}
         if not parts:
-            raise ValueError(f"{what} is {shorten(reward)}; one reward must be a number")
+            raise ValueError(f"{source} is {shorten(reward)}; one reward must be a number")
         not_applied = {NOT_APPLIED + name: 1.0 for name in values.keys() - parts.keys()}
         return self.record(
             reward=math.fsum(parts.values()),

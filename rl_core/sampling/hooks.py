@@ -315,7 +315,7 @@ MAX_PARTS = 100  # Names in a dict of rewards; each becomes a metric of every st
 
 
 def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
-    """The parts of a reward: those of a dict, or one number under `name`."""
+    """The parts of a reward: a dict's entries, or one number under `name`."""
     if not isinstance(value, dict):
         return {name: finite(value, what)}
     if not value or not all(isinstance(part, str) for part in value):
@@ -327,15 +327,15 @@ def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
     return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}
 
 
-def reward_values(value: Any, name: str, what: str) -> dict[str, float | None]:
+def reward_values(value: Any, name: str, source: str) -> dict[str, float | None]:
     """The parts of a reward as finite_parts() reads them. A part that is None does not apply to the
     episode."""
     if value is None:
         return {name: None}
     if not isinstance(value, dict):
-        return dict(finite_parts(value, name, what))
+        return dict(finite_parts(value, name, source))
     numbers = {name: number for name, number in value.items() if number is not None}
-    known = finite_parts(numbers, name, what) if numbers or not value else {}
+    known = finite_parts(numbers, name, source) if numbers or not value else {}
     return {name: known.get(name) for name in value}
 
 

@@ -81,7 +81,7 @@ def main(parent: int, report: int, command: list[str]) -> None:
 
 
 def become(command: list[str], report: int) -> None:
-    """Replaces this process with the command, in a session of its own."""
+    """Replaces this process with the command, in a new session."""
     os.setsid()
     os.set_inheritable(report, False)
     for number in (*IGNORED, signal.SIGTERM):

@@ -251,17 +251,17 @@ def read_spoken(spoken: pb.Spoken) -> Said:
     """Raises ServiceError unless it is an error, or what an actor says."""
     if spoken.error:
         return spoken, [], None
-    said = from_json(spoken.messages, list, "answers: messages")
+    messages = from_json(spoken.messages, list, "answers: messages")
     turn = None
     try:
-        said = canonical_messages(said) if said else []
+        messages = canonical_messages(messages) if messages else []
     except ValueError as error:
         raise wrong(f"answers: messages {error}") from None
-    if len(said) > 1 or any(message["role"] != "assistant" for message in said):
+    if len(messages) > 1 or any(message["role"] != "assistant" for message in messages):
         raise wrong("answers: messages must be one of the assistant, or none")
     if spoken.turn:
         turn = read_turn(from_json(spoken.turn, dict, "answers: turn"))
-    return spoken, said, turn
+    return spoken, messages, turn
 
 
 def read_turn(value: dict[str, Any]) -> Turn:

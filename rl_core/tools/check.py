@@ -192,7 +192,7 @@ def describe_hook(hook: Hook) -> str:
 
 
 def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
-    """The first tasks, once every row has the columns that hooks need."""
+    """The first tasks. Checks before that every row has the columns that hooks need."""
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import TaskSource
     from rl_core.plugins.env_file import check_columns
@@ -203,25 +203,25 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
         raise ValueError(
             f"{env.path} has no load_tasks(split): name its rows with --data.train rows.jsonl"
         )
-    part = "train"
+    split = "train"
     if options.rows:
-        rows, files = load_rows(options.rows, part, load_other)
+        rows, files = load_rows(options.rows, split, load_other)
     else:
-        rows, files = env.load_tasks(part), ()
+        rows, files = env.load_tasks(split), ()
         if not len(rows):  # An environment may be for evaluation alone.
             held_out = env.load_tasks("eval")
-            rows, part = (held_out, "eval") if len(held_out) else (rows, part)
+            rows, split = (held_out, "eval") if len(held_out) else (rows, split)
     if options.rows and options.columns:
         columns = typed("data.columns", options.columns, dict[str, str])
         check_columns_exist(rows, columns, options.rows)
         rows = RenamedColumns(rows, columns)
-    check_columns(env, rows, files, part)
-    source = TaskSource(rows, env=env.name, split=part, seed=0, shuffle=False, files=files)
+    check_columns(env, rows, files, split)
+    source = TaskSource(rows, env=env.name, split=split, seed=0, shuffle=False, files=files)
     most = options.num_tasks
     if most is None:
         most = len(source) if options.oracle else NUM_TASKS
     tasks = list(islice(source, max(1, most)))
-    named = options.rows or f"load_tasks({part!r})"
+    named = options.rows or f"load_tasks({split!r})"
     say(
         "data",
         [

@@ -67,10 +67,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     paths = {Path(path).stem: Path(path) for path in environments()}
     if not paths:
-        raise ValueError("there is no folder envs here, and rl_core was installed without one")
+        raise ValueError("this folder has no envs/, and rl_core was installed without one")
     known = env_files() | paths
     if args.name and args.name not in known:
-        raise ValueError(f"{args.name!r} is no environment of envs/; {nearest(args.name, known)}")
+        raise ValueError(f"envs/ has no environment {args.name!r}; {nearest(args.name, known)}")
     chosen = [known[args.name]] if args.name else paths.values()
     listings = [listing_of(path) for path in chosen]
     if args.json:

@@ -21,7 +21,7 @@ from rl_core.scratch import scratch_prefix
 
 PORT_DIGITS = 8
 FAILED_S = 0.1  # Ranks that fail with the first have time to do so by themselves.
-END_S = 30.0  # from SIGTERM to SIGKILL, as torchrun waits
+END_S = 30.0  # SIGKILL follows SIGTERM after this time, as in torchrun.
 POLL_S = 0.05
 
 

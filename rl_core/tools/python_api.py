@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OnStep = Callable[[int, dict[str, float]], Any]
 
 
-MOST_METRICS = 12  # that a printed result shows
+MOST_METRICS = 12  # A printed result shows at most this number.
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, repr=False)
@@ -87,13 +87,13 @@ def train(
     """Trains on this process's device and returns the result; the files are those of the command.
 
     `env`: an environment's file or module, a function that is its reward_fn, a list of reward
-    functions, which are summed, an Environment, or a list of environments. `data`, `eval_data`: rows instead of config.data.train and .eval. Sections of the
-    configuration may be dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)`, in the
-    run's thread, ends the run by returning False; then a checkpoint is saved, and as well at
-    Ctrl-C. `plugins`: subclasses of rl_core.plugin.Plugin, or objects with some of its hooks.
-    `loss`, `optimizer`, `engine`: instead of the flags', as tools/python_parts.py has them. `nproc`:
-    ranks on this machine, in processes of their own. Raises ValueError for a mistake and RunError
-    where a run cannot go on.
+    functions, which are summed, an Environment, or a list of environments. `data`, `eval_data`:
+    rows that replace config.data.train and .eval. Sections of the configuration may be
+    dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)` is called in the run's
+    thread; returning False saves a checkpoint and ends the run, as Ctrl-C does. `plugins`:
+    subclasses of rl_core.plugin.Plugin, or objects with some of its hooks. `loss`, `optimizer`,
+    `engine`: replace those of the flags (tools/python_parts.py). `nproc`: number of ranks on this
+    machine, each a process. Raises ValueError for a mistake and RunError if a run cannot continue.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
@@ -104,10 +104,10 @@ def train(
         raise ValueError(f"nproc={nproc} must be at least 1: the number of ranks, one per GPU")
     check_model(config)
     rows = {"train": as_rows("data", data), "eval": as_rows("eval_data", eval_data)}
-    for part, source in rows.items():
+    for key, source in rows.items():
         if isinstance(source, str):
-            config = replace(config, data=replace(data_section(config), **{part: source}))
-            rows[part] = None
+            config = replace(config, data=replace(data_section(config), **{key: source}))
+            rows[key] = None
     config, environments = with_objects(config, env, rows)
     has_eval = any(env.eval_data is not None for env in environments)
     if has_eval and not config.eval_every:

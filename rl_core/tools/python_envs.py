@@ -122,24 +122,24 @@ def is_rewards(source: Any) -> bool:
     """True for a list of at least two reward functions."""
     if not isinstance(source, (list, tuple)) or len(source) < 2:
         return False
-    return all(callable(part) and not isinstance(part, ModuleType) for part in source)
+    return all(callable(item) and not isinstance(item, ModuleType) for item in source)
 
 
 def rewards_module(functions: Sequence[Callable], name: str) -> ModuleType:
-    """A module whose rewards are these functions, each a part by its name. Raises ValueError if two
-    have one name."""
+    """A module with these functions as rewards. Each function's name becomes the name of its part.
+    Raises ValueError if two functions have the same name."""
     module = ModuleType(name)
     for function in functions:
-        part = getattr(function, "__name__", type(function).__name__)
-        if part in vars(module):
+        function_name = getattr(function, "__name__", type(function).__name__)
+        if function_name in vars(module):
             raise ValueError(
-                f"two reward functions have the name {part!r}, by which metrics show them: write "
-                "each as a def with a name"
+                f"two reward functions have the name {function_name!r}, under which metrics log "
+                "them: define each with another name"
             )
-        if not hasattr(function, "reward_mark"):  # @reward's: weight, whether it is batched
+        if not hasattr(function, "reward_mark"):  # @reward sets (weight, is_batched).
             function = wraps(function)(partial(function))
             function.reward_mark = (1.0, False)
-        setattr(module, part, function)
+        setattr(module, function_name, function)
     return module
 
 

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     from rl_core.data.rows import check_exists
     from rl_core.service import needing_grpc
 
-    args.envs = [env_path(path) for given in args.envs for path in split(given)]
+    args.envs = [env_path(path) for paths in args.envs for path in split(paths)]
     for path in args.envs:
         check_exists(Path(path).expanduser())
     with needing_grpc("rl-core serve"):

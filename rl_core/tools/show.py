@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
 
 
 def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
-    """The files of one step's episodes. Raises ValueError with the steps that there are."""
+    """The files with one step's episodes. Raises ValueError if there are none; the error lists the
+    steps with episodes."""
     from rl_core.data.rows import check_exists
     from rl_core.tools.view.data import check_inner_runs, is_run
 
@@ -62,15 +63,15 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
     if not is_run(run):
         check_inner_runs(run)
     kind = "eval" if is_eval else "step"
-    found, steps = [], []
+    rollout_files, steps = [], []
     for file in sorted((run / "rollouts").glob(f"{kind}_*.jsonl*")):
         match = re.match(rf"{kind}_(\d+)", file.name)
-        if match and file.is_file():  # A pipe would be waited for.
-            found.append(file)
+        if match and file.is_file():  # Reading a pipe would block.
+            rollout_files.append(file)
             steps.append(int(match[1]))
     if step is None and steps:
         step = max(steps)
-    files = [file for file, number in zip(found, steps, strict=True) if number == step]
+    files = [file for file, number in zip(rollout_files, steps, strict=True) if number == step]
     if not files:
         named = f" --step {step}" if step is not None else ""
         raise ValueError(
@@ -81,7 +82,7 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
 
 
 def describe_steps(run: Path, steps: list[int]) -> str:
-    """Which steps have episodes, or why none has."""
+    """The steps with episodes, or the reason why there are none."""
     from rl_core.config import RL
     from rl_core.plugins.run_files import read_config
 

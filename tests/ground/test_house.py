@@ -21,7 +21,16 @@ ROOT = Path(__file__).parents[2]
 # Room -> its modules or packages, and the rooms below that it may import from. Within a room
 # imports must not go round.
 ROOMS = {
-    "ground": ["types", "flags", "rules", "config", "algorithms", "scratch", "json_limits", "http_door"],
+    "ground": [
+        "types",
+        "flags",
+        "rules",
+        "config",
+        "algorithms",
+        "scratch",
+        "json_limits",
+        "http_door",
+    ],
     "pure": ["data"],
     "shared": ["distributed", "host_copies", "metrics", "run_folder"],
     "sampling": ["sampling"],

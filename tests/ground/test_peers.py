@@ -475,7 +475,7 @@ def test_a_flag_of_another_trainer_gets_its_answer(name, ours):
         parse_config([f"--{name}", "1"])
     said = str(caught.value).removeprefix(f"unknown flag --{name}; ")
     if ours.startswith("--"):
-        assert said.partition(" (")[0] == f"here it is {ours}"
+        assert said.partition(" (")[0] == f"rl_core calls it {ours}"
         known = {flag.replace("NAME", "policy") for flag in known_flags()}
         assert ours.removeprefix("--") in known
     else:

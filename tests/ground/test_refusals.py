@@ -41,7 +41,7 @@ LORA = "--model {model} --env_path {dir}/letters.py --actors.policy.lora.rank 4"
 REFUSED = {
     RL: {
         "--model {out}/nothing": "nothing",
-        "--model models/qwen3": "'models/qwen3' is no folder here, and the hub does not give it: ",
+        "--model models/qwen3": "'models/qwen3' is not a folder and cannot be loaded from the hub: ",
         "--actors.policy.model {out}/bare": "--model ... is short for --actors.policy.model, which",
         "--model {out}/bare": "chat template ... .chat_template FILE",
         "--model {out}/mute": "mute has no chat template: copy the tokenizer's files",
@@ -294,7 +294,7 @@ FLAGS = [
     (
         MODEL,
         "actor_rollout_ref.rollout.n=8",
-        "n=8' has no flag before it; write --name value; here it is --group_size",
+        "n=8' has no flag before it; write --name value; rl_core calls it --group_size",
     ),
     (
         MODEL,
@@ -352,7 +352,7 @@ FLAGS = [
     (MODEL, "--optim.betas 0.9,1.5", "--optim.betas=1.5 must be less than or equal to 1"),
     (MODEL, "--resume maybe", "--resume=maybe must be a valid boolean"),
     (MODEL, "--num_steps 1.5", "--num_steps=1.5 must be a valid integer"),
-    (MODEL, "--optim adamw", "unknown flag --optim; here it is --optim.name"),
+    (MODEL, "--optim adamw", "unknown flag --optim; rl_core calls it --optim.name"),
     (MODEL, "--num_epochs 0", "--num_epochs=0 must be greater than 0"),
     (MODEL, "--data.columns answer", "--data.columns.answer=None must be a valid string"),
     (MODEL, "--chat_template_kwargs {x", "--chat_template_kwargs={x must be a valid dictionary"),

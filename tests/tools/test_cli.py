@@ -59,7 +59,11 @@ def test_the_version_is_printed(capsys):
     "status, argv, says",
     [
         (2, ["chek"], "unknown command 'chek'; did you mean 'check'?"),
-        (2, ["publish"], "unknown command 'publish'; known: init, train, check, envs, tokens, plan"),
+        (
+            2,
+            ["publish"],
+            "unknown command 'publish'; known: init, train, check, envs, tokens, plan",
+        ),
         (1, ["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
         (
             1,

@@ -293,7 +293,7 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
 
 
 def test_an_unknown_name_in_python_is_answered_by_fields():
-    with pytest.raises(ValueError, match="no field num_generations; here it is group_size"):
+    with pytest.raises(ValueError, match="no field num_generations; rl_core calls it group_size"):
         Config(num_generations=8)
     with pytest.raises(ValueError, match=r'no field optim={"lrr": ...}; did you mean optim={"lr"'):
         OptimConfig(lrr=1e-6)
@@ -301,7 +301,8 @@ def test_an_unknown_name_in_python_is_answered_by_fields():
         LoraConfig(r=16)
     config = Config()
     with pytest.raises(
-        ValueError, match=r'no field optim={"learning_rate": ...}; here it is optim={"lr": ...}'
+        ValueError,
+        match=r'no field optim={"learning_rate": ...}; rl_core calls it optim={"lr": ...}',
     ):
         config.optim.learning_rate = 1e-5
     config.optim.lr = 1e-5

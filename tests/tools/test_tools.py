@@ -37,7 +37,7 @@ OURS = {
     ("--actor_rollout_ref.rollout.n 8", "group_size"), ("--optimizer.lr 1", "optim.lr"),
 ])  # fmt: skip
 def test_names_of_other_trainers_are_answered_with_ours(given, ours):
-    with pytest.raises(ValueError, match=f"unknown flag --[^;]*; here it is --{ours}"):
+    with pytest.raises(ValueError, match=f"unknown flag --[^;]*; rl_core calls it --{ours}"):
         parse_config(given.split())
 
 

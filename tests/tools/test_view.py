@@ -279,7 +279,8 @@ def test_lines_of_metrics_that_no_run_writes_are_skipped_with_a_note(run):
     found = json.loads(text)
     assert status == 200 and found["names"] == ["rollout/policy/reward_mean"]
     assert found["rows"] == [[1, 0.5], [2, 0.75], [3, 1.0], [4, None]]
-    assert found["lost"] == f"{run.path}: skipped metrics.jsonl: what is not a number of a step"
+    skipped = "skipped metrics.jsonl: values that are not numbers of a step"
+    assert found["lost"] == f"{run.path}: {skipped}"
     assert found["warnings"] == [{"step": 1, "text": "x"}]
     assert found["lost"] in report_of(run.path)["note"]
 
@@ -297,10 +298,10 @@ def test_trajectories_that_no_run_writes_are_skipped_and_the_others_shown(run):
     [(_, text)] = answers(run.path, (NEW, {}))
     found = json.loads(text)
     assert found["lost"].endswith(
-        f"step_000002.jsonl.zst: {len(WRONG) + 2} lines that are no trajectories"
+        f"step_000002.jsonl.zst: {len(WRONG) + 2} lines that are not trajectories"
     )
     assert len(found["entries"]) == 3 + 5
-    assert report_of(run.path)["note"].count(" lines that are no trajectories") == 1
+    assert report_of(run.path)["note"].count(" lines that are not trajectories") == 1
 
 
 # The report

@@ -149,7 +149,8 @@ class RunFolder:
 
     @property
     def note(self) -> str:
-        """Names what is not shown because it cannot be read; "" if all is."""
+        """Names of the files that are skipped because they cannot be read, with reasons; "" if all
+        are shown."""
         parts = [f"{name}: {reason}" for name, reason in sorted(self.skipped.items())]
         return f"{self.path}: skipped {'; '.join(parts)}" if parts else ""
 
@@ -201,28 +202,28 @@ class RunFolder:
         )
 
     def read_rollouts(self, files: list[Path], deadline: float = float("inf")) -> bool:
-        """Puts those into the index that are not in it as they are. False if time.monotonic() went
-        beyond the deadline."""
+        """Indexes files that are new or have changed. Returns False if time.monotonic() passes the
+        deadline first."""
         for file in files:
             try:
                 status = file.stat()
                 state = (status.st_mtime_ns, status.st_size)
                 if self.files.get(file.name) == state:
                     continue
-                found, num_bad = index_of(file)
-            except FileNotFoundError:  # since it was listed, by a run that is resumed
+                new_entries, num_bad = index_of(file)
+            except FileNotFoundError:  # A resumed run removed the file after it was listed.
                 continue
             except OSError as error:
                 self.skip(file, error)
                 continue
             self.skipped.pop(f"rollouts/{file.name}", None)
             if num_bad:
-                self.skip(file, ValueError(f"{num_bad} lines that are no trajectories"))
+                self.skip(file, ValueError(f"{num_bad} lines that are not trajectories"))
             if file.name in self.files:
                 self.entries = [e for e in self.entries if e.file != file.name]
                 self.revision += 1
             # Who searches in a thread has the list as it was.
-            self.entries = [*self.entries, *found]
+            self.entries = [*self.entries, *new_entries]
             self.files[file.name] = state
             # After one, so that slow disks do not keep it from going on.
             if time.monotonic() > deadline:
@@ -258,17 +259,17 @@ class RunFolder:
             if values is not None:
                 self.rows.append(values)
             if values is None or len(values) < len(row):
-                self.skip(file, ValueError("what is not a number of a step"))
+                self.skip(file, ValueError("values that are not numbers of a step"))
         self.metrics_read = (status.st_ino, done + len(lines))
 
     def curves(self, first: int = 0) -> dict[str, list[tuple[int, float]]]:
         """Metric -> its points (step, value), of the rows from `first` on."""
-        found: dict[str, list[tuple[int, float]]] = {}
+        points: dict[str, list[tuple[int, float]]] = {}
         for row in self.rows[first:]:
             for name, value in row.items():
                 if name != "step" and value is not None:
-                    found.setdefault(name, []).append((row["step"], value))
-        return found
+                    points.setdefault(name, []).append((row["step"], value))
+        return points
 
     def episode(self, entry: Entry) -> dict[str, Any]:
         """The whole trajectory: messages, turns with tokens, rewards."""
@@ -413,8 +414,8 @@ def parts_of(line: bytes) -> Parts:
 
 
 def index_of(file: Path) -> tuple[list[Entry], int]:
-    """The trajectories of a file, and the number of lines that are none. Raises OSError for what is
-    not a file."""
+    """(index entries of a file's trajectories, number of lines that are not trajectories). Raises
+    OSError if `file` is not a regular file."""
     match = FILE.fullmatch(file.name)
     kind = "train" if match[1] == "step" else intern(match[3].replace("_", " ", 1))
     entries, start, num_bad = [], 0, 0
@@ -422,7 +423,7 @@ def index_of(file: Path) -> tuple[list[Entry], int]:
         try:
             entries.append(entry_of(line, file.name, start, kind, int(match[2])))
         except UNREADABLE:
-            # Without an end it is the end of what a killed run wrote.
+            # A line without an end is the last one of a killed run.
             num_bad += line.endswith(b"\n")
         start += len(line)
     return entries, num_bad

@@ -19,7 +19,7 @@ from rl_core.tools.view.page import make_page, outline, summary, to_json, values
 from rl_core.tools.view.tokens import shown_episode
 
 SLICE_S = 0.8  # of reading or searching, in which others wait
-HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:@/\[\]]+)(?::\d+)?")  # with or without a port
+HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:@/\[\]]+)(?::\d+)?")  # The port is optional.
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -78,8 +78,8 @@ def host_check(hosts: set[str]):
     @web.middleware
     async def check(request: web.Request, handler) -> web.StreamResponse:
         # A page elsewhere whose name is made to resolve to this machine would have another Host.
-        found = HOST.fullmatch(request.headers.get("Host", ""))
-        if hosts and (found is None or found[1].strip("[]").lower() not in hosts):
+        match = HOST.fullmatch(request.headers.get("Host", ""))
+        if hosts and (match is None or match[1].strip("[]").lower() not in hosts):
             raise web.HTTPForbidden(text="unknown host")
         response = await handler(request)
         response.headers["Cache-Control"] = "no-store"
