@@ -24,7 +24,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rl_core.json_limits import ESCAPED, half_character, may_be_deeper, nesting
+from rl_core.json_limits import ESCAPED, lone_surrogate, may_be_deeper, nesting
 
 LOOPBACK = "127.0.0.1"
 FIRST_S = 10.0  # until a connection has shown a key
@@ -346,7 +346,7 @@ def parse_json(body: bytes) -> Any:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
     if may_be_deeper(text, MAX_DEPTH) and nesting(value) > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-    if ESCAPED.search(text) and half_character(value):
+    if ESCAPED.search(text) and lone_surrogate(value):
         raise ValueError("a text holds half of a surrogate pair, such as \\ud83d")
     return value
 

@@ -1,22 +1,22 @@
-"""Values of JSON that parsers accept and later code does not: halves of surrogate pairs, which no
-tokenizer takes, and deep nesting, which templates and json.dumps() cannot follow."""
+"""Checks for JSON that parsers accept and later code does not: lone surrogates, which no tokenizer
+encodes, and nesting that is too deep for templates and json.dumps(), which recurse."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes half of a pair, or a whole pair, so.
+ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # Escape of a surrogate, lone or in a pair.
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def may_be_deeper(text: str, most: int) -> bool:
-    """False if JSON text cannot hold more than `most` levels, as it has no more brackets."""
+    """False if JSON text has at most `most` opening brackets, and so no deeper nesting."""
     return text.count("[") + text.count("{") > most
 
 
 def nesting(value: Any) -> int:
-    """Number of objects and lists within one another."""
+    """Depth of nested objects and lists."""
     depth, level = 0, [value]
     while level:
         inside = [each for each in level if isinstance(each, (dict, list))]
@@ -27,8 +27,8 @@ def nesting(value: Any) -> int:
     return depth
 
 
-def half_character(value: Any) -> str | None:
-    """The first half of a surrogate pair in the texts and keys of a value."""
+def lone_surrogate(value: Any) -> str | None:
+    """The first lone surrogate in the strings and keys of a value, or None."""
     level = [value]
     while level:
         inner: list[Any] = []

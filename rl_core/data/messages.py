@@ -1,5 +1,5 @@
-"""Messages and tools of any origin -> the canonical form. All of them come in here: rows, hooks,
-programs, the reward model's server.
+"""Converts messages and tools of rows, hooks, programs and the reward model's server to one
+canonical form.
 
 A canonical message has "role" and "content" (text, or a list of text parts; None next to calls) and
 may have
@@ -7,9 +7,9 @@ may have
     reasoning_content  thoughts, as text
     tool_calls         [{"type": "function", "function": {"name", "arguments": {...}}, "id"?}]
     train              False: context, not trained
-    name, tool_call_id and other keys as they were given, without those that are None
+    other keys         unchanged, such as name and tool_call_id; keys that are None are dropped
 
-`data/chat.py` turns this form into the one that a chat template reads.
+`data/chat.py` converts the canonical form to the form that a chat template reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from rl_core.data.thoughts import MARKS, leading_thoughts
 from rl_core.types import Message
 
-# Other formats' roles: ShareGPT's, LangChain's, Gemini's, ms-swift's, and OpenAI's older ones.
+# Roles of ShareGPT, LangChain, Gemini, ms-swift and older OpenAI APIs.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -40,22 +40,23 @@ CANONICAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 CALL_ROLES = ("function_call", "tool_call")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "reasoning"}
-# Names of a call's arguments in LangChain's, Llama's and Anthropic's formats.
+# Keys for a call's arguments in LangChain, Llama and Anthropic formats.
 ARGUMENT_KEYS = ("args", "parameters", "input")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-# Keys by which formats leave a message out of the loss.
+# Keys with which formats exclude a message from the loss.
 TRAIN_KEYS = ("train", "weight", "loss", "loss_mask", "trainable")
 NOT_READ = (
-    "is not read: models are trained on text alone, not on images, video, audio or files; give "
-    "its content as text, or remove it"
+    "is not supported: models are trained on text alone, not on images, video, audio or files; "
+    "give its content as text, or remove it"
 )
 RULE = 'must be a list of {"role": ..., "content": ...}'
 
 
 def canonical_messages(messages: Any, notes: list[str] | None = None) -> list[Message]:
     """A copy of a conversation in the canonical form. `notes` collects a line for each value that
-    was mapped. Raises ValueError, with the message's number from 1."""
+    was mapped. Raises ValueError for a message that cannot be mapped; the error has its number,
+    counted from 1."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"{RULE}, is {shorten(messages)}")
     read = []
@@ -70,15 +71,16 @@ def canonical_messages(messages: Any, notes: list[str] | None = None) -> list[Me
 
 
 class NoMessageError(ValueError):
-    """A value that is no message."""
+    """Raised for a value that is not a message."""
 
 
 def canonical_message(value: Any, where: str, notes: list[str] | None = None) -> Message:
-    """One message. Raises NoMessageError if it has no role or says nothing; other ValueErrors."""
+    """The canonical form of one message. Raises NoMessageError if `value` has no role, or neither
+    content nor calls, and ValueError for another fault."""
     if not isinstance(value, dict):
         raise NoMessageError
     notes = [] if notes is None else notes
-    # Tables give every message every key; a chat template may test whether a key is there.
+    # Tables fill missing keys with None; a chat template may test whether a key exists.
     message = {k: v for k, v in value.items() if v is not None or k == "content"}
     if "from" in message:  # ShareGPT
         content = message.pop("value", None)
@@ -102,14 +104,15 @@ def canonical_message(value: Any, where: str, notes: list[str] | None = None) ->
 
 
 def known_role(role: str) -> str:
-    """The canonical name of a role; an unknown one as it is."""
+    """The canonical name of a role. Unknown roles are returned unchanged."""
     lowered = role.strip().lower()
     name = ROLES.get(lowered, lowered)
     return name if name in (*CANONICAL_ROLES, *CALL_ROLES) else role
 
 
 def set_trained(message: Message, where: str, notes: list[str]) -> None:
-    """Leaves "train": False, or no key. Raises ValueError for a weight between 0 and 1."""
+    """Replaces the keys TRAIN_KEYS with "train": False, or removes them if the message is trained.
+    Raises ValueError for a weight between 0 and 1."""
     is_trained = True
     for key in TRAIN_KEYS:
         if key in message and not read_flag(key, message.pop(key)):
@@ -132,7 +135,7 @@ def read_flag(key: str, value: Any) -> bool:
 
 
 def set_calls(message: Message, where: str, notes: list[str]) -> None:
-    """Puts all calls into `tool_calls`, with arguments as objects."""
+    """Moves all calls to `tool_calls`, with arguments as objects."""
     older = message.pop("function_call", None)  # OpenAI's key before tool_calls
     if older is not None:
         message["tool_calls"] = [*(message.get("tool_calls") or []), older]
@@ -145,7 +148,7 @@ def set_calls(message: Message, where: str, notes: list[str]) -> None:
     if not calls and calls in (None, [], ()):
         return
     if not isinstance(calls, (list, tuple)):
-        raise ValueError(f"tool calls must be a list, or its JSON text; are {shorten(calls)}")
+        raise ValueError(f"tool_calls must be a list, or its JSON text; is {shorten(calls)}")
     message["tool_calls"] = [canonical_call(call, where, notes) for call in calls]
     message.setdefault("content", None)
 
@@ -196,14 +199,15 @@ def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_value(text: str) -> Any:
-    """The value of a JSON text; the text itself if it is none."""
+    """The value of a JSON text. Text that is not JSON is returned unchanged."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return text
 
 
 def set_content(message: Message, where: str, notes: list[str]) -> None:
-    """Leaves a text, a list of text parts or None. Raises ValueError for images and the like."""
+    """Reduces the content to a text, a list of text parts or None. Raises ValueError for images,
+    video, audio and files."""
     for key in MEDIA_KEYS:
         if message.get(key):
             raise ValueError(refused_part(key))
@@ -225,7 +229,7 @@ def set_content(message: Message, where: str, notes: list[str]) -> None:
     if thoughts:
         key = "thinking" if message.get("reasoning_content") else "reasoning_content"
         message[key] = "".join(thoughts)
-        notes.append(f"{where}: parts of thoughts read as reasoning_content")
+        notes.append(f"{where}: thinking parts read as reasoning_content")
 
 
 def refused_part(kind: str) -> str:
@@ -233,7 +237,8 @@ def refused_part(kind: str) -> str:
 
 
 def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
-    """Leaves thoughts in `reasoning_content` alone."""
+    """Moves thoughts to `reasoning_content`. Raises ValueError if two keys hold different
+    thoughts."""
     texts = {}
     for key in THOUGHT_KEYS:
         if isinstance(message.get(key), str):
@@ -245,7 +250,7 @@ def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
         raise ValueError(f"{' and '.join(texts)} differ: give a message's thoughts in one of them")
     key, thoughts = next(iter(texts.items()))
     if thoughts.strip() and thoughts.strip() == thoughts_in(text_of(message)):
-        notes.append(f"{where}: {key} left out; its content begins with the same thoughts")
+        notes.append(f"{where}: {key} left out; the content begins with the same thoughts")
         return
     message["reasoning_content"] = thoughts
     if key != "reasoning_content":
@@ -253,7 +258,7 @@ def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
 
 
 def thoughts_in(content: str) -> str:
-    """The thoughts that a content begins with, without their marks."""
+    """The thoughts at the start of a content, without their marks."""
     block = content[: leading_thoughts(content)].strip()
     for opening, closing in MARKS.items():
         if block.startswith(opening):
@@ -262,8 +267,8 @@ def thoughts_in(content: str) -> str:
 
 
 def check_text(message: Message) -> None:
-    """Raises ValueError for half of a surrogate pair, as programs leave it that cut a text by
-    UTF-16 units: no tokenizer takes it."""
+    """Raises ValueError for a lone surrogate, which no tokenizer encodes. Programs that cut a text
+    by UTF-16 code units leave lone surrogates."""
     content = message.get("content") or ""
     texts = [content] if isinstance(content, str) else [item["text"] for item in content]
     for text in (*texts, message.get("reasoning_content", "")):
@@ -271,14 +276,14 @@ def check_text(message: Message) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"its text has half of a surrogate pair, {text[error.start]!r}, at character "
+                f"its text has a lone surrogate, {text[error.start]!r}, at character "
                 f"{error.start}: remove it"
             ) from None
 
 
 def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str, Any]] | None:
-    """A copy of a list of tools, or of its JSON text, each as {"type": "function", "function":
-    {"name", ...}}. None if there are none. Raises ValueError."""
+    """Tools from a list or its JSON text, each as {"type": "function", "function": {"name", ...}};
+    None for an empty list. Raises ValueError for another value."""
     source = tools
     if isinstance(tools, str):
         tools = json_value(tools) if tools.strip() else None
@@ -300,14 +305,14 @@ def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(
                 "must be a list of JSON schemas, or such a list as JSON text; tool "
-                f"{number} is no function with a name: {shorten(tool)}"
+                f"{number} is not a function with a name: {shorten(tool)}"
             )
         read.append(tool)
     return read
 
 
 def text_of(message: Message) -> str:
-    """The text of a message's content, of its parts, or "" next to tool calls."""
+    """The content of a message as one text; "" if the content is None."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -315,8 +320,8 @@ def text_of(message: Message) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """A copy without the keys that are None, at any depth. Tables give every object of a column
-    every key that one of them has."""
+    """A copy without the keys that are None, at any depth. In a table every object of a column has
+    the keys of all others, with None for its missing ones."""
     if isinstance(value, dict):
         return {key: without_nulls(v) for key, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):

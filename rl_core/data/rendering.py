@@ -1,5 +1,5 @@
-"""The check that a chat template shows all of its messages: markers replace texts, thoughts and
-calls, and must stand in the rendering."""
+"""Checks that a chat template renders every text, thought and call of its messages: markers replace
+them, and each marker must appear in the rendering."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.types import Message
 
-# Numbers in arguments that no template writes itself.
+# Numeric arguments are replaced by numbers from here on, which no template writes itself.
 FIRST_NUMBER = 7_130_000
 
 
@@ -17,14 +17,14 @@ FIRST_NUMBER = 7_130_000
 class Marker:
     """Example: Marker(index=1, label="its text", text="q7x4z")."""
 
-    index: int  # The message's.
+    index: int  # Index of the message.
     label: str
     text: str
     is_thought: bool = False
 
 
 class Probe:
-    """A copy of a conversation whose texts, thoughts, and calls are markers."""
+    """A copy of a conversation with a marker for each text, thought and call."""
 
     def __init__(self, messages: list[Message]):
         self.markers: list[Marker] = []
@@ -32,12 +32,13 @@ class Probe:
         self.messages = [self._marked(i, message) for i, message in enumerate(messages)]
 
     def check(self, rendered: str, indices: Collection[int], with_thoughts: bool = False) -> None:
-        """Raises ValueError unless `rendered` has the markers of these messages."""
+        """Raises ValueError if a marker of the messages `indices` is absent from `rendered`.
+        Markers of thoughts count only `with_thoughts`."""
         for marker in self.markers:
             is_wanted = marker.index in indices and (with_thoughts or not marker.is_thought)
             if is_wanted and marker.text not in rendered:
                 raise ValueError(
-                    f"message {marker.index + 1} of [{' '.join(self.roles)}] would lose something: "
+                    f"message {marker.index + 1} of [{' '.join(self.roles)}] is incomplete: "
                     f"the chat template does not render {marker.label}; change the message, "
                     "or give another template with --actors.NAME.chat_template FILE"
                 )
@@ -78,7 +79,7 @@ class Probe:
         return call | {"function": function | marked | {"arguments": arguments}}
 
     def _value(self, index: int, label: str, value: Any) -> Any:
-        """A value of the same types. A list or an object keeps its first value alone."""
+        """A marker with the value's type. A list or an object keeps only its first item."""
         if isinstance(value, str):
             return self._marker(index, label) if value.strip() else value
         if isinstance(value, bool) or value is None:
@@ -101,7 +102,8 @@ class Probe:
 
 
 def shape_of(messages: list[Message], *others: Any) -> int:
-    """Equal for conversations of the same roles, keys and kinds of content, in the same places."""
+    """A hash of a conversation's roles, keys and kinds of content, and of `others`. Templates
+    render conversations with the same hash in the same way."""
     return hash((tuple(map(shape_of_message, messages)), others))
 
 
@@ -127,7 +129,8 @@ def shape_of_text(text: str) -> tuple:
 
 
 def split_thoughts(text: str) -> tuple[str, str | None, str]:
-    """(opening mark, thoughts, the text after their end); thoughts are None without an end."""
+    """(opening mark, thoughts, text after the closing mark). Thoughts are None if the text has no
+    closing mark."""
     thoughts, closed, answer = text.rpartition("</think>")
     if not closed:
         return "", None, text
@@ -136,7 +139,8 @@ def split_thoughts(text: str) -> tuple[str, str | None, str]:
 
 
 def shape_of_value(value: Any, depth: int = 0) -> Any:
-    """The types in an argument; with a depth of all its values, else of the first."""
+    """Types of a value and its items: of all values of an object if `depth` > 0, else of the first
+    item."""
     if isinstance(value, dict):
         values = list(value.values())[: None if depth else 1]
     elif isinstance(value, (list, tuple)):

@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from rl_core.json_limits import ESCAPED, half_character, may_be_deeper, nesting
+from rl_core.json_limits import ESCAPED, lone_surrogate, may_be_deeper, nesting
 from rl_core.rules import split as comma_split
 
 Row = dict[str, Any]
@@ -24,7 +24,7 @@ TABLES = (*SEPARATORS, ".parquet", ".arrow")
 CHECKED_ROWS = 20_000
 # Of a .jsonl file; rows of a larger one stay on disk, as those of tables do.
 IN_MEMORY_BYTES = 64 << 20
-# Levels of objects and lists in a row: what reads rows calls itself for each.
+# Deepest nesting of objects and lists in a row, because code that reads rows recurses.
 MAX_NESTING = 200
 NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
@@ -136,7 +136,7 @@ def read_json(path: Path) -> Iterator[Row]:
 
 
 def encoding_of(data: bytes) -> str | None:
-    """A text's encoding, as it seems, with the fix; None for UTF-8."""
+    """The likely encoding of a text and the command that converts it; None for UTF-8."""
     if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "UTF-32: convert the file by iconv -f UTF-32 -t UTF-8 FILE > NEW"
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
@@ -159,10 +159,10 @@ def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
         raise ValueError(f"{place}: {NESTED}") from None
     except ValueError as error:
         if encoding := encoding_of(text):
-            raise ValueError(f"{place}: not in UTF-8 but, as it seems, in {encoding}") from None
+            raise ValueError(f"{place}: not UTF-8 but probably {encoding}") from None
         raise ValueError(
-            f"{place}: not JSON in UTF-8: {error}. Is it cut short? One object a line belongs into "
-            "a .jsonl file"
+            f"{place}: not JSON in UTF-8: {error}. The file may be cut short; a file with one "
+            "object per line must end in .jsonl"
         ) from None
     is_deep = may_be_deeper(decoded, MAX_NESTING)
     has_surrogates = ESCAPED.search(decoded) is not None
@@ -182,12 +182,12 @@ def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
 
 
 def check_surrogates(row: Row, where: str) -> None:
-    """Raises ValueError for half of a surrogate pair."""
+    """Raises ValueError for a lone surrogate."""
     for column, value in row.items():
-        if half := half_character([column, value]):
+        if surrogate := lone_surrogate([column, value]):
             raise ValueError(
-                f"{where}: column {column!r} has half of a surrogate pair, {half!r}, as programs "
-                "leave it that cut a text in an emoji: remove it"
+                f"{where}: column {column!r} has a lone surrogate, {surrogate!r}, from a text that "
+                "was cut inside an emoji: remove it"
             )
 
 

@@ -1,4 +1,4 @@
-"""Marks around a model's thoughts: `<think>` and other families' words for it."""
+"""Marks around a model's thoughts: `<think>` and its counterparts in other families."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ MARKS = {f"<{tag}>": f"</{tag}>" for tag in TAGS} | {
     "◁think▷": "◁/think▷",  # Kimi
     "<|begin_of_thought|>": "<|end_of_thought|>",
 }
-# gpt-oss's thoughts are messages of a channel; a recipient may stand before its name.
+# gpt-oss writes thoughts as messages of the analysis channel; a recipient may precede its name.
 ANALYSIS = (
     r"(?:to=[^\s<]+\s*)?<\|channel\|>analysis(?:(?!<\|message\|>).)*<\|message\|>.*?"
     r"(?:<\|end\|>|<\|call\|>|\Z)"
 )
-# Thoughts up to their end, or to the text's, as a pattern that wants re.DOTALL and has no group.
+# Pattern for thoughts up to their closing mark or the end of the text. It needs re.DOTALL and has
+# no capturing group.
 THOUGHTS = "|".join(
     [*(rf"{re.escape(a)}.*?(?:{re.escape(b)}|\Z)" for a, b in MARKS.items()), ANALYSIS]
 )
 
 
 def open_mark(prompt: str) -> str | None:
-    """The opening mark that a prompt ends in, so that what follows are thoughts."""
+    """The opening mark that a prompt ends in, or None. A reply to such a prompt begins with
+    thoughts."""
     prompt = prompt.rstrip()
     return next((mark for mark in MARKS if prompt.endswith(mark)), None)
 
 
 def leading_thoughts(text: str, prompt: str = "") -> int:
-    """Length of the thoughts that a turn behind `prompt` begins with: all of the turn if they do
-    not close."""
+    """Length of the thoughts at the start of a turn that follows `prompt`; the length of the turn
+    if they are not closed."""
     start, mark = 0, open_mark(prompt)
     if mark is None:
         start = len(text) - len(text.lstrip())

@@ -190,7 +190,7 @@ def one_line_errors(source: str) -> Iterator[None]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError) and (encoding := encoding_of(cause.object)):
-            raise ValueError(f"{source}: not in UTF-8 but, as it seems, in {encoding}") from None
+            raise ValueError(f"{source}: not UTF-8 but probably {encoding}") from None
         text = " ".join(str(cause).split())
         raise ValueError(f"{source}: {type(cause).__name__}: {text}") from None
 

@@ -1,11 +1,11 @@
-"""Runs a command, and ends whatever it leaves behind. As a program this file is the command's
-parent, a child subreaper: processes that call setsid() or clear their environment stay its
-descendants. Standard library only.
+"""Runs a command and kills the processes that the command leaves behind. Run as a program, this
+file is the command's parent and a child subreaper: processes that call setsid() or clear their
+environment stay its descendants. Uses only the standard library.
 
     python -I -S reaper.py PARENT REPORT COMMAND...
 
-PARENT: process id of the caller, with which the command ends. REPORT: a file descriptor that gets
-the errno if the command cannot be started. The exit status, or the signal, is the command's.
+PARENT: process id of the caller; the command ends with the caller. REPORT: a file descriptor that
+gets the errno if the command cannot be started. The exit status or signal is the command's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def kill_descendants(ancestor: int) -> bool:
-    """Kills every process that descends from `ancestor`. All are stopped first, so that none forks
-    meanwhile. False if some are still there."""
+    """Kills every process that descends from `ancestor`. Stops all of them first, so that none can
+    fork. Returns False if some are left."""
     for _ in range(KILL_ROUNDS):
         pids = descendants(ancestor)
         send(pids, signal.SIGSTOP)
@@ -58,7 +58,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def main(parent: int, report: int, command: list[str]) -> None:
-    # Imported here: a process that only kills does not need this module.
+    # Imported here because kill_descendants() does not need it.
     import ctypes
 
     prctl = ctypes.CDLL(None).prctl
@@ -66,7 +66,7 @@ def main(parent: int, report: int, command: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: end(128 + signal.SIGTERM))
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit("the process that started this one is gone")
+        sys.exit("the process that started this one has ended")
     child = os.fork()
     if child == 0:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -94,7 +94,7 @@ def become(command: list[str], report: int) -> None:
 
 
 def end(status: int) -> None:
-    """Ends all descendants, and this process as the command ended."""
+    """Kills all descendants, then ends this process with the command's exit status or signal."""
     kill_descendants(os.getpid())
     if status < 0 and -status != signal.SIGKILL:
         import resource

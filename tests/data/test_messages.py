@@ -460,7 +460,7 @@ READINGS = [
     (
         said([{"type": "thinking", "thinking": "b"}, {"type": "text", "text": "a"}]),
         said([{"type": "text", "text": "a"}], reasoning_content="b"),
-        "thoughts read as reasoning_content",
+        "thinking parts read as reasoning_content",
     ),
     (
         user(["a", {"type": "input_text", "text": "b"}]),
@@ -491,7 +491,7 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
         (said(None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "a JSON object"),
         (said(None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]), "a JSON object"),
         (said(None, tool_calls=[{"function": {"arguments": {}}}]), "a function with a name"),
-        (said(None, tool_calls="f()"), "must be a list, or its JSON text; are 'f"),
+        (said(None, tool_calls="f()"), "tool_calls must be a list, or its JSON text; is 'f"),
         ({"from": "function_call", "value": "call it"}, "must be a list, or its JSON text"),
         (said("a", weight=0.5), r"'weight' is 0.5; a message is trained \(true, 1\) or not"),
         (said("a", loss_mask=[0, 1]), r"'loss_mask' is \[0, 1\]; a message is trained"),
@@ -501,10 +501,10 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
             "reasoning_content and thinking differ",
         ),
         ({"role": "function_call"}, "is {'role': 'function_call'}"),
-        (user("half \ud83d"), "half of a surrogate pair, '.ud83d', at character 5"),
-        (user([{"type": "text", "text": "\udc00"}]), "half of a surrogate pair"),
-        (said("a", thinking="b\ud83d"), "half of a surrogate pair, '.ud83d', at character 1"),
-        (user("a") | {"images": ["b.png"]}, "a part of type 'images' is not read"),
+        (user("half \ud83d"), "a lone surrogate, '.ud83d', at character 5"),
+        (user([{"type": "text", "text": "\udc00"}]), "a lone surrogate"),
+        (said("a", thinking="b\ud83d"), "a lone surrogate, '.ud83d', at character 1"),
+        (user("a") | {"images": ["b.png"]}, "a part of type 'images' is not supported"),
     ],
 )
 def test_a_message_without_a_clear_reading_is_refused_with_its_number(message, match):

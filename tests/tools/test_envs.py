@@ -160,8 +160,8 @@ def test_a_wheel_has_the_environments_by_name_in_any_folder(tmp_path):
         ("check", "sort_digits"): "every normal episode was scored",
         ("envs", "math_answer"): "--env_path math_answer",
         ("envs",): "terminal",
-        ("check", "sort_digit"): "no environment has this name, and no file; did you mean 'sort_",
-        ("serve", "code,nosuch"): "nosuch: no environment has this name",
+        ("check", "sort_digit"): "neither an environment nor a file has this name; did you mean 's",
+        ("serve", "code,nosuch"): "nosuch: neither an environment nor a file has this name",
     }.items():
         done = call(*cli, *words, path=str(tmp_path / "site"))
         assert says in done.stdout + done.stderr, (words, done.stderr)
