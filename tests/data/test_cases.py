@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from rl_core.cli import main
 from rl_core.data.chat import Chat
@@ -123,13 +124,16 @@ def test_what_a_row_trains_is_printed(block, tiny_model, tmp_path, monkeypatch, 
 
 
 def test_weights_and_masks_of_tokens_are_those_of_a_run(tiny_model, capsys):
-    flags = f"--model {tiny_model} --data.train {CASES}/not_trained.jsonl --json --rows 1"
+    flags = f"--model {tiny_model} --data.train {CASES}/arguments_as_text.jsonl --json"
     template = f"--chat_template {CASES}/templates/hermes.jinja"
     assert main(["tokens", *flags.split(), *template.split(), "--sft.weights", "1,0.5"]) == 0
     (sample,) = json.loads(capsys.readouterr().out)["samples"]
     assert len(sample["ids"]) == len(sample["mask"]) == len(sample["weight"])
-    assert sample["weight"][-2:] == [1.0, 1.0] and set(sample["weight"]) <= {0, 0.5, 1}
+    assert sample["weight"][-2:] == [1.0, 1.0] and set(sample["weight"]) == {0, 0.5, 1}
     assert sample["mask"] == [int(weight > 0) for weight in sample["weight"]]
+    observed = [i for i, w in zip(sample["ids"], sample["weight"], strict=True) if w == 0.5]
+    text = AutoTokenizer.from_pretrained(tiny_model).decode(observed)
+    assert text == "<|tool|>12:00<|end|>"
 
 
 def test_an_export_has_trained_ends_and_processor_files(tiny_model, tmp_path):

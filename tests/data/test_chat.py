@@ -351,12 +351,33 @@ def test_bytes_of_tokens_join_to_the_bytes_of_the_text(make, text):
     assert b"".join(chat.token_bytes(token) for token in ids) == text.encode()
 
 
-@pytest.mark.parametrize("make", [make_tokenizer, sentencepiece_like_tokenizer])
+def composing_tokenizer():
+    """Writes a letter and its marks as one letter first, in words of eight such letters."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["ǖ" * 8] * 3, trainer)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+
+
+@pytest.mark.parametrize(
+    "make", [make_tokenizer, sentencepiece_like_tokenizer, composing_tokenizer]
+)
 def test_the_lower_bound_of_tokens_is_one(make):
-    chat = Chat(make(), "{% for m in messages %}{{ m.content | trim }}{% endfor %}")
+    # A template may leave out thoughts and spaces.
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    chat = Chat(make(), template)
     longest = max(chat.tokenizer.get_vocab().keys() - chat.special_ids.keys(), key=len)
     rng = random.Random(0)
     texts = [longest * 50, "  \n" * 99, "é🙂" * 50, "x" * 999, "<think>x</think> y"]
+    texts.append("u\u0308\u0304" * 400)
     for text in (*texts, *("".join(rng.choices(texts, k=3)) for _ in range(20))):
         messages = [user(text), user("and this")]
         assert chat.least_tokens(messages) <= len(chat.prompt_ids(messages)), text
