@@ -39,13 +39,13 @@ def data_warnings(
             yield f"{name} is never played, as it has held-out rows alone: give --eval_every"
         elif name not in trained and config.env(name).weight:
             yield f"{name} has no training rows: it is evaluated and not trained"
+    train_rows: dict[str, set[int]] = {}  # Hashes of rows by environment.
+    for other in train.sources:
+        if other.env in evaluated:
+            train_rows.setdefault(other.env, set()).update(row_hashes(other, NUM_TRAIN_ROWS))
     for name, source in evals.items():
         held_out = row_hashes(source, NUM_ROWS)
-        train_rows: set[int] = set()
-        for other in train.sources:
-            if source.env == other.env:
-                train_rows.update(row_hashes(other, NUM_TRAIN_ROWS))
-        num_both = sum(row in train_rows for row in held_out)
+        num_both = sum(row in train_rows.get(source.env, ()) for row in held_out)
         if num_both:
             yield (
                 f"{num_both} of the first {len(held_out)} held-out rows of {name} are training "
