@@ -140,11 +140,10 @@ def load_envs(
             path,
             hook_timeout_s=config.rollout.hook_timeout_s,
             max_turns=section.max_turns or config.max_turns,
+            fitting_turns=partial(fitting_turns, config, section),
             module=own,
             agents=config.agents,
         )
-        if env.turns_from == registry.agent_default():
-            env = replace(env, max_turns=min(env.max_turns, fitting_turns(config, section)))
         envs[name], sections[name] = env, replace(section, max_turns=env.max_turns)
     if envs:
         config = replace(config, max_turns=max(env.max_turns for env in envs.values()))

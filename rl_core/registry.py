@@ -31,12 +31,6 @@ def under_torchrun():
     return under_torchrun
 
 
-def agent_default() -> str:
-    from rl_core.plugins.env_hooks import AGENT_DEFAULT
-
-    return AGENT_DEFAULT
-
-
 def num_positions(model: str | None) -> int | None:
     from rl_core.plugins.model_checks import num_positions
 

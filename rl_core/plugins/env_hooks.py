@@ -23,8 +23,7 @@ from rl_core.sampling.episode import Dialogue, checked
 from rl_core.sampling.hooks import Hook, describe_error
 from rl_core.types import Task, Trajectory
 
-# Turns of an agent whose file has no max_turns, where as many fit.
-AGENT_TURNS, AGENT_DEFAULT = 64, "the default of agents"
+AGENT_TURNS = 64  # Turns of an agent whose file has no max_turns, where as many fit.
 # Those without a mark: weight, whether batched.
 REWARDS = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}
 # What a file may say beside hooks, and plugins/env_file.py compiles.
@@ -38,9 +37,11 @@ def make_env(
     *,
     hook_timeout_s: float = 60.0,
     max_turns: int | None = None,
+    fitting_turns: Callable[[], int] = lambda: AGENT_TURNS,
 ) -> Env:
-    """The environment of a file's module. compile_setting(name, value, path, hooks) gives what one
-    of COMPILED says. `max_turns` overrides the file's. Raises ValueError."""
+    """The environment of a file's module. compile_setting(name, value, path, hooks) compiles one of
+    COMPILED. `max_turns` overrides the file's; fitting_turns() bounds the default of agents. Raises
+    ValueError."""
     has = vars(module)
     rewards = marked_rewards(module)
     hooks = make_hooks(has, rewards, path, hook_timeout_s)
@@ -51,17 +52,17 @@ def make_env(
         if has.get(name) is not None:
             compiled[name] = compile_setting(name, has[name], path, hooks)
     turns = compiled["turns"]
-    longest, turns_from = 1, f"the default of {path}"
-    if hooks.keys() & {"interact", "rollout"}:
-        longest = 8
-    if "agent" in has:
-        longest, turns_from = AGENT_TURNS, AGENT_DEFAULT
-    if turns is not None:
-        longest, turns_from = turns.longest, f"the longest schedule of {path}"
-    if has.get("max_turns"):
-        longest, turns_from = has["max_turns"], f"max_turns of {path}"
     if max_turns:
         longest, turns_from = max_turns, "--max_turns"
+    elif has.get("max_turns"):
+        longest, turns_from = has["max_turns"], f"max_turns of {path}"
+    elif turns is not None:
+        longest, turns_from = turns.longest, f"the longest schedule of {path}"
+    elif "agent" in has:
+        longest, turns_from = min(AGENT_TURNS, fitting_turns()), "the default of agents"
+    else:
+        longest = 8 if hooks.keys() & {"interact", "rollout"} else 1
+        turns_from = f"the default of {path}"
     dialogue = Dialogue(
         path=path,
         hooks=hooks,
