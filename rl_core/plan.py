@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,9 @@ from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.rules import check
 from rl_core.sampling.env import Env
+
+# Name of an environment -> its held-out tasks by the name of their set.
+HeldOut = Callable[[str], dict[str, TaskSource]]
 
 
 @dataclass(kw_only=True)
@@ -72,9 +75,10 @@ def make_plan(
         registry.env_file().check_boxes(envs)
     plan = plan_learning(config, envs)
     plan.own_parts = own_parts
-    plan.train = train_tasks(config, envs)
+    held_out = cache(partial(held_out_tasks, config, envs))
+    plan.train = train_tasks(config, envs, held_out)
     if config.eval_every:
-        plan.eval = eval_tasks(config, envs)
+        plan.eval = eval_tasks(config, envs, held_out)
     with naming_turns(envs):
         plan.chats, plan.endpoints = make_chats(config)
     if config.is_rl:
@@ -240,7 +244,11 @@ def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, Any]]:
     return chats, endpoints
 
 
-def train_tasks(config: Config, envs: dict[str, Env]) -> TaskSource:
+def train_tasks(
+    config: Config, envs: dict[str, Env], held_out: HeldOut | None = None
+) -> TaskSource:
+    """Training tasks of all environments. One that has held-out rows alone is left out."""
+    held_out = held_out or partial(held_out_tasks, config, envs)
     sources, weights = [], []
     names = list(envs or ["data"])
     for name in names:
@@ -250,7 +258,7 @@ def train_tasks(config: Config, envs: dict[str, Env]) -> TaskSource:
         path = section.train or config.data.train
         source = load_source(config, envs.get(name), name, "train", path)
         if source is None:
-            if len(names) > 1 and held_out_tasks(config, envs, name):
+            if len(names) > 1 and held_out(name):
                 continue
             flag = "--data.train" if len(names) == 1 else f"--envs.{name}.train"
             raise ValueError(
@@ -275,10 +283,15 @@ def without_rows(env: Env | None) -> str:
     return f"; load_tasks('train') of {env.path} gives no row"
 
 
-def eval_tasks(config: Config, envs: dict[str, Env]) -> dict[str, TaskSource]:
+def eval_tasks(
+    config: Config, envs: dict[str, Env], held_out: HeldOut | None = None
+) -> dict[str, TaskSource]:
     """Held-out tasks by the name of their environment, or of their set. Raises ValueError if
     there are none."""
-    sources = held_out_tasks(config, envs)
+    held_out = held_out or partial(held_out_tasks, config, envs)
+    sources: dict[str, TaskSource] = {}
+    for name in envs or ["data"]:
+        sources |= held_out(name)
     if not sources:
         raise ValueError(
             "--eval_every asks for evaluation, but there is no --data.eval, and no load_tasks of "
@@ -287,14 +300,14 @@ def eval_tasks(config: Config, envs: dict[str, Env]) -> dict[str, TaskSource]:
     return sources
 
 
-def held_out_tasks(config: Config, envs: dict[str, Env], only: str = "") -> dict[str, TaskSource]:
-    """Held-out tasks of all environments, or of `only` one."""
+def held_out_tasks(config: Config, envs: dict[str, Env], name: str) -> dict[str, TaskSource]:
+    """Held-out tasks of one environment, by the names of its sets."""
     sources = {}
-    for name, env, split, path in registry.held_out(config, envs or ["data"]):
-        if only in ("", env):
+    for set_name, env, split, path in registry.held_out(config, envs or ["data"]):
+        if env == name:
             source = load_source(config, envs.get(env), env, split, path)
             if source is not None:
-                sources[name] = source
+                sources[set_name] = source
     return sources
 
 
