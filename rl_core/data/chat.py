@@ -13,34 +13,27 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.data.pretrained import load_pretrained
-from rl_core.data.rendering import Probe, shape_of
+from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
 from rl_core.data.rows import check_exists
+from rl_core.data.tokenizer_facts import TokenizerFacts, byte_of_char
+from rl_core.data.turn_ends import TurnEnds
 from rl_core.rules import nearest
 from rl_core.types import Completion, Message, Turn
 
-# Unicode keeps these three for internal use: templates and tokenizers have no rule for them.
+# Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 _MARK = "\ufdd0"
-PROBE = "\ufdd1"
-THOUGHT_PROBE = "\ufdd2"
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece writes a byte so.
 # A longer text is encoded in a thread: a tokenizer reads about half a megabyte in a second.
 LONG_CHARS = 1 << 16
-# Normalizers that leave at least a third of a text's characters: NFC joins up to three.
-KNOWN_NORMALIZERS = {"Sequence", "NFC", "NFD", "Prepend", "Replace", "String"}
-REPLACEMENT = re.compile(r'String\("(.*?)"\), content="(.*?)"')
-# Shapes of conversations that a chat remembers.
-MAX_SHAPES = 100_000
 # Chats with other variables that a chat keeps.
 MAX_VARIANTS = 64
 # Values of "role" and "type" that templates compare, or put into a token's name.
@@ -70,7 +63,7 @@ class Chat:
         self._tool_reader = tool_reader
         parts = [{"type": "text", "text": PROBE}]
         self._wants_parts = not self._reads(PROBE) and self._reads(parts)
-        ends = TurnEnds(self)
+        ends = TurnEnds(tokenizer, self._render_unmarked)
         self.end_token_id = ends.reply  # This token ends a last reply.
         self.call_end_token_id = ends.call
         # All tokens that the template ends a turn with. An engine does not stop at those that it
@@ -88,9 +81,9 @@ class Chat:
         # Every turn renders a conversation's messages again.
         self._mark_text = lru_cache(512)(self._mark_text)
         self._first_asked, self._first_prompt = None, ("", [])
-        self._shown: set[int] = set()  # Shapes of conversations that the template shows in full.
+        self.shapes = ShapeCheck()
         self._variants: dict[str, Chat] = {}  # Chats with more variables, by these.
-        self._spare = SpareTokenizer(tokenizer)
+        self._facts, self._spare = TokenizerFacts(tokenizer), SpareTokenizer(tokenizer)
 
     def with_variables(self, variables: dict[str, Any]) -> Chat:
         """This chat with more variables of its template, such as those of a row."""
@@ -101,19 +94,24 @@ class Chat:
             if len(self._variants) >= MAX_VARIANTS:
                 self._variants.clear()
             both = self.variables | variables
-            self._variants[key] = Chat(self.tokenizer, None, both, self._tool_reader)
-            self._variants[key]._spare = self._spare
+            variant = Chat(self.tokenizer, None, both, self._tool_reader)
+            variant._facts, variant._spare = self._facts, self._spare
+            self._variants[key] = variant
         return self._variants[key]
 
     def check_variables(self, names: Iterable[str], where: str) -> None:
         """Raises ValueError for a variable that the template does not read."""
         if not names:
             return
-        known = re.findall(r"[a-z]\w+", str(self.chat_template))
-        for name in sorted(set(names) - set(known)):
+        for name in sorted(set(names).difference(self._template_words)):
             raise ValueError(
-                f"{where}: the chat template does not read {name!r}; {nearest(name, known)}"
+                f"{where}: the chat template does not read {name!r}; "
+                f"{nearest(name, self._template_words)}"
             )
+
+    @cached_property
+    def _template_words(self) -> list[str]:
+        return re.findall(r"[a-z]\w+", str(self.chat_template))
 
     def render(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
@@ -162,7 +160,7 @@ class Chat:
             # Templates may drop thoughts and spaces.
             text = text_of(message).rpartition("</think>")[2].strip()
             num += len(text) if text.isascii() else len(text) // 3
-        return int(num / self._spare.longest_token)
+        return int(num / self._facts.longest_token)
 
     def check(
         self,
@@ -175,29 +173,17 @@ class Chat:
         and for thoughts in a last message without a generation prompt. Each shape of conversation
         is rendered once for it. `replies`: indices of the actor's own turns, which a template may
         rewrite."""
-        shape = shape_of(messages, bool(tools), add_generation_prompt, *replies)
-        if self.is_known(shape):
-            return
-        probe = Probe(messages)
-        try:
-            rendered = self.render(probe.messages, tools, add_generation_prompt)
-        except ValueError:
-            return  # The rendering of the messages themselves says why.
-        indices = set(range(len(messages))).difference(replies)
-        probe.check(rendered, indices)
-        if not add_generation_prompt:
-            probe.check(rendered, [len(messages) - 1], with_thoughts=True)
-        self.has_shown(shape)
 
-    def is_known(self, shape: int) -> bool:
-        """True if conversations of this shape have come back."""
-        return shape in self._shown
+        def rendered(probes: list[Message]) -> list[Rendering]:
+            text = self.render(probes, tools, add_generation_prompt)
+            others = set(range(len(probes))).difference(replies)
+            renderings = [Rendering(text=text, indices=others)]
+            if not add_generation_prompt:
+                last = [len(probes) - 1]
+                renderings.append(Rendering(text=text, indices=last, with_thoughts=True))
+            return renderings
 
-    def has_shown(self, shape: int) -> None:
-        """Notes that conversations of this shape come back."""
-        if len(self._shown) >= MAX_SHAPES:
-            self._shown.clear()
-        self._shown.add(shape)
+        self.shapes.check(messages, (bool(tools), add_generation_prompt, *replies), rendered)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Token ids of a rendering or another marked text, or of a part of one that `continues`
@@ -266,7 +252,7 @@ class Chat:
         """Bytes of a token in the middle of a text; those of several tokens join to the bytes of
         the text, also where a token holds a part of a character."""
         token = self.tokenizer.convert_ids_to_tokens(token_id)
-        decoder = self._spare.decoder
+        decoder = self._facts.decoder
         if BYTE_TOKEN.fullmatch(token) and "ByteFallback" in decoder:
             return bytes([int(token[3:5], 16)])
         if token_id in self.tokenizer.added_tokens_decoder:
@@ -338,6 +324,10 @@ class Chat:
 
         return not is_shown(call) and is_shown(with_text_arguments(call))
 
+    def _render_unmarked(self, messages: list[Message]) -> str:
+        """The template's text, without marks and a generation prompt."""
+        return self._apply([self._in_form(message) for message in messages], None, False)
+
     def _apply(
         self, messages: list[Message], tools: list | None, add_generation_prompt: bool
     ) -> str:
@@ -370,95 +360,8 @@ class Chat:
             return False
 
 
-class TurnEnds:
-    """The tokens that a chat template writes where an assistant's turn ends: behind a reply, behind
-    one in the middle of a conversation, behind tool calls. Where the next header ends a turn, the
-    header's token; where nothing does, the tokenizer's end token."""
-
-    def __init__(self, chat: Chat):
-        self._chat = chat
-        self._added = {t.content: i for i, t in chat.tokenizer.added_tokens_decoder.items()}
-        tokens = sorted(self._added, key=len, reverse=True)
-        self._token = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-        user, eos = {"role": "user", "content": "x"}, chat.tokenizer.eos_token_id
-        reply = {"role": "assistant", "content": PROBE}
-        last = self._after_probe(user, reply)[:1]
-        middle = self._after_probe(user, reply, user)[:1]
-        self.reply = next(iter([*last, *middle]), eos)
-        within = self._within_turn(user, reply)
-        self.all = {*last, *middle}
-        middle = [end for end in middle if end not in within]
-        self.call = self._call_end(user, {eos, self.reply, *middle})
-        # The reply's end stands last.
-        others = dict.fromkeys([self.call, *middle])
-        self.stops = [*(end for end in others if end not in (None, self.reply)), self.reply]
-        self.all |= {*self.stops} - {None}
-
-    def _render(self, *messages: Message) -> str:
-        """The template's text; "" if it refuses the messages or leaves PROBE out."""
-        with suppress(ValueError):
-            text = self._chat._apply([self._chat._in_form(m) for m in messages], None, False)
-            return text if PROBE in text else ""
-        return ""
-
-    def _leading(self, text: str) -> list[int]:
-        """Ids of the special tokens that a text begins with."""
-        ids = []
-        while token := self._token.match(text := text.lstrip()):
-            ids.append(self._added[token[0]])
-            text = text[token.end() :]
-        return ids
-
-    def _trailing(self, text: str) -> tuple[str, list[int]]:
-        """(text without the special tokens that it ends in, their ids)."""
-        ids: list[int] = []
-        for token in reversed(list(self._token.finditer(text))):
-            if text[token.end() :].strip():
-                break
-            ids.insert(0, self._added[token[0]])
-            text = text[: token.start()]
-        return text.rstrip(), ids
-
-    def _after_probe(self, *messages: Message) -> list[int]:
-        return self._leading(self._render(*messages).rpartition(PROBE)[2])
-
-    def _within_turn(self, user: Message, reply: Message) -> set[int]:
-        """Tokens between the thoughts and the text of one turn."""
-        thoughts = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT_PROBE)
-        _, between, text = self._render(user, reply | thoughts).partition(THOUGHT_PROBE)
-        text = text.partition(PROBE)[0] if between else ""
-        return {self._added[token] for token in self._token.findall(text)}
-
-    def _call_end(self, user: Message, known: set[int | None]) -> int | None:
-        """The token that ends a turn of tool calls."""
-        function = {"name": PROBE, "arguments": {"x": PROBE}}
-        calls = [{"id": f"call0000{n}", "type": "function", "function": function} for n in (0, 1)]
-        called = [
-            {"role": "assistant", "content": "", "tool_calls": calls[: n + 1]} for n in (0, 1)
-        ]
-        written = self._render(user, called[0])
-        text, ends = self._trailing(written)
-        if not text:
-            return self.reply
-        for end in ends:
-            if end in known:
-                return end
-        # A token that two calls have twice closes a call.
-        twice = self._token.findall(self._render(user, called[1]))
-        once = self._token.findall(written)
-        closing = {self._added[t] for t in once if twice.count(t) > once.count(t)}
-        result = {"role": "tool", "name": PROBE, "content": "x", "tool_call_id": "call00000"}
-        answered = self._render(user, called[0], result)
-        after = self._leading(answered[len(text) :]) if answered.startswith(text) else []
-        for end in [*reversed(ends), *after]:
-            if end not in closing:
-                return end
-        return self.reply
-
-
 class SpareTokenizer:
-    """A copy of a tokenizer for threads, made when it is first needed, and facts of the
-    tokenizer."""
+    """A copy of a tokenizer for threads, made when it is first needed."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -469,32 +372,6 @@ class SpareTokenizer:
         if self.copy is None:
             self.copy = copy.deepcopy(self.tokenizer)
         return self.copy
-
-    @cached_property
-    def decoder(self) -> str:
-        return repr(self.tokenizer.backend_tokenizer.decoder) if self.tokenizer.is_fast else ""
-
-    @cached_property
-    def longest_token(self) -> float:
-        """Bytes of the longest token that is not special; infinity where a token may stand for any
-        text."""
-        if not self.tokenizer.is_fast:
-            return math.inf
-        backend = self.tokenizer.backend_tokenizer
-        normalizer = repr(backend.normalizer) if backend.normalizer else ""
-        is_known = set(re.findall(r"(\w+)\(", normalizer)) <= KNOWN_NORMALIZERS
-        has_bytes = "ByteLevel" in self.decoder or getattr(backend.model, "byte_fallback", False)
-        shrinks = any(len(old) > len(new) for old, new in REPLACEMENT.findall(normalizer))
-        if not is_known or not has_bytes or shrinks:
-            return math.inf
-        added = {token.content: token for token in self.tokenizer.added_tokens_decoder.values()}
-        sizes = [1]
-        for token in self.tokenizer.get_vocab():
-            if token not in added:  # A character of a byte-level token is a byte.
-                sizes.append(len(token) if "ByteLevel" in self.decoder else len(token.encode()))
-            elif not added[token].special:
-                sizes.append(len(token.encode()))
-        return max(sizes)
 
 
 class TokenStream:
@@ -610,15 +487,6 @@ def load_chat(
             "tokenizer's files of the model that it was made from into the folder"
         )
     return Chat(tokenizer, chat_template, variables, tool_reader)
-
-
-@cache
-def byte_of_char() -> dict[str, int]:
-    """Bytes by the characters as which byte-level tokenizers write them."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    moved = {chr(256 + number): byte for number, byte in enumerate(hidden)}
-    return {chr(byte): byte for byte in shown} | moved
 
 
 def num_chars(value: Any) -> int:

@@ -3,14 +3,18 @@ them, and each marker must appear in the rendering."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from rl_core.types import Message
 
+# Unicode keeps it for internal use: templates and tokenizers have no rule for it.
+PROBE = "\ufdd1"
 # Numeric arguments are replaced by numbers from here on, which no template writes itself.
 FIRST_NUMBER = 7_130_000
+# Shapes of conversations that a ShapeCheck remembers.
+MAX_SHAPES = 100_000
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,6 +103,44 @@ class Probe:
         text = f"q7x{len(self.markers)}z"
         self.markers.append(Marker(index=index, label=label, text=text, is_thought=is_thought))
         return text
+
+
+@dataclass(kw_only=True, slots=True)
+class Rendering:
+    """A rendering that must hold the texts and calls of the messages at `indices`."""
+
+    text: str
+    indices: Collection[int]
+    with_thoughts: bool = False
+
+
+class ShapeCheck:
+    """Checks that a template renders all of a conversation, once for each shape."""
+
+    def __init__(self) -> None:
+        self._complete: set[int] = set()  # Shapes that are rendered in full.
+
+    def check(
+        self,
+        messages: list[Message],
+        others: tuple[Hashable, ...],
+        render: Callable[[list[Message]], list[Rendering]],
+    ) -> None:
+        """Raises ValueError if a rendering of render(messages) is incomplete. `others`: values
+        besides the messages that render() depends on."""
+        shape = shape_of(messages, *others)
+        if shape in self._complete:
+            return
+        probe = Probe(messages)
+        try:
+            renderings = render(probe.messages)
+        except ValueError:
+            return  # Rendering the real messages raises the error for the user.
+        for rendering in renderings:
+            probe.check(rendering.text, rendering.indices, rendering.with_thoughts)
+        if len(self._complete) >= MAX_SHAPES:
+            self._complete.clear()
+        self._complete.add(shape)
 
 
 def shape_of(messages: list[Message], *others: Any) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.chat import PROBE, Chat, TokenStream, text_after, text_of, unmarked
-from rl_core.data.rendering import Probe, shape_of
+from rl_core.data.chat import Chat, TokenStream, text_after, text_of, unmarked
+from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import (
@@ -160,18 +160,17 @@ def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) ->
 def check_turn(chat: Chat, messages: list[Message], tools: list | None) -> None:
     """Raises ValueError unless the turn of the last message has all of its content and thoughts,
     and its prompt has the content of all messages before."""
-    shape = shape_of(messages, bool(tools), "trained")
-    if chat.is_known(shape):
-        return
-    probe, last = Probe(messages), len(messages) - 1
-    try:
-        prompt = chat.render(probe.messages[:last], tools)
-        text, _ = said_text(chat, prompt, probe.messages, tools)
-    except ValueError:
-        return  # Rendering the real messages raises the error for the user.
-    probe.check(prompt, range(last))
-    probe.check(text, [last], with_thoughts=True)
-    chat.has_shown(shape)
+    last = len(messages) - 1
+
+    def rendered(probes: list[Message]) -> list[Rendering]:
+        prompt = chat.render(probes[:last], tools)
+        text, _ = said_text(chat, prompt, probes, tools)
+        return [
+            Rendering(text=prompt, indices=range(last)),
+            Rendering(text=text, indices=[last], with_thoughts=True),
+        ]
+
+    chat.shapes.check(messages, (bool(tools), "trained"), rendered)
 
 
 def render_following(chat: Chat, messages: list[Message], tools: list | None, is_last: bool) -> str:
