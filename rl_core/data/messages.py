@@ -156,20 +156,22 @@ def set_calls(message: Message, where: str, notes: list[str]) -> None:
 def canonical_call(call: Any, where: str, notes: list[str]) -> dict[str, Any]:
     if isinstance(call, str):
         call = json_value(call)
-    function = call
-    if isinstance(call, dict) and call.get("function") is not None:
-        function = call["function"]
+    is_wrapped = isinstance(call, dict) and call.get("function") is not None
+    function = call["function"] if is_wrapped else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call must be a function with a name, is {shorten(call)}")
     function = {k: v for k, v in function.items() if v is not None}
-    head = {} if function.keys() == call.keys() else call
-    kept = {k: v for k, v in head.items() if v is not None and k in ("id", "type")}
-    if "function" not in call and "id" in function:
-        kept["id"] = function.pop("id")
-    if function.get("type") in ("function", "tool_call") and "function" not in call:
-        function.pop("type")
-    if kept.get("type") == "tool_call":  # LangChain's
-        kept.pop("type")
+    # LangChain's calls have the type "tool_call".
+    kept = {}
+    if is_wrapped:
+        kept = {k: v for k, v in call.items() if v is not None and k in ("id", "type")}
+        if kept.get("type") == "tool_call":
+            kept.pop("type")
+    else:
+        if "id" in function:
+            kept["id"] = function.pop("id")
+        if function.get("type") in ("function", "tool_call"):
+            function.pop("type")
     for key in ARGUMENT_KEYS:
         if "arguments" not in function and key in function:
             function["arguments"] = function.pop(key)
@@ -249,7 +251,7 @@ def set_thoughts(message: Message, where: str, notes: list[str]) -> None:
     if len(set(texts.values())) > 1:
         raise ValueError(f"{' and '.join(texts)} differ: give a message's thoughts in one of them")
     key, thoughts = next(iter(texts.items()))
-    if thoughts.strip() and thoughts.strip() == thoughts_in(text_of(message)):
+    if thoughts.strip() == thoughts_in(text_of(message)):
         notes.append(f"{where}: {key} left out; the content begins with the same thoughts")
         return
     message["reasoning_content"] = thoughts
@@ -309,6 +311,11 @@ def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str
             )
         read.append(tool)
     return read
+
+
+def as_context(messages: list[Message]) -> list[Message]:
+    """Copies of messages with "train": False."""
+    return [{**message, "train": False} for message in messages]
 
 
 def text_of(message: Message) -> str:

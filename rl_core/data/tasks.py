@@ -12,6 +12,7 @@ import numpy as np
 from rl_core.data.messages import (
     MEDIA_KEYS,
     NOT_READ,
+    as_context,
     canonical_messages,
     canonical_tools,
     json_value,
@@ -117,7 +118,7 @@ def row_history(row: dict[str, Any], notes: list[str] | None = None) -> list[Mes
         raise ValueError(f"column 'history': {error}") from None
     if notes is not None:
         notes.append("column 'history' read as context")
-    return [{**message, "train": False} for message in read]
+    return as_context(read)
 
 
 def row_variables(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.data.chat import Chat
+from rl_core.data.messages import as_context
 from rl_core.data.tasks import (
     PROMPT_COLUMNS,
     column_messages,
@@ -26,8 +27,7 @@ def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     """[chosen, rejected] of a preference row: the same prompt and each reply. Assistants' tokens of
     the reply are trained."""
     context, *replies = pair_messages(row)
-    context = [{**m, "train": False} for m in context]
-    samples, chat = [], row_chat(chat, row)
+    context, samples, chat = as_context(context), [], row_chat(chat, row)
     for side, reply in zip(PAIR, replies, strict=True):
         found = sft_samples(chat, {"messages": context + reply, "tools": row_tools(row)})
         if len(found) != 1:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.data.chat import Chat, TokenStream, text_after, text_of, unmarked
+from rl_core.data.messages import as_context
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
@@ -115,10 +116,6 @@ def greeting_as_context(messages: list[Message], notes: list[str] | None = None)
     if number and notes is not None:
         notes.append("message 1: the assistant begins, which is context")
     return as_context(messages[:number]) + messages[number:]
-
-
-def as_context(messages: list[Message]) -> list[Message]:
-    return [{**message, "train": False} for message in messages]
 
 
 def is_trained(message: Message) -> bool:
