@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -152,20 +152,23 @@ QUOTED = re.compile(
 TRAIN_ARGUMENTS = {"env_path": "env", "data.train": "data", "data.eval": "eval_data"}
 
 
-def as_fields(text: str) -> str:
-    """A message about flags as one about fields of Config and arguments of train().
+def as_fields(text: str, sections: Collection[str] = ()) -> str:
+    """A message about flags as one about fields of Config and arguments of train(). `sections`: the
+    flags, or their sections, that are fields; (): all.
 
     Example: `--optim.lr=x must be a number` -> `optim={"lr": x} must be a number`.
     """
     text = text.replace("unknown flag ", "Config has no field ")
     text = text.replace("no flag has a similar name", "no field has a similar name")
     text = text.replace("--help SECTION lists one", "rl-core train --help SECTION lists one")
-    return QUOTED.sub(as_field, text)
+    return QUOTED.sub(partial(as_field, sections), text)
 
 
-def as_field(match: re.Match) -> str:
+def as_field(sections: Collection[str], match: re.Match) -> str:
     name = match["flag"] or match["near"]
     if match["command"] or name == "help" or (match["near"] and "." not in name):
+        return match[0]
+    if sections and name.partition(".")[0] not in sections:
         return match[0]
     if name in TRAIN_ARGUMENTS:
         name = TRAIN_ARGUMENTS[name]

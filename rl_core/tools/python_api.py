@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.config import Config, DataConfig, checked, from_sections
+from rl_core.config import Config, DataConfig, checked, from_sections, known_flags
 from rl_core.flags import as_fields
 from rl_core.plugin import Plugin
 from rl_core.rules import split
@@ -61,12 +61,14 @@ class TrainResult:
 
 @contextmanager
 def errors_of_fields() -> Iterator[None]:
-    """Inside, errors that speak of flags name fields of Config and arguments of train()."""
+    """Inside, errors that speak of flags name fields of Config and arguments of train(). Options of
+    other programs stay."""
     try:
         yield
     except (ValueError, RunError) as error:
         if type(error) in (ValueError, RunError):
-            error.args = (as_fields(str(error)),)
+            sections = {name.partition(".")[0] for name in known_flags()}
+            error.args = (as_fields(str(error), sections),)
         raise
 
 

@@ -22,9 +22,9 @@ from kit import DATA, DIGITS, ROOT, metrics, run, trajectories, weights
 
 from rl_core import Config, Environment, reward, train
 from rl_core.config import LoraConfig, OptimConfig
-from rl_core.flags import as_fields
 from rl_core.metrics import Mean
 from rl_core.plugin import Plugin
+from rl_core.tools.python_api import errors_of_fields
 from rl_core.tools.python_envs import as_rows
 from rl_core.types import RunError
 
@@ -322,10 +322,13 @@ def test_an_unknown_name_in_python_is_answered_by_fields():
             "run rl-core check --env_path x, or resume",
         ),
         ("the engine's --max-model-len", "the engine's --max-model-len"),
+        ("`git log --oneline` failed", "`git log --oneline` failed"),
     ],
 )
 def test_errors_of_flags_become_errors_of_fields(of_flags, of_fields):
-    assert as_fields(of_flags) == of_fields
+    with pytest.raises(ValueError) as caught, errors_of_fields():
+        raise ValueError(of_flags)
+    assert str(caught.value) == of_fields
 
 
 def test_reward_functions_in_a_list_are_summed(config_of):
