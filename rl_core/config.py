@@ -675,8 +675,8 @@ def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent
         if known in flags:
             kind = flags[known][1].type
             if isinstance(value, dict) and not takes_table(known, kind):
-                raise unknown(".".join([name, *next(iter(flat(value)), "").split(".")]), flags)
-            tree[str(key)] = typed(name, value, flags[known][1].type)
+                raise unknown(f"{name}.{next(iter(flat(value)), '')}", flags)
+            tree[str(key)] = typed(name, value, kind)
         elif value is None or isinstance(value, dict):
             add(value or {}, tree.setdefault(str(key), {}), f"{name}.", f"{known}.")
         else:

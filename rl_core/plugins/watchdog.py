@@ -37,8 +37,7 @@ exit_now = os._exit  # refusing_exits() replaces that name
 
 def run_hooks(work: Coroutine, hook_timeout_s: float | None = None) -> Any:
     """The result of `work`, on a new event loop. First removes what processes that were killed
-    left in the temporary folder. With a hook's deadline a Watchdog looks
-    after the process."""
+    left in the temporary folder. With a hook's deadline a Watchdog looks after the process."""
     from rl_core.sampling.hooks import LoopClock
     from rl_core.scratch import remove_orphans
 

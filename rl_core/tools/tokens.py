@@ -26,10 +26,7 @@ def main(argv: list[str]) -> int:
     that cannot be read."""
     options, flags = parse(argv)
     from rl_core.plan import train_tasks
-    from rl_core.registry import quiet
     from rl_core.scratch import scratch_prefix
-
-    quiet()
 
     num_refused = 0
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("tokens")) as folder:
