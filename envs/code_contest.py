@@ -1,8 +1,8 @@
 """Write a program that reads stdin and prints to stdout, as on Codeforces, in Python, C++ or bash
 (the name of the fence).
 
-    rl-core train --env_path envs/code_contest.py --data.train open-r1/codeforces --model M --out
-    runs/contest
+    rl-core train --env_path envs/code_contest.py --model M --out runs/contest
+    --data.train open-r1/codeforces:verifiable-prompts --max_prompt_tokens 2048
 
 Rewards, from a sandbox (docs/sandbox.md): 1 if every test passes within the time limit, and 0.1
 times the share that passes: more for a share would reward printing the commonest answer. Tests are

@@ -91,11 +91,6 @@ def listing_of(path: Path) -> Listing:
         raise ValueError(f"{path}: line {error.lineno}: {error.msg}") from None
     text = ast.get_docstring(tree) or ""
     listing = Listing(path=str(path), about=first_sentence(text), command=first_block(text))
-    if "rl-core" not in listing.command:
-        listing.command = f"rl-core train --env_path {path} --model M --out runs/{path.stem}"
-    if not Path("envs", path.name).exists():  # rl_core brings it, by name
-        for name in (str(path), f"envs/{path.name}"):
-            listing.command = listing.command.replace(name, path.stem)
     listing.variables = sorted(set(re.findall(VARIABLE, source)))
     names = {getattr(node, "name", "") for node in tree.body}
     needed, libraries = set(), set()
@@ -118,6 +113,12 @@ def listing_of(path: Path) -> Listing:
     listing.machine = {name: is_on_machine(name) for name in sorted(needed)}
     listing.has_rows = "load_tasks" in names
     listing.has_oracle = "oracle" in names
+    if "rl-core" not in listing.command:
+        rows = "" if listing.has_rows else " --data.train rows.jsonl"
+        listing.command = f"rl-core train --env_path {path} --model M{rows} --out runs/{path.stem}"
+    if not Path("envs", path.name).exists():  # rl_core brings it, by name
+        for name in (str(path), f"envs/{path.name}"):
+            listing.command = listing.command.replace(name, path.stem)
     return listing
 
 

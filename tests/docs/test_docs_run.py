@@ -138,9 +138,7 @@ def test_the_blocks_of_a_page_run(page, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(python_api, "train", small(python_api.train))
     prepare(tmp_path, tiny_model)
     with judge() as address, Runner(tmp_path, page) as runner:
-        for name, command in RUNS.items():
-            if name in "".join(code for _, _, code in BLOCKS[page]):
-                runner.bash(command)
+        make_runs(runner, "".join(code for _, _, code in BLOCKS[page]))
         texts = {"https://host/v1": address, "controller:50051": "127.0.0.1:50051"}
         texts |= {port: str(free_port()) for port in ("50051", "8001")}
         namespace = {"code": "def f(x):\n    return x + 2", "rows": ROWS}
@@ -173,6 +171,13 @@ def prepare(folder: Path, model: Path) -> None:
         (folder / name).symlink_to(model)
     for name in ("envs", "scripts", "rl_core"):  # as in a clone
         (folder / name).symlink_to(ROOT / name)
+
+
+def make_runs(runner: Runner, code: str) -> None:
+    """Makes the runs that code takes for granted."""
+    for name, command in RUNS.items():
+        if name in code:
+            runner.bash(command)
 
 
 def small(train):

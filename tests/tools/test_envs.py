@@ -132,6 +132,10 @@ def test_files_of_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
     ]
     assert command(["envs", "mine"]) == 0
     assert capsys.readouterr().out.endswith("\n  rl-core train X --more\n")
+    (tmp_path / "envs/bare.py").write_text("def reward_fn(completion): return 0.0\n")
+    assert command(["envs", "bare"]) == 0
+    command_of_rows = "rl-core train --env_path envs/bare.py --model M --data.train rows.jsonl"
+    assert f"\n  {command_of_rows} --out runs/bare\n" in capsys.readouterr().out
     (tmp_path / "envs/broken.py").write_text("def x(:\n")
     assert command(["envs"]) == 1 and "broken.py: line 1" in capsys.readouterr().err
 
