@@ -111,6 +111,8 @@ def texts():
             "8001": str(free_port()),
             "my_package:MyEnv-v0": "gymnasium:CliffWalking-v1",
             "npx -y some-server": f"{sys.executable} envs/mcp_tools.py",
+            # Rules of a game: a token of the tiny model is a character.
+            "--max_turns 12": "--max_turns 12 --max_prompt_tokens 2048",
         }
     game.close()
 
