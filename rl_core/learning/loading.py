@@ -43,14 +43,14 @@ def max_positions(model_config: PretrainedConfig) -> tuple[int | None, str]:
     by the longest sequence of a forward, so that logprobs would depend on other sequences of the
     batch."""
     text = model_config.get_text_config()
-    limits = {"max_position_embeddings": getattr(text, "max_position_embeddings", None)}
+    limits = [(getattr(text, "max_position_embeddings", None), "max_position_embeddings")]
     rotary = getattr(text, "rope_parameters", None) or {}
     # Some families have parameters for each kind of layer.
     for parameters in (rotary, *rotary.values()):
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
             key = "original_max_position_embeddings"
-            limits[f"{key} of longrope"] = parameters.get(key)
-    known = [(limit, key) for key, limit in limits.items() if limit]
+            limits.append((parameters.get(key), f"{key} of longrope"))
+    known = [(limit, key) for limit, key in limits if limit]
     return min(known, default=(None, ""))
 
 

@@ -109,8 +109,8 @@ def test_a_box_hides_the_columns_that_rewards_name_unless_told(tmp_path):
     path = tmp_path / "env.py"
     for box, hidden in (("True", ["answer"]), ("{'hides': []}", [])):
         path.write_text(
-            f"agent = ['python3', '-c', '{{prompt}}']\nbox = {box}\n"
-            "def reward_fn(result, answer, prompt): return 1.0\n"
+            f"agent = ['python3', '-c', '{{seed}}']\nbox = {box}\n"
+            "def reward_fn(result, answer, seed, question): return 1.0\n"
         )
         env = load_env(str(path))
         [played] = [

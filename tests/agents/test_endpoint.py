@@ -587,7 +587,13 @@ def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(said):
 
 @pytest.mark.parametrize(
     "said, shown",
-    [("ab STOP", "ab "), ("abSTOPc", "ab"), ("aSTabENDc", "aSTab"), ("abENDSTOPc", "ab")],
+    [
+        ("ab STOP", "ab "),
+        ("abSTOPc", "ab"),
+        ("aSTabENDc", "aSTab"),
+        ("abENDSTOPc", "ab"),
+        ("aSTOPbSTOPc", "a"),
+    ],
 )
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 def test_neither_a_stop_nor_the_rest_of_its_token_is_shown(dialect, said, shown):
@@ -630,6 +636,7 @@ NON_SCHEMAS = [
     {"type": []},
     {"type": "object", "properties": {"a": {"anyOf": []}}},
     "integer",
+    True,
     [{}],
 ]
 
@@ -932,6 +939,9 @@ def test_what_cannot_be_had_is_refused_in_the_dialects_words():
             with pytest.raises(openai.BadRequestError, match="n: 129 must be at most 128"):
                 await chat(client, HI, n=129)
             assert chat_completions.read({"messages": HI, "n": 128}).num_replies == 128
+            call = ASKED_CALL | {"function": {"name": 3, "arguments": "{}"}}
+            with pytest.raises(openai.BadRequestError, match="the name '3' must be a text"):
+                await chat(client, [*HI, {"role": "assistant", "tool_calls": [call]}])
             wrong = openai_client(llm).with_options(api_key="sk-other")
             with pytest.raises(openai.AuthenticationError, match="no episode"):
                 await chat(wrong, HI)
@@ -1044,9 +1054,14 @@ def test_a_refused_request_leaves_no_trace():
             for text in refused:
                 with pytest.raises(openai.BadRequestError, match="refuses"):
                     await chat(client, [*history, {"role": "user", "content": text}], n=2)
-            await chat(client, [*history, {"role": "user", "content": "good"}])
+            history.append({"role": "user", "content": "good"})
+            said = await chat(client, history)
+            history.append({"role": "assistant", "content": said.content})
+            for text in refused:  # behind the last turn
+                with pytest.raises(openai.BadRequestError, match="refuses"):
+                    await chat(client, [*history, {"role": "user", "content": text}])
             (found,) = llm.trajectories(1.0)
-            kept = len(tree.actor.conversations), len(tree.answered)
+            kept = len(tree.actor.conversations), len(tree.answered), found.messages
             return kept, found.status, found.metrics, stream_of(found), found.turns[-1].name
 
     assert asyncio.run(play("bad", "bad")) == asyncio.run(play())

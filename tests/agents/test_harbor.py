@@ -485,7 +485,7 @@ def test_an_image_that_another_process_builds_is_waited_for_with_a_deadline(tmp_
         threading.Timer(0.3, fcntl.flock, (theirs, fcntl.LOCK_UN)).start()
         dockerfile.lock_within(30, ours, "image:1")
         with pytest.raises(BlockingIOError):
-            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(theirs, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def test_a_score_of_too_many_names_or_too_deep_names_its_file():

@@ -150,6 +150,7 @@ def test_padded_rows_are_the_same_over_two_ranks_and_are_not_cut(tmp_path, torch
         ({}, (256, "max_position_embeddings")),
         ({"sliding_attention": 40}, (40, "original_max_position_embeddings of longrope")),
         ({"full_attention": 30, "sliding_attention": 40}, (30, "original_max_position_embeddings")),
+        ({"full_attention": 40, "sliding_attention": 30}, (30, "original_max_position_embeddings")),
         ({"full_attention": 900}, (256, "max_position_embeddings")),
     ],
 )
