@@ -68,9 +68,10 @@ def with_opening(
 ) -> list[Message]:
     """The messages behind those of a row's columns `system` or `system_prompt` and `history`.
     Raises ValueError for two system messages that differ."""
-    for column in MEDIA_KEYS:
-        has_mark = any(MEDIA.search(text_of(message)) for message in messages)
-        if has_mark and row.get(column) not in (None, [], ""):
+    media = [column for column in MEDIA_KEYS if row.get(column) is not None]
+    has_mark = bool(media) and any(MEDIA.search(text_of(message)) for message in messages)
+    for column in media:
+        if has_mark and row[column] not in ([], ""):
             raise ValueError(f"column {column!r}, to which a mark in the text points, {NOT_READ}")
     texts = {}
     for column in SYSTEM_COLUMNS:
