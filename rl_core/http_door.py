@@ -1,9 +1,9 @@
-"""The door of every HTTP server of rl_core: the agents' endpoint, engines on other ranks, the
-reward model's server, the viewer and `rl-core serve`.
+"""Connection limits, deadlines and errors of every HTTP server of rl_core: the agents' endpoint,
+engines on other ranks, the reward model's server, the viewer and `rl-core serve`.
 
-A connection that has not shown a valid key is a stranger's: strangers have seconds to show one,
-their number is bounded, and their bodies are neither read nor inflated. Every refusal is JSON in
-one line, and stderr has one line a minute for each kind of refusal.
+A connection that has not sent a valid key is a stranger. Strangers must send a key within seconds,
+their number is bounded, and their bodies are neither read nor decompressed. A refusal is one line
+of JSON; stderr gets at most one line a minute for each kind of refusal.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rl_core.json_limits import ESCAPED, lone_surrogate, may_be_deeper, nesting
 
 LOOPBACK = "127.0.0.1"
-FIRST_S = 10.0  # until a connection has shown a key
-BODY_S = 60.0  # until a body has been read
-KEEP_ALIVE_S = 75.0  # between two requests of a connection
-# A busy event loop reads late: what came in time is read within this time of a free loop.
+FIRST_S = 10.0  # Deadline for the key of a new connection.
+BODY_S = 60.0  # Deadline for a body.
+KEEP_ALIVE_S = 75.0  # Longest pause between two requests of a connection.
+# Extra time after a deadline, for data that arrived in time while the event loop was busy.
 GRACE_S = 1.0
-# Strangers of a port that networks reach, and of a server inside a run, whose clients come at once.
+# Limits of strangers: at a port for a network, and inside a run, whose clients connect at once.
 MAX_STRANGERS = 256
 MAX_LOCAL_STRANGERS = 4096
 MAX_OPEN_FILES = 1 << 16
 MAX_BACKLOG = 1024
-# Levels of JSON in a body: templates and json.dumps() recurse.
+# Deepest nesting of JSON in a body, because templates and json.dumps() recurse.
 MAX_DEPTH = 128
-SHORT_BYTES = 1 << 16  # A body of at most this size is read though its request is refused.
-TELL_EVERY_S = 60.0
+SHORT_BYTES = 1 << 16  # A body of at most this size is read even if its request is refused.
+REPORT_EVERY_S = 60.0
 
 ErrorWriter = Callable[[int, str], Any]  # (status, message) -> the body, as JSON
 
@@ -55,7 +55,7 @@ class HttpError(Exception):
 
 
 class Refusals:
-    """Reports refusals on stderr: at most one line a minute of each kind, with their number."""
+    """Reports refusals on stderr: at most one line a minute for each kind, with a count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
@@ -65,7 +65,7 @@ class Refusals:
     def report(self, kind: str) -> None:
         self.num_unreported[kind] += 1
         now_s = self.clock()
-        if now_s - self.reported_s.get(kind, -math.inf) < TELL_EVERY_S:
+        if now_s - self.reported_s.get(kind, -math.inf) < REPORT_EVERY_S:
             return
         self.reported_s[kind] = now_s
         times = self.num_unreported.pop(kind)
@@ -73,8 +73,8 @@ class Refusals:
         print(f"HTTP: refused {kind}{more}", file=sys.stderr, flush=True)
 
     def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handles exceptions of the event loop, which has a traceback for each connection without a
-        file."""
+        """Exception handler of the event loop. Reports connections that fail for lack of open files
+        in one line; asyncio prints a traceback for each."""
         if context["message"].startswith("socket.accept()"):
             self.report("connections: this process has no open files left (ulimit -n)")
         else:
@@ -82,8 +82,8 @@ class Refusals:
 
 
 class Door:
-    """Ends strangers' connections that show no key in time, and the oldest of them where there are
-    too many. Bounds connections of one key, and of all."""
+    """Closes connections of strangers that send no key in time, and the oldest stranger's if there
+    are too many. Bounds the connections of each key, and of all."""
 
     def __init__(
         self,
@@ -103,15 +103,15 @@ class Door:
     def meet(self, visitor: Visitor) -> None:
         if len(self.strangers) >= self.max_strangers:
             oldest = next(iter(self.strangers))
-            few = f"connections next to {self.max_strangers} others that have not shown the token"
-            self.end(oldest, few)
+            many = f"connections next to {self.max_strangers} others that have not sent the token"
+            self.end(oldest, many)
         if len(self.strangers) + len(self.keys) >= self.max_open:
             self.end(visitor, f"connections next to {self.max_open} others")
             return
         self.strangers[visitor] = self.call_later(FIRST_S, self.warn, visitor)
 
     def warn(self, visitor: Visitor) -> None:
-        late = f"connections that had not shown the token after {FIRST_S:g} s"
+        late = f"connections that had not sent the token after {FIRST_S:g} s"
         grace_s = min(GRACE_S, FIRST_S)
         self.strangers[visitor] = self.call_later(grace_s, self.end, visitor, late)
 
@@ -119,7 +119,8 @@ class Door:
         return asyncio.get_running_loop().call_later(seconds, *call)
 
     def admit(self, visitor: Visitor, key: str = "") -> None:
-        """Counts a visitor that has shown a key. Raises HttpError if the key has too many."""
+        """Counts a connection that has sent a valid key. Raises HttpError if the key has too many
+        connections."""
         if visitor in self.keys or visitor.transport is None:
             return
         if self.num_open[key] >= self.max_per_key:
@@ -147,7 +148,7 @@ class Door:
 
 
 class Visitor(web.RequestHandler):
-    """A connection."""
+    """One connection, with a `door` that admits or closes it."""
 
     def __init__(self, server: web.Server, door: Door, write_error: ErrorWriter, **options: Any):
         super().__init__(server, **options)
@@ -169,8 +170,8 @@ class Visitor(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """A response of one line instead of aiohttp's page, and a line on stderr instead of a
-        traceback."""
+        """An error response of one line instead of aiohttp's page. Reports the error in one line on
+        stderr instead of a traceback."""
         if isinstance(exc, HttpProcessingError):
             self.door.refusals.report("bytes that are not HTTP")
             text = "the bytes are not HTTP"
@@ -199,8 +200,8 @@ class HttpServer:
         max_per_key: float = math.inf,
         handler_cancellation: bool = False,
     ):
-        """`has_keys`: handlers call door.admit() for a request with a valid key; otherwise every
-        whole request is admitted. Bodies are read by read_body()."""
+        """`has_keys`: handlers call door.admit() for requests with a valid key. Without keys every
+        complete request is admitted. Handlers read bodies with read_body()."""
         self.write_error = write_error
         self.has_keys = has_keys
         self.door = Door(Refusals(), max_strangers, max_per_key)
@@ -214,7 +215,7 @@ class HttpServer:
     async def listen(
         self, host: str | None = LOOPBACK, port: int = 0, tls: ssl.SSLContext | None = None
     ) -> int:
-        """Returns the port. `host` None: all interfaces. Raises OSError."""
+        """Listens and returns the port. `host` None: all interfaces. Raises OSError."""
         loop = await self.start()
         options = {"ssl": tls, "ssl_handshake_timeout": FIRST_S} if tls else {}
         server = await loop.create_server(
@@ -238,7 +239,7 @@ class HttpServer:
         return loop
 
     def backlog(self) -> int:
-        # One pass of the event loop may accept this number before it reads from any.
+        # The event loop may accept this number of connections before it reads from any of them.
         return max(8, min(MAX_BACKLOG, self.door.max_strangers // 3))
 
     def visitor(self) -> Visitor:
@@ -281,7 +282,7 @@ class HttpServer:
 
 
 class RefusalLog(logging.Logger):
-    """aiohttp's log: one line for each kind of error instead of tracebacks."""
+    """Logger for aiohttp: one line for each kind of error instead of tracebacks."""
 
     def __init__(self, refusals: Refusals):
         super().__init__("rl_core.http", logging.ERROR)
@@ -293,8 +294,8 @@ class RefusalLog(logging.Logger):
 
 
 async def turn_away(request: web.Request, response: web.Response) -> None:
-    """Ends the connection of a request that is refused. The rest of a short body is read, so that
-    its sender gets the response."""
+    """Closes the connection of a refused request. The rest of a short body is read first, so that
+    the client gets the response."""
     response.force_close()
     is_short = not request.body_exists or (request.content_length or math.inf) <= SHORT_BYTES
     if not is_short:
@@ -304,12 +305,12 @@ async def turn_away(request: web.Request, response: web.Response) -> None:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The body, up to the application's client_max_size. Raises HttpError for one that is
+    """The body, up to the application's client_max_size. Raises HttpError if the body is
     compressed, too large or late."""
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise HttpError(
-            400, f"Content-Encoding: {encoding[:40]} is not read; send the body as it is"
+            400, f"Content-Encoding: {encoding[:40]} is not supported; send the body uncompressed"
         )
     if (request.content_length or 0) > request.client_max_size:
         raise HttpError(413, f"the body is larger than {request.client_max_size} bytes")
@@ -322,10 +323,10 @@ async def read_body(request: web.Request) -> bytes:
     except web.HTTPRequestEntityTooLarge:
         raise HttpError(413, f"the body is larger than {request.client_max_size} bytes") from None
     except ConnectionError:
-        raise HttpError(400, "the connection was lost before the body had come") from None
+        raise HttpError(400, "the connection was lost before the body was complete") from None
     finally:
         reading.cancel()
-    raise HttpError(408, f"the body had not come after {BODY_S:g} s")
+    raise HttpError(408, f"the body was not complete after {BODY_S:g} s")
 
 
 async def read_json(request: web.Request) -> Any:
@@ -337,8 +338,8 @@ async def read_json(request: web.Request) -> Any:
 
 
 def parse_json(body: bytes) -> Any:
-    """A body's value. Raises ValueError unless it is JSON in UTF-8, without halves of surrogate
-    pairs, and nested at most MAX_DEPTH levels."""
+    """The value of a JSON body. Raises ValueError unless the body is JSON in UTF-8, without lone
+    surrogates, and nested at most MAX_DEPTH levels."""
     text = body.decode()
     try:
         value = DECODER.decode(text)
@@ -347,7 +348,7 @@ def parse_json(body: bytes) -> Any:
     if may_be_deeper(text, MAX_DEPTH) and nesting(value) > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if ESCAPED.search(text) and lone_surrogate(value):
-        raise ValueError("a text holds half of a surrogate pair, such as \\ud83d")
+        raise ValueError("a text has a lone surrogate, such as \\ud83d")
     return value
 
 
@@ -359,8 +360,8 @@ DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def is_key(value: str, key: str) -> bool:
-    """True if a header's value is the key, compared in constant time. Any bytes may come in a
-    header."""
+    """True if a header's value is the key, compared in constant time. The value may have any
+    bytes."""
     return hmac.compare_digest(value.encode(errors="replace"), key.encode())
 
 
@@ -369,8 +370,8 @@ def one_line(text: str) -> str:
 
 
 def raise_open_files() -> int:
-    """Returns how many files this process may open, after the soft limit is raised to the hard one
-    or to MAX_OPEN_FILES."""
+    """Raises the soft limit of open files to the hard limit, or to MAX_OPEN_FILES if that is lower.
+    Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY:

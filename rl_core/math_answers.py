@@ -1,13 +1,12 @@
-r"""Final answers of mathematics: found in a text, read from LaTeX, and compared.
+r"""Mathematical answers: extracts them from a text, parses LaTeX, and compares them.
 
     final_answer("Hence \\boxed{\\frac12}.")        "\\frac12"
     is_equal("\\frac12", "0.5")                     True
 
-Sets, lists, tuples, intervals, matrices, equations and inequalities are compared by their items;
-expressions by their values, exact where they are rational and else at fixed points of their
-variables. Nothing is simplified symbolically, and values that would be large are not computed, so
-that each comparison takes milliseconds. What is not understood as a whole has no value: it equals
-the same text alone.
+Sets, lists, tuples, intervals, matrices, equations and inequalities are compared by their items.
+Expressions are compared by their values: exactly if rational, else at fixed points of their
+variables. Nothing is simplified symbolically and large values are not computed, so a comparison
+takes milliseconds. An answer that cannot be parsed equals only the same text.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from functools import partial
 from typing import Any
 
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-MAX_CHARS = 2000  # An answer has no more.
-MAX_BOXES = 20  # A list of boxes has no more.
-MAX_ITEMS = 50  # A list whose order does not count has no more items.
-MAX_DEPTH = 40  # Brackets are not nested deeper.
-MAX_BITS = 20_000  # Exact numbers have no more.
+MAX_CHARS = 2000  # Longest answer.
+MAX_BOXES = 20  # Most boxes of a list.
+MAX_ITEMS = 50  # Most items of a list that is compared in any order.
+MAX_DEPTH = 40  # Deepest nesting of brackets.
+MAX_BITS = 20_000  # Largest numerator or denominator of an exact number.
 MAX_FACTORIAL = 1000
-NUM_POINTS = 4  # Expressions with variables are compared at these points.
-CLOSE = 1e-10  # The relative difference of equal values that are not exact.
-DECIMAL_CLOSE = 1.1e-6  # The same where one is a decimal number, which may be rounded.
+NUM_POINTS = 4  # Number of points at which expressions with variables are compared.
+CLOSE = 1e-10  # Largest relative difference of equal inexact values.
+DECIMAL_CLOSE = 1.1e-6  # Largest relative difference if one value is a decimal, perhaps rounded.
 
-# Commands of LaTeX -> characters.
+# LaTeX command -> character.
 SIGNS = {
     "cdot": "*", "times": "*", "ast": "*", "div": "/", "pm": "±", "mp": "∓", "le": "≤", "leq": "≤",
     "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "ne": "≠", "neq": "≠", "lt": "<",
@@ -51,7 +50,7 @@ LAYOUT = {
     "fbox", "circ", "phantom", "hspace", "allowbreak", "nolimits", "normalsize", "large",
     "mathstrut",
 }  # fmt: skip
-# Other characters -> the same.
+# Character -> equivalent character or LaTeX.
 CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "≦": "≤", "≧": "≥",
     "⩽": "≤", "⩾": "≥", "π": "\\pi ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ",
@@ -71,21 +70,21 @@ GREEK = re.compile(
     "(?:var)?(?:alpha|beta|[gG]amma|[dD]elta|epsilon|zeta|eta|[tT]heta|iota|kappa|[lL]ambda|mu|nu|"
     "[xX]i|Pi|rho|[sS]igma|tau|[uU]psilon|[pP]hi|chi|[pP]si|[oO]mega|ell|hbar)"
 )
-# Opening bracket -> the closing one, and the operation that they stand for.
+# Opening bracket -> (closing bracket, operation of the pair).
 BRACKETS = {"(": (")", ""), "{": ("}", ""), "[": ("]", ""), "|": ("|", "abs"),
             "⌊": ("⌋", "floor"), "⌈": ("⌉", "ceil")}  # fmt: skip
 RELATIONS = "=<>≤≥≠≈≡"
 FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 OPEN, CLOSED = "([{⦃⟨", ")]}⦄⟩"
-# A word or a letter right behind a number is a product of variables: 6abc, 6m.
+# Letters right after a number are a product of variables (6abc, 6m), except for these units.
 CLOSE_UNITS = r"(?:cm|mm|km|kg|mg|ml|mL|ft|in|yd|mi|lb|oz|hr|am|pm|mph|rad|deg|m/s)"
 UNITS = rf"(?:{CLOSE_UNITS}|[a-zA-Z]{{3,}}|[msghL])"
 UNIT_POWER = r"\.?(?:\^\{?[23]\}?)?"
 BASE = r"([0-9A-F]+)_\{?(\d+)\}?"
 CLOCK = r"(\d{1,2}):(\d\d)(?:([ap])\.?m\.?)?"
-# A heading of Markdown and no answer: "#### Step 2", "#### 2. Then".
+# Markdown headings such as "#### Step 2" and "#### 2. Then", which are not answers.
 HEADING = r"[*_\s]*(?:\d+[.):]\s+[A-Za-z]|[A-Za-z][A-Za-z'’-]*(?:[\s:*]|$))"
-# Words of a text group that change the value next to it: they are no units.
+# Words in a text group that change the value next to it, and so are not units.
 MODIFIER = re.compile(
     r"\b(?:if|when|for|where|otherwise|mod|not|to|base|or|and|more|less|fewer|than|least|most|about|"
     r"approximately|over|under|between|hundred|thousand|[mbtr]+illion|dozen|half|twice|times|up|"
@@ -94,14 +93,14 @@ MODIFIER = re.compile(
 )
 # Words that stand for an absent answer.
 ABSENT = {"", "none", "null", "nan", "n/a", "na", "?", "unknown"}
-MAX_WORDS = 3  # A reference without mathematics has no more.
+MAX_WORDS = 3  # Most words of a reference without mathematics.
 
 
 class Unknown(Exception):
-    """An expression, or a value, that is not understood or too large."""
+    """Raised for an expression or value that cannot be parsed or is too large."""
 
 
-# Where the answer stands
+# Extraction of the answer from a text
 
 
 def final_answer(text: str) -> str:
@@ -117,8 +116,8 @@ def final_answer(text: str) -> str:
 
 
 def last_box(text: str) -> tuple[str, int]:
-    r"""(the content of the last closed \boxed{}, its end). Boxes that only "and" or a comma
-    separates are one list."""
+    r"""(content of the last closed \boxed{}, its end). Boxes separated only by "and" or a comma are
+    one list."""
     boxes = closed_boxes(text)[-MAX_BOXES:]
     if not boxes:
         return "", -1
@@ -138,12 +137,12 @@ def last_box(text: str) -> tuple[str, int]:
 def closed_boxes(text: str) -> list[tuple[int, int, int]]:
     """(start, end, start of the content) of each outermost box that is closed."""
     boxes: list[tuple[int, int, int]] = []
-    opened: list[tuple[int, int] | None] = []  # braces: of a box its start and its content's
+    opened: list[tuple[int, int] | None] = []  # Open braces; a box has (start, content start).
     for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", text, re.S):
         if match[0] == "}":
             box = opened.pop() if opened else None
             if box:
-                while boxes and boxes[-1][0] > box[0]:  # These stand inside.
+                while boxes and boxes[-1][0] > box[0]:  # Drops the boxes inside this one.
                     boxes.pop()
                 boxes.append((box[0], match.end(), box[1]))
         elif match[0] == "{":
@@ -164,7 +163,7 @@ def closing_brace(text: str, start: int) -> int:
 
 
 def last_line(text: str) -> tuple[str, int]:
-    """(the line behind the last `####` that is no heading, its start)."""
+    """(text after the last `####` that is not a heading, start of the mark)."""
     for match in reversed([*re.finditer(r"(?<!#)####(?!#)", text)]):
         behind = text[match.end() : match.end() + 2 * MAX_CHARS]
         line, _, rest = behind.lstrip(" \t").partition("\n")
@@ -185,7 +184,7 @@ PLAIN = rf"(?<![\d)\w.])[-−–]?\s?(?:\\?\$\s?)?(?:{NUMBER})(?:\s*/\s*(?:{NUMB
 
 
 def last_expression(text: str) -> str:
-    """The last formula or number; the first one behind "the answer is"."""
+    """The first formula or number after the last "answer is" or "answer:", else the last one."""
     text = text[-MAX_CHARS:]
     for match in reversed([*re.finditer(r"(?i)answer(?:\s+is|\s*:)[:\s*]*", text)]):
         rest = text[match.end() :].partition("\n")[0]
@@ -198,7 +197,7 @@ def last_expression(text: str) -> str:
 
 
 def expressions(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, expression) of formulas and of numbers outside of formulas."""
+    """(start, end, expression) of each formula, then of each number outside of formulas."""
     formulas = []
     for match in re.finditer(FORMULA, text, re.S):
         formulas.append((match.start(), match.end(), next(filter(None, match.groups()))))
@@ -236,7 +235,7 @@ def reference_answer(answer: Any) -> str:
     return final
 
 
-# From LaTeX to text with one character for each sign
+# Conversion of LaTeX to text with one character for each sign
 
 
 def cleaned(text: str) -> str:
@@ -245,7 +244,7 @@ def cleaned(text: str) -> str:
         raise Unknown
     for character, same in CHARACTERS.items():
         text = text.replace(character, same)
-    text = re.sub(r"\\[\[\]()]|(?<!\\)\$", " ", text)  # the limits of a formula
+    text = re.sub(r"\\[\[\]()]|(?<!\\)\$", " ", text)  # Delimiters of a formula.
     text = re.sub(r"\\begin\{(?:aligned|array)\}(?:\{\w*\})?", r"\\begin{matrix}", text)
     text = re.sub(r"\\end\{(?:aligned|array)\}", r"\\end{matrix}", text)
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
@@ -292,7 +291,7 @@ def text_group(match: re.Match[str]) -> str:
 
 
 def without_units(text: str) -> str:
-    """The text without units behind a value, and without a full stop."""
+    """The text without units after a value and without a final full stop."""
     text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", text.strip())
     # A text group alone is the answer.
     bare = re.sub(r"“[^“”]*”(?:\s*\^\s*\{?\d\}?)?", " ", text)
@@ -303,7 +302,7 @@ def without_units(text: str) -> str:
         text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", " ".join(bare.split()))
     unit = rf"(?:{CLOSE_UNITS}|\s+{UNITS}){UNIT_POWER}(?:[\s/]+{UNITS}{UNIT_POWER})*"
     value = re.fullmatch(rf"(.*[\d}})])\s*{unit}", text)
-    # Behind a variable it is one more variable.
+    # Letters after a variable are further variables, not a unit.
     if (
         value
         and not MODIFIER.search(text)
@@ -314,8 +313,8 @@ def without_units(text: str) -> str:
 
 
 def canonical(text: str) -> str:
-    """Equal for texts that differ in spaces and redundant braces alone. A space stays where 2 3 is
-    not 23, and 1, 234 not 1,234."""
+    """The text without spaces and redundant braces. Spaces that matter stay marked: 2 3 is not 23,
+    and 1, 234 is not 1,234."""
     text = re.sub(r"(?<=\d)\s+(?=\d)", "_ ", text.strip())
     text = re.sub(r",\s+(?=\d{3}(?!\d))", ";", text)
     text = re.sub(r"(?<!_)\s+|[“”]", "", text)
@@ -327,7 +326,7 @@ def canonical(text: str) -> str:
 
 @dataclass(slots=True)
 class LatexReader:
-    """Reads an expression, character by character, as nested tuples (operation, arguments)."""
+    """Recursive-descent parser of an expression. Trees are nested tuples (operation, arguments)."""
 
     text: str
     at: int = 0
@@ -345,7 +344,7 @@ class LatexReader:
         return self.text[self.at : self.at + 1]
 
     def take(self, pattern: str) -> str:
-        """The characters that match here, which are read; "" if none do."""
+        """Consumes and returns the match of `pattern` at this position; "" if there is none."""
         self.peek()
         match = re.compile(pattern).match(self.text, self.at)
         self.at += len(match[0]) if match else 0
@@ -387,7 +386,7 @@ class LatexReader:
             if factor[0] == "num" and after and self.take("/"):
                 return ("add", tree, ("div", factor, self.factor()))
         if factor[0] == "num":
-            raise Unknown  # two numbers in a row
+            raise Unknown  # Two numbers in a row.
         return ("mul", tree, factor)
 
     def begins_factor(self, in_function: bool) -> bool:
@@ -414,7 +413,7 @@ class LatexReader:
 
     def argument(self, is_power: bool = False) -> tuple:
         """The argument of a command: in braces, or one digit, letter or command. A power takes all
-        digits, as many write x^10."""
+        digits, because x^10 is often written without braces."""
         if self.take(r"\{"):
             tree = self.sum()
             if not self.take(r"\}"):
@@ -450,12 +449,12 @@ class LatexReader:
             return self.command(name[1:])
         if name := self.take(r"[A-Za-z]"):
             if name in "fgh" and self.peek() == "(":
-                raise Unknown  # the value of a function
+                raise Unknown  # The value of an unknown function.
             return self.symbol(name)
         raise Unknown(self.text[self.at :])
 
     def number(self, digits: str) -> tuple:
-        """A number; of 0.1\\overline{6} with its repeating digits."""
+        """A number with its repeating digits, if any: 0.1\\overline{6}."""
         value = Fraction(digits)
         mark = r"\." if "." not in digits else ""
         pattern = re.compile(mark + r"\s?\\(?:overline|bar|dot)\s?\{?(\d{1,99})\}?")
@@ -544,7 +543,7 @@ def has_decimal(tree: tuple) -> bool:
 
 
 def point(name: str, number: int) -> float:
-    """The value of a variable at a point of comparison: above 1, within (0, 1), or negative."""
+    """The value of a variable at comparison point `number`: above 1, within (0, 1), or negative."""
     share = zlib.crc32(f"{name}/{number}".encode()) / 2**32
     return (1.5 + share, 0.3 + 0.5 * share, -0.7 - share, 2.5 + share)[number % 4]
 
@@ -553,8 +552,8 @@ Value = Fraction | float | complex
 
 
 def evaluate(tree: tuple, number: int = 0) -> Value:
-    """The value at a point: a Fraction where that is exact. Raises Unknown where it is too large or
-    not defined."""
+    """The value at a comparison point, a Fraction if it is exact. Raises Unknown if the value is
+    too large or undefined."""
     try:
         return bounded(compute(tree, number))
     except (ArithmeticError, ValueError, RecursionError, TypeError):
@@ -604,7 +603,7 @@ def powered(base: Value, power: Value) -> Value:
 
 
 def rooted(value: Value, root: Value) -> Value:
-    """The real root of a real number where there is one."""
+    """The real root of a real number if there is one, else the principal root."""
     if isinstance(value, Fraction) and isinstance(root, Fraction) and root.denominator == 1:
         degree = int(root)
         if not 1 <= degree <= 100:
@@ -621,7 +620,7 @@ def rooted(value: Value, root: Value) -> Value:
 
 
 def integer_root(value: int, degree: int) -> int:
-    """The whole part of a root, by Newton's method."""
+    """The integer part of a root, by Newton's method."""
     if value < 2:
         return value
     guess = 1 << -(-value.bit_length() // degree)
@@ -685,16 +684,18 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerNode:
-    """An answer of a kind: expression, list, brackets, matrix, relation, union, base, clock, text.
+    """The structure of an answer.
 
-    Example: "[1,2)" is brackets "[)" of two expressions, "x=1" a relation "=" of two.
+    Example: "[1,2)" has the kind brackets, the mark "[)" and two expressions as items; "x=1" has
+    the kind relation and the mark "=".
     """
 
+    # "expression", "list", "brackets", "matrix", "relation", "union", "base", "clock" or "text".
     kind: str
-    text: str  # canonical
-    mark: str = ""  # brackets, or relation signs
+    text: str  # The answer as canonical() returns it.
+    mark: str = ""  # Brackets, or relation signs.
     items: tuple[AnswerNode, ...] = ()
-    tree: tuple = ()  # An expression has one.
+    tree: tuple = ()  # The tree of an expression.
 
 
 def read(text: str, depth: int = 0) -> AnswerNode:
@@ -737,7 +738,7 @@ def read(text: str, depth: int = 0) -> AnswerNode:
 
 
 def stripped(text: str) -> str:
-    """Without braces around all of it."""
+    """The text without braces around all of it."""
     text = text.strip()
     while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
         text = text[1:-1].strip()
@@ -765,7 +766,8 @@ def split_outside(text: str, signs: str) -> tuple[list[str], str]:
 
 
 def enclosed(text: str) -> str:
-    """The brackets around all of the text, "" if there are none. An interval's may differ."""
+    """The brackets around all of the text, "" if there are none; those of an interval may differ,
+    as in "[)"."""
     if len(text) < 2 or text[0] not in "([⦃⟨" or text[-1] not in ")]⦄⟩":
         return ""
     depth = 0
@@ -782,7 +784,7 @@ def read_matrix(name: str, content: str, text: str, depth: int) -> AnswerNode:
     for line in lines:
         cells = tuple(read(cell, depth + 1) for cell in re.split(r"(?<!\\)&", line))
         rows.append(AnswerNode("brackets", "", "row", cells))
-    # The brackets of a matrix are of taste, those of a determinant are not.
+    # The brackets of a matrix are a matter of taste; a determinant's have a meaning.
     return AnswerNode("matrix", text, "det" if name[0] in "vV" else "", tuple(rows))
 
 
@@ -814,7 +816,7 @@ def same_sequence(first: Sequence[AnswerNode], second: Sequence[AnswerNode]) -> 
 
 
 def same_items(first: Sequence[AnswerNode], second: Sequence[AnswerNode]) -> bool:
-    """Equal in any order."""
+    """True if the items are equal in any order."""
     if len(first) != len(second) or len(first) > MAX_ITEMS:
         return False
     left = list(second)
@@ -827,7 +829,8 @@ def same_items(first: Sequence[AnswerNode], second: Sequence[AnswerNode]) -> boo
 
 
 def is_name(node: AnswerNode) -> bool:
-    """True for a variable, f(x), or a tuple of variables: it names the value on the other side."""
+    """True for a variable, f(x), or a tuple of variables, which name the value after an equals
+    sign."""
     if node.kind == "expression":
         return node.tree[0] == "sym"
     if node.kind == "brackets":
@@ -836,7 +839,7 @@ def is_name(node: AnswerNode) -> bool:
 
 
 def without_name(node: AnswerNode, other: AnswerNode) -> AnswerNode:
-    """The value of x=5 where the other answer is a value without a name; of x=2+3=5 the last."""
+    """The last value of x=5 or x=2+3=5 if the other answer is a value without a name."""
     if node.kind != "relation" or set(node.mark) - {"=", "≈"}:
         return node
     first, last = node.items[0], node.items[-1]
@@ -854,7 +857,7 @@ def has_names(node: AnswerNode) -> bool:
 
 
 def as_interval(node: AnswerNode, other: AnswerNode) -> AnswerNode:
-    """The interval of an inequality such as 1<x≤2 where the other answer is one."""
+    """The interval of an inequality such as 1<x≤2 if the other answer is an interval or a union."""
     if node.kind != "relation" or other.kind not in ("brackets", "union"):
         return node
     items, marks = node.items, node.mark
@@ -875,15 +878,15 @@ def as_interval(node: AnswerNode, other: AnswerNode) -> AnswerNode:
 
 
 def gives_value(node: AnswerNode) -> bool:
-    """True for x=5: 2x=10 has the same solution, but is not solved."""
+    """True for a solved equation such as x=5. 2x=10 has the same solution but is not solved."""
     first, last = node.items
     is_solved = (is_name(first) and not has_names(last)) or (is_name(last) and not has_names(first))
     return node.mark == "=" and is_solved
 
 
 def relations_equal(a: AnswerNode, b: AnswerNode) -> bool:
-    """Equal sides, also read from right to left; of one equation or inequality also equal
-    differences of its sides, up to a factor."""
+    """True if the sides are equal, in either direction, or if the differences of the two sides are
+    equal up to a factor."""
     if a.mark == b.mark and same_sequence(a.items, b.items):
         return True
     if a.mark == b.mark[::-1].translate(FLIPPED) and same_sequence(a.items, b.items[::-1]):
@@ -916,7 +919,8 @@ def relations_equal(a: AnswerNode, b: AnswerNode) -> bool:
 
 
 def trees_equal(a: tuple, b: tuple) -> bool:
-    """Equal at every point at which both have a value; where both are real, if only one is not."""
+    """True if two expressions are equal at every comparison point at which both have a value.
+    Points with a complex value may differ from the third one on."""
     num_points = NUM_POINTS if symbols(a) | symbols(b) else 1
     is_rounded = has_decimal(a) or has_decimal(b)
     num_equal = 0
@@ -951,7 +955,7 @@ def values_equal(a: Value, b: Value, is_rounded: bool) -> bool:
 
 
 def is_terminating(value: Fraction) -> bool:
-    """True for a number that a decimal writes in full."""
+    """True for a number with a finite decimal expansion."""
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:

@@ -160,7 +160,8 @@ def load_envs(
 
 
 def fitting_turns(config: Config, section: EnvConfig) -> int:
-    """Turns of a program whose episode fits a microbatch and the models' positions; at least 1."""
+    """Number of turns of a program's episode that fit a microbatch and the models' positions, at
+    least 1."""
     room = config.learner.microbatch_tokens * config.cp
     for name in config.trained:
         room = min(room, registry.num_positions(config.actors[name].model) or room)
@@ -170,7 +171,7 @@ def fitting_turns(config: Config, section: EnvConfig) -> int:
 
 @contextmanager
 def naming_turns(envs: dict[str, Env]) -> Iterator[None]:
-    """Adds the source of --max_turns to an error that names this flag."""
+    """Adds the source of --max_turns to errors that name this flag."""
     try:
         yield
     except ValueError as error:
@@ -203,9 +204,9 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
 def choose_engine(
     config: Config, num_ranks: int, is_planned: bool = False, own_parts: Any = None
 ) -> Config:
-    """The configuration with the engine that --engine auto stands for here, and with top_k where
-    training samples need one. Raises ValueError if that cannot be done, here or, if it is only
-    planned, anywhere."""
+    """The configuration with the engine that --engine auto stands for, and with a top_k for
+    training samples that need one. Raises ValueError if the engine cannot run here or, for a plan,
+    on any machine."""
     if config.engine == "auto" and not (own_parts and own_parts.engine):
         config = replace(config, engine=registry.auto_engine(config))
     registry.check_options(config)
@@ -217,8 +218,8 @@ def choose_engine(
 
 
 def with_top_k(config: Config) -> Config:
-    """The configuration in which actors that learn from samples of top_p or min_p alone have the
-    largest top_k: each token carries the ids that it was drawn from."""
+    """The configuration with the largest top_k for trained actors that set only top_p or min_p,
+    because each sampled token is stored with the ids that it was drawn from."""
     actors = {}
     for name in config.trained:
         actor, sampling = config.actors[name], config.of(name).sampling
@@ -227,7 +228,7 @@ def with_top_k(config: Config) -> Config:
     if actors and not int(os.environ.get("RANK", 0)):
         print(
             f"{', '.join(actors)}: top_p and min_p choose among the {MAX_TOP_K:,} likeliest ids, "
-            f"since each token carries the ids that it was drawn from (--sampling.top_k)",
+            "because each token is stored with the ids that it was drawn from (--sampling.top_k)",
             flush=True,
         )
     return replace(config, actors=config.actors | actors)
@@ -268,26 +269,26 @@ def train_tasks(
         weights.append(section.weight)
     if not sources:
         raise ValueError(
-            f"--env_path {config.env_path}: no environment has training rows; give one by "
-            "--envs.NAME.train, or as load_tasks('train') of its file"
+            f"--env_path {config.env_path}: no environment has training rows; give one rows with "
+            "--envs.NAME.train, or with load_tasks('train') in its file"
         )
     return sources[0] if len(sources) == 1 else registry.task_mix(sources, weights)
 
 
 def without_rows(env: Env | None) -> str:
-    """The end of an error: why an environment has no training rows itself."""
+    """The end of an error message: the reason why an environment has no training rows."""
     if env is None:
         return ""
     if env.load_tasks is None:
         return f"; {env.path} has no load_tasks"
-    return f"; load_tasks('train') of {env.path} gives no row"
+    return f"; load_tasks('train') of {env.path} returns no rows"
 
 
 def eval_tasks(
     config: Config, envs: dict[str, Env], held_out: HeldOut | None = None
 ) -> dict[str, TaskSource]:
-    """Held-out tasks by the name of their environment, or of their set. Raises ValueError if
-    there are none."""
+    """Held-out tasks by the name of their environment or set. Raises ValueError if there are
+    none."""
     held_out = held_out or partial(held_out_tasks, config, envs)
     sources: dict[str, TaskSource] = {}
     for name in envs or ["data"]:

@@ -31,10 +31,10 @@ from rl_core.types import Completion, Message, Turn
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 _MARK = "\ufdd0"
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece writes a byte so.
-# A longer text is encoded in a thread: a tokenizer reads about half a megabyte in a second.
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # A byte in SentencePiece's vocabulary.
+# Longer texts are encoded in a thread: a tokenizer encodes about half a megabyte per second.
 LONG_CHARS = 1 << 16
-# Chats with other variables that a chat keeps.
+# Limit of cached chats with other variables.
 MAX_VARIANTS = 64
 # Values of "role" and "type" that templates compare, or put into a token's name.
 _ROLES = ("system", "developer", "user", "assistant", "model", "chatbot", "tool", "ipython")
@@ -66,8 +66,8 @@ class Chat:
         ends = TurnEnds(tokenizer, self._render_unmarked)
         self.end_token_id = ends.reply  # This token ends a last reply.
         self.call_end_token_id = ends.call
-        # All tokens that the template ends a turn with. An engine does not stop at those that it
-        # also writes within a turn, as gpt-oss's behind the analysis.
+        # All tokens with which the template ends a turn. Engines do not stop at those that the
+        # template also writes within a turn, such as gpt-oss's <|end|> after the analysis.
         self.end_token_ids = ends.all
         stops = (tokenizer.eos_token_id, *ends.stops)
         self.stop_token_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
@@ -141,20 +141,20 @@ class Chat:
         self._first_asked, self._first_prompt = copy.deepcopy((messages, tools)), first
 
     async def in_thread(self, work: Callable[[Chat], Any]) -> Any:
-        """Returns work(a copy of this chat), called in a thread: no tokenizer may be used by two
-        threads at once."""
+        """Returns work(copy of this chat), called in a thread. The copy has another tokenizer,
+        because two threads may not use one tokenizer at the same time."""
 
         def run() -> Any:
             with self._spare.lock:
                 twin = copy.copy(self)
                 twin.tokenizer, twin._variants = self._spare.copied(), {}
-                twin.__dict__.pop("tool_calls", None)  # It reads with another tokenizer.
+                twin.__dict__.pop("tool_calls", None)  # The cached reader has the old tokenizer.
                 return work(twin)
 
         return await asyncio.to_thread(run)
 
     def least_tokens(self, messages: list[Message]) -> int:
-        """A lower bound of the tokens of these messages' texts, without encoding them."""
+        """A lower bound on the number of tokens of these messages, without encoding them."""
         num = 0
         for message in messages:
             # Templates may drop thoughts and spaces.
@@ -169,10 +169,9 @@ class Chat:
         add_generation_prompt: bool = True,
         replies: Collection[int] = (),
     ) -> None:
-        """Raises ValueError for a text, a call or an argument that the template does not render,
-        and for thoughts in a last message without a generation prompt. Each shape of conversation
-        is rendered once for it. `replies`: indices of the actor's own turns, which a template may
-        rewrite."""
+        """Raises ValueError for a text, call or argument that the template does not render and,
+        without a generation prompt, for thoughts of the last message. Each shape of conversation is
+        checked once. `replies`: indices of the actor's turns, which a template may rewrite."""
 
         def rendered(probes: list[Message]) -> list[Rendering]:
             text = self.render(probes, tools, add_generation_prompt)
@@ -249,8 +248,8 @@ class Chat:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token in the middle of a text; those of several tokens join to the bytes of
-        the text, also where a token holds a part of a character."""
+        """Bytes of a token in the middle of a text. The bytes of several tokens join to the bytes
+        of their text, even if a token has only some bytes of a character."""
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         decoder = self._facts.decoder
         if BYTE_TOKEN.fullmatch(token) and "ByteFallback" in decoder:
@@ -286,8 +285,8 @@ class Chat:
         return {"role": "assistant", "content": answer.lstrip("\n"), "reasoning_content": thinking}
 
     def _in_form(self, message: Message) -> Message:
-        """The canonical message as this template reads it: string content or a list of parts,
-        arguments as objects or as JSON text, thoughts under each of their names."""
+        """The canonical message in the form that this template reads: content as a string or a list
+        of parts, arguments as objects or JSON text, thoughts under each of their keys."""
         formed = self._with_parts(message)
         if message.get("role") == "developer" and not self._reads_developer:
             formed["role"] = "system"
@@ -299,7 +298,7 @@ class Chat:
 
     def _with_parts(self, message: Message) -> Message:
         content = message.get("content")
-        if content is None:  # next to calls; some templates would write "None"
+        if content is None:  # Next to calls. Some templates would write "None".
             content = ""
         if isinstance(content, str) and self._wants_parts:
             content = [{"type": "text", "text": content}]
@@ -314,7 +313,7 @@ class Chat:
 
     @cached_property
     def _wants_json_arguments(self) -> bool:
-        """True if the template writes a call's arguments from JSON text alone."""
+        """True if the template renders a call's arguments only if they are JSON text."""
         call = {"type": "function", "function": {"name": "x", "arguments": {"x": PROBE}}}
 
         def is_shown(call: dict[str, Any]) -> bool:
@@ -382,7 +381,7 @@ class TokenStream:
         self._chat = chat
         self._tools = tools
         self.messages = list(messages)
-        self.replies: tuple[int, ...] = ()  # indices of the actor's turns
+        self.replies: tuple[int, ...] = ()  # Indices of the actor's turns.
         self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)
         # Of the Turn that is to come.
         self.new_ids = self.prompt_ids
@@ -415,7 +414,7 @@ class TokenStream:
         new_messages: list[Message],
         calls: Message | None = None,
     ) -> None:
-        """Does as append(), in a thread if the messages are long."""
+        """Does the same as append(), in a thread if the messages are long."""
         if num_chars(new_messages) <= LONG_CHARS:
             self.append(token_ids, text, new_messages, calls)
             return
@@ -490,7 +489,7 @@ def load_chat(
 
 
 def num_chars(value: Any) -> int:
-    """Characters of all texts in a value of JSON."""
+    """Number of characters of all strings in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -15,9 +15,9 @@ THOUGHT_PROBE = "\ufdd2"
 
 
 class TurnEnds:
-    """The tokens that a chat template writes where an assistant's turn ends: behind a reply, behind
-    one in the middle of a conversation, behind tool calls. Where the next header ends a turn, the
-    header's token; where nothing does, the tokenizer's end token."""
+    """The tokens with which a chat template ends an assistant's turn: after the last reply, after a
+    reply in the middle of a conversation, and after tool calls. If the next header ends a turn, the
+    header's token; if nothing does, the tokenizer's end token."""
 
     def __init__(self, tokenizer: Any, render: Callable[[list[Message]], str]):
         """render(messages) returns the template's text without a generation prompt, or raises
@@ -35,7 +35,7 @@ class TurnEnds:
         self.all = {*last, *middle}
         middle = [end for end in middle if end not in within]
         self.call = self._call_end(user, {eos, self.reply, *middle})
-        # The reply's end stands last.
+        # The end token of a reply comes last.
         others = dict.fromkeys([self.call, *middle])
         self.stops = [*(end for end in others if end not in (None, self.reply)), self.reply]
         self.all |= {*self.stops} - {None}
@@ -48,7 +48,7 @@ class TurnEnds:
         return ""
 
     def _leading(self, text: str) -> list[int]:
-        """Ids of the special tokens that a text begins with."""
+        """Ids of the special tokens at the start of a text."""
         ids = []
         while token := self._token.match(text := text.lstrip()):
             ids.append(self._added[token[0]])
@@ -56,7 +56,7 @@ class TurnEnds:
         return ids
 
     def _trailing(self, text: str) -> tuple[str, list[int]]:
-        """(text without the special tokens that it ends in, their ids)."""
+        """(text without the special tokens at its end, their ids)."""
         ids: list[int] = []
         for token in reversed(list(self._token.finditer(text))):
             if text[token.end() :].strip():
@@ -89,7 +89,7 @@ class TurnEnds:
         for end in ends:
             if end in known:
                 return end
-        # A token that two calls have twice closes a call.
+        # A token that occurs more often with two calls than with one closes a call.
         twice = self._token.findall(self._render(user, called[1]))
         once = self._token.findall(written)
         closing = {self._added[t] for t in once if twice.count(t) > once.count(t)}

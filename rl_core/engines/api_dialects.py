@@ -1,5 +1,5 @@
-"""Requests to APIs of other models, and their answers: OpenAI's chat completions and Responses, and
-Anthropic's messages, each by its official client."""
+"""Requests and responses of model APIs: OpenAI's chat completions and Responses, and Anthropic's
+Messages, each with the official client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.types import Message, SamplingParams
 
-# Keys of a message of chat completions; endpoints refuse others.
+# Keys of a chat-completions message; endpoints refuse other keys.
 SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
 COUNTED = ("prompt_tokens", "completion_tokens")
 
@@ -24,9 +24,9 @@ class RawResponse(Protocol):
 class Dialect(Protocol):
     """One API of a provider."""
 
-    suffix: str  # A URL that ends so names the dialect.
-    key_variable: str  # The official client reads its key there.
-    package: str
+    suffix: str  # End of the URLs that select this dialect.
+    key_variable: str  # Environment variable with the API key.
+    package: str  # Python package of the official client.
 
     def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
         """The official client. `url`: without the suffix."""
@@ -36,12 +36,12 @@ class Dialect(Protocol):
     def body(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
     ) -> dict[str, Any]:
-        """A request. A parameter that is off is None, since not every endpoint knows it. Raises
-        ValueError for a parameter that the API lacks."""
+        """The body of a request. Parameters that are off are None, because some endpoints do not
+        know them. Raises ValueError for a parameter that the API lacks."""
 
     def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
-        """(message, finish reason, tokens by COUNTED). Raises LookupError, TypeError, ValueError
-        or AttributeError for an answer of another form."""
+        """(message, finish reason, number of tokens for each name in COUNTED). Raises LookupError,
+        TypeError, ValueError or AttributeError for a malformed response."""
 
 
 class ChatCompletions:
@@ -88,7 +88,7 @@ class ChatCompletions:
 
 
 class Responses(ChatCompletions):
-    """OpenAI's /v1/responses. The provider is asked to store nothing."""
+    """OpenAI's /v1/responses, with `store` off."""
 
     suffix = "/responses"
 
@@ -164,7 +164,9 @@ class Messages:
             if message["role"] == "system":
                 continue
             role = "assistant" if message["role"] == "assistant" else "user"
-            if turns and turns[-1]["role"] == role:  # All results of a turn are one message.
+            if (
+                turns and turns[-1]["role"] == role
+            ):  # The API wants a turn's results in one message.
                 turns[-1]["content"] += blocks_of(message)
             else:
                 turns.append({"role": role, "content": blocks_of(message)})
@@ -195,8 +197,7 @@ DIALECTS: tuple[Dialect, ...] = (Messages(), Responses(), ChatCompletions())
 
 
 def dialect_of(url: str) -> tuple[Dialect, str]:
-    """(the dialect that a URL names by its end, the URL without the end). Chat completions if it
-    names none."""
+    """(dialect of a URL by its suffix, URL without the suffix). The default is chat completions."""
     url = url.rstrip("/")
     for dialect in DIALECTS:
         if url.endswith(dialect.suffix):
@@ -239,7 +240,7 @@ def sent_message(message: Message) -> dict[str, Any]:
 
 
 def tool_of(function: dict[str, Any]) -> dict[str, Any]:
-    """A function in Anthropic's words."""
+    """A function in Anthropic's format."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     tool = {"name": function["name"], "input_schema": schema}
     description = function.get("description")
@@ -247,7 +248,7 @@ def tool_of(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def blocks_of(message: Message) -> list[dict[str, Any]]:
-    """Anthropic's blocks of a message; the API refuses empty texts."""
+    """A message as Anthropic's blocks, without empty texts, which the API refuses."""
     text = text_of(message)
     if message["role"] == "tool":
         result = {"type": "tool_result", "tool_use_id": message.get("tool_call_id", "")}

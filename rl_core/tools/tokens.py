@@ -1,6 +1,6 @@
-"""rl-core tokens: each row as the learner gets it, with the trained text between « and », and notes
-on things mapped, left out or refused; for RL the prompt. Takes the flags of rl-core train;
-no model is loaded."""
+"""rl-core tokens: each row as the learner gets it, with the trained text between « and » and notes
+on values that were mapped, left out or refused; for RL the prompt. Takes the flags of rl-core train.
+No model is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rl_core.data.tasks import TaskSource
     from rl_core.types import Task, TrainingSample
 
-# The environment of RL without --env_path, and its code.
+# File and code of the environment that RL uses if --env_path is absent.
 NO_ENV = "prompts.py"
 REWARD = "def reward_fn(messages):\n    return 0.0\n"
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(options of this command, flags of a run)."""
+    """(options of this command, flags of rl-core train)."""
     parser = argparse.ArgumentParser(
         prog="rl-core tokens",
         usage="rl-core tokens --data.train FILE --model FOLDER [--algorithm sft] [flags of train]",
@@ -63,7 +63,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 class RowReports:
-    """The rows of a run with these flags, by its own data sets, chats and limits."""
+    """Reports on rows, with the data sets, chats and limits of a run with these flags."""
 
     def __init__(self, flags: list[str], folder: Path):
         from rl_core import registry
@@ -80,7 +80,7 @@ class RowReports:
             self.dataset = registry.sft_dataset(self.config, self.chats[self.config.trained[0]])
 
     def report(self, source: TaskSource, index: int) -> dict[str, Any]:
-        """A row's notes, and its samples or why it is refused."""
+        """The notes on a row, with its samples or the reason why it is refused."""
         from rl_core.data.rows import row_place
         from rl_core.plugins.row_lengths import is_fit
 
@@ -97,7 +97,7 @@ class RowReports:
             return report | {"refused": str(error).removeprefix(f"{where}: ")}
 
     def samples(self, task: Task, notes: list[str]) -> list[dict[str, Any]]:
-        """The samples of a row; for RL the first prompt of each actor that has a chat."""
+        """The training samples of a row; for RL the first prompt of each actor with a chat."""
         algorithm = self.config.algorithm
         if self.dataset:
             if self.dataset.spelled:
@@ -117,7 +117,7 @@ class RowReports:
 
 
 def note_mapped(config: Config, row: dict[str, Any], notes: list[str]) -> None:
-    """Adds a note for each thing that is read in other words than the row's."""
+    """Adds a note for each value of the row that is mapped to another form."""
     from rl_core.data.tasks import prompt_messages, row_tools
     from rl_core.plugins.pairs import pair_messages
     from rl_core.plugins.sft import sft_messages

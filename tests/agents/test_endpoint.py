@@ -1121,7 +1121,7 @@ def test_connections_of_a_box_are_bounded_as_all_are(monkeypatch, capsys):
 
     assert asyncio.run(play()) == 200
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["HTTP: refused connections next to 10 others that have not shown the token"]
+    assert lines == ["HTTP: refused connections next to 10 others that have not sent the token"]
 
 
 def test_a_message_and_its_echo_have_one_key_and_others_have_not():

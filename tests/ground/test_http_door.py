@@ -282,7 +282,7 @@ def test_a_connection_that_asks_nothing_is_ended(name, play, capsys):
         return await asyncio.wait_for(reader.read(), 20)
 
     assert play(name, wait, FIRST_S=0.1) == b""
-    line = "HTTP: refused connections that had not shown the token after 0.1 s"
+    line = "HTTP: refused connections that had not sent the token after 0.1 s"
     assert capsys.readouterr().err.splitlines() == [line]
 
 
@@ -296,7 +296,7 @@ def test_half_open_connections_leave_room_for_others(name, play, capsys):
         return status
 
     assert play(name, crowd, MAX_OPEN_FILES=40) in (200, 400, 405, 500)
-    assert "next to 10 others that have not shown the token" in capsys.readouterr().err
+    assert "next to 10 others that have not sent the token" in capsys.readouterr().err
 
 
 def test_connections_of_one_key_are_bounded_and_other_keys_have_room(play):

@@ -84,7 +84,7 @@ def test_a_body_with_an_encoding_is_refused_and_never_inflated(monkeypatch):
             await ask(port, RIGHT + encoded, BOMB),
         )
         assert (stranger[0], known[0]) == (401, 400)
-        assert "Content-Encoding: gzip is not read; send the body as it is" in known[1]
+        assert "Content-Encoding: gzip is not supported; send the body uncompressed" in known[1]
 
     with_port(play, monkeypatch)
     assert not inflated
@@ -131,7 +131,7 @@ def test_a_connection_that_does_not_show_the_token_in_time_is_ended(begun, monke
     assert with_port(play, monkeypatch, first_s=0.1) == b""
     assert (
         capsys.readouterr().err
-        == "HTTP: refused connections that had not shown the token after 0.1 s\n"
+        == "HTTP: refused connections that had not sent the token after 0.1 s\n"
     )
 
 
@@ -165,7 +165,7 @@ def test_the_oldest_of_too_many_connections_without_the_token_is_ended(monkeypat
     assert (status, num_open) == (200, 7)  # one more gave way to the connection with the token
     assert (
         capsys.readouterr().err
-        == "HTTP: refused connections next to 8 others that have not shown the token\n"
+        == "HTTP: refused connections next to 8 others that have not sent the token\n"
     )
 
 
