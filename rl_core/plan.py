@@ -269,8 +269,8 @@ def train_tasks(
         weights.append(section.weight)
     if not sources:
         raise ValueError(
-            f"--env_path {config.env_path}: no environment has training rows; give one rows with "
-            "--envs.NAME.train, or with load_tasks('train') in its file"
+            f"--env_path {config.env_path}: no environment has training rows; add rows to one "
+            "with --envs.NAME.train, or with load_tasks('train') in its file"
         )
     return sources[0] if len(sources) == 1 else registry.task_mix(sources, weights)
 
