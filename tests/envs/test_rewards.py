@@ -213,12 +213,18 @@ def test_calls_of_many_episodes_are_one_call():
     async def ask(*items):
         return await asyncio.gather(*map(judge_all, items), return_exceptions=True)
 
+    async def give_up_and_ask():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(judge_all(7), 0.01)
+        return await judge_all(8)
+
     # Each run has its own loop, and a call that nobody waits for holds no other.
     assert asyncio.run(ask(1, 2, 3, 4, 5, 6)) == [2, 4, 6, 8, 10, 12]
     assert batches == [[1, 2, 3, 4], [5, 6]]
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(judge_all(7), 0.01))
-    assert asyncio.run(ask(8)) == [16] and batches[2:] == [[8]]
+    assert asyncio.run(ask(8, 9, 1, 2)) == [16, 18, 2, 4] and batches[2:] == [[8, 9, 1, 2]]
+    assert asyncio.run(give_up_and_ask()) == 16 and batches[3:] == [[8]]
     errors = asyncio.run(ask("bad", 1))
     assert [str(error) for error in errors] == ["the judge is away"] * 2
     [error] = asyncio.run(ask("short"))

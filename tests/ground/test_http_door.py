@@ -43,6 +43,7 @@ class Opened:
     port: int
     path: str  # of a POST with JSON
     key: str = ""  # the header's value; "" where no key is asked
+    other_key: str = ""
     max_bytes: int
 
     def head(self, *headers: str, key: str | None = None) -> str:
@@ -56,14 +57,16 @@ async def endpoint(capsys):
     made = ScriptedActor(name="policy", chat=CHAT, replies=["one"])
     actors = EpisodeActors({"policy": made}, SamplingParams(max_tokens=9), 1, "s")
     server = EndpointServer()
-    llm = await server.open(actors)
+    llm, other = await server.open(actors), await server.open(actors)
     yield Opened(
         port=int(llm.address.rpartition(":")[2]),
         path="/v1/chat/completions",
         key=f"Bearer {llm.api_key}",
+        other_key=f"Bearer {other.api_key}",
         max_bytes=MAX_BODY_BYTES,
     )
     server.shut(llm)
+    server.shut(other)
     await server.close()
 
 
@@ -180,27 +183,29 @@ def test_no_server_inflates_a_body(name, play, monkeypatch):
     assert not inflated
 
 
+# Each body with a part of the reason.
 REFUSED = {
-    "not JSON": b"{",
-    "not UTF-8": b'{"a": "\xff"}',
-    "half a character": b'{"a": ["half \\ud83d"]}',
-    "half a character as bytes": b'{"a": "\xed\xa0\xbd"}',
-    "half a character in a key": b'{"half \\uDE00": 1}',
-    "deep": b'{"a": ' + b"[" * 600 + b"]" * 600 + b"}",
-    "very deep": b"[" * 100_000,
-    "deep objects": b'{"a":' * 200 + b"1" + b"}" * 200,
-    "a long number": b'{"a": ' + b"1" * 5000 + b"}",
-    "NaN": b'{"a": NaN}',
+    "not JSON": (b"{", "Expecting property name"),
+    "not UTF-8": (b'{"a": "\xff"}', "can't decode byte 0xff"),
+    "half a character": (b'{"a": ["half \\ud83d"]}', "half of a surrogate pair"),
+    "half a character as bytes": (b'{"a": "\xed\xa0\xbd"}', "can't decode byte 0xed"),
+    "half a character in a key": (b'{"half \\uDE00": 1}', "half of a surrogate pair"),
+    "deep": (b'{"a": ' + b"[" * 600 + b"]" * 600 + b"}", "nested deeper than 128 levels"),
+    "very deep": (b"[" * 100_000, "nested deeper than 128 levels"),
+    "deep objects": (b'{"a":' * 200 + b"1" + b"}" * 200, "nested deeper than 128 levels"),
+    "a long number": (b'{"a": ' + b"1" * 5000 + b"}", "4300 digits"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
 }
 
 
 @pytest.mark.parametrize("name", ["endpoint", "scores", "gateway"])
 def test_what_is_not_json_is_refused_in_one_line(name, play, capsys):
     async def send(opened):
-        return {kind: await ask(opened, opened.head(), body) for kind, body in REFUSED.items()}
+        return {kind: await ask(opened, opened.head(), REFUSED[kind][0]) for kind in REFUSED}
 
     for kind, (status, text) in play(name, send).items():
         assert status == 400 and is_json_line(text), (kind, status, text)
+        assert REFUSED[kind][1] in text, (kind, text)
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -307,15 +312,16 @@ def test_connections_of_one_key_are_bounded_and_other_keys_have_room(play):
         for _ in range(258):
             reader, writer = await say(opened, head, body)
             found.append(((await hear(reader))[0], writer))
+        of_other, _ = await ask(opened, opened.head(key=opened.other_key), body)
         found[0][1].close()
         await asyncio.sleep(0.1)
         again, _ = await ask(opened, opened.head(), body)
         for _, writer in found:
             writer.close()
-        return [status for status, _ in found], again
+        return [status for status, _ in found], of_other, again
 
-    statuses, again = play("endpoint", crowd)
-    assert statuses == [200] * 256 + [429] * 2 and again == 200
+    statuses, of_other, again = play("endpoint", crowd)
+    assert statuses == [200] * 256 + [429] * 2 and of_other == again == 200
 
 
 def test_connections_of_all_keys_are_bounded(play, capsys):

@@ -484,6 +484,7 @@ def test_a_flag_of_another_trainer_gets_its_answer(name, ours):
 
 def test_no_answer_has_a_placeholder():
     names = {name for name, _ in ROWS} | {"weigth", "actors.bob.foo", "lora.rnk", "engine_arg"}
+    names |= {"actors.bob.lora.rnk", "foo.rank"}
     for name in sorted(names - SAME):
         with pytest.raises(ValueError) as caught:
             parse_config([f"--{name}", "1"])

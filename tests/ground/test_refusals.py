@@ -622,6 +622,13 @@ def test_a_runs_config_is_read_from_another_folder(tmp_path, monkeypatch):
         assert (read.algo.teacher, read.out) == ("org/teacher", "../project/runs/a")
     (project / "runs/a/config.yaml").rename(project / "mine.yaml")
     assert read_config(["--config", "../project/mine.yaml"]).env_path == config.env_path
+    # A relative --out tells the folder also after a move.
+    monkeypatch.chdir(project)
+    keep_config(project / "runs/a", parse_config([*flags, "--out", "runs/a"]))
+    monkeypatch.chdir(other)
+    project.rename(tmp_path / "moved")
+    read = read_config(["--config", "../moved/runs/a/config.yaml"])
+    assert read.env_path == f"{tmp_path}/moved/x.py?level=2,math_answer"
 
 
 def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):

@@ -406,8 +406,10 @@ def test_data_may_be_a_file_or_a_table_of_pandas(config_of, tmp_path):
         for result in results
     ]
     assert prompts[0] and all(other == prompts[0] for other in prompts)
-    lines = str(results[0]).splitlines()
-    assert len(lines) <= 15 and lines[0].startswith("TrainResult: step 1 in ")
+    many = dataclasses.replace(results[0], metrics={f"time/{n}_s": 1.0 for n in range(99)})
+    for result in (results[0], many):
+        lines = str(result).splitlines()
+        assert len(lines) <= 15 and lines[0].startswith("TrainResult: step 1 in ")
 
 
 def test_arrays_and_nulls_that_parquet_adds_are_not_in_rows_of_pandas(tmp_path):

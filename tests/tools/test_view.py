@@ -283,6 +283,12 @@ def test_lines_of_metrics_that_no_run_writes_are_skipped_with_a_note(run):
     assert found["lost"] == f"{run.path}: {skipped}"
     assert found["warnings"] == [{"step": 1, "text": "x"}]
     assert found["lost"] in report_of(run.path)["note"]
+    for line in LINES:
+        (run.path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+        folder = RunFolder(run.path)
+        folder.read_metrics()
+        # Text that is not JSON is a line that was cut short.
+        assert bool(folder.note) == (not line.startswith("[[")), line
 
 
 WRONG = [{"reward": "0.5"}, {"index": "1"}, {"env": None}, {"reward": [1]}, {"error": 3}]
