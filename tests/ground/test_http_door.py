@@ -187,9 +187,9 @@ def test_no_server_inflates_a_body(name, play, monkeypatch):
 REFUSED = {
     "not JSON": (b"{", "Expecting property name"),
     "not UTF-8": (b'{"a": "\xff"}', "can't decode byte 0xff"),
-    "half a character": (b'{"a": ["half \\ud83d"]}', "half of a surrogate pair"),
+    "half a character": (b'{"a": ["half \\ud83d"]}', "lone surrogate"),
     "half a character as bytes": (b'{"a": "\xed\xa0\xbd"}', "can't decode byte 0xed"),
-    "half a character in a key": (b'{"half \\uDE00": 1}', "half of a surrogate pair"),
+    "half a character in a key": (b'{"half \\uDE00": 1}', "lone surrogate"),
     "deep": (b'{"a": ' + b"[" * 600 + b"]" * 600 + b"}", "nested deeper than 128 levels"),
     "very deep": (b"[" * 100_000, "nested deeper than 128 levels"),
     "deep objects": (b'{"a":' * 200 + b"1" + b"}" * 200, "nested deeper than 128 levels"),
