@@ -43,14 +43,15 @@ def send(pids: list[int], number: int) -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Process ids of all processes that descend from `ancestor`, parents before their children."""
+    """Process ids of all processes that descend from `ancestor`, parents before their children.
+    Zombies count: a process whose main thread has ended is shown as one, while its other threads
+    run."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             with open(f"/proc/{name}/stat", errors="replace") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(name))
+                parent = int(file.read().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
     pids = list(children.get(ancestor, []))
     for pid in pids:
         pids += children.get(pid, [])

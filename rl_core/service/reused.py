@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from rl_core.sandbox.reaper import descendants, send
 from rl_core.service.wire import MAX_MESSAGE
 
 LOOK_S = 1.0  # how often it is asked whether a session's process is there
@@ -125,31 +126,14 @@ def write_all(file: int, data: bytes) -> None:
 def kill_descendants() -> None:
     """Kills what sessions started, until none is left. Orphans are this process's children."""
     until_s = time.monotonic() + KILL_S
-    while found := descendants():
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while pids := descendants(os.getpid()):
+        send(pids, signal.SIGKILL)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if time.monotonic() > until_s:
-            refuse(f"processes {found[:5]} of a session could not be killed")
+            refuse(f"processes {pids[:5]} of a session could not be killed")
         time.sleep(0.005)
-
-
-def descendants() -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError):
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(name))
-    found = []
-    ahead = [os.getpid()]
-    while ahead:
-        new = children.get(ahead.pop(), [])
-        found += new
-        ahead += new
-    return found
 
 
 def writable_mounts() -> list[Path]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,12 @@ def test_output_is_the_same_however_it_comes(sizes):
 
 
 def is_running(pid: int) -> bool:
-    try:
-        return "(sleep) Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
+    """True while a thread of the process runs; of a process that is killed a zombie may stay."""
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):
+            if file.read_text().rpartition(")")[2].split()[0] != "Z":
+                return True
+    return False
 
 
 # A daemon: a grandchild in a new session, without variables and pipes of its parent.
@@ -98,8 +101,25 @@ print(subprocess.Popen(["sleep", "1000"], **flags).pid, flush=True)
 """
 
 
-def test_what_a_command_leaves_behind_is_ended():
-    result = run(python(DAEMON))
+# A daemon whose main thread ends, so that the process looks like a zombie; another thread runs.
+HEADLESS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=[1000]).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+HEADLESS_DAEMON = f"""
+import subprocess
+flags = dict(start_new_session=True, env={{}}, stdin=-3, stdout=-3, stderr=-3)
+pid = subprocess.Popen({python(HEADLESS)!r}, **flags).pid
+while ") Z " not in open(f"/proc/{{pid}}/stat").read():
+    pass
+print(pid)
+"""
+
+
+@pytest.mark.parametrize("daemon", [DAEMON, HEADLESS_DAEMON], ids=["sleeps", "is headless"])
+def test_what_a_command_leaves_behind_is_ended(daemon):
+    result = run(python(daemon))
     wait_until(lambda: not is_running(int(result.stdout)), "the daemon's end")
 
 
