@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import math
 import resource
@@ -24,7 +23,13 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rl_core.json_limits import ESCAPED, lone_surrogate, may_be_deeper, nesting
+from rl_core.json_limits import (
+    ESCAPED,
+    STRICT_DECODER,
+    lone_surrogate,
+    may_be_deeper,
+    nesting,
+)
 
 LOOPBACK = "127.0.0.1"
 FIRST_S = 10.0  # Deadline for the key of a new connection.
@@ -342,7 +347,7 @@ def parse_json(body: bytes) -> Any:
     surrogates, and nested at most MAX_DEPTH levels."""
     text = body.decode()
     try:
-        value = DECODER.decode(text)
+        value = STRICT_DECODER.decode(text)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
     if may_be_deeper(text, MAX_DEPTH) and nesting(value) > MAX_DEPTH:
@@ -350,13 +355,6 @@ def parse_json(body: bytes) -> Any:
     if ESCAPED.search(text) and lone_surrogate(value):
         raise ValueError("a text has a lone surrogate, such as \\ud83d")
     return value
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def is_key(value: str, key: str) -> bool:

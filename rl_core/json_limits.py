@@ -1,13 +1,23 @@
-"""Checks for JSON that parsers accept and later code does not: lone surrogates, which no tokenizer
-encodes, and nesting that is too deep for templates and json.dumps(), which recurse."""
+"""Checks for JSON that parsers accept and later code does not: NaN and infinities, which are not
+JSON, lone surrogates, which no tokenizer encodes, and nesting that is too deep for templates and
+json.dumps(), which recurse."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # Escape of a surrogate, lone or in a pair.
 SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+# json.loads() would make one for each call.
+STRICT_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def may_be_deeper(text: str, most: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from rl_core.json_limits import STRICT_DECODER
 from rl_core.service import environments_pb2 as pb
 
 Parsed = TypeVar("Parsed", bound=Message)
@@ -119,7 +120,7 @@ def is_unicode(text: str) -> bool:
 def from_json(text: str, kind: type, what: str) -> Any:
     """Raises ServiceError unless the text is JSON of this kind."""
     try:
-        value = DECODER.decode(text)
+        value = STRICT_DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise wrong(f"{what} is not JSON: {error}") from None
     if not isinstance(value, kind):
@@ -127,15 +128,10 @@ def from_json(text: str, kind: type, what: str) -> Any:
     return value
 
 
-def no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-# json.dumps() and json.loads() make one for each call that has options.
+# json.dumps() makes one for each call that has options.
 ENCODER = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain
 )
-DECODER = json.JSONDecoder(parse_constant=no_constant)
 
 
 def failed(id: int, error: ServiceError) -> pb.Reply:
