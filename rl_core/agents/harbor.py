@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from rl_core.agents.dockerfile import Build, build_image, read_instructions
 from rl_core.agents.harbor_task import HarborTask, read_task
@@ -118,9 +118,7 @@ class TaskBox:
         if done.code == 0:
             return True
         mounts = await self.run_in_root("cat /proc/self/mounts")
-        points = [line.split()[1] for line in mounts.stdout.splitlines()]
-        held = [path for path in points if path.startswith(tuple(old))]
-        if held:
+        if held := mounts_below(old, mounts.stdout):
             raise RuntimeError(
                 f"{self.task.folder}: {TESTS}, {SOLUTION} or {LOGS} cannot be removed before the "
                 f"tests, as {', '.join(held)} is mounted there; mount it elsewhere"
@@ -173,6 +171,12 @@ class TaskBox:
                 "write one of them"
             )
         return found[0]
+
+
+def mounts_below(folders: Sequence[str], mounts: str) -> list[str]:
+    """Mount points at these paths and below them. `mounts`: of /proc/self/mounts."""
+    points = [PurePosixPath(line.split()[1]) for line in mounts.splitlines()]
+    return [str(point) for point in points if any(map(point.is_relative_to, folders))]
 
 
 def read_score(data: bytes, place: str) -> Score:

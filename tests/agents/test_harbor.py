@@ -350,6 +350,13 @@ def test_what_cannot_be_removed_before_the_tests_fails_the_episode(make, tmp_pat
         asyncio.run(verify())
 
 
+def test_mounts_below_a_folder_are_named_and_its_namesakes_are_not():
+    points = ("/", "/logs", "/logs/agent", "/logs2", "/x/tests", "/conftest.pyc")
+    mounts = "".join(f"tmpfs {point} tmpfs rw 0 0\n" for point in points)
+    found = harbor.mounts_below(["/tests", "/logs", "/conftest.py"], mounts)
+    assert found == ["/logs", "/logs/agent"]
+
+
 @needs_bwrap
 def test_an_agent_that_leaves_what_cannot_be_removed_scores_0(make, monkeypatch):
     async def verify():
