@@ -13,8 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
-from rl_core.data.messages import canonical_messages, canonical_tools
-from rl_core.data.tasks import shorten
+from rl_core.data.messages import canonical_messages, canonical_tools, shorten
 from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_values, wait_for_all

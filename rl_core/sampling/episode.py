@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.data.chat import text_of
 from rl_core.data.episodes import baseline_groups
-from rl_core.data.messages import shorten
+from rl_core.data.messages import shorten, text_of, with_text_arguments
 from rl_core.data.tasks import row_tools
 from rl_core.rules import nearest
 from rl_core.sampling.actor import Conversation, EpisodeActors, without_thoughts
@@ -122,8 +120,9 @@ class Episode:
             key = await self.call(self.dialogue.hooks["state_key"], name)
         if num_replies:
             heard = self.unheard_by(name) or CONTINUE
-            if len(self.actors) > 1 and not conversation.accepts(heard):
-                heard = joined_to_tools(heard)
+            joined = joined_to_tools(heard) if len(self.actors) > 1 else heard
+            if len(joined) < len(heard) and not conversation.accepts(heard):
+                heard = joined
             await conversation.respond(heard, state_key=key)
         elif not (conversation.room < 1 and self.speaker):
             # Where nobody has spoken yet, the task is too long: an error.
@@ -237,11 +236,8 @@ def turn_text(message: Message) -> str:
     text = without_thoughts(message.get("content") or "")
     lines = [text] if text else []
     for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = function["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        lines.append(f"{function['name']}({arguments})")
+        function = with_text_arguments(call)["function"]
+        lines.append(f"{function['name']}({function['arguments']})")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 import aiohttp
 
-from rl_core.data.tasks import shorten
+from rl_core.data.messages import shorten, with_text_arguments
 from rl_core.rules import nearest
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors, without_thoughts
 from rl_core.sampling.hooks import finite
@@ -383,15 +383,12 @@ def received_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def sent_call(call: dict[str, Any]) -> dict[str, Any]:
-    """With arguments as a text of JSON, as OpenAI's API has them."""
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+    """A call as OpenAI's API has it, with arguments as JSON text."""
+    function = with_text_arguments(call)["function"]
     return {
         "id": call.get("id") or "",
         "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
+        "function": {key: function[key] for key in ("name", "arguments")},
     }
 
 
