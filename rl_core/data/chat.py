@@ -418,16 +418,15 @@ class TokenStream:
         if num_chars(new_messages) <= LONG_CHARS:
             self.append(token_ids, text, new_messages, calls)
             return
-        chat = self._chat
 
-        def append(twin: Chat) -> None:
-            self._chat = twin
-            self.append(token_ids, text, new_messages, calls)
+        def appended(twin: Chat) -> dict[str, Any]:
+            stream = copy.copy(self)
+            stream._chat = twin
+            stream.append(token_ids, text, new_messages, calls)
+            return vars(stream)
 
-        try:
-            await chat.in_thread(append)
-        finally:
-            self._chat = chat
+        state = await self._chat.in_thread(appended)
+        vars(self).update(state | {"_chat": self._chat})
 
     def extend(
         self,
