@@ -429,14 +429,18 @@ def test_a_server_that_dies_while_it_is_started_again_is_tried_again_with_a_boun
         await engine.wake()
 
     async def main():
+        own_server.dies_of("model_info", 1)
+        with pytest.raises(EngineDied, match="exit status"):
+            await engine.wake()  # The first start is tried once.
+        assert engine.server.num_starts == 1
         await engine.wake()
         await engine.update(weights_of(engine, 1).items(), 1)
         await die(2)
-        assert engine.server.is_alive and engine.server.num_starts == 1 + 3
+        assert engine.server.is_alive and engine.server.num_starts == 2 + 3
         assert capsys.readouterr().err.count("engine policy is started again (") == 2
         with pytest.raises(EngineDied, match="exit status"):
             await die(3)
-        assert engine.server.num_starts == 1 + 3 + 3
+        assert engine.server.num_starts == 2 + 3 + 3
 
     try:
         asyncio.run(asyncio.wait_for(main(), 120))

@@ -26,7 +26,7 @@ PARTS = DB.hooks["start"].function.__globals__
 ROWS = [row for row in DB.load_tasks("train") if row["type"] != ["counting"]][:40]
 
 
-KEEP_ALIVE_S = 5.0  # As uvicorn, and as long as the longest pause of the client.
+KEEP_ALIVE_S = 0.3  # As long as the longest turn: connections close while turns end.
 
 
 class Host:
