@@ -126,8 +126,8 @@ class ShapeCheck:
         others: tuple[Hashable, ...],
         render: Callable[[list[Message]], list[Rendering]],
     ) -> None:
-        """Raises ValueError if a rendering of render(messages) is incomplete. `others`: values
-        besides the messages that render() depends on."""
+        """Raises ValueError if a rendering of render(messages) is incomplete. `others`: all other
+        inputs of render()."""
         shape = shape_of(messages, *others)
         if shape in self._complete:
             return
