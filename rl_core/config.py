@@ -345,6 +345,9 @@ class AgentsConfig(Section, prefix="agents."):
     address: str | None = flag(
         None, "name or IP address that they are told; default: the host, or this machine's"
     )
+    response_format: Literal["ignore", "refuse"] = flag(
+        "ignore", "JSON schema that a request wants of its reply; ignore: not enforced, counted"
+    )
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,7 @@ from rl_core.agents.requests import (
     overridden_in,
     read_arguments,
     read_tool,
+    schema_of,
     stops_of,
     text_of_parts,
     wanted,
@@ -31,9 +32,6 @@ FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 def read(body: dict[str, Any]) -> Request:
     """Raises Refusal for what this engine cannot do."""
     overridden = overridden_in(body)
-    form = wanted(body, "response_format", dict, {}).get("type", "text")
-    if form != "text":
-        raise Refusal(f"response_format {form!r} is not supported; ask for it in the messages")
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         overridden.append("tool_choice")
@@ -54,6 +52,7 @@ def read(body: dict[str, Any]) -> Request:
         is_streamed=wanted(body, "stream", bool, False),
         wants_logprobs=wanted(body, "logprobs", bool, False),
         wants_usage=bool(wanted(body, "stream_options", dict, {}).get("include_usage")),
+        schema=schema_of(wanted(body, "response_format", dict, {}), "response_format"),
         seed=body.get("seed"),
         overridden=overridden,
     )

@@ -149,11 +149,25 @@ class Endpoint:
         text = f"the messages have at least {least} tokens, which cannot fit into {limit}"
         raise Refusal(text, code="context_length_exceeded")
 
+    def check_schema(self, request: Request) -> None:
+        """Counts a request whose reply shall fit a JSON schema. Raises Refusal if
+        --agents.response_format refuses such requests."""
+        if request.schema is None:
+            return
+        config = self.server.config
+        if config is not None and config.response_format == "refuse":
+            raise Refusal(
+                "--agents.response_format refuse: replies are not forced into a JSON schema; "
+                "ask for JSON in the messages"
+            )
+        request.overridden.append("response_format")
+
     async def answer(self, request: Request) -> list[Reply]:
         """Raises Refusal."""
         if self.is_shut:  # while the body of the request came
             raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
         self.check_length(request)
+        self.check_schema(request)
         if self.failure is not None:
             raise Refusal("the engine died; the episode begins again", status=503)
         try:

@@ -15,6 +15,7 @@ from rl_core.agents.requests import (
     overridden_in,
     read_arguments,
     read_tool,
+    schema_of,
     stops_of,
     text_of_parts,
     wanted,
@@ -31,6 +32,9 @@ def read(body: dict[str, Any]) -> Request:
     choice = wanted(body, "tool_choice", dict, {}).get("type", "auto")
     if choice not in ("auto", "none"):
         overridden.append("tool_choice")
+    # Older clients call output_config.format output_format.
+    form = wanted(body, "output_format", dict, {})
+    form = wanted(wanted(body, "output_config", dict, {}), "format", dict, form)
     messages: list[Message] = []
     system = text_of_parts(body.get("system"), "system")
     if system:
@@ -55,6 +59,7 @@ def read(body: dict[str, Any]) -> Request:
         max_tokens=limit_of(body, "max_tokens"),
         stop=stops_of(body, "stop_sequences"),
         is_streamed=wanted(body, "stream", bool, False),
+        schema=schema_of(form, "output_config.format"),
         overridden=overridden,
     )
 

@@ -64,6 +64,8 @@ class Request:
     wants_logprobs: bool = False
     wants_usage: bool = False  # at the end of a stream
     is_retry: bool = False  # the client says so
+    # JSON schema that the reply shall fit; None: text.
+    schema: dict[str, Any] | None = None
     seed: Any = None  # not used to sample: another seed asks for another reply
     overridden: list[str] = field(default_factory=list)  # what the trainer decides instead
 
@@ -138,6 +140,23 @@ def limit_of(body: dict[str, Any], *names: str) -> int | None:
         if value is not None:
             limits.append(value)
     return min(limits, default=None)
+
+
+def schema_of(form: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """The JSON schema of a `response_format`, None for text. Raises Refusal for another type."""
+    kind = form.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise Refusal(f"{where}: the type {kind!r} must be text, json_object or json_schema")
+    # Chat completions nest the schema once more.
+    schema = wanted(wanted(form, "json_schema", dict, form), "schema", dict, {})
+    fault = schema_fault(schema)
+    if fault:
+        raise Refusal(f"{where}: the schema is not a JSON schema: {fault}")
+    return schema
 
 
 def stops_of(body: dict[str, Any], name: str) -> tuple[str, ...]:

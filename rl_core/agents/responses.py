@@ -17,6 +17,7 @@ from rl_core.agents.requests import (
     overridden_in,
     read_arguments,
     read_tool,
+    schema_of,
     text_of_parts,
     wanted,
 )
@@ -32,9 +33,7 @@ def read(body: dict[str, Any]) -> Request:
     """Raises Refusal for what this engine cannot do. `previous_response_id` is not read here: the
     endpoint puts the earlier messages behind the instructions."""
     overridden = overridden_in(body)
-    form = wanted(wanted(body, "text", dict, {}), "format", dict, {}).get("type", "text")
-    if form != "text":
-        raise Refusal(f"text.format {form!r} is not supported; ask for it in the input")
+    form = wanted(wanted(body, "text", dict, {}), "format", dict, {})
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         overridden.append("tool_choice")
@@ -60,6 +59,7 @@ def read(body: dict[str, Any]) -> Request:
         reads_calls=choice != "none",
         max_tokens=limit_of(body, "max_output_tokens"),
         is_streamed=wanted(body, "stream", bool, False),
+        schema=schema_of(form, "text.format"),
         overridden=overridden,
     )
 

@@ -117,8 +117,9 @@ RULES = (
         "rollout/[^/]+/agent_overridden_.+",
         1,
         is_in_first_step,
-        "is {value:.3g}: so many requests of an episode set this, and the run decides it "
-        "(--sampling.temperature, --seed); check that the program can do without",
+        "is {value:.3g} per episode: requests set this, and the run decides it "
+        "(--sampling.temperature, --seed, --agents.response_format); check that the program can do "
+        "without",
     ),
     Rule(
         "no signal",

@@ -15,11 +15,13 @@ from pathlib import Path
 import anthropic
 import httpx
 import openai
+import pydantic
 import pytest
 
 from rl_core import registry
-from rl_core.agents import chat_completions
+from rl_core.agents import chat_completions, messages, responses
 from rl_core.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
+from rl_core.agents.requests import Refusal
 from rl_core.agents.tree import key_of
 from rl_core.config import AgentsConfig
 from rl_core.data.chat import Chat
@@ -40,12 +42,12 @@ OPEN = []  # clients of the test that runs
 
 
 @asynccontextmanager
-async def endpoint(*replies, max_turns=0, max_tokens=200, others=(), **actor):
+async def endpoint(*replies, max_turns=0, max_tokens=200, others=(), config=None, **actor):
     """An episode's endpoint, and the tree of its first actor. `others`: more actors."""
     made = ScriptedActor(**({"name": "policy", "chat": CHAT, "replies": replies} | actor))
     known = {each.name: each for each in (made, *others)}
     actors = EpisodeActors(known, SamplingParams(max_tokens=max_tokens), 1, "s")
-    server = EndpointServer()
+    server = EndpointServer(config)
     llm = await server.open(actors, max_turns)
     try:
         yield llm, llm.trees["policy"]
@@ -674,7 +676,7 @@ BODIES = {
         "max_tokens": 3,
         "logprobs": True,
         "stream_options": {"include_usage": True},
-        "response_format": {"type": "text"},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": PARAMETERS}},
         "tool_choice": "auto",
     },
     "responses": {
@@ -686,7 +688,7 @@ BODIES = {
         ],
         "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}],
         "instructions": "x",
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "json_schema", "schema": PARAMETERS}},
         "max_output_tokens": 3,
     },
     "messages": {
@@ -715,6 +717,7 @@ BODIES = {
         "max_tokens": 3,
         "stop_sequences": ["z"],
         "tool_choice": {"type": "auto"},
+        "output_config": {"format": {"type": "json_schema", "schema": PARAMETERS}},
     },
 }
 STRANGE = [None, True, 0, -1, 1.5, 10**30, "", "x", "tool", "text", "function", [], {}, [None]]
@@ -778,6 +781,98 @@ def test_the_official_client_reads_text_and_several_calls(dialect, is_streamed):
     assert calls == [("add", {"a": 1, "b": [2, "x"]}), ("add", {"a": 7, "b": [2, "x"]})]
     assert finish == DIALECTS[dialect][2]
     assert num_tokens == len(CHAT.encode(said)) + 1  # the end token
+
+
+class City(pydantic.BaseModel):
+    name: str
+    people: int
+
+
+async def chat_parsed(llm, is_streamed):
+    client = openai_client(llm).chat.completions
+    asked = {"model": "m", "messages": HI, "response_format": City}
+    if not is_streamed:
+        return (await client.parse(**asked)).choices[0].message.parsed
+    async with client.stream(**asked) as events:
+        return (await events.get_final_completion()).choices[0].message.parsed
+
+
+async def responses_parsed(llm, is_streamed):
+    client = openai_client(llm).responses
+    asked = {"model": "m", "input": "hi", "text_format": City}
+    if not is_streamed:
+        return (await client.parse(**asked)).output_parsed
+    async with client.stream(**asked) as events:
+        return (await events.get_final_response()).output_parsed
+
+
+async def messages_parsed(llm, is_streamed):
+    client = anthropic_client(llm).messages
+    asked = {"model": "m", "messages": HI, "max_tokens": 99, "output_format": City}
+    if not is_streamed:
+        return (await client.parse(**asked)).parsed_output
+    async with client.stream(**asked) as events:
+        return (await events.get_final_message()).parsed_output
+
+
+PARSED = {"chat": chat_parsed, "responses": responses_parsed, "messages": messages_parsed}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("dialect", PARSED)
+def test_a_wanted_schema_is_not_enforced_and_counted(dialect, is_streamed):
+    """The clients parse by themselves; the second reply does not fit."""
+
+    async def play():
+        async with endpoint('{"name": "Rome", "people": 3}', "Rome") as (llm, tree):
+            parsed = await PARSED[dialect](llm, is_streamed)
+            tree.answered.clear()  # The same request again would be a retry.
+            with pytest.raises(ValueError):
+                await PARSED[dialect](llm, is_streamed)
+            return parsed, llm.trajectories(1.0)[0]
+
+    parsed, trajectory = asyncio.run(play())
+    assert parsed == City(name="Rome", people=3)
+    assert trajectory.metrics["agent_overridden_response_format"] == 2
+    assert text_of(trajectory).startswith("<|start|>user\nhi<|end|>\n<|start|>assistant\n{")
+
+
+@pytest.mark.parametrize("dialect", PARSED)
+def test_a_wanted_schema_is_refused_where_the_run_says_so(dialect):
+    async def play():
+        async with endpoint(CALL, config=AgentsConfig(response_format="refuse")) as (llm, tree):
+            with pytest.raises(
+                (openai.BadRequestError, anthropic.BadRequestError), match="response_format refuse"
+            ):
+                await PARSED[dialect](llm, False)
+            await DIALECTS[dialect][0](llm)  # A request without a schema is answered.
+            return tree.num_turns
+
+    assert asyncio.run(play()) == 1
+
+
+ANY_CITY = {"type": "json_schema", "schema": City.model_json_schema()}
+FORMATS = [  # (module, fields, schema)
+    (chat_completions, {"response_format": {"type": "text"}}, None),
+    (chat_completions, {"response_format": {"type": "json_object"}}, {"type": "object"}),
+    (responses, {"text": {"format": {"type": "json_object"}}}, {"type": "object"}),
+    (responses, {"text": {"verbosity": "low"}}, None),
+    (responses, {"text": {"format": ANY_CITY}}, City.model_json_schema()),
+    (messages, {"output_config": {"effort": "low"}}, None),
+    (messages, {"output_config": {"format": ANY_CITY}}, City.model_json_schema()),
+    (messages, {"output_format": ANY_CITY}, City.model_json_schema()),
+]
+
+
+@pytest.mark.parametrize("dialect, fields, schema", FORMATS)
+def test_each_dialect_has_its_field_for_a_schema(dialect, fields, schema):
+    body = {"messages": HI, "input": "hi"}
+    assert dialect.read(body | fields).schema == schema
+    for wrong, error in ({"type": "regex"}, "regex"), (ANY_CITY | {"schema": {"type": 3}}, "not a"):
+        is_direct = fields.keys() <= {"response_format", "output_format"}
+        inner = dict.fromkeys(fields, wrong if is_direct else {"format": wrong})
+        with pytest.raises(Refusal, match=error):
+            dialect.read(body | inner)
 
 
 def test_a_conversation_by_responses_continues_by_items_and_by_id():
@@ -921,15 +1016,12 @@ def test_a_conversation_by_messages_continues_by_blocks():
 def test_what_cannot_be_had_is_refused_in_the_dialects_words():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
     block = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
 
     async def play():
         async with endpoint("one") as (llm, _):
             client, other = openai_client(llm), anthropic_client(llm)
             with pytest.raises(openai.BadRequestError, match="text alone"):
                 await chat(client, [{"role": "user", "content": [image]}])
-            with pytest.raises(openai.BadRequestError, match="json_schema"):
-                await chat(client, HI, response_format=schema)
             with pytest.raises(anthropic.BadRequestError, match="text alone"):
                 await other.messages.create(
                     model="m", max_tokens=9, messages=[{"role": "user", "content": [block]}]

@@ -214,7 +214,7 @@ def test_what_programs_set_and_the_run_decides_is_told_once_for_each_name(tmp_pa
         (3, "overridden", "agent_overridden_seed"),
     ]
     line = json.loads((tmp_path / "warnings.jsonl").read_text().splitlines()[0])
-    assert "agent_overridden_temperature is 8: so many requests" in line["text"]
+    assert "agent_overridden_temperature is 8 per episode: requests set this" in line["text"]
 
 
 def test_each_reason_of_failed_episodes_is_told_once_with_its_count_also_by_a_run_that_goes_on(
