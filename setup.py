@@ -45,7 +45,6 @@ EXTRAS["trackers"] = ["wandb>=0.31", "tensorboard>=2.21", "trackio>=0.43", "pand
 EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"]
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
-EXTRAS["view"] = ["textual>=8"]  # rl-core view --tui
 # The last formats signatures.
 EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]
 EXTRAS["test"] = [
@@ -56,7 +55,6 @@ EXTRAS["test"] = [
     *EXTRAS["envs"],
     *EXTRAS["sandbox"],
     *EXTRAS["service"],
-    *EXTRAS["view"],
     *EXTRAS["docs"],
     "grpcio-tools>=1.76",
     "pytest>=8",

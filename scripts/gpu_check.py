@@ -113,7 +113,6 @@ def stages(out: Path) -> dict[str, Stage]:
         "generate": Stage(arguments=generate.split()),
         "sync": bench("sync", "--cycles 50"),
         "logprobs": bench("logprobs", "--device cuda"),
-        "memory": bench("memory", "--device cuda"),
         "learner_0.6B": bench("learner", "--sizes 0.6B", "learner_0.6B"),
         "learner_1.7B": bench("learner", "--sizes 1.7B", "learner_1.7B"),
         "learner_4B": bench("learner", "--sizes 4B", "learner_4B"),

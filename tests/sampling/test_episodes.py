@@ -49,7 +49,6 @@ READERS = {
     "tools/view/data.py matching": "conversations by their own reward",
     "tools/view/report.py spread": "whether rewards differ at all",
     "tools/view/tokens.py advantage_of": "those that have a reward",
-    "tools/view/tui.py Conversation.headline": "one conversation",
     "plugins/log_samples.py LogSamples.on_episodes": "one conversation",
 }
 LISTS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)

@@ -119,7 +119,6 @@ def test_a_thousand_sessions_are_paged_sorted_searched_and_summed_by_owner():
         (["--service", f"{NOBODY}?tokenfile=x"], "unknown setting 'tokenfile'; known: "),
         (["--service", f"{NOBODY}?token_file=none"], "token_file none: No such file or directory"),
         (["--service", NOBODY, "--report", "x"], "--report shows runs alone: leave --service out"),
-        (["--service", NOBODY, "--tui"], "--tui shows runs alone: leave --service out"),
     ],
 )
 def test_a_command_that_gives_no_page_is_refused(flags, why, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--port", type=int, default=6500, help="its port; 0 takes a free one [6500]"
     )
-    parser.add_argument("--tui", action="store_true", help="in this terminal instead of a browser")
     parser.add_argument(
         "--report", metavar="FILE", help="write the page with its data into one file instead"
     )
@@ -40,15 +38,6 @@ def main(argv: list[str]) -> int:
 
         print(f"wrote {write_report(Path(options.report), runs)}")
         return 0
-    if options.tui:
-        if find_spec("textual") is None:
-            raise ValueError(
-                "--tui needs textual, which is not installed: pip install 'rl_core[view]'"
-            )
-        from rl_core.tools.view.tui import Viewer
-
-        Viewer(runs).run()
-        return 0
     from rl_core.tools.view.server import serve
 
     service = watch(options.service) if options.service else None
@@ -60,9 +49,8 @@ def check(options: argparse.Namespace) -> None:
     """Raises ValueError for flags that give no page."""
     if not options.runs and not options.service:
         raise ValueError("rl-core view needs folders of runs, --service grpc://HOST:PORT, or both")
-    if options.service and (options.report or options.tui):
-        flag = "--report" if options.report else "--tui"
-        raise ValueError(f"{flag} shows runs alone: leave --service out")
+    if options.service and options.report:
+        raise ValueError("--report shows runs alone: leave --service out")
 
 
 def watch(url: str) -> Any:
