@@ -9,12 +9,12 @@ from typing import Any
 
 from rl_core.agents.requests import (
     Call,
+    Fields,
     Refusal,
     Reply,
     Request,
     called,
     limit_of,
-    overridden_in,
     read_arguments,
     read_tool,
     schema_of,
@@ -26,12 +26,27 @@ from rl_core.types import Message
 
 PATH = "/v1/chat/completions"
 MAX_REPLIES = 128  # Limit of `n`, the same as OpenAI's.
+FIELDS = Fields(
+    used="logprobs max_completion_tokens max_tokens messages model n response_format stop stream "
+    "stream_options tool_choice tools",
+    harmless="metadata moderation prediction prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention safety_identifier service_tier store user",
+    decided="frequency_penalty logit_bias parallel_tool_calls presence_penalty reasoning_effort "
+    "seed temperature top_logprobs top_p verbosity web_search_options",
+    refused={
+        "audio": "this model writes text alone",
+        "modalities": "this model writes text alone",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
+    },
+)
+REFUSED_OF_MESSAGES = {"audio": "send its transcript", "function_call": "use tool_calls"}
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 
 
 def read(body: dict[str, Any]) -> Request:
     """Raises Refusal for what this engine cannot do."""
-    overridden = overridden_in(body)
+    overridden = FIELDS.overridden_in(body)
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         overridden.append("tool_choice")
@@ -75,6 +90,9 @@ def read_message(message: Any) -> Message:
     role = "system" if message["role"] == "developer" else message["role"]
     if role not in ("system", "user", "assistant", "tool"):
         raise Refusal(f"messages: role {role!r} is not supported")
+    for name, fix in REFUSED_OF_MESSAGES.items():
+        if message.get(name):
+            raise Refusal(f"messages: {name} of a message is not supported; {fix}")
     found: Message = {"role": role, "content": text_of_parts(message.get("content"), role)}
     asked = wanted(message, "tool_calls", list, [])
     if asked:

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rl_core.agents import chat_completions, forward, messages, responses
-from rl_core.agents.requests import Refusal, Reply, Request, wanted
+from rl_core.agents.requests import Refusal, Reply, Request
 from rl_core.agents.tree import Tree
 from rl_core.http_door import (
     LOOPBACK,
@@ -35,7 +35,7 @@ from rl_core.http_door import (
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.scratch import scratch_prefix
-from rl_core.types import Message, Trajectory
+from rl_core.types import Trajectory
 
 if TYPE_CHECKING:
     from rl_core.config import AgentsConfig
@@ -44,9 +44,10 @@ DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
 # Between comments in a stream: clients and proxies give up connections on which nothing comes.
 KEEP_ALIVE_S = 10.0
-# Limits of one episode: connections with its key, and request bodies that are read concurrently.
+# Limits of one episode: connections with its key, request bodies that are read concurrently.
 MAX_CONNECTIONS = 256
 MAX_READING = 8
+MAX_STORED = 1024  # conversations that later requests may continue by the id of a reply
 ELSEWHERE = ("192.0.2.1", 9)  # an address of documentation, which nobody has
 # In a box: a folder, and what is in it.
 BOX_FOLDER, SOCKET, FORWARDER = "/run/rl_core", "endpoint.sock", "forward.py"
@@ -64,9 +65,9 @@ class Endpoint:
     api_key: str
     trees: dict[str, Tree]  # actor -> its turns
     program: str  # the program's name in errors
-    # What a request of /v1/responses continues by `previous_response_id`.
-    stored: dict[str, list[Message]] = field(default_factory=dict)
-    # What an `item_reference` of such a request names.
+    # Conversations up to a kept reply, by its id: the last MAX_STORED.
+    stored: dict[str, Request] = field(default_factory=dict)
+    # Items of /v1/responses that an `item_reference` may name, by id.
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: EngineDied | None = None
     # Bounds the request bodies of one program that are in memory at the same time.
@@ -161,6 +162,30 @@ class Endpoint:
                 "ask for JSON in the messages"
             )
         request.overridden.append("response_format")
+
+    def put_before(self, dialect: ModuleType, request: Request) -> None:
+        """Puts the conversation that the request continues before its messages. Raises Refusal."""
+        if request.continues is None:
+            return
+        earlier = self.stored.get(request.continues)
+        if earlier is None:
+            name = request.continues[:80]
+            text = f"{name!r} is no reply of this episode; the last {MAX_STORED} are kept"
+            raise Refusal(text, **dialect.NOT_KEPT)
+        dialect.continued(request, earlier)
+
+    def store(self, dialect: ModuleType, request: Request, replies: list[Reply]) -> None:
+        """Keeps replies that later requests may continue."""
+        if not request.is_kept:
+            return
+        for reply in replies:
+            conversation = replace(request, messages=[*request.messages, reply.message])
+            self.stored[dialect.reply_id(reply)] = conversation
+            if len(self.stored) > MAX_STORED:
+                del self.stored[next(iter(self.stored))]
+            if dialect is responses:
+                for item in responses.output(reply):
+                    self.items[item["id"]] = item
 
     async def answer(self, request: Request) -> list[Reply]:
         """Raises Refusal."""
@@ -296,38 +321,16 @@ class EndpointServer:
                 request = dialect.read(body)
                 retries = [http.headers.get(name, "0") for name in RETRY_HEADERS]
                 request.is_retry = any(count not in ("", "0") for count in retries)
-                if dialect is responses:
-                    self.put_before(endpoint, body, request)
+                endpoint.put_before(dialect, request)
                 if request.is_streamed:
                     return await self.send_stream(http, dialect, endpoint, request)
                 replies = await endpoint.answer(request)
             except Refusal as refusal:
                 return await refuse(http, refusal, dialect)
-            if dialect is responses:
-                self.store(endpoint, request, replies)
+            endpoint.store(dialect, request, replies)
             return web.json_response(dialect.write(replies, request))
 
         return handle
-
-    def put_before(self, endpoint: Endpoint, body: dict[str, Any], request: Request) -> None:
-        """Puts the conversation of `previous_response_id`, without the instructions that it had,
-        behind the request's instructions. Raises Refusal."""
-        previous = wanted(body, "previous_response_id", str)
-        if previous is None:
-            return
-        if previous not in endpoint.stored:
-            raise Refusal(f"previous_response_id: {previous!r} is no response of this episode")
-        num = request.num_instructions
-        new = request.messages
-        request.messages = [*new[:num], *endpoint.stored[previous], *new[num:]]
-
-    def store(self, endpoint: Endpoint, request: Request, replies: list[Reply]) -> None:
-        """Keeps replies of /v1/responses for later requests."""
-        for reply in replies:
-            history = [*request.messages[request.num_instructions :], reply.message]
-            endpoint.stored[responses.response_id(reply)] = history
-            for item in responses.output(reply):
-                endpoint.items[item["id"]] = item
 
     async def send_stream(
         self, http: web.Request, dialect: ModuleType, endpoint: Endpoint, request: Request
@@ -350,8 +353,7 @@ class EndpointServer:
             error = json.dumps(dialect.write_error(refusal))
             await response.write(f"event: error\ndata: {error}\n\n".encode())
             return response
-        if dialect is responses:
-            self.store(endpoint, request, replies)
+        endpoint.store(dialect, request, replies)
         for event in dialect.stream(replies, request):
             await response.write(event.encode())
         return response
@@ -359,7 +361,9 @@ class EndpointServer:
     async def count_tokens(self, http: web.Request) -> web.Response:
         try:
             endpoint = self.endpoint_of(http)
-            number = await endpoint.num_tokens(messages.read(await body_of(http, endpoint)))
+            request = messages.read(await body_of(http, endpoint))
+            endpoint.put_before(messages, request)
+            number = await endpoint.num_tokens(request)
         except Refusal as refusal:
             return await refuse(http, refusal, messages)
         return web.json_response({"input_tokens": number})

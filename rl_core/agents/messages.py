@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_core.agents.requests import (
+    Fields,
     Refusal,
     Reply,
     Request,
     called,
     limit_of,
-    overridden_in,
     read_arguments,
     read_tool,
     schema_of,
@@ -23,15 +23,38 @@ from rl_core.agents.requests import (
 from rl_core.types import Message
 
 PATH = "/v1/messages"
+FIELDS = Fields(
+    used="max_tokens messages model output_config output_format stop_sequences stream system "
+    "thread tool_choice tools",
+    harmless="billing_policy cache_control diagnostics fallback_credit_token fallbacks "
+    "inference_geo metadata service_tier speed",
+    decided="temperature thinking top_k top_p",
+    refused={
+        "compaction": "ask for the summary by messages",
+        "container": "run the code in the program",
+        "context_management": "shorten the messages in the program",
+        "mcp_servers": "call them in the program, and offer their tools as tools",
+    },
+)
+# The client answers this error by the whole conversation.
+NOT_KEPT = {"status": 404, "code": "thread_not_found"}
+ERRORS = {401: "authentication_error", 404: "not_found_error"}
 FINISH = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 
 
 def read(body: dict[str, Any]) -> Request:
     """Raises Refusal for what this engine cannot do."""
-    overridden = overridden_in(body)
-    choice = wanted(body, "tool_choice", dict, {}).get("type", "auto")
+    overridden = FIELDS.overridden_in(body)
+    for name in ("effort", "task_budget"):
+        if wanted(body, "output_config", dict, {}).get(name):
+            overridden.append(name)
+    chosen = wanted(body, "tool_choice", dict, {})
+    choice = chosen.get("type", "auto")
     if choice not in ("auto", "none"):
         overridden.append("tool_choice")
+    if chosen.get("disable_parallel_tool_use"):
+        overridden.append("parallel_tool_calls")
+    thread = read_thread(body)
     # Older clients call output_config.format output_format.
     form = wanted(body, "output_format", dict, {})
     form = wanted(wanted(body, "output_config", dict, {}), "format", dict, form)
@@ -60,14 +83,46 @@ def read(body: dict[str, Any]) -> Request:
         stop=stops_of(body, "stop_sequences"),
         is_streamed=wanted(body, "stream", bool, False),
         schema=schema_of(form, "output_config.format"),
+        continues=thread.get("previous_message_id"),
+        is_kept=bool(thread),
         overridden=overridden,
     )
+
+
+def read_thread(body: dict[str, Any]) -> dict[str, Any]:
+    """The field `thread`: {} or of type create or continue. Raises Refusal."""
+    thread = wanted(body, "thread", dict, {})
+    if not thread:
+        return {}
+    kind = thread.get("type")
+    if kind == "create":
+        return {"type": kind}
+    if kind != "continue" or not isinstance(thread.get("previous_message_id"), str):
+        raise Refusal(
+            f"thread: {str(thread)[:80]} must be of type create, or of type continue with a "
+            "previous_message_id"
+        )
+    for name in ("system", "tools"):
+        if body.get(name):
+            raise Refusal(
+                f"{name} is the thread's when it continues; leave it out, or begin a thread",
+                code="thread_fingerprint_mismatch",
+            )
+    return thread
+
+
+def continued(request: Request, earlier: Request) -> None:
+    """Puts the earlier conversation of the thread, with its tools, before the request's."""
+    request.messages = [*earlier.messages, *request.messages]
+    request.tools = earlier.tools
 
 
 def read_message(message: Any) -> list[Message]:
     """A message's blocks as messages: results of tools each one, then the text."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise Refusal(f"messages: {str(message)[:80]} is no message of user or assistant")
+    if message.get("clear_at") == "next_user_message":
+        raise Refusal("messages: clear_at is not supported; leave the message out in the program")
     role, content = message["role"], message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": text_of_parts(content, role)}]
@@ -94,7 +149,7 @@ def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
     """The response's body."""
     (reply,) = replies
     return {
-        "id": f"msg_{reply.id}",
+        "id": reply_id(reply),
         "type": "message",
         "role": "assistant",
         "model": request.model,
@@ -103,6 +158,10 @@ def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
         "stop_sequence": reply.stop or None,
         "usage": {"input_tokens": reply.num_prompt_tokens, "output_tokens": reply.num_tokens},
     }
+
+
+def reply_id(reply: Reply) -> str:
+    return f"msg_{reply.id}"
 
 
 def blocks(reply: Reply) -> list[dict[str, Any]]:
@@ -149,4 +208,7 @@ def events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def write_error(refusal: Refusal) -> dict[str, Any]:
     kind = "invalid_request_error" if refusal.status < 500 else "api_error"
-    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+    error = {"type": ERRORS.get(refusal.status, kind), "message": refusal.message}
+    if refusal.code.startswith("thread_"):
+        error["details"] = {"error_code": refusal.code}
+    return {"type": "error", "error": error}

@@ -1,25 +1,23 @@
-"""What a program asks and is told, whatever its dialect."""
+"""Requests of programs and replies to them, in any dialect."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.types import Message
 
-# What a program may set, and the trainer decides: counted in a metric.
-DECIDED_BY_TRAINER = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
+# Values that ask for nothing.
+NEUTRAL = {
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "top_logprobs": 0,
+    "truncation": "disabled",
+}
+FIELD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}")
 
 # Keywords of a JSON schema that hold schemas -> by name, in a list, or (None) one or a list.
 SUBSCHEMAS = {
@@ -47,6 +45,37 @@ class Refusal(Exception):
         self.code = code
 
 
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Fields:
+    """Top-level fields of a dialect's requests, sorted by their effect. A field that is not listed
+    counts as decided: clients send extras of many vendors."""
+
+    used: str
+    harmless: str  # No reply depends on these: bills, caches, labels, a vendor's tools.
+    decided: str  # The run decides instead. Counted in a metric.
+    refused: Mapping[str, str]  # field -> the fix, in an error
+
+    def overridden_in(self, body: dict[str, Any]) -> list[str]:
+        """Fields of a request that the run decides. Raises Refusal for a refused field."""
+        ignored = {*self.used.split(), *self.harmless.split()}
+        overridden = []
+        for name, value in body.items():
+            if name in ignored or value is None or value == NEUTRAL.get(name):
+                continue
+            if name not in self.refused:
+                overridden.append(checked_name(name))
+            elif value:
+                raise Refusal(f"{name} is not supported; {self.refused[name]}")
+        return overridden
+
+
+def checked_name(name: str) -> str:
+    """A field's name, as a metric ends with it. Raises Refusal."""
+    if not FIELD_NAME.fullmatch(name):
+        raise Refusal(f"{name[:80]!r} is not the name of a field")
+    return name
+
+
 @dataclass(kw_only=True, slots=True)
 class Request:
     """A request in the words of chat templates, such as messages=[{"role": "user", "content":
@@ -66,6 +95,8 @@ class Request:
     is_retry: bool = False  # the client says so
     # JSON schema that the reply shall fit; None: text.
     schema: dict[str, Any] | None = None
+    continues: str | None = None  # id of the kept reply whose conversation comes first
+    is_kept: bool = False  # later requests may continue the reply
     seed: Any = None  # not used to sample: another seed asks for another reply
     overridden: list[str] = field(default_factory=list)  # what the trainer decides instead
 
@@ -110,11 +141,6 @@ def called(call_id: Any, name: Any, arguments: dict[str, Any]) -> dict[str, Any]
     function = {"name": name, "arguments": arguments}
     call_id = call_id if isinstance(call_id, str) else ""
     return {"id": call_id, "type": "function", "function": function}
-
-
-def overridden_in(body: dict[str, Any]) -> list[str]:
-    """Names in a request that the trainer decides."""
-    return [name for name in DECIDED_BY_TRAINER if body.get(name) is not None]
 
 
 def wanted(

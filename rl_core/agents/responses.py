@@ -9,12 +9,12 @@ from typing import Any
 
 from rl_core.agents.chat_completions import write_error
 from rl_core.agents.requests import (
+    Fields,
     Refusal,
     Reply,
     Request,
     called,
     limit_of,
-    overridden_in,
     read_arguments,
     read_tool,
     schema_of,
@@ -24,15 +24,35 @@ from rl_core.agents.requests import (
 from rl_core.types import Message
 
 PATH = "/v1/responses"
+FIELDS = Fields(
+    used="include input instructions max_output_tokens model previous_response_id stream text "
+    "tool_choice tools",
+    harmless="access_programs background_options image max_tool_calls metadata moderation "
+    "prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
+    "store stream_options user",
+    decided="parallel_tool_calls reasoning temperature top_logprobs top_p",
+    refused={
+        "background": "ask without it",
+        "context_management": "shorten the input in the program",
+        "conversation": "send its items, or previous_response_id",
+        "prompt": "send its text as instructions and input",
+        "truncation": "shorten the input in the program",
+    },
+)
+NOT_KEPT = {"code": "previous_response_not_found"}
+LOGPROBS = "message.output_text.logprobs"
 CALLS = ("function_call", "custom_tool_call")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
-__all__ = ["PATH", "read", "stream", "write", "write_error"]
+__all__ = ["NOT_KEPT", "PATH", "continued", "read", "reply_id", "stream", "write", "write_error"]
 
 
 def read(body: dict[str, Any]) -> Request:
-    """Raises Refusal for what this engine cannot do. `previous_response_id` is not read here: the
-    endpoint puts the earlier messages behind the instructions."""
-    overridden = overridden_in(body)
+    """Raises Refusal for what this engine cannot do."""
+    overridden = FIELDS.overridden_in(body)
+    if LOGPROBS in wanted(body, "include", list, []):
+        overridden.append("logprobs")
+    if wanted(body, "text", dict, {}).get("verbosity"):
+        overridden.append("verbosity")
     form = wanted(wanted(body, "text", dict, {}), "format", dict, {})
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
@@ -60,8 +80,16 @@ def read(body: dict[str, Any]) -> Request:
         max_tokens=limit_of(body, "max_output_tokens"),
         is_streamed=wanted(body, "stream", bool, False),
         schema=schema_of(form, "text.format"),
+        continues=wanted(body, "previous_response_id", str),
+        is_kept=True,
         overridden=overridden,
     )
+
+
+def continued(request: Request, earlier: Request) -> None:
+    """Puts the earlier conversation, without its instructions, behind those of the request."""
+    num, new = request.num_instructions, request.messages
+    request.messages = [*new[:num], *earlier.messages[earlier.num_instructions :], *new[num:]]
 
 
 def read_items(items: Any) -> list[Message]:
@@ -148,7 +176,7 @@ def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
 
 def header(reply: Reply, request: Request) -> dict[str, Any]:
     return {
-        "id": response_id(reply),
+        "id": reply_id(reply),
         "object": "response",
         "created_at": int(time.time()),
         "model": request.model,
@@ -167,7 +195,7 @@ def header(reply: Reply, request: Request) -> dict[str, Any]:
     }
 
 
-def response_id(reply: Reply) -> str:
+def reply_id(reply: Reply) -> str:
     return f"resp_{reply.id}"
 
 

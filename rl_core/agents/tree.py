@@ -25,6 +25,7 @@ from rl_core.sampling.actor import Actor, Conversation, without_thoughts
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Message, Trajectory, Turn
 
+MAX_OVERRIDDEN = 64  # Names of fields in one episode: each is a metric.
 Key = tuple  # of a message: equal for a message and its echo
 
 
@@ -71,6 +72,8 @@ class Tree:
         """The actor's replies. The same request gets the same replies again; if the first is still
         under way, only where the client calls it a retry. Raises Refusal."""
         self.overridden.update(request.overridden)
+        if len(self.overridden) > MAX_OVERRIDDEN:
+            raise Refusal(f"the requests set more than {MAX_OVERRIDDEN} fields that are not read")
         key = request_key(request)
         nodes = self.answered.get(key)
         # While the first is under way, only a request that the client calls a retry is one.
@@ -209,7 +212,7 @@ def code_of(talk: Conversation) -> str:
 
 def request_key(request: Request) -> str:
     """A digest, equal for a request and its retry."""
-    asked = replace(request, model="", is_retry=False)
+    asked = replace(request, model="", is_retry=False, continues=None, is_kept=False)
     values = {each.name: getattr(asked, each.name) for each in fields(asked)}
     return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 

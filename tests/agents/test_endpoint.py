@@ -9,14 +9,23 @@ import random
 import socket
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import get_type_hints
 
 import anthropic
 import httpx
 import openai
 import pydantic
 import pytest
+from anthropic import beta_async_tool
+from anthropic.types.beta.message_create_params import (
+    MessageCreateParamsStreaming as BetaMessageCreateParamsStreaming,
+)
+from anthropic.types.message_create_params import MessageCreateParamsStreaming
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
 from rl_core import registry
 from rl_core.agents import chat_completions, messages, responses
@@ -890,7 +899,7 @@ def test_a_conversation_by_responses_continues_by_items_and_by_id():
             third = await client.responses.create(
                 input="thanks", previous_response_id=second.id, **asked
             )
-            with pytest.raises(openai.BadRequestError, match="no response of this episode"):
+            with pytest.raises(openai.BadRequestError, match="no reply of this episode"):
                 await client.responses.create(input="x", previous_response_id="resp_1", **asked)
             return third.output_text, llm.trajectories(1.0)
 
@@ -1011,6 +1020,110 @@ def test_a_conversation_by_messages_continues_by_blocks():
     counted, said, (trajectory,) = asyncio.run(play())
     assert said == "three" and len(trajectory.turns) == 2
     assert counted == len(trajectory.turns[0].new_ids)
+
+
+@beta_async_tool
+async def add(a: int, b: int) -> str:
+    """Adds two numbers."""
+    return str(a + b)
+
+
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_thread_is_one_conversation(is_streamed, forgets):
+    """`forgets`: the second request finds no thread, and the client sends the conversation."""
+    sent = []
+
+    async def play():
+        async with endpoint(f"<think>so</think>I add {ADD}", "three", "bye") as (llm, _):
+            client = anthropic_client(llm).beta.messages
+            asked = {"model": "m", "max_tokens": 200, "system": "Hm.", "tools": [add]}
+            runner = client.tool_runner(messages=HI, stream=is_streamed, **asked)
+            async for reply in runner:
+                said = await reply.get_final_message() if is_streamed else reply
+                sent.append(llm.stored[said.id].continues is not None)
+                if forgets:
+                    llm.stored.clear()
+            return said.content[0].text, llm.trajectories(1.0)
+
+    said, (trajectory,) = asyncio.run(play())
+    assert said == "three" and sent == [False, not forgets]
+    assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
+    assert text_of(trajectory).count("user\nhi<") == text_of(trajectory).count("Hm.") == 1
+    assert "\n3<|end|>" in text_of(trajectory)
+
+
+def test_threads_branch_repeat_and_end(monkeypatch):
+    monkeypatch.setattr("rl_core.agents.endpoint.MAX_STORED", 3)
+
+    async def play():
+        async with endpoint("one", "two", "three", "four") as (llm, tree):
+            client = anthropic_client(llm).beta.messages
+            create = partial(client.create, model="m", max_tokens=99)
+
+            async def continued(reply, text, **more):
+                thread = {"type": "continue", "previous_message_id": reply.id}
+                new = [{"role": "user", "content": text}]
+                return await create(messages=new, thread=thread, **more)
+
+            first = await create(messages=HI, system="Hm.", thread={"type": "create"})
+            left, right = [await continued(first, text) for text in ("left", "right")]
+            again = await continued(first, "left")
+            assert again.id == left.id and tree.num_retries == 1
+            with pytest.raises(anthropic.BadRequestError, match="system is the thread's") as error:
+                await continued(left, "x", system="Ho.")
+            assert error.value.body["error"]["details"]["error_code"].endswith("mismatch")
+            await continued(right, "on")
+            with pytest.raises(anthropic.NotFoundError, match="the last 3 are kept"):
+                await continued(first, "late")
+            counted = await client.count_tokens(model="m", messages=HI)
+            return [text_of(branch) for branch in llm.trajectories(1.0)], counted.input_tokens
+
+    left, right = asyncio.run(play())[0]
+    assert left.endswith("one<|end|>\n<|start|>user\nleft<|end|>\n<|start|>assistant\ntwo<|end|>")
+    assert right.count("Hm.") == 1 and right.endswith("on<|end|>\n<|start|>assistant\nfour<|end|>")
+
+
+SDK_TYPES = {
+    chat_completions: [CompletionCreateParamsStreaming],
+    responses: [ResponseCreateParamsStreaming],
+    messages: [MessageCreateParamsStreaming, BetaMessageCreateParamsStreaming],
+}
+OF_OLDER_CLIENTS = {
+    chat_completions: set(),
+    responses: set(),
+    messages: {"output_format", "temperature", "top_k", "top_p"},
+}
+OF_HEADERS = {"betas", "user_profile_id", "workspace_id"}
+
+
+@pytest.mark.parametrize("dialect", SDK_TYPES, ids=lambda dialect: dialect.PATH)
+def test_each_field_of_the_clients_types_is_sorted(dialect):
+    known = set()
+    for each in SDK_TYPES[dialect]:
+        known |= get_type_hints(each).keys() - OF_HEADERS
+    fields = dialect.FIELDS
+    listed = [*fields.used.split(), *fields.harmless.split(), *fields.decided.split()]
+    listed += fields.refused
+    assert sorted(listed) == sorted(known | OF_OLDER_CLIENTS[dialect])
+
+
+@pytest.mark.parametrize("dialect", SDK_TYPES, ids=lambda dialect: dialect.PATH)
+def test_fields_are_refused_or_counted_by_name(dialect):
+    body = {"messages": HI, "input": "hi", "model": "m"}
+    body = {name: value for name, value in body.items() if name in dialect.FIELDS.used.split()}
+    for name in dialect.FIELDS.refused:
+        with pytest.raises(Refusal, match=f"^{name} is not supported; "):
+            dialect.read(body | {name: "auto"})
+        assert dialect.read(body | {name: None}).overridden == []
+    assert dialect.read(body | dict.fromkeys(dialect.FIELDS.harmless.split(), "x")).overridden == []
+    for name in (*dialect.FIELDS.decided.split(), "of_a_vendor"):
+        assert dialect.read(body | {name: 0.5}).overridden == [name]
+    with pytest.raises(Refusal, match="is not the name of a field"):
+        dialect.read(body | {"a b": 1})
 
 
 def test_what_cannot_be_had_is_refused_in_the_dialects_words():
