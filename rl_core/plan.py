@@ -323,6 +323,8 @@ def load_source(
         min_reward = config.data.min_reward if is_train else None
         load_other = partial(registry.load_other, min_reward=min_reward, actor=config.trained[0])
         rows, files = load_rows(path, "train" if is_train else "test", load_other)
+        if is_pairs:
+            rows, files = registry.pair_rows(rows, files)
         if config.data.columns:
             rows = registry.renamed_columns(config, rows, path, is_train)
     elif env and env.load_tasks:

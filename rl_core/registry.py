@@ -102,6 +102,12 @@ def renamed_columns(config: Any, rows: Any, path: str, is_train: bool):
     return RenamedColumns(rows, config.data.columns)
 
 
+def pair_rows(*rows: Any):
+    from rl_core.plugins.pairs import pair_rows
+
+    return pair_rows(*rows)
+
+
 def check_rows(*rows: Any):
     from rl_core.plugins.sft_dataset import check_rows
 

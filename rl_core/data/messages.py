@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl_core.data.thoughts import MARKS, leading_thoughts
+from rl_core.data.tool_schemas import with_schema
 from rl_core.types import Message
 
 # Roles of ShareGPT, LangChain, Gemini, ms-swift and older OpenAI APIs.
@@ -284,8 +285,8 @@ def check_text(message: Message) -> None:
 
 
 def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str, Any]] | None:
-    """Tools from a list or its JSON text, each as {"type": "function", "function": {"name", ...}};
-    None for an empty list. Raises ValueError for another value."""
+    """Tools from a list or its JSON text, each as {"type": "function", "function": {"name", ...}},
+    with_schema(); None for an empty list. Raises ValueError for another value."""
     source = tools
     if isinstance(tools, str):
         tools = json_value(tools) if tools.strip() else None
@@ -309,7 +310,10 @@ def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str
                 "must be a list of JSON schemas, or such a list as JSON text; tool "
                 f"{number} is not a function with a name: {shorten(tool)}"
             )
-        read.append(tool)
+        whole = tool | {"function": with_schema(function)}
+        if whole != tool and notes is not None:
+            notes.append(f"tool {number}: parameters completed to a JSON schema")
+        read.append(whole)
     return read
 
 

@@ -4,6 +4,7 @@ tasks drawn so far."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,12 +20,23 @@ from rl_core.data.messages import (
     shorten,
     text_of,
 )
+from rl_core.data.row_forms import conversation_in, read_form
 from rl_core.data.rows import row_place
 from rl_core.rules import nearest
 from rl_core.types import Message, Task, counter_seed
 
 # Columns of the first messages; the first of these columns that a row has is used.
-PROMPT_COLUMNS = ("messages", "prompt", "conversations", "question", "problem", "instruction")
+PROMPT_COLUMNS = (
+    "messages",
+    "prompt",
+    "conversations",
+    "conversation",
+    "question",
+    "problem",
+    "instruction",
+)
+# Columns of whole conversations, whose replies at the end are not part of an RL prompt.
+CONVERSATIONS = ("messages", "conversations", "conversation")
 # Columns of the text of a system message before them.
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # Marks in a text for the entries of a column of images, videos or audio.
@@ -34,15 +46,21 @@ MEDIA = re.compile("<(image|video|audio)>")
 def make_task(
     row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, place: str = ""
 ) -> Task:
-    """The task of row `index` (from 0). A preference pair has no messages."""
+    """The task of row `index` (from 0), as of read_row(). A preference pair has no messages."""
     place = place or row_place(index, (), split)
     try:
+        row = read_row(row)
         messages = [] if is_pair else prompt_messages(row)
         row_tools(row)
         row_variables(row)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=place)
+
+
+def read_row(row: dict[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
+    """The row in the form that SFT, RL and pairs read; see read_form()."""
+    return read_form(row, PROMPT_COLUMNS, notes)
 
 
 def prompt_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
@@ -57,7 +75,7 @@ def prompt_messages(row: dict[str, Any], notes: list[str] | None = None) -> list
             "a file another is read by --data.columns prompt=NAME"
         )
     messages = column_messages(row, column, notes=notes)
-    if column == "conversations":
+    if column in CONVERSATIONS:
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
             messages.pop()
     return with_opening(row, messages, notes)
@@ -153,7 +171,11 @@ def column_messages(
             f"it needs a column {column!r}; {nearest(column, row)}; read another by "
             f"--data.columns {column}=NAME"
         )
-    value = row[column]
+    value = conversation_in(row[column], role)
+    if isinstance(value, str) and column in CONVERSATIONS:
+        value = json_value(value)
+    if value is not row[column] and notes is not None:
+        notes.append(f"column {column!r} read as {len(value)} messages")
     if isinstance(value, str) and column != "messages":
         if column == "instruction" and row.get("input"):
             value = f"{value}\n\n{row['input']}"
@@ -220,6 +242,8 @@ class TaskSource:
         self.is_pairs = is_pairs
         self.files = files
         self.sources = [self]
+        # Reasons for which pairs are left out, besides their length -> number of pairs.
+        self.left_out: Counter[str] = Counter()
         self.keep(range(len(rows)))
 
     def __len__(self) -> int:

@@ -4,11 +4,14 @@ model."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import ConcatDataset
+
 from rl_core.data.chat import Chat
-from rl_core.data.messages import as_context
+from rl_core.data.messages import as_context, text_of
 from rl_core.data.tasks import (
     PROMPT_COLUMNS,
     column_messages,
@@ -21,6 +24,54 @@ from rl_core.plugins.sft import row_chat, sft_samples, shared_length
 from rl_core.types import Message, TrainingSample
 
 PAIR = ("chosen", "rejected")
+RATED = {"prompt", "response", "helpfulness"}
+
+
+class LeftOutError(ValueError):
+    """Raised for a pair that says nothing about which reply is better: it is left out and
+    counted."""
+
+
+class RatedRows(Sequence):
+    """Pairs of two consecutive rows of HelpSteer 2: {"prompt", "response", "helpfulness"}. Raises
+    ValueError for two rows with different prompts."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], name: str):
+        if len(rows) % 2:
+            raise ValueError(
+                f"{name}: two consecutive rows with `response` and `helpfulness` are a pair, and "
+                f"there are {len(rows)} rows; remove a row without a partner"
+            )
+        self.rows, self.name = rows, name
+
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = 2 * range(len(self))[index]
+        first, second = self.rows[number], self.rows[number + 1]
+        if first["prompt"] != second["prompt"]:
+            raise ValueError(
+                f"rows {number + 1} and {number + 2} of {self.name} have different prompts: two "
+                "consecutive rows with `response` and `helpfulness` are a pair; give each prompt "
+                "two rows, or give `chosen` and `rejected`"
+            )
+        preference = second["helpfulness"] - first["helpfulness"]
+        replies = {"response_1": first["response"], "response_2": second["response"]}
+        return {"prompt": first["prompt"], "preference_strength": preference} | replies
+
+
+def pair_rows(
+    rows: Sequence[dict[str, Any]], files: Sequence[tuple[str, int]]
+) -> tuple[Sequence[dict[str, Any]], Sequence[tuple[str, int]]]:
+    """(rows of pairs, name and number of pairs of each file) of the rows of load_rows(): RatedRows
+    for a file of rated replies."""
+    parts, counts = list(getattr(rows, "datasets", [rows])), list(files)
+    for i, (part, (name, num_rows)) in enumerate(zip(parts, files, strict=True)):
+        if num_rows > 1 and part[0].keys() >= RATED and "chosen" not in part[0]:
+            parts[i] = RatedRows(part, name)
+            counts[i] = f"{name}, two rows a pair", num_rows // 2
+    return (parts[0] if len(parts) == 1 else ConcatDataset(parts)), counts
 
 
 def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
@@ -90,7 +141,13 @@ def pair_messages(
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """(context, chosen reply, rejected reply) of a row {"chosen", "rejected"}. Both are replies
     (strings, or messages that an assistant begins) to the row's `messages` or `prompt`, or
-    conversations with a common beginning. `notes`: as of canonical_messages. Raises ValueError."""
+    conversations with a common beginning. `notes`: as of canonical_messages. Raises LeftOutError
+    for a tie or an empty reply, and ValueError for another row that is not a pair."""
+    if row.get("tied"):
+        raise LeftOutError("a tie")
+    for column in PAIR:
+        if column in row and row[column] in (None, "", []):
+            raise LeftOutError(f"an empty {column!r}")
     sides = [column_messages(row, column, "assistant", notes) for column in PAIR]
     if all(side[0]["role"] == "assistant" for side in sides):
         column = first_column(row, PROMPT_COLUMNS) or "prompt"
@@ -101,12 +158,13 @@ def pair_messages(
         sides = [side[shared:] for side in sides]
     for column, side in zip(PAIR, sides, strict=True):
         said = side[-1] if side else {}
-        is_empty = not said.get("tool_calls") and not str(said.get("content") or "").strip()
-        if is_empty or not context or not side[0]["role"] == said["role"] == "assistant":
+        if not context or not side or not side[0]["role"] == said["role"] == "assistant":
             raise ValueError(
                 f"column {column!r} must be a reply that begins and ends with an assistant's text, "
                 "or a conversation "
                 "that begins as the other one does, differs, and ends so; is "
                 f"{shorten(row[column])}"
             )
+        if not said.get("tool_calls") and not text_of(said).strip():
+            raise LeftOutError(f"an empty {column!r}")
     return context, *sides

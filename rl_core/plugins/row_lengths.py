@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,8 +61,12 @@ def check_lengths(
     checked, others = source.kept[:CHECKED_ROWS], source.kept[CHECKED_ROWS:]
     if rows is not None:
         checked = rows
-    run = (config, envs, chats, sft_dataset)
-    kept = [index for index in checked if is_fit(*run, source.task_of_row(index))]
+    kept = []
+    for task, index in zip(map(source.task_of_row, checked), checked, strict=True):
+        if is_fit(config, envs, chats, sft_dataset, task):
+            kept.append(index)
+        elif sft_dataset and task.id in sft_dataset.left_out:
+            source.left_out[sft_dataset.left_out[task.id]] += 1
     if len(kept) < len(checked):
         source.keep(array("q", [*kept, *others]))
 
@@ -101,6 +106,11 @@ def left_out(config: Config, sources: Iterable[TaskSource]) -> str:
     num_left = num_rows - sum(map(len, sources))
     if not num_left:
         return ""
+    counts: Counter[str] = sum((source.left_out for source in sources), Counter())
+    if counts:
+        counts["too long"] = num_left - counts.total()
+        named = ", ".join(f"{reason} {count:,}" for reason, count in counts.items() if count)
+        return f" ({num_left:,} of {num_rows:,} were left out: {named})"
     reason = "too long"
     if config.algorithm == "sft" and not config.sft.weights[0]:
         reason += ", or nothing to train in them"

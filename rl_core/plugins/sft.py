@@ -20,6 +20,7 @@ from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import (
+    CONVERSATIONS,
     PROMPT_COLUMNS,
     column_messages,
     first_column,
@@ -84,7 +85,7 @@ def sft_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Me
     """The conversation of a row; context has "train": False. `notes`: see canonical_messages()."""
     column = first_column(row, PROMPT_COLUMNS) or "messages"
     messages = with_opening(row, column_messages(row, column, notes=notes), notes)
-    if column not in ("messages", "conversations"):
+    if column not in CONVERSATIONS:
         replies = ["response", "completion", "output", *ANSWERS.get(column, ())]
         reply = first_column(row, replies)
         if reply is None:

@@ -9,7 +9,7 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat, text_of
 from rl_core.data.rows import Row, is_trajectory
 from rl_core.data.tasks import TaskSource
-from rl_core.plugins.pairs import pair_messages, reply_pair, scored_pair
+from rl_core.plugins.pairs import LeftOutError, pair_messages, reply_pair, scored_pair
 from rl_core.plugins.row_lengths import fits
 from rl_core.plugins.sft import sft_messages, sft_samples, trained_messages
 from rl_core.types import Message, Task, TrainingSample
@@ -33,22 +33,25 @@ def check_rows(config: Config, rows: Sequence[Row], path: str, is_train: bool) -
 
 
 class SFTDataset:
-    """What the check at start-up tokenized is kept, up to CACHED_TOKENS."""
+    """Tokenizes rows. Keeps the samples of the check at start-up, up to CACHED_TOKENS."""
 
     def __init__(self, config: Config, chat: Chat):
         self.config, self.chat = config, chat
-        self.known: dict[str, list[TrainingSample]] = {}  # by the task's id
+        self.known: dict[str, list[TrainingSample]] = {}  # Samples by the task's id.
+        self.left_out: dict[str, str] = {}  # Reasons by the ids of pairs that are left out.
         self.num_tokens = 0
         # The first row with a reply that spells a special token, and the token.
         self.spelled: tuple[str, str] | None = None
 
     def samples(self, task: Task, group_id: str = "") -> list[TrainingSample]:
-        """The samples of one row or of one pair. Raises ValueError if it is too long, unless such
-        rows are skipped."""
+        """The samples of one row or of one pair; none for a pair that is left out. Raises
+        ValueError if it is too long, unless such rows are skipped."""
         samples = self.known.get(task.id)
         if samples is None:
             try:
                 samples = self._tokenize(task)
+            except LeftOutError as error:
+                self.left_out[task.id], samples = str(error), []
             except ValueError as error:
                 raise ValueError(f"{task.place}: {error}") from None
             self.num_tokens += sum(len(sample.token_ids) for sample in samples)
@@ -57,7 +60,7 @@ class SFTDataset:
         return [replace(sample, group_id=group_id) for sample in samples]
 
     def samples_at(self, tasks: TaskSource, positions: Iterable[int]) -> list[TrainingSample]:
-        """Those of the tasks at these positions."""
+        """Samples of the tasks at these positions."""
         samples = []
         for position in positions:
             samples += self.samples(tasks.task(position), f"{position:012d}")

@@ -82,17 +82,22 @@ class RowReports:
     def report(self, source: TaskSource, index: int) -> dict[str, Any]:
         """The notes on a row, with its samples or the reason why it is refused."""
         from rl_core.data.rows import row_place
+        from rl_core.data.tasks import read_row
+        from rl_core.plugins.pairs import LeftOutError
         from rl_core.plugins.row_lengths import is_fit
 
         where, notes = row_place(index, source.files, source.split), []
         report: dict[str, Any] = {"row": where, "notes": notes}
         try:
-            note_mapped(self.config, source.rows[index], notes)
+            note_mapped(self.config, read_row(source.rows[index], notes), notes)
             task = source.task_of_row(index)
             if not is_fit(self.config, self.envs, self.chats, self.dataset, task):
                 notes.append("left out: too long, or nothing in it is trained")
                 return report
             return report | {"samples": self.samples(task, notes)}
+        except LeftOutError as error:
+            notes.append(f"left out: {error}")
+            return report
         except ValueError as error:
             return report | {"refused": str(error).removeprefix(f"{where}: ")}
 

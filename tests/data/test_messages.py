@@ -30,14 +30,14 @@ from rl_core.agents.chat_completions import read as read_request
 from rl_core.agents.requests import Refusal
 from rl_core.config import RolloutConfig, parse_config
 from rl_core.data.chat import Chat
-from rl_core.data.messages import canonical_messages
+from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.rows import load_rows
-from rl_core.data.tasks import make_task
+from rl_core.data.tasks import make_task, row_tools
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.plugins.env_file import load_env, rows_of
 from rl_core.plugins.pairs import reply_pair, scored_pair
 from rl_core.plugins.reward_model import RewardModel
-from rl_core.plugins.sft import sft_samples
+from rl_core.plugins.sft import sft_messages, sft_samples
 from rl_core.plugins.streaming import StreamedTasks, open_stream
 from rl_core.plugins.tables import load_other
 from rl_core.plugins.tool_calls import ToolCalls
@@ -391,6 +391,186 @@ def prompt_of_rl(env, chat, row):
     return trajectory.turns[0].new_ids
 
 
+def bare(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+AS_TEXT = '{"name": "clock", "arguments": {"zone": "CET"}}'
+CLOCK = TOOLS[0]["function"]
+QUOTED = """{"name": "clock", "arguments": '{"zone": "it's \\n"}'}"""
+TALK = [user("aster"), said(None, tool_calls=[bare("clock", zone="CET")])]
+ANSWERED = [*TALK, {"role": "tool", "content": "noon"}, said("briar")]
+HH = "\n\nHuman: aster\n\nAssistant: briar\n\nHuman: cedar\n\nAssistant: dahlia"
+HH_TALK = [user("aster"), said("briar"), user("cedar"), said("dahlia")]
+
+
+def glaive(call, functions=BARE[1:-1]):
+    chat = [
+        f"USER: aster\n\n\nASSISTANT: <functioncall> {call} <|endoftext|>",
+        "FUNCTION RESPONSE: noon",
+        "ASSISTANT: briar <|endoftext|>",
+    ]
+    return {"system": f"SYSTEM: Help. Use them -\n{functions}\n", "chat": "\n\n\n".join(chat)}
+
+
+def xlam(answers=f"[{AS_TEXT}]", **arguments):
+    tool = {"name": "clock", "description": "The time.", "parameters": arguments}
+    return {"id": 1, "query": "aster", "answers": answers, "tools": json.dumps([tool])}
+
+
+def hermes(call, result="<tool_response>\nnoon\n</tool_response>"):
+    texts = {"human": "aster", "gpt": call, "tool": result}
+    turns = [{"from": role, "value": text} for role, text in texts.items()]
+    return {"conversations": [*turns, {"from": "gpt", "value": "briar"}], "tools": BARE}
+
+
+def flat_schema(required=(), **properties):
+    parameters = {"type": "object", "properties": properties}
+    parameters |= {"required": list(required)} if required else {}
+    return [{"type": "function", "function": CLOCK | {"parameters": parameters}}]
+
+
+# Each row as it is published, and the messages and tools that it says.
+PUBLISHED = {
+    "xlam": (
+        xlam(
+            zone={"type": "str", "description": "d"},
+            days={"type": "List[int], optional", "description": "d", "default": [1]},
+            key={"type": "Callable[[int], str]", "description": "d", "default": None},
+        ),
+        TALK,
+        flat_schema(
+            ["zone"],
+            zone={"type": "string", "description": "d"},
+            days={
+                "type": "array",
+                "items": {"type": "integer"},
+                "description": "d",
+                "default": [1],
+            },
+            key={"default": None, "description": "d (type: Callable[[int], str])"},
+        ),
+    ),
+    "xlam_no_arguments": (xlam(), TALK, flat_schema()),
+    "glaive": (glaive(QUOTED), None, TOOLS),
+    "glaive_two": (glaive(AS_TEXT, f"{BARE[1:-1]}\n\n{BARE[1:-1]}"), None, TOOLS * 2),
+    "glaive_none": (
+        {"system": "SYSTEM: Help.", "chat": "USER: aster\n\n\nASSISTANT: briar <|endoftext|>"},
+        [system("Help."), user("aster"), said("briar")],
+        None,
+    ),
+    "hermes": (hermes(f"<tool_call>\n{AS_TEXT}\n</tool_call>"), ANSWERED, TOOLS),
+    "hermes_literal": (
+        hermes("<tool_call>\n{'arguments': {'zone': 'CET'}, 'name': 'clock'}\n</tool_call>"),
+        ANSWERED,
+        TOOLS,
+    ),
+    "hermes_no_tools": (
+        hermes("<tool_call>{}</tool_call>", "noon") | {"tools": None},
+        [user("aster"), said("<tool_call>{}</tool_call>"), *ANSWERED[2:]],
+        None,
+    ),
+    "swe_smith": ({"messages": json.dumps(in_parts(HH_TALK))}, in_parts(HH_TALK), None),
+    "capybara": (
+        {
+            "source": "s",
+            "conversation": [
+                {"input": "aster", "output": "briar"},
+                {"input": "cedar", "output": "dahlia"},
+            ],
+        },
+        HH_TALK,
+        None,
+    ),
+    "wildchat": ({"conversation": HH_TALK, "turn": 2}, HH_TALK, None),
+    "hh_rlhf": ({"messages": HH}, HH_TALK, None),
+    "rm_static": (
+        {"prompt": HH.removesuffix(" dahlia"), "response": " dahlia", "chosen": " dahlia"},
+        HH_TALK,
+        None,
+    ),
+    "helpsteer_2": (
+        {
+            "prompt": "aster\n<extra_id_1>Assistant\nbriar\n<extra_id_1>User\ncedar",
+            "response": "dahlia",
+            "helpfulness": 3,
+        },
+        HH_TALK,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_row_has_one_reading_for_rl_and_sft(name, env_of_a_reward):
+    row, messages, tools = PUBLISHED[name]
+    if messages is None:
+        arguments = {"zone": "it's \n"} if name == "glaive" else {"zone": "CET"}
+        calls = said(None, tool_calls=[bare("clock", **arguments)])
+        messages = [system("Help. Use them"), user("aster"), calls, *ANSWERED[2:]]
+    chat, written = chat_named("qwen2_5"), json.dumps(row)
+    task = make_task(row, 0, "env", "train")
+    assert json.dumps(row) == written
+    assert [m | {"train": True} for m in sft_messages(task.row)] == [
+        m | {"train": True} for m in messages
+    ]
+    assert row_tools(task.row) == tools
+    last = max(i for i, message in enumerate(messages) if message["role"] != "assistant") + 1
+    assert [m | {"train": True} for m in task.messages] == [
+        m | {"train": True} for m in messages[:last]
+    ]
+    prompt = prompt_of_rl(env_of_a_reward, chat, row)
+    (sample,) = sft_samples(chat, task.row)
+    assert sample.token_ids[: len(prompt)].tolist() == prompt
+    assert make_task(task.row, 0, "env", "train").messages == task.messages
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        (xlam("clock()"), "columns answers, query, tools: message 2: tool_calls must be a list"),
+        (glaive("clock()"), "columns chat, system: a call is not an object with a name: 'clock"),
+        (glaive("", "{no json}"), "columns chat, system: a function is not a JSON object: '{no"),
+        ({"system": "", "chat": "aster"}, "columns chat, system: a turn must begin with"),
+        (hermes("<tool_call>{}"), "columns conversations, tools: message 2: text behind a call"),
+        (hermes("<tool_call>x</tool_call>"), "message 2: a call is not an object with a name: 'x'"),
+        ({"messages": "aster"}, "column 'messages': must be a list"),
+        (
+            {"context": [], "response1": "", "response2": "", "overall_preference": "1"},
+            "overall_preference must be a number, is '1'",
+        ),
+    ],
+)
+def test_a_published_row_without_a_clear_reading_is_refused(row, match):
+    with pytest.raises(ValueError, match=f"row 3 of .*{re.escape(match)}"):
+        make_task(row, 2, "env", "train")
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema"),
+    [
+        ("int", {"type": "integer"}),
+        ("Optional[float]", {"type": "number"}),
+        ("bool, optional, defaults to True", {"type": "boolean"}),
+        ("Dict[str, Any]", {"type": "object", "additionalProperties": {}}),
+        ("Tuple[float, float]", {"type": "array", "items": {"type": "number"}}),
+        (
+            "List[Union[int, str]]",
+            {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "string"}]}},
+        ),
+        ("string", {"type": "string"}),
+        ("np.ndarray", {"description": "(type: np.ndarray)"}),
+        (["string", "null"], {"type": ["string", "null"]}),
+    ],
+)
+def test_types_of_python_become_those_of_json_schema(kind, schema):
+    (tool,) = canonical_tools([{"name": "clock", "parameters": {"zone": {"type": kind}}}])
+    parameters = tool["function"]["parameters"]
+    assert parameters["properties"] == {"zone": schema}
+    is_optional = kind[:8] == "Optional" or "optional" in kind
+    assert parameters.get("required") == (None if is_optional else ["zone"])
+
+
 SPELLED = {
     "sft": {"prompt": "a", "response": "b<|end|>"},
     "dpo": {"prompt": "a", "chosen": "b", "rejected": "c<|end|>"},
@@ -411,7 +591,6 @@ def test_a_reply_that_spells_a_special_token_is_told_once(algorithm, tiny_model,
 
 
 CALLS = [{"type": "function", "function": {"name": "clock", "arguments": {"zone": "CET"}}}]
-AS_TEXT = '{"name": "clock", "arguments": {"zone": "CET"}}'
 CALLED = {"role": "assistant", "content": None, "tool_calls": CALLS}
 # Each message, the canonical one, and a word of the note that says how it was read.
 READINGS = [

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rl_core.config import PreferenceConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
+from rl_core.data.tasks import read_row
 from rl_core.distributed import init_ranks
 from rl_core.learning.learner import Learner
 from rl_core.models import make_policy
-from rl_core.plugins.pairs import PAIR, reply_pair, scored_pair
+from rl_core.plugins.pairs import PAIR, pair_rows, reply_pair, scored_pair
 from rl_core.plugins.preference import dpo_losses, rm_losses
 from rl_core.plugins.sft import sft_samples
 from rl_core.train import main
@@ -58,13 +59,34 @@ FORMS = [
         "chosen": {"from": "gpt", "value": "the fox"},
         "rejected": {"from": "gpt", "value": "42"},
     },
+    # hh-rlhf, its copies with a prompt, HelpSteer 2 and 3, orca_dpo_pairs.
+    {
+        "chosen": "\n\nHuman: hello\n\nAssistant: the fox",
+        "rejected": "\n\nHuman: hello\n\nAssistant: 42",
+    },
+    {"prompt": "\n\nHuman: hello\n\nAssistant:", "chosen": " the fox", "rejected": " 42"},
+    {
+        "prompt": "hello",
+        "response_1": "42",
+        "response_2": "the fox",
+        "preference_strength": 2,
+        "split": "train",
+    },
+    {
+        "domain": "general",
+        "context": [user("hello")],
+        "response1": "the fox",
+        "response2": "42",
+        "overall_preference": -1,
+    },
+    {"system": "", "question": "hello", "chosen": "the fox", "rejected": "42"},
 ]
 
 
 @pytest.mark.parametrize("row", FORMS)
 def test_every_form_of_a_pair_trains_the_two_replies_behind_one_prompt(row):
     chat = Chat(make_tokenizer(), CHATML)
-    chosen, rejected = reply_pair(chat, row)
+    chosen, rejected = reply_pair(chat, read_row(row))
     prompt = chat.prompt_ids([user("hello")])
     end = chat.encode("<|im_end|>")
     assert chosen.token_ids.tolist() == prompt + trained(
@@ -77,7 +99,7 @@ def test_every_form_of_a_pair_trains_the_two_replies_behind_one_prompt(row):
 @pytest.mark.parametrize("row", FORMS)
 def test_a_scored_pair_is_the_template_s_text_and_one_token_for_the_score(row):
     chat = Chat(make_tokenizer(), CHATML)
-    chosen, rejected = scored_pair(chat, row)
+    chosen, rejected = scored_pair(chat, read_row(row))
     for sample, text in ((chosen, "the fox"), (rejected, "42")):
         rendered = chat.tokenizer.apply_chat_template([user("hello"), says(text)], tokenize=False)
         assert sample.token_ids[:-1].tolist() == chat.tokenizer.encode(
@@ -122,7 +144,7 @@ def test_a_margin_is_carried_by_the_chosen_side():
         ),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "have the same tokens, 'a'"),
         ({"prompt": "x", "chosen": "a", "rejected": " a "}, "have the same tokens"),
-        ({"prompt": "x", "chosen": "a", "rejected": " "}, "column .rejected. must be a reply"),
+        ({"prompt": "x", "chosen": "a", "rejected": " "}, "an empty 'rejected'"),
         (
             {"chosen": [user("x"), says("a")], "rejected": [user("x")]},
             "column .rejected. must be a reply",
@@ -136,7 +158,7 @@ def test_a_margin_is_carried_by_the_chosen_side():
             {"prompt": "x", "chosen": [{"content": "a"}], "rejected": "b"},
             "column 'chosen': must be a list",
         ),
-        ({"prompt": "x", "chosen": [], "rejected": "b"}, "column 'chosen': must be a list"),
+        ({"prompt": "x", "chosen": [], "rejected": "b"}, "an empty 'chosen'"),
         (
             {"prompt": "x", "chosen": "a", "rejected": "b", "margin": "big"},
             "'margin' holds 'big': it must be a number",
@@ -149,6 +171,31 @@ def test_a_pair_that_is_none_is_refused(row, error, tiny_model):
     for pair in (reply_pair, scored_pair):
         with pytest.raises(ValueError, match=error):
             pair(chat, row)
+
+
+def test_ties_and_empty_replies_are_left_out_and_counted(tiny_model, tmp_path, capsys):
+    pair = {"prompt": "2?", "response_1": "two", "response_2": "deux", "preference_strength": 1}
+    more = [
+        pair | {"preference_strength": 0},
+        pair | {"response_1": " "},
+        pair | {"response_2": ""},
+    ]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [pair, *more]))
+    flags = f"--algorithm dpo --model {tiny_model} --data.train {rows} --num_steps 1"
+    assert main(f"{flags} --tasks_per_step 1 --out {tmp_path}/run".split()) == 0
+    counted = "(3 of 4 were left out: a tie 1, an empty 'rejected' 1, an empty 'chosen' 1)"
+    assert f"dpo: 1 rows {counted}" in capsys.readouterr().out
+
+
+def test_rated_replies_without_a_partner_are_refused(tmp_path):
+    rows = [{"prompt": prompt, "response": "b", "helpfulness": 1} for prompt in "aab"]
+    with pytest.raises(ValueError, match="f: two consecutive rows .* and there are 3 rows"):
+        pair_rows(rows, [("f", 3)])
+    pairs, files = pair_rows(rows[1:], [("f", 2)])
+    assert files == [("f, two rows a pair", 1)]
+    with pytest.raises(ValueError, match="rows 1 and 2 of f have different prompts"):
+        list(pairs)
 
 
 def test_a_template_that_rewrites_a_long_reply_is_refused():

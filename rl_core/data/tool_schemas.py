@@ -1,0 +1,90 @@
+"""Completes the parameters of a function to a JSON schema."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+JSON_TYPES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "array",
+    "tuple": "array",
+    "set": "array",
+    "dict": "object",
+}
+JSON_TYPES |= {name: name for name in JSON_TYPES.values()}
+OPTIONAL = re.compile(r",\s*optional\b.*$", flags=re.DOTALL | re.IGNORECASE)
+
+
+def with_schema(function: dict[str, Any]) -> dict[str, Any]:
+    """The function with parameters of the type "object" and with properties. They may be those of
+    xlam, {argument: {"type", "description"}}, with Python's names of types. An argument is required
+    unless its type says that it is optional, it has a default, or "required" is False.
+
+    Example: {"n": {"type": "int"}} becomes
+    {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}.
+    """
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict) or isinstance(parameters.get("type"), (str, list)):
+        return function
+    if "properties" in parameters:
+        return function | {"parameters": {"type": "object", **parameters}}
+    if not all(isinstance(value, dict) and "type" in value for value in parameters.values()):
+        return function
+    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    required = []
+    for name, value in parameters.items():
+        schema["properties"][name], is_required = argument_schema(value)
+        required += [name] if is_required else []
+    return function | {"parameters": schema | ({"required": required} if required else {})}
+
+
+def argument_schema(value: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(JSON schema of an argument, True if the argument is required). The name of a type that JSON
+    schema cannot express is put into the description."""
+    rest = {key: each for key, each in value.items() if key != "type"}
+    is_required = "default" not in value
+    if isinstance(value.get("required"), bool):
+        is_required = rest.pop("required")
+    kind = value["type"]
+    if not isinstance(kind, str):
+        return {"type": kind} | rest, is_required
+    name = OPTIONAL.sub("", kind.strip())
+    is_optional = name != kind.strip() or name.startswith("Optional[")
+    try:
+        schema = schema_of_type(ast.parse(name, mode="eval").body)
+    except (ValueError, SyntaxError):
+        schema = {"description": f"{rest.pop('description', '')} (type: {kind})".strip()}
+    return schema | rest, is_required and not is_optional
+
+
+def schema_of_type(node: ast.expr) -> dict[str, Any]:
+    """The JSON schema of a type in Python, such as List[int], or in JSON schema. Raises ValueError
+    if JSON schema cannot express the type."""
+    outer = node.value if isinstance(node, ast.Subscript) else node
+    name = getattr(outer, "attr", None) or getattr(outer, "id", "")
+    kind = JSON_TYPES.get(name.lower())
+    if not isinstance(node, ast.Subscript):
+        if name == "Any":
+            return {}
+        if kind is None:
+            raise ValueError(f"{ast.unparse(node)} is not a type of JSON schema")
+        return {"type": kind}
+    inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if name == "Optional":
+        return schema_of_type(*inner)
+    if name not in ("Union", "Dict", "dict") and kind != "array":
+        raise ValueError(f"{ast.unparse(node)} is not a type of JSON schema")
+    schemas = []
+    for each in inner:
+        is_rest = isinstance(each, ast.Constant) and each.value is ...
+        schema = {} if is_rest else schema_of_type(each)
+        schemas += [schema] if schema not in schemas and not is_rest else []
+    if kind == "object":
+        return {"type": kind, "additionalProperties": schemas[-1]}
+    union = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return union if name == "Union" else {"type": kind, "items": union}
