@@ -190,7 +190,7 @@ def test_ties_and_empty_replies_are_left_out_and_counted(tiny_model, tmp_path, c
 
 def test_rated_replies_without_a_partner_are_refused(tmp_path):
     rows = [{"prompt": prompt, "response": "b", "helpfulness": 1} for prompt in "aab"]
-    with pytest.raises(ValueError, match="f: two consecutive rows .* and there are 3 rows"):
+    with pytest.raises(ValueError, match=r"f: two consecutive rows .* and there are 3 rows"):
         pair_rows(rows, [("f", 3)])
     pairs, files = pair_rows(rows[1:], [("f", 2)])
     assert files == [("f, two rows a pair", 1)]
