@@ -3,9 +3,10 @@ brackets, each used once.
 
     rl-core train --env_path envs/countdown.py --model M --out runs/countdown --max_tokens 1024
 
-Rows: {"prompt", "nums": [3, 5, 7], "target": 26}; without --data.train, 2, 3 or 4 numbers (levels 1
-to 3). Reward: 0.1 for a sum in <answer>...</answer> that uses each number once, 1 if it gives the
-target. Curve on a CPU: docs/curves.md.
+Rows: {"nums": [3, 5, 7], "target": 26}, as in Countdown-Tasks-3to4, and a "prompt" for other words;
+without --data.train, 2, 3 or 4 numbers (levels 1 to 3). Reward: 0.1 for a sum in
+<answer>...</answer> that uses each number once, 1 if it gives the target. Curve on a CPU:
+docs/curves.md.
 """
 
 import ast
@@ -27,6 +28,10 @@ HOW = (
 )
 
 
+def make_prompt(nums, target):
+    return HOW.format(target, ", ".join(map(str, nums)))
+
+
 def load_tasks(split):
     """Every target, from 1 to 99, is the value of a random sum. A hash of numbers and target says
     which tenth is held out."""
@@ -39,9 +44,8 @@ def load_tasks(split):
                 target = rng.choice(list(OPERATORS.values()))(target, number)
             nums = sorted(nums)
             if target.denominator == 1 and 0 < target < 100:
-                prompt = HOW.format(target, ", ".join(map(str, nums)))
                 found[f"{nums}{target}"] = {
-                    "prompt": prompt,
+                    "prompt": make_prompt(nums, target),
                     "nums": nums,
                     "target": int(target),
                     "level": level,

@@ -102,6 +102,12 @@ def renamed_columns(config: Any, rows: Any, path: str, is_train: bool):
     return RenamedColumns(rows, config.data.columns)
 
 
+def made_prompts(*rows: Any):
+    from rl_core.plugins.made_prompts import MadePrompts
+
+    return MadePrompts(*rows)
+
+
 def pair_rows(*rows: Any):
     from rl_core.plugins.pairs import pair_rows
 

@@ -20,6 +20,7 @@ from rl_core.data.rows import Row, check_exists, files_of, parse_rows, suffix_of
 from rl_core.data.tasks import TaskSource, make_task
 from rl_core.plugin import Plugin
 from rl_core.plugins.env_file import check_columns
+from rl_core.plugins.made_prompts import MadePrompts
 from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
 from rl_core.plugins.sft_dataset import check_rows
 from rl_core.plugins.tables import load_named, load_table, messages_as_written
@@ -120,7 +121,7 @@ class StreamedTasks:
         self, stream: Any, name: str, config: Config, env_name: str, env: Env | None, is_pairs: bool
     ):
         self.stream, self.name, self.config = stream, name, config
-        self.env_name, self.is_pairs = env_name, is_pairs
+        self.env, self.env_name, self.is_pairs = env, env_name, is_pairs
         self.columns = required_columns(env) if env else set()
         self.size = config.data.shuffle_buffer
         self.num_rows = 0  # 0: the end was not reached yet
@@ -215,6 +216,8 @@ class StreamedTasks:
             if number == 0:
                 check_columns_exist(rows, columns, self.name)
             rows = list(RenamedColumns(rows, columns))
+        if self.env and self.env.make_prompt:
+            rows = list(MadePrompts(rows, self.env.make_prompt, self.env.path))
         if len(rows) < self.size:
             self.num_rows = number * self.size + len(rows)
         if rows:

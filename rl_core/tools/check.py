@@ -196,6 +196,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import TaskSource
     from rl_core.plugins.env_file import check_columns
+    from rl_core.plugins.made_prompts import MadePrompts
     from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
     from rl_core.plugins.tables import load_other
 
@@ -215,6 +216,8 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
         columns = typed("data.columns", options.columns, dict[str, str])
         check_columns_exist(rows, columns, options.rows)
         rows = RenamedColumns(rows, columns)
+    if env.make_prompt:
+        rows = MadePrompts(rows, env.make_prompt, env.path)
     check_columns(env, rows, files, split)
     source = TaskSource(rows, env=env.name, split=split, seed=0, shuffle=False, files=files)
     most = options.num_tasks

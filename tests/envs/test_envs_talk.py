@@ -20,6 +20,7 @@ from stage import run as play
 
 from rl_core.cli import main as command
 from rl_core.plugins.env_file import load_env
+from rl_core.plugins.made_prompts import MadePrompts
 from rl_core.train import main
 
 ENVS = ROOT / "envs"
@@ -91,6 +92,7 @@ def test_no_held_out_task_is_trained_on_and_tasks_are_always_the_same(name):
 # Countdown
 
 COUNTDOWN = runpy.run_path(str(ENVS / "countdown.py"))
+MAKE = COUNTDOWN["make_prompt"]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,13 @@ COUNTDOWN = runpy.run_path(str(ENVS / "countdown.py"))
 def test_a_sum_uses_each_number_once(said, parts):
     [found] = episode("countdown", {"nums": [3, 5, 7], "target": 56}, policy=said)
     assert (found.reward_parts["right"], found.reward_parts["form"]) == parts
+
+
+def test_a_prompt_that_cannot_be_made_is_refused_with_its_row():
+    rows = MadePrompts([{"nums": [3, 5], "target": 8}, {"nums": None, "target": 8}], MAKE, "c.py")
+    assert rows[0]["prompt"].startswith("Make 8 of 3, 5, each once")
+    with pytest.raises(ValueError, match=r"c.py: make_prompt\(\) failed for row 2: .*TypeError"):
+        rows[1]
 
 
 def test_sums_are_exact_and_every_task_can_be_solved():
