@@ -52,6 +52,8 @@ async def play_command(task, actor):
         trajectories = llm.trajectories(score.parts)
         if not trajectories:
             raise RuntimeError(f"$HARBOR_AGENT asked no model; {unasked(result)}")
+        for trajectory in trajectories:
+            trajectory.log = score.wrote
         return trajectories
 
 
@@ -65,10 +67,14 @@ async def rollout(task, actors):
         reply = await solve(actor, task.messages, box, **limits)
         score = await box.verify()
     commands = sum(message["role"] == "tool" for message in reply.messages)
-    return [reply.trajectory(score.parts, metrics=score.metrics | {"commands": commands})]
+    played = reply.trajectory(score.parts, metrics=score.metrics | {"commands": commands})
+    played.log = score.wrote
+    return [played]
 
 
 async def oracle(task):
     async with open_task(task.row["task_folder"], **BOX) as box:
         await box.solve()
-        return (await box.verify()).parts
+        solved = f"solution/solve.sh: {box.wrote}"
+        score = await box.verify()
+        return score.parts, f"{solved}\ntests/test.sh: {score.wrote}"

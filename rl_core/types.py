@@ -116,6 +116,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed"
     error: str = ""  # why it failed
+    log: str = ""  # text for who looks at the episode, such as the verifier's output
     env_code: str = ""  # hash of the environment's file
     # What teacher_prompt() gave, and its tokens for each stream of turns: a teacher reads them in
     # the place of what stood before the stream's first reply. Empty: no teacher.

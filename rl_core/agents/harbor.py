@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rl_core.agents.dockerfile import Build, build_image, read_instructions
 from rl_core.agents.harbor_task import HarborTask, read_task
+from rl_core.agents.verifier_tools import VerifierTools, bounded, first_failed_install
+from rl_core.data.episodes import WROTE
 from rl_core.sampling.hooks import finite_parts
 from rl_core.sandbox import boxes
 from rl_core.sandbox.box_settings import Box
@@ -30,15 +33,24 @@ READ_BY_PYTEST = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.
 READ_BY_PYTEST += ("pyproject.toml", "pytest.toml", ".pytest.toml")
 SIGNALLED = range(129, 193)  # exit codes of what a signal ended
 MAX_APART = 1e-3  # of one reward in two files
-MAX_TOLD = 500  # characters of what a script wrote, in an error
+MAX_WROTE = 8000  # characters of a script's output that are kept with an episode
+MAX_IN_ERROR = 2000  # the same in an error
+RETRY_S = 600.0  # until a verifier without its tools is tried again
+# Prints the text files next to the reward, such as pytest.log.
+LOG_FILES = f"""for file in {LOGS}/verifier/*; do case $file in
+*/reward.*|*.json|*.xml) ;;
+*) [ -f "$file" ] && echo "== $file" && head -c 4000 "$file" && tail -c +4001 "$file" | tail -c 8000
+esac; done"""
 
 
 @dataclass(kw_only=True, slots=True)
 class Score:
-    """What test.sh said."""
+    """The result of a test.sh."""
 
-    parts: dict[str, float]  # of the reward, which is their sum
-    metrics: dict[str, float]  # what it said beside a `reward`
+    parts: dict[str, float]  # The reward is their sum.
+    metrics: dict[str, float]  # numbers next to a `reward`
+    wrote: str = ""  # the output of test.sh, bounded
+    missing: str = ""  # the line that says that a tool of test.sh is missing
 
     @property
     def reward(self) -> float:
@@ -51,31 +63,64 @@ class TaskBox:
 
     box: Box
     task: HarborTask
-    environ: dict[str, str]  # of the Dockerfile and task.toml
-    cwd: str  # of commands
+    environ: dict[str, str]  # variables of the Dockerfile and task.toml
+    cwd: str  # the working folder of commands
+    # Opens another box of the task, in which no agent worked.
+    reopen: Callable[[], AbstractAsyncContextManager[TaskBox]]
+    wrote: str = ""  # the output of the script that ran last
 
     async def exec(self, command: str | Sequence[str], timeout_s: float) -> boxes.ExecResult:
         """As the box's, in the task's working folder with its variables."""
         return await self.box.exec(command, timeout_s=timeout_s, environ=self.environ, cwd=self.cwd)
 
     async def solve(self) -> None:
-        """Runs the task's own solution. Raises RuntimeError if it fails."""
+        """Runs the task's solution, whose exit code is noted and decides nothing. Raises
+        RuntimeError if it runs out of time."""
         folder = self.task.folder / "solution"
         if not (folder / "solve.sh").is_file():
-            raise ValueError(f"{self.task.folder}: there is no solution/solve.sh to play")
+            raise ValueError("the task has no solution/solve.sh to play")
         await self.box.put(SOLUTION, folder)
-        said = self.task.solution
-        environ = self.environ | said.env
+        environ = self.environ | self.task.solution.env
         done = await self.run(f"{SOLUTION}/solve.sh", environ, self.task.agent_timeout_s)
-        if done.code != 0 or done.timed_out:
-            raise RuntimeError(f"{folder / 'solve.sh'} {ended(done)}")
+        if done.timed_out:
+            raise self.failure(f"solution/solve.sh {ended(done)}")
+        if done.code != 0:
+            self.wrote += f"\n[{ended(done)}]"
+        self.wrote = bounded(self.wrote, MAX_WROTE)
 
     async def verify(self) -> Score:
-        """What test.sh says of the box as the agent left it. Nothing that the agent left running,
+        """Scores the box as the agent left it. An agent that ends, hides or breaks the tools of
+        test.sh keeps its score; a task whose test.sh has no tools in an untouched box fails.
+        Raises RuntimeError, as score() does."""
+        score = await self.score()
+        if not score.missing:
+            return score
+        await self.check_untouched()
+        # A network that failed for a moment may be back.
+        return await self.score()
+
+    async def check_untouched(self) -> None:
+        """Runs test.sh in a box in which no agent worked, which no agent can change. Raises
+        RuntimeError if its tools are missing there too."""
+        async with self.reopen() as untouched:
+            score = await untouched.score()
+        if score.missing:
+            fault = (
+                f"the tools of tests/test.sh are missing, in an untouched box too: {score.missing}"
+            )
+            if (installing := first_failed_install(score.wrote)) not in ("", score.missing):
+                fault += f" ({installing})"
+            fault += "; give the box a network, or install them in the Dockerfile"
+            error = untouched.failure(fault)
+            WITHOUT_TOOLS[self.task.folder] = (time.monotonic(), str(error))
+            raise error
+
+    async def score(self) -> Score:
+        """Runs test.sh in the box as the agent left it. Nothing that the agent left running,
         planted in /tests or /logs, or set for shells takes part. An agent that leaves what cannot
-        be removed there scores 0. Raises RuntimeError if test.sh
-        leaves no reward, or does not come to its end: a program of the agent that it ran may have
-        ended it, and have written the reward."""
+        be removed there scores 0. Raises RuntimeError if test.sh leaves no reward, or does not come
+        to its end: a program of the agent that it ran may have ended it, and have written the
+        reward."""
         await self.box.end_processes()
         if not await self.clear():
             return Score(parts={"reward": 0.0}, metrics={"not_cleared": 1.0})
@@ -86,22 +131,34 @@ class TaskBox:
                 raise
             # An agent that leaves no room for tests has solved nothing.
             return Score(parts={"reward": 0.0}, metrics={"no_room_for_tests": 1.0})
-        said = self.task.verifier
-        environ = self.verifier_environ()
         begun = time.monotonic()
-        done = await self.run(f"{TESTS}/test.sh", environ, said.timeout_sec)
+        limit_s = self.task.verifier.timeout_sec
+        done = await self.run(f"{TESTS}/test.sh", self.verifier_environ(), limit_s)
         await self.box.end_processes()
         if done.timed_out or done.code in SIGNALLED:
-            raise RuntimeError(f"{self.task.folder}: tests/test.sh {ended(done)}")
+            raise self.failure(f"tests/test.sh {ended(done)}")
         score = await self.read_reward(done)
         score.metrics["verifier_s"] = time.monotonic() - begun
+        if score.reward <= 0:
+            self.wrote += f"\n{(await self.run_in_root(LOG_FILES)).stdout}"
+            score.missing = VerifierTools.of(self.task.folder / "tests").missing(
+                self.wrote, done.code
+            )
+        score.wrote = bounded(self.wrote, MAX_WROTE)
         return score
 
+    def failure(self, why: str) -> RuntimeError:
+        """An error with what the script wrote. The reason comes first, the same for all tasks."""
+        return RuntimeError(f"{why}{WROTE}{self.task.folder}: {bounded(self.wrote, MAX_IN_ERROR)}")
+
     async def run(self, script: str, environ: dict[str, str], timeout_s: float) -> boxes.ExecResult:
-        """Runs a script of the task in the working folder, if the agent left one."""
+        """Runs a script of the task in the working folder, if the agent left one. The box bounds
+        the output while it is read."""
         enter = f"cd {shlex.quote(self.cwd)} 2>/dev/null || cd /"
-        command = ["/bin/sh", "-c", f"{enter}; chmod +x {script}; exec {script}"]
-        return await self.box.exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
+        command = ["/bin/sh", "-c", f"{enter}; chmod +x {script}; exec {script} 2>&1"]
+        done = await self.box.exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
+        self.wrote = f"{done.stdout}{done.stderr}".strip()
+        return done
 
     async def clear(self) -> bool:
         """Makes /tests and /logs anew. False if something that the agent left there cannot be
@@ -161,9 +218,10 @@ class TaskBox:
                 continue
             found.append(read_score(data, f"{place}{name}"))
         if not found:
-            raise RuntimeError(
-                f"{self.task.folder}: tests/test.sh wrote no {LOGS}/verifier/reward.txt and no "
-                f"reward.json; it {ended(done)}"
+            failed = first_failed_install(self.wrote)
+            raise self.failure(
+                f"tests/test.sh wrote no {LOGS}/verifier/reward.txt and no reward.json; it "
+                f"{ended(done)}{f': {failed}' if failed else ''}"
             )
         if abs(found[0].reward - found[-1].reward) > MAX_APART:
             raise RuntimeError(
@@ -195,10 +253,13 @@ def read_score(data: bytes, place: str) -> Score:
 
 
 def ended(done: boxes.ExecResult) -> str:
-    """How a script ended, for an error."""
-    wrote = (done.stderr or done.stdout).strip()[-MAX_TOLD:]
-    how = "ran out of time" if done.timed_out else f"ended with exit code {done.code}"
-    return f"{how}: {wrote}"
+    """The end of a script, for an error."""
+    return "ran out of time" if done.timed_out else f"ended with exit code {done.code}"
+
+
+# Folder of a task -> when its verifier was found without tools, and the error. Of this process:
+# later episodes fail before their agents play.
+WITHOUT_TOOLS: dict[Path, tuple[float, str]] = {}
 
 
 @asynccontextmanager
@@ -212,6 +273,9 @@ async def open_task(
     """The box of a task, in which its Dockerfile was carried out or whose image it gave. `driver`:
     and `binds`: as boxes.open(). `network`: the box has one if the task wants it too."""
     task = read_task(folder)
+    found_at, error = WITHOUT_TOOLS.get(task.folder, (-math.inf, ""))
+    if time.monotonic() - found_at < RETRY_S:
+        raise RuntimeError(error)
     said = task.environment
     image = said.docker_image or ""
     if driver == "bubblewrap":
@@ -234,7 +298,8 @@ async def open_task(
         else:
             build = await carried_out(task, box)
             environ, cwd = build.environ | environ, cwd or build.cwd
-        yield TaskBox(box=box, task=task, environ=environ, cwd=cwd)
+        reopen = functools.partial(open_task, folder, driver=driver, network=network)
+        yield TaskBox(box=box, task=task, environ=environ, cwd=cwd, reopen=reopen)
 
 
 async def carried_out(task: HarborTask, box: Box) -> Build:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from rl_core.agents.dockerfile import read_instructions
 from rl_core.sandbox.box_settings import Limits
 
 if sys.version_info >= (3, 11):
@@ -18,6 +23,28 @@ else:
     import tomli as tomllib
 
 UNITS_MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+# A value of an `env` section that names a variable, with its default if there is one.
+VARIABLE = re.compile(r"\$\{([^}:-]+)(?::?-(.*))?\}", re.DOTALL)
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+# Keys of task.toml in the published schema 1.4 and before, by section; "" is the top level.
+NETWORK = "network_mode allowed_hosts"
+KEYS = {
+    "": "version schema_version source artifacts multi_step_reward_strategy task metadata verifier "
+    "agent environment solution steps",
+    "verifier": f"timeout_sec env user environment_mode environment collect {NETWORK}",
+    "agent": f"timeout_sec user {NETWORK}",
+    "solution": "env timeout_sec",
+    "environment": "build_timeout_sec docker_image os cpus memory memory_mb storage storage_mb "
+    f"gpus gpu_types tpu mcp_servers env skills_dir healthcheck workdir allow_internet {NETWORK}",
+}
+
+
+class TaskRefused(ValueError):
+    """A task that cannot be played. `reason` has the same words for all tasks of its kind."""
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,6 +53,7 @@ class ScriptSection:
 
     timeout_sec: float = 600.0
     env: dict[str, str] = field(default_factory=dict)
+    environment_mode: str | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +75,8 @@ class EnvironmentSection:
     os: str = "linux"
     network_mode: str = "public"
     allow_internet: bool | None = None
+    gpus: int | None = None
+    mcp_servers: list[Any] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,61 +124,151 @@ def mebibytes(size: str) -> int:
     return int(float(match[1]) * UNITS_MIB[match[2].upper()])
 
 
+TASK = TypeAdapter(HarborTask)
+
+
 def read_task(folder: str | Path) -> HarborTask:
-    """Raises ValueError, with the file, for what is missing, of a wrong type, or not played
-    here."""
+    """Raises TaskRefused, with the file, for a file that is missing, a value of a wrong type, and a
+    task of a kind that cannot be played."""
     folder = Path(folder).expanduser().resolve()
     file = folder / "task.toml"
     for name in ("task.toml", "instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
-            hint = "; tasks of several steps are not played" if (folder / "steps").is_dir() else ""
-            raise ValueError(f"{folder}: a task in Harbor's format needs {name}{hint}")
-    instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+            hint, reason = "", f"no {name}"
+            if (folder / "steps").is_dir():
+                hint, reason = "; tasks of several steps are not played", "several steps"
+            raise TaskRefused(f"{folder}: a task in Harbor's format needs {name}{hint}", reason)
     try:
-        said = tomllib.loads(file.read_text(encoding="utf-8"))
-        own = said | {"folder": folder, "instruction": instruction}
-        task = TypeAdapter(HarborTask).validate_python(own)
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        fields = values | {"folder": folder, "instruction": instruction}
+        task = TASK.validate_python(fields)
         _ = task.limits
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{file}: {where}: {first['msg']}") from None
+        raise TaskRefused(f"{file}: {where}: {first['msg']}", "a value of a wrong type") from None
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise TaskRefused(f"{file}: {error}", "a file that cannot be read") from None
     check_task(task, file)
+    note_misspelled(values)
     return task
 
 
 def check_task(task: HarborTask, file: Path) -> None:
-    for name in ("docker-compose.yaml", "docker-compose.yml"):
+    """Fills in defaults of variables. Raises TaskRefused."""
+    environment = task.environment
+    for name in COMPOSE:
         if (task.folder / "environment" / name).exists():
-            raise ValueError(
+            raise TaskRefused(
                 f"{task.folder}: environment/{name} wants several containers, and a box is one; "
-                "leave this task out"
+                "leave this task out",
+                "several containers",
             )
     if task.steps:
-        raise ValueError(f"{file}: steps: tasks of several steps are not played; leave it out")
-    if task.environment.os.lower() != "linux":
-        raise ValueError(f"{file}: environment.os = {task.environment.os!r}; boxes have Linux")
-    for section in (task.environment, task.verifier, task.solution):
-        for variable, value in section.env.items():
-            if "${" in value:
-                raise ValueError(
-                    f"{file}: {variable} = {value!r} names a variable of this machine, and a box "
-                    "gets none; write the value"
-                )
-    if not task.dockerfile.is_file() and not task.environment.docker_image:
-        raise ValueError(f"{task.folder}: needs environment/Dockerfile, or docker_image")
+        raise TaskRefused(
+            f"{file}: steps: tasks of several steps are not played; leave it out", "several steps"
+        )
+    if environment.os.lower() != "linux":
+        raise TaskRefused(
+            f"{file}: environment.os = {environment.os!r}; boxes have Linux", "Windows"
+        )
+    needs = {"a GPU": environment.gpus, "MCP servers": environment.mcp_servers}
+    needs["a separate verifier"] = task.verifier.environment_mode == "separate"
+    for need, is_needed in needs.items():
+        if is_needed:
+            raise TaskRefused(f"{file}: the task needs {need}, and a box has none", need)
+    for section in (environment, task.verifier, task.solution):
+        section.env = with_defaults(section.env, file)
+    if not task.dockerfile.is_file() and not environment.docker_image:
+        raise TaskRefused(
+            f"{task.folder}: needs environment/Dockerfile, or docker_image",
+            "no environment/Dockerfile",
+        )
+
+
+def with_defaults(env: Mapping[str, str], file: Path) -> dict[str, str]:
+    """The variables, each ${NAME:-default} replaced by its default. Raises TaskRefused for ${NAME},
+    which names a variable of this machine."""
+    filled = {}
+    for variable, value in env.items():
+        match = VARIABLE.fullmatch(value)
+        if match and match[2] is None:
+            raise TaskRefused(
+                f"{file}: {variable} = {value!r} names a variable of this machine, and a box "
+                "gets none; write the value",
+                "a variable without a value",
+            )
+        filled[variable] = match[2] if match else value
+    return filled
+
+
+def note_misspelled(values: Mapping[str, Any]) -> None:
+    """Warns once of each key that is nearly one of the published keys."""
+    for section, text in KEYS.items():
+        keys = values.get(section, {}) if section else values
+        known = text.split()
+        for key in keys.keys() - {*known}:
+            # A shorter key than 4 letters has too many neighbours.
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.8) if len(key) > 3 else []
+            if close:
+                where = f"[{section}] {key}" if section else key
+                warn_once(f"task.toml: {where} is not read; did you mean {close[0]!r}?")
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def check_driver(task: HarborTask, driver: str) -> None:
+    """Raises TaskRefused for a Dockerfile that boxes of this driver cannot carry out."""
+    if driver not in ("", "bubblewrap") or (task.environment.docker_image and not driver):
+        return
+    try:
+        if not task.dockerfile.is_file():
+            raise ValueError(f"{task.folder}: docker_image needs HARBOR_DRIVER=docker or podman")
+        read_instructions(task.dockerfile)
+    except ValueError as error:
+        raise TaskRefused(str(error), "a Dockerfile that needs docker or podman") from None
 
 
 def is_tasks_folder(folder: Path) -> bool:
-    """Whether a folder is a task, or holds some."""
+    """True if a folder is a task, or holds some."""
     return (folder / "task.toml").is_file() or any(folder.glob("*/task.toml"))
 
 
 def task_rows(folder: str | Path) -> list[dict[str, Any]]:
-    """A row for each task of a folder of tasks, or of a task's own folder, by name. Raises
-    ValueError, as read_task."""
+    """A row for each task of a folder of tasks, or of a task's folder, by name. Tasks that cannot
+    be played are left out, and counted by reason in a warning. Raises TaskRefused if none can be
+    played."""
+    tasks, refused = read_tasks(folder)
+    if refused and not tasks:
+        text = next(iter(refused.values()))[0][1]
+        total = sum(map(len, refused.values()))
+        if total > 1:
+            text = f"{folder}: none of {total} tasks can be played: {counted(refused)}. {text}"
+        raise TaskRefused(text, next(iter(refused)))
+    if refused:
+        left_out = sum(map(len, refused.values()))
+        warn_once(
+            f"{folder}: {left_out} of {left_out + len(tasks)} tasks are left out: "
+            f"{counted(refused)}"
+        )
+    rows = []
+    for task in tasks:
+        row = {"name": task.folder.name, "prompt": task.instruction}
+        rows.append(row | {"task_folder": str(task.folder)})
+    return rows
+
+
+Refused = dict[str, list[tuple[str, str]]]  # reason -> (name, error) of each task
+
+
+def read_tasks(folder: str | Path) -> tuple[list[HarborTask], Refused]:
+    """The tasks of a folder that can be played, and those that cannot. Raises ValueError if the
+    folder holds no task."""
     folder = Path(folder).expanduser()
     folders = [folder]
     if not (folder / "task.toml").is_file():
@@ -158,9 +278,25 @@ def task_rows(folder: str | Path) -> list[dict[str, Any]]:
             f"{folder}: neither this folder nor a folder in it has a task.toml; name a folder of "
             "tasks in Harbor's format"
         )
-    rows = []
-    for own in folders:
-        task = read_task(own)
-        row = {"name": task.folder.name, "prompt": task.instruction}
-        rows.append(row | {"task_folder": str(task.folder)})
-    return rows
+    tasks: list[HarborTask] = []
+    refused: Refused = {}
+    driver = os.environ.get("HARBOR_DRIVER", "")
+    for task_folder in folders:
+        try:
+            task = read_task(task_folder)
+            check_driver(task, driver)
+        except TaskRefused as error:
+            refused.setdefault(error.reason, []).append((task_folder.name, str(error)))
+        else:
+            tasks.append(task)
+    return tasks, refused
+
+
+def counted(refused: Refused) -> str:
+    """Each reason with its number of tasks and the first of them, the commonest first."""
+    reasons = sorted(refused.items(), key=lambda item: -len(item[1]))
+    parts = []
+    for reason, tasks in reasons:
+        of = "of which the first is " if len(tasks) > 1 else ""
+        parts.append(f"{len(tasks)} with {reason} ({of}{tasks[0][0]})")
+    return ", ".join(parts)

@@ -43,9 +43,13 @@ def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     return grouped(trajectories, "env", "task_id", "group_id", "index", "actor", "seat")
 
 
+# Stands in an error between the reason and the output of a task's script.
+WROTE = "; it wrote, in "
+
+
 def failure_reason(error: str, task_id: str) -> str:
-    """Why an episode failed, in the same words for all tasks."""
-    return error.replace(f" for task {task_id}", "")
+    """The reason of a failed episode, in the same words for all tasks."""
+    return error.replace(f" for task {task_id}", "").partition(WROTE)[0]
 
 
 def episode_means(

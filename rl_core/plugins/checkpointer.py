@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ class Checkpointer(Plugin):
         super().__init__(trainer)
         self.saved_at, self.saved_step = time.monotonic(), -1
         self.updates_before: dict[str, int] = {}
+        self.failures: Counter[str] = Counter()  # reason -> episodes
+
+    async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
+        self.failures.update(reasons)
 
     def load(self, state: dict[str, Any]) -> None:
         for name, learner in trained_learners(self.trainer.learners).items():
@@ -124,6 +129,12 @@ class Checkpointer(Plugin):
             "the model is as it was; look at the rewards by rl-core show, or train longer by "
             "--resume with a higher --num_steps"
         )
+        if self.failures:
+            [(reason, num)] = self.failures.most_common(1)
+            text += (
+                f"; {self.failures.total()} episodes failed and gave no samples, {num} of them by: "
+                f"{reason}"
+            )
         if num_steps >= MIN_STEPS:
             raise RunError(text)
         print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -13,10 +13,13 @@ import inspect
 import io
 import json
 import re
+import sys
+import time
 from collections import defaultdict
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +47,12 @@ def main(argv: list[str]) -> int:
     """Prints the report on each environment. 0 if all load and every normal episode is scored, else
     1. Raises ValueError for what keeps one from being tried."""
     options = parse(argv)
-    # What hooks print is no JSON.
+    # Standard output gets the JSON alone, and nothing that hooks print.
     with redirect_stdout(io.StringIO()) if options.json else nullcontext():
         found = [check(path, options) for path in options.env]
     if options.json:
-        print(json.dumps(found, indent=2))
+        is_one = options.oracle and len(found) == 1
+        print(json.dumps(found[0] if is_one else found, indent=2))
     return 1 if any(report["failed"] for report in found) else 0
 
 
@@ -119,24 +123,42 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
 def check_oracle(
     env: Env, tasks: list[Task], names: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Prints what the solution of each task earns, and what doing nothing does."""
+    """Prints the rewards of each task's solution and of doing nothing, and a table of counts."""
     from rl_core.engines.scripted import plain_chat
     from rl_core.plugins.tool_calls import ToolCalls
     from rl_core.plugins.watchdog import run_hooks
-    from rl_core.tools.oracle import as_data, judge_all, summary
+    from rl_core.tools.oracle import Table, judge_all
 
+    begun = time.monotonic()
     chat = plain_chat(ToolCalls)
 
     async def play_nothing(task: Task) -> list[Trajectory]:
         return await play(env, chat, task, names, [PLAIN])
 
+    def tell(text: str) -> None:
+        lines = [f"  {line}" for line in text.split("\n")]
+        print("\n".join(lines), file=sys.stderr if options.json else sys.stdout, flush=True)
+
     print("== oracle", flush=True)
-    judging = judge_all(env, tasks, play_nothing, lambda line: print(f"  {line}", flush=True))
-    verdicts = run_hooks(judging, options.hook_timeout_s)
+    verdicts = run_hooks(judge_all(env, tasks, play_nothing, tell), options.hook_timeout_s)
+    table = Table(verdicts=verdicts, refused=refused_tasks(options.rows))
+    table.seconds = time.monotonic() - begun
     print()
-    say("result", [summary(verdicts)])
-    failed = sum(not verdict.is_good for verdict in verdicts)
-    return {"environment": env.path, "oracle": as_data(verdicts), "failed": failed}
+    say("result", table.lines())
+    counts = table.as_data()
+    return {"environment": env.path, **counts, "failed": counts["not_good"]}
+
+
+def refused_tasks(rows: str | None) -> dict[str, list[str]]:
+    """Reason -> names of the tasks that are left out of folders in Harbor's format."""
+    from rl_core.agents.harbor_task import is_tasks_folder, read_tasks
+
+    refused: dict[str, list[str]] = {}
+    for source in split(rows or ""):
+        if is_tasks_folder(Path(source).expanduser()):
+            for reason, tasks in read_tasks(source)[1].items():
+                refused.setdefault(reason, []).extend(name for name, _ in tasks)
+    return refused
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -171,7 +193,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON: a list with one report for each environment",
+        help="print JSON: a list of reports, or with --oracle one report for one environment",
     )
     return parser.parse_args(argv)
 

@@ -1,5 +1,5 @@
-"""rl-core check --oracle: what the solutions that an environment knows earn, and what doing nothing
-does."""
+"""rl-core check --oracle: rewards of the solutions that an environment knows, and of doing
+nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_core.data.episodes import episode_rewards
+from rl_core.data.episodes import WROTE, episode_rewards, failure_reason
+from rl_core.rules import printable
 from rl_core.sampling.hooks import HookError, finite_parts
 from rl_core.sandbox.boxes import NO_SANDBOX
 
@@ -20,24 +21,87 @@ if TYPE_CHECKING:
 
 AT_ONCE = 4  # tasks that are played at once
 SOLVED = 1.0
+MAX_LOGS = 20  # tasks whose output is shown
+MAX_LINES = 30  # of the output of one task
+MAX_REASON = 300  # characters
 
 
 @dataclass(kw_only=True, slots=True)
 class Verdict:
-    """What a task is worth to train on."""
+    """The worth of a task for training."""
 
     task: str
     oracle: float | None  # the solution's reward; None if it failed
-    nothing: float | None  # the reward of doing nothing
+    nothing: float | None  # the reward of doing nothing; None if the episode failed
     seconds: float
-    error: str = ""
+    error: str = ""  # the reason of what failed
+    log: str = ""  # output of the solution and the tests
+
+    @property
+    def is_solved(self) -> bool:
+        return self.oracle is not None and self.oracle >= SOLVED - 1e-9
 
     @property
     def is_good(self) -> bool:
-        """The solution solves the task, and doing nothing does not."""
-        if self.oracle is None or self.nothing is None:
-            return False
-        return abs(self.oracle - SOLVED) < 1e-9 and self.nothing < SOLVED
+        """True if the solution earns something, and more than doing nothing."""
+        return not self.fault
+
+    @property
+    def fault(self) -> str:
+        """The reason why the task is not good to train on, or ""."""
+        if self.error:
+            return self.error
+        if self.oracle > max(self.nothing, 0.0):
+            return ""
+        if self.nothing >= SOLVED:
+            return "doing nothing solves it"
+        return f"its solution earns {self.oracle:.4g}, and doing nothing {self.nothing:.4g}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Table:
+    """The verdicts on an environment's tasks, counted."""
+
+    verdicts: list[Verdict]
+    refused: dict[str, list[str]] = field(default_factory=dict)  # reason -> tasks
+    seconds: float = 0.0
+
+    def counts(self) -> dict[str, int]:
+        judged = self.verdicts
+        num_refused = sum(map(len, self.refused.values()))
+        return {
+            "tasks": len(judged) + num_refused,
+            "playable": sum(v.nothing is not None for v in judged),
+            "solved_by_solution": sum(v.is_solved for v in judged),
+            "partly_solved_by_solution": sum(v.is_good and not v.is_solved for v in judged),
+            "solved_by_nothing": sum(v.nothing is not None and v.nothing >= SOLVED for v in judged),
+            "not_good": sum(not v.is_good for v in judged),
+            "refused": num_refused,
+        }
+
+    def reasons(self) -> dict[str, list[str]]:
+        """Reason -> tasks that are not good to train on for it."""
+        found: dict[str, list[str]] = {}
+        for verdict in self.verdicts:
+            if not verdict.is_good:
+                found.setdefault(verdict.fault, []).append(verdict.task)
+        return found
+
+    def lines(self) -> list[str]:
+        lines = []
+        for name, number in self.counts().items():
+            lines.append(f"{name.replace('_', ' '):<26} {number:>6}")
+            reasons = {"not_good": self.reasons(), "refused": self.refused}.get(name, {})
+            for reason, tasks in sorted(reasons.items(), key=lambda item: -len(item[1])):
+                first = f"{reason[:MAX_REASON]} (the first: {tasks[0]})"
+                lines.append(f"  {len(tasks):>6} {printable(first)}")
+        return [*lines, f"{'seconds':<26} {self.seconds:>6.1f}", summary(self.verdicts)]
+
+    def as_data(self) -> dict[str, Any]:
+        reasons = {reason: len(tasks) for reason, tasks in self.reasons().items()}
+        more = {"reasons": reasons, "refused_tasks": self.refused}
+        more |= {"seconds": self.seconds, "oracle": list(map(asdict, self.verdicts))}
+        return self.counts() | more
 
 
 async def judge_all(
@@ -46,21 +110,26 @@ async def judge_all(
     play_nothing: Callable[[Task], Awaitable[list[Trajectory]]],
     tell: Callable[[str], Any],
 ) -> list[Verdict]:
-    """A verdict for each task. `tell` gets a line when one is there. Raises ValueError for an
-    environment that knows no solutions."""
+    """A verdict for each task. `tell` gets the lines of each as soon as the task is judged. Raises
+    ValueError for an environment that knows no solutions."""
     if "oracle" not in env.hooks:
         raise ValueError(
             f"{env.path}: --oracle needs async def oracle(task), which plays a task's solution and "
-            "gives its reward"
+            "gives its reward, or (reward, text to show)"
         )
     width = max(len(name_of(task)) for task in tasks)
     tell(f"{'task':<{width}} {'oracle':>8} {'nothing':>8} {'seconds':>8}")
     room = asyncio.Semaphore(AT_ONCE)
+    num_logs = 0
 
     async def judge_one(task: Task) -> Verdict:
+        nonlocal num_logs
         async with room:
             verdict = await judge(env, task, play_nothing)
         tell(described(verdict, width))
+        if not verdict.is_good and verdict.log and num_logs < MAX_LOGS:
+            num_logs += 1
+            tell(shown_log(verdict.log))
         return verdict
 
     return list(await asyncio.gather(*map(judge_one, tasks)))
@@ -72,17 +141,22 @@ async def judge(
     begun = time.monotonic()
     verdict = Verdict(task=name_of(task), oracle=None, nothing=None, seconds=0.0)
     try:
-        said = await env.hooks["oracle"](task, {"task": task})
-        parts = finite_parts(said, "oracle", f"{env.path}: what oracle() returned")
+        result = await env.hooks["oracle"](task, {"task": task})
+        reward, verdict.log = result if isinstance(result, tuple) else (result, "")
+        parts = finite_parts(reward, "oracle", f"{env.path}: what oracle() returned")
         verdict.oracle = math.fsum(parts.values())
     except (HookError, ValueError) as error:
-        verdict.error = str(error)
+        # A RuntimeError says itself what failed, and has its lines.
+        cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
+        verdict.error = failure_reason(str(cause), task.id)
+        verdict.log = str(cause).partition(WROTE)[2]
     played = await play_nothing(task)
     failed = [t.error for t in played if t.status == "failed"]
     if failed:
-        verdict.error = verdict.error or failed[0]
+        verdict.error = verdict.error or failure_reason(failed[0], task.id)
     else:
         verdict.nothing = max(episode_rewards(played))
+        verdict.log = verdict.log or played[0].log
     verdict.seconds = time.monotonic() - begun
     return verdict
 
@@ -97,15 +171,15 @@ def described(verdict: Verdict, width: int) -> str:
         scores.append("failed" if score is None else f"{score:.4g}")
     oracle, nothing = scores
     line = f"{verdict.task:<{width}} {oracle:>8} {nothing:>8} {verdict.seconds:>8.1f}"
-    if not verdict.is_good:
-        line += f"  {verdict.error or fault_of(verdict)}"
-    return line
+    return f"{line}  {printable(verdict.fault[:MAX_REASON])}".rstrip()
 
 
-def fault_of(verdict: Verdict) -> str:
-    if verdict.nothing is not None and verdict.nothing >= SOLVED:
-        return "doing nothing solves it"
-    return "its solution does not solve it"
+def shown_log(log: str) -> str:
+    """Lines of a task's output, the middle of many left out."""
+    lines = printable(log, also="\n").split("\n")
+    if (left_out := len(lines) - MAX_LINES) > 0:
+        lines[MAX_LINES // 2 : -MAX_LINES // 2] = [f"[{left_out} lines left out]"]
+    return "\n".join(f"    | {line}" for line in lines)
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -115,8 +189,6 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     bad = sum(not verdict.is_good for verdict in verdicts)
     if bad:
         return f"{bad} of {len(verdicts)} tasks are no good to train on"
+    if not all(verdict.is_solved for verdict in verdicts):
+        return f"{len(verdicts)} tasks: solutions earn a reward, and doing nothing earns less"
     return f"{len(verdicts)} tasks: solutions solve them, and doing nothing does not"
-
-
-def as_data(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    return [asdict(verdict) for verdict in verdicts]

@@ -173,6 +173,8 @@ def described(row: dict[str, Any]) -> str:
         lines += wrapped(f"reason: {row['error']}")
     for message in row["messages"]:
         lines += [coloured(f"[{message['role']}]", message["role"]), *wrapped(content_of(message))]
+    if row.get("log"):  # Runs of older versions have none.
+        lines += [coloured("[log]", "log"), *wrapped(row["log"])]
     return "\n".join([*lines, ""])
 
 

@@ -62,6 +62,6 @@ def test_a_task_in_a_container_is_solved_by_its_solution_and_not_by_nothing(
     monkeypatch.setenv("HARBOR_DRIVER", find_engine("this test"))
     env = str(ROOT / "envs/harbor.py")
     assert main(["check", env, "--data.train", str(folder), "--oracle", "--json"]) == 0
-    [report] = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     [verdict] = report["oracle"]
     assert (verdict["task"], verdict["oracle"], verdict["nothing"]) == ("make-file", 1.0, 0.0)

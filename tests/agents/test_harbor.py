@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import re
 import shutil
 import sys
 import textwrap
 import threading
+import time
+from dataclasses import asdict
 
 import pytest
 from kit import ROOT
@@ -17,7 +20,9 @@ from rl_core.agents import dockerfile, harbor
 from rl_core.agents.dockerfile import digest_of, read_instructions
 from rl_core.agents.harbor import open_task, read_score
 from rl_core.agents.harbor_task import read_task, task_rows
+from rl_core.agents.verifier_tools import VerifierTools
 from rl_core.cli import main
+from rl_core.data.episodes import failure_reason
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import make_task
 from rl_core.engines.scripted import plain_chat
@@ -25,6 +30,7 @@ from rl_core.plugins.env_file import load_env
 from rl_core.plugins.tables import load_other
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.plugins.watchdog import run_hooks
+from rl_core.tools import show
 from rl_core.tools.check import play
 
 needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
@@ -124,6 +130,8 @@ def test_settings_of_all_versions_are_read(make, toml, expected):
         ('[environment]\nos = "windows"', "boxes have Linux"),
         ('[[steps]]\nname = "a"', "several steps are not played"),
         ('[verifier.env]\nKEY = "${API_KEY}"', r"KEY = '\$\{API_KEY\}' names a variable"),
+        ("[environment]\ngpus = 1", "needs a GPU"),
+        ('[verifier]\nenvironment_mode = "separate"', "needs a separate verifier"),
     ],
 )
 def test_what_is_not_played_is_told_with_its_file(make, toml, error):
@@ -140,6 +148,48 @@ def test_missing_files_and_compositions_are_told(make):
     (composed / "environment/docker-compose.yaml").write_text("services: {}\n")
     with pytest.raises(ValueError, match=r"docker-compose\.yaml wants several containers"):
         read_task(composed)
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ("${PORT:-80}", "80"),
+        ("${PORT-80}", "80"),
+        ("${PORT:-}", ""),
+        ("${URL:-http://a:1/x}", "http://a:1/x"),
+        ("a ${b} c", "a ${b} c"),
+    ],
+)
+def test_a_variable_with_a_default_has_a_value(make, monkeypatch, value, expected):
+    monkeypatch.setenv("PORT", "of this machine")
+    sections = ("environment", "verifier", "solution")
+    task = read_task(make(toml="".join(f'[{name}.env]\nX = "{value}"\n' for name in sections)))
+    assert [getattr(task, name).env["X"] for name in sections] == [expected] * 3
+
+
+def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsys):
+    make(), make(toml='[environment]\nos = "windows"'), make(toml='[[steps]]\nname = "a"')
+    make(dockerfile="FROM a\nFROM b\n"), make(toml="[environment"), make(test=None)
+    folder = make(toml='[environment]\nos = "windows"').parent
+    assert [row["name"] for row in task_rows(folder)] == ["task0"]
+    told = capsys.readouterr().err
+    assert f"warning: {folder}: 6 of 7 tasks are left out: 2 with Windows (of which the " in told
+    assert "first is task1), 1 with several steps (task2), 1 with a Dockerfile that needs" in told
+    assert "1 with a file that cannot be read (task4), 1 with no tests/test.sh (task5)" in told
+    assert task_rows(folder) and not capsys.readouterr().err
+    shutil.rmtree(folder / "task0")
+    with pytest.raises(ValueError, match=r"none of 6 tasks can be played: 2 with Windows .*boxes "):
+        task_rows(folder)
+
+
+def test_keys_that_are_nearly_known_are_named(make, capsys):
+    make(toml='shema_version = "1"\n[environment]\nmemory_md = 5\nzone = "a"\n[metadata]\ncpu = 1')
+    make()
+    task_rows(make().parent)
+    told = capsys.readouterr().err
+    assert "task.toml: [environment] memory_md is not read; did you mean 'memory_mb'?" in told
+    assert "shema_version is not read; did you mean 'schema_version'?" in told
+    assert told.count("\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -410,7 +460,7 @@ def test_a_verifier_without_a_reward_fails_the_episode(make):
     failed = episode(make(check="raise SystemExit('no disk')"), "done")
     assert failed.status == "failed" and failed.reward is None
     assert "tests/test.sh wrote no /logs/verifier/reward.txt and no reward.json" in failed.error
-    assert "ended with exit code 1: no disk" in failed.error
+    assert re.search(r"; it ended with exit code 1; it wrote, in \S+/task0: no disk", failed.error)
     failed = episode(make(test="#!/bin/sh\necho nan > /logs/verifier/reward.txt\n"), "done")
     assert failed.status == "failed" and "a reward must be a finite number" in failed.error
 
@@ -438,6 +488,119 @@ def test_the_agents_time_ends_before_its_turns(make):
     assert (played.status, played.reward) == ("ok", 1.0)
 
 
+# Tools of the verifier
+
+NO_TOOLS = '[verifier.env]\nPATH = "/app/bin:/usr/bin:/bin"\n'
+# The shape of Harbor's template, without its comments.
+INSTALLS = """\
+#!/bin/bash
+apt-get update
+apt-get install -y curl
+curl -LsSf https://localhost:1/uv/install.sh | sh
+source $HOME/.local/bin/env
+uvx -p 3.13 --with pytest==8.4.1 pytest /tests/test_outputs.py -rA
+if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+"""
+# The same with programs of the task: py.test is where the agent can remove it.
+RUNS = """\
+#!/bin/bash
+py.test /tests
+if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+"""
+PY_TEST = "FROM a\nWORKDIR /app\nRUN mkdir bin && ln -s /bin/true bin/ok && "
+PY_TEST += "printf '#!/bin/sh\\ngrep yes done || ./server' > bin/py.test && chmod +x bin/py.test\n"
+
+
+@needs_bwrap
+def test_a_verifier_that_cannot_install_its_tools_fails_the_episode(make):
+    folder = make(toml=NO_TOOLS, test=INSTALLS)
+    failed = episode(folder, bash("echo yes > done"), "It is done.")
+    assert (failed.status, failed.reward) == ("failed", None)
+    reason = failure_reason(failed.error, "train/0")
+    assert "tests/test.sh are missing, in an untouched box too: uvx: command not found (" in reason
+    assert str(folder) not in reason and str(folder) in failed.error
+    assert "line 5: /logs/home/.local/bin/env: No such file" in failed.error
+    begun = time.monotonic()
+    again = episode(folder, bash("sleep 30"), "It is done.")
+    assert again.error.endswith(failed.error.partition("RuntimeError")[2])
+    assert time.monotonic() - begun < 20
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "command, reward",
+    [("echo yes > done", 1.0), ("echo no", 0.0), ("rm bin/py.test", 0.0), ("rm -r bin", 0.0)],
+)
+def test_an_agent_that_breaks_the_tools_of_its_tests_scores_0(make, command, reward):
+    folder = make(toml=NO_TOOLS, dockerfile=PY_TEST, test=RUNS)
+    played = episode(folder, bash(command), "It is done.")
+    assert (played.status, played.reward, played.error) == ("ok", reward, "")
+    shown = "py.test: command not found" if "rm" in command else "./server: not found"
+    assert reward or shown in played.log
+    shown = show.described(asdict(played) | {"file": "step_000001.jsonl.zst"})
+    assert played.log.split("\n")[-1] in shown
+
+
+RAN = "=== test session starts ===\n"
+
+
+@pytest.mark.parametrize(
+    "script, wrote, code, missing",
+    [
+        (
+            "uvx pytest",
+            "/tests/test.sh: line 9: uvx: command not found",
+            0,
+            "uvx: command not found",
+        ),
+        ("pytest", "/tests/test.sh: 4: pytest: not found", 1, "pytest: command not found"),
+        ("python3 x", "/usr/bin/env: ‘python3’: No such file or directory", 1, "python3: "),
+        (
+            "python -m pytest",
+            "/usr/bin/python: No module named pytest",
+            0,
+            "No module named pytest",
+        ),
+        (
+            "uvx pytest",
+            "error: Failed to fetch: `https://pypi.org/simple/pytest/`",
+            0,
+            "error: Fail",
+        ),
+        (
+            "uvx pytest",
+            "  × No solution found when resolving tool dependencies:",
+            0,
+            "× No solution",
+        ),
+        ("pip install psutil; pytest", RAN + "E  No module named 'psutil'", 0, "No module named"),
+        ("apt-get install jq", "x\nE: Unable to locate package jq", 100, "E: Unable to locate"),
+        # Scores:
+        ("apt-get install jq; ./run", "E: Unable to locate package jq\n0 of 3", 0, ""),
+        ("uvx pytest || pytest", "a: uvx: command not found\n" + RAN + "1 failed in 2s", 0, ""),
+        ("uvx pytest || pytest -q", "a: uvx: command not found\nF\n1 failed in 0.05s", 0, ""),
+        ("./server", "/tests/test.sh: line 2: ./server: No such file or directory", 127, ""),
+        ("server", "/tests/test.sh: line 2: server: command not found", 127, ""),
+        ("./run.sh", "./run.sh: line 1: pytest: command not found", 127, ""),
+        ("pytest", RAN + "E   ModuleNotFoundError: No module named 'solution'", 1, ""),
+        ("pytest", RAN + "server said: error: Failed to fetch", 1, ""),
+    ],
+)
+def test_output_that_says_that_tools_are_missing(tmp_path, script, wrote, code, missing):
+    (tmp_path / "test.sh").write_text(script)
+    found = VerifierTools.of(tmp_path).missing(wrote, code)
+    assert found.startswith(missing) and bool(found) == bool(missing)
+
+
+@needs_bwrap
+def test_long_output_is_kept_by_its_ends_and_files_next_to_the_reward_are_read(make):
+    test = "#!/bin/sh\necho begin; seq 100000; echo no pytest > /logs/verifier/pytest.log\n"
+    played = episode(make(test=test + "echo 0 > /logs/verifier/reward.txt\n"), "done")
+    assert played.log.startswith("begin\n1\n2\n") and len(played.log) < 8200
+    assert "characters left out]" in played.log
+    assert played.log.endswith("== /logs/verifier/pytest.log\nno pytest")
+
+
 # rl-core check --oracle
 
 
@@ -445,7 +608,7 @@ def test_the_agents_time_ends_before_its_turns(make):
 def test_every_shipped_task_is_solved_by_its_solution_and_not_by_nothing(capsys):
     env, tasks = ROOT / "envs/harbor.py", ROOT / "envs/tasks"
     assert main(["check", str(env), "--data.train", str(tasks), "--oracle", "--json"]) == 0
-    [report] = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     names = sorted(path.name for path in tasks.iterdir())
     assert sorted(verdict["task"] for verdict in report["oracle"]) == names and len(names) >= 12
     assert {(v["oracle"], v["nothing"]) for v in report["oracle"]} == {(1.0, 0.0)}
@@ -453,17 +616,38 @@ def test_every_shipped_task_is_solved_by_its_solution_and_not_by_nothing(capsys)
 
 @needs_bwrap
 def test_a_task_that_is_no_good_is_named(make, capsys):
-    make(), make(solve="exit 4\n"), make(solve="echo maybe > done\n")
-    folder = make(test="#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n").parent
-    env = str(ROOT / "envs/harbor.py")
-    assert main(["check", env, "--data.train", str(folder), "--oracle"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    found = {line.split()[0]: line.split(None, 4)[1:] for line in lines if "  task" in line}
+    half = """#!/bin/sh\n[ $(cat done) = yes ] && echo 0.5 > /logs/verifier/reward.txt ||
+        echo 0 > /logs/verifier/reward.txt\n"""
+    make(solve="echo yes > done; exit 4\n"), make(solve="echo oh no; exit 4\n")
+    make(solve=None), make(test=half), make(toml=NO_TOOLS, test=INSTALLS)
+    make(test="#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    folder = make(toml='[[steps]]\nname = "a"').parent
+    (folder / "task2/solution/solve.sh").unlink()
+    command = ["check", str(ROOT / "envs/harbor.py"), "--data.train", str(folder), "--oracle"]
+    assert main(command) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    found = {line.split()[0]: line.split(None, 4)[1:] for line in lines if line[:4] == "task"}
     assert found["task0"][:2] == ["1", "0"] and len(found["task0"]) == 3
-    assert found["task1"][:2] == ["failed", "0"] and "exit code 4" in found["task1"][3]
-    assert found["task2"][:2] == ["0", "0"] and "does not solve it" in found["task2"][3]
-    assert found["task3"][:2] == ["1", "1"] and found["task3"][3] == "doing nothing solves it"
-    assert "  3 of 4 tasks are no good to train on" in lines
+    assert found["task1"][:2] == ["0", "0"]
+    assert found["task1"][3] == "its solution earns 0, and doing nothing 0"
+    assert {"| solution/solve.sh: oh no", "| [ended with exit code 4]"} < {*lines}
+    assert found["task2"][:2] == ["failed", "0"] and "no solution/solve.sh" in found["task2"][3]
+    assert found["task3"][:2] == ["0.5", "0"] and len(found["task3"]) == 3
+    assert found["task4"][:2] == ["failed", "failed"]
+    assert found["task4"][3].startswith("the tools of tests/test.sh are missing, in an untouched ")
+    assert found["task5"][:2] == ["1", "1"] and found["task5"][3] == "doing nothing solves it"
+    counts = {line.rsplit(None, 1)[0]: line.rsplit(None, 1)[1] for line in lines if " " in line}
+    assert "4 of 6 tasks are no good to train on" in lines
+    assert "1 several steps (the first: task6)" in lines
+    assert main([*command, "--json"]) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    expected = {"tasks": 7, "playable": 5, "solved_by_solution": 2, "refused": 1, "not_good": 4}
+    expected |= {"partly_solved_by_solution": 1, "solved_by_nothing": 1}
+    assert {name: report[name] for name in expected} == expected
+    assert counts["seconds"] and {counts[name.replace("_", " ")] for name in expected} == {*"75214"}
+    assert report["refused_tasks"] == {"several steps": ["task6"]}
+    assert sum(report["reasons"].values()) == 4 and "task4" in err
 
 
 @needs_bwrap

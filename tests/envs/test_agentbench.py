@@ -57,7 +57,7 @@ def agentbench(data_dir):
 def test_solutions_earn_the_most_and_doing_nothing_earns_nothing(name, capsys):
     flags = ["--oracle", "--num_tasks", "12" if name == "os" else "120", "--json"]
     assert command(["check", str(ROOT / f"envs/agentbench_{name}.py"), *flags]) == 0
-    [report] = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     assert {(one["oracle"], one["nothing"]) for one in report["oracle"]} == {(1.0, 0.0)}
     assert len(report["oracle"]) >= 12
 
@@ -228,7 +228,7 @@ def test_agentbenchs_labels_earn_one_and_others_nothing(agentbench, capsys):
     rows = ["--data.train", str(agentbench / "dbbench/standard.jsonl"), "--json", "--oracle"]
     rows += ["--data.columns", "prompt=description"]
     assert command(["check", str(ROOT / "envs/agentbench_db.py"), *rows]) == 1
-    [report] = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     scores = Counter((one["oracle"], one["nothing"]) for one in report["oracle"])
     # A label that SQLite cannot run, and a change that changes nothing.
     assert scores == {(1.0, 0.0): 298, (None, 0.0): 1, (1.0, 1.0): 1}

@@ -82,7 +82,7 @@ def test_without_a_server_auto_is_sqlite_and_mariadb_says_what_to_install(monkey
 def test_solutions_earn_one_and_doing_nothing_nothing(monkeypatch, capsys):
     monkeypatch.setenv("AGENTBENCH_DB", "mariadb")
     assert command(["check", str(PATH), "--oracle", "--num_tasks", "20", "--json"]) == 0
-    [report] = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     scores = {(one["oracle"], one["nothing"]) for one in report["oracle"]}
     assert scores == {(1.0, 0.0)} and len(report["oracle"]) == 20
 

@@ -192,6 +192,7 @@ function showReader(e, columns, modes) {
     coloured && [howToRecord(e, shown), scaleOf(shown)],
     el("div", { class: "columns" }, columns.map((column) => el("section", {}, columns.length > 1 && headOf(column),
       coloured ? column.map((t) => tokensOf(t, shown)) : chatOf(column).map(bubble)))),
+    own.log && el("section", {}, el("h3", {}, "Log"), el("pre", {}, own.log)),
   ];
   note(data.note || "");
   $("#reader").replaceChildren(...parts.flat().filter(Boolean));
