@@ -4,12 +4,14 @@
     --max_prompt_tokens 512 --max_tokens 16
     GYM_ENV=my_package:MyEnv-v0 rl-core train --env_path envs/gym_text.py ...
 
-The actor sees what `render()` gives with render_mode "ansi", else the observation. What a terminal
-highlights stands in brackets, with its colour: [blue B]. It replies with an action alone: a name or
-a number of a Discrete space, or any text of a Text space. Another reply costs ILLEGAL and changes
-nothing. The reward is the sum of the environment's own, each for its turn. Metrics: `illegal`, and
-`solved`: the environment's reward_threshold was reached, or its last step earned the most, and more
-than 0.
+The actor sees what `render()` gives with render_mode "ansi", else the observation: numbers with
+the names that NUMBERS or a Dict space gives them, and MiniGrid's view as a map with its mission
+(GYM_ENV=minigrid:MiniGrid-Empty-5x5-v0). Larger arrays are refused: they are images. What a
+terminal highlights stands in brackets, with its colour: [blue B]. A reply is an action alone: the
+name or number of a Discrete space's action, the numbers of a Box, MultiDiscrete or MultiBinary
+space, or any text of a Text space. Another reply costs ILLEGAL and changes nothing. The reward is
+the sum of the environment's own, each for its turn. Metrics: `illegal`, and `solved`: the
+environment's reward_threshold was reached, or its last step earned the most, and more than 0.
 
 Rows: a prompt, `gym_env` (what gymnasium.make takes), and optionally `kwargs`, `seed`, `actions`
 (names). Without --data.train: FrozenLake on maps of 3x3 to 5x5, where the map says to which split
@@ -23,6 +25,7 @@ import os
 import re
 import zlib
 
+from rl_core.sampling.gym_spaces import action_of, actions_of, shown_grid, words_of
 from rl_core.sampling.hooks import DeadlineError, LoopClock
 
 try:
@@ -39,8 +42,12 @@ TAXI = (
     "the passenger. "
 )
 TAXI += "| is a wall. Pick up the passenger and drop them at the destination."
-# Environment -> the names of its actions, what its text means.
+GRID = ["left", "right", "forward", "pickup", "drop", "toggle", "done"]
+WALK = "Fulfil the mission. left and right turn you, forward walks, toggle opens doors and boxes."
+# First part of an environment's name -> the names of its actions, what its text means.
 KNOWN = {
+    "MiniGrid": (GRID, WALK),
+    "BabyAI": (GRID, WALK),
     "FrozenLake": (["left", "down", "right", "up"], LAKE),
     "Taxi": (["south", "north", "east", "west", "pickup", "dropoff"], TAXI),
     "CliffWalking": (["up", "right", "down", "left"], "You are x. Walk to T, around the cliff C."),
@@ -52,13 +59,29 @@ KNOWN = {
         ["left", "right"],
         "You see the cart's position and velocity, and the pole's angle and its velocity.",
     ),
+    "MountainCar": (["left", "none", "right"], "Swing the car up the hill on the right."),
+    "Acrobot": (["torque -1", "torque 0", "torque 1"], "Swing the free end above the bar."),
+}
+# The names of an observation's numbers.
+NUMBERS = {
+    "Blackjack": ["your sum", "dealer's card", "usable ace"],
+    "CartPole": ["cart position", "cart velocity", "pole angle", "pole angular velocity"],
+    "MountainCar": ["position", "velocity"],
+    "MountainCarContinuous": ["position", "velocity"],
+    "Pendulum": ["cos(angle)", "sin(angle)", "angular velocity"],
+    "Acrobot": [
+        *("cos(angle 1)", "sin(angle 1)", "cos(angle 2)", "sin(angle 2)"),
+        *("angular velocity 1", "angular velocity 2"),
+    ],
 }
 max_turns = 16
 
 
 def load_tasks(split):
     names, meaning = KNOWN.get(family(GYM_ENV), (None, f"Play {GYM_ENV}."))
-    said = f"one of {', '.join(names)}" if names else "the next action alone"
+    said = "the next action alone"
+    if names:
+        said = "one of " + ", ".join(f"{name} ({n})" for n, name in enumerate(names))
     same = {"prompt": f"{meaning} Reply with {said}.", "gym_env": GYM_ENV, "actions": names}
     if GYM_ENV != "FrozenLake-v1":
         return [
@@ -76,8 +99,8 @@ def load_tasks(split):
 
 
 def family(name):
-    """Taxi of my_package:Taxi-v4."""
-    return name.rpartition(":")[2].rpartition("-v")[0]
+    """Taxi of my_package:Taxi-v4, MiniGrid of minigrid:MiniGrid-Empty-5x5-v0."""
+    return name.rpartition(":")[2].partition("-")[0]
 
 
 def make(row):
@@ -89,11 +112,12 @@ def make(row):
 
 
 def shown(env, observation):
-    if env.render_mode != "ansi":
-        return str(observation)
-    return re.sub(r"((?:\x1b\[[1-9][\d;]*m)+)(.*?)(?:\x1b\[0m)+", in_brackets, env.render()).strip(
-        "\n"
-    )
+    if env.render_mode == "ansi":
+        seen = re.sub(r"((?:\x1b\[[1-9][\d;]*m)+)(.*?)(?:\x1b\[0m)+", in_brackets, env.render())
+        return seen.strip("\n")
+    if isinstance(observation, dict) and {"image", "direction", "mission"} <= {*observation}:
+        return shown_grid(**{k: observation[k] for k in ("image", "direction", "mission")})
+    return words_of(observation, NUMBERS.get(family(env.spec.id)))
 
 
 def in_brackets(match):
@@ -106,16 +130,6 @@ def in_brackets(match):
 def is_solved(env, earned):
     *before, last = earned
     return last > max([0.0, *before]) or sum(earned) >= (env.spec.reward_threshold or math.inf)
-
-
-def action_of(text, space, names):
-    """What the space contains, or None."""
-    text = text.strip()
-    if names and text.lower() in names:
-        return names.index(text.lower())
-    if not isinstance(space, gymnasium.spaces.Text):
-        text = int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) and not names else None
-    return text if text is not None and space.contains(text) else None
 
 
 async def in_time(function, *args, **kwargs):
@@ -140,7 +154,7 @@ async def rollout(task, actors):
     env = await in_time(make, row)
     try:
         observation, _ = await in_time(env.reset, seed=row.get("seed", 0))
-        actions = [] if names else [f"Actions: {env.action_space}"]
+        actions = [] if names else [actions_of(env.action_space)]
         opening = [task.messages[-1]["content"], *actions, await in_time(shown, env, observation)]
         said = [*task.messages[:-1], {"role": "user", "content": "\n\n".join(opening)}]
         reply, rewards, earned, illegal, is_done = None, [], [], 0, False

@@ -15,7 +15,8 @@ Rows: a prompt, and optionally `reset`. Without --data.train: seeds 100 to 1,099
 evaluate. A server holds a few sessions (its max_concurrent_envs). An episode waits up to ROOM_S for
 a free one; --rollout.max_concurrent within them spares the wait. If the server cannot be reached,
 stays full, raises, or takes longer than STEP_S, the episode fails with the cause. $OPENENV_TOKEN is
-sent as a bearer token. Tried with openenv-core 0.3. Needs a GPU, not run.
+sent as a bearer token. Tried with openenv 0.10 (formerly
+openenv-core). Needs a GPU, not run.
 """
 
 import asyncio
@@ -98,7 +99,8 @@ def action_of(text, fields):
 
 
 def shown(observation):
-    values = [value for value in observation.values() if value is not None]
+    empty = (None, {})  # such as the metadata of openenv 0.10
+    values = [value for value in observation.values() if value not in empty]
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(observation)
 
 
@@ -109,8 +111,14 @@ async def rollout(task, actors):
     async with aiohttp.ClientSession(
         headers=headers, raise_for_status=True, timeout=limit
     ) as session:
-        async with session.get(f"{URL}/schema") as reply:
-            fields = fields_of((await reply.json())["action"])
+        try:
+            async with session.get(f"{URL}/schema") as reply:
+                fields = fields_of((await reply.json())["action"])
+        except aiohttp.ClientConnectorError as error:
+            raise ConnectionError(
+                f"no OpenEnv server answers at OPENENV_URL={URL} ({error}); start one (pip install "
+                "openenv), and give its address"
+            ) from None
         give_up = time.monotonic() + ROOM_S
         for pause_s in itertools.chain((0.1, 0.2, 0.5, 1.0, 2.0), itertools.repeat(5.0)):
             async with session.ws_connect(f"{URL}/ws", max_msg_size=MAX_BYTES) as socket:

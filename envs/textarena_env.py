@@ -11,12 +11,13 @@ Players are the actors in the order of their names; one actor plays all seats. $
 Reward: the game's, usually 1, 0 or -1. Whose reply is cut off loses (-1) and ends the game; a game
 that is not over after --max_turns turns of a player earns 0. Metrics: `invalid`, `unfinished`.
 Every seed of $TEXTARENA_GAMES (1,000) is a task, and every tenth is held out. The library draws
-from Python's global generator: here each game has a stream of its own. Some word games download
-word lists. What was run: docs/environments.md.
+from Python's global generator: here each game has a stream of its own. A game that cannot begin is
+refused before training; word games need NLTK's word lists. What was run: docs/environments.md.
 """
 
 import os
 import random
+import re
 
 try:
     import textarena
@@ -27,6 +28,7 @@ except ImportError:
 NAME = os.environ.get("TEXTARENA_ENV", "TicTacToe-v0")
 PLAYERS = int(os.environ.get("TEXTARENA_PLAYERS", "2"))
 GAMES = int(os.environ.get("TEXTARENA_GAMES", "1000"))
+NLTK = "words averaged_perceptron_tagger_eng"  # the word lists of its word games
 max_turns = 12
 
 if NAME not in ENV_REGISTRY:
@@ -34,7 +36,22 @@ if NAME not in ENV_REGISTRY:
     raise ValueError(f"TEXTARENA_ENV={NAME} is no game; there are {', '.join(known)}")
 
 
+def check_game():
+    """Begins one game. Raises ValueError, in one line, for a game that cannot begin here."""
+    try:
+        Game(0)
+    except Exception as error:
+        missing = re.search(r"nltk\.download\('(\w+)'\)", str(error))
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if missing:
+            why = f"it needs NLTK's {missing[1]}: run `python -m nltk.downloader {NLTK}` where "
+            why += "there is a network, and name the folder with NLTK_DATA"
+        players = f"{PLAYERS} players (TEXTARENA_PLAYERS)"
+        raise ValueError(f"TEXTARENA_ENV={NAME} cannot begin with {players}: {why}") from None
+
+
 def load_tasks(split):
+    check_game()
     same = {"prompt": f"Play {NAME}.", "game": NAME}
     seeds = [seed for seed in range(GAMES) if (seed % 10 == 0) == (split != "train")]
     return [same | {"seed": seed} for seed in seeds]

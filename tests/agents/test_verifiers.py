@@ -74,20 +74,27 @@ def sums(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("VERIFIERS_ENV", "sums_taskset")
 
-    def make(kind: str):
-        args = {"taskset": {"kind": kind}, "agent": {"harness": {"id": "null"}}}
+    def make(kind: str, **args):
+        agent = {} if args else {"agent": {"harness": {"id": "null"}}}
+        args |= {"taskset": {"kind": kind}, **agent}
         monkeypatch.setenv("VERIFIERS_ARGS", json.dumps(args))
         return load_env(str(ROOT / "envs/verifiers_env.py"))
 
     return make
 
 
-def play(env, *replies, max_tokens=200, max_turns=None):
-    """The trajectory of one episode of the task 1 + 1."""
-    actors = stage.cast(policy=list(replies))
-    actors["policy"].open_endpoint = Endpoints()
+def play_cast(env, max_tokens=200, max_turns=None, **replies):
+    """Trajectories of one episode of the task 1 + 1."""
+    actors = stage.cast(**replies)
+    for actor in actors.values():
+        actor.open_endpoint = Endpoints()
     limits = {"max_tokens": max_tokens, "max_turns": max_turns, "timeout_s": 300}
-    (found,) = stage.run(env, actors, rows=[env.load_tasks("train")[1]], **limits)
+    return stage.run(env, actors, rows=[env.load_tasks("train")[1]], **limits)
+
+
+def play(env, *replies, **limits):
+    """The only trajectory of one episode of the task 1 + 1."""
+    (found,) = play_cast(env, policy=list(replies), **limits)
     return found
 
 
@@ -128,3 +135,21 @@ def test_a_reward_that_raises_fails_its_episode_with_the_reason(sums):
     found = play(sums("broken"), "It is 2")
     assert (found.status, found.reward) == ("failed", None)
     assert "no such sum" in found.error
+
+
+NULL = {"harness": {"id": "null"}}
+USER_SIM = {"id": "user-sim", "assistant": NULL, "user": {"max_turns": 2}}
+
+
+def test_an_environments_agents_are_played_by_the_actors_of_their_names(sums):
+    env = sums("sums", **USER_SIM)
+    replies = {"user": ["1 + 1?", "###DONE###"], "assistant": ["It is 2"]}
+    failed, *_ = play_cast(env, **replies)
+    assert "--actors.user.trainable false" in failed.error
+    failed, *_ = play_cast(env, ann=["1"], ben=["2"])
+    assert "the agents of sums_taskset are assistant, user" in failed.error
+    # One actor plays both agents; the library never trains its user.
+    found = play_cast(env, policy="###DONE### is not 2")
+    assert [(t.seat, t.reward) for t in found] == [("assistant", 1.0)]
+    assert found[0].metrics["user_turns"] == 2
+    assert "USER" not in str(found[0].messages)

@@ -29,6 +29,7 @@ from kit import ROOT, STOP, metrics, run, wait_until
 from rl_core.cli import main as command
 from rl_core.plugins.env_file import load_env
 from rl_core.sampling.engine import EngineDied
+from rl_core.sampling.gym_spaces import action_of
 from rl_core.types import RunError
 
 ENVS = ROOT / "envs"
@@ -264,13 +265,15 @@ def test_a_map_of_ice_is_in_one_split():
 
 def test_the_actor_walks_over_ice_by_the_names_of_actions():
     found = stage.play(
-        env_of("gym_text"), "right", " Down\n", "jump", "1", "down", "right", row=LAKE
+        env_of("gym_text"), "right", " Down\n", "jump", "4", "down", "right", row=LAKE
     )
     said = [m["content"] for m in found.messages if m["role"] == "user"]
     assert said[0] == "Go.\n\n[S]FH\nHFF\nFFG" and said[1] == "  (Right)\nS[F]H\nHFF\nFFG"
     assert said[3:5] == ["That is no action."] * 2
     assert found.turn_rewards == [0, 0, -0.05, -0.05, 0, 1] and found.reward == pytest.approx(0.9)
     assert found.metrics == {"illegal": 2, "solved": 1}
+    numbers = stage.play(env_of("gym_text"), *"21121", row=LAKE)
+    assert (numbers.reward, numbers.metrics["illegal"]) == (1, 0)
     drowned = stage.play(env_of("gym_text"), "right", "right", "right", row=LAKE)
     assert (drowned.reward, len(drowned.turns), drowned.metrics["solved"]) == (0, 2, 0)
     cut = stage.play(
@@ -298,8 +301,69 @@ def test_a_text_environment_takes_the_reply_and_its_seed_repeats_it():
 def test_a_number_is_an_action_of_a_discrete_space():
     row = {"prompt": "Blackjack.", "gym_env": "Blackjack-v1", "seed": 1}
     found = stage.play(env_of("gym_text"), "7", "stick", "-1", "\u0661", "0", row=row)
-    assert "(20, 7, 0)" in found.messages[0]["content"] and found.metrics["illegal"] == 4
+    assert (
+        "your sum 20, dealer's card 7, usable ace 0" in found.messages[0]["content"]
+        and found.metrics["illegal"] == 4
+    )
     assert len(found.turns) == 5 and found.turn_rewards[4] in (-1, 0, 1)
+
+
+SPACES = gymnasium.spaces
+BOX = SPACES.Box(-1, 1, (2,), np.float32)
+
+
+@pytest.mark.parametrize(
+    "space, text, action",
+    [
+        (BOX, "[0.5, -1]", [0.5, -1]),
+        (BOX, "0.5 -1", [0.5, -1]),
+        (BOX, "0.5", None),
+        (BOX, "0.5 nan", None),
+        (BOX, "2 0", None),
+        (SPACES.MultiDiscrete([3, 2]), "2, 1", [2, 1]),
+        (SPACES.MultiDiscrete([3, 2]), "2, 0.5", None),
+        (SPACES.MultiBinary(2), "[1 0]", [1, 0]),
+        (SPACES.Discrete(3, start=1), "right", 2),
+        (SPACES.Discrete(3, start=1), "0", None),
+    ],
+)
+def test_numbers_are_an_action_of_their_space(space, text, action):
+    found = action_of(text, space, ["left", "right", "up"])
+    assert found is None if action is None else np.array_equal(found, action)
+
+
+GRID = np.zeros((3, 3, 3), np.uint8)  # [column, row]: object, colour, state; all unseen
+GRID[:, :2], GRID[0, 1], GRID[2, 0] = (1, 0, 0), (4, 4, 2), (2, 5, 0)
+GRID[1, 2] = (5, 2, 0)  # At the agent's cell: it carries this.
+GRID_TEXT = """Mission: open it
+You face left.
+You carry: blue key.
+The map is turned so that you look up.
+Map, you are @: # wall, . free, ~ lava, ? unseen, letters below.
+..#
+D..
+?@?
+D locked yellow door: 1 up, 1 left"""
+
+
+@pytest.mark.parametrize(
+    "observation, text",
+    [
+        ({"image": GRID, "direction": np.int64(2), "mission": "open it"}, GRID_TEXT),
+        ({"speed": np.array([0.25, -1.0]), "gear": 2}, "speed: 0.25, -1\ngear: 2"),
+        (np.arange(4).reshape(2, 2), "0, 1\n2, 3"),
+        ((1.5, (2, True)), "1.5, 2, True"),
+        (np.zeros((84, 84)), r"array of shape \(84, 84\); gym_text reads at most 128 numbers"),
+    ],
+)
+def test_an_observation_is_text(observation, text):
+    shown = env_of("gym_text").hooks["rollout"].function.__globals__["shown"]
+    env = gymnasium.make("Letters-v0")
+    if text.startswith("array"):
+        with pytest.raises(ValueError, match=text):
+            shown(env, observation)
+    else:
+        assert shown(env, observation) == text
 
 
 STEPS = {"south": (1, 0), "north": (-1, 0), "east": (0, 1), "west": (0, -1)}
@@ -335,7 +399,9 @@ def test_taxi_is_solved_by_its_text_alone(monkeypatch):
     monkeypatch.setenv("GYM_ENV", "Taxi-v4")
     env = env_of("gym_text")
     row = env.load_tasks("train")[0]
-    assert "one of south, north, east, west, pickup, dropoff" in row["prompt"]
+    assert (
+        "one of south (0), north (1), east (2), west (3), pickup (4), dropoff (5)" in row["prompt"]
+    )
     first = stage.play(env, "south", row=row, max_turns=1).messages[0]["content"]
     places, open_east = shown_taxi(first)
     there = way(places["yellow"], places["blue"], open_east)
@@ -753,7 +819,11 @@ class OpenEnvServer:
     async def answer(self, game, kind, data):
         if kind == "reset":
             game |= {"letter": string.ascii_lowercase[data.get("seed", 0) % 26], "steps": 0}
-            return {"observation": {"said": game["letter"]}, "reward": None, "done": False}
+            return {
+                "observation": {"said": game["letter"], "metadata": {}},
+                "reward": None,
+                "done": False,
+            }
         if kind == "state":
             return {"episode_id": "x", "step_count": game["steps"]}
         text = data.get("message") if kind == "step" else None
@@ -768,7 +838,7 @@ class OpenEnvServer:
         game["steps"] += 1
         reward = float(text.count(game["letter"]))
         return {
-            "observation": {"said": game["letter"]},
+            "observation": {"said": game["letter"], "metadata": {}},
             "reward": reward,
             "done": game["steps"] == 3,
         }

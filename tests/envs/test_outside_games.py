@@ -114,6 +114,22 @@ def test_games_side_by_side_draw_as_alone_and_leave_pythons_generator_alone(monk
 
 
 @TEXTARENA
+@pytest.mark.parametrize(
+    "game, players, why",
+    [
+        ("Hangman-v0", "1", "NLTK's words: run `python -m nltk.downloader words averaged"),
+        ("TicTacToe-v0", "3", r"cannot begin with 3 players \(TEXTARENA_PLAYERS\): Assert"),
+    ],
+)
+def test_a_game_that_cannot_begin_is_refused_in_one_line(game, players, why, monkeypatch):
+    monkeypatch.setattr("nltk.data.path", [])
+    env = env_of("textarena_env", monkeypatch, TEXTARENA_ENV=game, TEXTARENA_PLAYERS=players)
+    with pytest.raises(ValueError, match=why) as refused:
+        env.load_tasks("train")
+    assert "\n" not in str(refused.value)
+
+
+@TEXTARENA
 def test_an_unknown_game_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"TEXTARENA_ENV=Go is no game; there are .*TicTacToe-v0"):
         env_of("textarena_env", monkeypatch, TEXTARENA_ENV="Go")
