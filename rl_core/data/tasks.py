@@ -273,6 +273,8 @@ class TaskSource:
             fix = f"no row; give some by --data.{part} or load_tasks({part!r})"
             if len(self.rows):
                 fix = "no row that fits; raise --max_prompt_tokens"
+            if self.left_out.total() == len(self.rows) > 0:
+                fix = f"no pair with a preference: all have {' or '.join(self.left_out)}"
             raise ValueError(f"{self.env}: the {self.split} data set has {fix}")
         self.kept = indices
         self.draw_by(RowOrder(len(indices), self.seed, self.shuffle))

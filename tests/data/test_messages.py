@@ -453,6 +453,7 @@ PUBLISHED = {
     ),
     "xlam_no_arguments": (xlam(), TALK, flat_schema()),
     "glaive": (glaive(QUOTED), None, TOOLS),
+    "glaive_escaped": (glaive(QUOTED.replace("'s \\n", "\\'s")), None, TOOLS),
     "glaive_two": (glaive(AS_TEXT, f"{BARE[1:-1]}\n\n{BARE[1:-1]}"), None, TOOLS * 2),
     "glaive_none": (
         {"system": "SYSTEM: Help.", "chat": "USER: aster\n\n\nASSISTANT: briar <|endoftext|>"},
@@ -505,8 +506,8 @@ PUBLISHED = {
 def test_a_published_row_has_one_reading_for_rl_and_sft(name, env_of_a_reward):
     row, messages, tools = PUBLISHED[name]
     if messages is None:
-        arguments = {"zone": "it's \n"} if name == "glaive" else {"zone": "CET"}
-        calls = said(None, tool_calls=[bare("clock", **arguments)])
+        zones = {"glaive": "it's \n", "glaive_escaped": "it's"}
+        calls = said(None, tool_calls=[bare("clock", zone=zones.get(name, "CET"))])
         messages = [system("Help. Use them"), user("aster"), calls, *ANSWERED[2:]]
     chat, written = chat_named("qwen2_5"), json.dumps(row)
     task = make_task(row, 0, "env", "train")

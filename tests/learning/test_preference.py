@@ -188,6 +188,14 @@ def test_ties_and_empty_replies_are_left_out_and_counted(tiny_model, tmp_path, c
     assert f"dpo: 1 rows {counted}" in capsys.readouterr().out
 
 
+def test_pairs_without_any_preference_are_refused(tiny_model, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2?", "chosen": "two", "rejected": ""}\n')
+    flags = f"--algorithm rm --model {tiny_model} --data.train {rows} --num_steps 1"
+    assert main(f"{flags} --out {tmp_path}/run".split()) == 1
+    assert "has no pair with a preference: all have an empty 'rejected'" in capsys.readouterr().err
+
+
 def test_rated_replies_without_a_partner_are_refused(tmp_path):
     rows = [{"prompt": prompt, "response": "b", "helpfulness": 1} for prompt in "aab"]
     with pytest.raises(ValueError, match=r"f: two consecutive rows .* and there are 3 rows"):
