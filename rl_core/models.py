@@ -15,7 +15,7 @@ from rl_core.algorithms import Algorithm
 from rl_core.config import Config, LearnerConfig, LoraConfig
 from rl_core.distributed import Ranks
 from rl_core.host_copies import HostCopies
-from rl_core.learning.learner import Learner, PartSpec
+from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.loading import compute_dtype, load_hf_model, load_model_config
 from rl_core.learning.policy import (
     PackedForward,
@@ -90,7 +90,7 @@ def make_learner(
     make = learner_with(config, ranks.size)
     if own_parts:
         make = own_parts.learner(make)
-    spec = PartSpec(
+    spec = LearnerContext(
         config=config,
         algorithm=algorithm,
         name=name,
@@ -101,12 +101,19 @@ def make_learner(
         load=load,
         make=make,
     )
-    parts = [part(spec) for is_wanted, part in registry.PARTS if is_wanted(spec)]
+    extensions = [extend(spec) for is_wanted, extend in registry.PARTS if is_wanted(spec)]
     loss = registry.pair_loss(config.algorithm) if algorithm.is_pairs else None
     if own_parts:
         make = own_parts.actor_learner(make)
     return make(
-        config, algorithm, policy, ranks, parts=parts, loss=loss, name=name, adapter=adapter
+        config,
+        algorithm,
+        policy,
+        ranks,
+        extensions=extensions,
+        loss=loss,
+        name=name,
+        adapter=adapter,
     )
 
 

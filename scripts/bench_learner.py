@@ -103,8 +103,10 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
     policy.train()
     if ranks.weights_mesh is not None:
         shard_policy(policy, dtype, ranks)
-    parts = [SequenceShards(ranks)] if ranks.mesh.cp > 1 else []
-    return Learner(config, make_algorithm("grpo", config.algo), policy, ranks, adamw, parts=parts)
+    extensions = [SequenceShards(ranks)] if ranks.mesh.cp > 1 else []
+    return Learner(
+        config, make_algorithm("grpo", config.algo), policy, ranks, adamw, extensions=extensions
+    )
 
 
 def documents(length: int, num: int, vocabulary: int, seed: int) -> list[TrainingSample]:

@@ -40,7 +40,7 @@ from rl_core.distributed import init_ranks
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.engines.slots import RowParams, SlotModel, sample
 from rl_core.learning.attention import NAME
-from rl_core.learning.learner import Learner, PartSpec
+from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.minibatches import shard_samples
 from rl_core.learning.policy import PackedForward, Policy
 from rl_core.models import learner_with
@@ -211,7 +211,7 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
     if how.learner.activations == "offload":
         activations = activations_on_host
     policy = place(make_policy(config, algorithm.is_scoring, activations=activations))
-    spec = PartSpec(
+    spec = LearnerContext(
         config=how,
         algorithm=algorithm,
         name="policy",
@@ -222,7 +222,7 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
     )
     parts = [make(spec) for is_wanted, make in PARTS if is_wanted(spec)]
     loss = pair_loss(name) if algorithm.is_pairs else None
-    learner = spec.make(how, algorithm, policy, on_gpu_ranks, parts=parts, loss=loss)
+    learner = spec.make(how, algorithm, policy, on_gpu_ranks, extensions=parts, loss=loss)
     # Packing is work of the host, with values.
     with unset_fake_temporarily():
         minibatches, _ = shard_samples(

@@ -567,7 +567,7 @@ def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
 
 def part_of(learner: Any, kind: str) -> Any:
     """The learner's part of this class; None if it has none."""
-    return next((part for part in learner.parts if type(part).__name__ == kind), None)
+    return next((part for part in learner.extensions if type(part).__name__ == kind), None)
 
 
 def learn(learner: Any, *steps_of_samples: list, first: int = 0) -> list[dict[str, float]]:

@@ -29,10 +29,10 @@ def samples_of(
     advantages_of: Callable[..., list[list[float]]] | None = None,
     make_samples: MakeSamples | None = None,
 ) -> list[TrainingSample]:
-    """Each trajectory's samples with its advantage over its group, or those of its turns. Overlong
-    ones may be penalised before, or left out after: they count in the baseline, but neither in the
-    loss nor in its denominator. A turn that branches share is trained once, with the mean of their
-    advantages. `advantage_fns`: by environment. `normalised`: changes all advantages.
+    """Training samples of all groups with their advantages. Truncated trajectories are penalised
+    (overlong "soft") or masked: they count in the baseline, but neither in the loss nor in its
+    denominator. A turn that branches share is trained once, with the mean of their advantages.
+    `advantage_fns`: by environment. `normalised`: whitens all advantages.
     `advantages_of` replaces turn_advantages(), `make_samples` trajectory_samples()."""
     advantages_of = advantages_of or turn_advantages
     make_samples = make_samples or trajectory_samples
@@ -59,8 +59,8 @@ def samples_of(
 
 
 def with_shared_turns(judged: Judged) -> Judged:
-    """The same trajectories. A turn that branches share, which is trained in one of them, has the
-    mean of their advantages in each."""
+    """The trajectories with new advantages: a turn that several branches share gets the mean of the
+    branches' advantages."""
     of_turn: dict[str, list[float]] = defaultdict(list)
     for t, values in judged:
         for turn, value in zip(t.turns, values, strict=True):
@@ -98,25 +98,26 @@ def turn_advantages(
     algorithm: Algorithm,
     advantage_fn: AdvantageFn | None,
 ) -> list[list[float]]:
-    """Of each trajectory's turns: all have that of the trajectory's reward, or with a turn_discount
-    each that of its own return, over the returns of all turns of the group."""
+    """Per-turn advantages of each trajectory. Without a turn_discount every turn gets the episode's
+    advantage; with one, each turn's discounted return is compared with those of all turns in the
+    group."""
     discount = algorithm.turn_discount
     returns, episodes, weights = [], [], []
     keys = [(t.task_id, t.index) for t in group]  # rl-core check has several tasks in one group
     names = list(dict.fromkeys(keys))
     for t, key, penalty in zip(group, keys, penalties, strict=True):
-        own = turn_returns(t, penalty, discount)
-        returns.append(own)
-        episodes += [names.index(key)] * len(own)
-        weights += [1 / keys.count(key)] * len(own)
+        of_turns = turn_returns(t, penalty, discount)
+        returns.append(of_turns)
+        episodes += [names.index(key)] * len(of_turns)
+        weights += [1 / keys.count(key)] * len(of_turns)
     flat = np.concatenate(returns)
     if algorithm.advantage == "custom" and discount is not None:
         episodes = weights = None  # advantage_fn gets the return of each turn
-    found = group_advantages(flat, algorithm.advantage, advantage_fn, episodes, weights)
+    values = group_advantages(flat, algorithm.advantage, advantage_fn, episodes, weights)
     if discount is None:
-        return [[value] * len(t.turns) for t, value in zip(group, found, strict=True)]
-    advantages = iter(found)
-    return [[next(advantages) for _ in own] for own in returns]
+        return [[value] * len(t.turns) for t, value in zip(group, values, strict=True)]
+    advantages = iter(values)
+    return [[next(advantages) for _ in of_turns] for of_turns in returns]
 
 
 def group_advantages(
@@ -126,10 +127,10 @@ def group_advantages(
     episodes: Sequence[int] | None = None,
     weights: Sequence[float] | None = None,
 ) -> list[float]:
-    """[G] rewards -> [G] advantages of a row of ADVANTAGES. Those that compare episodes are exactly
-    0 where rewards differ by rounding alone. `episodes`: [G] from 0, of which episode each reward
-    is, and `weights`: [G] its part of that. By default, and in a group of one episode, each reward
-    is an episode."""
+    """[G] rewards -> [G] advantages by a row of ADVANTAGES. Advantages that compare episodes are
+    exactly 0 if the rewards differ by rounding alone. `episodes`: [G] index of each reward's
+    episode. `weights`: [G] share of each reward in its episode. By default, and in a group of one
+    episode, each reward counts as an episode."""
     rewards = np.asarray(rewards, float)
     if episodes is None or len(set(episodes)) == 1:
         episodes, weights = np.arange(len(rewards)), np.ones(len(rewards))
@@ -144,9 +145,9 @@ def group_advantages(
 
 
 def turn_returns(t: Trajectory, penalty: float, discount: float | None) -> list[float]:
-    """[turns] r_k + g r_{k+1} + ..., with the discount g; an episode without rewards of turns earns
-    all at its end. Without a discount [1], the episode's reward. The penalty is added to the last
-    reward."""
+    """[turns] returns r_k + g r_{k+1} + ... with the discount g; without per-turn rewards the
+    episode's reward counts for the last turn. Without a discount: [1], the episode's reward. The
+    penalty is added to the last reward."""
     if discount is None:
         return [t.reward + penalty]
     rewards = list(t.turn_rewards) or [0.0] * (len(t.turns) - 1) + [t.reward]

@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 
 NAME = "rl_core_packed"
 
-Rows = slice | Tensor  # which tokens
+Rows = slice | Tensor  # Indices of tokens.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Segments:
         self._layout: Any = None
 
     def layout(self, make: Callable[[Segments], Any]) -> Any:
-        """What a kernel makes of the segments, once."""
+        """The kernel's layout of the segments, which make() builds once."""
         if self._layout is None:
             self._layout = make(self)
         return self._layout
@@ -83,7 +83,7 @@ def rows_of(runs: list[np.ndarray], device: torch.device) -> Rows:
 
 
 class AttentionPlan:
-    """What attention needs to know about one batch, made once and given to every layer.
+    """Attention metadata of one batch, made once and passed to every layer.
 
     Its pieces start at cu_seqlens [N+1], on the CPU, and follow the pieces `parents` (-1: none),
     which stand before them."""
@@ -95,7 +95,7 @@ class AttentionPlan:
         starts = cu_seqlens.tolist()
         self.num_tokens = starts[-1]
         self.pieces = np.split(np.arange(self.num_tokens), starts[1:-1])
-        # Of each piece, its sequence up to its end.
+        # The tokens of each piece's sequence, up to the end of the piece.
         self.sequences = {-1: np.arange(0)}
         for number, parent in enumerate(parents):
             before = self.sequences[parent]
@@ -173,9 +173,9 @@ class PackedAttention(torch.autograd.Function):
     def forward(ctx, q_THD, k_TGD, v_TGD, sinks, plan, scale, cap, window):
         out = lse = None
         for (k, v), segments in plan.sources([k_TGD, v_TGD], window):
-            for part in segments:
-                rows, keys = part.q_rows, part.k_rows
-                result = plan.kernel.forward(q_THD[rows], k[keys], v[keys], part, scale, cap)
+            for segment in segments:
+                rows, keys = segment.q_rows, segment.k_rows
+                result = plan.kernel.forward(q_THD[rows], k[keys], v[keys], segment, scale, cap)
                 out, lse = result if out is None else merged(out, lse, *result, rows)
         if sinks is not None:
             share = torch.sigmoid(lse - sinks[:, None])
@@ -200,45 +200,45 @@ class PackedAttention(torch.autograd.Function):
         for (k_part, v_part), segments in plan.sources([k, v], ctx.window):
             arrived = plan.passed_on([dk, dv])
             grads = []
-            for part in segments:
-                rows, keys = part.q_rows, part.k_rows
+            for segment in segments:
+                rows, keys = segment.q_rows, segment.k_rows
                 tensors = dout[rows], q[rows], k_part[keys], v_part[keys], out[rows]
-                args = *tensors, lse[:, rows], part, *ctx.scale_and_cap
-                grads.append((part, *plan.kernel.backward(*args)))
+                args = *tensors, lse[:, rows], segment, *ctx.scale_and_cap
+                grads.append((segment, *plan.kernel.backward(*args)))
             dk, dv = arrived()
-            for part, dq_part, dk_part, dv_part in grads:
-                dq = added(dq, dq_part, part.q_rows, len(q))
-                dk = added(dk, dk_part, part.k_rows, len(k_part))
-                dv = added(dv, dv_part, part.k_rows, len(v_part))
-            del grads  # not while the next segments are computed
+            for segment, dq_part, dk_part, dv_part in grads:
+                dq = added(dq, dq_part, segment.q_rows, len(q))
+                dk = added(dk, dk_part, segment.k_rows, len(k_part))
+                dv = added(dv, dv_part, segment.k_rows, len(v_part))
+            del grads  # Frees the memory before the next segments are computed.
         dk, dv = plan.returned([dk, dv], ctx.window)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 
 def merged(
-    out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Rows
+    out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries of which `rows` see more keys: those of the part."""
+    """Merges the attention of `rows` over further keys, [new_out, new_lse], into out and lse."""
     out, before = out.to(lse.dtype), lse[:, rows]
-    share = torch.sigmoid(part_lse - before).T[:, :, None]
-    chosen = out[rows].lerp_(part.to(out.dtype), share)
-    if not isinstance(rows, slice):  # else it is a view
+    share = torch.sigmoid(new_lse - before).T[:, :, None]
+    chosen = out[rows].lerp_(new_out.to(out.dtype), share)
+    if not isinstance(rows, slice):  # A slice of out is a view.
         out[rows] = chosen
-    lse[:, rows] = torch.logaddexp(before, part_lse)
+    lse[:, rows] = torch.logaddexp(before, new_lse)
     return out, lse
 
 
-def added(total: Tensor | None, part: Tensor, rows: Rows, num: int) -> Tensor:
-    """[num, heads, D] sum of gradients, the part's at `rows`; in fp32, or fp64, once there are
-    several."""
+def added(total: Tensor | None, grad: Tensor, rows: Rows, num: int) -> Tensor:
+    """[num, heads, D] total plus `grad` at `rows`. Sums of several gradients are in fp32 or
+    fp64."""
     if total is None and isinstance(rows, slice) and rows == slice(0, num):
-        return part
-    wide = torch.promote_types(part.dtype, torch.float32)
-    total = part.new_zeros(num, *part.shape[1:], dtype=wide) if total is None else total.to(wide)
+        return grad
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.new_zeros(num, *grad.shape[1:], dtype=wide) if total is None else total.to(wide)
     if isinstance(rows, slice):
-        total[rows] += part
+        total[rows] += grad
     else:
-        total.index_add_(0, rows, part.to(wide))
+        total.index_add_(0, rows, grad.to(wide))
     return total
 
 
@@ -266,7 +266,6 @@ def attention_forward(
     return out[None, ..., :width], None
 
 
-# No mask function is registered under this name, which is how transformers is told to build no
-# mask: the plan says all that one would, and transformers waits for the device to see whether
-# positions are of packed sequences.
+# No mask function is registered under this name, so that transformers builds no mask. The attention
+# plan replaces masks, and building one would synchronise with the device.
 AttentionInterface.register(NAME, attention_forward)

@@ -24,28 +24,28 @@ from rl_core.learning.policy import PackedForward, Policy
 from rl_core.metrics import Mean, Metric, Percentile, Sum, add_metrics, count_once, reduce_metrics
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
-TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
-MAX_NONFINITE = 3  # updates in a row that are skipped
+TAIL_NATS = 0.5  # Larger logprob gaps count for mismatch_tail_frac.
+MAX_NONFINITE = 3  # Maximum of skipped updates in a row.
 WSD_DECAY_FRAC = 0.2
 
 Metrics = dict[str, Metric]
-# (config, batch, what the policy gives) -> losses of its tokens or pairs, and metrics whose numbers
-# are still on the device.
+# (config, batch, logprobs or scores) -> losses of its tokens or pairs, and metrics whose values are
+# still on the device.
 Loss = Callable[[Config, PackedBatch, Tensor], tuple[Tensor, Metrics]]
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
-class LearnerPart:
-    """What an option adds to a learner: a reference model, a critic, a loss of experts. A part
-    overrides what it needs and changes only its own state. Every rank has the same parts."""
+class LearnerExtension:
+    """Extends a learner by an option: a reference model, a critic, an auxiliary router loss. An
+    extension changes only its own state. All ranks have the same extensions."""
 
-    models: tuple[Policy, ...] = ()  # that it only reads
-    learners: tuple[Learner, ...] = ()  # that it trains
-    copies: tuple[Any, ...] = ()  # plugins/weights_copy.py's, of what the actor trains
-    forward_pass: PackedForward | None = None  # instead of the policy's own
+    models: tuple[Policy, ...] = ()  # Frozen models.
+    learners: tuple[Learner, ...] = ()  # Learners of further models.
+    copies: tuple[Any, ...] = ()  # WeightsCopy of the trained weights.
+    forward_pass: PackedForward | None = None  # Replaces the policy's forward.
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
-        """The batch, or one with more of what these samples carry."""
+        """Returns the batch, extended by further columns of its samples."""
         return batch
 
     def around(self, batch: PackedBatch) -> AbstractContextManager:
@@ -60,34 +60,34 @@ class LearnerPart:
         return {}
 
     def after_step(self, step: int) -> None:
-        """The weights are those that the step has made."""
+        """Called after the last update of a step."""
 
     def loss(self) -> Tensor | float:
         """Added to the loss of the last forward."""
         return 0.0
 
     def metrics(self) -> Metrics:
-        """Of the update's forwards; numbers may still be on the device."""
+        """Metrics of the update's forwards. Their values may still be on the device."""
         return {}
 
 
 @dataclass(kw_only=True)
-class PartSpec:
-    """What parts of a learner are made from."""
+class LearnerContext:
+    """Arguments from which the extensions of a learner are made."""
 
-    config: Config  # with the actor's own learning rate
+    config: Config  # The learning rate is the one of the actor.
     algorithm: Algorithm
-    name: str  # of the actor
+    name: str  # The name of the actor.
     policy: Policy
-    adapter: str  # of the policy, which the actor trains, if any
+    adapter: str  # Name of the trained adapter, or "".
     ranks: Ranks
-    load: Callable[..., Policy]  # a further model from its folder
-    make: Callable[..., Learner]  # a further learner
-    learners: Mapping[str, Learner] = field(default_factory=dict)  # all actors', once made
+    load: Callable[..., Policy]  # Loads a further model from a folder.
+    make: Callable[..., Learner]  # Makes a further learner.
+    learners: Mapping[str, Learner] = field(default_factory=dict)  # By actor, as far as made.
 
 
 class Learner:
-    scale = 1.0  # of the loss, while gradients are in fp16
+    scale = 1.0  # The loss scale; differs from 1 with fp16 gradients.
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class Learner:
         ranks: Ranks,
         make_optimizer: Callable[[Named, OptimConfig], Optimizer],
         *,
-        parts: Iterable[LearnerPart] = (),
+        extensions: Iterable[LearnerExtension] = (),
         loss: Loss | None = None,
         name: str = "policy",
         adapter: str = "",
     ):
-        """`loss`: instead of the algorithm's own. `adapter`: that it trains, if any."""
+        """`loss` replaces the loss of the algorithm. `adapter`: name of the trained adapter."""
         self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
-        self.parts, self.loss, self.name, self.adapter = tuple(parts), loss, name, adapter
+        self.extensions, self.loss, self.name, self.adapter = tuple(extensions), loss, name, adapter
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
         self.optimizer = make_optimizer(self.trained_parameters(), config.optim)
         self.state_on_device: Callable[[], AbstractContextManager] = nullcontext
@@ -119,28 +119,29 @@ class Learner:
             cp=mesh.cp,
             pair_work=pair_work(policy.hf),
         )
-        self.num_updates = 0  # since the run began, before it was resumed too
+        self.num_updates = 0  # Since the start of the run, across resumes.
         self.nonfinite_in_a_row = 0
 
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], Metrics]:
         """This rank's share of every rank's samples, and metrics of their packing. Every rank must
         call it."""
-        how = self.algorithm, self.config, self.budget, self.ranks
-        return shard_samples(samples, *how, self.parts)
+        return shard_samples(
+            samples, self.algorithm, self.config, self.budget, self.ranks, self.extensions
+        )
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         with ExitStack() as stack:
             forward_pass = None
-            for part in self.parts:
-                stack.enter_context(part.around(batch))
-                forward_pass = part.forward_pass or forward_pass
+            for extension in self.extensions:
+                stack.enter_context(extension.around(batch))
+                forward_pass = extension.forward_pass or forward_pass
             return self.policy(batch, self.temperature, self.adapter, forward_pass)[:2]
 
     @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> Metrics:
         """Fills in old logprobs, where a batch is used for more than one update (the first update's
-        ratio is 1 by definition), and what parts do: logprobs of the reference, the critic's
-        values, advantages of these. Returns the parts' metrics."""
+        ratio is 1 by definition), and calls annotate() of the extensions: reference logprobs,
+        values, GAE advantages. Returns their metrics."""
         batches = []
         for minibatch in minibatches:
             batches += minibatch.batches
@@ -148,13 +149,13 @@ class Learner:
             for batch in batches:
                 batch.old_logprobs = self.forward(batch)[0]
         metrics: Metrics = {}
-        for part in self.parts:
-            metrics |= part.annotate(batches)
+        for extension in self.extensions:
+            metrics |= extension.annotate(batches)
         return metrics
 
     def step(self, minibatches: list[Minibatch], step: int) -> Metrics:
-        """One optimizer step per minibatch and epoch, until one's KL to the start of the step
-        exceeds the target. A minibatch that carries no signal changes nothing."""
+        """One optimizer step per minibatch and epoch, until the KL to the policy at the start of
+        the step exceeds the target. A minibatch without signal is skipped."""
         metrics: Metrics = {}
         with ExitStack() as states:
             for learner in self.trained():
@@ -170,20 +171,21 @@ class Learner:
                     num_left_out = self.updates_per_step - number
                     metrics["kl_stopped_updates"] = Sum(num_left_out / self.ranks.size)
                     break
-        for part in self.parts:
-            part.after_step(step)
+        for extension in self.extensions:
+            extension.after_step(step)
         return metrics
 
     def update(self, minibatch: Minibatch, step: float) -> tuple[Metrics, bool]:
-        """The metrics, and whether the step ends here without this update, because the policy is
-        too far from its start. An update whose loss or gradient is not finite changes nothing."""
-        of_parts: Metrics = {}
-        for part in self.parts:
-            of_parts |= part.before_update(self, minibatch, step)
+        """Returns (metrics, is_done). `is_done`: the KL to the start of the step exceeds the
+        target, and this update was not applied. An update with a loss or gradient that is not
+        finite is skipped."""
+        extension_metrics: Metrics = {}
+        for extension in self.extensions:
+            extension_metrics |= extension.before_update(self, minibatch, step)
         if step < self.config.critic.warmup_steps:
-            return of_parts | {"skipped_updates": count_once(self.ranks)}, False
+            return extension_metrics | {"skipped_updates": count_once(self.ranks)}, False
         metrics = self.backward(minibatch)
-        # The one place in which an update waits for the device.
+        # The only synchronisation of an update with the device.
         grad_norm = self.clip_gradients().tolist()
         is_done = self.exceeds_target(metrics)
         if not math.isfinite(grad_norm) and not is_done:
@@ -198,33 +200,33 @@ class Learner:
             metrics |= {"grad_norm": Mean(grad_norm), "lr": Mean(lr)}
             metrics["updates"] = count_once(self.ranks)
         self.policy.zero_grad()
-        return of_parts | metrics, is_done
+        return extension_metrics | metrics, is_done
 
     def backward(self, minibatch: Minibatch) -> Metrics:
-        """Metrics whose numbers are still on the device; gradients of the minibatch's loss are in
-        the parameters."""
-        found: Metrics = {}
+        """Accumulates the gradients of the minibatch's loss in the parameters. Returns metrics
+        whose values are still on the device."""
+        result: Metrics = {}
         count = 1 / len(minibatch.batches) / self.ranks.mesh.dp
         for number, batch in enumerate(minibatch.batches, 1):
-            # Copies of the weights add up their gradients once.
+            # Replicas all-reduce their gradients once, with the last microbatch.
             if self.policy.is_sharded and self.ranks.mesh.dp_replicate > 1:
                 self.policy.set_requires_all_reduce(number == len(minibatch.batches))
             losses, metrics = self.losses(batch)
             loss = losses.sum() / minibatch.denominator
             # Propagate NaN into the gradient so that all ranks skip this update together.
             one = 1 + (loss - loss).detach()
-            total = loss * one + sum(part.loss() for part in self.parts)
+            total = loss * one + sum(extension.loss() for extension in self.extensions)
             # Gradients are averaged over ranks; undo it, the loss is already a share of a global
             # mean.
             (total * (self.scale * self.ranks.size / self.ranks.mesh.tp)).backward()
-            add_metrics(found, metrics | {"loss": Mean(loss.detach(), count)})
-        for part in self.parts:
-            add_metrics(found, part.metrics())
-        return found
+            add_metrics(result, metrics | {"loss": Mean(loss.detach(), count)})
+        for extension in self.extensions:
+            add_metrics(result, extension.metrics())
+        return result
 
     def skip(self, metrics: Metrics, grad_norm: float, step: float) -> Metrics:
-        """Counts an update that was not made. Raises RunError on all ranks alike after too many in
-        a row."""
+        """Counts a skipped update. Raises RunError on all ranks after more than MAX_NONFINITE
+        skipped updates in a row."""
         self.nonfinite_in_a_row += 1
         loss = reduce_metrics({"loss": metrics["loss"]}, self.ranks)["loss"]
         number = round(step % 1 * self.updates_per_step)
@@ -239,8 +241,8 @@ class Learner:
         return {"nonfinite_updates": count_once(self.ranks)}
 
     def losses(self, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        """What is minimised, of each trained token or of each pair, and metrics whose numbers are
-        still on the device."""
+        """Loss of each trained token or each pair, and metrics whose values are still on the
+        device."""
         outputs, entropy = self.forward(batch)
         if self.loss:
             return self.loss(self.config, batch, outputs)
@@ -251,8 +253,8 @@ class Learner:
         return losses, metrics
 
     def measure(self, batch: PackedBatch, logprobs: Tensor) -> Metrics:
-        """How far the policy is from what sampled, from the start of the step, from the
-        reference."""
+        """KL estimates between the policy and the rollout policy, the policy at the start of the
+        step, and the reference."""
         metrics: Metrics = {}
         old, rollout = batch.old_logprobs, batch.rollout_logprobs
         if self.algorithm.is_rl:
@@ -269,17 +271,16 @@ class Learner:
         return metrics
 
     def exceeds_target(self, metrics: Metrics) -> bool:
-        """Whether the mean KL(old || new) of the minibatch is above the target; the same on all
-        ranks."""
+        """True if the minibatch's mean KL(old || new) over all ranks is above the target."""
         if not self.algorithm.target_kl:
             return False
         mean = reduce_metrics({"kl": metrics["step_kl_nats"]}, self.ranks)["kl"]
         return mean > self.algorithm.target_kl
 
     def clip_gradients(self) -> Tensor:
-        """The norm before it is bounded, over all ranks."""
-        found = [parameter.grad for _, parameter in self.trained_parameters()]
-        grads = [grad for grad in found if grad is not None]
+        """Clips the gradients. Returns their norm over all ranks before clipping."""
+        every = [parameter.grad for _, parameter in self.trained_parameters()]
+        grads = [grad for grad in every if grad is not None]
         norm = self.policy.gradient_norm(grads)
         if limit := self.config.optim.max_grad_norm:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -287,8 +288,8 @@ class Learner:
         return norm
 
     def on_device(self) -> ExitStack:
-        """A context in which the weights are on the device; outside they are CPU-offloaded, if
-        --learner.offload says so. The optimizer's state is there only within step()."""
+        """Context in which the weights are on the device. Outside of it --learner.offload moves
+        them to the CPU. The optimizer state is on the device only within step()."""
         stack = ExitStack()
         for learner in self.trained():
             stack.enter_context(learner.policy.on_device())
@@ -299,33 +300,33 @@ class Learner:
             yield from map(local, filter(torch.is_tensor, state.values()))
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps beside weights and the optimizer's state."""
+        """State for a checkpoint, in addition to weights and optimizer state."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """What state() gave."""
+        """Loads the result of state()."""
 
     def leave_device(self) -> None:
-        """CPU-offloads, if --learner.offload says so, what was made or loaded on the device."""
+        """Moves weights and optimizer state to the CPU if --learner.offload is set."""
         for learner in self.trained():
             with learner.policy.on_device(), learner.state_on_device():
-                pass  # each context CPU-offloads at its end
+                pass  # Leaving the contexts offloads to the CPU.
 
     def trained(self) -> list[Learner]:
-        """All that learns here. A checkpoint has each by its name."""
+        """This learner and those of its extensions. Checkpoints keep each by name."""
         learners = [self]
-        for part in self.parts:
-            learners += part.learners
+        for extension in self.extensions:
+            learners += extension.learners
         return learners
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.policy.trained(self.adapter)
 
     def models(self) -> list[Policy]:
-        """The models that it holds."""
+        """All models of the learner and its extensions, frozen ones included."""
         models = dict.fromkeys(learner.policy for learner in self.trained())
-        for part in self.parts:
-            models |= dict.fromkeys(part.models)
+        for extension in self.extensions:
+            models |= dict.fromkeys(extension.models)
         return list(models)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -336,7 +337,7 @@ class Learner:
 
 
 def mean_of(values: Tensor) -> Mean:
-    """Over tokens, or pairs; its number is still on the device."""
+    """Mean over tokens or pairs. Its value is still on the device."""
     return Mean(values.detach().sum(), values.numel())
 
 

@@ -108,7 +108,7 @@ def load_hf_model(
     return model if "device_map" in options or device is None else model.to(device)
 
 
-def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
+def on_meta(model_config: PretrainedConfig, **options) -> nn.Module:
     """The model's shapes alone."""
     with torch.device("meta"):
-        return from_config(model_class(model_config), model_config, **how)
+        return from_config(model_class(model_config), model_config, **options)

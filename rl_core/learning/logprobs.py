@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-# Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 ids products
-# get slow.
+# Size of one fp32 tile, which stays in the cache of a CPU. Products of fewer than 512 tokens or
+# 2048 ids are slow.
 CPU_TILE_BYTES, CUDA_TILE_BYTES = 4 << 20, 64 << 20
 LEAST_IDS = 2048
-SIDE_BYTES = 128 << 20  # of the hidden states, and of the weights, of one tile in fp32
+SIDE_BYTES = 128 << 20  # Limit for the fp32 hidden states of a tile, and for its weights.
 # On a CPU logits of up to this size are kept for the backward, not computed again.
 KEPT_BYTES = 512 << 20
 
@@ -39,12 +39,12 @@ def fused_logprobs(
     hidden @ weight.T, or cap * tanh(z / cap): fp64 if hidden is, else fp32. Both are
     differentiable, once, in hidden and weight. bf16 factors are multiplied as they are but their
     sums, logits included, stay in fp32; on a GPU alone, gradients of logits are rounded to bf16 for
-    their products. `kernel` has softmax_stats() and logit_gradients() of its own, and computes
-    gradients in tiles of TILE_BYTES; torch computes those with a cap, and of fp64. `split`: what
-    merges results with those of ranks that have other vocabulary ids.
+    their products. `kernel` has softmax_stats() and logit_gradients(), and computes gradients in
+    tiles of TILE_BYTES; torch computes caps and fp64. `split` merges results with those of ranks
+    that have other vocabulary ids.
 
-    Peak extra memory is below 1 GiB at any M and V, beside the two gradients; that of a bf16 weight
-    is summed in fp32."""
+    Peak extra memory is below 1 GiB at any M and V, in addition to the two gradients; the gradient
+    of a bf16 weight is summed in fp32."""
     assert hidden_MD.dtype == weight_VD.dtype, (hidden_MD.dtype, weight_VD.dtype)
     if cap is not None or hidden_MD.dtype == torch.float64:
         kernel = None
@@ -58,8 +58,8 @@ def fused_logprobs(
     if is_small and kernel is None and torch.is_grad_enabled():
         # One block: many of a tile's size would leave holes of that size in the heap.
         kept = hidden_MD.new_empty(len(labels), len(weight_VD), dtype=sum_dtype(hidden_MD))
-    how = temperature, cap, kernel, split, tiles
-    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, kept, how)
+    options = temperature, cap, kernel, split, tiles
+    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, kept, options)
 
 
 # Families whose own forward multiplies logits by a power of a value of config.json. Others may
@@ -161,8 +161,8 @@ class FusedLogprobs(torch.autograd.Function):
     and so d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, labels, kept_MV, how):
-        temperature, cap, kernel, split, tiles = how
+    def forward(ctx, hidden_MD, weight_VD, labels, kept_MV, options):
+        temperature, cap, kernel, split, tiles = options
         factors = hidden_MD, weight_VD, labels, temperature
         if kernel is None:
             stats = softmax_stats(*factors, cap, kept_MV, tiles)
@@ -172,7 +172,7 @@ class FusedLogprobs(torch.autograd.Function):
             stats = split.merged(*stats)
         chosen, entropy, lse = stats
         ctx.save_for_backward(hidden_MD, weight_VD, labels, kept_MV, lse, entropy)
-        ctx.how = how
+        ctx.options = options
         # None, not zeros, for the entropy's gradient where no bonus is asked.
         ctx.set_materialize_grads(False)
         return chosen - lse, entropy
@@ -181,10 +181,10 @@ class FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_MD, weight_VD, labels, kept_MV, lse, entropy = ctx.saved_tensors
-        temperature, cap, kernel, split, tiles = ctx.how
+        temperature, cap, kernel, split, tiles = ctx.options
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
-        # Of the logits before they are divided.
+        # Gradients with respect to the undivided logits.
         columns = [lse, entropy, grad_logprobs / temperature]
         if grad_entropy is not None:
             columns.append(grad_entropy / temperature)
@@ -259,7 +259,7 @@ def softmax_stats(
     kept_MV: Tensor | None,
     tiles: tuple[list[slice], list[slice]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logit of the label, entropy, lse), all [M]. Logits are kept if there is a place for them."""
+    """(logit of the label, entropy, lse), all [M]. Logits are kept if there is a index for them."""
     token_tiles, id_tiles = tiles
     shape = 4, len(id_tiles), len(labels)
     stats = hidden_MD.new_empty(shape, dtype=sum_dtype(hidden_MD))
@@ -277,10 +277,11 @@ def scaled_logits(h_CD: Tensor, w_SD: Tensor, temperature: float, cap: float | N
 
 
 def tile_stats(z_CS: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of one tile, all [C]: the logit of the label, 0 if it is not here; the largest logit; the
-    sums of e^(z - top) and of e^(z - top) (z - top). The logits are overwritten."""
-    place = labels.clamp(0, z_CS.shape[1] - 1)
-    chosen = z_CS.gather(-1, place[:, None])[:, 0] * (place == labels)
+    """Statistics of one tile, all [C]: the logit of the label, or 0 if the label is outside of the
+    tile; the largest logit; the sums of e^(z - top) and of e^(z - top) (z - top). Overwrites the
+    logits."""
+    index = labels.clamp(0, z_CS.shape[1] - 1)
+    chosen = z_CS.gather(-1, index[:, None])[:, 0] * (index == labels)
     top = z_CS.amax(-1)
     z_CS -= top[:, None]
     e_CS = z_CS.exp()
@@ -317,9 +318,9 @@ def logit_gradients(
     if grad_entropy is not None:
         share = share + grad_entropy[:, None] * (logp_CS + entropy[:, None])
     grad_CS = logp_CS.exp_().mul_(-share)
-    place = labels.clamp(0, z_CS.shape[1] - 1)
-    is_here = place == labels
-    grad_CS.scatter_add_(-1, place[:, None], (grad_logprobs * is_here)[:, None])
+    index = labels.clamp(0, z_CS.shape[1] - 1)
+    is_here = index == labels
+    grad_CS.scatter_add_(-1, index[:, None], (grad_logprobs * is_here)[:, None])
     if cap is not None:
         grad_CS *= 1 - (z_CS * (temperature / cap)) ** 2
     return grad_CS

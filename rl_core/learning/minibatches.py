@@ -33,7 +33,7 @@ from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 
-# Of a sample, as it travels to other ranks.
+# Fields of a sample that are sent to other ranks.
 COLUMNS = (*PER_TOKEN, "experts", "kept_ids", "teacher_ids")
 TEXTS = ("group_id", "env")
 
@@ -42,9 +42,9 @@ TEXTS = ("group_id", "env")
 class Minibatch:
     """This rank's share of the samples of one optimizer step."""
 
-    denominator: int  # of the sum of losses over all ranks
-    num_tokens: int  # that are trained, on all ranks
-    batches: list[PackedBatch] = field(default_factory=list)  # as many on every rank
+    denominator: int  # Divides the sum of losses over all ranks.
+    num_tokens: int  # Number of trained tokens on all ranks.
+    batches: list[PackedBatch] = field(default_factory=list)  # Equally many on every rank.
 
 
 def shard_samples(
@@ -53,14 +53,16 @@ def shard_samples(
     config: Config,
     budget: PackBudget,
     ranks: Ranks,
-    parts: Iterable[Any] = (),
+    extensions: Iterable[Any] = (),
 ) -> tuple[list[Minibatch], dict[str, Metric]]:
     """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves
-    at most once, from the rank that has it to the ranks that train on it. Every rank must call it;
-    the plan is computed alike on all. `parts`: the learner's, which may add to each batch."""
-    plans, own = plan_minibatches(samples, algorithm, config.learner.minibatches, budget, ranks)
-    received = move_samples(own, plans, budget.num_ranks, ranks)
-    share = budget.num_ranks / ranks.size  # of what the ranks compute together
+    at most once, from the rank that has it to the ranks that train on it. Every rank must call it
+    and computes the same plan. `extensions` of the learner may add columns to each batch."""
+    plans, local_samples = plan_minibatches(
+        samples, algorithm, config.learner.minibatches, budget, ranks
+    )
+    received = move_samples(local_samples, plans, budget.num_ranks, ranks)
+    share = budget.num_ranks / ranks.size  # Ranks of one bin (cp, tp) count together as one.
     minibatches, metrics = [], {}
     for plan in plans:
         longest = config.max_tokens * config.turn_limit
@@ -79,8 +81,8 @@ def shard_samples(
             for unit in units:
                 mine += itertools.islice(received[unit.rank], unit.num_samples)
             batch = pack_samples(mine, budget.cp)
-            for part in parts:
-                batch = part.packed(batch, mine)
+            for extension in extensions:
+                batch = extension.packed(batch, mine)
             minibatch.batches.append(to_device(batch, ranks.device))
             packing = {
                 "microbatches": Sum(share),
@@ -98,7 +100,7 @@ def plan_minibatches(
     budget: PackBudget,
     ranks: Ranks,
 ) -> tuple[list[MinibatchPlan], list[list[TrainingSample]]]:
-    """The plan of each minibatch, and those of this rank's samples in it that need a forward."""
+    """The plan of each minibatch, and this rank's samples of it that need a forward."""
     samples = [trimmed(sample) for sample in samples]
     if algorithm.is_pairs:
         samples.sort(key=lambda s: s.group_id)
@@ -107,22 +109,25 @@ def plan_minibatches(
     skips = algorithm.skips_zero_advantages
     plans = split_groups(all_gather_json(group_totals(samples, skips), ranks), num)
     used = [sample for sample in samples if needs_forward(sample, skips)]
-    own, units = [], []
+    local_samples, units = [], []
     for plan in plans:
-        own.append([sample for sample in used if sample.group_id in plan.groups])
-        units.append(make_units(own[-1], plan, ranks.rank, budget, algorithm.is_pairs))
+        local_samples.append([sample for sample in used if sample.group_id in plan.groups])
+        units.append(make_units(local_samples[-1], plan, ranks.rank, budget, algorithm.is_pairs))
     of_ranks = all_gather_json(units, ranks)
     for number, plan in enumerate(plans):
         fill_bins(plan, [of_rank[number] for of_rank in of_ranks], budget)
-    return plans, own
+    return plans, local_samples
 
 
 def move_samples(
-    own: list[list[TrainingSample]], plans: list[MinibatchPlan], num_ranks: int, ranks: Ranks
+    local_samples: list[list[TrainingSample]],
+    plans: list[MinibatchPlan],
+    num_ranks: int,
+    ranks: Ranks,
 ) -> list[Iterator[TrainingSample]]:
     """The samples that this rank trains on, in the order of its bins, by the rank that had them."""
     outgoing: list[list[TrainingSample]] = [[] for _ in range(num_ranks)]
-    for samples, plan in zip(own, plans, strict=True):
+    for samples, plan in zip(local_samples, plans, strict=True):
         for number, units in enumerate(plan.bins):
             for unit in units:
                 if unit.rank == ranks.rank:
@@ -132,29 +137,29 @@ def move_samples(
         return [iter(outgoing[0])]
     packed = [to_bytes(of_trainer) for of_trainer in outgoing]
     arrived = exchange([packed[ranks.dp_rank_of(rank)] for rank in range(ranks.size)])
-    return [iter(from_bytes(part)) for part in arrived]
+    return [iter(from_bytes(data)) for data in arrived]
 
 
 def exchange(outgoing: list[bytes]) -> list[bytes]:
-    """What every rank sent to this one; outgoing[r] is for rank r."""
-    sizes = torch.tensor([len(part) for part in outgoing])
+    """Returns the messages of all ranks to this one; outgoing[r] is sent to rank r."""
+    sizes = torch.tensor([len(data) for data in outgoing])
     incoming_sizes = torch.empty_like(sizes)
     dist.all_to_all_single(incoming_sizes, sizes)
     sent = torch.frombuffer(bytearray().join(outgoing), dtype=torch.uint8)
     split = incoming_sizes.tolist()
     incoming = sent.new_empty(sum(split))
     dist.all_to_all_single(incoming, sent, split, sizes.tolist())
-    return [part.numpy().tobytes() for part in incoming.split(split)]
+    return [message.numpy().tobytes() for message in incoming.split(split)]
 
 
 def to_bytes(samples: list[TrainingSample]) -> bytes:
-    """As from_bytes() reads them: each column of all samples, one after the other."""
+    """Serialises samples for from_bytes(): each column of all samples, concatenated."""
     facts = {name: [getattr(sample, name) for sample in samples] for name in TEXTS}
     arrays = {}
     for name in COLUMNS:
-        parts = [getattr(sample, name) for sample in samples]
-        facts[name] = [None if part is None else len(part) for part in parts]
-        if present := [part for part in parts if part is not None]:
+        values = [getattr(sample, name) for sample in samples]
+        facts[name] = [None if value is None else len(value) for value in values]
+        if present := [value for value in values if value is not None]:
             arrays[name] = np.concatenate(present)
     arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     return safetensors.save(arrays)
@@ -170,17 +175,17 @@ def from_bytes(data: bytes) -> list[TrainingSample]:
 
 
 def split_column(column: np.ndarray | None, sizes: list[int | None]) -> list[np.ndarray | None]:
-    found = []
+    arrays = []
     end = 0
     for size in sizes:
         first, end = end, end + (size or 0)
-        found.append(None if size is None else column[first:end])
-    return found
+        arrays.append(None if size is None else column[first:end])
+    return arrays
 
 
 def pair_work(hf: nn.Module) -> float:
-    """What it costs a token to see one other in attention, as a share of the token's matrix
-    products. 0 where no layer has attention."""
+    """FLOPs of one attention score relative to one token's linear layers; 0 for models without
+    attention."""
     text = hf.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not heads:

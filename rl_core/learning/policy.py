@@ -22,9 +22,10 @@ from rl_core.types import PackedBatch
 
 
 class PackedForward:
-    """How a policy computes a batch: one row of tokens, in which attention knows the sequences."""
+    """The forward of a policy over a packed batch: one row of tokens; attention separates the
+    sequences."""
 
-    repeats_prompts = False  # shared ones are computed once
+    repeats_prompts = False  # Shared prompts are computed once.
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -69,9 +70,9 @@ class Policy(nn.Module):
         self.checkpoint_dtype, self.compute_dtype = checkpoint_dtype, compute_dtype
         self.activations, self.host_copies = activations, host_copies
         self.logprob_kernel, self.support_logprobs = logprob_kernel, support_logprobs
-        self.adapters: dict[str, Any] = {}  # peft's configurations by name
-        self.is_served = False  # its engine applies its adapters beside its weights
-        self.decoder: Callable | None = None  # in place of the backbone's own forward
+        self.adapters: dict[str, Any] = {}  # PEFT configurations by name.
+        self.is_served = False  # The engine applies the adapters itself.
+        self.decoder: Callable | None = None  # Replaces the forward of the backbone.
 
     def use_forward(self, forward_pass: PackedForward) -> None:
         self.forward_pass = forward_pass
@@ -99,7 +100,7 @@ class Policy(nn.Module):
     def outputs(
         self, hidden_MD: Tensor, labels: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """What forward() gives of the hidden states before the trained tokens."""
+        """The results of forward(), from the hidden states before the trained tokens."""
         if self.is_scoring:
             scores = scores_of(self.hf, hidden_MD)
             return scores, torch.zeros_like(scores)
@@ -122,7 +123,7 @@ class Policy(nn.Module):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether an engine in this process can sample from the policy's own tensors."""
+        """True if an engine in this process can sample from the tensors of the policy."""
         return not self.is_sharded
 
     def on_device(self) -> AbstractContextManager:
@@ -140,13 +141,13 @@ class Policy(nn.Module):
         return map(local, self.parameters())
 
     def trained(self, adapter: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of what an actor trains."""
+        """(name, parameter) of each parameter that the actor trains."""
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
 
     def split(self, mesh: DeviceMesh) -> Callable | None:
-        """Splits matrices before FSDP does; FSDP's shard_placement_fn for what is left."""
+        """Splits matrices before FSDP does; returns the shard_placement_fn for FSDP."""
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         """Over all ranks, of gradients that are complete when it returns."""
@@ -179,8 +180,8 @@ class Policy(nn.Module):
     def engine_weights(
         self, adapter: str = "", in_place: bool = True
     ) -> Iterator[tuple[str, Tensor]] | None:
-        """What an update sends to the engine: all weights in the dtype of compute, or None if the
-        engine samples from the policy's own. Every rank must exhaust it."""
+        """The weights that an update sends to the engine, in the compute dtype, or None if the
+        engine samples from the policy's tensors. Every rank must exhaust the iterator."""
         if in_place and self.shares_weights:
             return None
         return self.named_weights(adapter, self.compute_dtype)
@@ -190,9 +191,9 @@ class Policy(nn.Module):
 
 
 def backbone(hf: nn.Module) -> nn.Module:
-    """What gives hidden states; of a multimodal model the part for text."""
+    """The module that returns hidden states; the language model of a multimodal model."""
     inner = getattr(hf.base_model, "language_model", hf.base_model).base_model
-    has_head = inner.get_output_embeddings() is not None  # as Llama 4's part for text has
+    has_head = inner.get_output_embeddings() is not None  # Llama 4's language model has a head.
     return inner.model if inner is hf or has_head else inner
 
 

@@ -50,7 +50,7 @@ def renewed_copies(learners: dict[str, Learner]) -> dict[str, WeightsCopy]:
     """Folder -> each copy of weights that differs from those at the start."""
     copies = {}
     for learner in learners.values():
-        for part in learner.parts:
+        for part in learner.extensions:
             copies |= {kept.name: kept for kept in part.copies if kept.every}
     return copies
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.learner import Learner, LearnerPart, PartSpec, mean_of
+from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension, mean_of
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
@@ -29,7 +29,7 @@ from rl_core.types import PackedBatch
 CRITIC = Algorithm(learns_from="rows")
 
 
-class Critic(LearnerPart):
+class Critic(LearnerExtension):
     def __init__(
         self,
         config: Config,
@@ -79,7 +79,7 @@ class Critic(LearnerPart):
         return metrics
 
 
-def make_critic(learner: PartSpec) -> Critic:
+def make_critic(learner: LearnerContext) -> Critic:
     """Sharded as the policy is: --critic.model, or the actor's model with a value of 0
     everywhere."""
     config = learner.config

@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.learner import Learner, LearnerPart, PartSpec
+from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension
 from rl_core.learning.loading import on_meta
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import Policy, backbone
@@ -143,17 +143,17 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
         )
 
 
-def make_experts(learner: PartSpec, make_replay: Callable) -> LearnerPart:
+def make_experts(learner: LearnerContext, make_replay: Callable) -> LearnerExtension:
     """What tells the load of the model's experts, and evens it; a part that does nothing for a
     model without some. `make_replay`: for --router_replay."""
     actor = learner.config.actors[learner.name]
     if not find_routers(learner.policy.hf)[1]:
-        return LearnerPart()
+        return LearnerExtension()
     replay = make_replay if actor.router_replay else None
     return Experts(learner.policy, learner.ranks, actor.router_aux_loss_coef, replay)
 
 
-class Experts(LearnerPart):
+class Experts(LearnerExtension):
     """Load and auxiliary loss of a policy's experts. Each sample's tokens count once, but for its
     last, which no forward reads: a prompt that several share counts for each of them."""
 

@@ -63,7 +63,7 @@ def read_parameters(learner: Learner) -> float:
     """Parameters that a token meets in the teachers of an actor: where environments have their own,
     on average."""
     sizes = []
-    for part in learner.parts:
+    for part in learner.extensions:
         if isinstance(part, SampledTeacher):
             sizes += [active_parameters(model.hf) for model in part.models]
     return sum(sizes) / max(1, len(sizes))

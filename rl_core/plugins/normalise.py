@@ -6,12 +6,12 @@ from __future__ import annotations
 from rl_core.data.episodes import NO_SPREAD
 from rl_core.distributed import Ranks
 from rl_core.learning.advantages import Judged
-from rl_core.learning.learner import LearnerPart, mean_of
+from rl_core.learning.learner import LearnerExtension, mean_of
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
 from rl_core.types import PackedBatch
 
 
-class BatchNormalised(LearnerPart):
+class BatchNormalised(LearnerExtension):
     """Advantages less their mean, over their deviation, of the tokens of all ranks; 0 where all are
     equal (REINFORCE++, arXiv:2501.03262)."""
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from rl_core.algorithms import Algorithm, kl_estimate
-from rl_core.learning.learner import LearnerPart, PartSpec
+from rl_core.learning.learner import LearnerContext, LearnerExtension
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric
 from rl_core.plugins.weights_copy import WeightsCopy
 from rl_core.types import PackedBatch
 
 
-class Reference(LearnerPart):
+class Reference(LearnerExtension):
     def __init__(self, policy: Policy, temperature: float):
         """`policy`: a frozen model, or the one that trains adapters, which is here without them."""
         self.policy, self.temperature = policy, temperature
@@ -26,7 +26,7 @@ class Reference(LearnerPart):
         return {}
 
 
-class RenewedReference(LearnerPart):
+class RenewedReference(LearnerExtension):
     """The policy of some steps ago, or the exponential mean over its steps."""
 
     def __init__(self, copy: WeightsCopy, temperature: float):
@@ -43,7 +43,7 @@ class RenewedReference(LearnerPart):
         self.copy.after_step(step)
 
 
-def make_reference(learner: PartSpec) -> LearnerPart:
+def make_reference(learner: LearnerContext) -> LearnerExtension:
     """A frozen copy of --algo.reference, by default of the actor's model at the start, in the dtype
     of compute, sharded as the policy is; of a policy with adapters itself, without them. On a GPU a
     copy is CPU-offloaded to pinned memory while it is not used. One that --algo.reference_every or
@@ -63,7 +63,7 @@ def renewal(algorithm: Algorithm) -> int:
     return algorithm.reference_every or int(algorithm.reference_decay > 0)
 
 
-def frozen_model(learner: PartSpec, path: str) -> Policy:
+def frozen_model(learner: LearnerContext, path: str) -> Policy:
     """A model that a part only reads."""
     model = learner.load(path, is_frozen=True)
     with model.on_device():
@@ -71,7 +71,7 @@ def frozen_model(learner: PartSpec, path: str) -> Policy:
     return model
 
 
-class KLPenalty(LearnerPart):
+class KLPenalty(LearnerExtension):
     """Subtracts the KL to the reference from advantages."""
 
     def __init__(self, algorithm: Algorithm):

@@ -16,7 +16,7 @@ from rl_core.config import Config
 from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.advantages import MakeSamples
-from rl_core.learning.learner import PartSpec
+from rl_core.learning.learner import LearnerContext
 from rl_core.learning.minibatches import to_device
 from rl_core.plugins.sequence_shards import shard_sequences
 from rl_core.plugins.teacher import ModelTeacher, OwnBatch, Reading
@@ -31,7 +31,7 @@ class SelfTeacher(ModelTeacher):
     is_fixed = False
     models = ()  # the learner has it
 
-    def __init__(self, spec: PartSpec):
+    def __init__(self, spec: LearnerContext):
         super().__init__(spec.policy, spec.config.sampling.temperature)
         algorithm, self.ranks = spec.algorithm, spec.ranks
         # A policy that trains an adapter is without it what it was at the start.

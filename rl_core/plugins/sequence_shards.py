@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from rl_core.distributed import Ranks
-from rl_core.learning.learner import LearnerPart
+from rl_core.learning.learner import LearnerExtension
 from rl_core.learning.minibatches import to_device
 from rl_core.types import PackedBatch, SequenceShard, TrainingSample
 
 
-class SequenceShards(LearnerPart):
+class SequenceShards(LearnerExtension):
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from rl_core.algorithms import Algorithm, sequence_sums
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks, unsharded
-from rl_core.learning.learner import Learner, LearnerPart, mean_of
+from rl_core.learning.learner import Learner, LearnerExtension, mean_of
 from rl_core.learning.logprobs import head_factors
 from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.learning.policy import PackedForward, Policy
@@ -217,7 +217,7 @@ class ComparedForward(PackedForward):
         return outputs
 
 
-class SampledTeacher(LearnerPart):
+class SampledTeacher(LearnerExtension):
     """Adds coef * (log p_teacher - log p_student) of each sampled token to its advantage: the
     gradient is that of -coef * KL(student || teacher) of single tokens."""
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from rl_core.config import Config
 from rl_core.data.pretrained import load_pretrained
-from rl_core.learning.learner import PartSpec
+from rl_core.learning.learner import LearnerContext
 from rl_core.plugins.algorithm_rules import is_url
 from rl_core.plugins.reference import frozen_model
 from rl_core.plugins.self_distillation import SelfTeacher
@@ -25,7 +25,7 @@ from rl_core.plugins.teacher_prompts import SELF, envs_by_teacher
 from rl_core.rules import require
 
 
-def make_teacher(learner: PartSpec) -> SampledTeacher:
+def make_teacher(learner: LearnerContext) -> SampledTeacher:
     """What learns from the teachers of an actor's environments, each made once."""
     config, algorithm = learner.config, learner.algorithm
     by_name = envs_by_teacher(config)
@@ -41,7 +41,7 @@ def make_teacher(learner: PartSpec) -> SampledTeacher:
     return ExactTeacher(teachers, algorithm)
 
 
-def make_reader(learner: PartSpec, name: str) -> Any:
+def make_reader(learner: LearnerContext, name: str) -> Any:
     """The teacher of this name: a server; the policy itself; another actor that learns; else a copy
     of the weights in the dtype of compute, sharded as the policy is, and on a GPU CPU-offloaded
     while it is not used."""

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from rl_core.learning.learner import LearnerPart
+from rl_core.learning.learner import LearnerExtension
 from rl_core.learning.logprobs import sum_dtype
 from rl_core.types import PackedBatch, TrainingSample
 
 TILE_BYTES = 64 << 20  # of the head's rows that are gathered at once, in fp32
 
 
-class KeptIds(LearnerPart):
+class KeptIds(LearnerExtension):
     """Brings the ids that tokens were drawn from to the batches of a learner."""
 
     def __init__(self, name: str):

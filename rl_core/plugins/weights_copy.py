@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_core.distributed import local
-from rl_core.learning.learner import PartSpec
+from rl_core.learning.learner import LearnerContext
 from rl_core.types import PackedBatch
 
 
@@ -23,7 +23,7 @@ class WeightsCopy:
     an actor with an adapter it is the adapter alone.
     """
 
-    def __init__(self, spec: PartSpec, name: str, every: int = 0, decay: float = 0.0):
+    def __init__(self, spec: LearnerContext, name: str, every: int = 0, decay: float = 0.0):
         """It begins as the policy is. `name`: of its folder in a checkpoint, which has it if it is
         renewed."""
         self.policy, self.adapter = spec.policy, spec.adapter

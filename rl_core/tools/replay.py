@@ -275,7 +275,7 @@ def packed_turns(learner: Learner, samples: list[TrainingSample]) -> list[Any]:
 
     of_all = Algorithm(entropy_coef=1.0)  # by which every sample has a gradient
     how = of_all, learner.config, learner.budget, learner.ranks
-    minibatches, _ = shard_samples(samples, *how, learner.parts)
+    minibatches, _ = shard_samples(samples, *how, learner.extensions)
     learner.annotate(minibatches)
     return [batch for minibatch in minibatches for batch in minibatch.batches]
 
@@ -325,7 +325,7 @@ def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
     """A learner of the same weights. A critic goes on; a new one begins as the policy did."""
     from rl_core import models, registry
-    from rl_core.learning.learner import PartSpec
+    from rl_core.learning.learner import LearnerContext
     from rl_core.learning.loading import compute_dtype
     from rl_core.plugins.critic import Critic
     from rl_core.plugins.experts import Experts
@@ -334,7 +334,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
 
     name, ranks, policy = old.name, old.ranks, old.policy
     make = models.learner_with(config, ranks.size)
-    parts = {type(part): part for part in old.parts}
+    parts = {type(part): part for part in old.extensions}
     reference, critic = parts.get(Reference), parts.get(Critic)
     compared_with = old.config.algo.reference or old.config.actors[name].model
 
@@ -346,7 +346,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         how |= {"is_frozen": is_frozen, "attention": config.attention}
         return models.make_policy(path, compute_dtype(config), ranks, **how)
 
-    spec = PartSpec(
+    spec = LearnerContext(
         config=config,
         algorithm=algorithm,
         name=name,
@@ -361,13 +361,13 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         stays = part in (registry.experts, registry.sequence_shards)
         if is_wanted(spec) and not stays:
             chosen.append(part(spec))
-    known_copies = {copy.name: copy for part in old.parts for copy in part.copies}
+    known_copies = {copy.name: copy for part in old.extensions for copy in part.copies}
     for copy in [copy for part in chosen for copy in part.copies]:
         if copy.name in known_copies:
             copy.take(known_copies[copy.name])
     # Of the model and the mesh, which stay.
-    chosen += [part for part in old.parts if isinstance(part, (Experts, SequenceShards))]
-    new = make(config, algorithm, policy, ranks, parts=chosen, name=name, adapter=old.adapter)
+    chosen += [part for part in old.extensions if isinstance(part, (Experts, SequenceShards))]
+    new = make(config, algorithm, policy, ranks, extensions=chosen, name=name, adapter=old.adapter)
     for model in set(new.models()) - set(old.models()):
         registry.choose_forward(model, ranks)
     known = {learner.name: learner.optimizer for learner in old.trained()}

@@ -22,7 +22,7 @@ from rl_core.distributed import init_ranks
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.engines.slots import RowParams, SlotModel, sample
 from rl_core.learning.attention import NAME
-from rl_core.learning.learner import Learner, PartSpec
+from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.policy import PackedForward, Policy
 from rl_core.models import learner_with
 from rl_core.plugins.dense_attention import DENSE
@@ -119,7 +119,7 @@ def meta_learner(
     def load(path: str, is_frozen: bool = False, is_scoring: bool = False, **how) -> Policy:
         return meta_policy(model, is_scoring, dtype, "none" if is_frozen else offload)
 
-    spec = PartSpec(
+    spec = LearnerContext(
         config=config,
         algorithm=preset,
         name="policy",
@@ -131,7 +131,7 @@ def meta_learner(
     )
     parts = [make(spec) for is_wanted, make in PARTS if is_wanted(spec)]
     loss = pair_loss(algorithm) if preset.is_pairs else None
-    return spec.make(config, preset, spec.policy, ranks, parts=parts, loss=loss)
+    return spec.make(config, preset, spec.policy, ranks, extensions=parts, loss=loss)
 
 
 def learn_a_step(learner: Learner) -> None:

@@ -298,7 +298,7 @@ FORWARD = f"{PLAIN} --algo.teacher_loss forward_kl --algo.teacher"
 def found_gradients(learner, samples=SAMPLES) -> dict[str, torch.Tensor]:
     (minibatch,), _ = learner.shard(samples)
     learner.annotate([minibatch])
-    for part in learner.parts:
+    for part in learner.extensions:
         part.before_update(learner, minibatch, 0)
     learner.backward(minibatch)
     return grads_of(learner)
@@ -348,7 +348,7 @@ def test_each_minibatch_has_the_mean_over_its_own_tokens(tiny_model, teacher):
         own = SAMPLES[:2] if minibatch.num_tokens == 6 else SAMPLES[2:]
         alone = found_gradients(make_learner(tiny_model, FORWARD, teacher), own)
         learner.policy.zero_grad()
-        for part in learner.parts:
+        for part in learner.extensions:
             part.before_update(learner, minibatch, 0)
         learner.backward(minibatch)
         for name, value in grads_of(learner).items():

@@ -399,7 +399,7 @@ def test_a_teacher_that_reads_other_batches_reads_the_same_ids(played, make_mode
             of_one = logprobs_and_entropies(*masked_logits(judge, read))[0]
         expected += of_one.tolist()
     batch = batch_of(learner, given)
-    [part] = [part for part in learner.parts if hasattr(part, "teachers")]
+    [part] = [part for part in learner.extensions if hasattr(part, "teachers")]
     part.annotate([batch])
     [reading] = batch.teacher.readings
     assert sorted(reading.logprobs.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
