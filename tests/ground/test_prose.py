@@ -42,7 +42,6 @@ BUDGET = {
     "rl_core/agents": 140,
     "rl_core/data": 51,
     "rl_core/engines": 114,
-    "rl_core/learning": 0,
     "rl_core/plugins": 565,
     "rl_core/sampling": 102,
     "rl_core/sandbox": 154,
