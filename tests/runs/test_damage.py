@@ -239,8 +239,8 @@ def test_a_run_whose_weights_overflow_keeps_its_good_checkpoint_and_model(flags,
 
 
 NOTHING = (
-    'def load_tasks(split): return [{{"prompt": str(n)}} for n in range(8)]\ndef '
-    "reward_fn(completion): return {}\n"
+    'def load_tasks(split): return [{{"prompt": str(n), "n": n}} for n in range(8)]\ndef '
+    "reward_fn(completion, n): return {}\n"
 )
 
 
@@ -249,6 +249,11 @@ NOTHING = (
     [
         ("1.0", 9, "warning: none of 9 steps made an update"),
         ("1.0", 10, "error: none of 10 steps made an update"),
+        (
+            "1 / (n - 7)",
+            9,
+            " episodes failed and gave no samples, ",
+        ),
         ("1e300 * len(completion)", 2, "error: every update of policy was skipped"),
     ],
 )
@@ -260,9 +265,10 @@ def test_a_run_without_an_update_warns_and_from_ten_steps_on_is_an_error(
         "--model", tiny_model, "--env_path", tmp_path / "env.py", "--algo.advantage group_mean"
     )
     flags += words("--max_tokens 8 --tasks_per_step 2 --num_steps", num_steps)
+    flags += words("--rollout.max_failed_fraction 1")
     assert main([*flags, "--out", str(tmp_path / "run")]) == int(says.startswith("error"))
     said = capsys.readouterr()
-    is_saved = "none of" in says
+    is_saved = "every update" not in says
     assert says in said.out + said.err and ("saved" in said.out) == is_saved
     found = names_in(tmp_path / "run/checkpoints") + names_in(tmp_path / "run/hf")
     assert found == ([f"step_{num_steps:06d}", "policy"] if is_saved else [])
