@@ -559,7 +559,21 @@ def read_config(argv: list[str]) -> Config:
             flags.append(value)
             for layer in files:
                 forget_model(layer, name)
+    check_names(flags)
     return from_sections(*files, *flags)
+
+
+def check_names(flags: list[dict[str, Any]]) -> None:
+    """Raises ValueError for all unknown flags at once."""
+    errors = []
+    for sections in flags:
+        try:
+            add(sections, {})
+        except ValueError as error:
+            errors.append(str(error))
+    unknown_flags = [error for error in errors if error.startswith("unknown flag ")]
+    if len(unknown_flags) > 1:
+        raise ValueError("; ".join(unknown_flags))
 
 
 def forget_model(layer: dict[str, Any], flag: str) -> None:

@@ -215,6 +215,9 @@ def rows_of(found: dict[str, Scores]) -> list[list[str]]:
         for env, metrics in scores.items():
             places |= {(env, name): None for name in metrics}
     for env, name in places:
+        if name == "greedy_score":
+            scored = [scores.get(env, {}).get(name) for scores in found.values()]
+            lines.append([env, "tasks", *(str(s.num_tasks) if s else "-" for s in scored)])
         cells = [shown(scores.get(env, {}).get(name)) for scores in found.values()]
         lines.append([env, name, *cells])
     return lines

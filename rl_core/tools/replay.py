@@ -70,7 +70,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument(
-        "--step", type=int, required=True, help="as rollouts/step_000040.jsonl.zst counts them"
+        "--step",
+        type=int,
+        help="as rollouts/step_000040.jsonl.zst counts them; default: the newest",
     )
     parser.add_argument(
         "--tokens",
@@ -79,7 +81,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options, flags = parser.parse_known_args(argv)
-    found = replay(options.run, options.step, flags, options.tokens)
+    step = newest_step(options.run) if options.step is None else options.step
+    found = replay(options.run, step, flags, options.tokens)
     if found is not None:
         text = json.dumps(asdict(found)) if options.json else table(found)
         print(text, flush=True)
@@ -131,6 +134,12 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
         between=max(differences),
         is_other=other != config,
     )
+
+
+def newest_step(run: Path) -> int:
+    """The newest step with recorded rollouts. Raises ValueError if there is none."""
+    [file, *_] = files_of(run, None, False)
+    return int(file.name.removeprefix("step_").partition(".")[0].partition("_")[0])
 
 
 def checkpoint_before(run: Path, step: int) -> tuple[int, Path | None]:

@@ -160,7 +160,7 @@ def described(row: dict[str, Any]) -> str:
     reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items())
     head = (
-        f"== {row['actor']}  {row['task_id']}  episode {row['index']}  "
+        f"== {row['actor']}  {printable(row['task_id'])}  episode {row['index']}  "
         f"{row['file'].partition('.')[0]}"
     )
     state = (
@@ -170,9 +170,12 @@ def described(row: dict[str, Any]) -> str:
     )
     lines = [coloured(f"{head}  {state}", "failed" if row["status"] == "failed" else "reward")]
     if row["error"]:
-        lines += wrapped(f"reason: {row['error']}")
+        lines += wrapped(printable(f"reason: {row['error']}"))
     for message in row["messages"]:
-        lines += [coloured(f"[{message['role']}]", message["role"]), *wrapped(content_of(message))]
+        lines += [
+            coloured(f"[{printable(message['role'])}]", message["role"]),
+            *wrapped(content_of(message)),
+        ]
     if row.get("log"):  # Runs of older versions have none.
         lines += [coloured("[log]", "log"), *wrapped(row["log"])]
     return "\n".join([*lines, ""])

@@ -276,6 +276,7 @@ SFT, DPO, PPO = "--algorithm sft", "--algorithm dpo", "--algorithm ppo"
 FLAGS = [
     # names, types, ranges
     (MODEL, "--modle x", "unknown flag --modle; did you mean 'model'"),
+    (MODEL, "--modle x --betaa 1", "'model'?; unknown flag --betaa; did you mean 'algo.kl_coef'?"),
     (
         MODEL,
         "--actors.bob.lora.rnk 4",

@@ -128,7 +128,7 @@ def run(tmp_path):
     (tmp_path / "rollouts").mkdir()
     for step in (1, 12):
         found = [episode(step, number, float(number)) for number in range(4)]
-        found.append(episode(step, 4, None, status="failed", error="x.py:5: it broke\x07"))
+        found.append(episode(step, 4, None, status="failed", error="x.py:5: it\nbroke\x07"))
         write_trajectories(tmp_path / f"rollouts/step_{step:06d}.jsonl.zst", found)
     write_trajectories(tmp_path / "rollouts/eval_000012_greedy.jsonl.zst", [episode(12, 9, 0.5)])
     return tmp_path
@@ -166,7 +166,7 @@ def test_show_prints_a_conversation_role_by_role(run, capsys, monkeypatch):
         and max(map(len, lines)) <= 60
     )
     assert main(["show", str(run), "--failed"]) == 0
-    assert "  reason: x.py:5: it broke\\x07\n" in capsys.readouterr().out
+    assert "  reason: x.py:5: it\\nbroke\\x07\n" in capsys.readouterr().out
 
 
 def test_show_says_that_no_episode_failed(run, capsys):
@@ -188,7 +188,7 @@ def test_show_counts_why_episodes_failed_over_all_steps(run, capsys):
     ]
     assert capsys.readouterr().out.splitlines() == [
         *table,
-        "       2  1 to 12      x.py:5: it broke\\x07",
+        "       2  1 to 12      x.py:5: it\\nbroke\\x07",
     ]
     assert main(["show", str(run), "--reasons", "--step", "12"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "1 of 5 episodes failed"

@@ -113,9 +113,18 @@ def test_eval_shows_several_models_and_environments_side_by_side(places, capsys)
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["environment", "metric", *models]
     named = [tuple(line.split()[:2]) for line in lines]
-    metrics = ["greedy_score", "greedy_pass", "avg@2", "pass@2", "tokens", "truncated", "failed"]
+    metrics = [
+        "tasks",
+        "greedy_score",
+        "greedy_pass",
+        "avg@2",
+        "pass@2",
+        "tokens",
+        "truncated",
+        "failed",
+    ]
     assert named == [(env, name) for env in ("letters", "ask") for name in metrics]
-    values = lines[2].split()[2:]
+    values = lines[3].split()[2:]
     assert values[1] == values[4] == "±" and values[0] != values[3]
 
 
@@ -200,7 +209,7 @@ def test_a_killed_eval_goes_on_and_plays_no_task_twice(places, tmp_path, capsys)
     assert main(["eval", *models, *flags, "--out", str(tmp_path / "at_once.json")]) == 0
     assert found == json.loads((tmp_path / "at_once.json").read_text())
     head, _, *lines = (tmp_path / "out/table.md").read_text().splitlines()
-    assert head == f"| environment | metric | {models[0]} | {models[1]} |" and len(lines) == 5
+    assert head == f"| environment | metric | {models[0]} | {models[1]} |" and len(lines) == 6
     capsys.readouterr()
     assert main([*command, "--max_tokens", "4"]) == 1
     assert "--max_tokens 8, and this is 4; name another folder" in capsys.readouterr().err
