@@ -12,6 +12,7 @@ takes milliseconds. An answer that cannot be parsed equals only the same text.
 from __future__ import annotations
 
 import cmath
+import json
 import math
 import re
 import zlib
@@ -209,6 +210,18 @@ def expressions(text: str) -> list[tuple[int, int, str]]:
         if covered == len(formulas) or match.end() <= formulas[covered][0]:
             numbers.append((match.start(), match.end(), match[0]))
     return formulas + numbers
+
+
+def alternatives(answer: Any) -> list[Any]:
+    """The texts of a list or of its JSON text, such as '["34"]'; else the answer alone. Numbers are
+    no alternatives: [1, 2] is an interval."""
+    listed = answer
+    if isinstance(answer, str) and re.match(r'\s*\[\s*"', answer):
+        with suppress(ValueError):
+            listed = json.loads(answer)
+    if isinstance(listed, (list, tuple)) and all(isinstance(each, str) for each in listed):
+        return list(listed) or [None]
+    return [answer]
 
 
 def reference_answer(answer: Any) -> str:

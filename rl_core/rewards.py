@@ -23,7 +23,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rl_core.math_answers import final_answer, is_equal, reference_answer
+from rl_core.math_answers import alternatives, final_answer, is_equal, reference_answer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -82,13 +82,14 @@ def needing(function: str, extra: str) -> Iterator[None]:
         raise ImportError(f"{function}: {error}; pip install 'rl_core[{extra}]'") from None
 
 
-def maths(text: str, answer: str | float) -> float:
+def maths(text: str, answer: str | float | list[str]) -> float:
     """1 if the final answers are equal as mathematics, else 0. Final is what stands after the last
     `####` (GSM8K) or in the last `\\boxed{}` (MATH, arXiv:2103.03874), whichever comes later, else
-    the last formula or number. The reference may be LaTeX without dollars. See
-    rl_core/math_answers.py."""
-    wanted = reference_answer(answer)
-    return float(is_equal(final_answer(str(text)), wanted))
+    the last formula or number. The reference may be LaTeX without dollars. A list of texts, or its
+    JSON text, holds alternatives of which each is right. See rl_core/math_answers.py."""
+    final = final_answer(str(text))
+    references = [reference_answer(each) for each in alternatives(answer)]
+    return float(any(is_equal(final, reference) for reference in references))
 
 
 def matches(text: str, pattern: str) -> float:

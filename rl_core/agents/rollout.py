@@ -182,7 +182,8 @@ def agent_hooks(
         played.box = make_box(box, path, agent)
         if box is True or "hides" not in box:
             scored = set().union(*(hook.named - hook.ours for hook in rewards))
-            played.box.hides = sorted(scored - columns_named(agent) - {*PROMPT_COLUMNS})
+            shown = {*PROMPT_COLUMNS} - {"input"}  # `input` may be that of hidden tests.
+            played.box.hides = sorted(scored - columns_named(agent) - shown)
 
     async def agent_and_rewards(
         task: Task, actors: EpisodeActors, **columns: Any

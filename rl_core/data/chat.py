@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import json
 import re
 import threading
@@ -524,3 +525,10 @@ def text_after(rendered: str, seen: str, said: str) -> str | None:
 
 def is_unseen(char: str) -> bool:
     return char.isspace() or char == _MARK
+
+
+@lru_cache(8)
+def fingerprint(chat: Chat) -> str:
+    """A hash that is equal for two chats with the same vocabulary and template."""
+    known = [sorted(chat.tokenizer.get_vocab().items()), chat.chat_template]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()

@@ -34,11 +34,13 @@ PROMPT_COLUMNS = (
     "question",
     "problem",
     "instruction",
+    "input",
 )
 # Columns of whole conversations, whose replies at the end are not part of an RL prompt.
 CONVERSATIONS = ("messages", "conversations", "conversation")
 # Columns of the text of a system message before them.
 SYSTEM_COLUMNS = ("system", "system_prompt")
+LEFT_OUT = "the replies at the end of column {!r} are left out of the prompt"
 # Marks in a text for the entries of a column of images, videos or audio.
 MEDIA = re.compile("<(image|video|audio)>")
 
@@ -65,8 +67,8 @@ def read_row(row: dict[str, Any], notes: list[str] | None = None) -> dict[str, A
 
 def prompt_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
     """The messages in the first of PROMPT_COLUMNS that a row has, or its text as a user message,
-    behind those of its system and history columns. The replies at the end of `conversations` are
-    left out."""
+    behind those of its system and history columns. The replies at the end of CONVERSATIONS are
+    left out, because they are the solution."""
     column = first_column(row, PROMPT_COLUMNS)
     if column is None:
         have = ", ".join(map(str, row)) or "no columns"
@@ -75,9 +77,12 @@ def prompt_messages(row: dict[str, Any], notes: list[str] | None = None) -> list
             "a file another is read by --data.columns prompt=NAME"
         )
     messages = column_messages(row, column, notes=notes)
+    num_messages = len(messages)
     if column in CONVERSATIONS:
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
             messages.pop()
+    if len(messages) < num_messages and notes is not None:
+        notes.append(LEFT_OUT.format(column))
     return with_opening(row, messages, notes)
 
 
@@ -86,10 +91,10 @@ def with_opening(
 ) -> list[Message]:
     """The messages behind those of a row's columns `system` or `system_prompt` and `history`.
     Raises ValueError for two system messages that differ."""
-    media = [column for column in MEDIA_KEYS if row.get(column) is not None]
+    media = [column for column in MEDIA_KEYS if column in row]
     has_mark = bool(media) and any(MEDIA.search(text_of(message)) for message in messages)
     for column in media:
-        if has_mark and row[column] not in ([], ""):
+        if has_mark and row[column] not in (None, [], ""):
             raise ValueError(f"column {column!r}, to which a mark in the text points, {NOT_READ}")
     texts = {}
     for column in SYSTEM_COLUMNS:
@@ -155,9 +160,10 @@ def row_variables(row: dict[str, Any]) -> dict[str, Any]:
 
 def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
     """The first of these columns that holds something; else the first that is there."""
-    there = [name for name in names if name in row]
-    filled = [name for name in there if row[name] is not None]
-    return next(iter(filled + there), None)
+    for name in names:
+        if row.get(name) is not None:
+            return name
+    return next((name for name in names if name in row), None)
 
 
 def column_messages(
@@ -177,8 +183,13 @@ def column_messages(
     if value is not row[column] and notes is not None:
         notes.append(f"column {column!r} read as {len(value)} messages")
     if isinstance(value, str) and column != "messages":
-        if column == "instruction" and row.get("input"):
-            value = f"{value}\n\n{row['input']}"
+        rest = row.get("input") if column == "instruction" else None
+        if rest and not isinstance(rest, str):
+            raise ValueError(
+                f"column 'input' next to 'instruction' must be a text, is {shorten(rest)}"
+            )
+        if rest:
+            value = f"{value}\n\n{rest}"
         value = {"role": role, "content": value}
     if isinstance(value, dict):  # one message, as ShareGPT's pairs have it
         value = [value]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
-from rl_core.data.tasks import TaskSource
+from rl_core.data.tasks import SYSTEM_COLUMNS, TaskSource
+from rl_core.plugins.column_use import column_use, fix_of
+from rl_core.sampling.env import Env
 
 NUM_ROWS = 200  # The first rows of each source are checked.
 NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out rows are searched.
@@ -19,6 +21,7 @@ def data_warnings(
     train: TaskSource,
     evals: dict[str, TaskSource],
     spelled: tuple[str, str] | None = None,
+    envs: Mapping[str, Env] | None = None,
 ) -> Iterator[str]:
     """`spelled`: a row with a reply that spells a special token, and the token."""
     if spelled:
@@ -59,6 +62,39 @@ def data_warnings(
                 f"{len(odd)} of the first {len(tasks)} prompts of {source.env} end with an "
                 "assistant's turn, or have no user "
                 f"message, such as {odd[0].place}"
+            )
+    yield from column_warnings(config, [*train.sources, *evals.values()], envs or {})
+
+
+def column_warnings(
+    config: Config, sources: list[TaskSource], envs: Mapping[str, Env]
+) -> Iterator[str]:
+    """Warnings about what prompts lack of their rows, each once by environment and column."""
+    warned: set[tuple[str, str]] = set()
+
+    def is_new(source: TaskSource, about: str) -> bool:
+        is_known = (source.env, about) in warned
+        warned.add((source.env, about))
+        return not is_known
+
+    for source in sources:
+        env = envs.get(source.env)
+        use = column_use(config, source, env)
+        among = f"of the first {use.num_rows} rows of {source.env}"
+        for (column, note), num in use.left_out.items():
+            if is_new(source, note):
+                yield f"{num} {among}: {note}; --data.columns prompt={column} keeps them"
+        for column, num in use.lost.items():
+            if is_new(source, column):
+                yield (
+                    f"column {column!r}, which {num} {among} have, is not read: prompts are made "
+                    f"of {', '.join(use.prompt)}; {fix_of(column, use.prompt)}"
+                )
+        replaced = [column for column in SYSTEM_COLUMNS if column in use.prompt]
+        if env and env.dialogue.system_prompts and replaced and is_new(source, "system_prompts"):
+            yield (
+                f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "
+                f"actors {', '.join(env.dialogue.system_prompts)} do not read it"
             )
 
 

@@ -266,7 +266,7 @@ def check_columns(
                 if name == "state":
                     hint = "it needs start(task)"
                 if files and name not in OF_PEERS:
-                    hint += f"; read another column by --data.columns {name}=COLUMN"
+                    hint += f"; read another column by --data.columns {name}=COLUMN, or COLUMN.KEY"
                 place = row_place(index, files, split)
                 has_prompt = first_column(row, PROMPT_COLUMNS) is not None
                 if not has_prompt and name not in PROMPT_COLUMNS:

@@ -13,9 +13,8 @@ from torch.utils.data import ConcatDataset
 from rl_core.data.chat import Chat
 from rl_core.data.messages import as_context, text_of
 from rl_core.data.tasks import (
-    PROMPT_COLUMNS,
     column_messages,
-    first_column,
+    prompt_messages,
     row_tools,
     shorten,
     with_opening,
@@ -150,8 +149,7 @@ def pair_messages(
             raise LeftOutError(f"an empty {column!r}")
     sides = [column_messages(row, column, "assistant", notes) for column in PAIR]
     if all(side[0]["role"] == "assistant" for side in sides):
-        column = first_column(row, PROMPT_COLUMNS) or "prompt"
-        context = with_opening(row, column_messages(row, column, notes=notes), notes)
+        context = prompt_messages(row, notes)
     else:
         shared = shared_length(*sides)
         context = with_opening(row, sides[0][:shared], notes)

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import zstandard
 
 from rl_core.algorithms import PRESETS
 from rl_core.config import MAX_TOP_K, STARTED, Config, flat, to_yaml
-from rl_core.data.chat import Chat
+from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.rows import TOKENIZERS, write_whole
 from rl_core.plugin import Plugin
 from rl_core.plugins.data_warnings import data_warnings
@@ -46,7 +44,8 @@ class RunFiles(Plugin):
         for name in keep_first(out / "env_code.yaml", yaml.safe_dump(codes)) if codes else ():
             print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
         spelled = plan.sft_dataset and plan.sft_dataset.spelled
-        for line in data_warnings(plan.config, plan.algorithm, plan.train, plan.eval, spelled):
+        rows = plan.train, plan.eval, spelled, plan.envs
+        for line in data_warnings(plan.config, plan.algorithm, *rows):
             print(f"warning: {line}", flush=True)
         if plan.algorithm.is_rl:
             write_tokenizers(out / "rollouts", plan.chats)
@@ -77,13 +76,6 @@ def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
     (folder / TOKENIZERS).write_text(
         json.dumps({name: fingerprint(chat) for name, chat in chats.items()})
     )
-
-
-@lru_cache(8)
-def fingerprint(chat: Chat) -> str:
-    """Equal for two chats with the same vocabulary and template."""
-    known = [sorted(chat.tokenizer.get_vocab().items()), chat.chat_template]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:

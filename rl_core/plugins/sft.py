@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.chat import Chat, TokenStream, text_after, text_of, unmarked
+from rl_core.data.chat import Chat, TokenStream, fingerprint, text_after, text_of, unmarked
 from rl_core.data.messages import as_context
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
@@ -29,7 +29,6 @@ from rl_core.data.tasks import (
     with_opening,
 )
 from rl_core.data.thoughts import MARKS, open_mark
-from rl_core.plugins.run_files import fingerprint
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
 # Column of a prompt -> what may hold its reply, where a row has no column `response`.

@@ -134,6 +134,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     """Data, tokens of a step, what is assumed, and for each actor that learns its parameters and
     bytes on one rank."""
     from rl_core.learning.loading import compute_dtype
+    from rl_core.plugins.column_use import column_use
     from rl_core.plugins.row_lengths import left_out
 
     config, mesh = plan.config, plan.mesh
@@ -169,10 +170,19 @@ def facts(plan: Plan) -> dict[str, Any]:
         samples, each = "episodes", config.group_size
     elif plan.algorithm.is_pairs:
         samples, each = "replies", 2
+    sources = {f"eval/{name}": source for name, source in plan.eval.items()}
+    for source in plan.train.sources:
+        name = "train" if len(plan.train.sources) == 1 else f"train/{source.env}"
+        sources = {name: source} | sources
+    columns = {}
+    for name, source in sources.items():
+        use = column_use(config, source, plan.envs.get(source.env))
+        columns[name] = {"prompt": use.prompt, "label": use.label, "unread": use.unread}
     return {
         "train_rows": num_rows or "streamed",
         "eval_rows": sum(map(len, plan.eval.values())),
         "left_out": {"train": left, "eval": left_out(config, plan.eval.values())},
+        "columns": columns,
         "num_steps": config.num_steps,
         "tasks_per_step": config.tasks_per_step,
         "epochs": config.num_steps * config.tasks_per_step / num_rows if num_rows else 0.0,

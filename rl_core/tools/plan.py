@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
 
 HEAD = """\
 data             {train_rows} rows to train on{left_out[train]}, {eval_rows} held out{left_out[eval]}
+columns          {column_lines}
 steps            {num_steps} of {tasks_per_step} rows: {epochs:.3g} epochs
 ranks            {all_ranks}: {sizes}
 tokens per step  at most {tokens}: {samples_per_step} {samples} of at most \
@@ -58,6 +59,7 @@ def describe(found: dict[str, Any]) -> str:
             **found | {"engine": f"{found['engine']} engine, " if found["engine"] else ""},
             all_ranks=found["ranks"]["all"],
             sizes=", ".join(sizes),
+            column_lines=describe_columns(found["columns"]),
             tokens=found["samples_per_step"] * found["max_tokens_of_a_sample"],
         )
     ]
@@ -73,3 +75,15 @@ def describe(found: dict[str, Any]) -> str:
             sample, learn = (f"{size / GIB:.3g}" if size else "-" for size in row.values())
             lines.append(f"{what:<22} {sample:>10} {learn:>10}")
     return "\n".join(lines)
+
+
+def describe_columns(columns: dict[str, dict[str, list[str]]]) -> str:
+    """A line for each data set: the columns of prompts and of labels, and those that nothing
+    reads."""
+    lines = []
+    for name, use in columns.items():
+        line = f"{name}: prompt from {', '.join(use['prompt'])}"
+        line += f"; label from {', '.join(use['label'])}" if use["label"] else "; no label"
+        line += f"; not read: {', '.join(use['unread'])}" if use["unread"] else ""
+        lines.append(line)
+    return f"\n{'':<17}".join(lines)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core.config import Config
     from rl_core.data.chat import Chat
     from rl_core.data.tasks import TaskSource
     from rl_core.types import Task, TrainingSample
@@ -82,14 +81,14 @@ class RowReports:
     def report(self, source: TaskSource, index: int) -> dict[str, Any]:
         """The notes on a row, with its samples or the reason why it is refused."""
         from rl_core.data.rows import row_place
-        from rl_core.data.tasks import read_row
+        from rl_core.plugins.column_use import read_messages
         from rl_core.plugins.pairs import LeftOutError
         from rl_core.plugins.row_lengths import is_fit
 
         where, notes = row_place(index, source.files, source.split), []
         report: dict[str, Any] = {"row": where, "notes": notes}
         try:
-            note_mapped(self.config, read_row(source.rows[index], notes), notes)
+            read_messages(self.config, source.rows[index], notes)
             task = source.task_of_row(index)
             if not is_fit(self.config, self.envs, self.chats, self.dataset, task):
                 notes.append("left out: too long, or nothing in it is trained")
@@ -119,21 +118,6 @@ class RowReports:
             zeros = [0] * len(ids)
             samples.append({"actor": name, "ids": ids, "mask": zeros, "weight": zeros})
         return samples
-
-
-def note_mapped(config: Config, row: dict[str, Any], notes: list[str]) -> None:
-    """Adds a note for each value of the row that is mapped to another form."""
-    from rl_core.data.tasks import prompt_messages, row_tools
-    from rl_core.plugins.pairs import pair_messages
-    from rl_core.plugins.sft import sft_messages
-
-    row_tools(row, notes)
-    if config.is_rl:
-        prompt_messages(row, notes)
-    elif config.algorithm == "sft":
-        sft_messages(row, notes)
-    else:
-        pair_messages(row, notes)
 
 
 def as_data(sample: TrainingSample, algorithm: str) -> dict[str, list]:

@@ -303,6 +303,7 @@ ROWS = [
         None,
     ),
     ({"system_prompt": "aster", "prompt": CHAT_MESSAGES[1:]}, CHAT_MESSAGES, None),
+    ({"system_prompt": "aster", "input": CHAT_MESSAGES[1:]}, CHAT_MESSAGES, None),
     ({"prompt": CHAT_MESSAGES, "system": "aster", "history": []}, CHAT_MESSAGES, None),
     ({"history": CHAT_MESSAGES[:3], "problem": "dahlia"}, CHAT_MESSAGES, None),
     (

@@ -14,10 +14,9 @@ from kit import SORT, gradient, load_rows, make_learner, trajectories
 from test_chat import CHATML, chat_of, every_template, make_tokenizer, user, words
 from transformers import AutoModelForCausalLM
 
-from rl_core.data.chat import Chat, load_chat
+from rl_core.data.chat import Chat, fingerprint, load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.learner import Learner
-from rl_core.plugins.run_files import fingerprint
 from rl_core.plugins.sft import sft_samples, sft_turns
 from rl_core.train import main
 from rl_core.types import PER_TOKEN

@@ -99,10 +99,29 @@ def test_the_final_answer_is_found_wherever_it_stands(reply, reference, reward):
     assert maths(reply, reference) == reward
 
 
-@pytest.mark.parametrize("answer", ["", " ", None, "none", "NaN", "it has no answer at all", "$$"])
+NO_ANSWERS = ["", " ", None, "none", "NaN", "it has no answer at all", "$$", [], '["$$"]']
+
+
+@pytest.mark.parametrize("answer", NO_ANSWERS)
 def test_a_reference_without_an_answer_is_an_error(answer):
     with pytest.raises(ValueError, match="must hold a number or a formula"):
         maths("18", answer)
+
+
+# Alternatives as a list of texts or its JSON text; numbers are the items of one answer.
+ALTERNATIVES = [
+    (["34"], ("34",), ("35",)),
+    ('["34"]', ("34",), ("35", '["35"]')),
+    ('[ "a", "\\\\frac{1}{2}"]', ("a", "0.5"), ("b", "2")),
+    ("[1, 2]", ("[1,2]",), ("1", "2")),
+    ([1, 2], ("[1,2]",), ("1", "2")),
+]
+
+
+@pytest.mark.parametrize(("reference", "right", "wrong"), ALTERNATIVES)
+def test_each_alternative_of_a_reference_is_right(reference, right, wrong):
+    assert [maths(f"\\boxed{{{answer}}}", reference) for answer in right] == [1] * len(right)
+    assert [maths(f"\\boxed{{{answer}}}", reference) for answer in wrong] == [0] * len(wrong)
 
 
 HOSTILE = r"""

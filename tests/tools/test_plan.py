@@ -160,6 +160,7 @@ def test_the_command_prints_parameters_tokens_and_memory_and_starts_nothing(
     assert main(["plan", *flags, "--learner.offload", "phase"]) == 0
     shown = capsys.readouterr().out
     assert "4 rows to train on" in shown and "100 of 4 rows: 100 epochs" in shown
+    assert "\ncolumns          train: prompt from prompt; label from answer\n" in shown
     assert "at most 768: 32 episodes of at most 24 tokens" in shown and " M parameters" in shown
     assert "embedded engine, float32, microbatches of 8192 tokens" in shown
     row = next(line for line in shown.splitlines() if line.startswith("optimizer"))

@@ -1,0 +1,176 @@
+"""The columns from which prompts and labels of a data set are made, and the columns that nothing
+reads."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from rl_core.config import Config
+from rl_core.data.messages import text_of
+from rl_core.data.tasks import (
+    CONVERSATIONS,
+    LEFT_OUT,
+    PROMPT_COLUMNS,
+    SYSTEM_COLUMNS,
+    TaskSource,
+    prompt_messages,
+    read_row,
+    row_tools,
+    row_variables,
+)
+from rl_core.plugins.pairs import pair_messages
+from rl_core.plugins.renamed_columns import MISSING, nested_value
+from rl_core.plugins.sft import sft_messages
+from rl_core.sampling.env import Env
+from rl_core.types import Message
+
+NUM_ROWS = 200  # The first rows of a data set are looked at.
+# Columns of prompts; other columns that a row's samples are made of hold labels.
+OF_PROMPTS = {*PROMPT_COLUMNS, *SYSTEM_COLUMNS, "history", "context", "tools"}
+OF_PROMPTS |= {"chat_template_kwargs"}
+INSTRUCTIONS = re.compile("system|instruct|persona|context|guideline", re.I)
+
+
+class ReadRow(dict):
+    """A row that keeps the names of its columns of which a value was read."""
+
+    def __init__(self, row: dict[str, Any]):
+        super().__init__(row)
+        self.read: dict[str, None] = {}
+        self.made: set[str] = set()  # Columns that were made of others.
+
+    def __or__(self, made: dict[str, Any]) -> ReadRow:
+        """The row with columns made of others. Reading these adds no name."""
+        row = ReadRow(super().__or__(made))
+        row.read, row.made = self.read, self.made
+        row.made |= made.keys()
+        return row
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get(name) if name in self else super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = super().get(name, default)
+        if is_filled(value) and name not in self.made:
+            self.read[name] = None
+        return value
+
+
+@dataclass(kw_only=True, slots=True)
+class ColumnUse:
+    """Columns of the first rows of a data set; a renamed one is `name=path`."""
+
+    prompt: list[str] = field(default_factory=list)
+    label: list[str] = field(default_factory=list)  # Replies, or columns that hooks name.
+    unread: list[str] = field(default_factory=list)
+    num_rows: int = 0
+    # Number of rows by unread column that may be part of their prompt.
+    lost: Counter[str] = field(default_factory=Counter)
+    # Number of rows by column and note of replies that are left out.
+    left_out: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def is_filled(value: Any) -> bool:
+    return value is not None and not (isinstance(value, (str, list, dict)) and not value)
+
+
+def read_messages(config: Config, row: dict[str, Any], notes: list[str]) -> list[Message]:
+    """The messages of a row, read as training reads them. `notes` collects a line for each value
+    that is mapped to another form. Raises ValueError for a row that is refused or left out."""
+    row = read_row(row, notes)
+    row_tools(row, notes)
+    row_variables(row)
+    if config.is_rl:
+        return prompt_messages(row, notes)
+    if config.algorithm == "sft":
+        return sft_messages(row, notes)
+    context, chosen, rejected = pair_messages(row, notes)
+    return [*context, *chosen, *rejected]
+
+
+def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse:
+    """The use of the columns of the first rows."""
+    use, read, filled = ColumnUse(), {}, {}
+    columns = config.data.columns if source.files else {}
+    of_hooks = hook_columns(env) if env else set()
+    of_messages: set[str] = set()  # Columns of which a form makes `messages`.
+    for index in islice(source.kept, NUM_ROWS):
+        row, notes = ReadRow(source.rows[index]), []
+        messages = read_messages(config, row, notes)
+        filled |= {name: None for name, value in dict.items(row) if is_filled(value)}
+        read |= row.read
+        if "messages" in row.made and "chosen" not in row.made:
+            of_messages |= row.read.keys()
+        use.num_rows += 1
+        for column in CONVERSATIONS:
+            note = LEFT_OUT.format(column)
+            use.left_out[column, note] += note in notes
+        used = row.read.keys() | of_hooks | roots(row, columns)
+        use.lost.update(lost_columns(config, row, messages, used))
+    use.left_out = +use.left_out
+    if not filled:
+        return use
+    row = source.rows[source.kept[0]]
+    renamed = {name for name, path in columns.items() if nested_value(row, path) is not MISSING}
+    shown = {name: f"{name}={columns[name]}" for name in renamed & filled.keys()}
+    if env is None:
+        labels = [name for name in read if name not in OF_PROMPTS]
+        prompts = [name for name in read if name in OF_PROMPTS | of_messages]
+        # A column of conversations holds both.
+        conversations = [name for name in prompts if name in PROMPT_COLUMNS]
+        prompts, labels = prompts or labels, labels or conversations
+    else:
+        takes_all = any(hook.takes_all for hook in env.hooks.values())
+        prompts = list(read)
+        labels = [name for name in filled if name in of_hooks or (takes_all and name not in read)]
+    used = {*prompts, *labels} | roots(row, columns)
+    hidden = [name for name in getattr(source.rows, "hidden", ()) if name in source.rows.rows[0]]
+    use.prompt = [shown.get(name, name) for name in prompts]
+    use.label = [shown.get(name, name) for name in labels]
+    use.unread = [name for name in (*hidden, *filled) if name not in used]
+    return use
+
+
+def hook_columns(env: Env) -> set[str]:
+    """Columns that hooks and system prompts of an environment name."""
+    names = set().union(*(hook.named - hook.ours for hook in env.hooks.values()))
+    return names.union(*(prompt.columns for prompt in env.dialogue.system_prompts.values()))
+
+
+def roots(row: dict[str, Any], columns: dict[str, str]) -> set[str]:
+    """The columns of a row that are read by another name, as a whole or by a path."""
+    paths = columns.values()
+    return {name for name in row if any(f"{path}.".startswith(f"{name}.") for path in paths)}
+
+
+def lost_columns(
+    config: Config, row: ReadRow, messages: list[Message], used: set[str]
+) -> list[str]:
+    """Unread columns that look like a part of the prompt and whose text is not in the messages. In
+    RL next to a conversation also the prompts that are in it, such as `problem`."""
+    is_told = config.is_rl and not row.read.keys().isdisjoint(CONVERSATIONS)
+    conversation = "\n".join(map(text_of, messages))
+    names = []
+    for name, value in dict.items(row):
+        is_prompt = name in PROMPT_COLUMNS
+        is_text = isinstance(value, str) and value.strip() != ""
+        if name in used or not is_filled(value) or not (is_prompt or INSTRUCTIONS.search(name)):
+            continue
+        is_lost = value.strip() not in conversation if is_text else is_prompt
+        if is_lost or (is_told and is_prompt):
+            names.append(name)
+    return names
+
+
+def fix_of(name: str, prompt: list[str]) -> str:
+    """Advice to read a lost column."""
+    system = [column for column in SYSTEM_COLUMNS if column in prompt]
+    if name not in PROMPT_COLUMNS and system:
+        return f"add its text to column {system[0]!r}"
+    target = "input" if "instruction" in prompt else "system"
+    target = "prompt" if name in PROMPT_COLUMNS else target
+    return f"--data.columns {target}={name} reads it"

@@ -1,0 +1,211 @@
+"""Columns of rows in published shapes: which are read, which are not, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rl_core.algorithms import make_algorithm
+from rl_core.config import Config
+from rl_core.data.tasks import TaskSource, make_task
+from rl_core.plugins.column_use import column_use, read_messages
+from rl_core.plugins.data_warnings import data_warnings
+from rl_core.plugins.env_file import load_env
+from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
+
+SYSTEM = "Be terse."
+TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
+SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "It is 4."}]
+CLOCK = '[{"name": "clock", "description": "", "parameters": {"type": "object"}}]'
+CALLING = [
+    {"from": "human", "value": "2+2?"},
+    {"from": "function_call", "value": '{"name": "clock", "arguments": {}}'},
+    {"from": "observation", "value": "12:00"},
+    {"from": "gpt", "value": "It is 4."},
+]
+VERL = {"prompt": TALK[:1], "reward_model": {"style": "rule", "ground_truth": "4"}, "ability": "m"}
+MATHS = {"problem": "2+2?", "solution": "It is 4.", "answer": "4"}
+PAIR = {"chosen": "It is 4.", "rejected": "It is 5."}
+PREFERRED = {"chosen": TALK, "rejected": [TALK[0], {"role": "assistant", "content": "It is 5."}]}
+XLAM = '[{"name": "clock", "arguments": {}}]'
+RANKED = {"context": TALK[:1], "response1": "It is 4.", "response2": "It is 5."}
+RANKED |= {"overall_preference": -1}
+RL = ("grpo",)
+TEXTS = ("grpo", "sft")
+PAIRS = ("dpo", "rm")
+# Name -> (algorithms, row, prompt's columns, label's columns if not RL's "answer", unread columns,
+# columns that a warning names).
+PUBLISHED = {
+    "ToolACE": (
+        TEXTS, {"system": SYSTEM, "conversations": SHARED},
+        "conversations system", "conversations", "", ""),
+    "OpenHermes 2.5": (
+        TEXTS, {"system_prompt": SYSTEM, "conversations": SHARED, "custom_instruction": True},
+        "conversations system_prompt", "conversations", "custom_instruction", ""),
+    "APIGen-MT": (
+        TEXTS, {"system": SYSTEM, "tools": CLOCK, "conversations": CALLING},
+        "tools conversations system", "conversations", "", ""),
+    "OpenOrca": (
+        TEXTS, {"id": "a", "system_prompt": SYSTEM, "question": "2+2?", "response": "It is 4."},
+        "question system_prompt", "response", "id", ""),
+    "Nemotron, text": (
+        TEXTS, {"system_prompt": SYSTEM, "input": "2+2?", "output": "It is 4.", "license": "x"},
+        "input system_prompt", "output", "license", ""),
+    "Nemotron, messages": (
+        TEXTS, {"system_prompt": SYSTEM, "input": TALK[:1], "output": "It is 4."},
+        "input system_prompt", "output", "", ""),
+    "alpaca": (
+        TEXTS, {"system": SYSTEM, "instruction": "2", "input": "+2?", "output": "It is 4."},
+        "instruction input system", "output", "", ""),
+    "dolly": (
+        TEXTS, {"system": SYSTEM, "instruction": "2+2?", "context": "sums", "response": "It is 4."},
+        "instruction system", "response", "context", "context"),
+    "a persona": (
+        TEXTS, {"system": SYSTEM, "question": "2+2?", "persona": "clerk", "response": "It is 4."},
+        "question system", "response", "persona", "persona"),
+    "xlam": (
+        ("sft",), {"query": "2+2?", "answers": XLAM, "tools": CLOCK, "id": 3},
+        "query answers tools", "query answers", "id", ""),
+    "HelpSteer 3": (
+        PAIRS, RANKED | {"domain": "general"},
+        "context", "overall_preference response1 response2", "domain", ""),
+    "OpenR1-Math": (
+        RL, MATHS | {"system": SYSTEM, "messages": TALK},
+        "messages system", "", "problem solution", "messages problem"),
+    "NuminaMath-CoT": (
+        ("sft",), MATHS | {"system": SYSTEM, "messages": TALK},
+        "messages system", "messages", "problem solution answer", ""),
+    "another problem": (
+        ("sft",), {"system": SYSTEM, "messages": TALK, "problem": "3+3?"},
+        "messages system", "messages", "problem", "problem"),
+    "orca_dpo_pairs": (
+        PAIRS, {"system": SYSTEM, "question": "2+2?"} | PAIR,
+        "question system", "chosen rejected", "", ""),
+    "distilabel": (
+        PAIRS, {"system": SYSTEM, "input": "2+2?", "rating": "[9, 5]"} | PAIR,
+        "input system", "chosen rejected", "rating", ""),
+    "UltraFeedback": (
+        PAIRS, {"prompt": "2+2?", "system": SYSTEM, "messages": TALK} | PREFERRED,
+        "system", "chosen rejected", "prompt messages", "messages"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def env(tmp_path):
+    (tmp_path / "env.py").write_text("def reward_fn(completion, answer=None): return 1.0")
+    return load_env(str(tmp_path / "env.py"))
+
+
+def source_of(rows, env="env", files=()):
+    return TaskSource(rows, env=env, split="train", seed=0, shuffle=False, files=files)
+
+
+def warnings_of(config, env, *sources):
+    train, *held_out = sources
+    evals = dict(enumerate(held_out))
+    algorithm = make_algorithm(config.algorithm, config.algo)
+    envs = {"env": env} if config.is_rl else {}
+    return list(data_warnings(config, algorithm, train, evals, envs=envs))
+
+
+CASES = [(name, algorithm) for name, row in PUBLISHED.items() for algorithm in row[0]]
+
+
+@pytest.mark.parametrize(("name", "algorithm"), CASES)
+def test_rows_as_published_keep_their_instructions(name, algorithm, env):
+    _, row, prompt, label, unread, warned = PUBLISHED[name]
+    config = Config(algorithm=algorithm, tasks_per_step=1)
+    messages, is_rl = read_messages(config, row, []), algorithm == "grpo"
+    asked = "2\n\n+2?" if name == "alpaca" else "2+2?"
+    texts = [message["content"] for message in messages]
+    assert texts[:2] == [SYSTEM, asked]
+    assert [text for text in texts[2:] if text and "is" in text] == (
+        [] if is_rl else ["It is 4.", "It is 5."][: 2 if algorithm in PAIRS else 1]
+    )
+    source = source_of([row, dict(row)])
+    use = column_use(config, source, env if is_rl else None)
+    if is_rl:
+        replies = [column for column in label.split() if column not in prompt.split()]
+        label = "answer" if "answer" in row else ""
+        unread = " ".join(column for column in row if column in replies + unread.split())
+    assert (use.prompt, use.label, use.unread) == tuple(map(str.split, (prompt, label, unread)))
+    lines = [line for line in warnings_of(config, env, source, source) if "column " in line]
+    if is_rl and "conversations" in row:
+        warned = "conversations"
+    assert len(lines) == len(warned.split())
+    for line, column in zip(lines, warned.split(), strict=True):
+        assert f"column {column!r}" in line and "2 of the first 2 rows of env" in line
+
+
+def test_replies_at_the_end_are_kept_by_the_name_of_a_prompt():
+    for column, talk in (("messages", TALK), ("conversations", SHARED)):
+        (row,) = RenamedColumns([{column: talk}], {"prompt": column})
+        assert make_task({column: talk}, 0, "e", "train").messages == TALK[:1]
+        assert make_task(row, 0, "e", "train").messages == TALK
+
+
+def test_system_prompts_of_a_file_that_replace_a_column_are_said(env, tmp_path):
+    code = 'system_prompts = {"policy": "a"}\ndef reward_fn(completion): return 1.0'
+    (tmp_path / "prompts.py").write_text(code)
+    source = source_of([{"system": "b", "prompt": "c"}])
+    lines = warnings_of(Config(tasks_per_step=1), load_env(str(tmp_path / "prompts.py")), source)
+    (line,) = lines
+    assert "replace the rows' column 'system': the actors policy do not read it" in line
+
+
+NESTED = {
+    "reward_model": {"style": "rule", "ground_truth": "4", "tests": [["a"], ["b"]]},
+    "extra_info": json.dumps({"answers": [{"text": "5"}], "a.b": "6"}),
+    "meta.key": "7",
+    "meta": {"key": "8", "other.key": {"deep": "9"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("reward_model.ground_truth", "4"),
+        ("reward_model.tests.1.0", "b"),
+        ("extra_info.answers.0.text", "5"),  # of a JSON text
+        ("extra_info.a.b", "6"),
+        ("meta.key", "7"),  # a column's own name comes first
+        ("meta.other.key.deep", "9"),
+    ],
+)
+def test_a_path_names_a_nested_column(path, value):
+    check_columns_exist([{"x": 1}, NESTED], {"answer": path}, "x.jsonl")
+    rows = RenamedColumns([NESTED, {"x": 1}], {"answer": path})
+    assert rows[0] == NESTED | {"answer": value}
+    assert rows[1] == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("reward_model.ground_truht", "did you mean 'reward_model.ground_truth'?"),
+        ("extra_info.answer", "did you mean 'extra_info.answers'?"),
+        ("reward_model.tests.2", "did you mean 'reward_model.tests'?"),
+        ("reward_model.tests.-1", "did you mean 'reward_model.tests'?"),
+    ],
+)
+def test_a_path_to_nothing_is_refused_with_the_nearest(path, hint):
+    with pytest.raises(ValueError) as error:
+        check_columns_exist([NESTED], {"answer": path}, "x.jsonl")
+    assert str(error.value).startswith(f"--data.columns answer={path}: x.jsonl has no column")
+    assert str(error.value).endswith(hint)
+
+
+def test_a_nested_column_is_named_with_its_path(env):
+    columns = {"answer": "reward_model.ground_truth"}
+    config = Config(algorithm="grpo", tasks_per_step=1)
+    config.data.columns = columns
+    use = column_use(config, source_of(RenamedColumns([VERL], columns), files=[("x", 1)]), env)
+    assert (use.prompt, use.label) == (["prompt"], ["answer=reward_model.ground_truth"])
+    assert use.unread == ["ability"]
+
+
+def test_a_renamed_input_hides_no_instruction():
+    columns = {"input": "context"}
+    (row,) = RenamedColumns([{"instruction": "a", "context": "b"}], columns)
+    assert make_task(row, 0, "e", "train").messages == [{"role": "user", "content": "a\n\nb"}]
