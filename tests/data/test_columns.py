@@ -1,4 +1,4 @@
-"""Columns of rows in published shapes: which are read, which are not, and what is said of them."""
+"""Columns of rows in published shapes: the ones that are read, and the warnings about others."""
 
 from __future__ import annotations
 
@@ -167,9 +167,9 @@ NESTED = {
     [
         ("reward_model.ground_truth", "4"),
         ("reward_model.tests.1.0", "b"),
-        ("extra_info.answers.0.text", "5"),  # of a JSON text
+        ("extra_info.answers.0.text", "5"),  # The column is a JSON text.
         ("extra_info.a.b", "6"),
-        ("meta.key", "7"),  # a column's own name comes first
+        ("meta.key", "7"),  # The name of a column comes before a path.
         ("meta.other.key.deep", "9"),
     ],
 )
