@@ -79,9 +79,9 @@ def is_filled(value: Any) -> bool:
 
 
 def read_messages(config: Config, row: dict[str, Any], notes: list[str]) -> list[Message]:
-    """The messages of a row, read as training reads them. `notes` collects a line for each value
-    that is mapped to another form. Raises ValueError for a row that is refused or left out."""
-    row = read_row(row, notes)
+    """The messages of a row of read_row(), read as training reads them. `notes` collects a line for
+    each value that is mapped to another form. Raises ValueError for a row that is refused or left
+    out."""
     row_tools(row, notes)
     row_variables(row)
     if config.is_rl:
@@ -99,9 +99,11 @@ def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse
     of_hooks = hook_columns(env) if env else set()
     of_messages: set[str] = set()  # Columns of which a form makes `messages`.
     for index in islice(source.kept, NUM_ROWS):
-        row, notes = ReadRow(source.rows[index]), []
+        given, notes = source.rows[index], []
+        row = read_row(ReadRow(given), notes)
+        row = row if row.made else ReadRow(given)
         messages = read_messages(config, row, notes)
-        filled |= {name: None for name, value in dict.items(row) if is_filled(value)}
+        filled |= {name: None for name, value in given.items() if is_filled(value)}
         read |= row.read
         if "messages" in row.made and "chosen" not in row.made:
             of_messages |= row.read.keys()
@@ -109,7 +111,7 @@ def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse
         for column in CONVERSATIONS:
             note = LEFT_OUT.format(column)
             use.left_out[column, note] += note in notes
-        used = row.read.keys() | of_hooks | roots(row, columns)
+        used = row.read.keys() | row.made | of_hooks | roots(given, columns)
         use.lost.update(lost_columns(config, row, messages, used))
     use.left_out = +use.left_out
     if not filled:

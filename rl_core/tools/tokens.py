@@ -81,6 +81,7 @@ class RowReports:
     def report(self, source: TaskSource, index: int) -> dict[str, Any]:
         """The notes on a row, with its samples or the reason why it is refused."""
         from rl_core.data.rows import row_place
+        from rl_core.data.tasks import read_row
         from rl_core.plugins.column_use import read_messages
         from rl_core.plugins.pairs import LeftOutError
         from rl_core.plugins.row_lengths import is_fit
@@ -88,7 +89,7 @@ class RowReports:
         where, notes = row_place(index, source.files, source.split), []
         report: dict[str, Any] = {"row": where, "notes": notes}
         try:
-            read_messages(self.config, source.rows[index], notes)
+            read_messages(self.config, read_row(source.rows[index], notes), notes)
             task = source.task_of_row(index)
             if not is_fit(self.config, self.envs, self.chats, self.dataset, task):
                 notes.append("left out: too long, or nothing in it is trained")

@@ -64,12 +64,6 @@ PUBLISHED = {
     "a persona": (
         TEXTS, {"system": SYSTEM, "question": "2+2?", "persona": "clerk", "response": "It is 4."},
         "question system", "response", "persona", "persona"),
-    "xlam": (
-        ("sft",), {"query": "2+2?", "answers": XLAM, "tools": CLOCK, "id": 3},
-        "query answers tools", "query answers", "id", ""),
-    "HelpSteer 3": (
-        PAIRS, RANKED | {"domain": "general"},
-        "context", "overall_preference response1 response2", "domain", ""),
     "OpenR1-Math": (
         RL, MATHS | {"system": SYSTEM, "messages": TALK},
         "messages system", "", "problem solution", "messages problem"),
@@ -89,6 +83,24 @@ PUBLISHED = {
         PAIRS, {"prompt": "2+2?", "system": SYSTEM, "messages": TALK} | PREFERRED,
         "system", "chosen rejected", "prompt messages", "messages"),
 }  # fmt: skip
+
+
+OTHER_FORMS = {
+    "xlam": (
+        "sft", {"query": "2+2?", "answers": XLAM, "tools": CLOCK, "id": 3},
+        "answers query tools", "answers query", "id"),
+    "HelpSteer 3": (
+        "dpo", RANKED | {"domain": "general"},
+        "context", "overall_preference response1 response2", "domain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_columns_of_other_forms_are_those_of_the_file(name):
+    algorithm, row, *expected = OTHER_FORMS[name]
+    use = column_use(Config(algorithm=algorithm, tasks_per_step=1), source_of([row]), None)
+    found = (sorted(use.prompt), sorted(use.label), use.unread)
+    assert found == tuple(map(str.split, expected))
 
 
 @pytest.fixture

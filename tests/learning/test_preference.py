@@ -140,7 +140,7 @@ def test_a_margin_is_carried_by_the_chosen_side():
         ),
         (
             {"promt": "x", "chosen": "a", "rejected": "b"},
-            "needs a column 'prompt'; did you mean 'promt'",
+            "needs one of the columns messages, prompt, .*; has promt, chosen",
         ),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "have the same tokens, 'a'"),
         ({"prompt": "x", "chosen": "a", "rejected": " a "}, "have the same tokens"),
