@@ -99,11 +99,11 @@ def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse
     of_hooks = hook_columns(env) if env else set()
     of_messages: set[str] = set()  # Columns of which a form makes `messages`.
     for index in islice(source.kept, NUM_ROWS):
-        given, notes = source.rows[index], []
-        row = read_row(ReadRow(given), notes)
-        row = row if row.made else ReadRow(given)
+        original, notes = source.rows[index], []
+        row = read_row(ReadRow(original), notes)
+        row = row if row.made else ReadRow(original)
         messages = read_messages(config, row, notes)
-        filled |= {name: None for name, value in given.items() if is_filled(value)}
+        filled |= {name: None for name, value in original.items() if is_filled(value)}
         read |= row.read
         if "messages" in row.made and "chosen" not in row.made:
             of_messages |= row.read.keys()
@@ -111,7 +111,7 @@ def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse
         for column in CONVERSATIONS:
             note = LEFT_OUT.format(column)
             use.left_out[column, note] += note in notes
-        used = row.read.keys() | row.made | of_hooks | roots(given, columns)
+        used = row.read.keys() | row.made | of_hooks | roots(original, columns)
         use.lost.update(lost_columns(config, row, messages, used))
     use.left_out = +use.left_out
     if not filled:

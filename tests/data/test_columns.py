@@ -99,8 +99,8 @@ OTHER_FORMS = {
 def test_columns_of_other_forms_are_those_of_the_file(name):
     algorithm, row, *expected = OTHER_FORMS[name]
     use = column_use(Config(algorithm=algorithm, tasks_per_step=1), source_of([row]), None)
-    found = (sorted(use.prompt), sorted(use.label), use.unread)
-    assert found == tuple(map(str.split, expected))
+    columns = (sorted(use.prompt), sorted(use.label), use.unread)
+    assert columns == tuple(map(str.split, expected))
 
 
 @pytest.fixture
