@@ -7,8 +7,8 @@
 TASKS is a folder of task folders, or one of these. Without --data.train the tasks are those in
 envs/tasks, of which every fourth is held out. Reward: what the task's tests/test.sh wrote. Metric:
 `commands`, how many ran. $HARBOR_DRIVER says what a box is: bubblewrap, docker or podman;
-HARBOR_NETWORK=1 gives tasks that want it the network. HARBOR_AGENT="my-agent {prompt}" is a command
-that plays in the place of the built-in agent. docs/agents.md.
+HARBOR_NETWORK=1 gives agents of tasks that want it the network. HARBOR_AGENT="my-agent {prompt}" is
+a command that plays in the place of the built-in agent. docs/agents.md.
 """
 
 import os
@@ -28,9 +28,15 @@ BOX = {
     "driver": os.environ.get("HARBOR_DRIVER", ""),
     "network": os.environ.get("HARBOR_NETWORK") == "1",
 }
+networks = {"build": True, "verify": True}  # --agents.build_network, --agents.verify_network
 AGENT = shlex.split(os.environ.get("HARBOR_AGENT", ""))
 max_turns = 20
 tools = [BASH]
+
+
+def open_box(task, **more):
+    phases = {f"{phase}_network": has for phase, has in networks.items()}
+    return open_task(task.row["task_folder"], **BOX, **phases, **more)
 
 
 def load_tasks(split):
@@ -43,11 +49,11 @@ async def play_command(task, actor):
     """An episode by the command in $HARBOR_AGENT, as a program in the task's box."""
     async with actor.endpoint() as llm:
         binds = await llm.binds()
-        async with open_task(task.row["task_folder"], binds=binds, **BOX) as box:
-            own = {"environ": box.environ, "workspace": box.cwd}
+        async with open_box(task, binds=binds) as box:
+            settings = {"environ": box.environ, "workspace": box.cwd}
             limit_s = box.task.agent_timeout_s
             command = filled(AGENT, task.row, __file__)
-            result = await run_boxed(box.box, command, llm, timeout_s=limit_s, **own)
+            result = await run_boxed(box.box, command, llm, timeout_s=limit_s, **settings)
             score = await box.verify()
         trajectories = llm.trajectories(score.parts)
         if not trajectories:
@@ -61,7 +67,7 @@ async def rollout(task, actors):
     actor = next(iter(actors.values()))
     if AGENT:
         return await play_command(task, actor)
-    async with open_task(task.row["task_folder"], **BOX) as box:
+    async with open_box(task) as box:
         limit_s = box.task.agent_timeout_s
         limits = {"max_turns": actors.max_turns, "timeout_s": limit_s}
         reply = await solve(actor, task.messages, box, **limits)
@@ -73,7 +79,7 @@ async def rollout(task, actors):
 
 
 async def oracle(task):
-    async with open_task(task.row["task_folder"], **BOX) as box:
+    async with open_box(task) as box:
         await box.solve()
         solved = f"solution/solve.sh: {box.wrote}"
         score = await box.verify()

@@ -348,6 +348,8 @@ class AgentsConfig(Section, prefix="agents."):
     response_format: Literal["ignore", "refuse"] = flag(
         "ignore", "JSON schema that a request wants of its reply; ignore: not enforced, counted"
     )
+    build_network: bool = flag(True, "Harbor: RUN lines of Dockerfiles have a network")
+    verify_network: bool = flag(True, "Harbor: test.sh has a network; agents: HARBOR_NETWORK=1")
 
 
 @dataclass(kw_only=True)

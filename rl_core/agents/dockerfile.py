@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import asyncio
 import glob
 import hashlib
 import json
@@ -10,26 +10,30 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Template
-from typing import IO
 
 from rl_core.rules import nearest
-from rl_core.sandbox.box_settings import Box
+from rl_core.sandbox.box_settings import Box, Limits
 from rl_core.sandbox.engines import ENGINE_S
+from rl_core.sandbox.roots import lock_within
 
 # These say how a container is described, started or looked after, which a box is not.
 IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "USER")
+IGNORED += ("SHELL", "VOLUME", "MAINTAINER")
 CARRIED_OUT = ("ARG", "ENV", "WORKDIR", "COPY", "ADD", "RUN")
+NEEDS_IMAGE = "build the image by HARBOR_DRIVER=docker or podman"
 MAX_TOLD = 500  # characters of what a failed RUN wrote
-# A build by another process is reported after NOTE_S; its lock is tried every LOCK_POLL_S.
-NOTE_S, LOCK_POLL_S = 10.0, 0.2
+HEREDOC = re.compile(r"""<<-?\s*(['"]?)([A-Za-z_]\w*)\1""")
+STAGES = "/run/stages"  # A build sees copies for COPY --from here.
+UV_IMAGE = "ghcr.io/astral-sh/uv"
+BUILD_LIMITS = Limits(memory_mib=16384, processes=4096)
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -38,39 +42,62 @@ class Instruction:
     name: str  # in capitals
     text: str  # behind the name, its lines joined
     place: str  # file:line
+    documents: list[str] = field(default_factory=list)  # here-documents, with their ends
+
+    @property
+    def words(self) -> list[str]:
+        """The text's words without its flags."""
+        words = shlex.split(HEREDOC.sub("", self.text))
+        if self.text.startswith("["):
+            words = json.loads(self.text)
+        return [word for word in words if not word.startswith("--")]
+
+    def flag(self, name: str) -> str:
+        match = re.search(rf"(?:^|\s)--{name}=(\S+)", self.text)
+        return match[1] if match else ""
 
 
 def read_instructions(path: Path) -> list[Instruction]:
-    """What a Dockerfile says. Raises ValueError for what a box cannot carry out."""
-    found = []
-    for number, line in joined_lines(path.read_text(encoding="utf-8")):
+    """Instructions of a Dockerfile. Raises ValueError for those that a box cannot carry out."""
+    instructions = []
+    for number, line, documents in joined_lines(path.read_text(encoding="utf-8")):
         name, _, text = line.partition(" ")
-        place = f"{path}:{number}"
-        instruction = Instruction(name=name.upper(), text=text.strip(), place=place)
+        instruction = Instruction(
+            name=name.upper(), text=text.strip(), place=f"{path}:{number}", documents=documents
+        )
         check_instruction(instruction)
-        found.append(instruction)
-    if sum(instruction.name == "FROM" for instruction in found) > 1:
-        raise ValueError(f"{path}: a box has one stage; {NEEDS_IMAGE}")
-    return found
+        instructions.append(instruction)
+    return instructions
 
 
-NEEDS_IMAGE = "build the image by HARBOR_DRIVER=docker or podman"
-
-
-def joined_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line, text) of each instruction, without comments."""
+def joined_lines(text: str) -> Iterator[tuple[int, str, list[str]]]:
+    """(number of its first line, text, here-documents) of each instruction, without comments."""
     begun, first = "", 0
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.strip()
+    lines = enumerate(text.splitlines(), 1)
+    for number, raw in lines:
+        line = raw.strip()
         if not line or line.startswith("#"):
             continue
         first = first if begun else number
         begun += line.removesuffix("\\").replace("\t", " ")
-        if not line.endswith("\\"):
-            yield first, begun
-            begun = ""
+        if line.endswith("\\"):
+            continue
+        documents = []
+        if begun.split()[0].upper() in ("RUN", "COPY", "ADD"):
+            documents = [read_document(lines, match[2]) for match in HEREDOC.finditer(begun)]
+        yield first, begun, documents
+        begun = ""
     if begun:
-        yield first, begun
+        yield first, begun, []
+
+
+def read_document(lines: Iterator[tuple[int, str]], end: str) -> str:
+    document = []
+    for _, line in lines:
+        document.append(line)
+        if line.strip("\t") == end:
+            break
+    return "\n".join(document) + "\n"
 
 
 def check_instruction(instruction: Instruction) -> None:
@@ -78,15 +105,14 @@ def check_instruction(instruction: Instruction) -> None:
     known = (*IGNORED, *CARRIED_OUT)
     if name not in known:
         raise ValueError(f"{place}: {name} cannot be carried out in a box; {nearest(name, known)}")
-    if name in ("RUN", "COPY", "ADD"):
-        flags = [word for word in text.split() if word.startswith("--")]
-        for flag in flags[: 1 if text.startswith("--") else 0]:
-            if not flag.startswith(("--chown=", "--chmod=")):
-                raise ValueError(f"{place}: {name} {flag} needs an image; {NEEDS_IMAGE}")
-        if re.search(r"<<-?['\"]?\w", text):
-            raise ValueError(f"{place}: {name} with a here-document needs an image; {NEEDS_IMAGE}")
-    if name == "ADD" and any(is_fetched(word) for word in text.split()):
-        raise ValueError(f"{place}: ADD of a URL or an archive needs an image; {NEEDS_IMAGE}")
+    allowed = {"RUN": ("--mount=type=cache",), "COPY": ("--chown=", "--chmod=", "--from=")}
+    allowed["COPY"] += ("--link",)
+    allowed["ADD"] = ("--chown=", "--chmod=", "--link")
+    for flag in text.split():
+        if name not in allowed or not flag.startswith("--"):
+            break
+        if not flag.startswith(allowed[name]):
+            raise ValueError(f"{place}: {name} {flag} needs an image; {NEEDS_IMAGE}")
 
 
 def is_fetched(word: str) -> bool:
@@ -99,10 +125,14 @@ class Build:
 
     box: Box
     context: Path  # the folder from which COPY takes
-    timeout_s: float  # of each RUN
+    timeout_s: float  # All RUN lines together have this time left.
     environ: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)  # of ARG
     cwd: str = "/"
+    installers: dict[str, str] = field(default_factory=dict)  # variables of RUN alone
+    # Copies a path of a stage, or an image, to a folder below STAGES. Raises ValueError.
+    take: Callable[[str, str], Awaitable[str]] | None = None
+    why_failed: str = "a box has no network, and its system is read-only; " + NEEDS_IMAGE
 
     async def carry_out(self, instruction: Instruction) -> None:
         if instruction.name == "RUN":
@@ -142,41 +172,97 @@ class Build:
         return str(PurePosixPath(self.cwd) / path)
 
     async def run(self, instruction: Instruction) -> None:
-        command: str | list[str] = instruction.text
-        if instruction.text.startswith("["):
-            command = json.loads(instruction.text)
+        text = re.sub(r"^(--\S+\s+)*", "", instruction.text)
+        command: str | list[str] = text
+        if text.startswith("["):
+            command = json.loads(text)
+        elif instruction.documents:
+            command = with_documents(text, instruction.documents)
+        begun = time.monotonic()
         done = await self.box.exec(
             command,
-            timeout_s=self.timeout_s,
-            environ=self.arguments | self.environ,
+            timeout_s=max(self.timeout_s, 0.1),
+            environ=self.installers | self.arguments | self.environ,
             cwd=self.cwd,
         )
+        self.timeout_s -= time.monotonic() - begun
         if done.code != 0 or done.timed_out:
             wrote = (done.stderr or done.stdout).strip()[-MAX_TOLD:]
-            how = f"ran longer than {self.timeout_s:g} s" if done.timed_out else "failed"
+            ending = "ran longer than build_timeout_sec allows" if done.timed_out else "failed"
             raise RuntimeError(
-                f"{instruction.place}: RUN {instruction.text[:MAX_TOLD]} {how}: {wrote}; a box has "
-                f"no network, and its system is read-only; {NEEDS_IMAGE}"
+                f"{instruction.place}: RUN {instruction.text[:MAX_TOLD]} {ending}: {wrote}; "
+                f"{self.why_failed}"
             )
 
     async def copy(self, instruction: Instruction) -> None:
-        words = shlex.split(self.filled(instruction.text))
-        if instruction.text.startswith("["):
-            words = json.loads(self.filled(instruction.text))
-        *patterns, target = [word for word in words if not word.startswith("--")]
-        sources = [path for pattern in patterns for path in self.matching(pattern, instruction)]
+        words = [self.filled(word) for word in instruction.words]
+        into = self.inside(words[-1])
+        if instruction.documents:
+            await self.copy_documents(instruction, into, words[-1].endswith("/"))
+        elif stage := instruction.flag("from"):
+            await self.copy_from(stage, words[:-1], words[-1], instruction)
+        else:
+            await self.copy_files(words[:-1], words[-1], instruction)
+        if mode := instruction.flag("chmod"):
+            await self.do(["chmod", "-R", mode, into], instruction)
+
+    async def copy_documents(self, instruction: Instruction, into: str, is_folder: bool) -> None:
+        heads = HEREDOC.findall(instruction.text)
+        for (quote, name), document in zip(heads, instruction.documents, strict=True):
+            body = document.rstrip("\n").rpartition("\n")[0] + "\n"
+            text = body if quote else self.filled(body)
+            await self.box.put(f"{into.rstrip('/')}/{name}" if is_folder else into, text)
+
+    async def copy_from(
+        self, stage: str, sources: list[str], target: str, instruction: Instruction
+    ) -> None:
+        if self.take is None:
+            raise ValueError(f"{instruction.place}: COPY --from={stage} needs an image")
+        into, many = self.inside(target), len(sources) > 1 or target.endswith(("/", "."))
+        for source in sources:
+            try:
+                path = shlex.quote(await self.take(stage, source))
+            except ValueError as error:
+                raise ValueError(f"{instruction.place}: {error}; {NEEDS_IMAGE}") from None
+            quoted, name = shlex.quote(into), shlex.quote(PurePosixPath(source).name)
+            command = f"if [ -d {path} ]; then mkdir -p {quoted} && cp -a {path}/. {quoted}; "
+            if many:
+                command += f"else mkdir -p {quoted} && cp -a {path} {quoted}/{name}; fi"
+            else:
+                command += f"else mkdir -p $(dirname {quoted}) && cp -a {path} {quoted}; fi"
+            await self.do(["/bin/sh", "-c", command], instruction)
+
+    async def copy_files(self, patterns: list[str], target: str, instruction: Instruction) -> None:
         into = self.inside(target)
+        if instruction.name == "ADD":
+            fetched = [word for word in patterns if is_fetched(word)]
+            for word in fetched:
+                await self.add(word, into, target, instruction)
+            patterns = [word for word in patterns if word not in fetched]
+            if not patterns:
+                return
+        sources = [path for pattern in patterns for path in self.matching(pattern, instruction)]
         is_folder = target == "." or target.endswith(("/", "/.")) or len(sources) > 1
         if not is_folder:
             is_folder = (await self.box.exec(["test", "-d", into])).code == 0
         for source in sources:
             # A folder's content is copied, not the folder.
-            beside = is_folder and source.is_file()
-            await self.box.put(f"{into.rstrip('/')}/{source.name}" if beside else into, source)
-        for flag in words:
-            if flag.startswith("--chmod="):
-                mode = flag.removeprefix("--chmod=")
-                await self.do(["chmod", "-R", mode, into], instruction)
+            keeps_name = is_folder and source.is_file()
+            await self.box.put(f"{into.rstrip('/')}/{source.name}" if keeps_name else into, source)
+
+    async def add(self, word: str, into: str, target: str, instruction: Instruction) -> None:
+        """Unpacks an archive of the context, or fetches a file."""
+        if "://" in word:
+            if not self.installers:
+                raise ValueError(f"{instruction.place}: ADD of a URL needs a network at build time")
+            data = await asyncio.to_thread(fetch, word, self.timeout_s, instruction)
+            name = PurePosixPath(word.partition("?")[0]).name
+            await self.box.put(f"{into.rstrip('/')}/{name}" if target.endswith("/") else into, data)
+            return
+        for archive in self.matching(word, instruction):
+            await self.box.put("/tmp/added", archive)
+            unpack = 'mkdir -p "$0" && tar -xf /tmp/added -C "$0" && rm /tmp/added'
+            await self.do(["/bin/sh", "-c", unpack, into], instruction)
 
     def matching(self, pattern: str, instruction: Instruction) -> list[Path]:
         """The files of the context that a pattern of COPY means."""
@@ -199,26 +285,23 @@ def digest_of(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
-def lock_within(timeout_s: float, file: IO[str], image: str) -> None:
-    """Locks the file. Raises RuntimeError if another process holds the lock for timeout_s."""
-    began, is_told = time.monotonic(), False
-    while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        waited_s = time.monotonic() - began
-        if waited_s > timeout_s:
-            raise RuntimeError(
-                f"another process has held {file.name} for {timeout_s:g} s to build {image}; end "
-                "that process, or raise build_timeout_sec in task.toml"
-            )
-        if waited_s > NOTE_S and not is_told:
-            print(f"waits until another process has built {image}", file=sys.stderr, flush=True)
-            is_told = True
-        time.sleep(LOCK_POLL_S)
+def with_documents(text: str, documents: list[str]) -> str:
+    """A command with its here-documents; of `RUN <<END` the document is the script."""
+    if HEREDOC.fullmatch(text):
+        body = documents[0].rstrip("\n").rpartition("\n")[0]
+        return textwrap.dedent(body) if text.startswith("<<-") else body
+    return f"{text}\n{''.join(documents)}"
 
 
-def build_image(engine: str, folder: Path, timeout_s: float) -> str:
+def fetch(url: str, timeout_s: float, instruction: Instruction) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=max(timeout_s, 1.0)) as answer:
+            return answer.read()
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"{instruction.place}: ADD {url}: {error}") from None
+
+
+def build_image(engine: str, folder: Path, timeout_s: float, network: bool = True) -> str:
     """The name of the image of a folder with a Dockerfile, built unless the engine has it. Raises
     RuntimeError. Of processes that ask at once, one builds and the others wait."""
     image = f"rl_core_task:{digest_of(folder)}"
@@ -227,6 +310,8 @@ def build_image(engine: str, folder: Path, timeout_s: float) -> str:
         lock_within(timeout_s + 2 * ENGINE_S, held, image)
         inspecting = [engine, "image", "inspect", image]
         command = [engine, "build", "--tag", image, str(folder)]
+        if not network:
+            command[2:2] = ["--network", "none"]
         try:
             known = subprocess.run(inspecting, capture_output=True, timeout=ENGINE_S)
             if known.returncode == 0:

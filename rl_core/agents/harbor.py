@@ -16,11 +16,21 @@ from pathlib import Path, PurePosixPath
 
 from rl_core.agents.dockerfile import Build, build_image, read_instructions
 from rl_core.agents.harbor_task import HarborTask, read_task
+from rl_core.agents.image_root import (
+    Image,
+    build_root,
+    folders_of_programs,
+    is_below,
+    prepare_home,
+    warm_layers,
+)
+from rl_core.agents.installs import needs_image, network_instructions, network_lines
 from rl_core.agents.verifier_tools import VerifierTools, bounded, first_failed_install
 from rl_core.data.episodes import WROTE
 from rl_core.sampling.hooks import finite_parts
 from rl_core.sandbox import boxes
-from rl_core.sandbox.box_settings import Box
+from rl_core.sandbox.box_settings import Box, Root
+from rl_core.sandbox.roots import installers_environ
 
 TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
 HOME = "/logs/home"  # of the verifier: the agent's may hold what a shell or Python runs at start
@@ -68,6 +78,9 @@ class TaskBox:
     # Opens another box of the task, in which no agent worked.
     reopen: Callable[[], AbstractAsyncContextManager[TaskBox]]
     wrote: str = ""  # the output of the script that ran last
+    image: Image | None = None  # A box of bubblewrap has one if its task installs software.
+    verify_network: bool = False
+    programs: str = ""  # hash of the folders in PATH, as the Dockerfile left these
 
     async def exec(self, command: str | Sequence[str], timeout_s: float) -> boxes.ExecResult:
         """As the box's, in the task's working folder with its variables."""
@@ -135,8 +148,8 @@ class TaskBox:
             # An agent that leaves no room for tests has solved nothing.
             return Score(parts={"reward": 0.0}, metrics={"no_room_for_tests": 1.0})
         begun = time.monotonic()
-        limit_s = self.task.verifier.timeout_sec
-        done = await self.run(f"{TESTS}/test.sh", self.verifier_environ(), limit_s)
+        environ, limit_s = await self.verifier_environ(), self.task.verifier.timeout_sec
+        done = await self.run_tests(environ, limit_s)
         await self.box.end_processes()
         if done.timed_out or done.code in SIGNALLED:
             raise self.failure(f"tests/test.sh {ended(done)}")
@@ -154,14 +167,31 @@ class TaskBox:
         """An error with what the script wrote. The reason comes first, the same for all tasks."""
         return RuntimeError(f"{why}{WROTE}{self.task.folder}: {bounded(self.wrote, MAX_IN_ERROR)}")
 
-    async def run(self, script: str, environ: dict[str, str], timeout_s: float) -> boxes.ExecResult:
+    async def run(
+        self, script: str, environ: dict[str, str], timeout_s: float, box: Box | None = None
+    ) -> boxes.ExecResult:
         """Runs a script of the task in the working folder, if the agent left one. The box bounds
         the output while it is read."""
         enter = f"cd {shlex.quote(self.cwd)} 2>/dev/null || cd /"
         command = ["/bin/sh", "-c", f"{enter}; chmod +x {script}; exec {script} 2>&1"]
-        done = await self.box.exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
+        done = await (box or self.box).exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
         self.wrote = f"{done.stdout}{done.stderr}".strip()
         return done
+
+    async def run_tests(self, environ: dict[str, str], timeout_s: float) -> boxes.ExecResult:
+        """Runs test.sh; in an image's box where the system can be written, with the network that
+        verifiers have."""
+        script = f"{TESTS}/test.sh"
+        if self.image is None:
+            return await self.run(script, environ, timeout_s)
+        if self.verify_network:
+            environ = installers_environ() | environ
+            await prepare_home(self.box)
+        joined = await self.box.join(self.verify_network)
+        try:
+            return await self.run(script, environ, timeout_s, joined)
+        finally:
+            await joined.close()
 
     async def clear(self) -> bool:
         """Makes /tests and /logs anew. False if something that the agent left there cannot be
@@ -191,14 +221,43 @@ class TaskBox:
             ["/bin/sh", "-c", command], environ={"PATH": SYSTEM_PATH}, cwd="/"
         )
 
-    def verifier_environ(self) -> dict[str, str]:
+    async def verifier_environ(self) -> dict[str, str]:
         own = {name: value for name, value in self.environ.items() if name not in RUNS_CODE}
         own |= {"HOME": HOME, "PYTHONNOUSERSITE": "1"}
         # What an image sets for itself is emptied, which all of these take as unset.
         own |= dict.fromkeys(RUNS_CODE, "")
         if "PATH" in own:
-            own["PATH"] = f"{SYSTEM_PATH}:{own['PATH']}"
+            own["PATH"] = await self.verifier_path(own["PATH"])
         return own | self.task.verifier.env
+
+    async def verifier_path(self, path: str) -> str:
+        """The image's PATH, with folders that the agent could write behind the system's."""
+        names = path.split(":")
+        safe = [*SYSTEM_PATH.split(":")]
+        if self.image is not None:
+            safe += [name for name in names if is_below(name, self.image.protected)]
+        elif self.programs and self.programs == await self.hash_programs():
+            safe += [name for name in names if is_below(name, await self.program_folders())]
+        first = [name for name in names if name in safe]
+        first += [name for name in SYSTEM_PATH.split(":") if name not in first]
+        return ":".join([*first, *(name for name in names if name not in first)])
+
+    async def program_folders(self) -> list[str]:
+        """Virtual environments in the PATH of a box on this machine's system."""
+        names = self.environ.get("PATH", "").split(":")
+        outside = [name for name in names if name.startswith("/") and name not in SYSTEM_PATH]
+        outside = [name for name in outside if name != str(Path(sys.executable).parent)]
+        return await folders_of_programs(self.box, outside, "/") if outside else []
+
+    async def hash_programs(self) -> str:
+        """A hash of names, modes, links and contents in program_folders(); "" without any."""
+        folders = shlex.join(await self.program_folders())
+        if not folders:
+            return ""
+        command = f"find {folders} -printf '%p %y %m %l\\0' | sort -z | sha256sum && "
+        command += f"find {folders} -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum"
+        done = await self.run_in_root(command)
+        return done.stdout if done.code == 0 else ""
 
     async def is_full(self) -> bool:
         """Whether the box has no room for a file of 1 MiB."""
@@ -272,37 +331,84 @@ async def open_task(
     driver: str = "",
     network: bool = False,
     binds: Mapping[str, str] | None = None,
+    build_network: bool = True,
+    verify_network: bool = True,
 ) -> AsyncIterator[TaskBox]:
-    """The box of a task, in which its Dockerfile was carried out or whose image it gave. `driver`:
-    and `binds`: as boxes.open(). `network`: the box has one if the task wants it too."""
+    """The box of a task, made by its Dockerfile or of its image. `driver` and `binds`: as
+    boxes.open(). `network`: the agent has one if the task wants it too. `build_network`,
+    `verify_network`: RUN lines and test.sh have one."""
     task = read_task(folder)
     found_at, error = WITHOUT_TOOLS.get(task.folder, (-math.inf, ""))
     if time.monotonic() - found_at < RETRY_S:
         raise RuntimeError(error)
     said = task.environment
-    image = said.docker_image or ""
+    name, root = said.docker_image or "", None
     if driver == "bubblewrap":
-        image = ""
-    elif driver and not image:
+        name = ""
+    elif driver and not name:
         context, limit_s = task.dockerfile.parent, said.build_timeout_sec
-        image = await asyncio.to_thread(build_image, driver, context, limit_s)
+        name = await asyncio.to_thread(build_image, driver, context, limit_s, build_network)
+    image = None if name else await image_of(task, build_network, verify_network)
+    if image is not None:
+        workdir = said.workdir or image.cwd
+        layers, protected = tuple(image.layers), tuple(image.protected)
+        root = Root(layers=layers, protected=protected, workdir=workdir)
     box = await boxes.open(
         {},
         driver=driver,
-        image=image,
+        image=name,
         limits=task.limits,
         network=network and task.allows_network,
         binds=binds,
+        root=root,
     )
     async with box:
         environ, cwd = dict(said.env), said.workdir or ""
-        if image:
+        if name:
             cwd = cwd or (await box.exec("pwd")).stdout.rstrip("\n")
+        elif image is not None:
+            environ, cwd = image.environ | environ, workdir
         else:
             build = await carried_out(task, box)
             environ, cwd = build.environ | environ, cwd or build.cwd
-        reopen = functools.partial(open_task, folder, driver=driver, network=network)
-        yield TaskBox(box=box, task=task, environ=environ, cwd=cwd, reopen=reopen)
+        phases = {"build_network": build_network, "verify_network": verify_network}
+        reopen = functools.partial(open_task, folder, driver=driver, network=network, **phases)
+        opened = TaskBox(
+            box=box,
+            task=task,
+            environ=environ,
+            cwd=cwd,
+            reopen=reopen,
+            image=image,
+            verify_network=verify_network,
+        )
+        if image is None and not name:
+            opened.programs = await opened.hash_programs()
+        yield opened
+
+
+async def image_of(task: HarborTask, build_network: bool, verify_network: bool) -> Image | None:
+    """The image of a task that installs software, for a box of bubblewrap; None for a task that
+    is played on this machine's system. Raises ValueError if a line needs a network that its phase
+    lacks."""
+    if not task.dockerfile.is_file():
+        return None
+    instructions = read_instructions(task.dockerfile)
+    by_tests = network_lines(task.folder / "tests" / "test.sh")
+    if not by_tests and not needs_image(instructions):
+        return None
+    if by_tests and not verify_network:
+        raise ValueError(f"{by_tests[0]}: needs a network; set --agents.verify_network true")
+    fetched = network_instructions(instructions)
+    if fetched and not build_network:
+        raise ValueError(f"{fetched[0]}: needs a network; set --agents.build_network true")
+    limit_s = task.environment.build_timeout_sec
+    image = await asyncio.to_thread(build_root, task.dockerfile, limit_s, build_network)
+    if by_tests:
+        environ = image.environ | task.environment.env | task.verifier.env
+        tests, limit_s = task.folder / "tests", task.verifier.timeout_sec
+        image.layers = await asyncio.to_thread(warm_layers, image, tests, environ, limit_s)
+    return image
 
 
 async def carried_out(task: HarborTask, box: Box) -> Build:

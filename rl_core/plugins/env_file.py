@@ -92,6 +92,8 @@ def load_env(
     if module is None:
         path = env_path(path)
         module = execute_file(path)
+    if agents is not None and "networks" in vars(module):
+        module.networks.update(build=agents.build_network, verify=agents.verify_network)
     check_names(module, path)
     of_agent = {"box": vars(module).get("box"), "config": agents}
     compile_one = partial(compile_setting, of_agent=of_agent)

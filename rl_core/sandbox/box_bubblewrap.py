@@ -22,6 +22,10 @@ from rl_core.sandbox.box_settings import BoxEnded, BoxSettings, ExecResult, make
 from rl_core.sandbox.values import MAX_FRAME
 
 START_S = 60.0
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+CERTIFICATES = "/etc/rl_core.pem"  # An image's box has this machine's certificates here.
+HOST_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+BOUND = "/bound"  # The first root folder has settings.binds here.
 GRACE_S = 30.0  # beyond a command's own deadline, until its box counts as lost
 TRANSFER_S = 120.0
 END_S = 2.0
@@ -30,6 +34,8 @@ BEGIN = (
     "import sys, json; sys.path.insert(0, {path!r}); from rl_core.sandbox.box_init import main; "
     "main(json.loads(sys.argv[1]))"
 )
+JOIN = BEGIN.replace("main", "join")
+MAX_NAMESPACES = 8
 ETC = {
     "/etc/passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
     "/etc/group": "root:x:0:\nnogroup:x:65534:\n",
@@ -44,6 +50,8 @@ FAMILIES = {int(socket.AF_UNIX), int(socket.AF_INET), int(socket.AF_INET6), int(
 MAX_FAMILY = 64
 # Done in name only: the box has one user, and archives name others.
 OWNERS = ["chown", "fchown", "lchown", "fchownat"]
+USERS = ["setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setgroups"]
+USERS += ["setfsuid", "setfsgid"]
 ERRORS = {
     kind.__name__: kind
     for kind in (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -73,8 +81,9 @@ def check_bwrap() -> None:
         raise OSError(f"bwrap fails ({reason[:200]}); allow user namespaces")
 
 
-def compile_filter() -> bytes:
-    """A seccomp filter as the kernel takes it; b"" where pyseccomp or libseccomp is missing."""
+def compile_filter(is_image: bool = False) -> bytes:
+    """A seccomp filter as the kernel takes it; b"" where pyseccomp or libseccomp is missing. An
+    image's installers change users, which then succeeds in name only."""
     try:
         import pyseccomp as seccomp
     except (ImportError, OSError, RuntimeError):
@@ -84,14 +93,16 @@ def compile_filter() -> bytes:
     for name in set(isolation.DENIED) - ALLOWED:
         with suppress(OSError, ValueError):  # Unknown on this machine.
             made.add_rule(refused, isolation.NEW.get(name, name))
-    for name in OWNERS:
+    for name in OWNERS + USERS * is_image:
         with suppress(OSError, ValueError):
             made.add_rule(seccomp.ERRNO(0), name)
     for family in set(range(MAX_FAMILY)) - FAMILIES:
         made.add_rule(refused, "socket", seccomp.Arg(0, seccomp.EQ, family))
     made.add_rule(refused, "socket", seccomp.Arg(0, seccomp.GE, MAX_FAMILY))
     netlink = seccomp.Arg(0, seccomp.EQ, int(socket.AF_NETLINK))
-    made.add_rule(refused, "socket", netlink, seccomp.Arg(2, seccomp.NE, 0))
+    # Programs such as useradd take this error for a kernel without audit.
+    unknown = seccomp.ERRNO(errno.EPROTONOSUPPORT)
+    made.add_rule(unknown, "socket", netlink, seccomp.Arg(2, seccomp.NE, 0))
     urgent = int(socket.MSG_OOB)
     for name, flags in isolation.FLAGS_OF.items():
         made.add_rule(refused, name, seccomp.Arg(flags, seccomp.MASKED_EQ, urgent, urgent))
@@ -103,6 +114,17 @@ def compile_filter() -> bytes:
         made.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+def network_files() -> dict[str, str]:
+    """Path in an image's box -> text: names and certificates of this machine."""
+    files = {}
+    sources = {"/etc/hosts": "/etc/hosts", "/etc/resolv.conf": "/etc/resolv.conf"}
+    sources[CERTIFICATES] = os.environ.get("SSL_CERT_FILE") or HOST_CERTIFICATES
+    for path, source in sources.items():
+        with suppress(OSError):
+            files[path] = Path(source).read_text()
+    return files
 
 
 def memory_file(stack: ExitStack, data: bytes) -> int:
@@ -118,7 +140,7 @@ def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
     """Arguments of bwrap: what a box sees. `files`: path in /etc -> a descriptor with its text."""
     paths = [path for path in isolation.visible_paths() if not path.startswith("/etc/")]
     in_etc = [path for path in isolation.SYSTEM if path.startswith("/etc/")]
-    if settings.network:
+    if settings.network and settings.root is None:
         in_etc += ETC_OF_NETWORK
     shown = {path: path for path in paths} | {isolation.BOX_PACKAGE: str(isolation.PACKAGE)}
     # Root's are closed to programs by their owner, a user's by a mount.
@@ -128,8 +150,13 @@ def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
     line = []
     for folder in sorted(mounts):
         line += ["--tmpfs", folder]
-    bound = [inside for inside, _ in settings.binds]
-    parents = {str(folder) for path in [*shown, *bound] for folder in Path(path).parents}
+    binds = dict(settings.binds)
+    if settings.root is not None:
+        binds = {f"{BOUND}{inside}": path for inside, path in settings.binds}
+        binds |= {f"/layers/{n}": path for n, path in enumerate(settings.root.layers)}
+        if settings.root.changes:
+            binds["/build"] = f"{settings.root.changes}:rw"
+    parents = {str(folder) for path in [*shown, *binds] for folder in Path(path).parents}
     # Of a closed folder such as /root bubblewrap makes a closed copy.
     for folder in sorted(parents - {"/"} - mounts):
         line += ["--perms", "0755", "--dir", folder]
@@ -140,7 +167,7 @@ def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
     for path, descriptor in files.items():
         line += ["--perms", "0644", "--file", str(descriptor), path]
     line += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm"]
-    for inside, path in settings.binds:
+    for inside, path in binds.items():
         kind = "--bind" if path.endswith(":rw") else "--ro-bind"
         line += [kind, path.removesuffix(":rw"), inside]
     for folder in [*sorted(mounts), "/dev"]:
@@ -154,6 +181,8 @@ def command_line(settings: BoxSettings, files: dict[str, int], init: dict[str, A
     if not settings.network:
         line.append("--unshare-net")
     rights = ["CAP_SYS_ADMIN", "CAP_SETPCAP"]
+    if settings.root is not None:
+        rights += ["CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_CHOWN", "CAP_SYS_CHROOT"]
     if os.geteuid() == 0:
         rights += ["CAP_SETUID", "CAP_SETGID"]
     else:
@@ -185,10 +214,11 @@ class BubblewrapBox:
 
     def __init__(self, settings: BoxSettings):
         self.settings = settings
-        self.filter = compile_filter()
+        self.filter = compile_filter(settings.root is not None)
         self.pid = os.getpid()
         # Without a filter a program can leave System V memory behind.
-        self.can_be_reset = bool(self.filter)
+        self.can_be_reset = bool(self.filter) and settings.root is None
+        self.namespaces: list[int] = []
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         with theirs, ExitStack() as stack:
@@ -200,8 +230,18 @@ class BubblewrapBox:
         # box with the thread that made it.
         owner = os.pidfd_open(os.getpid())
         stack.callback(os.close, owner)
-        files = {path: memory_file(stack, text.encode()) for path, text in ETC.items()}
-        limits = self.settings.limits
+        shown = ETC | (network_files() if self.settings.root is not None else {})
+        files = {path: memory_file(stack, text.encode()) for path, text in shown.items()}
+        init = self.init_settings(theirs, owner, stack)
+        passed = [theirs.fileno(), owner, *files.values()]
+        if self.filter:
+            passed.append(init["filter"])
+        return self.popen(command_line(self.settings, files, init), passed)
+
+    def init_settings(self, theirs: socket.socket, owner: int, stack: ExitStack) -> dict[str, Any]:
+        """Settings of box_init.py."""
+        limits, root = self.settings.limits, self.settings.root
+        environ = isolation.program_environment() | {"HOME": "/root"}
         init = {
             "control": theirs.fileno(),
             "owner": owner,
@@ -215,13 +255,24 @@ class BubblewrapBox:
                 "CORE": 0,
                 "MSGQUEUE": 0,
             },
-            "environ": isolation.program_environment() | {"HOME": "/root"},
+            "environ": environ,
+            "layers": [],
         }
-        passed = [theirs.fileno(), owner, *files.values()]
-        if self.filter:
-            passed.append(init["filter"])
+        if root is None:
+            return init
+        return init | {
+            "environ": {"HOME": "/root", "PATH": SYSTEM_PATH, "LANG": "C.UTF-8"},
+            "layers": [f"/layers/{n}" for n in range(len(root.layers))],
+            "is_build": bool(root.changes),
+            "protected": root.protected,
+            "workdir": root.workdir,
+            "binds": [inside for inside, _ in self.settings.binds],
+            "shown": list(network_files()),
+        }
+
+    def popen(self, line: list[str], passed: list[int]) -> subprocess.Popen:
         return subprocess.Popen(
-            command_line(self.settings, files, init),
+            line,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -234,19 +285,60 @@ class BubblewrapBox:
     async def open(cls, settings: BoxSettings) -> BubblewrapBox:
         """Raises OSError if this machine makes no such box."""
         box = cls(settings)
-        loop = asyncio.get_running_loop()
+        await box.hear_ready()
+        return box
+
+    async def hear_ready(self) -> None:
+        """Waits until the box serves. Raises OSError, with the box ended, if it does not."""
         try:
-            hello = await asyncio.wait_for(loop.sock_recv(box.control, 1 << 16), START_S)
+            hello = await asyncio.wait_for(self.first_message(), START_S)
             reason = json.loads(hello or b"{}").get("error", "")
             if not hello:
-                reason = (await asyncio.to_thread(box.process.stderr.read, 4000)).decode().strip()
+                reason = (await asyncio.to_thread(self.process.stderr.read, 4000)).decode().strip()
             if reason or not hello:
                 raise OSError(reason or "its process ended at once")
         except BaseException:
-            box.finalizer()
+            self.finalizer()
             raise
-        box.process.stderr.close()
-        return box
+        self.process.stderr.close()
+
+    async def first_message(self) -> bytes:
+        """The first message of the box, with descriptors of its namespaces."""
+        loop = asyncio.get_running_loop()
+        ready = loop.create_future()
+        loop.add_reader(self.control, lambda: ready.done() or ready.set_result(None))
+        try:
+            await ready
+        finally:
+            loop.remove_reader(self.control)
+        hello, self.namespaces, _, _ = socket.recv_fds(self.control, 1 << 16, MAX_NAMESPACES)
+        for descriptor in self.namespaces:
+            weakref.finalize(self, os.close, descriptor)
+        return hello
+
+    async def join(self, network: bool) -> BubblewrapBox:
+        """A box with the same files and the agent's changes to these, for the verifier: its folders
+        can be written, and it may have a network. Raises OSError."""
+        joined = copy.copy(self)
+        joined.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        joined.control.setblocking(False)
+        joined.namespaces = []
+        with theirs, ExitStack() as stack:
+            owner = os.pidfd_open(os.getpid())
+            stack.callback(os.close, owner)
+            init = self.init_settings(theirs, owner, stack)
+            init |= {"namespaces": self.namespaces, "network": network}
+            passed = [theirs.fileno(), owner, *self.namespaces]
+            if self.filter:
+                passed.append(init["filter"])
+            begin = JOIN.format(path=str(isolation.PACKAGE.parent))
+            line = [sys.executable, "-I", "-S", "-c", begin, json.dumps(init)]
+            joined.process = self.popen(line, passed)
+        joined.finalizer = weakref.finalize(
+            joined, end_process, joined.control, joined.process, self.pid
+        )
+        await joined.hear_ready()
+        return joined
 
     @property
     def is_running(self) -> bool:

@@ -31,6 +31,9 @@ from rl_core.sandbox.values import read_frame, receive, send, write_frame
 SHM_MIB = 64  # of /dev/shm
 INODES_PER_MIB = 256
 FOLDERS = {"/app": 0o755, "/tmp": 0o1777, "/root": 0o700, "/var/tmp": 0o1777, "/run": 0o755}
+# Debian's, empty.
+FOLDERS |= dict.fromkeys(("/opt", "/srv", "/home", "/mnt", "/media"), 0o755)
+FOLDERS |= dict.fromkeys(("/var/log", "/var/lib", "/var/cache", "/var/spool"), 0o755)
 WORKDIR = "/app"
 TICK_S = 0.5
 # Beyond a command's own deadline: its fork has then been stopped from inside.
@@ -40,6 +43,10 @@ REMOUNT = 0x20
 PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
 MAX_FILE_BYTES = 64 << 20
 NUM_LIMITS = 16  # RLIM_NLIMITS of the kernel
+ROOT = "/image"  # Layers of an image are mounted here.
+WRITABLE = "/writable"  # the same without read-only folders
+DETACH = 2  # MNT_DETACH
+ENTERED = ("user", "mnt", "pid", "net", "ipc", "uts")  # Names in /proc/self/ns.
 
 
 class FilterProgram(ctypes.Structure):
@@ -51,12 +58,17 @@ class FilterProgram(ctypes.Structure):
 def main(settings: dict[str, Any]) -> None:
     """Serves until the owner ends or closes the socket; the kernel then ends all in the box."""
     control = socket.socket(fileno=settings["control"])
+    entered: list[int] = []
     try:
-        remaining = set_up(settings)
+        if settings["layers"]:
+            entered = set_up_root(settings)
+            remaining: dict[str, int] = {}
+        else:
+            remaining = set_up(settings)
     except OSError as error:
         control.send(json.dumps({"error": str(error)}).encode())
         return
-    control.send(json.dumps({"ready": True}).encode())
+    socket.send_fds(control, [json.dumps({"ready": True}).encode()], entered)
     Init(control, settings, remaining).serve()
 
 
@@ -85,6 +97,122 @@ def set_up(settings: dict[str, Any]) -> dict[str, int]:
     return snapshot("/") | snapshot("/dev/shm")
 
 
+def set_up_root(settings: dict[str, Any]) -> list[int]:
+    """Replaces the root folder by an overlay of the image's layers, with the agent's changes in
+    memory, bounded. Returns descriptors of this process's namespaces: join() enters them."""
+    os.umask(0o022)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    bound_disk("/", settings["disk_mib"])
+    bound_disk("/dev/shm", SHM_MIB)
+    isolation.mount("/proc/sys", "/proc/sys", flags=isolation.BIND)
+    isolation.make_read_only("/proc/sys")
+    if settings["is_root"]:
+        for folder in ("/", "/dev/shm"):
+            os.chmod(folder, 0o1777)
+        isolation.become_nobody()
+        uid, gid = os.geteuid(), os.getegid()
+        isolation.unshare("user", "mount")
+        isolation.map_ids(0, uid, gid)
+    root = mount_layers(settings["layers"], settings["is_build"])
+    for folder in ("/proc", "/dev", *settings["shown"]):
+        bind_below(root, folder, folder)
+    for inside in settings["binds"]:
+        bind_below(root, f"/bound{inside}", inside)
+    for folder, mode in FOLDERS.items():
+        if not os.path.isdir(root + folder):
+            os.makedirs(root + folder)
+            os.chmod(root + folder, mode)
+    protect(root, settings)
+    os.chdir(root)
+    isolation.must(isolation.LIBC.syscall(isolation.PIVOT_ROOT, b".", b"."), "pivot_root")
+    isolation.must(isolation.LIBC.umount2(b".", DETACH), "umount of the first root folder")
+    os.chdir("/")
+    sys.path.clear()  # The new root's modules are not this process's.
+    entered = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in ENTERED]
+    drop_rights(settings["filter"])
+    return entered
+
+
+def mount_layers(layers: list[str], is_build: bool) -> str:
+    """The path of an overlay of the layers, the topmost first. A build's changes are kept on the
+    host's disk, all others in memory."""
+    upper = "/build" if is_build else "/episode"
+    for name in ("changes", "work"):
+        os.makedirs(f"{upper}/{name}", exist_ok=True)
+    os.makedirs(ROOT, exist_ok=True)
+    options = f"lowerdir={':'.join(layers)},upperdir={upper}/changes,workdir={upper}/work"
+    isolation.mount("overlay", ROOT, "overlay", isolation.NODEV, f"{options},userxattr")
+    return ROOT
+
+
+def bind_below(root: str, source: str, inside: str) -> None:
+    target = root + inside
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    elif not os.path.exists(target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with suppress(FileExistsError), open(target, "x"):
+            pass
+    isolation.mount(source, target, flags=isolation.BIND | isolation.REC)
+
+
+def protect(root: str, settings: dict[str, Any]) -> None:
+    """Makes folders read-only, but for the working folder if it is in one of them."""
+    os.makedirs(WRITABLE, exist_ok=True)
+    isolation.mount(root, WRITABLE, flags=isolation.BIND)
+    workdir = settings["workdir"]
+    for folder in settings["protected"]:
+        path = root + folder
+        if os.path.realpath(path) != path or not os.path.isdir(path):
+            continue
+        isolation.mount(path, path, flags=isolation.BIND)
+        isolation.make_read_only(path)
+        if f"{workdir}/".startswith(f"{folder}/") and os.path.isdir(WRITABLE + workdir):
+            isolation.mount(WRITABLE + workdir, root + workdir, flags=isolation.BIND)
+
+
+def join(settings: dict[str, Any]) -> None:
+    """Serves in the namespaces of a box, without the mounts that protect folders from the agent,
+    and with the network that the process has which calls this."""
+    control = socket.socket(fileno=settings["control"])
+    try:
+        enter_namespaces(settings)
+        isolation.unshare("mount")
+        for folder in reversed(settings["protected"]):
+            isolation.LIBC.umount2(folder.encode(), DETACH)  # EINVAL: the image lacks the folder.
+    except OSError as error:
+        control.send(json.dumps({"error": str(error)}).encode())
+        return
+    pid = os.fork()  # A PID namespace is entered by children.
+    if pid:
+        control.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+    os.chdir("/")
+    sys.path.clear()
+    drop_rights(settings["filter"])
+    control.send(json.dumps({"ready": True}).encode())
+    Init(control, settings, {}).serve()
+
+
+def enter_namespaces(settings: dict[str, Any]) -> None:
+    """A user namespace gives rights on those that belong to it, and takes away those on others."""
+    by_name = dict(zip(ENTERED, settings["namespaces"], strict=True))
+    user, mount = by_name.pop("user"), by_name.pop("mnt")
+    if settings["network"]:
+        del by_name["net"]
+    first = [] if settings["is_root"] else [user]
+    last = [user, mount] if settings["is_root"] else [mount]
+    if settings["is_root"]:
+        os.setgroups([])
+    for namespace in [*first, *by_name.values(), *last]:
+        isolation.must(isolation.LIBC.setns(namespace, 0), "setns")
+        if namespace == user:
+            os.setresgid(0, 0, 0)
+            os.setresuid(0, 0, 0)
+
+
 def bound_disk(folder: str, size_mib: int) -> None:
     options = f"size={size_mib}m,nr_inodes={size_mib * INODES_PER_MIB}"
     flags = REMOUNT | isolation.NOSUID | isolation.NODEV
@@ -111,7 +239,7 @@ def drop_rights(filter_fd: int) -> None:
 def make_folders() -> None:
     for folder, mode in FOLDERS.items():
         os.makedirs(folder, exist_ok=True)
-        with suppress(PermissionError):  # Root's, and sticky.
+        with suppress(OSError):  # Root's, and sticky; or the interpreter's, and read-only.
             os.chmod(folder, mode)
 
 

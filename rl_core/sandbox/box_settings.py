@@ -26,6 +26,19 @@ class Limits:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Root:
+    """A root folder made of layers, as images are.
+
+    Example: Root(layers=("/cache/task", "/cache/debian"), protected=("/usr", "/opt/venv"))
+    """
+
+    layers: tuple[str, ...]  # folders of the host, the topmost first
+    changes: str = ""  # a folder of the host for a build's changes; "": in memory, bounded
+    protected: tuple[str, ...] = ()  # read-only folders
+    workdir: str = ""  # writable though in a protected folder
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class BoxSettings:
     driver: str
     image: str = ""
@@ -33,6 +46,8 @@ class BoxSettings:
     network: bool = False
     # (path inside, path of the host, with ":rw" at its end where it may be written)
     binds: tuple[tuple[str, str], ...] = ()
+    # Bubblewrap only: the box's root folder instead of this machine's system.
+    root: Root | None = None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from rl_core.sandbox.box_bubblewrap import BubblewrapBox, check_bwrap
 from rl_core.sandbox.box_containers import ContainerBox
-from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Limits
+from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Limits, Root
 from rl_core.sandbox.engines import ENGINES, find_engine
 
 __all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "check_machine", "open"]
@@ -90,6 +90,10 @@ class OpenBox:
         self.exec, self.put, self.get = box.exec, box.put, box.get
         self.end_processes = box.end_processes
 
+    async def join(self, network: bool) -> BubblewrapBox:
+        """A box of bubblewrap with the same files whose system can be written."""
+        return await self.box.join(network)
+
     async def __aenter__(self) -> OpenBox:
         return self
 
@@ -124,10 +128,12 @@ async def open(
     network: bool = False,
     binds: Mapping[str, str] | None = None,
     reuse: bool = True,
+    root: Root | None = None,
 ) -> OpenBox:
     """A box for one episode. The row's `image` counts before the argument. `driver`: bubblewrap,
     docker or podman; "" takes bubblewrap, and for an image docker or podman. `binds`:
-    path inside -> path of the host, read-only unless that ends in ":rw". Raises RuntimeError where
+    path inside -> path of the host, read-only unless that ends in ":rw". `root`: of a box by
+    bubblewrap, instead of this machine's system. Raises RuntimeError where
     this machine has no such box, with what to install."""
     if driver not in ("", *DRIVERS):
         raise ValueError(f"driver={driver!r} is not one of {', '.join(DRIVERS)}")
@@ -137,6 +143,7 @@ async def open(
         limits=limits or Limits(),
         network=network,
         binds=tuple(sorted((binds or {}).items())),
+        root=root,
     )
     if settings.image and driver == "bubblewrap":
         raise ValueError(f"image={settings.image!r} needs driver docker or podman")

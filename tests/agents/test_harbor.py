@@ -264,12 +264,8 @@ def test_a_dockerfile_is_carried_out(make):
 @pytest.mark.parametrize(
     "line, error",
     [
-        ("FROM a\nFROM b", "one stage"),
-        ("COPY --from=x a b", "COPY --from=x needs an image"),
-        ("RUN --mount=type=cache,target=/x true", "RUN --mount=type=cache,target=/x needs"),
-        ("RUN <<END\ntrue\nEND", "here-document"),
-        ("ADD https://example.com/x /x", "ADD of a URL"),
-        ("ADD x.tar.gz /x", "ADD of a URL or an archive"),
+        ("RUN --mount=type=secret,id=x true", "RUN --mount=type=secret,id=x needs an image"),
+        ("COPY --parents a b", "COPY --parents needs an image"),
         ("ONBUILD RUN true", "ONBUILD cannot be carried out"),
         ("RUNN true", "did you mean 'RUN'"),
     ],
@@ -291,7 +287,7 @@ def test_a_run_that_fails_fails_the_episode_with_its_line(make):
 @needs_bwrap
 @pytest.mark.parametrize(
     "line, why",
-    [("WORKDIR /usr/src/app", "Read-only"), ("COPY --chmod=x1 a /app/", "invalid mode")],
+    [("WORKDIR /proc/x", "cannot create"), ("COPY --chmod=x1 a /app/", "invalid mode")],
 )
 def test_an_instruction_that_fails_fails_the_episode_with_its_line(make, line, why):
     folder = make(dockerfile=f"FROM a\n{line}\n")
@@ -491,14 +487,15 @@ def test_the_agents_time_ends_before_its_turns(make):
 # Tools of the verifier
 
 NO_TOOLS = '[verifier.env]\nPATH = "/app/bin:/usr/bin:/bin"\n'
-# The shape of Harbor's template, without its comments.
+# The shape of Harbor's template, without its comments. `command` keeps the
+# task on this machine's system, which cannot install.
 INSTALLS = """\
 #!/bin/bash
-apt-get update
-apt-get install -y curl
-curl -LsSf https://localhost:1/uv/install.sh | sh
+command apt-get update
+command apt-get install -y curl
+command curl -LsSf https://localhost:1/uv/install.sh | sh
 source $HOME/.local/bin/env
-uvx -p 3.13 --with pytest==8.4.1 pytest /tests/test_outputs.py -rA
+command uvx -p 3.13 --with pytest==8.4.1 pytest /tests/test_outputs.py -rA
 if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
 """
 # The same with programs of the task: py.test is where the agent can remove it.

@@ -1,0 +1,302 @@
+"""Images of Dockerfiles for boxes of bubblewrap: layers on disk, built once for each content."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from rl_core.agents.dockerfile import (
+    BUILD_LIMITS,
+    NEEDS_IMAGE,
+    STAGES,
+    UV_IMAGE,
+    Build,
+    Instruction,
+    digest_of,
+    read_instructions,
+)
+from rl_core.sandbox.box_bubblewrap import SYSTEM_PATH, BubblewrapBox
+from rl_core.sandbox.box_settings import Box, BoxSettings, Root
+from rl_core.sandbox.engines import ENGINE_S
+from rl_core.sandbox.isolation import NOBODY
+from rl_core.sandbox.roots import (
+    VERSION,
+    base_folder,
+    base_of,
+    cache_folder,
+    installers_environ,
+    interpreters_folder,
+    making,
+    remove,
+)
+
+COPY_S = 600.0  # A copy of a path between stages has this deadline.
+# Read-only for agents: programs and settings of the system, and state of its installers.
+PROTECTED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc")
+PROTECTED += ("/var/lib/apt", "/var/lib/dpkg", "/var/cache")
+
+
+@dataclass(kw_only=True, slots=True)
+class Image:
+    """A built image. It is kept as JSON next to its layers."""
+
+    layers: list[str]  # folders of the host, the topmost first
+    environ: dict[str, str]
+    cwd: str
+    protected: list[str]  # folders that agents cannot write
+
+
+@dataclass(kw_only=True, slots=True)
+class Stage:
+    layers: list[str]
+    environ: dict[str, str] = field(default_factory=dict)
+    cwd: str = "/"
+
+
+@dataclass(kw_only=True, slots=True)
+class ImageBuild:
+    """The build of one Dockerfile, stage by stage."""
+
+    context: Path
+    folder: Path  # The layers are made here.
+    timeout_s: float
+    network: bool
+    stages: dict[str, Stage] = field(default_factory=dict)  # The key is a number or a name.
+    arguments: dict[str, str] = field(default_factory=dict)  # Values of ARG before FROM.
+    num_taken: int = 0
+
+    async def run(self, instructions: list[Instruction]) -> Image:
+        """Raises ValueError, or RuntimeError with the line that failed."""
+        begun = [n for n, each in enumerate(instructions) if each.name == "FROM"]
+        for instruction in instructions[: begun[0] if begun else 0]:
+            name, _, value = instruction.text.partition("=")
+            self.arguments[name.strip()] = value.strip().strip("\"'")
+        for number, first in enumerate(begun):
+            last = begun[number + 1] if number + 1 < len(begun) else len(instructions)
+            await self.build_stage(number, instructions[first], instructions[first + 1 : last])
+        stage = self.stages[str(len(begun) - 1)]
+        protected = await self.folders_of_programs(stage)
+        return Image(
+            layers=stage.layers,
+            environ=stage.environ,
+            cwd=stage.cwd,
+            protected=[*PROTECTED, *protected],
+        )
+
+    async def build_stage(
+        self, number: int, begin: Instruction, instructions: list[Instruction]
+    ) -> None:
+        text = Build(box=None, context=self.context, timeout_s=0, arguments=self.arguments)
+        image, *words = [text.filled(word) for word in begin.words]
+        before = self.stage_of(image, begin)
+        changes = self.folder / f"stage{number}"
+        for name in ("changes", "work"):
+            make_folder(changes / name)
+        root = Root(layers=tuple(before.layers), changes=str(changes))
+        async with self.opened(root) as box:
+            build = Build(
+                box=box,
+                context=self.context,
+                timeout_s=self.timeout_s,
+                environ={"PATH": SYSTEM_PATH} | before.environ,
+                cwd=before.cwd,
+                installers=installers_environ() if self.network else {},
+                take=self.take,
+                why_failed=self.why_failed(image),
+            )
+            for instruction in instructions:
+                if instruction.name == "ARG" and "=" not in instruction.text:
+                    name = instruction.text.strip()
+                    build.arguments |= {
+                        known: value for known, value in self.arguments.items() if known == name
+                    }
+                await build.carry_out(instruction)
+            self.timeout_s = build.timeout_s
+        layers = [str(changes / "changes"), *before.layers]
+        stage = Stage(layers=layers, environ=build.environ, cwd=build.cwd)
+        self.stages[str(number)] = stage
+        if len(words) == 2 and words[0].upper() == "AS":
+            self.stages[words[1].lower()] = stage
+
+    def why_failed(self, image: str) -> str:
+        if not self.network:
+            return "the build has no network (--agents.build_network false)"
+        if image.lower() in self.stages:
+            return NEEDS_IMAGE
+        return f"a box has {base_of(image).described} for {image}; otherwise {NEEDS_IMAGE}"
+
+    def stage_of(self, image: str, instruction: Instruction) -> Stage:
+        if image.lower() in self.stages:
+            return self.stages[image.lower()]
+        try:
+            return Stage(layers=[str(base_folder(base_of(image))), str(interpreters_folder())])
+        except ValueError as error:
+            raise ValueError(f"{instruction.place}: {error}; {NEEDS_IMAGE}") from None
+
+    def opened(self, root: Root) -> OpenBuild:
+        exchange = self.folder / "taken"
+        make_folder(exchange)
+        settings = BoxSettings(
+            driver="bubblewrap",
+            root=root,
+            limits=BUILD_LIMITS,
+            network=self.network,
+            binds=((STAGES, f"{exchange}:rw"),),
+        )
+        return OpenBuild(settings)
+
+    async def take(self, stage: str, source: str) -> str:
+        """Copies a path of a stage or a base to where all stages of the build see it."""
+        name = PurePosixPath(source).name
+        if stage.partition(":")[0].partition("@")[0] == UV_IMAGE and name in ("uv", "uvx"):
+            return f"/usr/local/bin/{name}"
+        if stage.lower() in self.stages:
+            layers = self.stages[stage.lower()].layers
+        else:
+            layers = [str(base_folder(base_of(stage)))]
+        self.num_taken += 1
+        changes = self.folder / f"from{self.num_taken}"
+        for folder in ("changes", "work"):
+            make_folder(changes / folder)
+        target = f"{STAGES}/{self.num_taken}"
+        async with self.opened(Root(layers=tuple(layers), changes=str(changes))) as box:
+            command = f"mkdir {target} && cp -a /{shlex.quote(source.strip('/'))} {target}/copied"
+            done = await box.exec(["/bin/sh", "-c", command], timeout_s=COPY_S, cwd="/")
+            if done.code:
+                raise ValueError(f"COPY --from={stage} {source}: {done.stderr.strip()}")
+        return f"{target}/copied"
+
+    async def folders_of_programs(self, stage: Stage) -> list[str]:
+        """Folders of the image's PATH: a virtual environment as a whole, others only if they are
+        outside of the working folder, where agents write."""
+        names = stage.environ.get("PATH", "").split(":")
+        names = [name for name in names if name.startswith("/") and not is_below(name, PROTECTED)]
+        if not names:
+            return []
+        changes = self.folder / "looked"
+        for name in ("changes", "work"):
+            make_folder(changes / name)
+        root = Root(layers=tuple(stage.layers), changes=str(changes))
+        async with self.opened(root) as box:
+            return await folders_of_programs(box, names, stage.cwd)
+
+
+async def folders_of_programs(box: Box, names: list[str], cwd: str) -> list[str]:
+    folders = []
+    for name in names:
+        parent = str(PurePosixPath(name).parent)
+        is_venv = await box.exec(["test", "-f", f"{parent}/pyvenv.cfg"], cwd="/")
+        if is_venv.code == 0:
+            folders.append(parent)
+            continue
+        exists = await box.exec(["test", "-d", name], cwd="/")
+        if exists.code == 0 and not is_below(name, [cwd]):
+            folders.append(name)
+    return folders
+
+
+def is_below(path: str, folders: tuple[str, ...] | list[str]) -> bool:
+    return any(PurePosixPath(path).is_relative_to(folder) for folder in folders)
+
+
+class OpenBuild:
+    """A box of a build, closed at the end of the block."""
+
+    def __init__(self, settings: BoxSettings):
+        self.settings = settings
+
+    async def __aenter__(self) -> BubblewrapBox:
+        self.box = await BubblewrapBox.open(self.settings)
+        return self.box
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.box.close()
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, for a box's user."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir()
+    if os.geteuid() == 0:
+        os.chown(folder, NOBODY, NOBODY)
+
+
+def build_root(dockerfile: Path, timeout_s: float, network: bool) -> Image:
+    """The image of a Dockerfile, built unless a process of this user has built the same. Raises
+    ValueError and RuntimeError."""
+    context = dockerfile.parent
+    key = hashlib.sha256(f"{VERSION} {digest_of(context)} {os.geteuid()}".encode())
+    folder = cache_folder() / "build" / key.hexdigest()[:16]
+    if not folder.is_dir():
+        with making(folder, timeout_s + 2 * ENGINE_S) as made:
+            if made is not None:
+                build = ImageBuild(
+                    context=context, folder=made, timeout_s=timeout_s, network=network
+                )
+                image = asyncio.run(build.run(read_instructions(dockerfile)))
+                save_image(image, made, folder)
+    return Image(**json.loads((folder / "image.json").read_text()))
+
+
+# These folders of a fetching verifier are kept for the next verifier.
+FETCHED = ("var/cache/rl_core", "var/lib/apt/lists")
+HOME_OF_TESTS = "/logs/home"
+# The file by which test scripts find a uv that its installer fetched.
+UV_ENV = 'export PATH="$HOME/.local/bin:$PATH"\n'
+
+
+async def prepare_home(box: Box) -> None:
+    """Puts the image's uv where its installer would put one, for scripts whose installer cannot be
+    fetched."""
+    await box.put(f"{HOME_OF_TESTS}/.local/bin/env", UV_ENV)
+    link = f"cd {HOME_OF_TESTS}/.local/bin && ln -sf /usr/local/bin/uv /usr/local/bin/uvx ."
+    await box.exec(["/bin/sh", "-c", link], environ={"PATH": SYSTEM_PATH}, cwd="/")
+
+
+def warm_layers(image: Image, tests: Path, environ: dict[str, str], timeout_s: float) -> list[str]:
+    """The image's layers below a layer with packages that test.sh fetches. They are fetched once,
+    by playing test.sh in a box that no agent has seen."""
+    key = hashlib.sha256("\n".join([digest_of(tests), *image.layers]).encode()).hexdigest()[:16]
+    folder = cache_folder() / "warm" / key
+    if not folder.is_dir():
+        with making(folder, timeout_s + 2 * ENGINE_S) as made:
+            if made is not None:
+                asyncio.run(fetch_packages(image, tests, environ, timeout_s, made))
+    return [str(folder / "kept"), *image.layers]
+
+
+async def fetch_packages(
+    image: Image, tests: Path, environ: dict[str, str], timeout_s: float, folder: Path
+) -> None:
+    for name in ("changes", "work"):
+        make_folder(folder / name)
+    root = Root(layers=tuple(image.layers), changes=str(folder))
+    settings = BoxSettings(driver="bubblewrap", root=root, limits=BUILD_LIMITS, network=True)
+    async with OpenBuild(settings) as box:
+        await box.put("/tests", tests)
+        await prepare_home(box)
+        command = "mkdir -p /logs/verifier; chmod +x /tests/test.sh; exec /tests/test.sh"
+        environ = installers_environ() | environ | {"HOME": HOME_OF_TESTS}
+        await box.exec(
+            ["/bin/sh", "-c", command], timeout_s=timeout_s, environ=environ, cwd=image.cwd
+        )
+    for name in FETCHED:
+        if (folder / "changes" / name).is_dir():
+            make_folder(folder / "kept" / Path(name).parent)
+            (folder / "changes" / name).rename(folder / "kept" / name)
+    make_folder(folder / "kept")
+    for name in ("changes", "work"):
+        remove(folder / name)
+
+
+def save_image(image: Image, made: Path, folder: Path) -> None:
+    layers = [layer.replace(str(made), str(folder), 1) for layer in image.layers]
+    data = {"layers": layers, "environ": image.environ, "cwd": image.cwd}
+    (made / "image.json").write_text(json.dumps(data | {"protected": image.protected}))
