@@ -4,10 +4,11 @@ and calls this.
 
     python scripts/test_agents.py --folder FOLDER [NAME ...]
 
-Prints a table: the reward of each branch (1 for the right answer), turns, branches, retries, what
-the program sent that the trainer decides, whether each prompt is made of the tokens that were
-sampled before it, and whether a process stayed. Each program plays twice: the second time an answer
-gets lost on its way, and the program's retry must make no branch. Exits with 1 if a program fails.
+Prints a table: the reward of each branch (1 for the right answer), turns, branches, retries, fields
+that the trainer decides, whether each prompt is made of the tokens that were sampled before it, and
+whether a process stayed. A library plays each of its modes, such as streamed and with a schema. The
+first mode plays once more: an answer gets lost on its way, and the retry must make no branch. Exits
+with 1 if a program fails.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rl_core import registry
+from rl_core.agents import forward
 from rl_core.agents.boxed import PROGRAMS as PROGRAMS_FOLDER
 from rl_core.agents.boxed import CommandBox
-from rl_core.agents.endpoint import Endpoint, EndpointServer
+from rl_core.agents.endpoint import BOX_FOLDER, FORWARDER, SOCKET, Endpoint, EndpointServer
 from rl_core.agents.program import CommandResult
 from rl_core.data.chat import Chat
 from rl_core.engines.scripted import ScriptedEngine, plain_chat
@@ -52,12 +54,23 @@ PLACE = f"{PROGRAMS_FOLDER}/{INSTALLED}"
 
 @dataclass(kw_only=True)
 class Program:
-    """What it asks for, turn by turn, so that it comes to the answer."""
+    """A program, and the model's replies by which it comes to the answer."""
 
-    replies: Sequence[str]
+    replies: Sequence[str] = ()
+    # Replies by mode, which is the program's second argument. The default mode has `replies`.
+    modes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     packages: str  # as pip or npm installs them; the first is the program's own
     installer: str = "pip"
     num_branches: int = 1
+    branches_of: Mapping[str, int] = field(default_factory=dict)  # modes with another number
+
+    def plays(self) -> list[tuple[str, Sequence[str], int]]:
+        """(mode, replies, number of branches) of each episode."""
+        modes = self.modes or {"": self.replies}
+        return [
+            (mode, replies, self.branches_of.get(mode, self.num_branches))
+            for mode, replies in modes.items()
+        ]
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -67,17 +80,81 @@ def call(name: str, **arguments: Any) -> str:
 THOUGHT = "<think>A sum.</think>I add them.\n\n"
 ADD = THOUGHT + call("add", a=19, b=23)
 ADD_IN_SHELL = "echo $((19 + 23)) > answer.txt"
+SUM = json.dumps({"sum": int(ANSWER)})
+# With a schema clients read all text, also text before a call, as JSON.
+CALLED = "<think>A sum.</think>" + call("add", a=19, b=23)
+TOLD, TYPED = [ADD, ANSWER], [CALLED, SUM]
+# Each is played streamed, too.
+ASKED = {"text": TOLD, "text-stream": TOLD, "schema": TYPED, "schema-stream": TYPED}
+
+
+def ways(*names: str, **replies: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Modes with the prefixes in `names` and the plain modes `replies`, each also streamed."""
+    modes = {f"{name}-{mode}": said for name in names for mode, said in ASKED.items()}
+    for mode, said in replies.items():
+        modes |= {mode: said, f"{mode}-stream": said}
+    return modes
+
+
+def headed(**fields: Any) -> str:
+    """Fields as dspy writes and reads them."""
+    texts = (f"[[ ## {name} ## ]]\n{value}" for name, value in fields.items())
+    return "\n\n".join([*texts, "[[ ## completed ## ]]"])
+
+
+def step(tool: str, **arguments: Any) -> str:
+    """A step of dspy's ReAct."""
+    return headed(next_thought="A sum.", next_tool_name=tool, next_tool_args=json.dumps(arguments))
+
+
+HANDOFF = [call("transfer_to_adder"), ADD, ANSWER]
 DONE = "<think>It is there.</think>\n\nThe answer is in answer.txt."
 PROGRAMS = {
-    "openai_agents": Program(replies=[ADD, ANSWER], packages="openai-agents"),
-    "pydantic_ai": Program(replies=[ADD, ANSWER], packages="pydantic-ai-slim[openai]"),
+    "openai": Program(modes=ways("chat", "responses"), packages="openai"),
+    "anthropic": Program(modes=ways("messages", "runner", "thread"), packages="anthropic"),
+    "openai_agents": Program(
+        # An agent that takes over has its own system message and tools, which is a branch.
+        modes=ways("chat", "responses", handoff=HANDOFF),
+        packages="openai-agents",
+        branches_of={"handoff": 2, "handoff-stream": 2},
+    ),
+    "pydantic_ai": Program(
+        # Its streams end with the first text.
+        modes=ways(
+            text=[CALLED, ANSWER],
+            tool=[CALLED, call("final_result", sum=42)],
+            native=TYPED,
+            prompted=TYPED,
+            responses=[CALLED, ANSWER],
+            messages=[CALLED, ANSWER],
+        ),
+        packages="pydantic-ai-slim[openai,anthropic]",
+    ),
+    "litellm": Program(modes=ways("openai", "anthropic"), packages="litellm"),
+    "instructor": Program(
+        modes=ways(tools=[call("Sum", sum=42)], json=[SUM], json_schema=[SUM], retried=["no", SUM]),
+        packages="instructor",
+    ),
+    "dspy": Program(
+        modes=ways(
+            chat=[headed(answer=42)],
+            json=[json.dumps({"answer": 42})],
+            react=[step("add", a=19, b=23), step("finish"), headed(reasoning="Added.", answer=42)],
+        ),
+        packages="dspy",
+        # It tells the model of its steps in words of its own, so each turn is a branch.
+        branches_of={"react": 3, "react-stream": 3},
+    ),
     "smolagents": Program(
         # It tells the model of its calls in words of its own, so each turn is a branch.
         replies=[ADD, call("final_answer", answer=ANSWER)],
         packages="smolagents[openai]",
         num_branches=2,
     ),
-    "langgraph": Program(replies=[ADD, ANSWER], packages="langgraph langchain langchain-openai"),
+    "langgraph": Program(
+        modes=ways("openai", "anthropic", tool=[ADD, call("Sum", sum=42)]),
+        packages="langgraph langchain langchain-openai langchain-anthropic",
+    ),
     "mini_swe_agent": Program(
         replies=[
             call("bash", command="ls"),
@@ -198,23 +275,39 @@ class Relay:
         writer.close()
 
 
+@dataclass(kw_only=True)
+class RelayedEndpoint:
+    """An endpoint that boxes reach by a relay."""
+
+    address: str
+    environ: dict[str, str]
+    folder: str
+
+    async def binds(self) -> dict[str, str]:
+        return {BOX_FOLDER: self.folder}
+
+
 @asynccontextmanager
-async def relaying(port: int, path: str, loses_answer: bool) -> AsyncIterator[None]:
-    """A Unix socket that leads to the endpoint."""
-    relay = Relay(port, loses_answer)
-    server = await asyncio.start_unix_server(relay.connect, path)
-    os.chmod(path, 0o666)  # Programs of boxes are other users.
-    try:
-        yield
-    finally:
-        server.close()
+async def relayed(llm: Endpoint, loses_answer: bool) -> AsyncIterator[RelayedEndpoint]:
+    """The endpoint behind a relay at a Unix socket."""
+    relay = Relay(urlsplit(llm.address).port, loses_answer)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder, SOCKET)
+        server = await asyncio.start_unix_server(relay.connect, path)
+        for shown, mode in ((path, 0o666), (Path(folder), 0o755)):
+            shown.chmod(mode)  # Programs in boxes are other users.
+        shutil.copy(forward.__file__, Path(folder, FORWARDER))
+        try:
+            yield RelayedEndpoint(address=llm.address, environ=llm.environ, folder=folder)
+        finally:
+            server.close()
 
 
-def command_of(name: str) -> list[str]:
+def command_of(name: str, mode: str) -> list[str]:
     """The program's command inside of its box."""
     folder = f"{PROGRAMS_FOLDER}/{AGENTS}"
     is_script = (FOLDER / f"{name}.sh").exists()
-    starts = ["sh", f"{folder}/{name}.sh"] if is_script else ["python", f"{folder}/{name}.py"]
+    starts = ["sh", f"{folder}/{name}.sh"] if is_script else ["python", "-I", f"{folder}/{name}.py"]
     return [
         "sh",
         "-c",
@@ -222,18 +315,18 @@ def command_of(name: str) -> list[str]:
         "sh",
         *starts,
         QUESTION,
+        mode,
     ]
 
 
 async def run_program(
-    name: str, installed: Path, llm: Endpoint, loses_answer: bool
+    command: list[str], installed: Path, llm: Endpoint, loses_answer: bool
 ) -> CommandResult | None:
-    """How the program ended, or None if it took too long."""
+    """The end of the program, or None if it took too long."""
     box = CommandBox(shown={INSTALLED: installed, AGENTS: FOLDER}, limits=LIMITS)
     row = {"question": QUESTION}
-    port = urlsplit(llm.address).port
-    async with relaying(port, box.socket_path, loses_answer), await box.open(row) as place:
-        work = box.run(place, command_of(name), row, llm)
+    async with relayed(llm, loses_answer) as relay, await box.open(row, relay) as place:
+        work = box.run(place, command, row, relay)
         try:
             return await asyncio.wait_for(work, TIMEOUT_S)
         except asyncio.TimeoutError:
@@ -241,16 +334,20 @@ async def run_program(
 
 
 async def play(
-    name: str, program: Program, installed: Path, loses_answer: bool = False
+    command: list[str],
+    installed: Path,
+    replies: Sequence[str],
+    num_branches: int,
+    loses_answer: bool,
 ) -> dict[str, Any]:
-    """What became of one episode."""
-    actor = PlayingActor(chat=plain_chat(registry.tool_calls), replies=program.replies)
+    """The columns of one episode's row."""
+    actor = PlayingActor(chat=plain_chat(registry.tool_calls), replies=replies)
     actors = EpisodeActors({"policy": actor}, SamplingParams(max_tokens=4096), 0, "episode")
     server = EndpointServer()
     llm = await server.open(actors)
     tree = llm.trees["policy"]
     try:
-        result = await run_program(name, installed, llm, loses_answer)
+        result = await run_program(command, installed, llm, loses_answer)
         has_answered = result is not None and result.text.splitlines()[-1:] == [ANSWER]
         branches = llm.trajectories(float(has_answered))
     finally:
@@ -270,10 +367,11 @@ async def play(
         "stayed": len(processes_with(llm.api_key)),
     }
     is_good = has_answered and found["exact"] and not found["stayed"]
-    is_whole = (found["turns"], len(branches)) == (len(program.replies), program.num_branches)
+    is_whole = (found["turns"], len(branches)) == (len(replies), num_branches)
     found["passed"] = is_good and is_whole and found["retries"] == loses_answer
     if not found["passed"]:
-        print(f"{name}: exit code {result.exit_code}\n{result.stdout}\n{result.stderr[-3000:]}")
+        wrote = f"{result.stdout}\n{result.stderr[-3000:]}"
+        print(f"{command[-4:]}: exit code {result.exit_code}\n{wrote}")
         for number, branch in enumerate(branches):
             print(f"branch {number}:", json.dumps(branch.messages, indent=1))
     return found
@@ -316,11 +414,14 @@ def main(argv: list[str]) -> int:
     has_passed = True
     for name in options.names:
         program, installed = PROGRAMS[name], (options.folder / name).resolve()
-        for loses_answer in (False, True):
-            row = {"program": name, "version": version_of(program, installed)}
-            row |= asyncio.run(play(name, program, installed, loses_answer))
-            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            has_passed = has_passed and row["passed"]
+        version = version_of(program, installed)
+        for number, (mode, replies, num_branches) in enumerate(program.plays()):
+            command = command_of(name, mode)
+            for loses_answer in (False, True) if number == 0 else (False,):
+                row = {"program": f"{name} {mode}".strip(), "version": version}
+                row |= asyncio.run(play(command, installed, replies, num_branches, loses_answer))
+                print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+                has_passed = has_passed and row["passed"]
     return 0 if has_passed else 1
 
 

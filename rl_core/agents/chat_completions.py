@@ -33,12 +33,7 @@ FIELDS = Fields(
     "prompt_cache_retention safety_identifier service_tier store user",
     decided="frequency_penalty logit_bias parallel_tool_calls presence_penalty reasoning_effort "
     "seed temperature top_logprobs top_p verbosity web_search_options",
-    refused={
-        "audio": "this model writes text alone",
-        "modalities": "this model writes text alone",
-        "function_call": "use tool_choice",
-        "functions": "use tools",
-    },
+    refused={"audio": "this model writes text alone", "function_call": "use tool_choice"},
 )
 REFUSED_OF_MESSAGES = {"audio": "send its transcript", "function_call": "use tool_calls"}
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}

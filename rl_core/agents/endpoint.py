@@ -70,6 +70,7 @@ class Endpoint:
     # Items of /v1/responses that an `item_reference` may name, by id.
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: EngineDied | None = None
+    refused: str = ""  # message of the last refused request
     # Bounds the request bodies of one program that are in memory at the same time.
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_READING))
     is_shut: bool = False
@@ -326,6 +327,8 @@ class EndpointServer:
                     return await self.send_stream(http, dialect, endpoint, request)
                 replies = await endpoint.answer(request)
             except Refusal as refusal:
+                if refusal.status != 401:
+                    endpoint.refused = refusal.message
                 return await refuse(http, refusal, dialect)
             endpoint.store(dialect, request, replies)
             return web.json_response(dialect.write(replies, request))

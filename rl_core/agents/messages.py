@@ -29,12 +29,6 @@ FIELDS = Fields(
     harmless="billing_policy cache_control diagnostics fallback_credit_token fallbacks "
     "inference_geo metadata service_tier speed",
     decided="temperature thinking top_k top_p",
-    refused={
-        "compaction": "ask for the summary by messages",
-        "container": "run the code in the program",
-        "context_management": "shorten the messages in the program",
-        "mcp_servers": "call them in the program, and offer their tools as tools",
-    },
 )
 # The client answers this error by the whole conversation.
 NOT_KEPT = {"status": 404, "code": "thread_not_found"}
@@ -167,7 +161,9 @@ def reply_id(reply: Reply) -> str:
 def blocks(reply: Reply) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if reply.thoughts:
-        found.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
+        # Clients send thinking without a signature back as text.
+        block = {"type": "thinking", "thinking": reply.thoughts, "signature": reply_id(reply)}
+        found.append(block)
     if reply.text or not reply.calls:
         found.append({"type": "text", "text": reply.text})
     for call in reply.calls:
@@ -192,13 +188,16 @@ def events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
             start = {"type": "text", "text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
         elif block["type"] == "thinking":
-            start = block | {"thinking": ""}
+            start = block | {"thinking": "", "signature": ""}
             delta = {"type": "thinking_delta", "thinking": block["thinking"]}
         else:
             start = block | {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield {"type": "content_block_start", "content_block": start} | place
         yield {"type": "content_block_delta", "delta": delta} | place
+        if block["type"] == "thinking":
+            delta = {"type": "signature_delta", "signature": block["signature"]}
+            yield {"type": "content_block_delta", "delta": delta} | place
         yield {"type": "content_block_stop"} | place
     ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     counted = {"output_tokens": usage["output_tokens"]}

@@ -24,6 +24,16 @@ from rl_core.scratch import scratch_prefix
 # Of this process's variables, what a program gets: no keys, tokens and addresses of the run.
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE")
 TASK_FILE = "task.json"
+# Characters of a command's output in an error.
+MAX_REASON_CHARS = {"stderr": 1000, "stdout": 300}
+VALID_SIGNALS = signal.valid_signals()
+# The frames of a Python traceback, with the innermost, and the line that follows.
+TRACEBACK = re.compile(
+    r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)*  (?P<frame>File .*)\n(?:[ \t].*\n)*"
+    r"(?P<error>\S.*)",
+    re.MULTILINE,
+)
+RAISED = re.compile(r"^File \".*, line \d+.*: .*", re.MULTILINE)
 PLACE = re.compile(r"\{\{|\}\}|\{(\w+)\}")  # of a column in a command; or a brace
 # For what a program wrote before it ended; a process that hid itself may hold the pipe for ever.
 PIPE_TIMEOUT_S = 2.0
@@ -43,6 +53,41 @@ class CommandResult:
     @property
     def text(self) -> str:
         return self.stdout.strip()
+
+    @property
+    def end(self) -> str:
+        """The exit code and the last lines that the command wrote, for an error."""
+        number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128
+        end = f"exit code {self.exit_code}"
+        if number in VALID_SIGNALS:
+            end += f" ({signal.Signals(number).name})"
+        wrote = []
+        for name, max_chars in MAX_REASON_CHARS.items():
+            # The folder has another name in each episode, and equal reasons are counted together.
+            text = getattr(self, name).replace(f"{self.workspace}/", "")
+            if lines := last_lines(text, max_chars):
+                wrote.append(f"{name}: {lines}")
+        return f"{end}; {'; '.join(wrote) or 'it wrote nothing'}"
+
+
+def last_lines(text: str, max_chars: int) -> str:
+    """The last lines of an output in one line, after the last exception of Python if that comes
+    before them. A line that does not fit keeps its beginning and end."""
+    text = TRACEBACK.sub(r"\g<frame>: \g<error>", text)
+    kept: list[str] = []
+    room = max_chars
+    for line in reversed(text.splitlines()):
+        line = " ".join(line.split())
+        if len(line) > room:
+            half = room // 2
+            kept += [f"{line[:half]} [...] {line[-half:]}"] if half > 100 or not kept else []
+            break
+        kept += [line] if line else []
+        room -= len(line) + 1
+    raised = RAISED.findall(text)
+    if raised and not any(line.startswith(raised[-1][:100]) for line in kept):
+        kept.append(f"{raised[-1][:max_chars]} [...]")
+    return " ".join(reversed(kept))
 
 
 def folder_of(path: str) -> Path:

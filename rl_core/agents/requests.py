@@ -17,6 +17,21 @@ NEUTRAL = {
     "top_logprobs": 0,
     "truncation": "disabled",
 }
+# Fields of one dialect or another that change the conversation -> the fix, in an error.
+REFUSED = {
+    "background": "ask without it",
+    "compaction": "ask for the summary by messages",
+    "container": "run the code in the program",
+    "context_management": "shorten the messages in the program",
+    "conversation": "send its messages",
+    "functions": "use tools",
+    "mcp_servers": "call them in the program, and offer their tools as tools",
+    "modalities": "this model writes text alone",
+    "previous_response_id": "send the earlier messages",
+    "prompt": "send its text",
+    "thread": "send the earlier messages",
+    "truncation": "shorten the messages in the program",
+}
 FIELD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}")
 
 # Keywords of a JSON schema that hold schemas -> by name, in a list, or (None) one or a list.
@@ -53,7 +68,7 @@ class Fields:
     used: str
     harmless: str  # No reply depends on these: bills, caches, labels, a vendor's tools.
     decided: str  # The run decides instead. Counted in a metric.
-    refused: Mapping[str, str]  # field -> the fix, in an error
+    refused: Mapping[str, str] = field(default_factory=dict)  # more than REFUSED
 
     def overridden_in(self, body: dict[str, Any]) -> list[str]:
         """Fields of a request that the run decides. Raises Refusal for a refused field."""
@@ -62,10 +77,11 @@ class Fields:
         for name, value in body.items():
             if name in ignored or value is None or value == NEUTRAL.get(name):
                 continue
-            if name not in self.refused:
+            fix = self.refused.get(name) or REFUSED.get(name)
+            if fix is None:
                 overridden.append(checked_name(name))
             elif value:
-                raise Refusal(f"{name} is not supported; {self.refused[name]}")
+                raise Refusal(f"{name} is not supported; {fix}")
         return overridden
 
 

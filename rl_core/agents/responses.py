@@ -31,13 +31,6 @@ FIELDS = Fields(
     "prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
     "store stream_options user",
     decided="parallel_tool_calls reasoning temperature top_logprobs top_p",
-    refused={
-        "background": "ask without it",
-        "context_management": "shorten the input in the program",
-        "conversation": "send its items, or previous_response_id",
-        "prompt": "send its text as instructions and input",
-        "truncation": "shorten the input in the program",
-    },
 )
 NOT_KEPT = {"code": "previous_response_not_found"}
 LOGPROBS = "message.output_text.logprobs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class AgentRollout:
     rewards: list[Hook]
     box: CommandBox | None = None  # None: a command is a process beside the run
     endpoints: Endpoints
+    has_warned: bool = False  # about a command with another exit code than 0
 
     async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
         """The trajectories of each trainable actor that was asked; if none is trainable, of each
@@ -85,9 +87,15 @@ class AgentRollout:
             asked = [name for name, tree in llm.trees.items() if tree.nodes]
             learners = [name for name in asked if actors[name].is_trainable]
             if not asked:
+                reason = unasked(result, llm.refused)
                 raise HookError(
-                    f"{self.path}: the agent asked no model for task {task.id}; {unasked(result)}"
+                    f"{self.path}: the agent asked no model for task {task.id}; {reason}"
                 )
+            has_failed = isinstance(result, CommandResult) and result.exit_code != 0
+            if has_failed and not self.has_warned:
+                self.has_warned = True
+                text = f"the command of task {task.id} ended with {result.end}; rewards score it"
+                print(f"warning: {self.path}: {text}", file=sys.stderr, flush=True)
             given = {"actors": actors, "result": result, "box": box}
             return await self.score(task, given, llm, learners or asked)
 
@@ -151,16 +159,16 @@ class AgentRollout:
         return await hook(task, given)
 
 
-def unasked(result: Any) -> str:
-    """What to look at if an agent asked no model, for an error."""
-    if not isinstance(result, CommandResult):
-        return "its requests go to llm.base_url, with llm.api_key"
-    # The folder has another name in each episode, and equal reasons are counted together.
-    wrote = (result.stderr or result.stdout).replace(f"{result.workspace}/", "")
-    return (
-        "a command finds the model by OPENAI_BASE_URL or ANTHROPIC_BASE_URL; this one ended with "
-        f"exit code {result.exit_code}: {' '.join(wrote[-300:].split())}"
-    )
+def unasked(result: Any, refused: str) -> str:
+    """The fix if an agent asked no model, for an error. `refused`: its last refused request."""
+    reason = "its requests go to llm.base_url, with llm.api_key"
+    if isinstance(result, CommandResult):
+        reason = "a command finds the model by OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
+    if refused:
+        reason = f"its last request was refused: {refused}"
+    if isinstance(result, CommandResult):
+        reason += f"; this one ended with {result.end}"
+    return reason
 
 
 def agent_hooks(

@@ -236,6 +236,11 @@ def key_of(message: Message) -> Key:
 def reply_of(talk: Conversation, request: Request) -> Reply:
     """The conversation's last turn, as a program reads it."""
     message = talk.history[-1]
+    reply_id = f"{talk.session}.{talk.num_replies}".replace("/", "-")
+    for number, call in enumerate(message.get("tool_calls") or []):
+        # Unique in the episode, for programs with several conversations. Mistral's templates want
+        # nine characters.
+        call["id"] = sha256(f"{reply_id}.{number}".encode()).hexdigest()[:9]
     calls = message.get("tool_calls") or [] if request.reads_calls else []
     text = message.get("content") or "" if calls else talk.text
     text, stop = cut_at_stop(text, request.stop)
@@ -245,7 +250,7 @@ def reply_of(talk: Conversation, request: Request) -> Reply:
         thoughts = thoughts.strip().removeprefix("<think>").strip()
     finish_reason = "calls" if calls else "stop"
     reply = Reply(
-        id=f"{talk.session}.{talk.num_replies}".replace("/", "-"),
+        id=reply_id,
         text=text,
         thoughts=thoughts,
         calls=[Call(id=call["id"], **call["function"]) for call in calls],

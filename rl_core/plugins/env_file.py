@@ -33,7 +33,7 @@ FUNCTIONS += ("make_prompt",)
 # A file's own rollout() plays without them.
 OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "agent", "task_weight", "oracle", "teacher_prompt"}
 OF_DIALOGUE |= {"system_prompts", "name_prefix", "truncated_reward"}
-UNUSED_BY_AGENT = OF_DIALOGUE | {"rollout", "tools"}
+UNUSED_BY_AGENT = OF_DIALOGUE | {"rollout"}
 
 
 # Arguments of rewards in TRL and verl, and the rewards' signatures here.
@@ -149,9 +149,16 @@ def check_names(module: ModuleType, path: str) -> None:
                     f"{path}: {name!r} is no hook; did you mean {close!r}? Begin a helper's name "
                     "with _"
                 )
+    if "agent" in has and "tools" in has:
+        raise ValueError(
+            f"{path}: tools is a setting of conversations without an agent; an agent sends its "
+            "tools with its requests. Rename the variable, as _tools"
+        )
     rules = dict.fromkeys(FUNCTIONS, (callable, "a function")) | SETTINGS
     for name, (is_good, rule) in rules.items():
         if has.get(name) is not None and not is_good(has[name]):
+            if name == "tools" and "rollout" in has:
+                rule += "; rename a variable of the rollout's, as _tools"
             raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
     if "box" in has and (not has.get("agent") or callable(has["agent"])):
         raise ValueError(

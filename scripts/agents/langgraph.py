@@ -1,11 +1,17 @@
-"""LangGraph's prebuilt agent, by /v1/chat/completions."""
+"""LangGraph's prebuilt agent, by chat completions and by Anthropic's messages."""
 
 import os
 import sys
 
-sys.path.pop(0)  # this folder holds a file of the package's name
 from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+
+class Sum(BaseModel):
+    sum: int
 
 
 def add(a: int, b: int) -> int:
@@ -13,6 +19,12 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-agent = create_agent(ChatOpenAI(model=os.environ["OPENAI_MODEL"]), tools=[add])
-found = agent.invoke({"messages": [{"role": "user", "content": sys.argv[1]}]})
-print(found["messages"][-1].content)
+question, mode = sys.argv[1], sys.argv[2].split("-")
+kind = ChatAnthropic if "anthropic" in mode else ChatOpenAI
+form = ProviderStrategy(Sum) if "schema" in mode else None
+if "tool" in mode:
+    form = ToolStrategy(Sum)
+model = kind(model=os.environ["OPENAI_MODEL"], streaming="stream" in mode)
+agent = create_agent(model, tools=[add], response_format=form)
+found = agent.invoke({"messages": [{"role": "user", "content": question}]})
+print(found["structured_response"].sum if form else found["messages"][-1].text)

@@ -1,13 +1,25 @@
-"""pydantic-ai, by /v1/chat/completions."""
+"""pydantic-ai: its modes of output, and its models of three paths."""
 
+import asyncio
 import os
 import sys
 
-sys.path.pop(0)  # this folder holds a file of the package's name
-from pydantic_ai import Agent
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 
-agent = Agent(OpenAIChatModel(os.environ["OPENAI_MODEL"]), system_prompt="Add by the tool.")
+
+class Sum(BaseModel):
+    sum: int
+
+
+question, mode = sys.argv[1], sys.argv[2].split("-")
+outputs = {"tool": ToolOutput, "native": NativeOutput, "prompted": PromptedOutput}
+models = {"responses": OpenAIResponsesModel, "messages": AnthropicModel}
+output = outputs[mode[0]](Sum) if mode[0] in outputs else str
+model = models.get(mode[0], OpenAIChatModel)(os.environ["OPENAI_MODEL"])
+agent = Agent(model, system_prompt="Add by the tool.", output_type=output)
 
 
 @agent.tool_plain
@@ -16,4 +28,10 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-print(agent.run_sync(sys.argv[1]).output)
+async def streamed():
+    async with agent.run_stream(question) as result:
+        return await result.get_output()
+
+
+found = asyncio.run(streamed()) if "stream" in mode else agent.run_sync(question).output
+print(found if output is str else found.sum)

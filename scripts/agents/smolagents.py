@@ -3,7 +3,6 @@
 import os
 import sys
 
-sys.path.pop(0)  # this folder holds a file of the package's name
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
 

@@ -140,6 +140,7 @@ def test_branches_are_trajectories_of_one_episode_with_one_reward(tmp_path):
     assert [(t.index, t.reward) for t in found] == [(0, 0.5)] * 3 + [(1, 0.5)] * 3
 
 
+REFUSED_CALL = 'ask("x", conversation=1)'
 BROKEN = {
     "raises": ("async def agent(task, llm): raise KeyError('x')", "KeyError: 'x'"),
     "asks nothing": ("async def agent(task, llm): return 4", "the agent asked no model"),
@@ -149,12 +150,16 @@ BROKEN = {
     ),
     "a command with a script that is not there": (
         f"agent = [{sys.executable!r}, 'nowhere.py']",
-        r"no model for task .* OPENAI_BASE_URL .* exit code 2: .*file 'nowhere.py'",
+        r"no model for task .* OPENAI_BASE_URL .* exit code 2; stderr: .*file 'nowhere.py'",
     ),
     "exits": ("async def agent(task, llm): raise SystemExit(3)", "SystemExit: 3"),
     "a command that asks nothing": (
         f"agent = [{sys.executable!r}, '-c', 'raise OSError(28)']",
-        "exit code 1: .*OSError: 28",
+        "exit code 1; stderr: .*OSError: 28",
+    ),
+    "a command whose request is refused": (
+        f"agent = [{sys.executable!r}, '-c', {ASK + REFUSED_CALL!r}]",
+        "its last request was refused: conversation is not supported; .* exit code 1",
     ),
     "no such command": ("agent = ['no-such-program']", "no-such-program"),
     "no such column": ("agent = ['say', '{answr}']", "no such column; did you mean 'answer'"),
@@ -207,7 +212,8 @@ def test_an_engine_that_dies_is_started_again_and_the_episode_played_again(tmp_p
 
 REFUSED = {
     "a rollout beside it": ("async def rollout(task, actors): pass", "agent replaces 'rollout'"),
-    "tools beside it": ("tools = [print]", "agent replaces 'tools'"),
+    "tools beside it": ("tools = ['x']", "an agent sends its tools .* as _tools"),
+    "tools of a program": ("del agent\nasync def rollout(): 0\ntools = ['x']", "as _tools"),
     "no reward": ("", "an agent needs a hook that scores"),
 }
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import random
+import re
 import socket
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -30,7 +31,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from rl_core import registry
 from rl_core.agents import chat_completions, messages, responses
 from rl_core.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
-from rl_core.agents.requests import Refusal
+from rl_core.agents.requests import REFUSED, Refusal
 from rl_core.agents.tree import key_of
 from rl_core.config import AgentsConfig
 from rl_core.data.chat import Chat
@@ -173,6 +174,20 @@ def test_arguments_of_calls_that_are_printed_anew_make_no_branch():
     (trajectory,) = asyncio.run(play())
     assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
     assert CALL in text_of(trajectory)
+
+
+def test_calls_of_all_conversations_of_an_episode_have_different_ids():
+    async def play():
+        async with endpoint(CALL + CALL, CALL) as (llm, _):
+            client = openai_client(llm)
+            found = []
+            for text in ("left", "right"):
+                asked = [{"role": "user", "content": text}]
+                found += (await chat(client, asked, tools=TOOLS)).tool_calls
+            return [call.id for call in found]
+
+    ids = asyncio.run(play())
+    assert len(set(ids)) == 3 and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
 
 
 def test_a_rewritten_history_is_a_branch_that_shares_the_tokens_before():
@@ -1045,6 +1060,7 @@ def test_a_thread_is_one_conversation(is_streamed, forgets):
             async for reply in runner:
                 said = await reply.get_final_message() if is_streamed else reply
                 sent.append(llm.stored[said.id].continues is not None)
+                assert all(block.signature for block in said.content if block.type == "thinking")
                 if forgets:
                     llm.stored.clear()
             return said.content[0].text, llm.trajectories(1.0)
@@ -1107,15 +1123,16 @@ def test_each_field_of_the_clients_types_is_sorted(dialect):
         known |= get_type_hints(each).keys() - OF_HEADERS
     fields = dialect.FIELDS
     listed = [*fields.used.split(), *fields.harmless.split(), *fields.decided.split()]
-    listed += fields.refused
-    assert sorted(listed) == sorted(known | OF_OLDER_CLIENTS[dialect])
+    assert len(set(listed)) == len(listed)
+    assert known - {*listed, *fields.refused} <= REFUSED.keys()
+    assert {*listed, *fields.refused} - known == OF_OLDER_CLIENTS[dialect]
 
 
 @pytest.mark.parametrize("dialect", SDK_TYPES, ids=lambda dialect: dialect.PATH)
 def test_fields_are_refused_or_counted_by_name(dialect):
     body = {"messages": HI, "input": "hi", "model": "m"}
     body = {name: value for name, value in body.items() if name in dialect.FIELDS.used.split()}
-    for name in dialect.FIELDS.refused:
+    for name in {**REFUSED, **dialect.FIELDS.refused}.keys() - dialect.FIELDS.used.split():
         with pytest.raises(Refusal, match=f"^{name} is not supported; "):
             dialect.read(body | {name: "auto"})
         assert dialect.read(body | {name: None}).overridden == []

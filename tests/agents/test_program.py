@@ -58,6 +58,36 @@ def test_exit_code_and_errors_are_kept():
     assert run(python("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")).exit_code == -15
 
 
+LONG = "a reason that is long" + " and more" * 60 + " END"
+NOISE = "print('a line of a library ' * 20, file=sys.stderr);" * 5
+RAISES = f"""
+import sys
+def f(n):
+    if n == 0: raise ValueError({LONG!r})
+    f(n - 1)
+sys.excepthook = lambda *e: (sys.__excepthook__(*e), exec({NOISE!r}))
+f(9)
+"""
+ENDS = {
+    "exit": ("import sys; sys.exit('set X_KEY')", "exit code 1; stderr: set X_KEY"),
+    "killed": ("import os; os.kill(os.getpid(), 9)", "exit code -9 (SIGKILL); it wrote nothing"),
+    "as in a shell": ("exit(139)", "exit code 139 (SIGSEGV); it wrote nothing"),
+    "stdout": ("print('no tool'); exit(3)", "exit code 3; stdout: no tool"),
+    "exception": (
+        f"raise ValueError({LONG!r})",
+        f'exit code 1; stderr: File "<string>", line 1, in <module>: ValueError: {LONG}',
+    ),
+    "exception before noise": (RAISES, f": ValueError: {LONG} [...] a line of a library"),
+    "long line": ("exit('b' * 700 + 'c' * 700)", f"{'b' * 500} [...] {'c' * 500}"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_command_has_its_whole_reason(name):
+    code, end = ENDS[name]
+    assert end in run(python(code)).end
+
+
 def test_a_program_that_is_missing_is_told():
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         run(["no-such-program"])
