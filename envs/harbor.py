@@ -57,7 +57,7 @@ async def play_command(task, actor):
             score = await box.verify()
         trajectories = llm.trajectories(score.parts)
         if not trajectories:
-            raise RuntimeError(f"$HARBOR_AGENT asked no model; {unasked(result)}")
+            raise RuntimeError(f"$HARBOR_AGENT asked no model; {unasked(result, llm.refused)}")
         for trajectory in trajectories:
             trajectory.log = score.wrote
         return trajectories

@@ -261,13 +261,18 @@ class Relay:
 
     async def connect(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         server, there = await asyncio.open_connection("127.0.0.1", self.port)
-        await asyncio.gather(self.pump(client, there), self.pump(server, back))
+        posts: list[bytes] = []
+        await asyncio.gather(self.pump(client, there, posts), self.pump(server, back, posts))
         there.close()
 
-    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, posts: list[bytes]
+    ) -> None:
+        """`posts`: beginnings of the connection's requests to the model; other answers arrive."""
         with suppress(ConnectionError):
             while data := await reader.read(1 << 16):
-                if self.loses_answer and data.startswith(b"HTTP/1.1 200"):
+                posts += [data] if data.startswith(b"POST") else []
+                if self.loses_answer and posts and data.startswith(b"HTTP/1.1 200"):
                     self.loses_answer = False
                     break
                 writer.write(data)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_core.agents.requests import (
+    REFUSED,
     Fields,
     Refusal,
     Reply,
@@ -24,8 +25,8 @@ from rl_core.types import Message
 
 PATH = "/v1/messages"
 FIELDS = Fields(
-    used="max_tokens messages model output_config output_format stop_sequences stream system "
-    "thread tool_choice tools",
+    used="context_management max_tokens messages model output_config output_format "
+    "stop_sequences stream system thread tool_choice tools",
     harmless="billing_policy cache_control diagnostics fallback_credit_token fallbacks "
     "inference_geo metadata service_tier speed",
     decided="temperature thinking top_k top_p",
@@ -48,6 +49,7 @@ def read(body: dict[str, Any]) -> Request:
         overridden.append("tool_choice")
     if chosen.get("disable_parallel_tool_use"):
         overridden.append("parallel_tool_calls")
+    overridden += edits_in(body)
     thread = read_thread(body)
     # Older clients call output_config.format output_format.
     form = wanted(body, "output_format", dict, {})
@@ -81,6 +83,18 @@ def read(body: dict[str, Any]) -> Request:
         is_kept=bool(thread),
         overridden=overridden,
     )
+
+
+def edits_in(body: dict[str, Any]) -> list[str]:
+    """["context_management"] if the request wants earlier thinking cleared, which the chat template
+    decides. Raises Refusal for edits of other kinds."""
+    edits = wanted(wanted(body, "context_management", dict, {}), "edits", list, [])
+    for edit in edits:
+        kind = edit.get("type") if isinstance(edit, dict) else None
+        if not str(kind).startswith("clear_thinking_"):
+            fix = REFUSED["context_management"]
+            raise Refusal(f"context_management: an edit of type {kind!r} is not supported; {fix}")
+    return ["context_management"] if any(edit.get("keep") != "all" for edit in edits) else []
 
 
 def read_thread(body: dict[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,9 @@ PATH = "/v1/responses"
 FIELDS = Fields(
     used="include input instructions max_output_tokens model previous_response_id stream text "
     "tool_choice tools",
-    harmless="access_programs background_options image max_tool_calls metadata moderation "
-    "prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
-    "store stream_options user",
+    harmless="access_programs background_options client_metadata image max_tool_calls metadata "
+    "moderation prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+    "service_tier store stream_options user",
     decided="parallel_tool_calls reasoning temperature top_logprobs top_p",
 )
 NOT_KEPT = {"code": "previous_response_not_found"}

@@ -159,7 +159,7 @@ class AgentRollout:
         return await hook(task, given)
 
 
-def unasked(result: Any, refused: str) -> str:
+def unasked(result: Any, refused: str = "") -> str:
     """The fix if an agent asked no model, for an error. `refused`: its last refused request."""
     reason = "its requests go to llm.base_url, with llm.api_key"
     if isinstance(result, CommandResult):

@@ -1108,9 +1108,9 @@ SDK_TYPES = {
     responses: [ResponseCreateParamsStreaming],
     messages: [MessageCreateParamsStreaming, BetaMessageCreateParamsStreaming],
 }
-OF_OLDER_CLIENTS = {
+OF_OTHER_CLIENTS = {
     chat_completions: set(),
-    responses: set(),
+    responses: {"client_metadata"},
     messages: {"output_format", "temperature", "top_k", "top_p"},
 }
 OF_HEADERS = {"betas", "user_profile_id", "workspace_id"}
@@ -1125,7 +1125,7 @@ def test_each_field_of_the_clients_types_is_sorted(dialect):
     listed = [*fields.used.split(), *fields.harmless.split(), *fields.decided.split()]
     assert len(set(listed)) == len(listed)
     assert known - {*listed, *fields.refused} <= REFUSED.keys()
-    assert {*listed, *fields.refused} - known == OF_OLDER_CLIENTS[dialect]
+    assert {*listed, *fields.refused} - known == OF_OTHER_CLIENTS[dialect]
 
 
 @pytest.mark.parametrize("dialect", SDK_TYPES, ids=lambda dialect: dialect.PATH)
@@ -1141,6 +1141,17 @@ def test_fields_are_refused_or_counted_by_name(dialect):
         assert dialect.read(body | {name: 0.5}).overridden == [name]
     with pytest.raises(Refusal, match="is not the name of a field"):
         dialect.read(body | {"a b": 1})
+
+
+def test_edits_of_the_context_are_refused_but_those_of_thinking():
+    def read(kind, **more):
+        edits = [{"type": kind} | more]
+        return messages.read({"messages": HI, "context_management": {"edits": edits}})
+
+    assert read("clear_thinking_20251015", keep="all").overridden == []
+    assert read("clear_thinking_20251015").overridden == ["context_management"]
+    with pytest.raises(Refusal, match="context_management: an edit of type 'compact_20260112'"):
+        read("compact_20260112")
 
 
 def test_what_cannot_be_had_is_refused_in_the_dialects_words():
