@@ -25,6 +25,7 @@ def long_description() -> str:
 EXTRAS = {
     "api": ["openai>=2.8", "anthropic>=0.60", "httpx>=0.23"],
     "json": ["jsonschema>=4.20"],
+    "grammar": ["llguidance>=1.3"],
     "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8"],
     "flash": ["flash-attn>=2.8"],
@@ -50,6 +51,7 @@ EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]
 EXTRAS["test"] = [
     *EXTRAS["api"],
     *EXTRAS["json"],
+    *EXTRAS["grammar"],
     *EXTRAS["bnb"],
     *EXTRAS["trackers"],
     *EXTRAS["envs"],

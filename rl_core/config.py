@@ -345,8 +345,8 @@ class AgentsConfig(Section, prefix="agents."):
     address: str | None = flag(
         None, "name or IP address that they are told; default: the host, or this machine's"
     )
-    response_format: Literal["ignore", "refuse"] = flag(
-        "ignore", "JSON schema that a request wants of its reply; ignore: not enforced, counted"
+    response_format: Literal["ignore", "refuse", "enforce"] = flag(
+        "ignore", "JSON schema that a request wants of its reply; ignore: counted, not enforced"
     )
     build_network: bool = flag(True, "Harbor: RUN lines of Dockerfiles have a network")
     verify_network: bool = flag(True, "Harbor: test.sh has a network; agents: HARBOR_NETWORK=1")
@@ -468,6 +468,12 @@ class Config(Section):
         for section in own.keys() & set(OWN_SECTIONS):
             own[section] = replace(getattr(self, section), **own[section])
         return replace(self, **own)
+
+    def limits_ids(self, name: str) -> bool:
+        """True if top_p, min_p or JSON schemas leave a part of the ids to an actor's tokens."""
+        sampling = self.of(name).sampling
+        is_limited = sampling.top_p < 1 or sampling.min_p > 0
+        return is_limited or self.agents.response_format == "enforce"
 
     def sharers(self, name: str) -> list[str]:
         """Names of the actors that share this one's model."""

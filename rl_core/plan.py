@@ -218,16 +218,19 @@ def choose_engine(
 
 
 def with_top_k(config: Config) -> Config:
-    """The configuration with the largest top_k for trained actors that set only top_p or min_p,
-    because each sampled token is stored with the ids that it was drawn from."""
+    """The configuration with the largest top_k for trained actors that set only top_p or min_p, or
+    that reply in a JSON schema, because each sampled token is stored with the ids that it was drawn
+    from."""
     actors = {}
     for name in config.trained:
         actor, sampling = config.actors[name], config.of(name).sampling
-        if (sampling.top_p < 1 or sampling.min_p) and not sampling.top_k:
+        if config.limits_ids(name) and not sampling.top_k:
             actors[name] = replace(actor, sampling=actor.sampling | {"top_k": MAX_TOP_K})
+    is_enforced = config.agents.response_format == "enforce"
+    limits = "top_p, min_p and JSON schemas" if is_enforced else "top_p and min_p"
     if actors and not int(os.environ.get("RANK", 0)):
         print(
-            f"{', '.join(actors)}: top_p and min_p choose among the {MAX_TOP_K:,} likeliest ids, "
+            f"{', '.join(actors)}: {limits} choose among the {MAX_TOP_K:,} likeliest ids, "
             "because each token is stored with the ids that it was drawn from (--sampling.top_k)",
             flush=True,
         )

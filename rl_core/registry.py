@@ -458,6 +458,8 @@ def check_options(config: Config) -> None:
             check_inference(own)
     if config.learner.kernels == "liger":
         require("liger_kernel", "--learner.kernels=liger", "liger")
+    if config.agents.response_format == "enforce":
+        require("llguidance", "--agents.response_format=enforce", "grammar")
     if config.actors != {"policy": ActorConfig(model=config.model)}:
         from rl_core.plugins.actor_rules import check_actors
 

@@ -48,6 +48,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # tokens that end it; they stay in its tokens
     # The completion names the ids that each token was drawn from, where top_k truncates.
     keeps_ids: bool = False
+    json_schema: str = ""  # Schema of the completion, for an engine with `has_grammars`; "": text.
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -152,17 +153,21 @@ class Endpoint:
         raise Refusal(text, code="context_length_exceeded")
 
     def check_schema(self, request: Request) -> None:
-        """Counts a request whose reply shall fit a JSON schema. Raises Refusal if
-        --agents.response_format refuses such requests."""
+        """Does with a request for a JSON schema as --agents.response_format says. Raises
+        Refusal."""
         if request.schema is None:
             return
         config = self.server.config
-        if config is not None and config.response_format == "refuse":
-            raise Refusal(
-                "--agents.response_format refuse: replies are not forced into a JSON schema; "
-                "ask for JSON in the messages"
-            )
-        request.overridden.append("response_format")
+        policy = config.response_format if config else "ignore"
+        if policy == "ignore":
+            request.overridden.append("response_format")
+            return
+        reason = "ask for JSON in the messages"
+        if policy == "enforce":
+            reason = unenforceable(self.tree_of(request).actor, request)
+            request.is_enforced = not reason
+        if reason:
+            raise Refusal(f"--agents.response_format {policy}: no reply in a JSON schema; {reason}")
 
     def put_before(self, dialect: ModuleType, request: Request) -> None:
         """Puts the conversation that the request continues before its messages. Raises Refusal."""
@@ -213,6 +218,19 @@ class Endpoint:
             return len(chat.first_prompt(request.messages, request.tools)[1])
         except ValueError as error:
             raise Refusal(str(error)) from error
+
+
+def unenforceable(actor: Actor, request: Request) -> str:
+    """The reason why an actor cannot reply in the request's JSON schema, or ""."""
+    if request.tools and request.reads_calls:
+        return "calls of tools do not fit it; leave out the tools or set tool_choice none"
+    if actor.chat is None or not all(engine.has_grammars for engine in actor.engines):
+        return f"actor {actor.name} has no engine with grammars, as the embedded engine is"
+    with suppress(ValueError):
+        start = actor.chat.render([{"role": "user", "content": "?"}])
+        if start.rstrip().endswith("<think>"):
+            return "the chat template begins each reply with thoughts; switch them off"
+    return ""
 
 
 class EndpointServer:

@@ -111,6 +111,7 @@ class Request:
     is_retry: bool = False  # the client says so
     # JSON schema that the reply shall fit; None: text.
     schema: dict[str, Any] | None = None
+    is_enforced: bool = False  # The reply is sampled in the schema.
     continues: str | None = None  # id of the kept reply whose conversation comes first
     is_kept: bool = False  # later requests may continue the reply
     seed: Any = None  # not used to sample: another seed asks for another reply

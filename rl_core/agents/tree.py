@@ -171,6 +171,8 @@ class Tree:
             limits["max_tokens"] = min(request.max_tokens, talk.params.max_tokens)
         if request.stop:
             limits["stop"] = request.stop
+        if request.is_enforced:
+            limits["json_schema"] = json.dumps(request.schema)
         num_replies = talk.num_replies
         try:
             await talk.respond(new, **limits)

@@ -25,14 +25,13 @@ from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.data.pretrained import load_pretrained
 from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
 from rl_core.data.rows import check_exists
-from rl_core.data.tokenizer_facts import TokenizerFacts, byte_of_char
+from rl_core.data.tokenizer_facts import TokenizerFacts
 from rl_core.data.turn_ends import TurnEnds
 from rl_core.rules import nearest
 from rl_core.types import Completion, Message, Turn
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 _MARK = "\ufdd0"
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # A byte in SentencePiece's vocabulary.
 # Longer texts are encoded in a thread: a tokenizer encodes about half a megabyte per second.
 LONG_CHARS = 1 << 16
 # Limit of cached chats with other variables.
@@ -249,22 +248,8 @@ class Chat:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token in the middle of a text. The bytes of several tokens join to the bytes
-        of their text, even if a token has only some bytes of a character."""
-        token = self.tokenizer.convert_ids_to_tokens(token_id)
-        decoder = self._facts.decoder
-        if BYTE_TOKEN.fullmatch(token) and "ByteFallback" in decoder:
-            return bytes([int(token[3:5], 16)])
-        if token_id in self.tokenizer.added_tokens_decoder:
-            return token.encode()
-        if "ByteLevel" in decoder:
-            return bytes(byte_of_char()[char] for char in token)
-        # A tokenizer may drop the space before the first token of a text.
-        once, twice = (
-            self.tokenizer.decode([token_id] * num, clean_up_tokenization_spaces=False)
-            for num in (1, 2)
-        )
-        return twice[len(once) :].encode()
+        """Bytes of a token in the middle of a text; see TokenizerFacts."""
+        return self._facts.token_bytes(token_id)
 
     def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
         """Token ids of the template's text after an assistant's tokens, without end tokens that

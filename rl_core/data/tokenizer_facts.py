@@ -9,6 +9,7 @@ from typing import Any
 
 # Normalizers that leave at least a third of a text's characters: NFC joins up to three.
 KNOWN_NORMALIZERS = {"Sequence", "NFC", "NFD", "Prepend", "Replace", "String"}
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # A byte in SentencePiece's vocabulary.
 REPLACEMENT = re.compile(r'String\("(.*?)"\), content="(.*?)"')
 
 
@@ -21,6 +22,28 @@ class TokenizerFacts:
     @cached_property
     def decoder(self) -> str:
         return repr(self.tokenizer.backend_tokenizer.decoder) if self.tokenizer.is_fast else ""
+
+    @cached_property
+    def added(self) -> frozenset[int]:
+        """Ids of added tokens."""
+        return frozenset(self.tokenizer.added_tokens_decoder)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token in the middle of a text. The bytes of several tokens join to the bytes
+        of their text, even if a token has only some bytes of a character."""
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if BYTE_TOKEN.fullmatch(token) and "ByteFallback" in self.decoder:
+            return bytes([int(token[3:5], 16)])
+        if token_id in self.added:
+            return token.encode()
+        if "ByteLevel" in self.decoder:
+            return bytes(byte_of_char()[char] for char in token)
+        # A tokenizer may drop the space before the first token of a text.
+        once, twice = (
+            self.tokenizer.decode([token_id] * num, clean_up_tokenization_spaces=False)
+            for num in (1, 2)
+        )
+        return twice[len(once) :].encode()
 
     @cached_property
     def longest_token(self) -> float:

@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rl_core.config import Config
+from rl_core.engines.grammars import Grammars, failure, masked_logits
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.slots import RowParams, Snapshot, bytes_per_token, device_memory, sample
 from rl_core.engines.weights import load_weights
@@ -33,6 +35,9 @@ from rl_core.host_copies import HostCopies
 from rl_core.learning.loading import max_positions
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
 # A shorter beginning that two conversations share is computed again: it is not worth a prefill of
@@ -65,6 +70,7 @@ class Request:
     known_head: int | None = None
     source: Request | None = None  # whose keys and values it begins with
     num_cached: int = 0  # ids that it takes from its source
+    matcher: LLMatcher | None = None  # State of its JSON schema.
     row: int = -1  # of the cache, where its ids are computed
     # A copy of its row, while its session waits for the next turn and another request has the row.
     parked: Snapshot | None = None
@@ -108,6 +114,7 @@ class EmbeddedEngine(Engine):
     own it starts asleep, and CPU-offloads them while it sleeps."""
 
     shares_weights = True
+    has_grammars = True
 
     @staticmethod
     def check(config: Config, name: str, may_lack: bool) -> None:
@@ -140,6 +147,7 @@ class EmbeddedEngine(Engine):
                 f"{type(model).__name__} is sampled row by row, which has no adapters of several "
                 "actors; leave share"
             )
+        self._grammars: Grammars | None = None
         self._waiting: list[Request] = []
         self._active: list[Request] = []  # the i-th has row i
         self._parked: dict[str, Request] = {}  # by session, oldest first
@@ -195,11 +203,18 @@ class EmbeddedEngine(Engine):
             session=session,
             adapter=adapter,
             random_bits=random_bits,
+            matcher=self._matcher(params, completion) if params.json_schema else None,
             future=asyncio.get_running_loop().create_future(),
         )
         self._queue(request)
         self._start_running()
         return await request.future
+
+    def _matcher(self, params: SamplingParams, completion: Completion) -> LLMatcher:
+        if self._grammars is None:
+            num_ids = len(self.model.get_output_embeddings().weight)
+            self._grammars = Grammars(self.tokenizer, num_ids)
+        return self._grammars.matcher(params, completion.token_ids)
 
     def end_session(self, session: str) -> None:
         if request := self._parked.pop(session, None):
@@ -483,7 +498,10 @@ class EmbeddedEngine(Engine):
         """Samples each request's next token. hidden: [n, hidden size]."""
         bits = [request.random_bits(RANDOM_BITS) for request in requests]
         uniforms = self._to_device(bits, torch.float32) * 2.0**-RANDOM_BITS
-        sampled = sample(self._slots.logits(hidden), uniforms, params)
+        logits = self._slots.logits(hidden)
+        if any(request.matcher for request in requests):
+            logits = masked_logits(logits, [request.matcher for request in requests])
+        sampled = sample(logits, uniforms, params)
         tokens, logprobs, *kept = sampled.tolist()  # The one wait for the device.
         if math.isnan(sum(logprobs)):
             check_logprobs(logprobs)
@@ -495,6 +513,8 @@ class EmbeddedEngine(Engine):
             request.ids.append(token)
             completion.token_ids.append(token)
             completion.logprobs.append(logprob)
+            if request.matcher is not None:
+                request.matcher.consume_token(token)
             is_long = len(request.ids) >= request.end
             if is_long or params.stop or token in params.stop_token_ids:
                 ended.append(request)
@@ -528,6 +548,8 @@ class EmbeddedEngine(Engine):
     def _finish(self, request: Request) -> None:
         if request.session and self._slots.is_batched:
             self._park(request)
+        if request.matcher is not None and (error := failure(request.matcher)):
+            request.future.set_exception(ValueError(error))
         if not request.future.done():
             completion = request.completion
             if self.tokenizer is not None:

@@ -321,6 +321,7 @@ class RemoteEngine(Engine):
     cache. Other engines' devices are not its own, and an update pauses it: it never sleeps."""
 
     is_elsewhere = True
+    has_grammars = True  # EngineMaker.check() refuses engines without.
 
     servers: list[Server]
     is_first: bool  # of the ranks that ask; it speaks for all

@@ -51,6 +51,11 @@ class EngineMaker:
             sizes |= dict.fromkeys(place.actors, len(place.ranks))
         for name, cls in self.classes.items():
             config, size = self.config.of(name), sizes.get(name, num_ranks)
+            if config.agents.response_format == "enforce" and not cls.has_grammars:
+                raise ValueError(
+                    f"--agents.response_format=enforce: {cls.__name__} of actor {name} does not "
+                    "name the ids that a token was drawn from; take --engine embedded"
+                )
             cls.check(config, name, is_planned)
             self.check_divides(f"--actors.{name}.engine_urls", len(self.servers(name)), size)
             self.check_divides("--engine_tp", config.engine_tp, size)

@@ -108,12 +108,11 @@ def keep_config(out: Path, config: Config) -> list[str]:
 
 
 def without_largest_top_k(config: Config) -> Config:
-    """The configuration without the top_k that top_p or min_p alone were given: a run that reads it
+    """The configuration without the top_k that other limits alone were given: a run that reads it
     may have other limits, and is given the same top_k for these."""
     actors = {}
     for name, actor in config.actors.items():
-        sampling = config.of(name).sampling
-        if actor.sampling.get("top_k") == MAX_TOP_K and (sampling.top_p < 1 or sampling.min_p):
+        if actor.sampling.get("top_k") == MAX_TOP_K and config.limits_ids(name):
             kept = {key: value for key, value in actor.sampling.items() if key != "top_k"}
             actors[name] = dataclasses.replace(actor, sampling=kept)
     return dataclasses.replace(config, actors=config.actors | actors)

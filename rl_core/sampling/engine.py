@@ -42,6 +42,9 @@ class Engine:
     # several actors share a model, each engine applies the adapters of all linear layers.
     serves_lora: ClassVar[frozenset[str]] = frozenset()
 
+    # True: it samples in SamplingParams.json_schema, with logprobs over the allowed tokens.
+    has_grammars: ClassVar[bool] = False
+
     version: int  # of the weights that it holds, adapters aside
     capacity: int  # requests that it decodes at once
     weights_way: str = ""  # how new weights get there, if there are several ways

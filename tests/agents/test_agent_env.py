@@ -281,3 +281,50 @@ def test_a_run_learns_from_what_was_sampled_at_the_endpoint(tmp_path, tiny_model
         # What the engine sampled with is what the learner computes.
         assert abs(row["learn/policy/mismatch_kl_nats"]) < 1e-5
         assert row["learn/policy/grad_norm"] > 0
+
+
+IN_A_SCHEMA = """
+from typing import Literal
+import openai, pydantic
+
+class Order(pydantic.BaseModel):
+    size: Literal["small", "big"]
+    count: int = pydantic.Field(ge=0, le=20)
+
+async def agent(task, llm):
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        messages, orders = list(task.messages), []
+        for said in ("a", "b"):
+            asked = {"model": "m", "messages": messages, "response_format": Order}
+            reply = (await client.chat.completions.parse(**asked)).choices[0].message
+            orders.append(reply.parsed)
+            messages += [{"role": "assistant", "content": reply.content}]
+            messages += [{"role": "user", "content": said}]
+        return orders
+
+def reward_fn(result):
+    return sum(order.count for order in result) / 20
+
+def load_tasks(split):
+    return [{"prompt": "12"}, {"prompt": "34"}]
+"""
+
+
+def test_a_run_samples_in_a_schema_and_learns_over_the_same_ids(tmp_path, tiny_model, capfd):
+    pytest.importorskip("llguidance")
+    flags = (
+        f"--env_path {write(tmp_path, IN_A_SCHEMA)} --num_steps 2 --tasks_per_step 2 "
+        "--group_size 4 --max_prompt_tokens 64 --max_tokens 400 --seed 1 "
+        "--agents.response_format enforce --optim.lr 1e-2 --eval_every 2"
+    )
+    out = train(tmp_path / "out", "--model", tiny_model, flags)
+    said = capfd.readouterr().out
+    assert "policy: top_p, min_p and JSON schemas choose among the 1,024 likeliest ids" in said
+    rows = steps(out)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["rollout/policy/failed"] == 0, "each reply was parsed"
+        assert row["rollout/policy/agent_overridden"] == 0
+        assert abs(row["learn/policy/mismatch_kl_nats"]) < 1e-6
+        assert row["learn/policy/entropy_nats"] < 2, "no more than the ids of the schema"
+        assert row["learn/policy/grad_norm"] > 0

@@ -875,6 +875,35 @@ def test_a_wanted_schema_is_refused_where_the_run_says_so(dialect):
     assert asyncio.run(play()) == 1
 
 
+def test_a_schema_is_enforced_by_engines_with_grammars_alone():
+    refused = {
+        "no engine with grammars": {},
+        "calls of tools do not fit it": {"tools": TOOLS},
+    }
+
+    async def play():
+        config = AgentsConfig(response_format="enforce")
+        async with endpoint('{"name": "Rome", "people": 3}', config=config) as (llm, tree):
+            client = openai_client(llm)
+            asked = {"response_format": {"type": "json_object"}}
+            for error, more in refused.items():
+                with pytest.raises(openai.BadRequestError, match=error):
+                    await chat(client, HI, **asked, **more)
+            tree.actor.engine.has_grammars = True
+            sampled, generate = [], tree.actor.engine.generate
+
+            async def note(prompt_ids, params, **more):
+                sampled.append(params.json_schema)
+                return await generate(prompt_ids, params, **more)
+
+            tree.actor.engine.generate = note
+            await chat(client, HI, **asked, tools=TOOLS, tool_choice="none")
+            await chat(client, HI)
+            return sampled, llm.trajectories(1.0)[0].metrics["agent_overridden"]
+
+    assert asyncio.run(play()) == (['{"type": "object"}', ""], 0)
+
+
 ANY_CITY = {"type": "json_schema", "schema": City.model_json_schema()}
 FORMATS = [  # (module, fields, schema)
     (chat_completions, {"response_format": {"type": "text"}}, None),

@@ -4,6 +4,8 @@ keeps it cheap."""
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 
 import peft
 import pytest
@@ -58,6 +60,61 @@ async def has_decoded(engine, num_steps):
 
 
 # What is sampled
+
+
+ENDS = (1, 5)  # ids
+SCHEMAS = {  # schema: all texts of it
+    "words": ({"enum": ["no", "noon", "yes"]}, ['"no"', '"noon"', '"yes"']),
+    "numbers": ({"type": "integer", "minimum": 8, "maximum": 12}, ["8", "9", "10", "11", "12"]),
+    "true": ({"const": True}, ["true"]),
+    "any": ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, ["true", "false", "null"]),
+}
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_k": 60, "top_p": 0.8}])
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_token_is_drawn_from_the_ids_with_which_the_schema_continues(model, kind, limits):
+    """Expected: by hand from all texts of the schema, with a tokenizer of one character a token."""
+    pytest.importorskip("llguidance")
+    schema, texts = SCHEMAS[kind]
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    text_of = {number: token for token, number in tokenizer.get_vocab().items()}
+    plain = SamplingParams(max_tokens=9, stop_token_ids=ENDS)
+    one = replace(plain, json_schema=json.dumps(schema), temperature=0.7, keeps_ids=True, **limits)
+    prompts = random_prompts(20, seed=2)
+    engine = embedded(model, num_slots=7, tokenizer=tokenizer)
+    found = run(engine, prompts, [one if i % 4 else plain for i in range(20)])
+    for i, (prompt, done) in enumerate(zip(prompts, found, strict=True)):
+        if not i % 4:
+            assert_logprobs(model, [prompt], [done])
+            continue
+        assert done.text in texts and done.token_ids[-1] in ENDS and done.finish_reason == "stop"
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + done.token_ids])).logits[0]
+        for at, (token, logprob) in enumerate(zip(done.token_ids, done.logprobs, strict=True)):
+            seen = done.text[:at]
+            nexts = {text[at] for text in texts if text.startswith(seen) and len(text) > at}
+            allowed = {number for number, token in text_of.items() if token in nexts}
+            allowed |= set(ENDS) if seen in texts else set()
+            row = torch.full((VOCAB_SIZE,), -torch.inf)
+            row[list(allowed)] = logits[len(prompt) - 1 + at][list(allowed)] / 0.7
+            probs = expected_probs(row, **limits)
+            assert logprob == pytest.approx(probs[token].log().item(), abs=1e-5)
+            if limits:
+                kept = {int(number) for number in done.kept_ids[at].split()}
+                assert kept == set(probs.nonzero()[:, 0].tolist())
+
+
+def test_a_schema_that_cannot_be_enforced_is_an_error_of_its_request(model):
+    pytest.importorskip("llguidance")
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    engine = embedded(model, tokenizer=tokenizer)
+    params = SamplingParams(max_tokens=9, stop_token_ids=ENDS, json_schema='{"type": "x"}')
+    with pytest.raises(ValueError, match="the JSON schema cannot be enforced"):
+        run(engine, [[9]], params)
+    with pytest.raises(ValueError, match="an end token"):
+        run(engine, [[9]], SamplingParams(max_tokens=9, json_schema="{}"))
+    assert run(engine, [[9]], SamplingParams(max_tokens=3))[0].token_ids
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

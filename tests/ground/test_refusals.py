@@ -460,6 +460,11 @@ FLAGS = [
     (BOB, f"{NF4} --actors.alice.share bob --engine_ranks 1", "leave out --engine_ranks"),
     (BOB, f"{NF4} --actors.alice.share bob --engine sglang", "take --engine embedded"),
     (MODEL, "--actors.policy.router_replay true --engine sglang", "needs --engine embedded"),
+    (
+        MODEL,
+        "--agents.response_format enforce --engine sglang",
+        "SGLangEngine of actor policy does not name the ids",
+    ),
     # servers that run already
     (MODEL, "--actors.policy.engine_urls localhost", "must be different addresses"),
     (
@@ -534,6 +539,7 @@ def test_presets_contradict_nothing(preset):
         ("--actors.policy.lora.rank 4 --actors.policy.lora.quantize nf4", "bitsandbytes", "bnb"),
         ("--learner.kernels liger", "liger_kernel", "liger"),
         ("--actors.judge.model m --actors.judge.api http://x/v1", "openai", "api"),
+        ("--agents.response_format enforce", "llguidance", "grammar"),
     ],
 )
 def test_a_missing_library_is_named_with_its_extra(flags, library, extra, monkeypatch):
