@@ -51,7 +51,7 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self.known: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
+        self.known: dict[tuple[int, ...], LLTokenizer] = {}  # Key: the end tokens.
 
     def matcher(self, params: SamplingParams, begun: Sequence[int]) -> LLMatcher:
         """The state of a completion that has begun with these tokens. Raises ValueError for a

@@ -318,8 +318,8 @@ def test_a_run_samples_in_a_schema_and_learns_over_the_same_ids(tmp_path, tiny_m
         "--agents.response_format enforce --optim.lr 1e-2 --eval_every 2"
     )
     out = train(tmp_path / "out", "--model", tiny_model, flags)
-    said = capfd.readouterr().out
-    assert "policy: top_p, min_p and JSON schemas choose among the 1,024 likeliest ids" in said
+    printed = capfd.readouterr().out
+    assert "policy: top_p, min_p and JSON schemas choose among the 1,024 likeliest ids" in printed
     rows = steps(out)
     assert len(rows) == 2
     for row in rows:

@@ -83,8 +83,8 @@ def test_a_token_is_drawn_from_the_ids_with_which_the_schema_continues(model, ki
     one = replace(plain, json_schema=json.dumps(schema), temperature=0.7, keeps_ids=True, **limits)
     prompts = random_prompts(20, seed=2)
     engine = embedded(model, num_slots=7, tokenizer=tokenizer)
-    found = run(engine, prompts, [one if i % 4 else plain for i in range(20)])
-    for i, (prompt, done) in enumerate(zip(prompts, found, strict=True)):
+    completions = run(engine, prompts, [one if i % 4 else plain for i in range(20)])
+    for i, (prompt, done) in enumerate(zip(prompts, completions, strict=True)):
         if not i % 4:
             assert_logprobs(model, [prompt], [done])
             continue
