@@ -6,14 +6,16 @@
 
 Rewards, from a sandbox (docs/sandbox.md): 1 if every test passes within the time limit, and 0.1
 times the share that passes: more for a share would reward printing the commonest answer. Tests are
-in the row's `tests` (pairs of stdin and stdout), `official_tests` and `examples` (Codeforces),
-`input_output` (APPS, TACO), or `public_tests` and `private_tests` (CodeContests); `time_limit` is
-in seconds. Without rows: one word about a line of numbers, such as `max` or `sorted`, in three
+in the row's `tests` (pairs of stdin and stdout, or as of DeepCoder), `verification_info`
+(PrimeIntellect), `official_tests` and `examples` (Codeforces), `input_output` (APPS, TACO), or
+`public_tests` and `private_tests` (CodeContests); `time_limit` is in seconds. Rows whose tests call
+a function fail. Without rows: one word about a line of numbers, such as `max` or `sorted`, in three
 levels; a hash of the prompt says which quarter is held out. Needs a GPU, not run: only by scripted
 actors.
 """
 
 import random
+import re
 import zlib
 
 from rl_core.sandbox import Sandbox
@@ -56,6 +58,6 @@ def load_tasks(split):
 
 async def reward_fn(completion, task):
     code, language = code_of(completion)
-    limit = float(task.row.get("time_limit") or 2.0)
+    limit = float(re.match(r"[\d.]+", str(task.row.get("time_limit") or 2.0))[0])
     found = await sandbox.run(code, tests=stdin_tests(task.row), language=language, timeout_s=limit)
     return {"accepted": float(found.status == "ok"), "share": 0.1 * found.share}

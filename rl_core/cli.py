@@ -27,6 +27,7 @@ COMMANDS = {
         "how they fail"
     ),
     "envs": "list the environments of envs/: what each is and needs, and how it is run",
+    "datasets": "list data sets of the hub that are used most, each with the command for it",
     "tokens": "print each row with the trained text between « and », and values mapped or refused",
     "plan": (
         "print data, tokens of a step, parameters and memory of a run with these flags, on "

@@ -76,7 +76,8 @@ def make_plan(
     plan = plan_learning(config, envs)
     plan.own_parts = own_parts
     held_out = cache(partial(held_out_tasks, config, envs))
-    plan.train = train_tasks(config, envs, held_out)
+    with registry.naming_recipes(config):
+        plan.train = train_tasks(config, envs, held_out)
     if config.eval_every:
         plan.eval = eval_tasks(config, envs, held_out)
     with naming_turns(envs):
@@ -85,8 +86,9 @@ def make_plan(
         registry.env_file().check_tools(config, envs, plan.chats)
     else:
         plan.sft_dataset = registry.sft_dataset(config, plan.chats[config.trained[0]])
-    for source in (*plan.train.sources, *plan.eval.values()):
-        registry.check_lengths(config, envs, plan.chats, plan.sft_dataset, source)
+    with registry.naming_recipes(config):
+        for source in (*plan.train.sources, *plan.eval.values()):
+            registry.check_lengths(config, envs, plan.chats, plan.sft_dataset, source)
     if registry.has_curriculum(plan):
         registry.draw_by_weight(envs, plan.train)
     if config.num_epochs:

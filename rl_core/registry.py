@@ -94,6 +94,12 @@ def streamed_tasks(*source: Any):
     return streamed_tasks(*source)
 
 
+def naming_recipes(config: Any):
+    from rl_core.tools.datasets import naming_recipes
+
+    return naming_recipes(config.data.train or "")
+
+
 def renamed_columns(config: Any, rows: Any, path: str, is_train: bool):
     from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
 

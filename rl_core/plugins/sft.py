@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.data.chat import Chat, TokenStream, fingerprint, text_after, text_of, unmarked
-from rl_core.data.messages import as_context
+from rl_core.data.messages import as_context, shorten
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
@@ -92,7 +92,7 @@ def sft_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Me
                 f"it needs a column 'response' with the reply to {column!r}; its columns are "
                 f"{', '.join(row)}; read another by --data.columns response=NAME"
             )
-        messages = as_context(messages) + column_messages(row, reply, "assistant", notes)
+        messages = as_context(messages) + text_reply(row, reply, notes)
     elif is_trajectory(row):
         # Assistants' messages before the first turn are part of the prompt.
         trained, num_turns = trained_messages(messages), len(row["turns"])
@@ -106,6 +106,18 @@ def sft_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Me
             "behind a message that it answers"
         )
     return messages
+
+
+def text_reply(row: dict[str, Any], column: str, notes: list[str] | None) -> list[Message]:
+    """The messages of a reply's column. A text has the thoughts in column `reasoning_content`."""
+    reply, thoughts = column_messages(row, column, "assistant", notes), row.get("reasoning_content")
+    if not thoughts or not isinstance(row[column], str):
+        return reply
+    if not isinstance(thoughts, str):
+        raise ValueError(f"column 'reasoning_content' must be a text, is {shorten(thoughts)}")
+    if notes is not None:
+        notes.append("column 'reasoning_content' read as the thoughts of the reply")
+    return [{**reply[0], "reasoning_content": thoughts}]
 
 
 def greeting_as_context(messages: list[Message], notes: list[str] | None = None) -> list[Message]:

@@ -8,6 +8,7 @@ import builtins
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 # Bounds keep it linear in the length of a reply that repeats a character for ever.
@@ -62,22 +63,46 @@ def function_tests(row: Mapping[str, Any], prompt: str = "") -> tuple[str, list[
 
 
 def stdin_tests(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(stdin, stdout) of a row's `tests` (pairs), `official_tests` and `examples` (Codeforces),
-    `input_output` (APPS, TACO), or `public_tests` and `private_tests` (CodeContests)."""
+    """(stdin, stdout) of a row's `tests` (DeepCoder), `verification_info` (PrimeIntellect),
+    `official_tests` and `examples` (Codeforces), `input_output` (APPS, TACO), or `public_tests` and
+    `private_tests` (CodeContests). Each may be JSON text: a list of pairs or of {"input",
+    "output"}, or columns {"inputs", "outputs"}. Raises ValueError if there are none, and if they
+    call a function."""
     if row.get("tests"):
-        return [tuple(pair) for pair in row["tests"]]
-    found = [
-        (t["input"], t["output"])
-        for name in ("official_tests", "examples")
-        for t in row.get(name) or ()
+        return pairs_in(row["tests"])
+    verification = json_value(row.get("verification_info")) or {}
+    tables = [
+        verification.get("test_cases"),
+        *(row.get(name) for name in ("official_tests", "examples", "input_output")),
+        *(row.get(name) for name in ("public_tests", "private_tests")),
     ]
-    tables = [row.get("input_output"), row.get("public_tests"), row.get("private_tests")]
-    for table in filter(None, tables):
-        table = json.loads(table) if isinstance(table, str) else table
-        names = ("inputs", "outputs") if "inputs" in table else ("input", "output")
-        found += zip(*(table[name] for name in names), strict=True)
-    if not found:
+    pairs = list(chain.from_iterable(map(pairs_in, filter(None, tables))))
+    if not pairs:
         raise ValueError(
             f"a row with {', '.join(row)} has no tests, so every program would pass; leave it out"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(pairs))
+
+
+def pairs_in(table: Any) -> list[tuple[str, str]]:
+    """The pairs of one table of tests, or of its JSON text."""
+    table = json_value(table)
+    if isinstance(table, dict):
+        cases = [table] if table.get("fn_name") else []
+        names = ("inputs", "outputs") if "inputs" in table else ("input", "output")
+        pairs = list(zip(*(table[name] for name in names), strict=True))
+    else:
+        cases = [case for case in table if isinstance(case, dict)]
+        pairs = [(t["input"], t["output"]) if isinstance(t, dict) else tuple(t) for t in table]
+    for case in cases:
+        kind = case.get("type") or case.get("testtype")
+        if case.get("fn_name") or kind in ("function_call", "functional"):
+            raise ValueError(
+                f"its tests call a function, {case.get('fn_name')!r}, and this environment runs "
+                "programs that read stdin; leave the row out"
+            )
+    return pairs
+
+
+def json_value(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value

@@ -99,6 +99,7 @@ def test_tests_of_rows_are_found_in_every_form():
         and reward("code", sums, "def sum(a, b): return 4") == 0.0
     )
     pairs = [("1\n", "2\n"), ("2\n", "4\n")]
+    cases = [{"type": "stdin_stdout", "input": i, "output": o} for i, o in pairs]
     split = {"input": ["1\n"], "output": ["2\n"]}, {"input": ["2\n"], "output": ["4\n"]}
     for row in (
         {"tests": [list(pair) for pair in pairs]},
@@ -108,8 +109,20 @@ def test_tests_of_rows_are_found_in_every_form():
         },
         {"input_output": json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})},
         {"public_tests": split[0], "private_tests": split[1]},
+        {"tests": json.dumps(cases)},
+        {"tests": json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})},
+        {"verification_info": json.dumps({"language": "python", "test_cases": cases})},
+        {"verification_info": {"test_cases": [case | {"fn_name": None} for case in cases]}},
     ):
         assert stdin_tests(row) == pairs
+    call = {"type": "function_call", "fn_name": "f", "input": [1], "output": [2]}
+    for row in (
+        {"tests": [call]},
+        {"tests": json.dumps([{"input": "1", "output": "2", "testtype": "functional"}])},
+        {"input_output": json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[2]]})},
+    ):
+        with pytest.raises(ValueError, match="its tests call a function"):
+            stdin_tests(row)
     for empty in (
         lambda: stdin_tests({"prompt": "?", "examples": None}),
         lambda: function_tests({"prompt": "?", "test_list": []}),

@@ -62,8 +62,14 @@ def test_the_version_is_printed(capsys):
         (
             2,
             ["publish"],
-            "unknown command 'publish'; known: init, train, check, envs, tokens, plan",
+            "unknown command 'publish'; known: init, train, check, envs, datasets, tokens, plan",
         ),
+        (
+            1,
+            ["datasets", "openai/gsmk8"],
+            "no recipe for 'openai/gsmk8'; the nearest are openai/gsm8k",
+        ),
+        (1, ["datasets", "x"], "rl-core datasets lists all"),
         (1, ["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
         (
             1,

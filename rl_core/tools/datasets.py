@@ -1,0 +1,133 @@
+"""rl-core datasets: data sets of the hub that are used most, with their algorithm and environment.
+rl-core datasets NAME: the columns of one, and the command that trains or scores a model on it.
+
+Nothing is downloaded. `M` in a command stands for a model: a folder or a name on the hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import yaml
+
+# The keys of datasets.yaml, "tried" and "command".
+Recipe = dict[str, str]
+
+WIDTH = 110  # characters of a line of the table
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rl-core datasets", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("name", nargs="?", help="a set, such as openai/gsm8k or gsm8k: only this")
+    args = parser.parse_args(argv)
+    names = [full_name(args.name)] if args.name else list(recipes())
+    chosen = {name: recipes()[name] for name in names}
+    if args.json:
+        print(json.dumps(chosen, indent=2, ensure_ascii=False))
+    elif args.name:
+        print(described(names[0], chosen[names[0]]))
+    else:
+        print(as_table(chosen))
+    return 0
+
+
+@cache
+def recipes() -> dict[str, Recipe]:
+    """Name on the hub -> its recipe."""
+    table: dict[str, Any] = yaml.safe_load(
+        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    )
+    tried = str(table["tried"])
+    known = {}
+    for name, recipe in table["sets"].items():
+        recipe = {"data": name} | recipe
+        known[name] = recipe | {"tried": tried, "command": command_of(name, recipe)}
+    return known
+
+
+def command_of(name: str, recipe: Recipe) -> str:
+    """The command that trains model M on the set, or scores M if the set is for evaluation."""
+    is_eval = recipe["algorithm"] == "eval"
+    words = ["rl-core eval M" if is_eval else "rl-core train --model M"]
+    if not is_eval:
+        words.append(f"--algorithm {recipe['algorithm']}")
+    if "env" in recipe:
+        words.append(f"--env_path {recipe['env']}")
+    words.append(f"--data.{'eval' if is_eval else 'train'} {recipe['data']}")
+    if "columns" in recipe:
+        words.append(f"--data.columns {recipe['columns']}")
+    words.append(recipe["flags"])
+    if not is_eval:
+        words.append(f"--out runs/{short_name(name)}")
+    return "\n".join([*filter(None, [recipe.get("get")]), " ".join(words)])
+
+
+def short_name(name: str) -> str:
+    return name.rpartition("/")[2].lower()
+
+
+def full_name(name: str) -> str:
+    """The set of this name, with or without its owner. Raises ValueError, with the nearest names,
+    for an unknown set."""
+    shorts = {short_name(known): known for known in recipes()}
+    asked = re.split("[:@]", name)[0].lower()
+    for known in recipes():
+        if asked in (known.lower(), short_name(known)):
+            return known
+    close = difflib.get_close_matches(short_name(asked), shorts, n=3, cutoff=0.5)
+    nearest = ", ".join(shorts[short] for short in close)
+    hint = f"the nearest are {nearest}" if close else "rl-core datasets lists all"
+    raise ValueError(
+        f"rl-core datasets has no recipe for {name!r}; {hint}. Other sets can be trained on too: "
+        "--data.train NAME, and --data.columns where columns have other names"
+    )
+
+
+@contextmanager
+def naming_recipes(source: str) -> Iterator[None]:
+    """Adds the recipes of the sets in `source`, a value of --data.train, to ValueErrors."""
+    try:
+        yield
+    except ValueError as error:
+        names = [re.split("[:@]", name.strip())[0] for name in source.split(",")]
+        hints = [f"rl-core datasets {name}" for name in names if name in recipes()]
+        if not hints:
+            raise
+        raise ValueError(f"{error}. The command for this set: {', '.join(hints)}") from error
+
+
+def as_table(chosen: dict[str, Recipe]) -> str:
+    width = max(map(len, chosen))
+    lines = []
+    for name, recipe in chosen.items():
+        use = " ".join(filter(None, [recipe["algorithm"], recipe.get("env")]))
+        about = shorten(recipe["about"], WIDTH - width, placeholder=" ...")
+        lines.append(f"{name:<{width}}  {use:<17}  {about}")
+    end = "rl-core datasets NAME: the command, columns and notes of one set"
+    return "\n".join([*lines, "", end])
+
+
+def described(name: str, recipe: Recipe) -> str:
+    facts = {
+        "algorithm": recipe["algorithm"],
+        "env": recipe.get("env"),
+        "data": recipe["data"],
+        "columns": recipe.get("columns"),
+        "note": recipe.get("note"),
+        "tried": f"{recipe['tried']}, with rows of the same shape",
+    }
+    lines = [f"== {name}", f"  {recipe['about']}", ""]
+    lines += [f"  {key:<10} {fact}" for key, fact in facts.items() if fact]
+    return "\n".join([*lines, "", *(f"  {line}" for line in recipe["command"].splitlines())])
