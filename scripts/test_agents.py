@@ -132,7 +132,9 @@ PROGRAMS = {
     ),
     "litellm": Program(modes=ways("openai", "anthropic"), packages="litellm"),
     "instructor": Program(
-        modes=ways(tools=[call("Sum", sum=42)], json=[SUM], json_schema=[SUM], retried=["no", SUM]),
+        # The tool of a stream has another name, and a stream is not asked for again.
+        modes=ways(tools=[call("Sum", sum=42)], json=[SUM], json_schema=[SUM])
+        | {"tools-stream": [call("PartialSum", sum=42)], "retried": ["no", SUM]},
         packages="instructor",
     ),
     "dspy": Program(
