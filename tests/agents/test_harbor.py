@@ -1,4 +1,4 @@
-"""Tasks in Harbor's format: what is read, what a box gets, and that a verifier is not fooled."""
+"""Tasks in Harbor's format: their files, their boxes, and agents that cheat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+import tarfile
 import textwrap
 import threading
 import time
@@ -20,6 +21,7 @@ from rl_core.agents import dockerfile, harbor
 from rl_core.agents.dockerfile import digest_of, read_instructions
 from rl_core.agents.harbor import open_task, read_score
 from rl_core.agents.harbor_task import read_task, task_rows
+from rl_core.agents.installs import uses_network
 from rl_core.agents.verifier_tools import VerifierTools
 from rl_core.cli import main
 from rl_core.data.episodes import failure_reason
@@ -88,7 +90,7 @@ def episode(folder, *replies):
     return trajectory
 
 
-# What is read
+# Reading a task
 
 
 def test_rows_are_a_folders_tasks_by_name_or_one_task(make):
@@ -261,6 +263,100 @@ def test_a_dockerfile_is_carried_out(make):
     assert result.stdout == f"{expected}755\n/srv/3 old form\n"
 
 
+DOCUMENTS = """\
+FROM debian
+WORKDIR /app
+COPY <<one <<'two' /srv/
+in $PWD_OF
+one
+as $PWD_OF
+two
+RUN cat > a.py <<END && python3 a.py > said
+print("a  b")
+END
+RUN <<END
+echo $HOME >> said
+ls /srv >> said
+END
+RUN touch /opt/x /home/y /var/log/z /var/lib/w && ls /mnt /media
+ADD box.tar.gz /srv/unpacked
+"""
+
+
+@needs_bwrap
+def test_here_documents_and_archives_are_carried_out(make):
+    folder = make(dockerfile=DOCUMENTS)
+    (folder / "environment/inner").write_text("packed")
+    with tarfile.open(folder / "environment/box.tar.gz", "w:gz") as archive:
+        archive.add(folder / "environment/inner", "inner")
+    result = in_box(folder, "cat said /srv/one /srv/two /srv/unpacked/inner")
+    expected = "a  b\n/root\none\ntwo\nin $PWD_OF\nas $PWD_OF\npacked"
+    assert result.stdout == expected, result.stderr
+
+
+VENV = """\
+FROM debian
+WORKDIR /app
+RUN python3 -m venv --without-pip /app/venv
+ENV PATH=/app/venv/bin:$PATH
+"""
+VENV_TEST = """\
+#!/bin/bash
+python3 -c 'import sys; print(int(sys.prefix == "/app/venv"))' > /logs/verifier/reward.txt
+"""
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "attack, reward",
+    [
+        ("echo yes > done", 1.0),
+        ("touch venv/bin/cat", 0.0),
+        ("for f in venv/lib/*/site-packages; do echo > $f/sitecustomize.py; done", 0.0),
+    ],
+)
+def test_a_verifiers_path_is_the_images_where_no_agent_wrote(make, attack, reward):
+    played = episode(make(dockerfile=VENV, test=VENV_TEST), bash(attack), "It is done.")
+    assert (played.status, played.reward, played.error) == ("ok", reward, "")
+
+
+@pytest.mark.parametrize(
+    "line, needs",
+    [
+        ("apt-get update && apt-get install -y curl", True),
+        ("cd /x && pip install six", True),
+        ("python3 -m pip install --user six", True),
+        ("curl -LsSf https://example.com/install.sh | sh", True),
+        ("curl http://localhost:8080/health", False),
+        ("uvx -p 3.13 pytest", True),
+        ("echo pip install", False),
+        ("git -C /x status", False),
+        ("python3 -m pytest /tests", False),
+    ],
+)
+def test_lines_that_need_a_network_are_known(line, needs):
+    assert uses_network(line) is needs
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "files, error",
+    [
+        ({"test": "#!/bin/sh\napt-get update\n"}, r"tests/test\.sh:2: apt-get update: .*verify_n"),
+        ({"dockerfile": "FROM debian\nRUN pip install x\n"}, r"Dockerfile:2: RUN pip .*build_n"),
+        ({"dockerfile": "FROM alpine\nRUN apk add x\n"}, "build_network"),
+    ],
+)
+def test_a_line_that_needs_a_network_is_refused_without_one(make, files, error):
+    async def opened():
+        phases = {"build_network": False, "verify_network": False}
+        async with open_task(str(make(**files)), driver="bubblewrap", **phases):
+            raise AssertionError("opened")
+
+    with pytest.raises(ValueError, match=error):
+        asyncio.run(opened())
+
+
 @pytest.mark.parametrize(
     "line, error",
     [
@@ -270,7 +366,7 @@ def test_a_dockerfile_is_carried_out(make):
         ("RUNN true", "did you mean 'RUN'"),
     ],
 )
-def test_what_needs_an_image_is_told_with_its_line(tmp_path, line, error):
+def test_instructions_that_need_an_image_are_refused(tmp_path, line, error):
     file = tmp_path / "Dockerfile"
     file.write_text(f"{line}\n")
     with pytest.raises(ValueError, match=f"Dockerfile(:1)?: .*{error}"):
