@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AT_ONCE = 4  # tasks that are played at once
 SOLVED = 1.0
 MAX_LOGS = 20  # tasks whose output is shown
-MAX_LINES = 30  # of the output of one task
+MAX_LINES = 30  # lines of the output of one task
 MAX_REASON = 300  # characters
 
 
@@ -81,11 +81,11 @@ class Table:
 
     def reasons(self) -> dict[str, list[str]]:
         """Reason -> tasks that are not good to train on for it."""
-        found: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
         for verdict in self.verdicts:
             if not verdict.is_good:
-                found.setdefault(verdict.fault, []).append(verdict.task)
-        return found
+                reasons.setdefault(verdict.fault, []).append(verdict.task)
+        return reasons
 
     def lines(self) -> list[str]:
         lines = []
