@@ -143,6 +143,8 @@ async def interact(messages):
 
 
 def reward_fn(messages, golden_answers):
+    if isinstance(golden_answers, str):  # A text alone, as MuSiQue's `answer`.
+        golden_answers = [golden_answers]
     answers = re.findall(r"(?s)<answer>(.*?)</answer>", messages[-1]["content"])
     return (
         max((exact(answers[-1], golden) for golden in golden_answers), default=0.0)

@@ -161,6 +161,7 @@ def test_the_search_environment_asks_its_server_and_compares_answers(monkeypatch
         reward(said(text), answers)
         for text in ("<answer>Eiffel tower</answer>", "<answer>x</answer>", "Louvre")
     ] == [1, 0, 0]
+    assert [reward(said(f"<answer>{text}</answer>"), "Ulm") for text in ("ulm", "U")] == [1, 0]
 
 
 # What shows a recipe's settings in force: flags of a twin, and steps of its warm-up.
