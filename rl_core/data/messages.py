@@ -310,10 +310,10 @@ def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str
                 "must be a list of JSON schemas, or such a list as JSON text; tool "
                 f"{number} is not a function with a name: {shorten(tool)}"
             )
-        whole = tool | {"function": with_schema(function)}
-        if whole != tool and notes is not None:
+        completed = tool | {"function": with_schema(function)}
+        if completed != tool and notes is not None:
             notes.append(f"tool {number}: parameters completed to a JSON schema")
-        read.append(whole)
+        read.append(completed)
     return read
 
 

@@ -328,8 +328,8 @@ BOX = SPACES.Box(-1, 1, (2,), np.float32)
     ],
 )
 def test_numbers_are_an_action_of_their_space(space, text, action):
-    found = action_of(text, space, ["left", "right", "up"])
-    assert found is None if action is None else np.array_equal(found, action)
+    value = action_of(text, space, ["left", "right", "up"])
+    assert value is None if action is None else np.array_equal(value, action)
 
 
 GRID = np.zeros((3, 3, 3), np.uint8)  # [column, row]: object, colour, state; all unseen
