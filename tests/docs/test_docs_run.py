@@ -130,6 +130,7 @@ def test_every_block_runs_or_says_why_not():
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run(page, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -170,6 +170,7 @@ def test_environments_that_are_not_run_exist():
     assert {*NOT_RUN, *MARKS} <= {*NAMES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_printed_commands_run(name, printed, runner, texts, monkeypatch):
     monkeypatch.chdir(runner.folder)

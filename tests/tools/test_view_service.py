@@ -219,6 +219,7 @@ def test_what_a_service_said_last_stays_when_its_token_changes_and_when_it_dies(
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("screen", SCREENS)
 def test_the_page_of_a_service_from_nothing_to_a_thousand_sessions_and_after_its_end(
