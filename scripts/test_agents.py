@@ -59,7 +59,7 @@ class Program:
     replies: Sequence[str] = ()
     # Replies by mode, which is the program's second argument. The default mode has `replies`.
     modes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    packages: str  # as pip or npm installs them; the first is the program's own
+    packages: str  # Arguments of pip or npm; the program is the first.
     installer: str = "pip"
     num_branches: int = 1
     branches_of: Mapping[str, int] = field(default_factory=dict)  # modes with another number
@@ -90,9 +90,9 @@ ASKED = {"text": TOLD, "text-stream": TOLD, "schema": TYPED, "schema-stream": TY
 
 def ways(*names: str, **replies: Sequence[str]) -> dict[str, Sequence[str]]:
     """Modes with the prefixes in `names` and the plain modes `replies`, each also streamed."""
-    modes = {f"{name}-{mode}": said for name in names for mode, said in ASKED.items()}
-    for mode, said in replies.items():
-        modes |= {mode: said, f"{mode}-stream": said}
+    modes = {f"{name}-{mode}": texts for name in names for mode, texts in ASKED.items()}
+    for mode, texts in replies.items():
+        modes |= {mode: texts, f"{mode}-stream": texts}
     return modes
 
 
@@ -144,11 +144,11 @@ PROGRAMS = {
             react=[step("add", a=19, b=23), step("finish"), headed(reasoning="Added.", answer=42)],
         ),
         packages="dspy",
-        # It tells the model of its steps in words of its own, so each turn is a branch.
+        # The program words its steps anew in each prompt, so each turn is a branch.
         branches_of={"react": 3, "react-stream": 3},
     ),
     "smolagents": Program(
-        # It tells the model of its calls in words of its own, so each turn is a branch.
+        # The program words its calls anew in each prompt, so each turn is a branch.
         replies=[ADD, call("final_answer", answer=ANSWER)],
         packages="smolagents[openai]",
         num_branches=2,
@@ -166,7 +166,7 @@ PROGRAMS = {
         packages="mini-swe-agent mcp",
     ),
     "aider": Program(
-        # It tells the model of its edits in words of its own, so each turn is a branch.
+        # The program words its edits anew in each prompt, so each turn is a branch.
         replies=[f"{THOUGHT}answer.txt\n```\n41\n```\n", "answer.txt\n```\n42\n```\n"],
         packages="aider-chat",
         num_branches=2,
@@ -221,7 +221,7 @@ PROGRAMS = {
 
 class PlayingEngine(ScriptedEngine):
     """Gives its replies in order to requests that offer the tools which they call. Any other
-    request stands beside the conversation, such as one for a title."""
+    request, such as one for a title, is not part of the conversation."""
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams, **about) -> Completion:
         begun = self.num_requests
@@ -332,8 +332,8 @@ async def run_program(
     """The end of the program, or None if it took too long."""
     box = CommandBox(shown={INSTALLED: installed, AGENTS: FOLDER}, limits=LIMITS)
     row = {"question": QUESTION}
-    async with relayed(llm, loses_answer) as relay, await box.open(row, relay) as place:
-        work = box.run(place, command, row, relay)
+    async with relayed(llm, loses_answer) as relay, await box.open(row, relay) as workspace:
+        work = box.run(workspace, command, row, relay)
         try:
             return await asyncio.wait_for(work, TIMEOUT_S)
         except asyncio.TimeoutError:
@@ -363,7 +363,7 @@ async def play(
     if result is None:
         return {"passed": False, "ended": f"not in {TIMEOUT_S:g} s"}
     sampled = [turn for t in branches for turn in t.turns[1:]]
-    found = {
+    result_row = {
         "passed": False,
         "reward": " ".join(f"{branch.reward:g}" for branch in branches),
         "turns": tree.num_turns,
@@ -373,25 +373,25 @@ async def play(
         "exact": not any(turn.is_fresh for turn in sampled),
         "stayed": len(processes_with(llm.api_key)),
     }
-    is_good = has_answered and found["exact"] and not found["stayed"]
-    is_whole = (found["turns"], len(branches)) == (len(replies), num_branches)
-    found["passed"] = is_good and is_whole and found["retries"] == loses_answer
-    if not found["passed"]:
+    is_good = has_answered and result_row["exact"] and not result_row["stayed"]
+    is_whole = (result_row["turns"], len(branches)) == (len(replies), num_branches)
+    result_row["passed"] = is_good and is_whole and result_row["retries"] == loses_answer
+    if not result_row["passed"]:
         wrote = f"{result.stdout}\n{result.stderr[-3000:]}"
         print(f"{command[-4:]}: exit code {result.exit_code}\n{wrote}")
         for number, branch in enumerate(branches):
             print(f"branch {number}:", json.dumps(branch.messages, indent=1))
-    return found
+    return result_row
 
 
 def processes_with(key: str) -> list[int]:
     """Processes that have the episode's key among their variables."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if key.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
+                processes.append(int(folder.name))
+    return processes
 
 
 def version_of(program: Program, installed: Path) -> str:
@@ -409,7 +409,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", default=list(PROGRAMS))
     parser.add_argument("--folder", type=Path, required=True, help="FOLDER/NAME has the program")
-    parser.add_argument("--packages", action="store_true", help="prints what is installed")
+    parser.add_argument("--packages", action="store_true", help="prints the packages to install")
     options = parser.parse_args(argv)
     if options.packages:
         for name in options.names:

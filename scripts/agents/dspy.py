@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # No download of prices.
 import dspy
 
 
@@ -27,5 +27,5 @@ async def streamed():
             return chunk
 
 
-found = asyncio.run(streamed()) if "stream" in mode else program(question=question)
-print(found.answer)
+result = asyncio.run(streamed()) if "stream" in mode else program(question=question)
+print(result.answer)

@@ -22,7 +22,7 @@ asked = {
     "max_retries": 2,
 }
 if "stream" in mode:
-    *_, found = client.chat.completions.create_partial(**asked)
+    *_, result = client.chat.completions.create_partial(**asked)
 else:
-    found = client.chat.completions.create(**asked)
-print(found.sum)
+    result = client.chat.completions.create(**asked)
+print(result.sum)

@@ -26,5 +26,5 @@ if "tool" in mode:
     form = ToolStrategy(Sum)
 model = kind(model=os.environ["OPENAI_MODEL"], streaming="stream" in mode)
 agent = create_agent(model, tools=[add], response_format=form)
-found = agent.invoke({"messages": [{"role": "user", "content": question}]})
-print(found["structured_response"].sum if form else found["messages"][-1].text)
+result = agent.invoke({"messages": [{"role": "user", "content": question}]})
+print(result["structured_response"].sum if form else result["messages"][-1].text)

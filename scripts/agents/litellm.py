@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # No download of prices.
 import litellm
 from pydantic import BaseModel
 

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # No download of prices.
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models import get_model

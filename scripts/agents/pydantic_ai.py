@@ -33,5 +33,5 @@ async def streamed():
         return await result.get_output()
 
 
-found = asyncio.run(streamed()) if "stream" in mode else agent.run_sync(question).output
-print(found if output is str else found.sum)
+result = asyncio.run(streamed()) if "stream" in mode else agent.run_sync(question).output
+print(result if output is str else result.sum)

@@ -48,7 +48,7 @@ BUDGET = {
     "rl_core/service": 237,
     "rl_core/tools": 296,
     "envs": 317,
-    "scripts": 238,
+    "scripts": 223,
     "tests/agents": 69,
     "tests": 61,
     "tests/data": 77,
