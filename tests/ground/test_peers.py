@@ -260,7 +260,7 @@ actor_rollout_ref.actor.clip_ratio_c --algo.dual_clip
 actor_rollout_ref.actor.policy_loss.loss_mode --algorithm
 actor_rollout_ref.actor.loss_agg_mode --algo.aggregation
 actor_rollout_ref.actor.entropy_coeff --algo.entropy_coef
-actor_rollout_ref.actor.use_kl_loss --algo.kl_loss
+actor_rollout_ref.actor.use_kl_loss --algo.kl_in loss
 actor_rollout_ref.actor.kl_loss_coef --algo.kl_coef
 actor_rollout_ref.actor.kl_loss_type --algo.kl
 actor_rollout_ref.actor.grad_clip --optim.max_grad_norm
@@ -334,7 +334,7 @@ algorithm.adv_estimator --algorithm
 algorithm.gamma did you mean 'critic.gamma'
 algorithm.lam --critic.gae_lambda
 algorithm.norm_adv_by_std_in_grpo --algo.advantage
-algorithm.use_kl_in_reward --algo.kl_reward
+algorithm.use_kl_in_reward --algo.kl_in reward
 algorithm.kl_penalty --algo.kl
 algorithm.kl_ctrl.kl_coef --algo.kl_coef
 algorithm.kl_ctrl.target_kl rl_core has no counterpart
@@ -429,7 +429,7 @@ algo.advantage.no_std_norm --algo.advantage
 algo.advantage.is_correction_type --algo.correction
 algo.kl.init_coef --algo.kl_coef
 algo.kl.estimator --algo.kl
-algo.kl.use_loss --algo.kl_loss
+algo.kl.use_loss --algo.kl_in loss
 algo.kl.horizon rl_core has no counterpart
 algo.dynamic_filtering_enable --algo.refill_rounds
 actor.policy_loss_type --algorithm
@@ -477,7 +477,7 @@ def test_a_flag_of_another_trainer_gets_its_answer(name, ours):
     if ours.startswith("--"):
         assert said.partition(" (")[0] == f"rl_core calls it {ours}"
         known = {flag.replace("NAME", "policy") for flag in known_flags()}
-        assert ours.removeprefix("--") in known
+        assert ours.removeprefix("--").partition(" ")[0] in known
     else:
         assert said.startswith(ours)
 
