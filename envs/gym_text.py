@@ -79,10 +79,10 @@ max_turns = 16
 
 def load_tasks(split):
     names, meaning = KNOWN.get(family(GYM_ENV), (None, f"Play {GYM_ENV}."))
-    said = "the next action alone"
+    reply = "the next action alone"
     if names:
-        said = "one of " + ", ".join(f"{name} ({n})" for n, name in enumerate(names))
-    same = {"prompt": f"{meaning} Reply with {said}.", "gym_env": GYM_ENV, "actions": names}
+        reply = "one of " + ", ".join(f"{name} ({n})" for n, name in enumerate(names))
+    same = {"prompt": f"{meaning} Reply with {reply}.", "gym_env": GYM_ENV, "actions": names}
     if GYM_ENV != "FrozenLake-v1":
         return [
             same | {"seed": seed} for seed in (range(100, 1100) if split == "train" else range(100))

@@ -116,7 +116,7 @@ async def rollout(task, actors):
             endpoints[name] = await stack.enter_async_context(actor.endpoint())
         episode = await play(TASKS[task.row["index"]], endpoints)
         traces = traces_of(episode, endpoints)
-        found = []
+        trained = []
         for name, llm in endpoints.items():
             if name not in traces:
                 continue
@@ -131,8 +131,8 @@ async def rollout(task, actors):
                 trajectory.seat = name if len(played) > len(actors) else ""
                 for metric, value in traces[name].metrics.items():
                     trajectory.metrics[metric] = float(value)
-            found += trajectories
-        return found
+            trained += trajectories
+        return trained
 
 
 async def play(task, endpoints):

@@ -94,8 +94,8 @@ def play_cast(env, max_tokens=200, max_turns=None, **replies):
 
 def play(env, *replies, **limits):
     """The only trajectory of one episode of the task 1 + 1."""
-    (found,) = play_cast(env, policy=list(replies), **limits)
-    return found
+    [trajectory] = play_cast(env, policy=list(replies), **limits)
+    return trajectory
 
 
 def test_tasks_are_divided_and_every_tenth_is_held_out(sums):
@@ -149,7 +149,7 @@ def test_an_environments_agents_are_played_by_the_actors_of_their_names(sums):
     failed, *_ = play_cast(env, ann=["1"], ben=["2"])
     assert "the agents of sums_taskset are assistant, user" in failed.error
     # One actor plays both agents; the library never trains its user.
-    found = play_cast(env, policy="###DONE### is not 2")
-    assert [(t.seat, t.reward) for t in found] == [("assistant", 1.0)]
-    assert found[0].metrics["user_turns"] == 2
-    assert "USER" not in str(found[0].messages)
+    [trained] = play_cast(env, policy="###DONE### is not 2")
+    assert (trained.seat, trained.reward) == ("assistant", 1.0)
+    assert trained.metrics["user_turns"] == 2
+    assert "USER" not in str(trained.messages)

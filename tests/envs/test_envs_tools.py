@@ -416,7 +416,7 @@ def test_a_pole_that_falls_is_not_solved(monkeypatch):
     env = env_of("gym_text")
     fallen = stage.play(env, "left", row=env.load_tasks("eval")[0], max_turns=30)
     assert 5 < fallen.reward < 30 and fallen.metrics == {"illegal": 0, "solved": 0}
-    assert "one of left, right" in fallen.messages[0]["content"]
+    assert "one of left (0), right (1)" in fallen.messages[0]["content"]
 
 
 def test_an_environment_that_breaks_or_hangs_fails_the_episode_with_its_cause(monkeypatch):
