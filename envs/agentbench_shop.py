@@ -38,7 +38,7 @@ tools = [
 ]
 
 
-def make_products():
+def all_products():
     rng, products = random.Random(0), []
     for number in range(240):
         category = rng.choice([*WORDS])
@@ -62,7 +62,7 @@ def make_products():
 def read_products():
     path = os.environ.get("SHOP_PRODUCTS")
     if not path:
-        return make_products()
+        return all_products()
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
@@ -72,7 +72,7 @@ PRODUCTS = {product["name"]: product for product in read_products()}
 
 def load_tasks(split):
     """Wishes, each of which a product fulfils: for a price, attributes as well, options as well."""
-    rng, rows, products = random.Random(1), {}, make_products()
+    rng, rows, products = random.Random(1), {}, all_products()
     for number in range(900):
         level = number % 3 + 1
         product = rng.choice(products)

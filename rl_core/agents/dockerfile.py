@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Template
 
+from rl_core.data.episodes import WROTE
 from rl_core.rules import nearest
 from rl_core.sandbox.box_settings import Box, Limits
 from rl_core.sandbox.engines import ENGINE_S
@@ -43,6 +44,9 @@ class Instruction:
     text: str  # behind the name, its lines joined
     place: str  # file:line
     documents: list[str] = field(default_factory=list)  # here-documents, with their ends
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.name} {self.text[:MAX_TOLD]}"
 
     @property
     def words(self) -> list[str]:
@@ -151,8 +155,8 @@ class Build:
         done = await self.box.exec(command)
         if done.code != 0:
             raise RuntimeError(
-                f"{instruction.place}: {instruction.name} {instruction.text[:MAX_TOLD]} failed: "
-                f"{done.stderr.strip()[-MAX_TOLD:]}; {NEEDS_IMAGE}"
+                f"{instruction.name} of the Dockerfile failed; {NEEDS_IMAGE}{WROTE}"
+                f"{instruction}: {done.stderr.strip()[-MAX_TOLD:]}"
             )
 
     def filled(self, text: str) -> str:
@@ -190,8 +194,7 @@ class Build:
             wrote = (done.stderr or done.stdout).strip()[-MAX_TOLD:]
             ending = "ran longer than build_timeout_sec allows" if done.timed_out else "failed"
             raise RuntimeError(
-                f"{instruction.place}: RUN {instruction.text[:MAX_TOLD]} {ending}: {wrote}; "
-                f"{self.why_failed}"
+                f"RUN of the Dockerfile {ending}; {self.why_failed}{WROTE}{instruction}: {wrote}"
             )
 
     async def copy(self, instruction: Instruction) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rl_core.agents.dockerfile import read_instructions
+from rl_core.agents.image_root import check_bases
+from rl_core.agents.installs import needs_image, network_lines
 from rl_core.sandbox.box_settings import Limits
 
 if sys.version_info >= (3, 11):
@@ -229,14 +231,11 @@ def check_driver(task: HarborTask, driver: str) -> None:
     try:
         if not task.dockerfile.is_file():
             raise ValueError(f"{task.folder}: docker_image needs HARBOR_DRIVER=docker or podman")
-        read_instructions(task.dockerfile)
+        instructions = read_instructions(task.dockerfile)
+        if needs_image(instructions) or network_lines(task.folder / "tests" / "test.sh"):
+            check_bases(instructions)
     except ValueError as error:
         raise TaskRefused(str(error), "a Dockerfile that needs docker or podman") from None
-
-
-def is_tasks_folder(folder: Path) -> bool:
-    """True if a folder is a task, or holds some."""
-    return (folder / "task.toml").is_file() or any(folder.glob("*/task.toml"))
 
 
 def task_rows(folder: str | Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from string import Template
 
 from rl_core.agents.dockerfile import (
     BUILD_LIMITS,
@@ -26,6 +27,7 @@ from rl_core.sandbox.engines import ENGINE_S
 from rl_core.sandbox.isolation import NOBODY
 from rl_core.sandbox.roots import (
     VERSION,
+    Base,
     base_folder,
     base_of,
     cache_folder,
@@ -74,8 +76,7 @@ class ImageBuild:
         """Raises ValueError, or RuntimeError with the line that failed."""
         begun = [n for n, each in enumerate(instructions) if each.name == "FROM"]
         for instruction in instructions[: begun[0] if begun else 0]:
-            name, _, value = instruction.text.partition("=")
-            self.arguments[name.strip()] = value.strip().strip("\"'")
+            self.arguments |= argument_of(instruction)
         for number, first in enumerate(begun):
             last = begun[number + 1] if number + 1 < len(begun) else len(instructions)
             await self.build_stage(number, instructions[first], instructions[first + 1 : last])
@@ -133,10 +134,8 @@ class ImageBuild:
     def stage_of(self, image: str, instruction: Instruction) -> Stage:
         if image.lower() in self.stages:
             return self.stages[image.lower()]
-        try:
-            return Stage(layers=[str(base_folder(base_of(image))), str(interpreters_folder())])
-        except ValueError as error:
-            raise ValueError(f"{instruction.place}: {error}; {NEEDS_IMAGE}") from None
+        base = base_at(image, instruction)
+        return Stage(layers=[str(base_folder(base)), str(interpreters_folder())])
 
     def opened(self, root: Root) -> OpenBuild:
         exchange = self.folder / "taken"
@@ -202,6 +201,35 @@ async def folders_of_programs(box: Box, names: list[str], cwd: str) -> list[str]
 
 def is_below(path: str, folders: tuple[str, ...] | list[str]) -> bool:
     return any(PurePosixPath(path).is_relative_to(folder) for folder in folders)
+
+
+def base_at(image: str, instruction: Instruction) -> Base:
+    """The packages that stand for an image. Raises ValueError, with the line."""
+    try:
+        return base_of(image)
+    except ValueError as error:
+        raise ValueError(f"{instruction.place}: {error}; {NEEDS_IMAGE}") from None
+
+
+def check_bases(instructions: list[Instruction]) -> None:
+    """Raises ValueError, with the line, for an image that no packages stand for."""
+    arguments: dict[str, str] = {}
+    stages: set[str] = set()
+    for instruction in instructions:
+        if instruction.name == "ARG" and not stages:
+            arguments |= argument_of(instruction)
+        if instruction.name != "FROM":
+            continue
+        image, *words = [Template(word).safe_substitute(arguments) for word in instruction.words]
+        if image.lower() not in stages:
+            base_at(image, instruction)
+        stages |= {str(len(stages)), *map(str.lower, words)}
+
+
+def argument_of(instruction: Instruction) -> dict[str, str]:
+    """The default of an ARG before FROM."""
+    name, _, value = instruction.text.partition("=")
+    return {name.strip(): value.strip().strip("\"'")}
 
 
 class OpenBuild:

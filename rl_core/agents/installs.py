@@ -40,7 +40,7 @@ class Line:
 
 
 def lines_of_script(path: Path) -> Iterator[Line]:
-    for number, text, _ in joined_lines(path.read_text(encoding="utf-8", errors="relocation")):
+    for number, text, _ in joined_lines(path.read_text(encoding="utf-8", errors="replace")):
         yield Line(location=f"{path}:{number}", text=text.strip())
 
 

@@ -94,10 +94,12 @@ def files_of(name: str, split: str) -> list[Path]:
 
 def files_in(folder: Path, split: str) -> list[Path]:
     """The rollouts in a run's folder; else files of rows: of this split, if names tell splits
-    apart."""
+    apart. Empty for tasks in Harbor's format, and for what `datasets` saved."""
     if rollouts := sorted(folder.glob(f"step_*{ROLLOUTS}")):
         return rollouts
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return []
+    if is_tasks_folder(folder):
         return []
     files = sorted(file for file in folder.iterdir() if suffix_of(file) in (*JSON, *TABLES))
 
@@ -112,6 +114,11 @@ def files_in(folder: Path, split: str) -> list[Path]:
             f"names: {names}"
         )
     return named(split) or files
+
+
+def is_tasks_folder(folder: Path) -> bool:
+    """True if a folder is a task in Harbor's format, or holds some."""
+    return (folder / "task.toml").is_file() or any(folder.glob("*/task.toml"))
 
 
 def read_json(path: Path) -> Iterator[Row]:

@@ -25,6 +25,7 @@ from rl_core.data.rows import (
     TOKENIZERS,
     Row,
     encoding_of,
+    is_tasks_folder,
     parse_rows,
     read_json,
     suffix_of,
@@ -92,7 +93,7 @@ class JsonLines(Sequence):
 def load_named(name: str, split: str, streaming: bool = False) -> Sequence[Row]:
     """The tasks of a folder in Harbor's format, or the split of one that `save_to_disk` made, or of
     "org/name[:config]" on the hub."""
-    from rl_core.agents.harbor_task import is_tasks_folder, task_rows
+    from rl_core.agents.harbor_task import task_rows
 
     path = Path(name).expanduser()
     if is_tasks_folder(path):

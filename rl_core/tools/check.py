@@ -151,7 +151,8 @@ def check_oracle(
 
 def refused_tasks(rows: str | None) -> dict[str, list[str]]:
     """Reason -> names of the tasks that are left out of folders in Harbor's format."""
-    from rl_core.agents.harbor_task import is_tasks_folder, read_tasks
+    from rl_core.agents.harbor_task import read_tasks
+    from rl_core.data.rows import is_tasks_folder
 
     refused: dict[str, list[str]] = {}
     for source in split(rows or ""):

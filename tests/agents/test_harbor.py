@@ -96,6 +96,7 @@ def episode(folder, *replies):
 def test_rows_are_a_folders_tasks_by_name_or_one_task(make):
     second, first = make(), make()
     first.rename(first.with_name("another"))
+    (second.parent / "labels.json").write_text('{"of": "the tasks"}')
     rows, files = load_rows(str(second.parent), "train", load_other)
     assert [row["name"] for row in rows] == ["another", "task0"]
     assert rows[1] == {"name": "task0", "prompt": "Do it.", "task_folder": str(second)}
@@ -377,7 +378,10 @@ def test_instructions_that_need_an_image_are_refused(tmp_path, line, error):
 def test_a_run_that_fails_fails_the_episode_with_its_line(make):
     failed = episode(make(dockerfile="FROM a\nRUN echo oh no >&2; exit 3\n"), "done")
     assert failed.status == "failed"
-    assert "Dockerfile:2: RUN echo oh no >&2; exit 3 failed: oh no" in failed.error
+    assert "Dockerfile:2: RUN echo oh no >&2; exit 3: oh no" in failed.error
+    # Equal reasons of all tasks are counted together.
+    reason = failure_reason(failed.error, failed.task_id)
+    assert "RUN of the Dockerfile failed; a box has no " in reason and "Dockerfile:2" not in reason
 
 
 @needs_bwrap
@@ -390,7 +394,7 @@ def test_an_instruction_that_fails_fails_the_episode_with_its_line(make, line, w
     (folder / "environment/a").write_text("x")
     failed = episode(folder, "done")
     assert failed.status == "failed", failed.reward
-    assert f"Dockerfile:2: {line} failed: " in failed.error and why in failed.error
+    assert f"Dockerfile:2: {line}: " in failed.error and why in failed.error
 
 
 @needs_bwrap
