@@ -13,6 +13,8 @@ from rl_core.types import Message
 PROBE = "\ufdd1"
 # Numeric arguments are replaced by numbers from here on, which no template writes itself.
 FIRST_NUMBER = 7_130_000
+# Keys of messages that few templates render, such as OLMo 3's: tools and calls as texts.
+TEMPLATE_KEYS = ("functions", "function_calls", "tools")
 # Shapes of conversations that a ShapeCheck remembers.
 MAX_SHAPES = 100_000
 
@@ -59,6 +61,9 @@ class Probe:
             marked["reasoning_content"] = self._marker(index, "its thoughts", is_thought=True)
         if message.get("tool_calls"):
             marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
+        for key in TEMPLATE_KEYS:
+            if is_filled_text(message.get(key)):
+                marked[key] = self._marker(index, f"its {key}")
         return marked
 
     def _text(self, index: int, role: str, text: str) -> str:
@@ -159,10 +164,16 @@ def shape_of_message(message: Message) -> tuple:
             kind = tuple(shape_of_text(item["text"]) for item in value)
         elif key in ("content", "reasoning_content") and isinstance(value, str):
             kind = shape_of_text(value)
+        elif key in TEMPLATE_KEYS:
+            kind = is_filled_text(value)
         elif key == "tool_calls":
             kind = tuple(shape_of_value(call["function"]["arguments"], 2) for call in value)
         kinds.append((key, kind))
     return tuple(kinds)
+
+
+def is_filled_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def shape_of_text(text: str) -> tuple:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -22,7 +23,7 @@ from rl_core.data.tasks import (
     row_tools,
     row_variables,
 )
-from rl_core.plugins.pairs import pair_messages
+from rl_core.plugins.pairs import PAIR, pair_messages
 from rl_core.plugins.renamed_columns import MISSING, nested_value
 from rl_core.plugins.sft import sft_messages
 from rl_core.sampling.env import Env
@@ -32,7 +33,17 @@ NUM_ROWS = 200  # The first rows of a data set are looked at.
 # Columns of prompts; other columns that a row's samples are made of hold labels.
 OF_PROMPTS = {*PROMPT_COLUMNS, *SYSTEM_COLUMNS, "history", "context", "tools"}
 OF_PROMPTS |= {"chat_template_kwargs"}
-INSTRUCTIONS = re.compile("system|instruct|persona|context|guideline", re.I)
+INSTRUCTIONS = re.compile(
+    "system|instruct|persona|context|guideline|passage|article|document|story|starter|"
+    "^(options|choices)$|^op(tion_?)?[a-e]$",
+    re.I,
+)
+TOOLS = re.compile("^(available_tools|functions|function_descriptions?)$", re.I)
+# Columns about others, such as context_id.
+ABOUT = re.compile("_(ids?|id_list|type|source|num|len|length)$", re.I)
+REPLIES = ("response", "completion", "output", "solution", "answer")
+REASONS = re.compile("^solution$|reason|think|thought|rationale|explanation|(^|_)cot($|_)", re.I)
+MIN_REPLY_CHARS = 20  # A shorter text may be at the end of a prompt by chance.
 
 
 class ReadRow(dict):
@@ -70,8 +81,9 @@ class ColumnUse:
     num_rows: int = 0
     # Number of rows by unread column that may be part of their prompt.
     lost: Counter[str] = field(default_factory=Counter)
-    # Number of rows by column and note of replies that are left out.
-    left_out: Counter[tuple[str, str]] = field(default_factory=Counter)
+    nested: set[str] = field(default_factory=set)  # Lost columns of lists or objects.
+    # Number of rows by remark on their replies.
+    remarks: Counter[str] = field(default_factory=Counter)
 
 
 def is_filled(value: Any) -> bool:
@@ -108,12 +120,11 @@ def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse
         if "messages" in row.made and "chosen" not in row.made:
             of_messages |= row.read.keys()
         use.num_rows += 1
-        for column in CONVERSATIONS:
-            note = LEFT_OUT.format(column)
-            use.left_out[column, note] += note in notes
         used = row.read.keys() | row.made | of_hooks | roots(original, columns)
-        use.lost.update(lost_columns(config, row, messages, used))
-    use.left_out = +use.left_out
+        lost = lost_columns(config, row, messages, used)
+        use.lost.update(lost)
+        use.nested.update(name for name in lost if not isinstance(dict.get(row, name), str))
+        use.remarks.update(reply_remarks(config, row, messages, notes, used))
     if not filled:
         return use
     row = source.rows[source.kept[0]]
@@ -152,27 +163,76 @@ def roots(row: dict[str, Any], columns: dict[str, str]) -> set[str]:
 def lost_columns(
     config: Config, row: ReadRow, messages: list[Message], used: set[str]
 ) -> list[str]:
-    """Unread columns that look like a part of the prompt and whose text is not in the messages. In
-    RL next to a conversation also the prompts that are in it, such as `problem`."""
+    """Unread columns that look like a part of the prompt and have a text that is not in the
+    messages. In RL next to a conversation also the prompts that are in it, such as `problem`."""
     is_told = config.is_rl and not row.read.keys().isdisjoint(CONVERSATIONS)
     conversation = "\n".join(map(text_of, messages))
     names = []
     for name, value in dict.items(row):
         is_prompt = name in PROMPT_COLUMNS
-        is_text = isinstance(value, str) and value.strip() != ""
-        if name in used or not is_filled(value) or not (is_prompt or INSTRUCTIONS.search(name)):
+        is_named = INSTRUCTIONS.search(name) and not ABOUT.search(name)
+        if name in used or not (is_prompt or is_named or TOOLS.search(name)):
             continue
-        is_lost = value.strip() not in conversation if is_text else is_prompt
-        if is_lost or (is_told and is_prompt):
+        is_lost = any(text.strip() not in conversation for text in texts_in(value))
+        if is_lost or (is_told and is_prompt and is_filled(value)):
             names.append(name)
     return names
 
 
-def fix_of(name: str, prompt: list[str]) -> str:
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts of a value, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(each)
+
+
+def reply_remarks(
+    config: Config, row: ReadRow, messages: list[Message], notes: list[str], used: set[str]
+) -> Iterator[str]:
+    """Remarks on replies that are left out, that prompts end with, or whose thoughts are not
+    read."""
+    for column in CONVERSATIONS:
+        if (note := LEFT_OUT.format(column)) in notes:
+            yield f"{note}; --data.columns prompt={column} keeps them"
+    prompt = next((name for name in PROMPT_COLUMNS if name in row.read), "")
+    if prompt in ("", *CONVERSATIONS):
+        return
+    asked = [text_of(message).rstrip() for message in messages if message["role"] == "user"]
+    others = [name for name in PROMPT_COLUMNS if name not in ("input", prompt) and row.get(name)]
+    conversation = "\n".join(map(text_of, messages))
+    can_be_reason = config.algorithm == "sft" and "reasoning_content" not in messages[-1]
+    for name, value in dict.items(row):
+        text = value.strip() if isinstance(value, str) else ""
+        if name in REPLIES and len(text) >= MIN_REPLY_CHARS and asked and asked[-1].endswith(text):
+            fix = f"{others[0]}={others[0]}" if others else "prompt=NAME"
+            yield (
+                f"column {prompt!r} ends with the text of {name!r}, so that prompts give it away; "
+                f"--data.columns {fix} reads another prompt"
+            )
+        is_reason = REASONS.search(name) and not ABOUT.search(name) and name not in used
+        is_longer = len(text) > len(text_of(messages[-1])) and text not in conversation
+        if can_be_reason and is_reason and is_longer:
+            yield (
+                f"column {name!r} is longer than the reply and not read; --data.columns "
+                f"response={name} or reasoning_content={name} trains it"
+            )
+
+
+def fix_of(name: str, use: ColumnUse) -> str:
     """Advice to read a lost column."""
+    prompt = [column.partition("=")[0] for column in use.prompt]
+    prompts = [column for column in prompt if column in PROMPT_COLUMNS]
     system = [column for column in SYSTEM_COLUMNS if column in prompt]
-    if name not in PROMPT_COLUMNS and system:
+    if name in PROMPT_COLUMNS:
+        fix = f"--data.columns prompt={name} reads it"
+        return fix if prompts else f"it is read where {' and '.join(PAIR)} are replies alone"
+    if TOOLS.search(name):
+        return f"--data.columns tools={name} reads it"
+    if name in use.nested and prompts:
+        return f"write its texts into column {prompts[0]!r}"
+    if system:
         return f"add its text to column {system[0]!r}"
     target = "input" if "instruction" in prompt else "system"
-    target = "prompt" if name in PROMPT_COLUMNS else target
     return f"--data.columns {target}={name} reads it"

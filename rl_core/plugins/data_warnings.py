@@ -81,14 +81,14 @@ def column_warnings(
         env = envs.get(source.env)
         use = column_use(config, source, env)
         among = f"of the first {use.num_rows} rows of {source.env}"
-        for (column, note), num in use.left_out.items():
-            if is_new(source, note):
-                yield f"{num} {among}: {note}; --data.columns prompt={column} keeps them"
+        for remark, num in use.remarks.items():
+            if is_new(source, remark):
+                yield f"{num} {among}: {remark}"
         for column, num in use.lost.items():
             if is_new(source, column):
                 yield (
                     f"column {column!r}, which {num} {among} have, is not read: prompts are made "
-                    f"of {', '.join(use.prompt)}; {fix_of(column, use.prompt)}"
+                    f"of {', '.join(use.prompt)}; {fix_of(column, use)}"
                 )
         replaced = [column for column in SYSTEM_COLUMNS if column in use.prompt]
         if env and env.dialogue.system_prompts and replaced and is_new(source, "system_prompts"):

@@ -55,7 +55,13 @@ class RatedRows(Sequence):
                 "consecutive rows with `response` and `helpfulness` are a pair; give each prompt "
                 "two rows, or give `chosen` and `rejected`"
             )
-        preference = second["helpfulness"] - first["helpfulness"]
+        ratings = [row["helpfulness"] for row in (first, second)]
+        if not all(isinstance(rating, (int, float)) for rating in ratings):
+            raise ValueError(
+                f"rows {number + 1} and {number + 2} of {self.name}: helpfulness must be a number, "
+                f"is {shorten(ratings)}"
+            )
+        preference = ratings[1] - ratings[0]
         replies = {"response_1": first["response"], "response_2": second["response"]}
         return {"prompt": first["prompt"], "preference_strength": preference} | replies
 

@@ -31,6 +31,7 @@ PREFERRED = {"chosen": TALK, "rejected": [TALK[0], {"role": "assistant", "conten
 XLAM = '[{"name": "clock", "arguments": {}}]'
 RANKED = {"context": TALK[:1], "response1": "It is 4.", "response2": "It is 5."}
 RANKED |= {"overall_preference": -1}
+ASKED = {"system": SYSTEM, "question": "2+2?"}
 RL = ("grpo",)
 TEXTS = ("grpo", "sft")
 PAIRS = ("dpo", "rm")
@@ -64,6 +65,24 @@ PUBLISHED = {
     "a persona": (
         TEXTS, {"system": SYSTEM, "question": "2+2?", "persona": "clerk", "response": "It is 4."},
         "question system", "response", "persona", "persona"),
+    "MMLU-Pro": (
+        TEXTS, ASKED | {"options": ["3", "4"], "cot_content": "", "response": "It is 4."},
+        "question system", "response", "options", "options"),
+    "HotpotQA": (
+        TEXTS, ASKED | {"context": {"sentences": [["sums"]]}, "response": "It is 4."},
+        "question system", "response", "context", "context"),
+    "APPS": (
+        TEXTS, ASKED | {"starter_code": "def f():", "response": "It is 4."},
+        "question system", "response", "starter_code", "starter_code"),
+    "IFEval": (
+        TEXTS, ASKED | {"instruction_id_list": ["a:b"], "response": "It is 4."},
+        "question system", "response", "instruction_id_list", ""),
+    "options in the question": (
+        TEXTS, ASKED | {"options": ["2", "+"], "response": "It is 4."},
+        "question system", "response", "options", ""),
+    "LIMO": (
+        ("sft",), ASKED | {"solution": "We add 2, so it is 4.", "response": "It is 4."},
+        "question system", "response", "solution", "solution"),
     "OpenR1-Math": (
         RL, MATHS | {"system": SYSTEM, "messages": TALK},
         "messages system", "", "problem solution", "messages problem"),
@@ -164,6 +183,34 @@ def test_system_prompts_of_a_file_that_replace_a_column_are_said(env, tmp_path):
     lines = warnings_of(Config(tasks_per_step=1), load_env(str(tmp_path / "prompts.py")), source)
     (line,) = lines
     assert "replace the rows' column 'system': the actors policy do not read it" in line
+
+
+@pytest.mark.parametrize("algorithm", TEXTS)
+def test_a_prompt_that_ends_with_its_reply_is_said(algorithm, env):
+    reply = "The sum of 2 and 2 is 4."
+    row = {"instruction": "2+2?", "input": "", "output": reply}
+    config = Config(algorithm=algorithm, tasks_per_step=1)
+    for prompt, num in ((f"Add. 2+2? {reply}\n", 1), (f"Say: {reply} 2+2?", 0)):
+        lines = warnings_of(config, env, source_of([row | {"prompt": prompt}]))
+        warned = [line for line in lines if "ends with the text of 'output'" in line]
+        assert len(warned) == num
+        assert all("--data.columns instruction=instruction" in line for line in warned)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "fix"),
+    [
+        ("grpo", ASKED | {"options": ["4"]}, "write its texts into column 'question'"),
+        ("grpo", ASKED | {"passage": "4"}, "add its text to column 'system'"),
+        ("grpo", {"question": "2", "passage": "4"}, "--data.columns system=passage reads it"),
+        ("sft", MATHS | {"functions": "f"}, "--data.columns tools=functions reads it"),
+        ("dpo", PREFERRED | {"prompt": "3?"}, "it is read where chosen and rejected are replies"),
+    ],
+)
+def test_a_warning_of_a_lost_column_says_the_fix(algorithm, row, fix, env):
+    config = Config(algorithm=algorithm, tasks_per_step=1)
+    lines = [line for line in warnings_of(config, env, source_of([row])) if "column " in line]
+    assert [fix in line for line in lines] == [True]
 
 
 NESTED = {

@@ -838,6 +838,12 @@ SHAPES = {
         ([user("aster"), inline("cedar", "briar")], None),
         "its thoughts",
     ),
+    "calls as a text of OLMo 3": (
+        "{% for m in messages %}" + TURN.format("{{ m.content }}") + "{% endfor %}",
+        ([user("aster"), said("briar", function_calls=" ")], None),
+        ([user("aster"), said("briar", function_calls="clock()")], None),
+        "its function_calls",
+    ),
 }
 
 

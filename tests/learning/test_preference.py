@@ -204,6 +204,9 @@ def test_rated_replies_without_a_partner_are_refused(tmp_path):
     assert files == [("f, two rows a pair", 1)]
     with pytest.raises(ValueError, match="rows 1 and 2 of f have different prompts"):
         list(pairs)
+    pairs, _ = pair_rows([rows[0] | {"helpfulness": "1"}] * 2, [("f", 2)])
+    with pytest.raises(ValueError, match="rows 1 and 2 of f: helpfulness must be a number"):
+        list(pairs)
 
 
 def test_a_template_that_rewrites_a_long_reply_is_refused():
