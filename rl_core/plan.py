@@ -300,8 +300,8 @@ def eval_tasks(
         sources |= held_out(name)
     if not sources:
         raise ValueError(
-            "--eval_every asks for evaluation, but there is no --data.eval, and no load_tasks of "
-            "an environment gives held-out rows"
+            "an evaluation has no held-out rows: --data.eval is missing, and no load_tasks(split) "
+            "of an environment returns rows for 'eval'; name rows by --data.eval rows.jsonl"
         )
     return sources
 

@@ -102,7 +102,8 @@ def load_named(name: str, split: str, streaming: bool = False) -> Sequence[Row]:
 
     if not path.is_dir():
         source, _, config = name.partition(":")
-        with one_line_errors(f"{name} is no file here, and the hub"):
+        remedy = "without a network name files, rl-core eval --bench by --bench_data FOLDER"
+        with one_line_errors(f"{name} is not a file here ({remedy}), and the hub"):
             return datasets.load_dataset(source, config or None, split=split, streaming=streaming)
     with one_line_errors(str(path)):
         rows = datasets.load_from_disk(str(path))

@@ -30,9 +30,8 @@ Key = tuple[str, int]
 # Of training samples' limits an endpoint gets its own alone: many refuse top_k and min_p.
 NO_LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SCORING = "group"  # in the place of an episode's number: what scores the whole group
-TRUNCATED = (
-    "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not "
-    "called after it"
+CUT_OFF = (
+    "; the episode was truncated, which may be the reason: a turn was cut off, as by --max_tokens"
 )
 
 
@@ -142,7 +141,8 @@ class GroupPlayer:
                 check_scored(env, trajectories)
         except Exception as error:
             is_truncated = any(talk.truncated for talk in players.conversations)
-            reason = self.reason_of(error, "the episode", is_truncated)
+            note = truncation_note(env) if is_truncated else ""
+            reason = self.reason_of(error, "the episode", note)
             trajectories = failures(players, group.task, reason)
         finally:
             players.close()
@@ -183,15 +183,16 @@ class GroupPlayer:
             check_scored(env, trajectories)
         except Exception as error:
             is_truncated = any(t.status == "truncated" for t in trajectories)
-            reason = self.reason_of(error, "what scores the group", is_truncated)
+            note = truncation_note(env) if is_truncated else ""
+            reason = self.reason_of(error, "the scoring of the group", note)
             for t in succeeded(trajectories):
                 t.status, t.error, t.reward = "failed", reason, None
         finally:
             players.close()
 
-    def reason_of(self, error: Exception, timed: str, is_truncated: bool) -> str:
-        """Why an episode failed. Raises the EngineDied that caused the error, also where a hook
-        that called an actor raised."""
+    def reason_of(self, error: Exception, timed: str, note: str) -> str:
+        """Reason of a failed episode, with `note` about its truncation. Raises the EngineDied that
+        caused the error, also where a hook that called an actor raised."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, EngineDied):
@@ -201,9 +202,14 @@ class GroupPlayer:
             limit = self.config.episode_timeout_s
             return f"{timed} took longer than --rollout.episode_timeout_s={limit}"
         reason = str(error) or type(error).__name__
-        if is_truncated and isinstance(error, (HookError, ValueError)):
-            reason += TRUNCATED
+        if isinstance(error, (HookError, ValueError)):
+            reason += note
         return reason
+
+
+def truncation_note(env: Env) -> str:
+    """Text behind the reason of an episode that failed and was truncated."""
+    return CUT_OFF + ("; interact() was not called after it" if "interact" in env.hooks else "")
 
 
 def check_scored(env: Env, trajectories: Iterable[Trajectory]) -> None:

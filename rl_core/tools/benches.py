@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import yaml
 
@@ -12,6 +15,7 @@ from rl_core.data.env_names import env_path
 from rl_core.rules import nearest, split
 
 VARIABLE = "RL_CORE_BENCH_DATA"
+CONNECT_S = 5.0
 
 
 def bench_flags(names: str, folder: str | None) -> list[str]:
@@ -19,6 +23,8 @@ def bench_flags(names: str, folder: str | None) -> list[str]:
     hub if none is named. Raises ValueError for an unknown name, and for rows that are not there."""
     table = yaml.safe_load(Path(__file__).with_name("benches.yaml").read_text())
     folder = folder or os.environ.get(VARIABLE)
+    if folder is None and not is_hub_reachable():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # Without it, the hub's library tries for a minute.
     sets: dict[str, list[str]] = {}  # environment -> "name=source" of each benchmark
     for name in split(names):
         if name not in table:
@@ -31,6 +37,19 @@ def bench_flags(names: str, folder: str | None) -> list[str]:
     for env, sources in sets.items():
         flags += [f"--envs.{env}.eval", ",".join(sources)]
     return flags
+
+
+def is_hub_reachable() -> bool:
+    """True if the hub takes connections, or a proxy is set, by which it may."""
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if getproxies():
+        return True
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def source_of(name: str, bench: dict[str, Any], folder: str | None) -> str:

@@ -62,6 +62,7 @@ def read_flags(
         check_plays(options.models[0])
     before = next(filter(None, map(flags_of_run, options.models)), None)
     if before is None:
+        check_env_is_named(options.models[0], flags)
         has_model = any(re.match(r"--(model|actors\.[^.]+\.(model|api))\b", flag) for flag in flags)
         before = [] if has_model else ["--model", options.models[0]]
     alone = (f"--{name}={value}" for name, value in ALONE.items())
@@ -78,6 +79,21 @@ def read_flags(
 
     quiet()  # before rows are read
     return options, config
+
+
+def check_env_is_named(model: str, flags: list[str]) -> None:
+    """Raises ValueError if no flag names the environment, which a run of RL has in its config."""
+    from rl_core.plugins.run_files import read_config
+
+    if any(re.match(r"--(env_path|config)\b", flag) for flag in flags):
+        return
+    files = [folder / "config.yaml" for folder in (Path(model), Path(model).parent.parent)]
+    of_run = [read_config(file).get("algorithm") for file in files if file.is_file()]
+    has_none = f": {model} is of a run of --algorithm {of_run[0]}, without one" if of_run else ""
+    raise ValueError(
+        f"episodes need an environment{has_none}; name its file by --env_path, such as --env_path "
+        "math_answer"
+    )
 
 
 def without_learning(item: tuple[str, ActorConfig]) -> tuple[str, ActorConfig]:

@@ -402,7 +402,7 @@ def test_what_scores_a_group_has_the_deadline_of_an_episode(env_of):
         "import asyncio\nasync def group_reward_fn(trajectories):\n    await asyncio.sleep(1.9)"
     )
     [failed] = run(env, cast(bob="B"), timeout_s=1)
-    assert failed.error == "what scores the group took longer than --rollout.episode_timeout_s=1"
+    assert failed.error == "the scoring of the group took longer than --rollout.episode_timeout_s=1"
 
 
 def test_a_reward_may_ask_another_actor_and_that_leaves_no_trajectory(env_of):

@@ -82,6 +82,8 @@ def test_the_version_is_printed(capsys):
             "'anser' is undefined; columns: messages, answer",
         ),
         (1, ["check", str(ENVS)], "envs: is a folder; name a file in it"),
+        (1, ["check", str(ROOT / "tests/cases/calls.jsonl")], "calls.jsonl holds rows and is not"),
+        (1, ["eval", "m"], "error: episodes need an environment; name its file by --env_path"),
         (2, ["train", "--nproc_per_node", "two"], "invalid int value: 'two'"),
         (
             1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from math import comb
@@ -163,6 +164,17 @@ def test_eval_needs_no_tracker_and_no_optimizer_of_the_run(places, tmp_path, mon
 def test_eval_refuses(places, capsys, argv, status, says):
     assert main(["eval", places["model"], *words(FLAGS.format(**places)), *argv]) == status
     assert says in capsys.readouterr().err
+
+
+def test_eval_without_an_environment_or_rows_says_so(places, tmp_path, capsys):
+    (tmp_path / "x.py").write_text("def reward_fn(completion): return 1.0\n")
+    assert main(["eval", places["model"], "--env_path", str(tmp_path / "x.py")]) == 1
+    assert "no held-out rows: --data.eval is missing" in capsys.readouterr().err
+    (tmp_path / "hf/policy").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("algorithm: sft\n")
+    for model in (tmp_path, tmp_path / "hf/policy"):
+        assert main(["eval", str(model)]) == 1
+        assert f"{model} is of a run of --algorithm sft" in capsys.readouterr().err
 
 
 STOPS = """
@@ -365,4 +377,8 @@ def test_benchmarks_are_flags_and_what_is_not_there_is_told(tmp_path, monkeypatc
         bench_flags("mbpp", str(tmp_path))
     monkeypatch.delenv("RL_CORE_BENCH_DATA", raising=False)
     of_hub = "mbpp=google-research-datasets/mbpp:sanitized@test"
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # Nothing listens there.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
     assert bench_flags("mbpp", None)[-1] == of_hub
+    # Libraries of the hub that are imported later read their cache, without retries.
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
