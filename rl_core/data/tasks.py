@@ -73,8 +73,9 @@ def prompt_messages(row: dict[str, Any], notes: list[str] | None = None) -> list
     if column is None:
         have = ", ".join(map(str, row)) or "no columns"
         raise ValueError(
-            f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; of "
-            "a file another is read by --data.columns prompt=NAME"
+            f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; "
+            "another column is read by --data.columns prompt=NAME, or messages=NAME for "
+            "conversations that end with the solution"
         )
     messages = column_messages(row, column, notes=notes)
     num_messages = len(messages)

@@ -79,14 +79,20 @@ def short_name(name: str) -> str:
 
 
 def full_name(name: str) -> str:
-    """The set of this name, with or without its owner. Raises ValueError, with the nearest names,
-    for an unknown set."""
+    """The set of this name, with or without its owner, or the only set whose name contains it.
+    Raises ValueError, with the nearest names, for an unknown set."""
     shorts = {short_name(known): known for known in recipes()}
     asked = re.split("[:@]", name)[0].lower()
     for known in recipes():
         if asked in (known.lower(), short_name(known)):
             return known
-    close = difflib.get_close_matches(short_name(asked), shorts, n=3, cutoff=0.5)
+    letters = re.sub("[^a-z0-9]", "", short_name(asked))
+    close = []
+    if len(letters) > 2:
+        close = [short for short in shorts if letters in re.sub("[^a-z0-9]", "", short)]
+    if len(close) == 1:
+        return shorts[close[0]]
+    close = close or difflib.get_close_matches(short_name(asked), shorts, n=3, cutoff=0.5)
     nearest = ", ".join(shorts[short] for short in close)
     hint = f"the nearest are {nearest}" if close else "rl-core datasets lists all"
     raise ValueError(

@@ -14,7 +14,7 @@ import yaml
 from kit import ROOT, metrics, steps
 
 from rl_core.cli import main as command
-from rl_core.tools.datasets import recipes
+from rl_core.tools.datasets import full_name, recipes
 from rl_core.train import main as train
 
 SETS = yaml.safe_load((ROOT / "tests/cases/published.yaml").read_text())
@@ -82,6 +82,8 @@ def write_rows(name: str, recipe: dict[str, str], rows: list[dict]) -> None:
 
 def test_rows_of_each_set_are_here_and_no_others():
     assert set(SETS) == set(recipes())
+    assert full_name("glaive") == "glaiveai/glaive-function-calling-v2"
+    assert full_name("gsm8k:main@test") == "openai/gsm8k"
 
 
 @pytest.mark.parametrize("name", SETS)

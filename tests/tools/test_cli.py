@@ -70,6 +70,7 @@ def test_the_version_is_printed(capsys):
             "no recipe for 'openai/gsmk8'; the nearest are openai/gsm8k",
         ),
         (1, ["datasets", "x"], "rl-core datasets lists all"),
+        (1, ["datasets", "hermes"], "the nearest are teknium/OpenHermes-2.5, NousResearch/"),
         (1, ["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
         (
             1,
