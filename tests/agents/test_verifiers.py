@@ -1,5 +1,5 @@
 """Environments of the verifiers library at our endpoint. The library needs other versions of
-packages than rl_core's tests, so these run in an environment of its own (docs/environments.md)."""
+packages than rl_core's tests, so these run in a separate environment (docs/environments.md)."""
 
 from __future__ import annotations
 
