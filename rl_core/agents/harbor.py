@@ -49,8 +49,10 @@ RETRY_S = 600.0  # until a verifier without its tools is tried again
 # Prints the text files next to the reward, such as pytest.log.
 LOG_FILES = f"""for file in {LOGS}/verifier/*; do case $file in
 */reward.*|*.json|*.xml) ;;
-*) [ -f "$file" ] && echo "== $file" && head -c 4000 "$file" && tail -c +4001 "$file" | tail -c 8000
-esac; done"""
+*) [ -f "$file" ] && [ ! -L "$file" ] && echo "== $file" && head -c 4000 "$file" &&
+tail -c +4001 "$file" | tail -c 8000
+esac; done | head -c 100000"""
+LOG_FILES_S = 20.0  # A program of the agent may have left many or large files.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -156,7 +158,8 @@ class TaskBox:
         score = await self.read_reward(done)
         score.metrics["verifier_s"] = time.monotonic() - begun
         if score.reward <= 0:
-            self.wrote += f"\n{(await self.run_in_root(LOG_FILES)).stdout}"
+            shown = await self.run_in_root(LOG_FILES, timeout_s=LOG_FILES_S)
+            self.wrote += f"\n{shown.stdout}"
             score.missing = VerifierTools.of(self.task.folder / "tests").missing(
                 self.wrote, done.code
             )
@@ -215,10 +218,13 @@ class TaskBox:
             )
         return False
 
-    async def run_in_root(self, command: str) -> boxes.ExecResult:
+    async def run_in_root(self, command: str, timeout_s: float = 60.0) -> boxes.ExecResult:
         """Runs a command of ours, in a shell of the system's."""
         return await self.box.exec(
-            ["/bin/sh", "-c", command], environ={"PATH": SYSTEM_PATH}, cwd="/"
+            ["/bin/sh", "-c", command],
+            timeout_s=timeout_s,
+            environ={"PATH": SYSTEM_PATH},
+            cwd="/",
         )
 
     async def verifier_environ(self) -> dict[str, str]:

@@ -148,7 +148,7 @@ async def judge(
     except (HookError, ValueError) as error:
         # A RuntimeError says itself what failed, and has its lines.
         cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
-        verdict.error = failure_reason(str(cause), task.id)
+        verdict.error = failure_reason(str(cause) or repr(cause), task.id)
         verdict.log = str(cause).partition(WROTE)[2]
     played = await play_nothing(task)
     failed = [t.error for t in played if t.status == "failed"]

@@ -17,7 +17,7 @@ from dataclasses import asdict
 import pytest
 from kit import ROOT
 
-from rl_core.agents import dockerfile, harbor
+from rl_core.agents import dockerfile, harbor, harbor_task
 from rl_core.agents.dockerfile import digest_of, read_instructions
 from rl_core.agents.harbor import open_task, read_score
 from rl_core.agents.harbor_task import read_task, task_rows
@@ -170,12 +170,16 @@ def test_a_variable_with_a_default_has_a_value(make, monkeypatch, value, expecte
     assert [getattr(task, name).env["X"] for name in sections] == [expected] * 3
 
 
-def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsys):
+def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsys, monkeypatch):
     make(), make(toml='[environment]\nos = "windows"'), make(toml='[[steps]]\nname = "a"')
     make(dockerfile="FROM a\nFROM b\n"), make(toml="[environment"), make(test=None)
     folder = make(toml='[environment]\nos = "windows"').parent
     assert [row["name"] for row in task_rows(folder)] == ["task0"]
     told = capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    harbor_task.warn_once.cache_clear()
+    assert task_rows(folder) and not capsys.readouterr().err
+    monkeypatch.delenv("RANK")
     assert f"warning: {folder}: 6 of 7 tasks are left out: 2 with Windows (of which the " in told
     assert "first is task1), 1 with several steps (task2), 1 with a Dockerfile that needs" in told
     assert "1 with a file that cannot be read (task4), 1 with no tests/test.sh (task5)" in told
@@ -609,7 +613,7 @@ PY_TEST += "printf '#!/bin/sh\\ngrep yes done || ./server' > bin/py.test && chmo
 
 
 @needs_bwrap
-def test_a_verifier_that_cannot_install_its_tools_fails_the_episode(make):
+def test_a_verifier_that_cannot_install_its_tools_fails_the_episode(make, monkeypatch):
     folder = make(toml=NO_TOOLS, test=INSTALLS)
     failed = episode(folder, bash("echo yes > done"), "It is done.")
     assert (failed.status, failed.reward) == ("failed", None)
@@ -621,6 +625,11 @@ def test_a_verifier_that_cannot_install_its_tools_fails_the_episode(make):
     again = episode(folder, bash("sleep 30"), "It is done.")
     assert again.error.endswith(failed.error.partition("RuntimeError")[2])
     assert time.monotonic() - begun < 20
+    # Other tasks are played, and after RETRY_S this one is.
+    assert episode(make(), bash("echo yes > done"), "It is done.").reward == 1
+    monkeypatch.setattr(harbor, "RETRY_S", 0.0)
+    shutil.copy(make() / "tests/test.sh", folder / "tests/test.sh")
+    assert episode(folder, bash("echo yes > done"), "It is done.").reward == 1
 
 
 @needs_bwrap
@@ -692,6 +701,7 @@ def test_output_that_says_that_tools_are_missing(tmp_path, script, wrote, code, 
 @needs_bwrap
 def test_long_output_is_kept_by_its_ends_and_files_next_to_the_reward_are_read(make):
     test = "#!/bin/sh\necho begin; seq 100000; echo no pytest > /logs/verifier/pytest.log\n"
+    test += "ln -s /dev/zero /logs/verifier/zero; ln -s /etc/passwd /logs/verifier/z.log\n"
     played = episode(make(test=test + "echo 0 > /logs/verifier/reward.txt\n"), "done")
     assert played.log.startswith("begin\n1\n2\n") and len(played.log) < 8200
     assert "characters left out]" in played.log
