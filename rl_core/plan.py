@@ -326,7 +326,13 @@ def load_source(
         return registry.streamed_tasks(config, env, name, path, is_pairs)
     if path:
         min_reward = config.data.min_reward if is_train else None
-        load_other = partial(registry.load_other, min_reward=min_reward, actor=config.trained[0])
+        load_other = partial(
+            registry.load_other,
+            min_reward=min_reward,
+            actor=config.trained[0],
+            build=config.agents.build_network,
+            verify=config.agents.verify_network,
+        )
         rows, files = load_rows(path, "train" if is_train else "test", load_other)
         if is_pairs:
             rows, files = registry.pair_rows(rows, files)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rl_core.agents.dockerfile import Build, build_image, read_instructions
-from rl_core.agents.harbor_task import HarborTask, read_task
+from rl_core.agents.harbor_task import HarborTask, network_needed, read_task
 from rl_core.agents.image_root import (
     Image,
     build_root,
@@ -24,7 +24,7 @@ from rl_core.agents.image_root import (
     prepare_home,
     warm_layers,
 )
-from rl_core.agents.installs import needs_image, network_instructions, network_lines
+from rl_core.agents.installs import needs_image, network_lines
 from rl_core.agents.verifier_tools import VerifierTools, bounded, first_failed_install
 from rl_core.data.episodes import WROTE
 from rl_core.sampling.hooks import finite_parts
@@ -187,9 +187,10 @@ class TaskBox:
         script = f"{TESTS}/test.sh"
         if self.image is None:
             return await self.run(script, environ, timeout_s)
-        if self.verify_network:
-            environ = installers_environ() | environ
-            await prepare_home(self.box)
+        environ = installers_environ() | environ
+        if not self.verify_network:
+            environ |= {"UV_OFFLINE": "1"}
+        await prepare_home(self.box)
         joined = await self.box.join(self.verify_network)
         try:
             return await self.run(script, environ, timeout_s, joined)
@@ -399,15 +400,11 @@ async def image_of(task: HarborTask, build_network: bool, verify_network: bool) 
     lacks."""
     if not task.dockerfile.is_file():
         return None
-    instructions = read_instructions(task.dockerfile)
     by_tests = network_lines(task.folder / "tests" / "test.sh")
-    if not by_tests and not needs_image(instructions):
+    if not by_tests and not needs_image(read_instructions(task.dockerfile)):
         return None
-    if by_tests and not verify_network:
-        raise ValueError(f"{by_tests[0]}: needs a network; set --agents.verify_network true")
-    fetched = network_instructions(instructions)
-    if fetched and not build_network:
-        raise ValueError(f"{fetched[0]}: needs a network; set --agents.build_network true")
+    networks = {"build": build_network, "verify": verify_network}
+    await asyncio.to_thread(network_needed, task, networks)
     limit_s = task.environment.build_timeout_sec
     image = await asyncio.to_thread(build_root, task.dockerfile, limit_s, build_network)
     if by_tests:

@@ -15,9 +15,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rl_core.agents.dockerfile import read_instructions
-from rl_core.agents.image_root import check_bases
-from rl_core.agents.installs import needs_image, network_lines
+from rl_core.agents.image_root import cached_phases, check_bases
+from rl_core.agents.installs import Line, needs_image, network_instructions, network_lines
 from rl_core.sandbox.box_settings import Limits
+from rl_core.sandbox.roots import unreachable_mirrors
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,6 +40,9 @@ KEYS = {
     "environment": "build_timeout_sec docker_image os cpus memory memory_mb storage storage_mb "
     f"gpus gpu_types tpu mcp_servers env skills_dir healthcheck workdir allow_internet {NETWORK}",
 }
+
+
+NETWORKS = {"build": True, "verify": True}  # phase -> True if it has a network
 
 
 class TaskRefused(ValueError):
@@ -224,10 +228,13 @@ def warn_once(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def check_driver(task: HarborTask, driver: str) -> None:
-    """Raises TaskRefused for a Dockerfile that boxes of this driver cannot carry out."""
+def check_driver(
+    task: HarborTask, driver: str, networks: Mapping[str, bool] = NETWORKS
+) -> Line | None:
+    """The first line that needs a network. Raises TaskRefused for a Dockerfile that boxes of this
+    driver cannot carry out, and for a line that needs a network which its phase lacks."""
     if driver not in ("", "bubblewrap") or (task.environment.docker_image and not driver):
-        return
+        return None
     try:
         if not task.dockerfile.is_file():
             raise ValueError(f"{task.folder}: docker_image needs HARBOR_DRIVER=docker or podman")
@@ -236,13 +243,40 @@ def check_driver(task: HarborTask, driver: str) -> None:
             check_bases(instructions)
     except ValueError as error:
         raise TaskRefused(str(error), "a Dockerfile that needs docker or podman") from None
+    return network_needed(task, networks)
 
 
-def task_rows(folder: str | Path) -> list[dict[str, Any]]:
+def network_needed(task: HarborTask, networks: Mapping[str, bool]) -> Line | None:
+    """The first line of the Dockerfile or test.sh that needs a network, None if the cache has all
+    that the task fetches. Raises TaskRefused for a line whose phase has no network."""
+    tests = task.folder / "tests"
+    lines = {"build": network_instructions(read_instructions(task.dockerfile))}
+    lines["verify"] = network_lines(tests / "test.sh")
+    needing = [phase for phase in lines if lines[phase]]
+    if needing and is_one_host():
+        cached = cached_phases(task.dockerfile, tests)
+        needing = [phase for phase in needing if phase not in cached]
+    for phase in needing:
+        if not networks[phase]:
+            raise TaskRefused(
+                f"{lines[phase][0]}: needs a network; set --agents.{phase}_network true",
+                f"a line that needs --agents.{phase}_network",
+            )
+    return lines[needing[0]][0] if needing else None
+
+
+def is_one_host() -> bool:
+    """False if other hosts may have another cache, and all ranks must read the same rows."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world) == world
+
+
+def task_rows(folder: str | Path, networks: Mapping[str, bool] = NETWORKS) -> list[dict[str, Any]]:
     """A row for each task of a folder of tasks, or of a task's folder, by name. Tasks that cannot
-    be played are left out, and counted by reason in a warning. Raises TaskRefused if none can be
-    played."""
-    tasks, refused = read_tasks(folder)
+    be played are left out, and counted by reason in a warning. `networks`: phases that have one.
+    Raises TaskRefused if none can be played, ValueError if no mirror of packages answers to tasks
+    that need one."""
+    tasks, refused = read_tasks(folder, networks)
     if refused and not tasks:
         text = next(iter(refused.values()))[0][1]
         total = sum(map(len, refused.values()))
@@ -265,9 +299,11 @@ def task_rows(folder: str | Path) -> list[dict[str, Any]]:
 Refused = dict[str, list[tuple[str, str]]]  # reason -> (name, error) of each task
 
 
-def read_tasks(folder: str | Path) -> tuple[list[HarborTask], Refused]:
+def read_tasks(
+    folder: str | Path, networks: Mapping[str, bool] = NETWORKS
+) -> tuple[list[HarborTask], Refused]:
     """The tasks of a folder that can be played, and those that cannot. Raises ValueError if the
-    folder holds no task."""
+    folder holds no task, and if tasks need a network that this machine lacks."""
     folder = Path(folder).expanduser()
     folders = [folder]
     if not (folder / "task.toml").is_file():
@@ -279,15 +315,22 @@ def read_tasks(folder: str | Path) -> tuple[list[HarborTask], Refused]:
         )
     tasks: list[HarborTask] = []
     refused: Refused = {}
-    driver = os.environ.get("HARBOR_DRIVER", "")
+    driver, needing = os.environ.get("HARBOR_DRIVER", ""), []
     for task_folder in folders:
         try:
             task = read_task(task_folder)
-            check_driver(task, driver)
+            line = check_driver(task, driver, networks)
         except TaskRefused as error:
             refused.setdefault(error.reason, []).append((task_folder.name, str(error)))
         else:
             tasks.append(task)
+            needing += [line] if line else []
+    if needing and (why := unreachable_mirrors()):
+        raise ValueError(
+            f"{folder}: {len(needing)} of {len(folders)} tasks need a network, and no mirror of "
+            f"packages answers ({why}). The first is {needing[0]}. Connect this machine, or leave "
+            "these tasks out by --agents.build_network false --agents.verify_network false"
+        )
     return tasks, refused
 
 

@@ -21,11 +21,13 @@ from rl_core.agents.dockerfile import (
     digest_of,
     read_instructions,
 )
+from rl_core.agents.verifier_tools import VerifierTools
 from rl_core.sandbox.box_bubblewrap import SYSTEM_PATH, BubblewrapBox
 from rl_core.sandbox.box_settings import Box, BoxSettings, Root
 from rl_core.sandbox.engines import ENGINE_S
 from rl_core.sandbox.isolation import NOBODY
 from rl_core.sandbox.roots import (
+    BASE_FILES,
     VERSION,
     Base,
     base_folder,
@@ -33,10 +35,12 @@ from rl_core.sandbox.roots import (
     cache_folder,
     installers_environ,
     interpreters_folder,
+    is_complete,
     making,
     remove,
 )
 
+IMAGE_FILE = "image.json"
 COPY_S = 600.0  # A copy of a path between stages has this deadline.
 # Read-only for agents: programs and settings of the system, and state of its installers.
 PROTECTED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc")
@@ -152,7 +156,7 @@ class ImageBuild:
     async def take(self, stage: str, source: str) -> str:
         """Copies a path of a stage or a base to where all stages of the build see it."""
         name = PurePosixPath(source).name
-        if stage.partition(":")[0].partition("@")[0] == UV_IMAGE and name in ("uv", "uvx"):
+        if is_uv(stage) and name in ("uv", "uvx"):
             return f"/usr/local/bin/{name}"
         if stage.lower() in self.stages:
             layers = self.stages[stage.lower()].layers
@@ -183,6 +187,10 @@ class ImageBuild:
         root = Root(layers=tuple(stage.layers), changes=str(changes))
         async with self.opened(root) as box:
             return await folders_of_programs(box, names, stage.cwd)
+
+
+def is_uv(image: str) -> bool:
+    return image.partition(":")[0].partition("@")[0] == UV_IMAGE
 
 
 async def folders_of_programs(box: Box, names: list[str], cwd: str) -> list[str]:
@@ -259,18 +267,46 @@ def make_folder(folder: Path) -> None:
 def build_root(dockerfile: Path, timeout_s: float, network: bool) -> Image:
     """The image of a Dockerfile, built unless a process of this user has built the same. Raises
     ValueError and RuntimeError."""
-    context = dockerfile.parent
-    key = hashlib.sha256(f"{VERSION} {digest_of(context)} {os.geteuid()}".encode())
-    folder = cache_folder() / "build" / key.hexdigest()[:16]
-    if not folder.is_dir():
-        with making(folder, timeout_s + 2 * ENGINE_S) as made:
-            if made is not None:
-                build = ImageBuild(
-                    context=context, folder=made, timeout_s=timeout_s, network=network
-                )
-                image = asyncio.run(build.run(read_instructions(dockerfile)))
-                save_image(image, made, folder)
-    return Image(**json.loads((folder / "image.json").read_text()))
+    context, folder = dockerfile.parent, build_folder(dockerfile)
+    if image := built_image(folder):
+        return image
+    if folder.is_dir():  # Its base has been removed.
+        (folder / IMAGE_FILE).unlink(missing_ok=True)
+    with making(folder, timeout_s + 2 * ENGINE_S, [IMAGE_FILE]) as made:
+        if made is not None:
+            build = ImageBuild(context=context, folder=made, timeout_s=timeout_s, network=network)
+            image = asyncio.run(build.run(read_instructions(dockerfile)))
+            save_image(image, made, folder)
+    return Image(**json.loads((folder / IMAGE_FILE).read_text()))
+
+
+def build_folder(dockerfile: Path) -> Path:
+    key = hashlib.sha256(f"{VERSION} {digest_of(dockerfile.parent)} {os.geteuid()}".encode())
+    return cache_folder() / "build" / key.hexdigest()[:16]
+
+
+def built_image(folder: Path) -> Image | None:
+    """The image in a folder of the cache; None unless all its layers are complete."""
+    try:
+        image = Image(**json.loads((folder / IMAGE_FILE).read_text()))
+    except FileNotFoundError:
+        return None
+    bases = [layer for layer in map(Path, image.layers) if layer.parent.name == "base"]
+    complete = all(is_complete(layer, base_files(layer)) for layer in bases)
+    return image if complete and all(map(os.path.isdir, image.layers)) else None
+
+
+def base_files(layer: Path) -> tuple[str, ...]:
+    return () if layer.name.startswith("interpreters-") else BASE_FILES
+
+
+def cached_phases(dockerfile: Path, tests: Path) -> set[str]:
+    """Phases of a task that need no network, as all that they fetch is in the cache: "build",
+    "verify"."""
+    image = built_image(build_folder(dockerfile))
+    if image is None:
+        return set()
+    return {"build", "verify"} if warm_folder(image, tests).is_dir() else {"build"}
 
 
 # These folders of a fetching verifier are kept for the next verifier.
@@ -291,13 +327,23 @@ async def prepare_home(box: Box) -> None:
 def warm_layers(image: Image, tests: Path, environ: dict[str, str], timeout_s: float) -> list[str]:
     """The image's layers below a layer with packages that test.sh fetches. They are fetched once,
     by playing test.sh in a box that no agent has seen."""
-    key = hashlib.sha256("\n".join([digest_of(tests), *image.layers]).encode()).hexdigest()[:16]
-    folder = cache_folder() / "warm" / key
-    if not folder.is_dir():
+    folder = warm_folder(image, tests)
+    try:
         with making(folder, timeout_s + 2 * ENGINE_S) as made:
             if made is not None:
                 asyncio.run(fetch_packages(image, tests, environ, timeout_s, made))
+    except ToolsMissing:
+        return image.layers  # The next episode tries again.
     return [str(folder / "kept"), *image.layers]
+
+
+def warm_folder(image: Image, tests: Path) -> Path:
+    key = hashlib.sha256("\n".join([digest_of(tests), *image.layers]).encode()).hexdigest()[:16]
+    return cache_folder() / "warm" / key
+
+
+class ToolsMissing(Exception):
+    """The network did not give the tools of a test.sh."""
 
 
 async def fetch_packages(
@@ -312,9 +358,12 @@ async def fetch_packages(
         await prepare_home(box)
         command = "mkdir -p /logs/verifier; chmod +x /tests/test.sh; exec /tests/test.sh"
         environ = installers_environ() | environ | {"HOME": HOME_OF_TESTS}
-        await box.exec(
+        done = await box.exec(
             ["/bin/sh", "-c", command], timeout_s=timeout_s, environ=environ, cwd=image.cwd
         )
+    wrote = f"{done.stdout}{done.stderr}"
+    if done.timed_out or VerifierTools.of(tests).missing(wrote, done.code):
+        raise ToolsMissing
     for name in FETCHED:
         if (folder / "changes" / name).is_dir():
             make_folder(folder / "kept" / Path(name).parent)
@@ -327,4 +376,4 @@ async def fetch_packages(
 def save_image(image: Image, made: Path, folder: Path) -> None:
     layers = [layer.replace(str(made), str(folder), 1) for layer in image.layers]
     data = {"layers": layers, "environ": image.environ, "cwd": image.cwd}
-    (made / "image.json").write_text(json.dumps(data | {"protected": image.protected}))
+    (made / IMAGE_FILE).write_text(json.dumps(data | {"protected": image.protected}))

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import configparser
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +38,11 @@ NOTE_S, LOCK_POLL_S = 10.0, 0.2
 BASE_S = 1800.0  # Fetching and unpacking a distribution has this deadline.
 TOOLS = "/var/cache/rl_core"  # caches of installers in a box
 VERSION = 1  # Raise when bases are made in another way.
+PROBE_S = 5.0  # A mirror that gives no answer within this time is not reachable.
+PYPI = "https://pypi.org/simple"
+# A base without one of these was not made to its end, or is being removed.
+BASE_FILES = ("etc/apt", "usr/bin/dpkg", "var/lib/dpkg/status", "usr/sbin/policy-rc.d")
+BASE_FILES += ("var/lib/apt", "usr/lib", "usr/share", "etc/passwd")
 
 DEBIAN, UBUNTU = "http://deb.debian.org/debian", "http://archive.ubuntu.com/ubuntu"
 # Name and number of a release -> its suite.
@@ -156,25 +165,46 @@ def lock_within(timeout_s: float, file: IO[str], image: str) -> None:
 
 
 @contextmanager
-def making(folder: Path, timeout_s: float) -> Iterator[Path | None]:
+def making(folder: Path, timeout_s: float, files: Sequence[str] = ()) -> Iterator[Path | None]:
     """An empty folder that becomes `folder` if the block ends without an exception; None if that
-    exists. Of processes that ask at once, one makes the folder and the others wait."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{folder}.lock").open("w") as file:
-        lock_within(timeout_s, file, folder.name)
-        if folder.is_dir():
+    exists with these files in it. Of processes that ask at once, one makes the folder and the
+    others wait. Raises RuntimeError if the new folder lacks a file."""
+    with locked(folder, timeout_s):
+        if is_complete(folder, files):
             yield None
             return
-        made = Path(f"{folder}.part")
-        remove(made)
-        made.mkdir()
+        # Processes that were killed leave such folders.
+        for old in [folder, *folder.parent.glob(f"{folder.name}.*.part")]:
+            remove(old)
+        # Programs of a killed process may still write into the folder that it made.
+        made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".part", dir=folder.parent))
+        made.chmod(0o755)
         if os.geteuid() == 0:
             os.chown(made, NOBODY, NOBODY)
         try:
             yield made
+            if not is_complete(made, files):
+                raise RuntimeError(f"{folder} was removed while it was made; try again")
             made.rename(folder)
         finally:
             remove(made)
+
+
+@contextmanager
+def locked(folder: Path, timeout_s: float) -> Iterator[None]:
+    """Holds the lock of a folder in the cache, which may be removed with its lock at any time."""
+    path = Path(f"{folder}.lock")
+    while True:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError), path.open("w") as file:
+            lock_within(timeout_s, file, folder.name)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield
+                return
+
+
+def is_complete(folder: Path, files: Sequence[str]) -> bool:
+    return folder.is_dir() and all(os.path.lexists(folder / name) for name in files)
 
 
 def remove(folder: Path) -> None:
@@ -191,9 +221,9 @@ def base_folder(base: Base) -> Path:
     text = json.dumps([VERSION, base.suite, base.packages, os.geteuid()])
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     folder = cache_folder() / "base" / f"{base.suite}-{key}"
-    if folder.is_dir():
+    if is_complete(folder, BASE_FILES):
         return folder
-    with making(folder, BASE_S) as made:
+    with making(folder, BASE_S, BASE_FILES) as made:
         if made is not None:
             print(f"fetches {base.described} for tasks' boxes", file=sys.stderr, flush=True)
             unpack_base(base, made)
@@ -379,6 +409,27 @@ def installers_environ() -> dict[str, str]:
     environ |= {"UV_PYTHON_INSTALL_DIR": f"{TOOLS}/python", "npm_config_cache": f"{TOOLS}/npm"}
     environ |= {"PIP_ROOT_USER_ACTION": "ignore", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     return environ | {"DEBIAN_FRONTEND": "noninteractive", "UV_LINK_MODE": "copy"}
+
+
+@functools.cache
+def unreachable_mirrors() -> str:
+    """The addresses of package mirrors with their errors; "" if one of them answers."""
+    index = urllib.parse.urlsplit(pip_setting("index-url") or PYPI)
+    index = index._replace(netloc=index.netloc.rpartition("@")[2])  # without a password
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    errors = []
+    for url in (index.geturl(), DEBIAN, UBUNTU):
+        try:
+            urllib.request.urlopen(url, timeout=PROBE_S, context=context).close()
+        except urllib.error.HTTPError:
+            return ""  # An error page is an answer.
+        except (OSError, ValueError) as error:
+            errors.append(f"{url}: {error}")
+        else:
+            return ""
+    return "; ".join(errors)
 
 
 def pip_setting(name: str) -> str:

@@ -21,6 +21,7 @@ from rl_core.agents import dockerfile, harbor, harbor_task
 from rl_core.agents.dockerfile import digest_of, read_instructions
 from rl_core.agents.harbor import open_task, read_score
 from rl_core.agents.harbor_task import read_task, task_rows
+from rl_core.agents.image_root import build_folder, cached_phases
 from rl_core.agents.installs import uses_network
 from rl_core.agents.verifier_tools import VerifierTools
 from rl_core.cli import main
@@ -32,6 +33,7 @@ from rl_core.plugins.env_file import load_env
 from rl_core.plugins.tables import load_other
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.plugins.watchdog import run_hooks
+from rl_core.sandbox.roots import locked, making, unreachable_mirrors
 from rl_core.tools import show
 from rl_core.tools.check import play
 
@@ -175,28 +177,81 @@ def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsy
     make(dockerfile="FROM a\nFROM b\n"), make(toml="[environment"), make(test=None)
     folder = make(toml='[environment]\nos = "windows"').parent
     assert [row["name"] for row in task_rows(folder)] == ["task0"]
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     harbor_task.warn_once.cache_clear()
     assert task_rows(folder) and not capsys.readouterr().err
     monkeypatch.delenv("RANK")
-    assert f"warning: {folder}: 6 of 7 tasks are left out: 2 with Windows (of which the " in told
-    assert "first is task1), 1 with several steps (task2), 1 with a Dockerfile that needs" in told
-    assert "1 with a file that cannot be read (task4), 1 with no tests/test.sh (task5)" in told
+    assert f"warning: {folder}: 6 of 7 tasks are left out: 2 with Windows (of which the " in stderr
+    assert "first is task1), 1 with several steps (task2), 1 with a Dockerfile that needs" in stderr
+    assert "1 with a file that cannot be read (task4), 1 with no tests/test.sh (task5)" in stderr
     assert task_rows(folder) and not capsys.readouterr().err
     shutil.rmtree(folder / "task0")
     with pytest.raises(ValueError, match=r"none of 6 tasks can be played: 2 with Windows .*boxes "):
         task_rows(folder)
 
 
+def test_tasks_that_need_a_network_are_counted_or_end_the_run(make, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("RL_CORE_ROOTS", str(tmp_path / "roots"))
+    make(), make(dockerfile="FROM debian\nRUN pip install x\n")
+    folder = make(test="#!/bin/sh\ncurl -O https://a.b/c\n").parent
+    without = {"build": False, "verify": False}
+    assert [row["name"] for row in task_rows(folder, without)] == ["task0"]
+    stderr = capsys.readouterr().err
+    assert "1 with a line that needs --agents.build_network (task1), 1 with a line that" in stderr
+    with pytest.raises(ValueError, match=r"Dockerfile:2: RUN pip install x: needs a network"):
+        task_rows(folder / "task1", without)
+    # The proxy's port is closed.
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    unreachable_mirrors.cache_clear()
+    with pytest.raises(
+        ValueError, match=r"(?s)2 of 3 tasks need .*refused.* first is .*:2: RUN pip"
+    ):
+        task_rows(folder)
+    unreachable_mirrors.cache_clear()
+    [image, tests] = [folder / "task1/environment/Dockerfile", folder / "task1/tests"]
+    assert cached_phases(image, tests) == set()
+    layer = tmp_path / "layer"
+    layer.mkdir()
+    build_folder(image).mkdir(parents=True)
+    data = {"layers": [str(layer)], "environ": {}, "cwd": "/", "protected": []}
+    (build_folder(image) / "image.json").write_text(json.dumps(data))
+    assert [row["name"] for row in task_rows(folder, without)] == ["task0", "task1"]
+    layer.rmdir()
+    assert [row["name"] for row in task_rows(folder, without)] == ["task0"]
+
+
+def test_a_folder_of_the_cache_is_made_whole_or_not_at_all(tmp_path):
+    folder, wait = tmp_path / "base" / "a", threading.Event()
+    (folder / "bin").mkdir(parents=True)  # without etc, as a removal leaves this folder
+    (tmp_path / "base" / "a.killed.part").mkdir()
+    with making(folder, 5.0, ["etc"]) as made:
+        (made / "etc").mkdir()
+    assert [path.name for path in sorted(folder.parent.iterdir())] == ["a", "a.lock"]
+    assert [path.name for path in folder.iterdir()] == ["etc"]
+    with making(folder, 5.0, ["etc"]) as made:
+        assert made is None
+    shutil.rmtree(folder)
+    with pytest.raises(RuntimeError, match="removed while"), making(folder, 5.0, ["etc"]) as made:
+        made.rmdir()
+    assert not folder.exists()
+    # A lock that was removed with the cache is not taken for the new one.
+    threading.Timer(0.5, lambda: (shutil.rmtree(folder.parent), wait.set())).start()
+    with locked(folder, 5.0):
+        wait.wait()
+        with locked(folder, 1.0):
+            assert (folder.parent / "a.lock").exists()
+
+
 def test_keys_that_are_nearly_known_are_named(make, capsys):
     make(toml='shema_version = "1"\n[environment]\nmemory_md = 5\nzone = "a"\n[metadata]\ncpu = 1')
     make()
     task_rows(make().parent)
-    told = capsys.readouterr().err
-    assert "task.toml: [environment] memory_md is not read; did you mean 'memory_mb'?" in told
-    assert "shema_version is not read; did you mean 'schema_version'?" in told
-    assert told.count("\n") == 2
+    stderr = capsys.readouterr().err
+    assert "task.toml: [environment] memory_md is not read; did you mean 'memory_mb'?" in stderr
+    assert "shema_version is not read; did you mean 'schema_version'?" in stderr
+    assert stderr.count("\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -437,9 +492,9 @@ def test_an_agent_that_does_the_task_is_rewarded(make):
 @needs_bwrap
 def test_agents_see_neither_tests_nor_solution(make):
     played = episode(make(), bash("ls -d /tests /solution /logs; ls -A"), "?")
-    said = next(m["content"] for m in played.messages if m["role"] == "tool")
-    assert "bin\ndone" in said and "cannot access '/tests'" in said
-    assert "cannot access '/solution'" in said
+    listed = next(m["content"] for m in played.messages if m["role"] == "tool")
+    assert "bin\ndone" in listed and "cannot access '/tests'" in listed
+    assert "cannot access '/solution'" in listed
 
 
 CHEAT = """\
@@ -503,8 +558,8 @@ def test_what_cannot_be_removed_before_the_tests_fails_the_episode(make, tmp_pat
 def test_mounts_below_a_folder_are_named_and_its_namesakes_are_not():
     points = ("/", "/logs", "/logs/agent", "/logs2", "/x/tests", "/conftest.pyc")
     mounts = "".join(f"tmpfs {point} tmpfs rw 0 0\n" for point in points)
-    found = harbor.mounts_below(["/tests", "/logs", "/conftest.py"], mounts)
-    assert found == ["/logs", "/logs/agent"]
+    below = harbor.mounts_below(["/tests", "/logs", "/conftest.py"], mounts)
+    assert below == ["/logs", "/logs/agent"]
 
 
 @needs_bwrap
