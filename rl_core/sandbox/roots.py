@@ -415,7 +415,7 @@ def installers_environ() -> dict[str, str]:
 def unreachable_mirrors() -> str:
     """The addresses of package mirrors with their errors; "" if one of them answers."""
     index = urllib.parse.urlsplit(pip_setting("index-url") or PYPI)
-    index = index._replace(netloc=index.netloc.rpartition("@")[2])  # without a password
+    index = index._replace(netloc=index.netloc.rpartition("@")[2])  # A password is left out.
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

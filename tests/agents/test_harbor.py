@@ -224,7 +224,7 @@ def test_tasks_that_need_a_network_are_counted_or_end_the_run(make, capsys, monk
 
 def test_a_folder_of_the_cache_is_made_whole_or_not_at_all(tmp_path):
     folder, wait = tmp_path / "base" / "a", threading.Event()
-    (folder / "bin").mkdir(parents=True)  # without etc, as a removal leaves this folder
+    (folder / "bin").mkdir(parents=True)  # A removal left no etc.
     (tmp_path / "base" / "a.killed.part").mkdir()
     with making(folder, 5.0, ["etc"]) as made:
         (made / "etc").mkdir()
