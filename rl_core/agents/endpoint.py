@@ -185,7 +185,9 @@ class Endpoint:
         if not request.is_kept:
             return
         for reply in replies:
-            conversation = replace(request, messages=[*request.messages, reply.message])
+            history = [*request.messages, reply.message]
+            # Later requests have their own schema; this one may have megabytes.
+            conversation = replace(request, messages=history, schema=None)
             self.stored[dialect.reply_id(reply)] = conversation
             if len(self.stored) > MAX_STORED:
                 del self.stored[next(iter(self.stored))]
@@ -371,6 +373,7 @@ class EndpointServer:
         try:
             replies = answer.result()
         except Refusal as refusal:
+            endpoint.refused = refusal.message
             error = json.dumps(dialect.write_error(refusal))
             await response.write(f"event: error\ndata: {error}\n\n".encode())
             return response

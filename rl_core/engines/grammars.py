@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Between two parts of a text. Without a bound some models write spaces without end.
 SPACES = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+# llguidance compiles a longer schema for seconds, in which the engine samples nothing.
+MAX_SCHEMA_CHARS = 1 << 15
 
 
 class Vocabulary:
@@ -55,9 +57,15 @@ class Grammars:
 
     def matcher(self, params: SamplingParams, begun: Sequence[int]) -> LLMatcher:
         """The state of a completion that has begun with these tokens. Raises ValueError for a
-        schema that llguidance cannot read."""
+        schema that is too long or that llguidance cannot read."""
         from llguidance import LLMatcher
 
+        num_chars = len(params.json_schema)
+        if num_chars > MAX_SCHEMA_CHARS:
+            raise ValueError(
+                f"the JSON schema cannot be enforced: it has {num_chars:,} characters, more than "
+                f"{MAX_SCHEMA_CHARS:,}; leave out descriptions"
+            )
         ends = tuple(params.stop_token_ids)
         if not ends:
             raise ValueError("a reply in a JSON schema needs a chat template with an end token")

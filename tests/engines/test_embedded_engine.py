@@ -109,9 +109,12 @@ def test_a_schema_that_cannot_be_enforced_is_an_error_of_its_request(model):
     pytest.importorskip("llguidance")
     tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     engine = embedded(model, tokenizer=tokenizer)
-    params = SamplingParams(max_tokens=9, stop_token_ids=ENDS, json_schema='{"type": "x"}')
-    with pytest.raises(ValueError, match="the JSON schema cannot be enforced"):
-        run(engine, [[9]], params)
+    params = SamplingParams(max_tokens=9, stop_token_ids=ENDS)
+    long = json.dumps({"description": "x" * (1 << 15)})
+    endless = '{"$ref": "#"}'  # llguidance sees it at the first token.
+    for schema, reason in ('{"type": "x"}', ""), (long, "it has 32,7"), (endless, "NoExtension"):
+        with pytest.raises(ValueError, match=f"the JSON schema cannot be enforced: {reason}"):
+            run(engine, [[9]], replace(params, json_schema=schema))
     with pytest.raises(ValueError, match="an end token"):
         run(engine, [[9]], SamplingParams(max_tokens=9, json_schema="{}"))
     assert run(engine, [[9]], SamplingParams(max_tokens=3))[0].token_ids
