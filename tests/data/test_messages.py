@@ -438,6 +438,7 @@ PUBLISHED = {
             zone={"type": "str", "description": "d"},
             days={"type": "List[int], optional", "description": "d", "default": [1]},
             key={"type": "Callable[[int], str]", "description": "d", "default": None},
+            unit={"type": "str", "required": False},
         ),
         TALK,
         flat_schema(
@@ -450,6 +451,7 @@ PUBLISHED = {
                 "default": [1],
             },
             key={"default": None, "description": "d (type: Callable[[int], str])"},
+            unit={"type": "string"},
         ),
     ),
     "xlam_no_arguments": (xlam(), TALK, flat_schema()),
