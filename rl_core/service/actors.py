@@ -1,5 +1,5 @@
-"""Actors as hooks of a served environment hold them: their models are at the client, who answers
-for them."""
+"""Remote actors for the hooks of a served environment: the client holds the models and sends their
+replies."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
 from rl_core.types import Completion, Message, SamplingParams, Task, Trajectory, Turn
 
-LISTEN_S = 20.0  # a request that waits for news is answered after so long in any case
-LOOK_S = 0.05  # at least, between looks at the deadline of a hook that waits for actors
-# What actors raise.
+LISTEN_S = 20.0  # A long-polling request gets an empty reply after this time.
+LOOK_S = 0.05  # Shortest interval between checks of a hook's deadline.
+# Exceptions of actors that hooks see by their own class.
 ERRORS = {kind.__name__: kind for kind in (ValueError, ConnectionError, TimeoutError)}
-CALL: ContextVar[Call] = ContextVar("CALL")  # whose hook runs
-Said = tuple[pb.Spoken, list[Message], "Turn | None"]
+CALL: ContextVar[Call] = ContextVar("CALL")  # The call whose hook runs.
+ActorReply = tuple[pb.Spoken, list[Message], "Turn | None"]
 
 
 class RemoteConversation(Conversation):
-    """Its tokens are what the client tells, who alone knows how full its context is."""
+    """A conversation whose tokens are at the client. Only the client knows how full the context
+    is."""
 
     id: int
-    num_told: int  # messages of its history that the client knows
+    num_told: int  # Messages of the history that the client knows.
 
     async def _speak(self) -> None:
         asks = self.speaker.asks
@@ -40,15 +41,15 @@ class RemoteConversation(Conversation):
             limits = {"max_tokens": self.turn_params.max_tokens, "stop": self.turn_params.stop}
         if self.state_key:
             limits["state_key"] = self.state_key
-        spoken, said, turn = await asks.ask(self.id, self.history[self.num_told :], limits)
-        self.history += said
+        spoken, messages, turn = await asks.ask(self.id, self.history[self.num_told :], limits)
+        self.history += messages
         self.num_told = len(self.history)
-        self.text = spoken.text if spoken.HasField("text") else self.last_text if said else ""
+        self.text = spoken.text if spoken.HasField("text") else self.last_text if messages else ""
         self.truncated = spoken.truncated
-        self.num_replies = self.num_replies + len(said)
+        self.num_replies = self.num_replies + len(messages)
         self.metrics |= spoken.metrics
         self.turns += [turn] if turn else []
-        if said:
+        if messages:
             self.marks.append((len(self.history), None))
 
     def at(self, num_replies: int) -> Conversation:
@@ -72,25 +73,25 @@ class RemoteActor(Actor):
     ) -> Conversation:
         session = f"{self.session}/{label or len(self.conversations)}"
         made = RemoteConversation(self, messages, tools, sampling, session)
-        given = {"tools": tools, "sampling": sampling}
-        given = {name: to_json(value, name) for name, value in given.items() if value} | {
+        fields = {"tools": tools, "sampling": sampling}
+        fields = {name: to_json(value, name) for name, value in fields.items() if value} | {
             "label": label
         }
-        made.id = self.asks.open(actor=self.name, messages=to_json(messages, "messages"), **given)
+        made.id = self.asks.open(actor=self.name, messages=to_json(messages, "messages"), **fields)
         made.num_told = len(messages)
         self.conversations.append(made)
         return made
 
 
 class Asks:
-    """What the hooks of one session ask, and what they were told."""
+    """The asks of one session's hooks, and the client's answers."""
 
     def __init__(self, cast: str):
-        """`cast`: as of a StartRequest. Raises ServiceError if it is none."""
+        """`cast`: field of a StartRequest. Raises ServiceError if `cast` is malformed."""
         self.cast = EpisodeActors({}, None, 0, "")
-        self.openings: list[pb.Opening] = []  # that the client has not heard
-        self.waiting: dict[int, asyncio.Future[Said]] = {}  # by ask
-        self.turns: dict[int, tuple[int, Turn]] = {}  # id of a turn -> ask, the turn
+        self.openings: list[pb.Opening] = []  # Not sent to the client yet.
+        self.waiting: dict[int, asyncio.Future[ActorReply]] = {}  # Ask number -> its answer.
+        self.turns: dict[int, tuple[int, Turn]] = {}  # id(turn) -> (ask number, turn).
         self.num_asks = self.num_conversations = 0
         for one in from_json(cast, list, "cast"):
             try:
@@ -98,24 +99,34 @@ class Asks:
                 params = SamplingParams(
                     **{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()}
                 )
-                how = {"engine": None, "chat": None, "open_endpoint": Endpoints()}
-                actor = RemoteActor(asks=self, params=params, **how, **one)
+                actor = RemoteActor(
+                    asks=self,
+                    params=params,
+                    engine=None,
+                    chat=None,
+                    open_endpoint=Endpoints(),
+                    **one,
+                )
             except (TypeError, AttributeError) as error:
-                raise wrong(f"cast: it is no actor: {error}") from None
+                raise wrong(f"cast: each item must describe an actor: {error}") from None
             self.cast[str(actor.name)] = actor
 
     def open(self, **opening: Any) -> int:
-        """The number of a conversation that begins."""
+        """Opens a conversation and returns its number."""
         self.num_conversations += 1
         self.openings.append(pb.Opening(conversation=self.num_conversations, **opening))
         return self.num_conversations
 
-    async def ask(self, conversation: int, messages: list[Message], limits: dict[str, Any]) -> Said:
-        """What the client says. Raises what the actor raised there."""
+    async def ask(
+        self, conversation: int, messages: list[Message], limits: dict[str, Any]
+    ) -> ActorReply:
+        """Returns the client's answer. Raises the actor's exception from the client."""
         call = CALL.get(None)
         future = asyncio.get_running_loop().create_future()
         if call is None or call.task.done():
-            raise RuntimeError("actors are asked while a hook runs, and this one's has returned")
+            raise RuntimeError(
+                "the hook of this actor has returned: ask actors only while the hook runs"
+            )
         self.num_asks += 1
         self.waiting[self.num_asks] = future
         ask = pb.Ask(id=self.num_asks, conversation=conversation)
@@ -123,7 +134,7 @@ class Asks:
         ask.limits = to_json(limits, "limits") if limits else ""
         call.put(ask)
         try:
-            spoken, said, turn = await future
+            spoken, replies, turn = await future
         finally:
             call.count_waiting(-1)
         if spoken.error:
@@ -134,28 +145,27 @@ class Asks:
             raise error(message or kind)
         if turn:
             self.turns[id(turn)] = spoken.ask, turn
-        return spoken, said, turn
+        return spoken, replies, turn
 
     def hear(self, answers: Iterable[pb.Spoken]) -> None:
-        """Raises ServiceError, and has heard nothing, if one of them is wrong."""
+        """Delivers answers to the hooks that wait. Raises ServiceError, before any is delivered, if
+        an answer is malformed."""
         heard = {}
         for spoken in answers:
             if not 0 < spoken.ask <= self.num_asks:
-                raise ServiceError(
-                    StatusCode.NOT_FOUND, f"answers: nothing was asked by the number {spoken.ask}"
-                )
+                raise ServiceError(StatusCode.NOT_FOUND, f"answers: there is no ask {spoken.ask}")
             if spoken.ask not in self.waiting or spoken.ask in heard:
                 raise ServiceError(
                     StatusCode.ALREADY_EXISTS, f"answers: ask {spoken.ask} has been answered"
                 )
             heard[spoken.ask] = read_spoken(spoken)
-        for ask, said in heard.items():
+        for ask, reply in heard.items():
             future = self.waiting.pop(ask)
-            if not future.done():  # else the hook gave it up
-                future.set_result(said)
+            if not future.done():  # A cancelled ask is done already.
+                future.set_result(reply)
 
     def packed(self, trajectory: Trajectory) -> dict[str, Any]:
-        """For JSON; a turn that the client gave is the number of its ask."""
+        """A trajectory as JSON values. Each turn of the client is the number of its ask."""
         turns = [
             self.turns[id(turn)][0] if id(turn) in self.turns else asdict(turn)
             for turn in trajectory.turns
@@ -164,18 +174,17 @@ class Asks:
 
 
 class Call:
-    """Hooks that run, and what the client shall hear next: what they ask, or the result."""
+    """The hooks of one request while they run, and the next reply to the client: asks, or the
+    result."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], asks: Asks):
         self.asks = asks
         self.loop = asyncio.get_running_loop()
         self.unsent: list[pb.Ask] = []
-        self.listener: asyncio.Future[None] | None = None  # of the request that waits for news
-        self.num_waiting, self.waited_s, self.since_s = (
-            0,
-            0.0,
-            0.0,
-        )  # asks that wait; seconds in which some did; since when
+        # The request that waits for the next reply.
+        self.listener: asyncio.Future[None] | None = None
+        # Unanswered asks; total seconds with such asks; start of the current wait.
+        self.num_waiting, self.waited_s, self.since_s = 0, 0.0, 0.0
         self.task = asyncio.ensure_future(self._run(work))
         self.task.add_done_callback(self._ended)
 
@@ -185,7 +194,7 @@ class Call:
 
     def _ended(self, task: asyncio.Task) -> None:
         if not task.cancelled():
-            task.exception()  # it is told to who asks
+            task.exception()  # Marks the exception as retrieved; news() raises it.
         self._tell()
 
     def _tell(self) -> None:
@@ -205,8 +214,8 @@ class Call:
             self.waited_s += self.loop.time() - self.since_s
 
     async def news(self) -> Any:
-        """The result, or pb.Asked: for the last one who waits for it. None for others, and after
-        LISTEN_S. Raises what the work raises."""
+        """The result, or pb.Asked, for the latest request that waits. Returns None to earlier
+        requests, and after LISTEN_S. Raises the exceptions of the work."""
         self._tell()
         self.listener = mine = self.loop.create_future()
         if self.unsent or self.task.done():
@@ -221,10 +230,10 @@ class Call:
         self.unsent = []
         return asked
 
-    async def in_time(self, hook: Hook, task: Task, given: dict[str, Any]) -> Any:
-        """What a hook returns. Raises as Hook does; the deadline counts its own time alone, not
-        that of actors."""
-        running = asyncio.ensure_future(replace(hook, timeout_s=None)(task, given))
+    async def in_time(self, hook: Hook, task: Task, arguments: dict[str, Any]) -> Any:
+        """Runs a hook and returns its result. Raises as Hook does. The deadline excludes the time
+        in which the hook waits for actors."""
+        running = asyncio.ensure_future(replace(hook, timeout_s=None)(task, arguments))
         began_s = self._own_s()
         try:
             while not running.done():
@@ -234,8 +243,8 @@ class Call:
                 if left_s is not None and left_s <= 0:
                     raise TimeoutError(
                         f"{hook.path}: {hook.name}() ran longer than {hook.timeout_s:g} s for task "
-                        f"{task.id}, in which it "
-                        "waited for no actor; make it faster or raise --rollout.hook_timeout_s"
+                        f"{task.id}, without its waits for actors; make it faster or raise "
+                        "--rollout.hook_timeout_s"
                     )
                 await asyncio.wait({running}, timeout=left_s and max(left_s, LOOK_S))
         finally:
@@ -247,8 +256,8 @@ class Call:
         return now - self.waited_s - (now - self.since_s if self.num_waiting else 0.0)
 
 
-def read_spoken(spoken: pb.Spoken) -> Said:
-    """Raises ServiceError unless it is an error, or what an actor says."""
+def read_spoken(spoken: pb.Spoken) -> ActorReply:
+    """Parses an answer: an error, or an actor's reply. Raises ServiceError if it is malformed."""
     if spoken.error:
         return spoken, [], None
     messages = from_json(spoken.messages, list, "answers: messages")
@@ -258,15 +267,15 @@ def read_spoken(spoken: pb.Spoken) -> Said:
     except ValueError as error:
         raise wrong(f"answers: messages {error}") from None
     if len(messages) > 1 or any(message["role"] != "assistant" for message in messages):
-        raise wrong("answers: messages must be one of the assistant, or none")
+        raise wrong("answers: messages must be one assistant message, or empty")
     if spoken.turn:
         turn = read_turn(from_json(spoken.turn, dict, "answers: turn"))
     return spoken, messages, turn
 
 
 def read_turn(value: dict[str, Any]) -> Turn:
-    """A turn of JSON. Raises ServiceError unless it is one."""
+    """A Turn from JSON values. Raises ServiceError if the value is not a turn."""
     try:
         return Turn(**value | {"completion": Completion(**value["completion"])})
     except (TypeError, KeyError, AttributeError) as error:
-        raise wrong(f"it is no turn: {error}") from None
+        raise wrong(f"not a turn: {error}") from None

@@ -1,5 +1,4 @@
-"""A service's URL, as --env_path and --service give it:
-grpc://HOST:PORT/NAME?token_file=FILE&ca=FILE."""
+"""URLs of services in --env_path and --service: grpc://HOST:PORT/NAME?token_file=FILE&ca=FILE."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ HOST_PORT = re.compile(r"([^:\[\]]+|\[[^\[\]]+\]):(\d+)")
 
 
 def read_url(url: str, flag: str, form: str) -> tuple[SplitResult, dict[str, str]]:
-    """Its parts, and its settings. Raises ValueError unless it is a service's; the text holds no
-    setting's value."""
+    """(parts, settings) of a service's URL. Raises ValueError for other URLs; error texts do not
+    contain values of settings."""
     parts = urlsplit(url)
     plain_url = url.partition("?")[0]
     settings = dict(parse_qsl(parts.query))
     if "@" in parts.netloc:
         raise ValueError(
-            f"{flag} holds a password, which files and a shell's history would keep; use "
-            "?token_file="
+            f"{flag} holds a password, which files and the shell's history would keep; use "
+            "?token_file= instead"
         )
     port = HOST_PORT.fullmatch(parts.netloc)
     if parts.scheme not in ("grpc", "grpcs") or not port or not 0 < int(port[2]) < 1 << 16:
@@ -35,19 +34,19 @@ def read_url(url: str, flag: str, form: str) -> tuple[SplitResult, dict[str, str
     return parts, settings
 
 
-def seconds(text: str, what: str) -> float:
-    """Raises ValueError."""
+def seconds(text: str, label: str) -> float:
+    """Parses a setting in seconds. Raises ValueError."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise ValueError(f"{what}={text} must be seconds, as 120")
+        raise ValueError(f"{label}={text} must be a number of seconds, such as 120")
     return value
 
 
 def access_to(token_file: str, ca: str, is_tls: bool) -> Access:
-    """Raises ValueError or OSError for files that are not there."""
+    """A client's Access from files. Raises ValueError or OSError for missing files."""
     return Access(
         token=read_token(token_file), ca=Path(ca).read_bytes() if ca else None, tls=is_tls
     )

@@ -1,10 +1,10 @@
 """`--env_path http+agentbench://host:port/TASK`: a task server of AgentBench (arXiv:2308.03688) as
-a module with hooks, so that a run treats it as any other environment. docs/service.md
+a module with hooks, like any other environment. docs/service.md
 
-Three kinds of servers are understood, each by what it answers first: the controller of the
-function-calling edition, which names a session in a header; one of its workers without a
-controller, to which the client gives the session's number; and the controller of editions 0.1 and
-0.2, whose answers are `output` with a whole history.
+Three kinds of servers are supported. The first answer shows the kind: the controller of the
+function-calling edition names a session in a header; a worker of that edition without a controller
+expects a session number from the client; the controller of editions 0.1 and 0.2 answers `output`
+with the full history.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from rl_core.sampling.hooks import finite
 from rl_core.types import Message, Task, Trajectory
 
 START_UP_S, CANCEL_S = 30.0, 5.0
-RETRIES_S = (0.2, 1.0, 3.0, 9.0)  # Pauses before a request is sent again.
-ASK_AGAIN = (406, 422)  # start_sample: no worker has room, or a worker wants a number.
-ROOM_S = 600.0  # An episode waits so long for a worker with room.
-MAX_BYTES = 16 << 20  # Of one answer.
+RETRIES_S = (0.2, 1.0, 3.0, 9.0)  # Pauses before each retry of a request.
+ASK_AGAIN = (406, 422)  # start_sample: no worker has room, or a worker needs a session number.
+ROOM_S = 600.0  # Longest time that an episode waits for a worker with room.
+MAX_BYTES = 16 << 20  # Largest size of one answer.
 MAX_TURNS = 20
-# How a sample may end by what the model did, and the metric that counts it. All else is a failure.
+# Final status that the model's turns can lead to -> the metric that counts it. Any other status is
+# a failure of the episode.
 ENDS = {
     "completed": "completed",
     "task limit reached": "task_limit",
@@ -45,39 +46,41 @@ ENDS = {
     "agent invalid action": "invalid",
     "agent context limit": "context_limit",
 }
-# Where a result of editions 0.1 and 0.2 holds its score, unless ?score= says.
+# Keys of the score in a result of editions 0.1 and 0.2, in order of preference; ?score= overrides.
 SCORES = ("reward", "is_correct", "result", "progress")
 SETTINGS = ("train", "eval", "score", "overall", "timeout_s")
 
 
 @dataclass(kw_only=True)
 class TaskServer:
-    """An address, and what its URL sets."""
+    """A task server's address and the settings of its URL."""
 
-    url: str  # as in errors: without settings
+    url: str  # The URL without settings, for errors.
     api: str
     name: str
-    ranges: dict[str, range] = field(default_factory=dict)  # split -> places in get_indices
+    ranges: dict[str, range] = field(default_factory=dict)  # Split -> positions in get_indices.
     score: str = ""
     overall: list[str] = field(default_factory=list)
     timeout_s: float = 600.0
-    is_worker: bool = False  # without a controller: sessions have numbers of the client
+    is_worker: bool = False  # No controller: the client chooses session numbers.
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         """A row for each sample of the split. Raises ValueError."""
         split = split if split == "train" else "eval"
-        found = []
+        rows = []
         indices = self.indices()
-        for place, index in enumerate(indices):
-            if self.split_of(place, index) == split:
-                found.append({"prompt": f"{self.name} {index}", "index": index})
-        if not found and split in self.ranges:
-            raise ValueError(f"{self.url}: ?{split}= names none of its {len(indices)} samples")
-        return found
+        for position, index in enumerate(indices):
+            if self.split_of(position, index) == split:
+                rows.append({"prompt": f"{self.name} {index}", "index": index})
+        if not rows and split in self.ranges:
+            raise ValueError(
+                f"{self.url}: ?{split}= selects none of the server's {len(indices)} samples"
+            )
+        return rows
 
-    def split_of(self, place: int, index: int | str) -> str:
-        for split, places in self.ranges.items():
-            if place in places:
+    def split_of(self, position: int, index: int | str) -> str:
+        for split, positions in self.ranges.items():
+            if position in positions:
                 return split
         if "train" in self.ranges:
             return "none"
@@ -87,9 +90,9 @@ class TaskServer:
         return "eval" if is_held_out else "train"
 
     def indices(self) -> list[int | str]:
-        """Of all samples but -1, which is none without a task of the client's."""
+        """Indices of all samples. Excludes -1, which stands for a task that the client sends."""
         try:
-            found = self.get(f"/get_indices?name={quote(self.name)}")
+            indices = self.get(f"/get_indices?name={quote(self.name)}")
         except urllib.error.HTTPError as error:
             known = []
             with suppress(OSError, ValueError):
@@ -101,25 +104,28 @@ class TaskServer:
                 f"{self.url}: get_indices: {error}; start the task server, and name its host and "
                 "port"
             ) from None
-        is_index = [type(index) in (int, str) for index in found] if type(found) is list else []
+        is_index = [type(i) in (int, str) for i in indices] if type(indices) is list else []
         if not is_index or not all(is_index):
             raise ValueError(
-                f"{self.url}: get_indices must give a list of numbers or texts, gave "
-                f"{shorten(found)}"
+                f"{self.url}: get_indices must return a list of numbers or strings, returned "
+                f"{shorten(indices)}"
             )
-        return [index for index in found if index != -1]
+        return [index for index in indices if index != -1]
 
     def get(self, verb: str) -> Any:
         with urllib.request.urlopen(self.api + verb, timeout=START_UP_S) as reply:
             return json.loads(reply.read(MAX_BYTES))
 
     async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
-        """The episode of a sample, one trajectory for each history that the server wrote anew.
-        Raises what the server did wrong, which is a recorded failure."""
+        """Plays the episode of a sample. Returns one trajectory for each history that the server
+        rewrote. Raises ValueError, ConnectionError or TimeoutError for faults of the server, which
+        are recorded as failures."""
         if len(actors.learners) != 1:
-            raise ValueError(f"{self.url} is for one actor, not {', '.join(actors.learners)}")
+            raise ValueError(
+                f"{self.url} needs exactly one trained actor, got {', '.join(actors.learners)}"
+            )
         limit = aiohttp.ClientTimeout(total=self.timeout_s)
-        # A kept connection may be closed by the server at the moment at which a request is sent.
+        # The server may close a kept-alive connection just when a request is sent.
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(timeout=limit, connector=connector) as http:
             session = Session(server=self, http=http, index=task.row["index"])
@@ -131,10 +137,10 @@ class TaskServer:
 
 @dataclass(kw_only=True)
 class Step:
-    """What the server says until the model's next turn."""
+    """The server's messages and reward between two turns of the model."""
 
     status: str
-    messages: list[Message]  # since the model's last turn; all, if is_anew
+    messages: list[Message]  # New messages; the full history if is_anew.
     tools: list[dict] | None
     reward: float
     metrics: dict[str, float]
@@ -143,14 +149,14 @@ class Step:
 
 @dataclass(kw_only=True)
 class Session:
-    """One sample that the server plays."""
+    """One sample in progress on the server."""
 
     server: TaskServer
     http: aiohttp.ClientSession
     index: int | str
     id: str = ""
     has_ended: bool = False
-    history: list[Message] = field(default_factory=list)  # of editions 0.1 and 0.2
+    history: list[Message] = field(default_factory=list)  # Used by editions 0.1 and 0.2 only.
 
     async def start(self) -> Step:
         """Waits while all workers are busy. Raises ConnectionError, TimeoutError or ValueError."""
@@ -161,7 +167,7 @@ class Session:
                 self.id = str(secrets.randbits(31))
                 body["session_id"] = int(self.id)
             status, headers, text = await self.post("start_sample", body)
-            # Several episodes may learn at once that a worker wants a number.
+            # Several episodes may get this answer at the same time.
             if status == 422 and "session_id" not in body:
                 self.server.is_worker = True
                 continue
@@ -172,26 +178,27 @@ class Session:
                 raise TimeoutError(f"{self.server.url}: no worker had room for {ROOM_S:g} s")
             await asyncio.sleep(pause_s)
         answer = self.read("start_sample", status, text)
-        given = headers.get("session_id", answer.get("session_id"))
-        if given is not None:
-            self.id = str(given)
+        session_id = headers.get("session_id", answer.get("session_id"))
+        if session_id is not None:
+            self.id = str(session_id)
         if not self.id:
-            raise ValueError(f"{self.server.url}: start_sample names no session")
+            raise ValueError(f"{self.server.url}: the answer to start_sample lacks a session_id")
         return await self.step(answer)
 
     async def say(self, reply: Conversation) -> Step:
-        """What follows the model's turn."""
+        """Sends the model's turn and returns the server's next step."""
         message = reply.messages[-1]
         if self.history:
             content = without_thoughts(message["content"])
             return await self.act({"status": "normal", "content": content})
-        said = {"role": "assistant", "content": without_thoughts(message.get("content") or "")}
+        sent = {"role": "assistant", "content": without_thoughts(message.get("content") or "")}
         if message.get("tool_calls"):
-            said["tool_calls"] = list(map(sent_call, message["tool_calls"]))
-        return await self.interact({"messages": [said]})
+            sent["tool_calls"] = list(map(sent_call, message["tool_calls"]))
+        return await self.interact({"messages": [sent]})
 
     async def overflow(self) -> Step | None:
-        """What follows a turn that was cut off. The function-calling edition has no word for it."""
+        """Reports a truncated turn and returns the server's next step. Returns None for the
+        function-calling edition, which has no such status."""
         return await self.act({"status": "agent context limit"}) if self.history else None
 
     async def act(self, response: dict[str, str]) -> Step:
@@ -204,21 +211,21 @@ class Session:
         return await self.step(self.read("interact", status, text))
 
     async def cancel(self) -> None:
-        """Frees the server's session if it has not ended. Says nothing of a server that is gone."""
+        """Frees the server's session if the sample has not ended. Ignores an unreachable server."""
         if not self.id or self.has_ended:
             return
         with suppress(asyncio.TimeoutError, ConnectionError, TimeoutError, ValueError):
             await asyncio.wait_for(self.post("cancel", {"session_id": int(self.id)}), CANCEL_S)
 
     async def post(self, verb: str, body: dict[str, Any]) -> tuple[int, Any, str]:
-        """(status, headers, text) of the answer. A request is sent again only if its connection
-        closed before an answer began: under load servers close connections before they read."""
+        """(status, headers, text) of the answer. Resends a request only if its connection closed
+        before an answer began: under load servers close connections before they read."""
         url, unanswered = self.server.url, ""
         for pause_s in (*RETRIES_S, None):
             try:
                 answer = await self.post_once(verb, body)
                 if unanswered and answer[0] >= 400 and answer[0] not in ASK_AGAIN:
-                    raise ConnectionError(unanswered)  # the server had read the first one
+                    raise ConnectionError(unanswered)  # The server had read the first request.
                 return answer
             except asyncio.TimeoutError:
                 seconds = f"{self.server.timeout_s:g} s"
@@ -240,29 +247,29 @@ class Session:
                     read += chunk
                     if len(read) > MAX_BYTES:
                         raise ValueError(
-                            f"{self.server.url}: {verb} answers more than {MAX_BYTES} bytes"
+                            f"{self.server.url}: the answer to {verb} exceeds {MAX_BYTES} bytes"
                         )
-            except aiohttp.ClientConnectionError as error:  # The server has acted.
+            except aiohttp.ClientConnectionError as error:  # The server has read the request.
                 raise aiohttp.ClientPayloadError(str(error)) from error
             return reply.status, reply.headers, read.decode(errors="replace")
 
     def read(self, verb: str, status: int, text: str) -> dict[str, Any]:
-        """The answer's object."""
+        """Parses an answer as a JSON object."""
         url = self.server.url
         if status != 200:
-            raise ConnectionError(f"{url}: {verb} is refused: {status}: {shorten(text, 400)}")
+            raise ConnectionError(f"{url}: {verb} failed with {status}: {shorten(text, 400)}")
         try:
-            found = json.loads(text)
+            answer = json.loads(text)
         except (ValueError, RecursionError):
-            found = text
-        if not isinstance(found, dict):
+            answer = text
+        if not isinstance(answer, dict):
             raise ValueError(f"{url}: {verb} must answer a JSON object, answered {shorten(text)}")
-        return found
+        return answer
 
     async def step(self, answer: dict[str, Any]) -> Step:
         if isinstance(answer.get("output"), dict):
             return await self.old_step(answer["output"])
-        # A worker wraps what a controller gives as it is.
+        # Without a controller, a worker wraps the same answer in `env_out`.
         answer = answer.get("env_out", answer)
         messages = self.messages_of(answer.get("messages") or [])
         status = answer.get("status", "running")
@@ -283,7 +290,7 @@ class Session:
         )
 
     async def old_step(self, output: dict[str, Any]) -> Step:
-        """Of editions 0.1 and 0.2, without tools, whose reward comes with the end."""
+        """Reads a step of editions 0.1 and 0.2: no tools, and a reward at the end only."""
         history = self.messages_of(output.get("history") or [])
         status = output.get("status")
         self.check_status(status, output.get("result"))
@@ -304,14 +311,14 @@ class Session:
         )
 
     async def score(self, output: dict[str, Any]) -> float:
-        """Of a result: what ?overall= names of calculate_overall() over it alone, or its ?score=,
-        or the first of SCORES that it has; 0 for a sample that ended without a result."""
+        """Reward of a result: the sum of the ?overall= values of calculate_overall() for this
+        result alone, or the ?score= value, or the first key of SCORES; 0 without a result."""
         server, result = self.server, output.get("result")
         if server.overall:
             body = {"name": server.name, "results": [output | {"index": self.index}]}
             status, _, text = await self.post("calculate_overall", body)
-            found = self.read("calculate_overall", status, text)
-            return sum(reward_of(found.get(name)) for name in server.overall)
+            values = self.read("calculate_overall", status, text)
+            return sum(reward_of(values.get(name)) for name in server.overall)
         if result is None and output["status"] != "completed":
             return 0.0
         if not isinstance(result, dict):
@@ -322,21 +329,21 @@ class Session:
                 return reward_of(result[name])
         raise ValueError(
             f"{server.url}: a result with {', '.join(result)} has no {' or '.join(names)}; name "
-            "its score by ?score=, or one of calculate_overall by ?overall="
+            "the score's key by ?score=, or values of calculate_overall by ?overall="
         )
 
     def messages_of(self, items: Any) -> list[Message]:
-        """As chat templates read them."""
+        """Messages in the form that chat templates read."""
         try:
             return list(map(as_message, items))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{self.server.url}: messages must be those of chat completions, are "
+                f"{self.server.url}: messages must have the form of chat completions, got "
                 f"{shorten(items)} ({type(error).__name__}: {error})"
             ) from None
 
     def check_status(self, status: Any, result: Any) -> None:
-        """Raises ValueError for an end that says nothing of the model."""
+        """Raises ValueError if the sample ended for another reason than the model's turns."""
         self.has_ended = status != "running"
         if self.has_ended and status not in ENDS:
             raise ValueError(
@@ -350,7 +357,8 @@ def reward_of(value: Any) -> float:
 
 
 def as_message(item: dict[str, Any]) -> Message:
-    """With text, and with the arguments of calls as objects. Raises ValueError for images."""
+    """A message with plain text and calls with arguments as objects. Raises ValueError for
+    images."""
     role = item["role"]
     if role == "agent":
         role = "assistant"
@@ -367,15 +375,15 @@ def text_of(content: Any) -> str:
     if not isinstance(content, list):
         return content or ""
     text = ""
-    for part in content:
-        if part["type"] != "text":
-            raise ValueError("only text is read")
-        text += part["text"]
+    for item in content:
+        if item["type"] != "text":
+            raise ValueError("only text content is supported")
+        text += item["text"]
     return text
 
 
 def received_call(call: dict[str, Any]) -> dict[str, Any]:
-    """With arguments as an object, as chat templates read them."""
+    """A call with arguments as an object, the form that chat templates read."""
     function = dict(call["function"])
     if isinstance(function["arguments"], str):
         function["arguments"] = json.loads(function["arguments"] or "{}")
@@ -383,7 +391,7 @@ def received_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def sent_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as OpenAI's API has it, with arguments as JSON text."""
+    """A call in the form of OpenAI's API, with arguments as JSON text."""
     function = with_text_arguments(call)["function"]
     return {
         "id": call.get("id") or "",
@@ -393,16 +401,18 @@ def sent_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 async def play(session: Session, actor: Actor) -> list[Trajectory]:
-    """The reward is the sum of the server's, each for its turn; 0 where the model ran out of turns
-    or tokens."""
+    """Plays a sample. The reward is the sum of the server's rewards, each assigned to its turn. A
+    truncated turn without a reward of the server counts 0."""
     step = await session.start()
     if session.has_ended:
-        raise ValueError(f"{session.server.url}: the sample ended when it began: {step.status}")
+        raise ValueError(f"{session.server.url}: the sample ended at its start: {step.status}")
     replies: list[Conversation] = []
     rewards: list[float] = []
     while not session.has_ended and len(rewards) < actor.max_turns:
         if not step.messages:
-            raise ValueError(f"{session.server.url}: the server waits, but gave no message")
+            raise ValueError(
+                f"{session.server.url}: the server waits for a turn but sent no message"
+            )
         if step.is_anew or not replies:
             replies.append(await actor.respond(step.messages, tools=step.tools))
         else:
@@ -416,15 +426,15 @@ async def play(session: Session, actor: Actor) -> list[Trajectory]:
     metrics = dict.fromkeys(ENDS.values(), 0.0) | step.metrics
     if session.has_ended:
         metrics[ENDS[step.status]] = 1.0
-    found = [reply.trajectory(sum(rewards), metrics=metrics) for reply in replies]
-    if len(found) == 1:
-        # An actor without tokens has no turns, and a full context gave none.
-        found[0].turn_rewards = rewards[: len(found[0].turns)]
-    return found
+    trajectories = [reply.trajectory(sum(rewards), metrics=metrics) for reply in replies]
+    if len(trajectories) == 1:
+        # API actors record no turns, and neither does a reply to a full context.
+        trajectories[0].turn_rewards = rewards[: len(trajectories[0].turns)]
+    return trajectories
 
 
 def parse(url: str) -> TaskServer:
-    """Raises ValueError."""
+    """Reads the URL of a task server. Raises ValueError."""
     parts = urlsplit(url)
     plain_url = url.partition("?")[0]
     name = parts.path.strip("/")
@@ -432,7 +442,7 @@ def parse(url: str) -> TaskServer:
     if not is_http or not parts.hostname or not name or "/" in name:
         raise ValueError(f"{plain_url} must be http+agentbench://HOST:PORT/TASK")
     if "@" in parts.netloc:
-        raise ValueError("--env_path holds a password, which files would keep; leave it out")
+        raise ValueError("--env_path holds a password, which files would keep; remove it")
     settings = dict(parse_qsl(parts.query, keep_blank_values=True))
     for key in settings.keys() - set(SETTINGS):
         raise ValueError(f"{plain_url}: unknown setting {key!r}; {nearest(key, SETTINGS)}")
@@ -451,22 +461,22 @@ def parse(url: str) -> TaskServer:
     return server
 
 
-def places(text: str, what: str) -> range:
+def places(text: str, label: str) -> range:
     first, _, last = text.partition("-")
     if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
-        raise ValueError(f"{what}={text} must be the first and last sample, as 0-199")
+        raise ValueError(f"{label}={text} must be the first and last sample, such as 0-199")
     return range(int(first), int(last) + 1)
 
 
-def positive(text: str, what: str) -> float:
+def positive(text: str, label: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
-    raise ValueError(f"{what}={text} must be seconds, as 600")
+    raise ValueError(f"{label}={text} must be a number of seconds, such as 600")
 
 
 def load_module(url: str) -> ModuleType:
-    """The task as a module. Raises ValueError if it is not there."""
+    """The task as an environment module. Raises ValueError if the server or the task is missing."""
     server = parse(url)
     server.indices()
     module = ModuleType(f"rl_core_env_{server.name}")
@@ -477,5 +487,5 @@ def load_module(url: str) -> ModuleType:
     module.rollout = rollout
     module.load_tasks = server.rows
     module.max_turns = MAX_TURNS
-    module.heard_code = str  # A task server does not say which files it runs.
+    module.heard_code = str  # Task servers do not report a hash of their code.
     return module

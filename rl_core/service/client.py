@@ -1,5 +1,5 @@
-"""`--env_path grpc://host:port/name`: a served environment as a module with hooks, so that a run
-treats it as any other."""
+"""`--env_path grpc://host:port/name`: a served environment as a module with hooks, like any other
+environment."""
 
 from __future__ import annotations
 
@@ -30,35 +30,36 @@ with needing_grpc("--env_path grpc://..."):
     from rl_core.service.speakers import Speakers, plain_turn
     from rl_core.service.wire import VERB_OF, ServiceError, from_json, to_json
 
-# Until an answer: room for a session, or a thread of the worker for a hook, is waited for. Hooks
-# have a deadline of their own.
+# Timeout of a request. Covers waits for room on a worker and for a worker's thread; hooks have a
+# separate deadline.
 ANSWER_S = 600.0
-SOON_S = 0.05  # an actor that speaks within it costs one request, others two
-MAX_REPLAYS = 3  # of one session: an environment that ends its workers shall not end all of them
-MAX_TURNS = 2**31 - 1  # of a session: the trainer counts turns itself
+# Actors that answer within this time cost one request; slower ones cost two.
+SOON_S = 0.05
+# Replays of one session at most: a session that kills its worker must not kill all workers.
+MAX_REPLAYS = 3
+MAX_TURNS = 2**31 - 1  # No limit for the service: the trainer counts turns.
 
 
 @dataclass(kw_only=True, eq=False)
 class Served:
-    """An environment behind an address."""
+    """An environment of a service."""
 
-    url: str  # without settings
+    url: str  # The URL without settings.
     name: str
     connection: Connection
-    is_replaying: bool  # whether a session that is lost is played again
-    owner: str = ""  # of its sessions
-    code: str = ""  # hash of the file, as the last session began with
-    codes: set[str] = field(default_factory=set)  # all that were heard
+    is_replaying: bool  # True if lost sessions are replayed.
+    owner: str = ""  # Owner name that sessions are started with.
+    code: str = ""  # Hash of the environment file of the latest session.
+    codes: set[str] = field(default_factory=set)  # Hashes of all sessions.
 
     def hear_code(self, code: str) -> None:
-        """Tells on stderr that a worker loaded another file: rewards may not compare. Told once of
-        each file, for workers with the old one and with the new one may serve side by side."""
+        """Records a worker's hash of the environment file. Warns on stderr once per new hash,
+        because rewards may not be comparable. Workers with the old and the new file may coexist."""
         if code and self.code and code not in self.codes:
             print(
-                f"warning: {self.url}: the environment's file has changed while the run goes on: "
-                f"a newly started worker loaded another one (env_code {self.code} -> {code} in "
-                "rollouts/), "
-                "and rewards of the two may not compare",
+                f"warning: {self.url}: the environment file changed during the run: a newly "
+                f"started worker loaded another version (env_code {self.code} -> {code} in "
+                "rollouts/); rewards of the two versions may not be comparable",
                 file=sys.stderr,
                 flush=True,
             )
@@ -67,7 +68,7 @@ class Served:
             self.codes.add(code)
 
     async def ask(self, hook: str, task_id: str, **verb: Any) -> Any:
-        """The verb's reply. Raises ServiceError, which reads as if the hook had failed here."""
+        """The reply to a request. Raises ServiceError, worded like a failure of a local hook."""
         try:
             return await self.connection.ask(ANSWER_S, **verb)
         except ServiceError as error:
@@ -76,10 +77,10 @@ class Served:
             raise
 
     def ask_now(self, hook: str, **verb: Any) -> Any:
-        """As ask(), for a thread that may wait."""
+        """Blocking form of ask()."""
         asked = self.ask(hook, "", **verb)
         if os.getpid() != self.connection.pid:
-            return asyncio.run(asked)  # says that it was forked; the loop's thread is its parent's
+            return asyncio.run(asked)  # Raises ServiceError: gRPC does not work after a fork.
         return asyncio.run_coroutine_threadsafe(asked, self.connection.loop).result()
 
 
@@ -91,19 +92,19 @@ class Session:
         self.start = start
         self.speakers = Speakers(actors, served.is_replaying)
         self.start.cast = self.speakers.described() if actors else ""
-        self.name, self.number = "", 0  # no name: it begins with the next request
-        self.messages: list[dict] = []  # that the server has heard
-        self.past: list[tuple[pb.RunRequest, str]] = []  # and what it gave, for a replay
+        self.name, self.number = "", 0  # Without a name, the next request starts a session.
+        self.messages: list[dict] = []  # Messages that the server knows.
+        self.past: list[tuple[pb.RunRequest, str]] = []  # (request, result) pairs for a replay.
         self.num_lost = 0
         self.lock = asyncio.Lock()
-        # What the end needs, when this object is gone.
+        # Arguments of connection.end() when this object is garbage-collected.
         self.kept = {"session": "", "status": pb.CANCELLED}
         self.end = weakref.finalize(
             self, lambda end, kept: end(**kept), served.connection.end, self.kept
         )
 
     async def begin(self, hook: str) -> None:
-        """A new session, in which all is said again that was said. Raises ServiceError."""
+        """Starts a session and replays all earlier requests in it. Raises ServiceError."""
         served = self.served
         task_id = self.start.task_id
         self.start.key = secrets.token_hex(8)
@@ -123,27 +124,27 @@ class Session:
             request = pb.RunRequest(hook=past.hook, said=past.said)
             if (await self.numbered(hook, name, request)).value != before:
                 message = (
-                    f"session {lost} was lost, and its replay differs: turn {turn} was answered "
-                    "otherwise"
+                    f"session {lost} was lost, and its replay differs: turn {turn} has another "
+                    "result"
                 )
                 error = ServiceError(StatusCode.ABORTED, message)
                 error.told_by_service = f"{served.url}: {message}"
                 raise error
-        # After a replay the rest is sent once more.
+        # The server keeps the start's messages; said_since() sends the rest again.
         self.messages = from_json(reply.messages, list, "messages")
         self.name = name
 
     async def ask(self, hook: pb.Hook, make: Callable[[], Any]) -> tuple[Any, Any]:
-        """The result of a request that make() gives, and the request. Raises ServiceError, after
-        which the session is over."""
+        """(result, request) of a request that make() creates. Raises ServiceError and ends the
+        session on failure."""
         while True:
             asked = ""
             try:
                 async with self.lock:
                     if not self.name:
                         await self.begin(hook.name)
-                # From here to the sending nothing else runs: requests are sent in the order of
-                # their numbers.
+                # No await between here and the send: requests are sent in the order of their
+                # numbers.
                 asked = self.name
                 request = make()
                 result = await self.numbered(hook.name, asked, request)
@@ -161,10 +162,10 @@ class Session:
                     self.name = ""
                     self.num_lost = self.num_lost + 1
 
-    async def call(self, hook: pb.Hook, given: dict[str, Any]) -> Any:
-        """What a hook of this session returns."""
+    async def call(self, hook: pb.Hook, arguments: dict[str, Any]) -> Any:
+        """Runs a hook of this session and returns its result."""
         reply, request = await self.ask(
-            hook, lambda: pb.RunRequest(hook=hook.name, said=self.said(hook, given))
+            hook, lambda: pb.RunRequest(hook=hook.name, said=self.said_since(hook, arguments))
         )
         if self.served.is_replaying and not hook.is_reward:
             self.past.append((request, reply.value))
@@ -172,8 +173,8 @@ class Session:
         return from_json(reply.value, object, "a value")
 
     def may_replay(self, error: BaseException, session: str) -> bool:
-        """Whether a new session may take the place of one that is lost; of each loss, the first
-        hook that hears it decides."""
+        """True if a new session may replace a lost one. The first hook that gets the error
+        decides."""
         is_lost = isinstance(error, ServiceError) and error.code is StatusCode.DATA_LOSS
         return (
             is_lost
@@ -182,12 +183,12 @@ class Session:
         )
 
     async def numbered(self, hook: str, session: str, request: Any) -> Any:
-        """The result of a numbered request."""
+        """Sends a numbered request and returns its result."""
         reply = await self.send(hook, session, request)
         return await self.result(hook, session, request.number, reply)
 
     async def send(self, hook: str, session: str, request: Any) -> Any:
-        # Another hook's request heard it first: numbers are of the new one.
+        # Another hook saw the loss first, and self.number counts in the new session.
         if session != self.kept["session"]:
             raise ServiceError(StatusCode.DATA_LOSS, f"session {session} was lost")
         request.session = session
@@ -196,8 +197,8 @@ class Session:
         return await self.served.ask(hook, self.start.task_id, **{VERB_OF[type(request)]: request})
 
     async def result(self, hook: str, session: str, call: int, reply: Any) -> Any:
-        """The result of a request whose hook asks actors. They speak while the service listens to
-        it."""
+        """The result of a request whose hooks may ask actors. Actors speak here while a request
+        waits for the service's next reply."""
         if not reply.HasField("asked"):
             return reply
         running = set()
@@ -222,7 +223,8 @@ class Session:
                         )
                     listening = answer()
                 await asyncio.wait({listening, *running}, return_when=asyncio.FIRST_COMPLETED)
-                # Once an actor has spoken, a new request listens, and the one before ends.
+                # Once an actor has spoken, a new request takes over the waiting, and the service
+                # answers the earlier one.
                 older = listening
                 listening = None if listening.done() else answer()
                 reply = await older
@@ -232,49 +234,49 @@ class Session:
                     return getattr(reply, news)
         except BaseException as error:
             if not self.may_replay(error, session):
-                self.end()  # now: the tasks of actors and this frame hold each other
-            elif running:  # what they say is told to the session that takes its place
+                self.end()  # At once: reference cycles with the actors' tasks delay finalize().
+            elif running:  # The session's replacement gets their replies.
                 await asyncio.wait(running)
             raise
         finally:
             for task in (*running, *filter(None, [listening])):
                 task.cancel()
 
-    def said(self, hook: pb.Hook, given: dict[str, Any]) -> pb.Said:
-        """What the server has not heard."""
-        messages = given["messages"]
+    def said_since(self, hook: pb.Hook, arguments: dict[str, Any]) -> pb.Said:
+        """The messages that the server does not know, and the hook's other arguments."""
+        messages = arguments["messages"]
         keep = 0
         for known, now in zip(self.messages, messages, strict=False):
             if known != now:
                 break
             keep += 1
         self.messages = messages
-        said = pb.Said(
-            keep=keep, actor=given.get("actor") or "", completion=given.get("completion")
+        news = pb.Said(
+            keep=keep, actor=arguments.get("actor") or "", completion=arguments.get("completion")
         )
-        said.messages = to_json(messages[keep:], "messages")
+        news.messages = to_json(messages[keep:], "messages")
         names_trajectory = hook.takes_all or "trajectory" in {*hook.required, *hook.optional}
-        if names_trajectory and given["trajectory"] is not None:  # None before the first turn
-            said.trajectory = to_json(plain(given["trajectory"]), "the trajectory")
-        return said
+        if names_trajectory and arguments["trajectory"] is not None:  # None before the first turn.
+            news.trajectory = to_json(plain(arguments["trajectory"]), "the trajectory")
+        return news
 
 
 @cache
 def connect(
     address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float | None
 ) -> Connection:
-    """The one of this process."""
+    """This process's connection to a service."""
     return Connection(address, access_to(token_file, ca, is_tls), reconnect_s)
 
 
 def parse(url: str) -> Served:
-    """What a URL names. Raises ValueError, or OSError for a file that is not there."""
+    """The environment that a URL names. Raises ValueError, or OSError for a missing file."""
     parts, settings = read_url(url, "--env_path", "HOST:PORT/NAME")
     plain_url = url.partition("?")[0]
     name = parts.path.strip("/")
     if not name:
         raise ValueError(
-            f"{plain_url} must be grpc://HOST:PORT/NAME: which environment of the service?"
+            f"{plain_url} must be grpc://HOST:PORT/NAME: add the name of an environment"
         )
     if (on_lost := settings.get("on_lost", "fail")) not in ("fail", "replay"):
         raise ValueError(f"{plain_url}: on_lost={on_lost} must be fail or replay")
@@ -290,7 +292,8 @@ def parse(url: str) -> Served:
 
 
 def load_module(url: str) -> ModuleType:
-    """The served environment as a module. Raises ValueError if it is not there."""
+    """The served environment as a module. Raises ValueError if the service lacks the environment
+    or does not answer."""
     try:
         served = parse(url)
         [described] = served.ask_now("", describe=pb.DescribeRequest(env=served.name)).envs
@@ -311,7 +314,7 @@ def load_module(url: str) -> ModuleType:
         module.system_prompts = from_json(described.system_prompts, dict, "system_prompts")
     if described.HasField("truncated_reward"):
         module.truncated_reward = described.truncated_reward
-    if "rollout" not in hooks:  # which nothing stands beside that is for turns
+    if "rollout" not in hooks:  # rollout() excludes hooks and settings of turns.
         module.name_prefix = described.name_prefix
         module.start = start_hook(
             served, hooks.get("start"), any(map(asks_actors, described.hooks))
@@ -329,7 +332,7 @@ def load_module(url: str) -> ModuleType:
 
 
 def make_proxy(served: Served, hook: pb.Hook) -> Callable:
-    """A function that has the service call this hook."""
+    """A function that calls a hook on the service."""
     if hook.batched:
         return group_hook(served, hook)
     if hook.is_reward or ARGUMENTS.get(hook.name, frozenset()) >= SPOKEN:
@@ -345,14 +348,13 @@ def make_proxy(served: Served, hook: pb.Hook) -> Callable:
     if hook.name in ARGUMENTS:
         return plain_hook(served, hook)
     raise ValueError(
-        f"{served.url} has a hook {hook.name}() that is not known here; take the service's version "
-        "of rl_core"
+        f"{served.url} has an unknown hook {hook.name}(); install the service's version of rl_core"
     )
 
 
 def signed(function: Callable, hook: pb.Hook, *more: str) -> Callable:
-    """With the parameters of the served function, so that columns are checked as for a file, and
-    some of ours."""
+    """The function with the signature of the served hook, plus parameters `more`. The run checks
+    data columns by the signature, as for a file."""
     names = {*hook.required, *more}
     values = dict.fromkeys(names, inspect.Parameter.empty) | dict.fromkeys({*hook.optional} - names)
     parameters = [
@@ -367,7 +369,7 @@ def signed(function: Callable, hook: pb.Hook, *more: str) -> Callable:
 
 
 def asks_actors(hook: pb.Hook) -> bool:
-    """Whether it gets actors, and not their names alone."""
+    """True if the hook gets actors. turns() gets only their names."""
     return hook.name == "rollout" or (
         "actors" in {*hook.required, *hook.optional} and hook.name != "turns"
     )
@@ -383,7 +385,7 @@ def start_request(served: Served, task: Task, **more: Any) -> pb.StartRequest:
 
 
 def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
-    """`asks`: a hook of the file asks actors."""
+    """Makes start(). `asks`: a hook of the file asks actors."""
 
     async def start(
         task: Task, actor: str, actors: EpisodeActors | None = None, **_: Any
@@ -394,17 +396,17 @@ def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
         if hook:
             async with session.lock:
                 await session.begin("start")
-        return session  # without a start() it takes no room before it must
+        return session  # Without start(), the first request starts the session.
 
     return signed(start, hook or pb.Hook(name="start"), "task", "actor", *["actors"] * asks)
 
 
 def session_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def call(state: Session, **given: Any) -> Any:
-        return await state.call(hook, given)
+    async def call(state: Session, **arguments: Any) -> Any:
+        return await state.call(hook, arguments)
 
-    said = ("messages", "completion") if hook.is_reward else ("messages", "completion", "actor")
-    return signed(call, hook, "state", *said)
+    sent = ("messages", "completion") if hook.is_reward else ("messages", "completion", "actor")
+    return signed(call, hook, "state", *sent)
 
 
 def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
@@ -421,11 +423,11 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
         task: Task,
         trajectories: list[Trajectory],
         actors: EpisodeActors | None = None,
-        **given: Any,
+        **arguments: Any,
     ) -> list[float]:
-        given = {name: value for name, value in given.items() if name in OF_GROUP}
-        given |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
-        of_hook = {"hook": hook.name, "given": to_json(given, "the group")}
+        arguments = {name: value for name, value in arguments.items() if name in OF_GROUP}
+        arguments |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
+        of_hook = {"hook": hook.name, "given": to_json(arguments, "the group")}
         if asks_actors(hook):
             session = Session(served, start_request(served, task, no_start=True), actors)
             reply, _ = await session.ask(hook, lambda: pb.RunRequest(**of_hook))
@@ -452,17 +454,19 @@ def tasks_hook(served: Served) -> Callable:
 
 
 def plain_hook(served: Served, hook: pb.Hook) -> Callable:
-    """Of a function that belongs to no session and is not async."""
+    """Makes a synchronous function that runs without a session."""
 
-    def call(**given: Any) -> Any:
-        if "task" in given:
-            given["task"] = plain_task(given["task"])
-        if "trajectory" in given:
-            given["trajectory"] = plain(given["trajectory"])
-        if "trajectories" in given:
-            given["trajectories"] = list(map(plain, given["trajectories"]))
+    def call(**arguments: Any) -> Any:
+        if "task" in arguments:
+            arguments["task"] = plain_task(arguments["task"])
+        if "trajectory" in arguments:
+            arguments["trajectory"] = plain(arguments["trajectory"])
+        if "trajectories" in arguments:
+            arguments["trajectories"] = list(map(plain, arguments["trajectories"]))
         request = pb.CallRequest(
-            env=served.name, hook=hook.name, given=to_json(given, f"what {hook.name}() is given")
+            env=served.name,
+            hook=hook.name,
+            given=to_json(arguments, f"arguments of {hook.name}()"),
         )
         return from_json(served.ask_now(hook.name, call=request).value, object, "a value")
 
@@ -470,7 +474,7 @@ def plain_hook(served: Served, hook: pb.Hook) -> Callable:
 
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:
-    """For JSON, without the routes of experts."""
+    """A trajectory as JSON values, without expert routing."""
     return asdict(replace(trajectory, turns=[])) | {
         "turns": list(map(plain_turn, trajectory.turns))
     }

@@ -1,6 +1,5 @@
-"""One stream to a service, shared by all environments and sessions of a process. It is opened again
-when it breaks, and what was not answered is sent again: a request with a number or a key is never
-done twice."""
+"""One stream to a service, shared by all environments and sessions of a process. A broken stream is
+reopened and unanswered requests are resent; numbers and keys of requests prevent duplicates."""
 
 from __future__ import annotations
 
@@ -32,17 +31,17 @@ from rl_core.service.wire import (
     ServiceError,
 )
 
-MARGIN_S = 10.0  # that an answer may take beyond the server's own deadline
-BACKOFF_S = (0.1, 5.0)  # between attempts to connect, or to repeat a request: at first, and at most
-TELL_S = 1.0  # a service that is waited for so long is named on stderr
-RECONNECT_S = 120.0  # a service that cannot be reached for so long fails what waits for it
-# Where it was never reached, nobody knows its name or this machine's port is closed, and the URL
-# does not say how long to wait.
+MARGIN_S = 10.0  # Time for an answer beyond the server's deadline.
+BACKOFF_S = (0.1, 5.0)  # First and longest pause between attempts to connect or resend.
+TELL_S = 1.0  # Longer waits for a service are reported on stderr.
+RECONNECT_S = 120.0  # Requests fail if a service is unreachable for this long.
+# Limit instead of RECONNECT_S for a service that was never reached, if its host name is unknown or
+# its port on this machine is closed, and the URL has no ?reconnect_s=.
 NOWHERE_S = 15.0
 NOWHERE = re.compile(
     r"name not found|name or service not known|ip(v4:127\.|v6:\S*::1).*connection refused", re.I
 )
-# That a process waits at its end until the service has heard which sessions end with it.
+# Time at process exit for cancelling the process's sessions at the service.
 EXIT_S = 1.0
 TICK_S = 0.25
 HOPELESS = (
@@ -55,14 +54,14 @@ AGAIN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
 
 class Unreachable(ServiceError):
-    """The service was away for too long, or refuses this client."""
+    """The service was unreachable for too long, or refuses this client."""
 
 
 @cache
 def service_loop() -> tuple[asyncio.AbstractEventLoop, int]:
-    """The event loop of all connections of this process, in a thread of its own, and the process.
-    Nothing else touches what they hold, so that neither threads nor garbage collections that end
-    sessions meet a lock. A fork has the same, without the thread: gRPC cannot go on there."""
+    """(event loop of all connections, process ID). The loop runs in a separate thread. Only this
+    thread changes the connections' state, so threads and finalizers of sessions need no lock. A
+    forked process inherits the loop without its thread, and gRPC does not work there."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="service", daemon=True)
     thread.start()
@@ -78,23 +77,22 @@ def service_loop() -> tuple[asyncio.AbstractEventLoop, int]:
 
 class Connection:
     def __init__(self, address: str, access: Access, reconnect_s: float | None):
-        """reconnect_s: how long the service may be away; None: RECONNECT_S, or NOWHERE_S if it
-        cannot be there."""
+        """reconnect_s: longest time without the service; None: RECONNECT_S, or NOWHERE_S if the
+        address looks wrong."""
         self.address = address
         self.access = access
         self.may_be_nowhere = reconnect_s is None
         self.reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         (self.loop, self.pid) = service_loop()
         self.ids = itertools.count(1)
-        # The loop's thread alone uses these.
-        # In the order in which they were sent.
+        # Only the loop's thread uses the attributes below.
+        # Unanswered requests in the order in which they were sent.
         self.pending: dict[int, tuple[pb.Request, Future]] = {}
-        # Those to renew: name -> seconds after which it would expire.
+        # Sessions to renew: name -> idle timeout in seconds.
         self.sessions: dict[str, float] = {}
-        # Since when no stream has answered.
         self.outbox = Outbox()
         self.trouble = ""
-        self.down_s = None
+        self.down_s = None  # Loop time since which no stream has answered.
         self.running: asyncio.Task | None = None
         self.loop.call_soon_threadsafe(self._begin)
         atexit.register(self.close)
@@ -102,18 +100,18 @@ class Connection:
     # --- from any thread
 
     def send(self, timeout_s: float = 0.0, **verb: Any) -> Future:
-        """A future of the verb's reply. It raises ServiceError."""
+        """A future of the reply. The future raises ServiceError."""
         request = pb.Request(id=next(self.ids), timeout_s=timeout_s, **verb)
         future = Future()
         if (size := request.ByteSize()) > MAX_REQUEST:
             message = (
-                f"a request of {size / 2**20:.1f} MiB; at most {MAX_REQUEST >> 20} can be sent"
+                f"a request of {size / 2**20:.1f} MiB exceeds the limit of {MAX_REQUEST >> 20} MiB"
             )
             future.set_exception(ServiceError(grpc.StatusCode.INVALID_ARGUMENT, message))
         elif os.getpid() != self.pid:
             message = (
-                "this process was forked from one with a connection to a service: gRPC does not "
-                "work; spawn it"
+                "this process was forked from a process with a connection to a service, and gRPC "
+                "does not work after a fork; start the process by spawn"
             )
             future.set_exception(ServiceError(grpc.StatusCode.FAILED_PRECONDITION, message))
         else:
@@ -121,8 +119,8 @@ class Connection:
         return future
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
-        """The verb's reply, within the server's timeout and the time to connect again. Sent again
-        where there is no room yet. Raises ServiceError."""
+        """Sends a request and returns the reply. Resends the request while the service has no room.
+        Waits at most for the server's timeout plus the time to reconnect. Raises ServiceError."""
         loop = asyncio.get_running_loop()
         limit_s = timeout_s + self.reconnect_s + MARGIN_S
         wait_s = BACKOFF_S[0]
@@ -147,14 +145,14 @@ class Connection:
         self.loop.call_soon_threadsafe(self.sessions.__setitem__, session, idle_s)
 
     def end(self, session: str, status: int) -> None:
-        """Tells the service that a session is over."""
+        """Cancels a session at the service."""
         if session and os.getpid() == self.pid:
             self.loop.call_soon_threadsafe(self._end, session, status)
 
     def close(self) -> None:
-        """At the end of the process."""
+        """Cancels all sessions. Called at exit."""
         if os.getpid() == self.pid:
-            with suppress(Exception):  # nothing keeps a process from ending
+            with suppress(Exception):  # An error here must not disturb the exit.
                 asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(EXIT_S)
 
     # --- in the loop's thread
@@ -178,18 +176,18 @@ class Connection:
     async def _close(self) -> None:
         for session in list(self.sessions):
             self._end(session, pb.CANCELLED)
-        told = [
+        cancels = [
             asyncio.wrap_future(future)
             for request, future in self.pending.values()
             if request.HasField("cancel")
         ]
-        if told and not self.down_s:
-            await asyncio.wait(told, timeout=EXIT_S / 2)
+        if cancels and not self.down_s:
+            await asyncio.wait(cancels, timeout=EXIT_S / 2)
         self.running.cancel()
         await asyncio.wait({self.running})
 
     async def _run(self) -> None:
-        """One stream after the other."""
+        """Keeps a stream open, reconnecting with backoff."""
         wait_s = BACKOFF_S[0]
         ticking = asyncio.ensure_future(self._tick())
         try:
@@ -197,7 +195,7 @@ class Connection:
                 while True:
                     self.down_s = self.down_s or self.loop.time()
                     code, self.trouble = await self._stream(channel)
-                    if self.down_s is None:  # it had answered
+                    if self.down_s is None:  # The stream had answered.
                         self.down_s = self.loop.time()
                         wait_s = BACKOFF_S[0]
                     limit_s = self._limit_s()
@@ -206,7 +204,7 @@ class Connection:
                         self._fail(Unreachable(code, f"{self.address}: {self.trouble}"))
                     elif left_s <= 0:
                         hint = (
-                            f"; ?reconnect_s={RECONNECT_S:g} in its URL waits longer"
+                            f"; ?reconnect_s={RECONNECT_S:g} in the URL waits longer"
                             if limit_s == NOWHERE_S
                             else ""
                         )
@@ -229,13 +227,13 @@ class Connection:
         return any(not request.HasField("renew") for request, _ in self.pending.values())
 
     async def _stream(self, channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
-        """Sends and settles until the stream breaks: why it did."""
+        """Runs one stream until it breaks. Returns the status and the reason."""
         again = {id: held for id, held in self.pending.items() if not held[1].cancelled()}
         self.pending = {id: held for id, held in again.items() if not held[0].HasField("renew")}
         self.outbox = Outbox()
-        self._post_renewal()  # whose answer says that the service is there
+        self._post_renewal()  # The answer shows that the service is up.
         for request, _ in list(self.pending.values())[:-1]:
-            if self.trouble and request.HasField("start"):  # it may have begun
+            if self.trouble and request.HasField("start"):  # The session may exist already.
                 request.start.again = True
             self.outbox.put(request)
         stream = channel.stream_stream(
@@ -259,15 +257,15 @@ class Connection:
             stream.cancel()
 
     async def _write(self, stream: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
-        # The reader tells why it broke.
+        # The reader in _stream() reports errors of the stream.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await outbox.filled.wait()
                 await stream.write(pb.Requests(requests=outbox.take()))
 
     async def _tick(self) -> None:
-        """Sessions do not expire while engines work or learners learn. A service that is away is
-        named once."""
+        """Renews sessions so that they do not expire during generation and training. Reports an
+        unreachable service once."""
         renewed_s = self.loop.time()
         told_s = None
         while True:
@@ -282,14 +280,14 @@ class Connection:
                 self._tell(self._limit_s() - gone_s)
 
     def _tell(self, left_s: float) -> None:
-        """On stderr, by one rank of each machine."""
+        """Reports the wait on stderr, on one rank per machine."""
         if left_s > 0 and os.environ.get("LOCAL_RANK", "0") == "0":
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
-            how = (
-                f"waiting for a service at {self.address} until {until} (?reconnect_s= in its URL "
-                "says how long)"
+            text = (
+                f"waiting for a service at {self.address} until {until} (?reconnect_s= in the URL "
+                "sets the limit)"
             )
-            print(f"{how}: {self.trouble or 'no answer yet'}", file=sys.stderr, flush=True)
+            print(f"{text}: {self.trouble or 'no answer yet'}", file=sys.stderr, flush=True)
 
     def _post_renewal(self) -> None:
         future: Future = Future()
@@ -300,14 +298,14 @@ class Connection:
 
     def _renewed(self, future: Future) -> None:
         if not future.cancelled() and not future.exception():
-            for session in future.result().gone:  # its next request hears why
+            for session in future.result().gone:  # The session's next request gets the error.
                 self.sessions.pop(session, None)
 
     def _settle(self, reply: pb.Reply) -> None:
         (_, future) = self.pending.pop(reply.id, (None, None))
         verb = reply.WhichOneof("verb")
         if future is None or not future.set_running_or_notify_cancel():
-            if reply.HasField("start"):  # nobody waits for it any more
+            if reply.HasField("start"):  # The request was cancelled, so end its session.
                 self.sessions[reply.start.session] = reply.start.idle_s
                 self._end(reply.start.session, pb.CANCELLED)
         elif reply.code or verb is None:
@@ -318,7 +316,7 @@ class Connection:
             future.set_result(getattr(reply, verb))
 
     def _fail(self, error: ServiceError) -> None:
-        """All that waits."""
+        """Fails all pending requests."""
         failed = self.pending
         self.pending = {}
         self.outbox = Outbox()
@@ -328,5 +326,5 @@ class Connection:
 
 
 def jittered(wait_s: float) -> float:
-    """Many ranks shall not come at once."""
+    """Random wait around `wait_s`, so that ranks do not reconnect at the same time."""
     return wait_s * (0.5 + secrets.randbelow(1000) / 1000)

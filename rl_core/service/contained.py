@@ -1,5 +1,5 @@
-"""What runs in a container: one environment file, asked over stdin and stdout in frames (4 bytes of
-length, then a Request or a Reply). What hooks print goes to stderr.
+"""The main process of a container: hosts one environment file over stdin and stdout in frames (4
+bytes of length, then a Request or a Reply). Output of hooks goes to stderr.
 
 python -m rl_core.service.contained env.py
 """
@@ -20,7 +20,7 @@ from rl_core.service import reused
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.worker import Worker
 
-THREADS = 'starts threads while it loads, which no fork has: use container = "exclusive"'
+THREADS = 'starts threads at import, and a fork does not copy threads: use container = "exclusive"'
 
 
 def frame(message: pb.Request | pb.Reply) -> bytes:
@@ -29,7 +29,7 @@ def frame(message: pb.Request | pb.Reply) -> bytes:
 
 
 async def serve(worker: Worker, requests: BinaryIO, replies: BinaryIO) -> None:
-    """For ever: the process ends with its stdin, even while a hook hangs."""
+    """Answers requests until stdin closes. The process then exits, even while a hook hangs."""
     loop = asyncio.get_running_loop()
     name_what_blocks(LoopClock.of_running_loop())
 
@@ -59,9 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("env", metavar="ENV.py")
     parser.add_argument("--hook_timeout_s", type=float, default=60.0)
-    parser.add_argument("--reuse", action="store_true", help="one session after the other")
+    parser.add_argument("--reuse", action="store_true", help="serve several sessions in turn")
     args = parser.parse_args(argv)
-    # Copies of these two are not inherited; who prints, or reads, gets stderr and nothing.
+    # Child processes do not inherit these copies. print() goes to stderr, and stdin is empty.
     requests = os.dup(0)
     replies = os.dup(1)
     os.dup2(2, 1)
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         env = LocalEnv(args.env, hook_timeout_s=args.hook_timeout_s, idle_s=0.0)
     except (ValueError, OSError) as error:
-        fix = f"; let uid {os.getuid()} of the image read the file and its folder" * isinstance(
+        fix = f"; make the file and its folder readable for uid {os.getuid()}" * isinstance(
             error, PermissionError
         )
         print(f"error: {error}{fix}", file=sys.stderr, flush=True)

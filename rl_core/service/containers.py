@@ -1,5 +1,5 @@
-"""Sessions in containers of their own: an environment file with `image = "..."`, by docker or
-podman. docs/service.md"""
+"""One container per session with docker or podman, for environment files with `image = "..."`.
+docs/service.md"""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from rl_core.service.wire import CODES, MAX_MESSAGE, VERB_OF, ServiceError, wron
 
 SETTINGS = ("image", "network", "cpus", "memory", "capacity", "container")
 KINDS = ("exclusive", "reuse")
-CAPACITY = 16  # sessions, which are containers, of one worker
+CAPACITY = 16  # Default number of containers, one per session, of one worker.
 CONFINED = ["--interactive", "--init", "--read-only", "--env", "HOME=/tmp"]
 CONFINED += ["--tmpfs", "/tmp:rw,nosuid,nodev,size=256m"]
-AGAIN_S = 5.0  # until a warm container that did not start is tried again
-OPEN_S = 300.0  # an image may have to be pulled
-CLEAN_S = 10.0  # for a container between two sessions
-GRACE_S = 2.0  # from the end of a container's stdin to its removal by force
+AGAIN_S = 5.0  # Pause before a warm container that failed to start is retried.
+OPEN_S = 300.0  # Timeout of a start, which may include a pull of the image.
+CLEAN_S = 10.0  # Timeout of the cleaning between two sessions.
+GRACE_S = 2.0  # Time between closing a container's stdin and its removal by force.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,30 +51,31 @@ class Settings:
     cpus: float = 1.0
     memory: str = "1g"
     capacity: int = CAPACITY
-    container: str = "exclusive"  # or reuse: it is cleaned between sessions
+    container: str = "exclusive"  # "reuse" cleans the container between sessions.
 
 
 def container_settings(path: str) -> Settings | None:
-    """What the file says of its container; None without an image. It is read, not run: what it
-    imports is in the image. Raises ValueError for settings that are no literals, or wrong."""
+    """The container settings of a file; None without `image`. The file is parsed, not executed,
+    because its imports are in the image. Raises ValueError for settings that are not literals or
+    out of range."""
     try:
         tree = ast.parse(Path(path).expanduser().read_bytes(), path)
     except (OSError, SyntaxError):
-        return None  # who runs the file says so better
-    given: dict[str, Any] = {}
+        return None  # Loading the file reports the error in detail.
+    values: dict[str, Any] = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for name in [t.id for t in targets if isinstance(t, ast.Name) and t.id in SETTINGS]:
-            given[name] = node.value
-    if "image" not in given:
+            values[name] = node.value
+    if "image" not in values:
         return None
     try:
-        given = {name: ast.literal_eval(value) for name, value in given.items()}
+        values = {name: ast.literal_eval(value) for name, value in values.items()}
     except ValueError:
         raise ValueError(
-            f"{path}: {', '.join(given)}: a file with an image says these as literals"
+            f"{path}: {', '.join(values)} must be literals in a file with an image"
         ) from None
-    settings = Settings(**given)
+    settings = Settings(**values)
     rules = [
         (
             "image",
@@ -106,11 +107,11 @@ class Runtime:
     def argv(
         self, name: str, path: str, settings: Settings, hook_timeout_s: float, *more: str
     ) -> list[str]:
-        """The command that asks for a container, and then speaks with what runs in it."""
+        """The command that starts a container and connects to its stdin and stdout."""
         file = Path(path).expanduser().resolve()
-        given = [*CONFINED, "--name", name, "--label", f"rl_core.worker={self.worker}"]
-        given += ["--cpus", f"{settings.cpus:g}", *memory_flags(settings.memory)]
-        given += [*bind_flags(file.parent, "/env"), "--entrypoint", "python"]
+        flags = [*CONFINED, "--name", name, "--label", f"rl_core.worker={self.worker}"]
+        flags += ["--cpus", f"{settings.cpus:g}", *memory_flags(settings.memory)]
+        flags += [*bind_flags(file.parent, "/env"), "--entrypoint", "python"]
         inside = [
             "-m",
             "rl_core.service.contained",
@@ -120,7 +121,7 @@ class Runtime:
             *more,
         ]
         line = run_line(self.program, network=settings.network)
-        return [*line, *given, settings.image, *inside]
+        return [*line, *flags, settings.image, *inside]
 
     def remove_argv(self, names: list[str]) -> list[str]:
         return remove_line(self.program, names)
@@ -140,23 +141,23 @@ class Runtime:
             *argv,
             stdin=pipe,
             stdout=pipe,
-            start_new_session=True,  # Ctrl-C is the server's to handle
-            cwd=tempfile.gettempdir(),  # where podman leaves a file `oom` when memory runs out
+            start_new_session=True,  # The server handles Ctrl-C.
+            cwd=tempfile.gettempdir(),  # podman writes a file `oom` here on out of memory.
         )
         return Box(self, name, process, died)
 
     async def close(self) -> None:
-        while self.closing:  # a container that is cleaned is removed after that
+        while self.closing:  # Cleaning tasks add removal tasks.
             await asyncio.gather(*self.closing, return_exceptions=True)
 
 
 def find_runtime(worker: str, why: str) -> Runtime:
-    """docker or podman, whichever answers. Raises ValueError without one."""
+    """The runtime for docker or podman, whichever works. Raises ValueError if neither does."""
     return Runtime(program=find_engine(why), worker=worker)
 
 
 class Box:
-    """A container's process: Requests go in, Replies come out."""
+    """A container with its connection: sends Requests to it and reads Replies."""
 
     def __init__(
         self,
@@ -172,12 +173,12 @@ class Box:
         self.waiting: dict[int, asyncio.Future] = {}
         self.next_id = 0
         self.end = ""
-        self.cleaned: asyncio.Future | None = None  # of a container that is used again
+        self.cleaned: asyncio.Future | None = None  # Result of the last clean().
         self.removal: asyncio.Task | None = None
         self.reader = asyncio.ensure_future(self._read())
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
-        """The verb's reply. Raises ServiceError."""
+        """Sends a request and returns its reply. Raises ServiceError."""
         self.next_id += 1
         request = pb.Request(id=self.next_id, **verb)
         future = asyncio.get_running_loop().create_future()
@@ -189,7 +190,7 @@ class Box:
             self.process.stdin.write(len(data).to_bytes(4, "big") + data)
             reply = await asyncio.wait_for(future, timeout_s)
         except asyncio.TimeoutError:
-            message = f"container {self.name} gave no answer in {timeout_s:g} s"
+            message = f"container {self.name} did not answer in {timeout_s:g} s"
             raise ServiceError(StatusCode.DEADLINE_EXCEEDED, message) from None
         finally:
             del self.waiting[request.id]
@@ -214,7 +215,7 @@ class Box:
             pass
         self.close()
         code = await self.process.wait()
-        why = ", killed, perhaps for memory" if code in (137, -9) else ""
+        why = ", killed, perhaps out of memory" if code in (137, -9) else ""
         self.end = f"container {self.name} ended (exit code {code}{why})"
         if self.cleaned and not self.cleaned.done():
             self.cleaned.set_result(False)
@@ -228,11 +229,11 @@ class Box:
         return self.removal is not None or bool(self.end)
 
     def lend(self, died: Callable[[str], None]) -> None:
-        """died(why) is called if it ends."""
+        """Replaces the callback died(why), which is called when the container ends."""
         self.died = died
 
     async def clean(self) -> bool:
-        """Whether it is as before its session: all processes of it are gone, and all files."""
+        """Cleans the container. Returns True if all processes and files of the session are gone."""
         if self.is_over:
             return False
         self.cleaned = asyncio.get_running_loop().create_future()
@@ -249,14 +250,15 @@ class Box:
             self.removal.add_done_callback(self.runtime.closing.discard)
 
     async def _remove(self) -> None:
-        """It ends with its stdin; by force if it does not, or if the engine's client was killed."""
+        """Waits for the container to end after its stdin closed. Removes it by force after GRACE_S,
+        or if the engine's client was killed."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.process.wait(), GRACE_S)
         if self.process.returncode is None or self.process.returncode < 0:
             argv = self.runtime.remove_argv([self.name])
             null = asyncio.subprocess.DEVNULL
             remover = await asyncio.create_subprocess_exec(*argv, stdout=null, stderr=null)
-            with suppress(asyncio.TimeoutError):  # an engine that hangs holds up nobody
+            with suppress(asyncio.TimeoutError):  # A hanging engine must not block the worker.
                 await asyncio.wait_for(remover.wait(), ENGINE_S)
             for process in (remover, self.process):
                 if process.returncode is None:
@@ -264,8 +266,8 @@ class Box:
 
 
 class Pool:
-    """Containers that wait for a session: `warm` of them, made before they are asked for, and with
-    container = "reuse" those that were cleaned after one."""
+    """Idle containers: `warm` containers started in advance, and cleaned containers of earlier
+    sessions with container = "reuse"."""
 
     def __init__(
         self,
@@ -279,11 +281,11 @@ class Pool:
         self.settings = settings
         self.warm = warm
         self.idle: deque[Box] = deque()
-        self.tasks: set[asyncio.Task] = set()  # containers that are made
+        self.tasks: set[asyncio.Task] = set()  # Starts of warm containers in progress.
         self.is_closed = False
 
     async def take(self, died: Callable[[str], None]) -> Box:
-        """A container that no session has used since it was made or cleaned."""
+        """A fresh or cleaned container for one session."""
         self.drop_ended()
         box = self.idle.popleft() if self.idle else None
         self.fill()
@@ -293,7 +295,7 @@ class Pool:
         return box
 
     def give_back(self, box: Box, is_good: bool) -> None:
-        """Cleans it, or removes it."""
+        """Cleans a container for reuse, or removes it."""
         is_full = len(self.idle) >= self.settings.capacity
         if self.settings.container != "reuse" or not is_good or is_full or self.is_closed:
             return box.close()
@@ -313,7 +315,7 @@ class Pool:
             self.idle.remove(box)
 
     def fill(self) -> None:
-        """Begins as many containers as are missing."""
+        """Starts missing warm containers in the background."""
         self.drop_ended()
         while not self.is_closed and len(self.idle) + len(self.tasks) < self.warm:
             task = asyncio.ensure_future(self._make())
@@ -323,8 +325,8 @@ class Pool:
             task.add_done_callback(self.runtime.closing.discard)
 
     async def _make(self) -> None:
-        """One more that is ready. A failure is told, and tried again: sessions do not wait for
-        it."""
+        """Starts one warm container. Prints failures and retries; sessions do not wait for warm
+        containers."""
         while True:
             box = await self.open_box(lambda why: self.fill())
             try:
@@ -332,7 +334,7 @@ class Pool:
                 self.idle.append(box)
                 return
             except ServiceError as error:
-                print(f"a warm container: {error}; again soon", file=sys.stderr, flush=True)
+                print(f"a warm container: {error}; retrying soon", file=sys.stderr, flush=True)
                 await asyncio.sleep(AGAIN_S)
             finally:
                 if box not in self.idle:
@@ -347,7 +349,7 @@ class Pool:
 
 
 class ContainedSession:
-    """A session in a container of its own, with what a worker needs of a Session."""
+    """A session in its own container, with the interface of Session that a worker uses."""
 
     def __init__(self, name: str, env: ContainedEnv, request: pb.StartRequest):
         self.name = name
@@ -356,13 +358,14 @@ class ContainedSession:
         self.status = pb.RUNNING
         self.reason = ""
         self.box: Box | None = None
-        # Its name in the container; the last number that was answered.
+        # The session's name in the container, and the last answered number.
         self.inner = ""
         self.number = 0
         self.interactions = 0
 
     async def start(self) -> pb.StartReply:
-        """Raises ServiceError if there is no container, or the file's start() fails in it."""
+        """Starts the session. Raises ServiceError if no container starts or the file's start()
+        fails."""
         self.box = await self.env.pool.take(self.fail)
         request = pb.StartRequest()
         request.CopyFrom(self.request)
@@ -379,7 +382,7 @@ class ContainedSession:
         verb = VERB_OF[type(request)]
         reply = result = await self.ask(self.env.patience_s, **{verb: passed})
         number = request.number or self.number + 1
-        if number > self.number:  # else it came again, or it is one of several scores
+        if number > self.number:  # Lower numbers are retries or concurrent scores.
             self.number = number
             is_score = verb == "score" or getattr(request, "hook", "") in self.env.scores
             is_interaction = verb != "answer" and not is_score
@@ -389,7 +392,7 @@ class ContainedSession:
             result = getattr(reply, reply.WhichOneof("news") or "asked")
         status = getattr(result, "status", pb.RUNNING)
         if status in (pb.COMPLETED, pb.LIMIT):
-            self.end(status, "it is over" if status == pb.COMPLETED else "it had its turns")
+            self.end(status, "it is over" if status == pb.COMPLETED else "it used all its turns")
         return reply
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
@@ -415,8 +418,8 @@ class ContainedSession:
 
 
 class ContainedEnv:
-    """A file whose sessions run in containers. One more container answers what belongs to no
-    session."""
+    """An environment file whose sessions run in containers. One shared container answers requests
+    without a session."""
 
     def __init__(
         self,
@@ -438,7 +441,7 @@ class ContainedEnv:
         self.patience_s = hook_timeout_s
         self.described = pb.Environment()
         self.interactions = 0
-        self.scores: set[str] = set()  # rewards of an episode
+        self.scores: set[str] = set()  # Names of rewards of one episode.
         more = ["--reuse"] if settings.container == "reuse" else []
         self.pool = Pool(lambda died: self.open_box(died, *more), runtime, settings, warm)
         self.common: Box | None = None
@@ -448,16 +451,17 @@ class ContainedEnv:
     async def open(
         cls, path: str, settings: Settings, runtime: Runtime, *, warm: int = 0, **limits: float
     ) -> ContainedEnv:
-        """Raises ValueError if its container does not start, or the file cannot be served."""
+        """Loads a file in its shared container. Raises ValueError if the container does not start
+        or the file cannot be served."""
         env = cls(path, settings, runtime, warm=warm, **limits)
         try:
             env.described = (await env.ask(OPEN_S, describe=pb.DescribeRequest())).envs[0]
         except ServiceError as error:
-            raise ValueError(f"{path}: {settings.image}: {error}; why is written above") from None
+            raise ValueError(f"{path}: {settings.image}: {error}; its output is above") from None
         env.described.idle_s = env.idle_s
         hooks = env.described.hooks
         env.scores = {hook.name for hook in hooks if hook.is_reward and not hook.batched}
-        # Hooks in the container have deadlines of their own.
+        # Longer than the hooks' deadline, which the container enforces.
         env.patience_s = 2 * env.hook_timeout_s + 30.0
         env.pool.fill()
         return env
@@ -467,7 +471,8 @@ class ContainedEnv:
         return await self.runtime.open(self.path, *limits, died, *more)
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
-        """Of the container for all; of another one if it ends meanwhile."""
+        """Asks the shared container. If that container ends meanwhile, starts another one and
+        retries."""
         for is_last in (False, True):
             async with self.lock:
                 if self.common is None or self.common.end:

@@ -1,5 +1,5 @@
-"""What an operator asks of a hub: which sessions there are, to end many of them, and that one
-worker leaves. `hub` is a Hub of hub.py, which imports this file."""
+"""Admin requests of a hub: list sessions, cancel many of them, drain a worker. `hub` is a Hub of
+hub.py, which imports this file."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from rl_core.service.wire import ServiceError
 async def list_sessions(hub: Any, request: pb.ListSessionsRequest) -> pb.ListSessionsReply:
     """The sessions of all workers, the oldest first, and the workers that did not answer."""
     replies, silent = await ask_workers(hub, "list_sessions", request)
-    found = pb.ListSessionsReply(silent=silent)
+    total = pb.ListSessionsReply(silent=silent)
     for reply in replies:
-        found.sessions.extend(reply.sessions)
-    found.sessions.sort(key=lambda info: -info.age_s)
-    return found
+        total.sessions.extend(reply.sessions)
+    total.sessions.sort(key=lambda info: -info.age_s)
+    return total
 
 
 async def cancel_all(hub: Any, request: pb.CancelAllRequest) -> pb.CancelAllReply:
-    """How many sessions were ended, and the workers that did not answer."""
+    """Cancels sessions. Returns their number and the workers that did not answer."""
     replies, silent = await ask_workers(hub, "cancel_all", request)
     return pb.CancelAllReply(ended=sum(reply.ended for reply in replies), silent=silent)
 
 
 async def ask_workers(hub: Any, verb: str, request: Any) -> tuple[list[Any], list[str]]:
-    """(replies, names of workers that gave none). Raises ServiceError for an unknown environment
-    or worker."""
-    if request.env and hub.envs:  # without any worker nothing is known
+    """(replies, names of workers that did not answer). Raises ServiceError for an unknown
+    environment or worker."""
+    if request.env and hub.envs:  # Before a worker joins, the hub knows no environments.
         await hub.must_know(request.env)
     names = list(hub.links)
     if request.worker:
         names = [must_be_here(hub, request.worker)]
-    # A link writes its own number into a request.
+    # One Request per worker: each link writes its number into the request.
     replies = await hub.ask_all({name: pb.Request(**{verb: request}) for name in names})
     good, silent = [], []
     for name in names:
@@ -47,10 +47,11 @@ async def ask_workers(hub: Any, verb: str, request: Any) -> tuple[list[Any], lis
 
 
 async def drain(hub: Any, request: pb.DrainRequest) -> pb.DrainReply:
-    """How many sessions the worker still holds. Raises ServiceError for an unknown worker."""
+    """Drains a worker and returns the number of its open sessions. Raises ServiceError for an
+    unknown worker."""
     reply = await hub.links[must_be_here(hub, request.worker)].answer(pb.Request(drain=request))
     if reply is None:
-        message = f"the connection to worker {request.worker} broke; ask again"
+        message = f"the connection to worker {request.worker} broke; retry"
         raise ServiceError(StatusCode.UNAVAILABLE, message)
     if reply.code:
         raise ServiceError(StatusCode.INTERNAL, reply.error)

@@ -1,4 +1,4 @@
-"""--dispatch: on which of the workers with room a session starts."""
+"""--dispatch: strategies that choose a worker with room for a new session."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.flags import DISPATCH
 from rl_core.service.links import WorkerLink
 
-# The workers that have room for a start, which are never none -> the one where it begins.
+# (workers with room, at least one; the start) -> the worker for the new session.
 Strategy = Callable[[list[WorkerLink], pb.StartRequest], WorkerLink]
 
 
 def most_room() -> Strategy:
-    """The worker with most room."""
+    """Chooses the worker with most room."""
     return lambda links, start: max(links, key=lambda link: link.room(start.env))
 
 
 def round_robin() -> Strategy:
-    """Workers in turn, in the order of their names; each environment has a turn of its own."""
+    """Chooses workers in turn by name, separately for each environment."""
     last: dict[str, str] = {}
 
     def choose(links: list[WorkerLink], start: pb.StartRequest) -> WorkerLink:
@@ -33,28 +33,28 @@ def round_robin() -> Strategy:
 
 
 def priority() -> Strategy:
-    """The worker with the highest --priority; of several the one with most room."""
+    """Chooses the worker with the highest --priority; most room breaks ties."""
     return lambda links, start: max(
         links, key=lambda link: (link.beat.priority, link.room(start.env))
     )
 
 
 def sticky_env() -> Strategy:
-    """Sessions of an environment fill one worker before the next, so that its containers are warm.
-    The order of workers is another for each environment."""
+    """Fills one worker with an environment's sessions before the next, which keeps its containers
+    warm. Each environment has a different order of workers."""
     return lambda links, start: max(links, key=lambda link: weight(link, start.env))
 
 
 def sticky_task() -> Strategy:
-    """Sessions of the same task go to the same worker, while it has room."""
+    """Sends sessions of the same task to the same worker while that worker has room."""
     return lambda links, start: max(
         links, key=lambda link: weight(link, f"{start.env}\n{start.task_id or start.row}")
     )
 
 
 def weight(link: WorkerLink, text: str) -> bytes:
-    """Rendezvous hashing: a worker that comes or goes moves its own share alone. No CRC, which is
-    linear: of texts of one length it would choose between the same few workers."""
+    """Rendezvous hashing: adding or removing a worker moves only its share of sessions. A CRC would
+    not do: CRCs are linear and favour the same few workers for texts of equal length."""
     return blake2b(f"{link.name}\n{text}".encode(), digest_size=8).digest()
 
 

@@ -12,43 +12,43 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token_file",
         default="",
-        help=f"file with the token; default: the variable {TOKEN_VARIABLE}",
+        help=f"file with the token; default: environment variable {TOKEN_VARIABLE}",
     )
     parser.add_argument("--tls_cert", default="", help="PEM file: the server's certificate chain")
-    parser.add_argument("--tls_key", default="", help="PEM file: its key")
+    parser.add_argument("--tls_key", default="", help="PEM file: the server's private key")
     parser.add_argument(
-        "--tls_ca", default="", help="PEM file: whom to trust when joining by TLS; or: system"
+        "--tls_ca", default="", help="PEM file: trusted CA for --join with TLS, or: system"
     )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Of rl-core serve and of its workers."""
+    """Adds the flags of rl-core serve and of its workers."""
     parser.add_argument("envs", nargs="*", metavar="ENV.py", help="environment files")
     parser.add_argument(
-        "--capacity", type=int, default=1_000, help="sessions of each environment in one worker"
+        "--capacity", type=int, default=1_000, help="max sessions per environment in one worker"
     )
     parser.add_argument(
         "--idle_s",
         type=float,
         default=600.0,
-        help="a session expires after so long without a request",
+        help="a session expires after this time without a request",
     )
     parser.add_argument(
-        "--hook_timeout_s", type=float, default=60.0, help="deadline of each call of a hook"
+        "--hook_timeout_s", type=float, default=60.0, help="deadline of each hook call"
     )
     parser.add_argument(
         "--warm",
         type=int,
         default=0,
-        help="containers of each file with an image that are ready before sessions ask",
+        help="containers started in advance for each file with an image",
     )
     parser.add_argument(
         "--priority",
         type=int,
         default=0,
-        help="of these workers: --dispatch priority fills the highest first",
+        help="priority of these workers: --dispatch priority fills the highest first",
     )
     parser.add_argument(
-        "--join", default="", help="HOST:PORT of a controller, or several with commas"
+        "--join", default="", help="HOST:PORT of a controller, or several separated by commas"
     )
     add_access(parser)

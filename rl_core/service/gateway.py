@@ -1,4 +1,4 @@
-"""The verbs of the service over HTTP with JSON, and what Prometheus reads."""
+"""The service's requests over HTTP with JSON, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rl_core.service.wire import (
     wrong,
 )
 
-# As in Google's table of canonical codes.
+# Mapping of google.rpc.Code to HTTP status codes.
 HTTP = {
     "INVALID_ARGUMENT": 400,
     "FAILED_PRECONDITION": 400,
@@ -48,7 +48,7 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 async def open_http(
     hub: Hub, access: Access, args: argparse.Namespace, stack: AsyncExitStack
 ) -> int:
-    """The port."""
+    """Starts the HTTP server and returns its port."""
     context = None
     metrics = Metrics(hub)
     if access.cert:
@@ -66,7 +66,7 @@ async def open_http(
     except OSError as error:
         raise ValueError(
             f"--http_port {args.http_port} of {args.host}: {os.strerror(error.errno)}; "
-            "--http_port 0 finds one"
+            "--http_port 0 picks a free port"
         ) from None
 
 
@@ -76,30 +76,33 @@ def write_error(status: int, message: str) -> dict[str, str]:
 
 
 def check_admission(access: Access, request: web.Request) -> None:
-    """Raises ServiceError for whom no body is read."""
-    # A page of any site would reach a service of this machine without a token.
+    """Raises ServiceError for requests that are refused before their body is read."""
+    # Any web page could otherwise reach a local service that has no token.
     if "Origin" in request.headers:
-        raise ServiceError(StatusCode.PERMISSION_DENIED, "pages in a browser may not ask")
+        raise ServiceError(
+            StatusCode.PERMISSION_DENIED, "requests of web pages (header Origin) are not allowed"
+        )
     if not access.is_right(request.headers.get("Authorization", "")):
         raise ServiceError(
-            StatusCode.UNAUTHENTICATED, "the token is missing or wrong: Authorization: Bearer TOKEN"
+            StatusCode.UNAUTHENTICATED,
+            "the token is missing or wrong; send Authorization: Bearer TOKEN",
         )
 
 
 def as_response(reply: pb.Reply) -> web.Response:
-    """Of a reply that is an error."""
+    """The HTTP response for an error reply."""
     code = CODES[reply.code].name
     return web.json_response({"code": code, "message": reply.error}, status=HTTP.get(code, 500))
 
 
 def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
-    """POST /v1/start, /v1/interact ...; GET /metrics, which needs no token."""
+    """The app: POST /v1/start, /v1/interact ...; GET /metrics, which needs no token."""
 
     async def answer(verb: str, request: web.Request) -> pb.Reply:
         if verb not in REQUESTS:
             raise ServiceError(
                 StatusCode.NOT_FOUND,
-                f"there is no verb {verb[:40]!r}; there are {', '.join(REQUESTS)}",
+                f"unknown verb {verb[:40]!r}; known: {', '.join(REQUESTS)}",
             )
         try:
             body = parse_json(await read_body(request) or b"{}")
@@ -111,10 +114,10 @@ def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
             if error.status != 413:
                 raise wrong(error.message) from None
             raise ServiceError(
-                StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes"
+                StatusCode.RESOURCE_EXHAUSTED, f"a request may have at most {MAX_REQUEST} bytes"
             ) from None
         except (ValueError, LookupError, json_format.ParseError) as error:
-            raise wrong(f"no {REQUESTS[verb].DESCRIPTOR.name} in JSON: {error}") from None
+            raise wrong(f"the body is not a {REQUESTS[verb].DESCRIPTOR.name}: {error}") from None
         return await hub.answer(pb.Request(timeout_s=timeout_s, **{verb: message}))
 
     async def post(request: web.Request) -> web.Response:
@@ -152,7 +155,7 @@ def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
 
 
 class Metrics:
-    """What a hub knows, when Prometheus asks."""
+    """Prometheus metrics of a hub, collected on each scrape."""
 
     def __init__(self, hub: Hub):
         self.hub = hub
@@ -170,7 +173,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         beats = [link.beat for link in self.hub.links.values()]
-        yield GaugeMetricFamily("rl_core_workers", "Workers that are here", value=len(beats))
+        yield GaugeMetricFamily("rl_core_workers", "Connected workers", value=len(beats))
         open_now = Counter()
         capacity = Counter()
         interactions = Counter()
@@ -184,22 +187,22 @@ class Metrics:
                 ended[load.env, status] += num
         queued = {env: len(self.hub.starts.queues.get(env, ())) for env in self.hub.envs}
         for name, about, values in (
-            ("sessions", "Sessions that run", open_now),
-            ("capacity", "Sessions that can run", capacity),
-            ("queue", "Starts that wait for room", queued),
+            ("sessions", "Running sessions", open_now),
+            ("capacity", "Maximum number of sessions", capacity),
+            ("queue", "Starts that wait for a worker with room", queued),
         ):
             gauge = GaugeMetricFamily(f"rl_core_{name}", about, labels=["env"])
             for env, value in values.items():
                 gauge.add_metric([env], value)
             yield gauge
         counter = CounterMetricFamily(
-            "rl_core_interactions", "Interactions of workers that were here", labels=["env"]
+            "rl_core_interactions", "Interactions of current and past workers", labels=["env"]
         )
         for env, value in interactions.items():
             counter.add_metric([env], value)
         yield counter
         counter = CounterMetricFamily(
-            "rl_core_ended", "Sessions that ended so", labels=["env", "status"]
+            "rl_core_ended", "Ended sessions by final status", labels=["env", "status"]
         )
         for labels, value in ended.items():
             counter.add_metric(labels, value)

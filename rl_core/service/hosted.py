@@ -1,5 +1,5 @@
-"""An environment file as a worker serves it: what clients must know of it, its tasks, and its
-functions without a session."""
+"""An environment file in a worker process: its description for clients, its tasks, and its
+functions that run without a session."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from rl_core.service.wire import ServiceError, from_json, to_json, wrong
 from rl_core.types import RunError, Task
 
 SPLITS = ("train", "eval")
-ROWS, ROW_BYTES = 1_000, 4 << 20  # of one reply with tasks
+ROWS, ROW_BYTES = 1_000, 4 << 20  # Limits of one reply with tasks.
 
 
 class LocalEnv:
-    """A file in this process. Raises ValueError for one that cannot be served."""
+    """An environment file that runs in this process. Raises ValueError if the file cannot be
+    served."""
 
     def __init__(self, path: str, *, hook_timeout_s: float, idle_s: float):
         module = execute_file(path)
@@ -33,7 +34,7 @@ class LocalEnv:
         self.name = self.env.name
         self.path = path
         self.capacity = check_capacity(path, has.get("capacity"))
-        self.rows: dict[str, asyncio.Task] = {}  # split -> its rows
+        self.rows: dict[str, asyncio.Task] = {}  # Split -> task that loads its rows.
         self.interactions = 0
         self.described = self.describe(has)
         self.described.idle_s = idle_s
@@ -76,7 +77,7 @@ class LocalEnv:
         self.interactions += 1
 
     async def task_of(self, request: pb.StartRequest) -> Task:
-        """Raises ServiceError if the row is none, or there is no such task."""
+        """The task of a start. Raises ServiceError for a malformed row or an unknown task ID."""
         info = from_json(request.info, dict, "info") if request.info else {}
         if request.row:
             row = from_json(request.row, dict, "row")
@@ -96,7 +97,7 @@ class LocalEnv:
         is_index = index.isascii() and index.isdecimal() and len(index) < 20
         rows = await self.rows_of(split) if split in SPLITS and is_index else []
         if not is_index or int(index) >= len(rows):
-            hint = "its tasks are train/0, train/1 ... and eval/0 ...; or send a row"
+            hint = "its tasks are train/0, train/1 ... and eval/0 ...; name one, or send a row"
             raise ServiceError(
                 StatusCode.NOT_FOUND, f"{self.name} has no task {request.task_id[:80]!r}; {hint}"
             )
@@ -108,10 +109,11 @@ class LocalEnv:
         """The rows of a split, loaded once."""
         if self.env.load_tasks is None:
             raise ServiceError(
-                StatusCode.NOT_FOUND, f"{self.name} brings no tasks (no load_tasks); send rows"
+                StatusCode.NOT_FOUND,
+                f"{self.name} has no tasks because its file has no load_tasks(); send rows",
             )
         if split not in SPLITS:
-            raise wrong(f"{split[:80]!r} is no split; there are {' and '.join(SPLITS)}")
+            raise wrong(f"unknown split {split[:80]!r}; known: {' and '.join(SPLITS)}")
         if split not in self.rows or (self.rows[split].done() and self.rows[split].exception()):
             self.rows[split] = asyncio.ensure_future(asyncio.to_thread(self.env.load_tasks, split))
         try:
@@ -136,49 +138,51 @@ class LocalEnv:
         return reply
 
     async def call(self, request: pb.CallRequest) -> pb.CallReply:
-        """A function that belongs to no session."""
-        given = from_json(request.given, dict, "given")
-        what = f"{self.path}: what {request.hook}() returned"
+        """Runs a function without a session."""
+        arguments = from_json(request.given, dict, "given")
+        label = f"{self.path}: what {request.hook}() returned"
         try:
             if request.hook == "advantage_fn" and self.env.advantage_fn:
-                value = await asyncio.to_thread(self.env.advantage_fn, from_list(given, "rewards"))
-                return pb.CallReply(value=to_json(value, what))
+                rewards = from_list(arguments, "rewards")
+                value = await asyncio.to_thread(self.env.advantage_fn, rewards)
+                return pb.CallReply(value=to_json(value, label))
             hook = self.env.hooks.get(request.hook)
-            # Others get a session's state, or actors.
+            # All other hooks need a session's state or actors.
             if hook is None or is_whole(hook) or hook.ours >= SPOKEN or hook.name == "start":
-                raise wrong(f"{self.name} has no {request.hook[:80]!r} that belongs to no session")
+                raise wrong(f"{self.name} has no {request.hook[:80]!r} that runs without a session")
             try:
-                fields = {"id": "", "row": {}, "messages": []} | given.get("task", {})
-                fields["row"] |= given
+                fields = {"id": "", "row": {}, "messages": []} | arguments.get("task", {})
+                fields["row"] |= arguments
                 task = Task(env=self.name, **fields)
             except TypeError as error:
-                raise wrong(f"given: task is none: {error}") from None
-            given = {"prompt": task.messages, "messages": task.messages} | given | {"task": task}
-            if "trajectory" in given:
-                given["trajectory"] = read_trajectory(given["trajectory"])
-            if "trajectories" in given:
-                given["trajectories"] = [
-                    read_trajectory(t) for t in from_list(given, "trajectories")
+                raise wrong(f"given: task is malformed: {error}") from None
+            messages = {"prompt": task.messages, "messages": task.messages}
+            arguments = messages | arguments | {"task": task}
+            if "trajectory" in arguments:
+                arguments["trajectory"] = read_trajectory(arguments["trajectory"])
+            if "trajectories" in arguments:
+                arguments["trajectories"] = [
+                    read_trajectory(t) for t in from_list(arguments, "trajectories")
                 ]
-            value = await hook(task, given)
-            return pb.CallReply(value=to_json(value, what))
+            value = await hook(task, arguments)
+            return pb.CallReply(value=to_json(value, label))
         except (HookError, RunError) as error:
             raise ServiceError(StatusCode.UNKNOWN, str(error)) from None
         except TimeoutError as error:
             raise too_slow(error) from None
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: a file in this process holds no resources."""
 
 
-def from_list(given: dict[str, Any], name: str) -> list:
-    if not isinstance(given.get(name), list):
+def from_list(arguments: dict[str, Any], name: str) -> list:
+    if not isinstance(arguments.get(name), list):
         raise wrong(f"given: {name} must be a list")
-    return given[name]
+    return arguments[name]
 
 
 def check_capacity(path: str, capacity: Any) -> int | None:
-    """Sessions of it in one worker, as the file says. Raises ValueError."""
+    """Checks a file's `capacity`, the number of its sessions in one worker. Raises ValueError."""
     if capacity is not None and (type(capacity) is not int or capacity < 1):
         raise ValueError(f"{path}: capacity = {capacity!r} must be a whole number of at least 1")
     return capacity

@@ -1,6 +1,6 @@
-"""The server that clients and workers dial: it passes requests to the worker of their session, and
-starts sessions where there is most room. It keeps no state that its death loses: a session's name
-begins with its worker's, and workers tell their loads."""
+"""The hub, a server that clients and workers dial. Routes requests to the worker of their session
+and starts sessions on workers with room. A restart loses no state: session names begin with the
+worker's name, and workers report their loads."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ WORKER = re.compile(r"[0-9a-f]{12}")
 NUMBERED = frozenset({"interact", "score", "run", "answer"})
 OF_SESSION = NUMBERED | {"cancel"}
 MAX_TIMEOUT_S = 600.0
-FIRST_S = 60.0  # how long the first worker may take
-PENDING = 20_000  # requests of one client that are not answered; more are refused
-MAX_DETAILS = 2_000  # bytes of an error of a verb that is called alone
+FIRST_S = 60.0  # Time for the first worker to join.
+PENDING = 20_000  # Unanswered requests per client; further ones are refused.
+MAX_DETAILS = 2_000  # Largest error of a unary call in bytes.
 NOT_FOUND = StatusCode.NOT_FOUND.value[0]
-KEPT_PAST = 1_000  # workers that are gone and could come back
-# Bytes of replies that a client has not read, during which the server begins no more of its
-# requests.
+KEPT_PAST = 1_000  # Lost workers whose last heartbeats are kept.
+# Backpressure: with more unread bytes of replies, no further requests of the client start.
 UNREAD = 16 << 20
 
 
@@ -53,28 +52,28 @@ class Hub:
         self, *, heartbeat_s: float = 2.0, max_queue: int = 10_000, dispatch: str = "most_room"
     ):
         self.heartbeat_s = heartbeat_s
-        # Of each request that was answered.
+        # Called with (verb, seconds) after each request.
         self.observe: Callable[[str, float], None] = lambda verb, seconds: None
         self.links: dict[str, WorkerLink] = {}
-        self.lost: dict[str, float] = {}  # worker -> when it was last heard; 0: known to be dead
-        # Worker that is gone -> its last heartbeat, for totals; "": the sum of those before the
-        # last KEPT_PAST.
+        self.lost: dict[str, float] = {}  # Worker -> time of its last message; 0: known to be dead.
+        # Lost worker -> its last heartbeat, for totals. "" holds the sum of older ones beyond
+        # KEPT_PAST.
         self.past = {"": pb.Worker()}
         self.envs: dict[str, pb.Environment] = {}
         self.starts = Starts(self.links, max_queue, self.link_of, STRATEGIES[dispatch]())
         self.began_s = time.monotonic()
-        self.changed = asyncio.Event()  # of the next change of workers, or tick of watch()
+        self.changed = asyncio.Event()  # Set on a change of workers and by watch(), then replaced.
 
     @property
     def grace_s(self) -> float:
-        """How long a worker may be silent, or away."""
+        """Time without messages after which a worker counts as lost."""
         return 3 * self.heartbeat_s
 
     # --- requests
 
     def submit(self, request: pb.Request, client: ClientStream) -> None:
-        """Answers a request of a stream. The common case, a session whose worker is here, costs no
-        task."""
+        """Answers a request of a stream. The common case, a session whose worker is connected,
+        needs no asyncio task."""
         client.num_open += 1
         id = request.id
         verb = request.WhichOneof("verb")
@@ -112,7 +111,8 @@ class Hub:
         timer = asyncio.get_running_loop().call_later(timeout_s, late)
 
     async def answer(self, request: pb.Request, again: bool = False) -> pb.Reply:
-        """The reply to any request; errors are replies too. again: a worker may have it already."""
+        """Returns the reply to any request; errors are replies too. again: a worker may have got
+        the request already."""
         timeout_s = limit(request.timeout_s)
         verb = request.WhichOneof("verb")
         began_s = time.perf_counter()
@@ -121,7 +121,7 @@ class Hub:
                 raise wrong("the request has no verb")
             if request.ByteSize() > MAX_REQUEST:
                 raise ServiceError(
-                    StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes"
+                    StatusCode.RESOURCE_EXHAUSTED, f"a request may have at most {MAX_REQUEST} bytes"
                 )
             return await asyncio.wait_for(self.route(request, verb, again), timeout_s)
         except ServiceError as error:
@@ -147,42 +147,43 @@ class Hub:
             return pb.Reply(renew=await self.renew(request.renew))
         if verb in CONTROLS:
             return pb.Reply(**{verb: await CONTROLS[verb](self, getattr(request, verb))})
-        for _ in range(2):  # tasks, call: of any worker
+        for _ in range(2):  # Any worker can answer `tasks` and `call`.
             reply = await (await self.any_link(getattr(request, verb).env)).answer(request)
             if reply is not None:
                 return reply
-        raise ServiceError(StatusCode.DATA_LOSS, f"2 workers went away while they answered {verb}")
+        raise ServiceError(StatusCode.DATA_LOSS, f"2 workers were lost while they answered {verb}")
 
     async def in_session(self, request: pb.Request, verb: str, again: bool) -> pb.Reply:
-        """Asks again if the connection broke and the worker came back: it does nothing twice that
-        has a number."""
+        """Forwards a request to the session's worker. Resends the request if the worker reconnects;
+        numbers prevent duplicates."""
         asked = getattr(request, verb)
-        found = SESSION.fullmatch(asked.session)
-        if not found:
-            raise ServiceError(StatusCode.NOT_FOUND, f"{asked.session[:40]!r} is no session's name")
+        match = SESSION.fullmatch(asked.session)
+        if not match:
+            message = f"{asked.session[:40]!r} is not the name of a session"
+            raise ServiceError(StatusCode.NOT_FOUND, message)
         while True:
             if again and verb in NUMBERED and asked.number == 0:
                 message = (
                     "the connection to the worker broke, and a request without a number is not "
-                    "sent again"
+                    "resent"
                 )
                 raise ServiceError(StatusCode.ABORTED, message)
-            reply = await (await self.link_of(found[1])).answer(request)
+            reply = await (await self.link_of(match[1])).answer(request)
             if reply is not None:
                 return reply
             again = True
 
     def left_s(self, worker: str) -> float:
-        """How long a worker that is not here may take to come (back)."""
+        """Remaining seconds in which a disconnected worker may (re)connect."""
         seen_s = self.lost.get(worker, self.began_s)
         return self.grace_s - (time.monotonic() - seen_s) if seen_s else 0.0
 
     async def link_of(self, worker: str) -> WorkerLink:
-        """Raises ServiceError (DATA_LOSS) for a worker that is gone."""
+        """Waits for a worker's link. Raises ServiceError (DATA_LOSS) if the worker is lost."""
         while worker not in self.links:
             if self.left_s(worker) <= 0:
                 raise ServiceError(
-                    StatusCode.DATA_LOSS, f"the session is lost: its worker {worker} is gone"
+                    StatusCode.DATA_LOSS, f"the session is lost with its worker {worker}"
                 )
             await self.changed.wait()
         return self.links[worker]
@@ -192,7 +193,7 @@ class Hub:
             if time.monotonic() - self.began_s > (self.grace_s if self.envs else FIRST_S):
                 known = ", ".join(sorted(self.envs)) or "none yet: no worker has joined"
                 raise ServiceError(
-                    StatusCode.NOT_FOUND, f"there is no environment {env[:80]!r}; there are {known}"
+                    StatusCode.NOT_FOUND, f"unknown environment {env[:80]!r}; known: {known}"
                 )
             await self.changed.wait()
 
@@ -237,9 +238,9 @@ class Hub:
         return pb.RenewReply(gone=gone)
 
     async def find_key(self, start: pb.StartRequest) -> None:
-        """Asks the workers whose session a start's key is: it was sent before, perhaps over another
-        hub."""
-        while time.monotonic() - self.began_s < self.grace_s:  # not all have dialled in yet
+        """Asks the workers for the session of a resent start's key; another hub may have sent the
+        start before."""
+        while time.monotonic() - self.began_s < self.grace_s:  # Some workers may not have joined.
             await self.changed.wait()
         if start.key and (start.env, start.key) not in self.starts.worker_of:
             asks = {"env": start.env, "key": start.key, "again": True}
@@ -252,8 +253,8 @@ class Hub:
         start.again = False
 
     async def ask_all(self, requests: dict[str, pb.Request]) -> dict[str, pb.Reply]:
-        """Worker -> its reply. A worker that is blocked hears of this when it goes on; others do
-        not wait for it."""
+        """Sends requests to several workers. Returns worker -> reply, without workers that did not
+        answer in time; a blocked worker handles its request later."""
         asked = {
             name: asyncio.ensure_future(self.links[name].answer(request))
             for name, request in requests.items()
@@ -274,8 +275,8 @@ class Hub:
         self.starts.release()
 
     async def watch(self) -> None:
-        """Removes silent workers, and lets those who wait for one look at the clock. While this
-        process stands still it hears none of them: that is no silence."""
+        """Removes silent workers and wakes the requests that wait for a worker, so that they check
+        their deadlines. Time in which this process itself was stopped does not count as silence."""
         now = time.monotonic()
         while True:
             before = now
@@ -286,7 +287,8 @@ class Hub:
                 link.heard_s = min(now, link.heard_s + deaf_s)
                 if now - link.heard_s > self.grace_s:
                     self.drop(link)
-            if now - self.began_s > self.grace_s:  # one that was never here is lost then, too
+            # Workers missing from `lost` count as lost from here on, so old entries can go.
+            if now - self.began_s > self.grace_s:
                 self.lost = {
                     name: seen_s for name, seen_s in self.lost.items() if self.left_s(name) > 0
                 }
@@ -302,8 +304,8 @@ class Hub:
             self.lost.setdefault(link.name, link.heard_s)
             self.past[link.name] = link.beat
             if len(self.past) > 1 + KEPT_PAST:
-                # Which of them counted what is forgotten: if it came back, its numbers would count
-                # twice.
+                # Merges the oldest heartbeat into the sum. If that worker reconnects, its numbers
+                # count twice.
                 add_loads(self.past[""], self.past.pop(next(filter(None, self.past))))
             self.tell()
         link.close()
@@ -317,11 +319,11 @@ class Hub:
         except (asyncio.TimeoutError, ServiceError):
             first = pb.FromWorker()
         if not WORKER.fullmatch(first.hello.worker):
-            message = "a worker begins with its hello, and a name of 12 hex digits"
+            message = "the first message of a worker must be a hello with a name of 12 hex digits"
             await context.abort(StatusCode.INVALID_ARGUMENT, message)
         link = WorkerLink(first.hello, first.heartbeat)
         if link.name in self.links:
-            self.drop(self.links[link.name])  # its connection broke, which is not known here yet
+            self.drop(self.links[link.name])  # The old connection broke unnoticed.
         self.past.pop(link.name, None)
         self.lost.pop(link.name, None)
         if first.hello.replaces:
@@ -336,7 +338,7 @@ class Hub:
             while not link.closed:
                 await link.outbox.filled.wait()
                 if batch := link.outbox.take():
-                    # Never cancelled: a stream with half a message cannot be ended.
+                    # Must not be cancelled: gRPC cannot end a stream within a message.
                     await context.write(pb.ToWorker(requests=batch))
         finally:
             reader.cancel()
@@ -367,8 +369,8 @@ class Hub:
             except ServiceError as error:
                 reply = failed(0, error)
             if reply.code:
-                # It travels as a header, of which clients take 8 KiB; each byte that is not ASCII
-                # takes three.
+                # gRPC sends the error as a header. Clients accept 8 KiB of headers, and each
+                # non-ASCII byte takes three.
                 await context.abort(
                     CODES[reply.code], reply.error.encode()[:MAX_DETAILS].decode(errors="ignore")
                 )
@@ -379,7 +381,7 @@ class Hub:
     async def stream(
         self, _: AsyncIterator[pb.Requests], context: grpc.aio.ServicerContext
     ) -> None:
-        """Many requests at a time; replies as they come."""
+        """Serves a client's stream: concurrent requests, and replies in order of completion."""
         client = ClientStream()
         reader = asyncio.ensure_future(self.hear_client(client, context))
         try:
@@ -406,7 +408,7 @@ class Hub:
                     else:
                         error = ServiceError(
                             StatusCode.RESOURCE_EXHAUSTED,
-                            f"{PENDING} requests are not answered yet",
+                            f"{PENDING} requests are unanswered; wait for replies first",
                         )
                         client.outbox.put(failed(request.id, error))
         except ServiceError as error:
@@ -439,4 +441,4 @@ def limit(timeout_s: float) -> float:
 
 
 def too_late(timeout_s: float) -> ServiceError:
-    return ServiceError(StatusCode.DEADLINE_EXCEEDED, f"no answer in {timeout_s:g} s")
+    return ServiceError(StatusCode.DEADLINE_EXCEEDED, f"no answer within {timeout_s:g} s")

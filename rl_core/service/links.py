@@ -1,4 +1,4 @@
-"""The hub's ends of its streams: a worker that has dialled in, and a client."""
+"""The hub's side of streams: WorkerLink for a connected worker, ClientStream for a client."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grpc import StatusCode
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import CODES, Outbox, ServiceError, failed
 
-# Bytes of replies that a client may leave unread; then its stream ends, and it may ask again.
+# Largest size of unread replies. Above this limit the client's stream ends; the client may resend.
 MAX_UNREAD = 128 << 20
 
 Done = Callable[["pb.Reply | None"], Any]
 
 
 class WorkerLink:
-    """A worker that has dialled in."""
+    """A connected worker."""
 
     def __init__(self, hello: pb.Hello, beat: pb.Worker):
         self.name = hello.worker
@@ -34,10 +34,10 @@ class WorkerLink:
     def hear(self, beat: pb.Worker) -> None:
         self.beat = beat
         self.loads = {load.env: load for load in beat.loads}
-        self.started: Counter[str] = Counter()  # environment -> sessions that were sent since
+        self.started: Counter[str] = Counter()  # Environment -> starts since this heartbeat.
 
     def room(self, env: str) -> int:
-        """Sessions that it can still take."""
+        """Number of further sessions that the worker can take."""
         load = self.loads.get(env)
         return (
             load.capacity - load.sessions - self.started[env]
@@ -46,8 +46,8 @@ class WorkerLink:
         )
 
     def ask(self, request: pb.Request, verb: str, done: Done) -> int:
-        """The number by which the worker knows the request. done(reply) is called once, with None
-        if the connection breaks."""
+        """Sends a request and returns its number on this link. done(reply) is called once, with
+        None if the connection breaks."""
         self.last_id += 1
         request.id = self.last_id
         self.waiting[request.id] = verb, done
@@ -55,7 +55,8 @@ class WorkerLink:
         return request.id
 
     async def answer(self, request: pb.Request) -> pb.Reply | None:
-        """None if the connection to the worker broke: it may have done what was asked, or not."""
+        """Sends a request and returns its reply. Returns None if the connection broke; the worker
+        may or may not have handled the request."""
         if self.closed:
             return None
         future = asyncio.get_running_loop().create_future()
@@ -74,7 +75,8 @@ class WorkerLink:
             reply = failed(
                 0,
                 ServiceError(
-                    StatusCode.INTERNAL, f"worker {self.name} answered {verb} with something else"
+                    StatusCode.INTERNAL,
+                    f"worker {self.name} answered {verb} with a reply of another type",
                 ),
             )
         done(reply)
@@ -90,7 +92,7 @@ class WorkerLink:
 
 
 class ClientStream:
-    """What one client has asked, and what it has not read yet."""
+    """One client's stream: its open requests and unread replies."""
 
     def __init__(self):
         self.outbox = Outbox()
@@ -105,11 +107,13 @@ class ClientStream:
         if not self.is_over:
             self.outbox.put(reply)
             if self.outbox.num_bytes > MAX_UNREAD:
-                message = f"{MAX_UNREAD} bytes of replies were not read; ask again for them"
+                message = (
+                    f"more than {MAX_UNREAD} bytes of replies are unread; read them and resend"
+                )
                 self.close(ServiceError(StatusCode.RESOURCE_EXHAUSTED, message))
 
     def close(self, error: ServiceError | None = None) -> None:
-        """Nothing more is written but the error."""
+        """Ends the stream with an error, if any. Drops all unread replies."""
         self.error = self.error or error
         self.is_over = True
         self.outbox.num_bytes = 0
@@ -119,7 +123,7 @@ class ClientStream:
 
 
 def add_loads(total: pb.Worker, beat: pb.Worker) -> None:
-    """Adds what a worker did: interactions, and sessions that ended."""
+    """Adds a worker's counts of interactions and ended sessions to a total."""
     of_env = {load.env: load for load in total.loads}
     for load in beat.loads:
         sum_of_env = of_env.get(load.env) or total.loads.add(env=load.env)

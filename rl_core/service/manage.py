@@ -1,5 +1,5 @@
-"""What an operator asks of a service from Python: `list_sessions("grpc://host:50051")`. Each raises
-ValueError if the service does not answer, or refuses."""
+"""Admin functions of a service in Python: `list_sessions("grpc://host:50051")`. Each function
+raises ValueError if the service does not answer or refuses the request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.address import access_to, read_url
 from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, METHODS, REPLIES, REQUESTS
 
-TIMEOUT_S = 30.0  # a worker that is blocked is waited for, three heartbeats long
+TIMEOUT_S = 30.0  # Longer than the three heartbeats for which a hub waits for a blocked worker.
 
 
 def list_workers(url: str) -> pb.WorkersReply:
@@ -21,18 +21,19 @@ def list_workers(url: str) -> pb.WorkersReply:
 def list_sessions(
     url: str, *, env: str = "", owner: str = "", worker: str = ""
 ) -> pb.ListSessionsReply:
-    """The sessions of an environment, an owner and a worker, the oldest first; "" means any."""
+    """The sessions of an environment, owner and worker, the oldest first; "" matches any."""
     return ask(url, "list_sessions", env=env, owner=owner, worker=worker)
 
 
 def cancel_all(url: str, *, env: str = "", owner: str = "", worker: str = "") -> pb.CancelAllReply:
-    """How many sessions were ended: all that list_sessions() of the same would give."""
+    """Cancels the sessions that list_sessions() returns for the same arguments, and returns their
+    number."""
     return ask(url, "cancel_all", env=env, owner=owner, worker=worker)
 
 
 def drain(url: str, worker: str, *, replace: bool = False) -> pb.DrainReply:
-    """How many sessions the worker holds, with the last of which it leaves. replace: another one
-    starts then, and reads the files anew."""
+    """Drains a worker and returns the number of its open sessions. The worker exits after its last
+    session. replace: another worker then starts and loads the files again."""
     return ask(url, "drain", worker=worker, replace=replace)
 
 

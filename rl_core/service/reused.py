@@ -1,6 +1,6 @@
-"""The first process of a container that is used again. It holds the environment's file as it was
-loaded, and forks a process for each session. Between two sessions it kills what the last one left
-running and removes what it wrote. A container that is not as before then ends."""
+"""The first process of a reused container. Loads the environment file once and forks a process for
+each session. Between two sessions it kills the processes and removes the files of the last one. If
+the container still differs from its initial state, the container ends."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from pathlib import Path
 from rl_core.sandbox.reaper import descendants, send
 from rl_core.service.wire import MAX_MESSAGE
 
-LOOK_S = 1.0  # how often it is asked whether a session's process is there
-KILL_S = 5.0  # that processes of a session may take to die
-IN_MEMORY = ("tmpfs", "mqueue")  # filesystems that a session may write to, and that are cleaned
+LOOK_S = 1.0  # Interval of checks that a session's process is alive.
+KILL_S = 5.0  # Timeout for killing a session's processes.
+IN_MEMORY = ("tmpfs", "mqueue")  # Writable filesystems that are cleaned after a session.
 OF_KERNEL = ("proc", "sysfs", "devpts", "cgroup", "cgroup2", "securityfs")
-SET_DUMPABLE, SET_SUBREAPER = 4, 36  # of prctl()
+SET_DUMPABLE, SET_SUBREAPER = 4, 36  # Options of prctl().
 
 
 def serve(session: Callable[[int, int], None], requests: int, replies: int) -> None:
-    """Passes frames on between the worker (two file descriptors) and a process for each session,
-    which runs session(its requests, its replies). A frame of no bytes ends a session, and answers
-    once all is clean. Ends with its requests. Raises ValueError where it could not clean up."""
+    """Forwards frames between the worker (two file descriptors) and a forked process per session,
+    which runs session(requests, replies). An empty frame ends a session; an empty frame in return
+    reports a clean container. Exits when `requests` closes. Raises ValueError if a writable mount
+    cannot be cleaned."""
     prctl = ctypes.CDLL(None).prctl
-    prctl(SET_DUMPABLE, 0)  # no process of a session reads this one's memory or files
+    prctl(SET_DUMPABLE, 0)  # Sessions cannot read this process's memory or open files.
     prctl(SET_SUBREAPER, 1)
     mounts = writable_mounts()
     before = contents(mounts)
@@ -50,14 +51,14 @@ def serve(session: Callable[[int, int], None], requests: int, replies: int) -> N
 def fork_session(
     session: Callable[[int, int], None], requests: int, replies: int
 ) -> tuple[int, int, int]:
-    """(its process, where its requests go, where its replies come from)"""
+    """(process ID, descriptor for requests, descriptor of replies) of a new session process."""
     child_in, down = os.pipe()
     up, child_out = os.pipe()
     pid = os.fork()
     if pid == 0:
         for other in (requests, replies, down, up):
             os.close(other)
-        if "numpy" in sys.modules:  # Python's own generator is seeded anew by a fork
+        if "numpy" in sys.modules:  # Python reseeds its own generator after a fork.
             sys.modules["numpy"].random.seed()
         session(child_in, child_out)
         os._exit(0)
@@ -67,10 +68,10 @@ def fork_session(
 
 
 def pass_on(pid: int, requests: int, down: int, up: int, replies: int) -> bool:
-    """True once the worker is gone, False once it asks for a clean container. Ends this process
-    with the status of a session's that dies."""
+    """Forwards the frames of one session. Returns True when the worker is gone, False when the
+    worker ends the session. Exits with the session process's status if that process dies."""
     while True:
-        # What a session's process leaves running may hold its end of the pipe open.
+        # The timeout is needed because children of a dead session may hold its pipe open.
         ready, _, _ = select.select([requests, up], [], [], LOOK_S)
         if not ready and (code := exit_code(pid)) is not None:
             end_all(code)
@@ -85,15 +86,15 @@ def pass_on(pid: int, requests: int, down: int, up: int, replies: int) -> bool:
         if up in ready:
             frame = read_frame(up)
             if len(frame) <= 4:
-                time.sleep(0.05)  # its pipe closes before its status is there
+                time.sleep(0.05)  # The exit status follows shortly after the pipe closes.
                 end_all(exit_code(pid) or 1)
             write_all(replies, frame)
 
 
 def exit_code(pid: int) -> int | None:
-    """None while the process is there."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return abs(os.waitstatus_to_exitcode(status)) if found else None
+    """Exit code of a child process, or None while the process runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return abs(os.waitstatus_to_exitcode(status)) if ended else None
 
 
 def end_all(code: int) -> None:
@@ -102,7 +103,8 @@ def end_all(code: int) -> None:
 
 
 def read_frame(file: int) -> bytes:
-    """Its length and what it holds; nothing at the end, or for one that is too long."""
+    """A frame with its length prefix. Returns b"" at the end of the file and for a frame above
+    MAX_MESSAGE."""
     head = read_exactly(file, 4)
     size = int.from_bytes(head, "big")
     if len(head) < 4 or size > MAX_MESSAGE:
@@ -113,8 +115,8 @@ def read_frame(file: int) -> bytes:
 
 def read_exactly(file: int, size: int) -> bytes:
     data = bytearray()
-    while len(data) < size and (part := os.read(file, size - len(data))):
-        data += part
+    while len(data) < size and (chunk := os.read(file, size - len(data))):
+        data += chunk
     return bytes(data)
 
 
@@ -124,7 +126,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 def kill_descendants() -> None:
-    """Kills what sessions started, until none is left. Orphans are this process's children."""
+    """Kills all descendants. Orphans become children of this process, which is a subreaper."""
     until_s = time.monotonic() + KILL_S
     while pids := descendants(os.getpid()):
         send(pids, signal.SIGKILL)
@@ -137,36 +139,36 @@ def kill_descendants() -> None:
 
 
 def writable_mounts() -> list[Path]:
-    """Mount points that this user can write to. Raises ValueError for one that is neither in memory
-    nor a file."""
-    found = []
+    """Mount points that this user can write to. Raises ValueError for a writable folder on a
+    disk."""
+    mounts = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         first, _, last = line.partition(" - ")
         _, _, _, _, escaped, options, *_ = first.split()
-        kind, _, whole = last.split()
+        kind, _, super_options = last.split()
         path = Path(escaped.encode().decode("unicode_escape"))
-        is_writable = "rw" in options.split(",") and "rw" in whole.split(",")
+        is_writable = "rw" in options.split(",") and "rw" in super_options.split(",")
         if kind in OF_KERNEL or not is_writable or not os.access(path, os.W_OK):
             continue
         if kind not in IN_MEMORY and path.is_dir():
             raise ValueError(
-                f'container = "reuse": {path} ({kind}) can be written to and not be cleaned; '
+                f'container = "reuse": {path} ({kind}) is writable and cannot be cleaned; '
                 'use container = "exclusive"'
             )
-        found.append(path)
-    return found
+        mounts.append(path)
+    return mounts
 
 
 def contents(mounts: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Path -> its kind, and of what is no folder its inode and the time of its last change.
-    Segments of System V are in it too."""
-    found = {f"/proc/sysvipc/{kind}": segments(kind) for kind in ("shm", "sem", "msg")}
+    """Path -> its mode, plus inode and time of last change for files and links. Includes System V
+    IPC segments."""
+    states = {f"/proc/sysvipc/{kind}": segments(kind) for kind in ("shm", "sem", "msg")}
     for mount in mounts:
         paths = [mount, *mount.rglob("*")] if mount.is_dir() else [mount]
         for path in paths:
             with suppress(FileNotFoundError):
-                found[str(path)] = state(path)
-    return found
+                states[str(path)] = state(path)
+    return states
 
 
 def state(path: Path) -> tuple[int, ...]:
@@ -182,17 +184,17 @@ def segments(kind: str) -> tuple[int, ...]:
 
 
 def clean(mounts: list[Path], before: dict[str, tuple[int, ...]]) -> None:
-    """Removes what is new. Ends this process if anything else has changed."""
+    """Removes new files and folders. Exits if any other file has changed."""
     for path in map(Path, contents(mounts).keys() - before.keys()):
         is_folder = path.is_dir() and not path.is_symlink()
-        with suppress(OSError):  # it may be gone with its folder
+        with suppress(OSError):  # The path may have been removed with its folder.
             shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink()
     after = contents(mounts)
     if after != before:
         changed = [name for name in after | before if after.get(name) != before.get(name)]
-        refuse(f"{', '.join(sorted(changed)[:5])} is not as before the session")
+        refuse(f"the session changed {', '.join(sorted(changed)[:5])}")
 
 
 def refuse(why: str) -> None:
-    print(f"the container is not used again: {why}", file=sys.stderr, flush=True)
+    print(f"the container cannot be reused: {why}", file=sys.stderr, flush=True)
     os._exit(1)

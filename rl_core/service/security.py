@@ -1,5 +1,5 @@
-"""Who may speak: a bearer token, and TLS by files. A token is read from a file or the environment,
-never from a flag or a URL."""
+"""Access to a service: a bearer token, and TLS with PEM files. The token comes from a file or the
+environment, never from a flag or a URL."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rl_core.service.flags import TOKEN_VARIABLE
 @dataclass(kw_only=True)
 class Access:
     token: str = field(default="", repr=False)
-    ca: bytes | None = None  # of the server, as a client trusts it
-    key: bytes | None = field(default=None, repr=False)  # the server's own
+    ca: bytes | None = None  # CA certificates that a client trusts.
+    key: bytes | None = field(default=None, repr=False)  # The server's private key.
     cert: bytes | None = None
     tls: bool = False
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Access:
-        """Raises ValueError or OSError for files that are not there. Takes the token out of this
-        process's environment, which programs that environments start would inherit."""
+        """Access from flags. Removes the token from os.environ, so that programs started by
+        environments do not inherit it. Raises ValueError or OSError for missing files."""
         if bool(args.tls_cert) != bool(args.tls_key):
             raise ValueError(
-                "--tls_cert and --tls_key belong together: give both, or none for plain text"
+                "--tls_cert and --tls_key need each other: set both, or neither for plain text"
             )
         token = read_token(args.token_file)
         os.environ.pop(TOKEN_VARIABLE, None)
@@ -44,16 +44,16 @@ class Access:
         return [("authorization", f"Bearer {self.token}")] if self.token else []
 
     def admits(self, metadata) -> bool:
-        """Whether a call's metadata holds the token. Compares in constant time."""
+        """True if a call's metadata has the token. Compares in constant time."""
         return self.is_right(dict(metadata or ()).get("authorization", ""))
 
     def is_right(self, authorization: str | bytes) -> bool:
-        given = (
+        received = (
             authorization.encode(errors="replace")
             if isinstance(authorization, str)
             else authorization
         )
-        return not self.token or hmac.compare_digest(given, f"Bearer {self.token}".encode())
+        return not self.token or hmac.compare_digest(received, f"Bearer {self.token}".encode())
 
     def channel_aio(self, address: str, options: list) -> grpc.aio.Channel:
         if self.tls:
@@ -67,8 +67,8 @@ class Access:
 
 
 class Admission(grpc.aio.ServerInterceptor):
-    """Refuses calls of some services without the token, before their messages are read into
-    memory."""
+    """Refuses calls without the token before their messages are read into memory. Applies to the
+    listed services."""
 
     def __init__(self, access: Access, services: tuple[str, ...]):
         self.access = access
@@ -83,14 +83,14 @@ class Admission(grpc.aio.ServerInterceptor):
 
 
 async def refuse(_, context: grpc.aio.ServicerContext) -> None:
-    message = "the bearer token is missing or wrong: authorization: Bearer TOKEN; "
-    message += f"rl_core reads it from {TOKEN_VARIABLE} or a token_file"
+    message = "the bearer token is missing or wrong; send authorization: Bearer TOKEN "
+    message += f"(rl_core clients read it from {TOKEN_VARIABLE} or a token_file)"
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
 
 def read_token(path: str) -> str:
-    """The token of a file, or of the environment variable. Raises ValueError for one that a header
-    cannot hold."""
+    """The token from a file, or from the environment variable. Raises ValueError for a token that
+    an HTTP header cannot hold."""
     try:
         token = (
             Path(path).read_text(encoding="utf-8").strip()
@@ -103,6 +103,6 @@ def read_token(path: str) -> str:
         raise ValueError(f"token_file {path} is empty")
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(
-            f"the token of {path or TOKEN_VARIABLE} must be printable ASCII without spaces"
+            f"the token in {path or TOKEN_VARIABLE} must be printable ASCII without spaces"
         )
     return token

@@ -1,4 +1,4 @@
-"""`rl-core serve`: the hub, and worker processes that are started again when they die."""
+"""`rl-core serve`: the hub, and worker processes that are restarted when they die."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from rl_core.service.wire import (
     collect_rarely,
 )
 
-# Two servers on one port would share its clients; workers that have nothing to say send pings.
+# Without so_reuseport a second server on the port fails instead of sharing the clients. Idle
+# workers send pings, which must not count as abuse.
 SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
 SERVER_OPTIONS += [("grpc.http2.min_ping_interval_without_data_ms", 5_000)]
 NEW_TOKEN = "python -c 'import secrets; print(secrets.token_urlsafe())'"
 
 
 async def serve(args: argparse.Namespace, access: Access) -> int:
-    """Until SIGTERM or SIGINT, and until the sessions that run have ended or --drain_s is over.
-    Raises ValueError for what cannot be served."""
+    """Serves until SIGTERM or SIGINT, then drains until all sessions have ended, for --drain_s at
+    most. Raises ValueError for files that cannot be served."""
     collect_rarely()
     stop = asyncio.Event()
     now = asyncio.Event()
@@ -56,7 +57,7 @@ async def serve(args: argparse.Namespace, access: Access) -> int:
             await first_of(stop.wait(), *keepers)
             if stop.is_set() and keepers:
                 print(
-                    f"draining for up to {args.drain_s:g} s; a second signal ends at once",
+                    f"draining for up to {args.drain_s:g} s; a second signal stops at once",
                     flush=True,
                 )
                 if hub:
@@ -64,7 +65,7 @@ async def serve(args: argparse.Namespace, access: Access) -> int:
                     hub.tell()
                 await asyncio.wait_for(first_of(now.wait(), asyncio.wait(keepers)), args.drain_s)
         except asyncio.TimeoutError:
-            print(f"sessions still ran after {args.drain_s:g} s", file=sys.stderr, flush=True)
+            print(f"sessions were still open after {args.drain_s:g} s", file=sys.stderr, flush=True)
         finally:
             for keeper in keepers:
                 keeper.cancel()
@@ -73,8 +74,8 @@ async def serve(args: argparse.Namespace, access: Access) -> int:
 
 
 async def first_of(*waits) -> None:
-    """Returns when the first of these does, and cancels those that are not tasks of others. Raises
-    what it raises."""
+    """Returns when the first awaitable does, and raises its exception. Cancels `waits[0]`; the
+    others belong to the caller."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -85,21 +86,20 @@ async def first_of(*waits) -> None:
 
 
 def check_host(args: argparse.Namespace, access: Access) -> None:
-    """Raises ValueError where any machine could run sessions; they are made of the environment's
-    code."""
+    """Raises ValueError if other machines could start sessions without a token: a session runs the
+    environment's code."""
     host = args.host.strip("[]")
     with suppress(ValueError):
         if host == "localhost" or ipaddress.ip_address(host).is_loopback:
             return
     if not access.token:
         raise ValueError(
-            f"--host {args.host} is reached by other machines, and there is no token: set "
-            f"{TOKEN_VARIABLE} or --token_file "
-            f"(to make one: {NEW_TOKEN})"
+            f"--host {args.host} is reachable from other machines and needs a token: set "
+            f"{TOKEN_VARIABLE} or --token_file (to make a token: {NEW_TOKEN})"
         )
     if not access.cert:
         print(
-            "warning: without --tls_cert the token and all messages travel in plain text",
+            "warning: without --tls_cert the token and all messages are sent in plain text",
             file=sys.stderr,
             flush=True,
         )
@@ -108,8 +108,8 @@ def check_host(args: argparse.Namespace, access: Access) -> None:
 async def open_hub(
     args: argparse.Namespace, access: Access, stack: AsyncExitStack
 ) -> tuple[Hub, str]:
-    """The hub, and the address for workers of this machine: a socket in a private folder, which
-    needs no TLS."""
+    """Starts the hub. Returns (hub, address for workers of this machine); the address is a socket
+    in a private folder and needs no TLS."""
     check_host(args, access)
     hub = Hub(heartbeat_s=args.heartbeat_s, max_queue=args.queue, dispatch=args.dispatch)
     admission = Admission(access, (ENVIRONMENTS, HUB))
@@ -131,12 +131,12 @@ async def open_hub(
             port = server.add_insecure_port(address)
     except RuntimeError:
         raise ValueError(
-            f"cannot listen on {address}: the port is taken, or the host not ours; --port 0 finds "
-            "one"
+            f"cannot listen on {address}: the port is in use, or the host is not an address of "
+            "this machine; --port 0 picks a free port"
         ) from None
     join = ""
     if args.envs:
-        # A socket's path has at most 107 bytes, which TMPDIR may exceed.
+        # A path below TMPDIR may exceed the 107 bytes of a socket's path.
         made = tempfile.TemporaryDirectory(prefix=scratch_prefix("serve"), dir="/tmp")
         folder = stack.enter_context(made)
         join = f"unix:{folder}/hub"
@@ -156,15 +156,15 @@ async def open_hub(
 
 
 async def tell_address(hub: Hub, lines: list[str], args: argparse.Namespace) -> None:
-    """On stdout, once a worker has loaded the files: what cannot be loaded is refused first."""
+    """Prints the addresses once a worker has loaded the files, so that load errors come first."""
     while args.envs and not hub.links:
         await hub.changed.wait()
     print("\n".join(lines), flush=True)
 
 
 async def tell_health(hub: Hub, servicer: health.aio.HealthServicer) -> None:
-    """By the name of a service: "" and the hub are up until they drain; environments need a
-    worker."""
+    """Updates the health of each service: "" and the hub serve until they drain; ENVIRONMENTS also
+    needs a worker."""
     status = health_pb2.HealthCheckResponse
     while True:
         up = not hub.starts.draining
@@ -186,8 +186,8 @@ def worker_command(
 async def keep_worker(
     args: argparse.Namespace, token: str, join: str, hub: Hub | None, stop: asyncio.Event
 ) -> None:
-    """One worker process, and the next one when it dies, but not when it was drained. Raises
-    ValueError if it can never start."""
+    """Runs a worker process and restarts it when it dies, but not after a drain. Raises ValueError
+    if the worker cannot start at all."""
     name = ""
     wait_s = 0.5
     while not stop.is_set():
@@ -196,8 +196,8 @@ async def keep_worker(
         began_s = time.monotonic()
         command = worker_command(args, join, name, dead, bool(token))
         command += ["--tls_ca", args.tls_ca] if args.tls_ca and hub is None else []
-        # Not by a variable: /proc would show it to every program that the worker's environments
-        # start.
+        # The token goes through stdin: /proc shows environment variables to all programs that the
+        # worker's environments start.
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, start_new_session=True)
         process.stdin.write(token.encode())
@@ -215,10 +215,10 @@ async def keep_worker(
         if code == UNUSABLE:
             raise ValueError("a worker cannot start; its error is above")
         if code == 0 and not stop.is_set():
-            print(f"worker {name} has left: it was drained", file=sys.stderr, flush=True)
+            print(f"worker {name} exited: it was drained", file=sys.stderr, flush=True)
             await stop.wait()
         if code == REPLACED:
-            print(f"worker {name} has left; another one starts", file=sys.stderr, flush=True)
+            print(f"worker {name} exited; another one starts", file=sys.stderr, flush=True)
         elif not stop.is_set():
             wait_s = 0.5 if time.monotonic() - began_s > 60 else min(2 * wait_s, 30.0)
             text = f"worker {name} ended with status {code}; another one starts in {wait_s:g} s"
@@ -228,7 +228,7 @@ async def keep_worker(
 
 
 async def drain(process: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
-    """SIGTERM asks a worker to end when its sessions have ended."""
+    """Sends SIGTERM once the server stops; the worker exits after its last session."""
     await stop.wait()
     with suppress(ProcessLookupError):
         process.terminate()

@@ -1,5 +1,4 @@
-"""One episode of a served environment: its state, its conversation, and the replies that were
-given."""
+"""One episode of a served environment: its state, its conversation, and recent replies."""
 
 from __future__ import annotations
 
@@ -27,15 +26,15 @@ from rl_core.service.actors import CALL, Asks, Call, read_turn
 from rl_core.service.wire import REPLIES, VERB_OF, ServiceError, from_json, to_json, wrong
 from rl_core.types import Message, Task, Trajectory
 
-# Replies that are kept for requests that come again: a client that interacts has heard all before,
-# but for one in flight.
+# Replies kept for resent requests. Interactions are sequential, so a client may miss only the reply
+# in flight.
 KEPT = 2
 KEPT_SCORES = 64
 ENDED = frozenset(
     {pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR, pb.ENVIRONMENT_ERROR, pb.EXPIRED}
 )
 MAY_SCORE = frozenset({pb.RUNNING, pb.COMPLETED, pb.LIMIT})
-# Of a call.
+# Type of a call's next reply -> its field in AnswerReply.
 NEWS = {pb.Asked: "asked"} | {REPLIES[verb]: verb for verb in ("start", "interact", "score", "run")}
 Numbered = pb.InteractRequest | pb.ScoreRequest | pb.RunRequest | pb.AnswerRequest
 
@@ -44,56 +43,56 @@ class Session:
     def __init__(
         self, name: str, env: Env, task: Task, request: pb.StartRequest, count: Callable[[], None]
     ):
-        """`count` is called once for each interaction. Raises ServiceError if it has no actors, and
-        hooks ask them."""
+        """`count` is called once per interaction. Raises ServiceError if hooks ask actors and the
+        request has no cast."""
         self.name = name
         self.env = env
         self.task = task
         self.count = count
         self.actors = list(request.actors)
         self.max_turns = request.max_turns or env.max_turns
-        # Rewards of an episode, by name.
+        # Name -> reward hook of one episode.
         self.scores = {hook.name: hook for hook in env.rewards if not hook.batched}
         self.asks = Asks(request.cast) if request.cast else None
         self.cast = self.asks and self.asks.cast
-        self.calls: dict[int, Call] = {}  # number of the request -> its hooks, which may ask actors
+        self.calls: dict[int, Call] = {}  # Request number -> its running hooks.
         asking = [hook.name for hook in env.hooks.values() if asks_actors(hook)]
         if asking and not self.asks:
-            cast = '"cast": [{"name": "judge"}], for which the client answers'
-            raise wrong(f"{asking[0]}() of {env.name} names actors: a start needs them as {cast}")
+            cast = '"cast": [{"name": "judge"}]; the client then answers for them'
+            raise wrong(f"{asking[0]}() of {env.name} names actors: a start needs {cast}")
         self.has_start = "start" in env.hooks and not request.no_start
         self.messages = list(task.messages)
         self.state: Any = None
         self.status = pb.RUNNING
         self.reason = ""
-        self.num_turns, self.turn_rewards = 0, {}  # actor -> what interact gave
+        self.num_turns, self.turn_rewards = 0, {}  # Actor -> sum of its rewards of interact().
         self.number = 0
         self.interactions = 0
         self.is_interacting = False
-        # Number -> (hash of the request, reply or error)
+        # Request number -> (hash of the request, future of its reply or error).
         self.replies: dict[int, tuple[int, asyncio.Future]] = {}
 
     async def start(self) -> pb.StartReply:
-        """Raises ServiceError if the file's start() fails."""
+        """Starts the episode. Raises ServiceError if the file's start() fails."""
         return await self.begin(0, self.alone(self.make_state()), "start")
 
     async def make_state(self) -> pb.StartReply:
         if self.has_start:
             only = self.actors[0] if len(self.actors) == 1 else ""
-            given = {
+            arguments = {
                 "messages": self.messages,
                 "prompt": self.task.messages,
                 "task": self.task,
                 "actors": self.cast,
             }
-            self.state = await self.run(self.env.hooks["start"], given | {"actor": only})
+            self.state = await self.run(self.env.hooks["start"], arguments | {"actor": only})
         tools = self.env.dialogue.tools_of(self.task) or ""
         tools = tools and to_json(tools, f"{self.env.path}: tools")
         messages = to_json(self.task.messages, "the task's messages")
         return pb.StartReply(messages=messages, tools=tools, code=self.env.code())
 
     def alone(self, work: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """The work, beside which nothing else may run."""
+        """Wraps work that excludes all other requests of the session."""
         self.forget(KEPT)
         self.calls.clear()
         self.is_interacting = True
@@ -107,7 +106,7 @@ class Session:
         return run()
 
     async def begin(self, number: int, work: Coroutine[Any, Any, Any], verb: str) -> Any:
-        """What the work gives, or a reply in which its hooks ask."""
+        """Runs work. Returns its result, or a reply with the asks of its hooks."""
         if self.asks is None:
             return await work
         for known in [n for n, call in self.calls.items() if call.task.done()][:-KEPT_SCORES]:
@@ -121,15 +120,16 @@ class Session:
         return pb.AnswerReply(**{} if news is None else {NEWS[type(news)]: news})
 
     async def answer(self, request: Numbered) -> Any:
-        """The reply to a numbered request; the same one if it came before. Raises ServiceError; a
-        request that is refused as wrong or out of order changes nothing."""
+        """Returns the reply to a numbered request; a resent request gets the same reply. Raises
+        ServiceError; a malformed or out-of-order request has no effect."""
         number = request.number or self.number + 1
         fingerprint = hash((type(request), request.SerializeToString(deterministic=True)))
         if number in self.replies:
             known, future = self.replies[number]
             if known != fingerprint:
                 raise ServiceError(
-                    StatusCode.ALREADY_EXISTS, f"number {number} was another request of {self.name}"
+                    StatusCode.ALREADY_EXISTS,
+                    f"number {number} was another request of {self.name}",
                 )
             result = await asyncio.shield(future)
         else:
@@ -167,17 +167,17 @@ class Session:
         raise ServiceError(StatusCode.FAILED_PRECONDITION, message)
 
     def is_score(self, request: Numbered) -> bool:
-        """Whether others of its kind may run beside it."""
+        """True if the request only scores. Scores may run concurrently."""
         if isinstance(request, pb.RunRequest):
             return request.hook in self.scores
         return isinstance(request, pb.ScoreRequest)
 
     def hear(self, request: pb.AnswerRequest) -> Coroutine[Any, Any, Any]:
-        """What a hook does with the answers that it waited for."""
+        """Delivers answers of actors. Returns work that gives the call's next reply."""
         if request.call not in self.calls:
             raise ServiceError(
                 StatusCode.FAILED_PRECONDITION,
-                f"request {request.call} of {self.name} asks nothing",
+                f"request {request.call} of {self.name} does not wait for answers",
             )
         self.asks.hear(request.answers)
         self.forget(KEPT if len(self.calls) == 1 else KEPT_SCORES)
@@ -190,12 +190,12 @@ class Session:
     def prepare(
         self, request: pb.InteractRequest | pb.ScoreRequest | pb.RunRequest
     ) -> Coroutine[Any, Any, Any]:
-        """What answers the request, once all that it says has been checked and heard."""
+        """Checks a request and applies its messages. Returns the work that answers the request."""
         is_score = self.is_score(request)
         self.must_be(MAY_SCORE if is_score else frozenset({pb.RUNNING}))
         hooks = self.hooks_of(request)
         if isinstance(request, pb.RunRequest) and is_whole(hooks[0]):
-            return self.alone(self.play(hooks[0], self.read_given(request)))
+            return self.alone(self.play(hooks[0], self.read_arguments(request)))
         new, trajectory = self.read_said(request.said)
         if isinstance(request, pb.RunRequest):
             work = self.call(hooks[0], request.said, trajectory)
@@ -203,7 +203,7 @@ class Session:
             work = self.score(request, hooks, trajectory)
         else:
             if not new or new[-1]["role"] != "assistant":
-                raise wrong("an interaction must end in the assistant's message")
+                raise wrong("an interaction must end with an assistant message")
             work = self.interact(request.said, trajectory)
         if is_score:
             self.forget(KEPT_SCORES - 1)
@@ -230,65 +230,66 @@ class Session:
         return [self.scores[name] for name in request.hooks or self.scores]
 
     async def settle(self, work: Coroutine[Any, Any, Any], future: asyncio.Future) -> Any:
-        """What it gives or raises, for this request and for those that come again."""
+        """Runs work and keeps its result or error for resent requests."""
         try:
             result = await work
         except ServiceError as error:
             result = error
-        except asyncio.CancelledError:  # the session was closed
+        except asyncio.CancelledError:  # The session was closed.
             future.cancel()
             raise
-        except Exception as error:  # a fault of ours
+        except Exception as error:  # A bug in rl_core.
             result = self.fail(f"{type(error).__name__}: {error}", StatusCode.INTERNAL)
         if not future.done():
             future.set_result(result)
         return result
 
-    def read_given(self, request: pb.RunRequest) -> dict[str, Any]:
-        """What a hook that is the whole of its session is given. Raises ServiceError."""
-        given = from_json(request.given or "{}", dict, "given")
-        if not isinstance(found := given.get("trajectories", []), list):
+    def read_arguments(self, request: pb.RunRequest) -> dict[str, Any]:
+        """Arguments of rollout() or of a group's reward. Raises ServiceError."""
+        arguments = from_json(request.given or "{}", dict, "given")
+        if not isinstance(trajectories := arguments.get("trajectories", []), list):
             raise wrong("given: trajectories must be a list")
         ours = {"task": self.task, "prompt": self.task.messages, "actors": self.cast}
-        ours["trajectories"] = [read_trajectory(t) for t in found]
-        return dict.fromkeys(OF_GROUP) | given | ours
+        ours["trajectories"] = [read_trajectory(t) for t in trajectories]
+        return dict.fromkeys(OF_GROUP) | arguments | ours
 
-    async def call(self, hook: Hook, said: pb.Said, trajectory: Trajectory | None) -> pb.RunReply:
-        """What a hook returned."""
+    async def call(self, hook: Hook, news: pb.Said, trajectory: Trajectory | None) -> pb.RunReply:
+        """Runs a hook and returns its result."""
         if hook.name not in self.scores:
             self.count_interaction()
-        given = self.given(hook, said, said.actor, trajectory)
-        if hook.name == "state_key":  # Before the actor's first turn there is neither.
-            spoken = said.completion if said.HasField("completion") else None
-            given |= {"completion": spoken, "trajectory": trajectory}
-        value = await self.run(hook, given)
+        arguments = self.arguments(hook, news, news.actor, trajectory)
+        if hook.name == "state_key":  # Both are None before the actor's first turn.
+            spoken = news.completion if news.HasField("completion") else None
+            arguments |= {"completion": spoken, "trajectory": trajectory}
+        value = await self.run(hook, arguments)
         try:
             text = to_json(value, f"{self.env.path}: what {hook.name}() returned")
         except ServiceError as error:
             raise self.fail(str(error)) from None
         return pb.RunReply(value=text, status=self.status)
 
-    async def play(self, hook: Hook, given: dict[str, Any]) -> pb.RunReply:
+    async def play(self, hook: Hook, arguments: dict[str, Any]) -> pb.RunReply:
         self.count_interaction()
-        value = await self.run(hook, given)
-        what = f"{self.env.path}: what {hook.name}() returned"
+        value = await self.run(hook, arguments)
+        label = f"{self.env.path}: what {hook.name}() returned"
         try:
             if hook.name == "rollout":
                 value = [self.asks.packed(t) for t in checked(value, self.env.path, self.cast)]
-            value = to_json(value, what)
+            value = to_json(value, label)
         except (ValueError, ServiceError) as error:
             raise self.fail(str(error)) from None
         self.end(pb.COMPLETED, "it is over")
         return pb.RunReply(value=value, status=self.status)
 
-    async def interact(self, said: pb.Said, trajectory: Trajectory | None) -> pb.InteractReply:
+    async def interact(self, news: pb.Said, trajectory: Trajectory | None) -> pb.InteractReply:
         self.num_turns += 1
         self.count_interaction()
         hook = self.env.hooks.get("interact")
         ends = self.env.dialogue.turns is None
         reply = pb.InteractReply(messages="[]", done=ends)
         if hook:
-            answer = await self.run(hook, self.given(hook, said, said.actor, trajectory))
+            arguments = self.arguments(hook, news, news.actor, trajectory)
+            answer = await self.run(hook, arguments)
             try:
                 messages, reward, reply.done = read_answer(answer, self.env.path, ends)
                 reply.messages = to_json(messages, f"{self.env.path}: what interact() returned")
@@ -296,28 +297,28 @@ class Session:
                 raise self.fail(str(error)) from None
             if reward is not None:
                 reply.reward = reward
-                self.turn_rewards[said.actor] = self.turn_rewards.get(said.actor, 0.0) + reward
-            if reply.done or self.num_turns < self.max_turns:  # else nobody would answer
+                self.turn_rewards[news.actor] = self.turn_rewards.get(news.actor, 0.0) + reward
+            if reply.done or self.num_turns < self.max_turns:  # No actor answers after the limit.
                 self.messages += messages
         if reply.done:
             self.end(pb.COMPLETED, "it is over")
         elif self.num_turns >= self.max_turns:
-            self.end(pb.LIMIT, f"it had its {self.max_turns} turns")
+            self.end(pb.LIMIT, f"it used all its {self.max_turns} turns")
         reply.status = self.status
         return reply
 
     async def score(
         self, request: pb.ScoreRequest, hooks: list[Hook], trajectory: Trajectory | None
     ) -> pb.ScoreReply:
-        said = request.said
-        names = list(dict.fromkeys(request.actors)) or [said.actor]
+        news = request.said
+        names = list(dict.fromkeys(request.actors)) or [news.actor]
         scores = {name: pb.ActorScore(actor=name) for name in names}
         for name, score in scores.items():
             if not request.hooks and (name in self.turn_rewards or not self.env.rewards):
                 score.parts["interact"] = self.turn_rewards.get(name, 0.0)
         calls = [(hook, name) for hook in hooks for name in (names if hook.is_per_actor else [""])]
         running = [
-            self.run(hook, self.given(hook, said, name or said.actor, trajectory))
+            self.run(hook, self.arguments(hook, news, name or news.actor, trajectory))
             for hook, name in calls
         ]
         values = await wait_for_all(running)
@@ -338,59 +339,60 @@ class Session:
             score.reward = math.fsum(score.parts.values())
         return pb.ScoreReply(scores=scores.values(), status=self.status)
 
-    def read_said(self, said: pb.Said) -> tuple[list[Message], Trajectory | None]:
-        """Raises ServiceError unless it is messages, and follows what was said before."""
-        new = from_json(said.messages, list, "said.messages") if said.messages else []
+    def read_said(self, news: pb.Said) -> tuple[list[Message], Trajectory | None]:
+        """(new messages, trajectory) of a request. Raises ServiceError if they are malformed or
+        `keep` exceeds the conversation."""
+        new = from_json(news.messages, list, "said.messages") if news.messages else []
         try:
             new = canonical_messages(new) if new else []
         except ValueError as error:
             raise wrong(f"said.messages {error}") from None
-        if said.HasField("keep") and said.keep > len(self.messages):
+        if news.HasField("keep") and news.keep > len(self.messages):
             raise wrong(
-                f"said.keep is {said.keep}; the conversation has {len(self.messages)} messages"
+                f"said.keep is {news.keep}; the conversation has {len(self.messages)} messages"
             )
         return new, read_trajectory(
-            from_json(said.trajectory, dict, "said.trajectory")
-        ) if said.trajectory else None
+            from_json(news.trajectory, dict, "said.trajectory")
+        ) if news.trajectory else None
 
-    def given(
-        self, hook: Hook, said: pb.Said, actor: str, trajectory: Trajectory | None
+    def arguments(
+        self, hook: Hook, news: pb.Said, actor: str, trajectory: Trajectory | None
     ) -> dict[str, Any]:
-        """What the hook may name. What takes time to make is there only if the hook names it."""
-        given = {
+        """Arguments by name for a hook. Expensive ones are made only if the hook names them."""
+        arguments = {
             "messages": self.messages,
             "prompt": self.task.messages,
             "task": self.task,
             "actor": actor,
         }
-        given |= {
+        arguments |= {
             "actors": self.cast,
             "state": self.state,
             "trajectory": trajectory,
-            "completion": said.completion,
+            "completion": news.completion,
         }
-        names = given.keys() if hook.takes_all else hook.named
-        is_other = actor != said.actor
-        if "completion" in names and (is_other or not said.HasField("completion")):
-            given["completion"] = last_text(self.messages, actor)
+        names = arguments.keys() if hook.takes_all else hook.named
+        is_other = actor != news.actor
+        if "completion" in names and (is_other or not news.HasField("completion")):
+            arguments["completion"] = last_text(self.messages, actor)
         if "trajectory" in names and (is_other or trajectory is None):
-            given["trajectory"] = Trajectory(
+            arguments["trajectory"] = Trajectory(
                 task_id=self.task.id,
                 env=self.env.name,
                 group_id="",
                 actor=actor,
                 messages=self.messages,
             )
-        return given
+        return arguments
 
-    async def run(self, hook: Hook, given: dict[str, Any]) -> Any:
-        """What a hook returns. Raises ServiceError, after which the session is over, if it
-        fails."""
+    async def run(self, hook: Hook, arguments: dict[str, Any]) -> Any:
+        """Runs a hook and returns its result. If the hook fails, ends the session and raises
+        ServiceError."""
         try:
             return await (
-                CALL.get().in_time(hook, self.task, given)
+                CALL.get().in_time(hook, self.task, arguments)
                 if asks_actors(hook)
-                else hook(self.task, given)
+                else hook(self.task, arguments)
             )
         except HookError as error:
             raise self.fail(str(error)) from None
@@ -422,12 +424,13 @@ class Session:
 
 
 def is_whole(hook: Hook) -> bool:
-    """Whether it is the whole of its session."""
+    """True if the hook's call is the only one of its session: rollout(), or a group's reward that
+    asks actors."""
     return hook.name == "rollout" or (hook.batched and asks_actors(hook))
 
 
 def asks_actors(hook: Hook) -> bool:
-    """Whether it gets actors, and not their names alone."""
+    """True if the hook gets actors. turns() gets only their names."""
     return hook.name == "rollout" or ("actors" in hook.named and hook.name != "turns")
 
 
@@ -439,13 +442,13 @@ def has_ended(name: str, status: int, reason: str) -> ServiceError:
 
 
 def too_slow(error: TimeoutError) -> ServiceError:
-    """A hook's deadline is the service's here."""
+    """The error for a hook's timeout; names the flag of rl-core serve."""
     text = str(error).replace("--rollout.hook_timeout_s", "--hook_timeout_s of rl-core serve")
     return ServiceError(StatusCode.DEADLINE_EXCEEDED, text)
 
 
 def last_text(messages: list[Message], actor: str) -> str:
-    """An actor's last reply."""
+    """The text of an actor's last reply, or ""."""
     for message in reversed(messages):
         if message["role"] == "assistant" and message.get("name", actor) == actor:
             return content if isinstance(content := message.get("content"), str) else ""
@@ -453,12 +456,12 @@ def last_text(messages: list[Message], actor: str) -> str:
 
 
 def read_trajectory(value: Any) -> Trajectory:
-    """A trajectory of JSON. Raises ServiceError unless it is one."""
+    """A Trajectory from JSON values. Raises ServiceError if the value is not a trajectory."""
     try:
         ids = {name: value[name] for name in ("task_id", "env", "group_id")}
         turns = [read_turn(turn) for turn in value.get("turns", [])]
         return Trajectory(**value | ids | {"turns": turns})
     except KeyError as error:
-        raise wrong(f"it is no trajectory: {error} is missing") from None
+        raise wrong(f"not a trajectory: {error} is missing") from None
     except (TypeError, AttributeError) as error:
-        raise wrong(f"it is no trajectory: {error}") from None
+        raise wrong(f"not a trajectory: {error}") from None

@@ -1,5 +1,5 @@
-"""The actors of an episode as a service asks them: the run's own, so that tokens, seeds and records
-are those of a file."""
+"""The run's actors, asked by a service. Tokens, seeds and records equal those of an environment
+file in the run."""
 
 from __future__ import annotations
 
@@ -16,38 +16,49 @@ from rl_core.service.actors import read_turn
 from rl_core.service.wire import ServiceError, from_json, to_json
 from rl_core.types import Trajectory, Turn
 
-TOLD = ("name", "is_trainable", "max_turns", "max_context_tokens", "max_tokens", "seed", "session")
+FIELDS = (
+    "name",
+    "is_trainable",
+    "max_turns",
+    "max_context_tokens",
+    "max_tokens",
+    "seed",
+    "session",
+)
 
 
 @dataclass(kw_only=True, eq=False)
 class Voice:
-    """A conversation, or what it raised; and what was said in it, which a session that takes the
-    place of a lost one hears again."""
+    """A conversation, or the exception that opening it raised, and its past turns for replays."""
 
     conversation: Conversation | Exception
-    # Messages of others, the actor's turn.
-    said: list[tuple[str, pb.Spoken, Turn | None]] = field(default_factory=list)
-    num_heard: int = 0  # turns, by this session
+    # (messages before the turn as JSON, the reply, its Turn) for each turn.
+    past: list[tuple[str, pb.Spoken, Turn | None]] = field(default_factory=list)
+    num_heard: int = 0  # Turns that this session has got.
 
 
 class Speakers:
     def __init__(self, actors: Mapping[str, Actor] | None, is_replaying: bool):
         self.actors = actors
         self.is_replaying = is_replaying
-        self.known: list[tuple[Any, Voice]] = []  # by what each was opened with
+        self.known: list[tuple[Any, Voice]] = []  # (key of the opening, its voice) pairs.
         self.begin()
 
     def begin(self) -> None:
-        """A new session asks."""
-        self.unheard, self.voices, self.turns = list(self.known), {}, {}  # by conversation; by ask
+        """Prepares for a new session."""
+        # Voices by conversation number; turns by ask number.
+        self.unheard, self.voices, self.turns = list(self.known), {}, {}
         for _, voice in self.known:
             voice.num_heard = 0
 
     def described(self) -> str:
         """The `cast` of a StartRequest."""
         actors = self.actors.values()
-        told = [{k: getattr(a, k) for k in TOLD} | {"params": asdict(a.params)} for a in actors]
-        return to_json(told, "the actors")
+        cast = []
+        for actor in actors:
+            fields = {name: getattr(actor, name) for name in FIELDS}
+            cast.append(fields | {"params": asdict(actor.params)})
+        return to_json(cast, "the actors")
 
     def open(self, opening: pb.Opening) -> None:
         parent = self.voices.get(opening.fork_of)
@@ -61,20 +72,20 @@ class Speakers:
         voice = next((voice for known, voice in self.unheard if known == key), None)
         if voice:
             self.unheard.remove((key, voice))
-        elif parent and not opening.replies and parent.num_heard < len(parent.said):
-            raise differs()  # its conversation is further than this session
+        elif parent and not opening.replies and parent.num_heard < len(parent.past):
+            raise differs()  # The conversation is ahead of this session.
         else:
             try:
                 voice = Voice(conversation=self.begun(opening, parent))
-            except Exception as error:  # the hook hears it where it waits for the first turn
+            except Exception as error:  # Raised in the hook at the first turn.
                 voice = Voice(conversation=error)
-            voice.said = parent.said[:num_heard] if parent else []
+            voice.past = parent.past[:num_heard] if parent else []
             self.known += [(key, voice)] if self.is_replaying else []
         voice.num_heard = num_heard
         self.voices[number] = voice
 
     def begun(self, opening: pb.Opening, parent: Voice | None) -> Conversation:
-        """The conversation that an opening asks for."""
+        """Opens a new, branched or forked conversation."""
         if parent is None:
             return self.converse(opening)
         if opening.replies:
@@ -88,23 +99,23 @@ class Speakers:
         return self.actors[opening.actor].converse(messages, tools, opening.label, **sampling)
 
     async def speak(self, ask: pb.Ask) -> pb.Spoken:
-        """The actor's next turn, or why there is none. Raises EngineDied, which hooks do not hear:
-        the group is done again."""
+        """The actor's next turn, or its error. Raises EngineDied, which hooks do not see: the run
+        repeats the group."""
         voice = self.voices[ask.conversation]
         number = voice.num_heard
         voice.num_heard = voice.num_heard + 1
-        if number < len(voice.said):
-            messages, spoken, turn = voice.said[number]
+        if number < len(voice.past):
+            messages, spoken, turn = voice.past[number]
             if messages != ask.messages:
                 raise differs()
         else:
             spoken, turn = await self.respond(voice.conversation, ask)
-            voice.said += [(ask.messages, spoken, turn)] if self.is_replaying else []
-        told = pb.Spoken(ask=ask.id)
-        told.MergeFrom(spoken)
+            voice.past += [(ask.messages, spoken, turn)] if self.is_replaying else []
+        answer = pb.Spoken(ask=ask.id)
+        answer.MergeFrom(spoken)
         if turn:
             self.turns[ask.id] = turn
-        return told
+        return answer
 
     async def respond(
         self, conversation: Conversation | Exception, ask: pb.Ask
@@ -116,8 +127,8 @@ class Speakers:
             num_turns = len(conversation.turns)
             limits = read_sampling(ask.limits)
             await conversation.respond(from_json(ask.messages, list, "messages"), **limits)
-            said = conversation.history[-1:] if conversation.num_replies > num_replies else []
-            spoken = pb.Spoken(messages=to_json(said, "the reply"), text=conversation.text)
+            reply = conversation.history[-1:] if conversation.num_replies > num_replies else []
+            spoken = pb.Spoken(messages=to_json(reply, "the reply"), text=conversation.text)
             spoken.truncated = conversation.truncated
             turn = None
             spoken.metrics.update(conversation.metrics)
@@ -131,37 +142,37 @@ class Speakers:
             return pb.Spoken(error=f"{type(error).__name__}: {error}"), None
 
     def check_replay(self) -> None:
-        """Raises ServiceError unless the session asked again what a lost one had asked."""
-        if any(voice.num_heard < len(voice.said) for _, voice in self.known):
+        """Raises ServiceError if the session has not repeated all asks of the lost one."""
+        if any(voice.num_heard < len(voice.past) for _, voice in self.known):
             raise differs()
 
     def trajectories(self, value: str) -> list[Trajectory]:
-        """What rollout() returned, with the tokens of this side."""
-        found = from_json(value, list, "what rollout() returned")
-        for one in found:
+        """Trajectories from the result of rollout(). Numbers of asks become this side's turns."""
+        items = from_json(value, list, "what rollout() returned")
+        for one in items:
             one["turns"] = [
                 self.turns[turn] if isinstance(turn, int) else read_turn(turn)
                 for turn in one["turns"]
             ]
-        return [Trajectory(**one) for one in found]
+        return [Trajectory(**one) for one in items]
 
 
 def read_sampling(value: str) -> dict[str, Any]:
-    """What a hook gave for the sampling of an actor, of JSON."""
+    """Sampling parameters from JSON, with lists as tuples."""
     sampling = from_json(value or "{}", dict, "sampling")
-    for name, given in sampling.items():
-        if isinstance(given, list):
-            sampling[name] = tuple(given)
+    for name, setting in sampling.items():
+        if isinstance(setting, list):
+            sampling[name] = tuple(setting)
     return sampling
 
 
 def plain_turn(turn: Turn) -> dict[str, Any]:
-    """For JSON, without the routes of experts."""
+    """A turn as JSON values, without expert routing."""
     return asdict(replace(turn, completion=replace(turn.completion, experts=None)))
 
 
 def differs() -> ServiceError:
     return ServiceError(
         StatusCode.ABORTED,
-        "the session was lost, and its replay differs: it asked actors otherwise",
+        "the session was lost, and its replay differs: it asked its actors something else",
     )

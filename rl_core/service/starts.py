@@ -1,5 +1,5 @@
-"""Where sessions begin: on a worker with room that the strategy chooses, else in a queue per
-environment."""
+"""Starts of sessions: on a worker with room that the strategy chooses, or in a queue per
+environment until a worker has room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_core.service.dispatch import Strategy
 from rl_core.service.links import WorkerLink
 from rl_core.service.wire import ServiceError
 
-KEPT_KEYS = 100_000  # of starts
+KEPT_KEYS = 100_000  # Number of remembered keys of starts.
 FULL = StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
@@ -26,29 +26,30 @@ class Starts:
         link_of: Callable[[str], Awaitable[WorkerLink]],
         choose: Strategy,
     ):
-        """link_of(worker) waits for one that may come back, and raises ServiceError for one that is
-        gone."""
+        """link_of(worker) waits for a worker that may reconnect, and raises ServiceError for a lost
+        worker."""
         self.links = links
         self.max_queue = max_queue
         self.link_of = link_of
         self.choose = choose
         self.draining = False
         self.queues: dict[str, OrderedDict[asyncio.Future, pb.StartRequest]] = {}
-        self.worker_of: OrderedDict[tuple[str, str], str] = OrderedDict()  # (environment, key)
+        # (environment, key of a start) -> worker.
+        self.worker_of: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     async def start(self, request: pb.Request) -> pb.Reply:
-        """In the order of arrival. The same key goes to the same worker, which knows the
-        session."""
+        """Starts a session; starts of an environment keep their order of arrival. The same key goes
+        to the same worker, which knows the session."""
         env = request.start.env
         key = (request.start.env, request.start.key)
         is_first = False
         num_lost = 0
-        while num_lost < 2:  # what ends every worker that begins it is not tried on all of them
+        while num_lost < 2:  # A start that kills its worker must not kill all workers.
             if self.draining:
                 raise is_draining()
             link = await self.known(key) or self.reserve(request.start)
             link = link or await self.wait(request.start, is_first)
-            # It came twice, and the other one waited less.
+            # The start was sent twice, and the other copy got a worker first.
             if self.worker_of.get(key, link.name) != link.name:
                 link.started[env] -= 1
                 self.release()
@@ -58,13 +59,13 @@ class Starts:
             reply = await link.answer(request)
             if reply is not None and reply.code != FULL:
                 return reply
-            if reply is not None:  # it filled up meanwhile
+            if reply is not None:  # The worker is full.
                 self.worker_of.pop(key, None)
-                link.started[env] += max(0, link.room(env))  # no room until its next heartbeat
+                link.started[env] += max(0, link.room(env))  # No room until the next heartbeat.
             is_first = True
             num_lost = num_lost + (reply is None)
         raise ServiceError(
-            StatusCode.DATA_LOSS, f"{num_lost} workers went away while they started this session"
+            StatusCode.DATA_LOSS, f"{num_lost} workers were lost while they started this session"
         )
 
     def remember(self, key: tuple[str, str], worker: str) -> None:
@@ -80,7 +81,7 @@ class Starts:
             return None
 
     def reserve(self, start: pb.StartRequest, *, is_next: bool = False) -> WorkerLink | None:
-        """A worker with room, of which one session's is taken."""
+        """Reserves room for one session on a worker. Returns None without a worker with room."""
         env = start.env
         if not is_next and self.queues.get(env):
             return None
@@ -92,7 +93,7 @@ class Starts:
         return link
 
     async def wait(self, start: pb.StartRequest, is_first: bool) -> WorkerLink:
-        """A worker that has room at last. Raises ServiceError if too many wait already."""
+        """Waits in the queue for a worker with room. Raises ServiceError if the queue is full."""
         env = start.env
         queue = self.queues.setdefault(env, OrderedDict())
         if len(queue) >= self.max_queue and not is_first:
@@ -116,7 +117,7 @@ class Starts:
             queue.pop(future, None)
 
     def release(self) -> None:
-        """Lets as many starts go on as there is room for."""
+        """Resumes waiting starts while workers have room."""
         for env, queue in self.queues.items():
             while queue and (link := self.reserve(next(iter(queue.values())), is_next=True)):
                 future, _ = queue.popitem(last=False)
@@ -126,7 +127,7 @@ class Starts:
                     future.set_result(link)
 
     def drain(self) -> None:
-        """No new sessions."""
+        """Refuses new sessions from now on."""
         self.draining = True
         for queue in self.queues.values():
             for future in queue:

@@ -1,5 +1,5 @@
-"""A worker's connection to one hub, in threads of its own: a hook that blocks the event loop does
-not make the worker silent."""
+"""A worker's connection to one hub. Runs in separate threads, so that heartbeats continue while a
+hook blocks the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.security import Access
 from rl_core.service.wire import BATCH, CHANNEL_OPTIONS, HUB, fitting
 
-SOON_S = 0.05  # loads that changed are told after so long
+SOON_S = 0.05  # Delay of the heartbeat after a change of load.
 FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -35,7 +35,7 @@ class Uplink:
         parent: int = 0,
         host: str = "",
     ):
-        # What the hub's certificate names, where the address is one of several that the name has.
+        # Host name in the hub's certificate, if `address` is one of several IPs of the name.
         self.options = [
             *CHANNEL_OPTIONS,
             *([("grpc.ssl_target_name_override", host)] if host else []),
@@ -54,15 +54,15 @@ class Uplink:
         threading.Thread(target=self._run, name=f"hub {address}", daemon=True).start()
 
     def change(self) -> None:
-        """The worker's loads are not what the hub knows."""
+        """Requests a heartbeat soon, because the worker's load changed."""
         if not self.has_changed:
             self.has_changed = True
             self.out.put(None)
 
     def _run(self) -> None:
-        """Serves the hub through broken connections."""
+        """Serves the hub and reconnects after broken connections."""
         wait_s = 0.1
-        told = ""
+        last_error = ""
         while not self.is_over.is_set():
             began_s = time.monotonic()
             self.out = queue.SimpleQueue()
@@ -70,7 +70,7 @@ class Uplink:
             try:
                 with self.access.channel(self.address, self.options) as channel:
                     self._serve(channel, self.out, over)
-                error = "it ended the connection"
+                error = "the hub ended the connection"
             except grpc.RpcError as e:
                 error = e.details()
                 if e.code() in FATAL:
@@ -80,11 +80,11 @@ class Uplink:
                     )
             over.set()
             self._check_parent()
-            if error != told:
-                text = f"worker {self.worker.name}: {self.address}: {error}; again soon"
-                with suppress(OSError):  # stderr may be a pipe that nobody reads any more
+            if error != last_error:
+                text = f"worker {self.worker.name}: {self.address}: {error}; retrying soon"
+                with suppress(OSError):  # stderr may be a closed pipe.
                     print(text, file=sys.stderr, flush=True)
-                told = error
+                last_error = error
             wait_s = 0.1 if time.monotonic() - began_s > 5 else min(2 * wait_s, 2.0)
             self.is_over.wait(wait_s)
 
@@ -102,12 +102,12 @@ class Uplink:
     def _tell_loop(self, function: Callable, *args) -> None:
         try:
             self.loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # it is closed: the worker ends
+        except RuntimeError:  # The loop is closed because the worker exits.
             self.is_over.set()
 
     def _take(self, requests: list[pb.Request], out: queue.SimpleQueue) -> None:
-        """In the event loop. Replies go to the connection that asked; a hub that comes back asks
-        again."""
+        """Answers requests in the event loop. Replies go to the connection of the request; a hub
+        that reconnects resends its requests."""
         for request in requests:
             task = self.loop.create_task(self._answer(request, out))
             self.worker.answering.add(task)
@@ -117,7 +117,7 @@ class Uplink:
         out.put(fitting(await self.worker.answer(request)))
 
     def _messages(self, out: queue.SimpleQueue, over: threading.Event) -> Iterator[pb.FromWorker]:
-        """In a thread of gRPC's."""
+        """Messages to the hub. Runs in a gRPC thread."""
         hello = self.worker.hello()
         yield pb.FromWorker(hello=hello, heartbeat=self.worker.heartbeat())
         beat_s = time.monotonic()
@@ -135,8 +135,8 @@ class Uplink:
                 yield message
 
     def _check_parent(self) -> None:
-        """A worker does not outlive the server that started it, nor does the folder of the socket
-        between them."""
+        """Exits if the server that started this worker is gone, and removes the folder of the
+        socket between them."""
         if self.parent and os.getppid() != self.parent:
             kind, _, socket = self.address.partition(":")
             if kind == "unix":
@@ -145,7 +145,7 @@ class Uplink:
 
 
 def take(out: queue.SimpleQueue, timeout_s: float) -> list[pb.Reply]:
-    """What there is, once there is something, or the time has passed."""
+    """Waits up to timeout_s for a first item. Returns all waiting replies, up to BATCH bytes."""
     batch = []
     size = 0
     try:

@@ -1,5 +1,5 @@
-"""What client, hub and workers share: the service's methods, JSON in messages, and errors with a
-code."""
+"""The protocol that client, hub and workers share: methods, JSON in messages, and errors with a
+status code."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ METHODS = {verb: verb.title().replace("_", "") for verb in VERBS}
 REQUESTS = {verb: getattr(pb, f"{METHODS[verb]}Request") for verb in VERBS}
 VERB_OF = {kind: verb for verb, kind in REQUESTS.items()}
 REPLIES = {verb: getattr(pb, f"{METHODS[verb]}Reply") for verb in VERBS}
-MAX_MESSAGE = 64 << 20  # bytes of one message either way, which may hold many requests
-MAX_REQUEST = 16 << 20  # bytes of one request or reply
-BATCH = 4 << 20  # bytes after which a batch is full
-REPLACED = 75  # exit status of a worker in whose place another one shall start
-UNUSABLE = 78  # exit status of a worker that cannot start or is refused (EX_CONFIG)
-COLLECT_S = 1.0  # between two collections of garbage, at least
+MAX_MESSAGE = 64 << 20  # Largest gRPC message in bytes; a message may hold many requests.
+MAX_REQUEST = 16 << 20  # Largest request or reply in bytes.
+BATCH = 4 << 20  # Size in bytes at which a batch is full.
+REPLACED = 75  # Exit status of a worker that another worker shall replace.
+UNUSABLE = 78  # Exit status of a worker that cannot start or is refused (EX_CONFIG).
+COLLECT_S = 1.0  # Shortest interval between garbage collections.
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # That an attempt to connect may take, its TLS handshake included.
+    # Timeout of an attempt to connect, including the TLS handshake.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -47,17 +47,18 @@ CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def collect_rarely() -> None:
-    """For a process that serves, in its event loop. Python's default looks for cycles every 700 new
-    objects, and walks through all sessions every 70,000, for which requests wait 0.1 s."""
+    """Raises the garbage-collection thresholds of a serving process and collects on a timer. Call
+    in the event loop. Python's defaults collect every 700 new objects, and walk all sessions every
+    70,000, which delays requests by 0.1 s."""
     gc.freeze()
-    atexit.register(gc.unfreeze)  # Libraries print what is frozen at the end as leaks.
+    atexit.register(gc.unfreeze)  # Libraries report frozen objects at exit as leaks.
     gc.set_threshold(100_000, 50, 1_000)
     collect()
 
 
 def collect() -> None:
-    """By the clock, so that a state in a cycle ends soon after its session, however few objects it
-    has. A hundredth of the time is for this."""
+    """Collects garbage on a timer, so that states in reference cycles are freed soon after their
+    session. Uses at most 1 % of the time."""
     began_s = time.perf_counter()
     gc.collect()
     took_s = time.perf_counter() - began_s
@@ -65,13 +66,13 @@ def collect() -> None:
 
 
 class ServiceError(Exception):
-    """A request that failed, with its code."""
+    """A failed request with its gRPC status code."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.told_by_service = message  # what describe_error() shows
+        self.told_by_service = message  # The text that describe_error() shows.
 
 
 def wrong(message: str) -> ServiceError:
@@ -79,21 +80,21 @@ def wrong(message: str) -> ServiceError:
 
 
 def parse(kind: type[Parsed], data: bytes) -> Parsed:
-    """Raises ServiceError for bytes that are no such message."""
+    """Parses a protobuf message. Raises ServiceError for malformed bytes."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        raise wrong(f"no {kind.DESCRIPTOR.name}: {error}") from None
+        raise wrong(f"not a {kind.DESCRIPTOR.name}: {error}") from None
 
 
-def to_json(value: Any, what: str) -> str:
-    """Numbers and arrays of numpy and torch become numbers and lists, dates ISO 8601. Raises
-    ServiceError for what JSON cannot hold otherwise; NaN is such a thing."""
+def to_json(value: Any, label: str) -> str:
+    """JSON text. Converts numpy and torch values to numbers and lists, and dates to ISO 8601.
+    Raises ServiceError for other values that JSON cannot hold, including NaN."""
     try:
         text = ENCODER.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise ServiceError(
-            grpc.StatusCode.UNKNOWN, f"{what} must be JSON to travel: {error}"
+            grpc.StatusCode.UNKNOWN, f"{label} must be JSON to be sent: {error}"
         ) from None
     return text if is_unicode(text) else json.dumps(value, separators=(",", ":"), default=plain)
 
@@ -104,12 +105,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     raise TypeError(
-        f"it holds a {type(value).__name__}; give text, numbers, lists and dictionaries"
+        f"it contains a value of type {type(value).__name__}; use text, numbers, lists and dicts"
     )
 
 
 def is_unicode(text: str) -> bool:
-    """False if half a surrogate pair is in it, which JSON can hold and protobuf cannot."""
+    """False if the text has a lone surrogate, which JSON can hold and protobuf cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -117,18 +118,18 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def from_json(text: str, kind: type, what: str) -> Any:
-    """Raises ServiceError unless the text is JSON of this kind."""
+def from_json(text: str, kind: type, label: str) -> Any:
+    """Parses JSON. Raises ServiceError if the text is not JSON of type `kind`."""
     try:
         value = STRICT_DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        raise wrong(f"{what} is not JSON: {error}") from None
+        raise wrong(f"{label} is not JSON: {error}") from None
     if not isinstance(value, kind):
-        raise wrong(f"{what} must be a JSON {kind.__name__}, is a {type(value).__name__}")
+        raise wrong(f"{label} must be a JSON {kind.__name__}, is a {type(value).__name__}")
     return value
 
 
-# json.dumps() makes one for each call that has options.
+# Shared, because json.dumps() with options makes an encoder per call.
 ENCODER = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain
 )
@@ -141,20 +142,20 @@ def failed(id: int, error: ServiceError) -> pb.Reply:
 
 
 def fitting(reply: pb.Reply) -> pb.Reply:
-    """The reply, or an error in its place if it has more than MAX_REQUEST bytes."""
+    """The reply, or an error reply if the reply exceeds MAX_REQUEST bytes."""
     if (size := reply.ByteSize()) <= MAX_REQUEST:
         return reply
     return failed(
         reply.id,
         ServiceError(
-            grpc.StatusCode.UNKNOWN, f"the reply has {size} bytes; {MAX_REQUEST} may travel"
+            grpc.StatusCode.UNKNOWN,
+            f"the reply has {size} bytes; at most {MAX_REQUEST} can be sent",
         ),
     )
 
 
 class Outbox:
-    """Messages that wait to be written to one stream, so that a reader that is slow holds up no one
-    else."""
+    """Queue of messages to one stream, so that a slow reader does not block others."""
 
     def __init__(self):
         self.messages: deque[tuple[Any, int]] = deque()
@@ -169,7 +170,7 @@ class Outbox:
         self.filled.set()
 
     def take(self) -> list[Any]:
-        """The next batch, which one message of the stream can hold. Empty if nothing waits."""
+        """Removes and returns the next batch, which fits into one message; [] if nothing waits."""
         batch = []
         total = 0
         while self.messages and total < BATCH:

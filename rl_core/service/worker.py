@@ -1,5 +1,5 @@
-"""A worker: one process that holds sessions of environments. It dials out to hubs and answers what
-they pass on.
+"""A worker: one process that hosts sessions of environments. Dials out to hubs and answers the
+requests that they forward.
 
 python -m rl_core.service.worker envs/a.py envs/b.py --join host:port
 """
@@ -41,24 +41,24 @@ from rl_core.service.session import ENDED, Numbered, Session, has_ended
 from rl_core.service.uplink import Uplink
 from rl_core.service.wire import REPLACED, UNUSABLE, ServiceError, collect_rarely, failed, wrong
 
-KEPT_ENDED = 20_000  # sessions that ended, and keys of starts, that are remembered
+KEPT_ENDED = 20_000  # Number of remembered ended sessions and keys of their starts.
 SWEEP_S = 1.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(kw_only=True, slots=True)
 class Held:
-    """A session that has not been given back: it may still be asked."""
+    """A session that has not been closed and can still get requests."""
 
     session: Session | ContainedSession
     env: str
-    key: tuple[str, str] | None  # environment, the client's key of the start
+    key: tuple[str, str] | None  # (environment, client's key of the start).
     used_s: float
-    started: asyncio.Future  # pb.StartReply, or the ServiceError
+    started: asyncio.Future  # Result: pb.StartReply or ServiceError.
     owner: str = ""
     task_id: str = ""
     began_s: float = field(default_factory=time.monotonic)
-    running: set[asyncio.Task] = field(default_factory=set)  # requests
+    running: set[asyncio.Task] = field(default_factory=set)  # Requests in progress.
 
     @property
     def has_failed(self) -> bool:
@@ -90,31 +90,32 @@ class Worker:
             env.capacity = env.capacity or capacity
         self.held: dict[str, Held] = {}
         self.by_key: dict[tuple[str, str], Held] = {}
-        # Name, key -> (name, status, reason)
+        # Ended session's name, or key of its start -> (name, status, reason).
         self.gone: OrderedDict[Any, tuple[str, int, str]] = OrderedDict()
-        self.num_held: Counter = Counter()  # of each environment
-        self.ended: Counter = Counter()  # (env, status)
-        self.answering: set[asyncio.Task] = set()  # requests that are being answered
+        self.num_held: Counter = Counter()  # Environment -> number of open sessions.
+        self.ended: Counter = Counter()  # (environment, status) -> number of ended sessions.
+        self.answering: set[asyncio.Task] = set()  # Requests in progress.
         self.uplinks: list[Uplink] = []
         self.draining = False
-        self.is_replaced = False  # once it has left
-        own = ("describe", "tasks", "start", "renew", "cancel", "call", "list_sessions")
-        self.verbs = {verb: getattr(self, verb) for verb in (*own, "cancel_all")}
+        self.is_replaced = False  # True if another worker starts after this one exits.
+        verbs = ("describe", "tasks", "start", "renew", "cancel", "call", "list_sessions")
+        self.verbs = {verb: getattr(self, verb) for verb in (*verbs, "cancel_all")}
         self.verbs["drain"] = self.leave
         self.verbs |= dict.fromkeys(("interact", "score", "run", "answer"), self.in_session)
 
-    # --- what it answers
+    # --- requests
 
     async def answer(self, request: pb.Request) -> pb.Reply:
-        """The reply to any request; errors are replies too."""
+        """Returns the reply to any request; errors are replies too."""
         verb = request.WhichOneof("verb")
         try:
             if verb not in self.verbs:
-                raise wrong(f"a worker answers no {verb}" if verb else "the request has no verb")
+                message = f"a worker does not answer {verb}" if verb else "the request has no verb"
+                raise wrong(message)
             return pb.Reply(id=request.id, **{verb: await self.verbs[verb](getattr(request, verb))})
         except ServiceError as error:
             return failed(request.id, error)
-        except Exception as error:  # a fault of ours ends no worker
+        except Exception as error:  # A bug in rl_core must not end the worker.
             text = f"{type(error).__name__}: {error}"
             print(f"worker {self.name}: {verb}: {text}", file=sys.stderr, flush=True)
             return failed(request.id, ServiceError(StatusCode.INTERNAL, text))
@@ -151,7 +152,8 @@ class Worker:
     async def begin(
         self, env: LocalEnv | ContainedEnv, request: pb.StartRequest, key: tuple[str, str] | None
     ) -> Held:
-        """A session that has started, or failed to: `started` says so."""
+        """Starts a session. The result of `started` is the reply, or the error of a failed
+        start."""
         if self.draining or self.num_held[env.name] >= env.capacity:
             raise ServiceError(
                 StatusCode.RESOURCE_EXHAUSTED, f"worker {self.name} has no room for {env.name}"
@@ -257,10 +259,10 @@ class Worker:
         self.drain(replaced=request.replace)
         return pb.DrainReply(sessions=self.num_held.total())
 
-    # --- its state
+    # --- state
 
     def chosen(self, request: pb.ListSessionsRequest | pb.CancelAllRequest) -> list[Held]:
-        """The sessions of an environment and an owner; "" means any."""
+        """The sessions of an environment and an owner; "" matches any."""
         return [
             held
             for held in self.held.values()
@@ -276,7 +278,7 @@ class Worker:
         if name not in self.envs:
             known = ", ".join(sorted(self.envs))
             raise ServiceError(
-                StatusCode.NOT_FOUND, f"there is no environment {name[:80]!r}; there are {known}"
+                StatusCode.NOT_FOUND, f"unknown environment {name[:80]!r}; known: {known}"
             )
         return self.envs[name]
 
@@ -290,7 +292,8 @@ class Worker:
         )
 
     def close(self, held: Held) -> None:
-        """Gives a session's state back and cancels its hooks; how it ended is known for a while."""
+        """Cancels a session's hooks and frees its state. Its final status stays known for a
+        while."""
         session = held.session
         if self.held.pop(session.name, None) is None:
             return
@@ -309,25 +312,25 @@ class Worker:
         self.note_change()
 
     async def sweep(self) -> None:
-        """Closes idle sessions and those whose container ended. Returns once a draining worker has
-        none left."""
+        """Closes idle sessions and sessions whose container ended. Returns once a draining worker
+        has no sessions left."""
         name_what_blocks(LoopClock.of_running_loop())
         while not (self.draining and not self.num_held.total() and not self.answering):
             await asyncio.sleep(min(SWEEP_S, self.idle_s / 4))
             now = time.monotonic()
             for held in [h for h in self.held.values() if not h.running]:
                 if now - held.used_s > self.idle_s and held.session.status not in ENDED:
-                    held.session.end(pb.EXPIRED, f"nothing was heard of it for {self.idle_s:g} s")
+                    held.session.end(pb.EXPIRED, f"it had no request for {self.idle_s:g} s")
                 if now - held.used_s > self.idle_s or held.has_failed:
                     self.close(held)
 
     def drain(self, replaced: bool = False) -> None:
-        """No new sessions; those there are may end. replaced: another worker comes in its place."""
+        """Refuses new sessions; open ones may finish. replaced: another worker starts then."""
         self.draining = True
         self.is_replaced = self.is_replaced or replaced
         self.note_change()
 
-    # --- what hubs hear, from threads too
+    # --- messages to hubs, also called from their threads
 
     def note_change(self) -> None:
         for uplink in self.uplinks:
@@ -364,27 +367,27 @@ def memory_bytes() -> int:
 
 
 def runtime_for(settings: dict[str, Settings | None], name: str, warm: int) -> Runtime | None:
-    """None if no file has an image."""
-    images = [f"{path} says image = {found.image!r}" for path, found in settings.items() if found]
+    """The container runtime, or None if no file has an image."""
+    images = [f"{path} says image = {item.image!r}" for path, item in settings.items() if item]
     if warm and not images:
-        raise ValueError(f"--warm {warm} is for files with an image, and there is none")
+        raise ValueError(f"--warm {warm} needs a file with an image; remove it, or set `image`")
     return find_runtime(name, images[0]) if images else None
 
 
 def make_worker(envs: list[LocalEnv | ContainedEnv], name: str, args: argparse.Namespace) -> Worker:
-    """It drains on SIGTERM, and on SIGHUP so that another one comes in its place."""
+    """A Worker that drains on SIGTERM, and on SIGHUP also asks the server for a replacement."""
     limits = {"capacity": args.capacity, "idle_s": args.idle_s, "priority": args.priority}
     worker = Worker(envs, name=name, **limits)
     worker.replaces = args.replaces
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, worker.drain)
     loop.add_signal_handler(signal.SIGHUP, worker.drain, True)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the server's to handle
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # The server handles Ctrl-C.
     return worker
 
 
 async def run(args: argparse.Namespace, access: Access) -> int:
-    """The exit status of a worker that has left. Raises ValueError for files that cannot be served,
+    """Runs a worker and returns its exit status. Raises ValueError for files that cannot be served,
     and if all hubs refuse the worker."""
     name = args.name or secrets.token_hex(6)
     loop = asyncio.get_running_loop()
@@ -404,14 +407,14 @@ async def run(args: argparse.Namespace, access: Access) -> int:
         def refused(message: str) -> None:
             if not all(uplink.is_refused for uplink in worker.uplinks):
                 print(
-                    f"error: {message}; worker {worker.name} goes on without it",
+                    f"error: {message}; worker {worker.name} continues without it",
                     file=sys.stderr,
                     flush=True,
                 )
             elif not over.done():
                 over.set_exception(ValueError(message))
 
-        if not args.join.startswith("unix:"):  # else its server tells its own address
+        if not args.join.startswith("unix:"):  # A local server prints its address instead.
             print(f"worker {worker.name}", flush=True)
 
         def open_uplink(address: str, host: str) -> Uplink:
@@ -422,7 +425,7 @@ async def run(args: argparse.Namespace, access: Access) -> int:
         done, _ = await asyncio.wait({over, sweep, hubs}, return_when=asyncio.FIRST_COMPLETED)
         for future in done:
             future.result()
-        await asyncio.sleep(0.2)  # the last replies go out
+        await asyncio.sleep(0.2)  # Time to send the last replies.
         return REPLACED if worker.is_replaced else 0
     finally:
         if runtime:
@@ -436,10 +439,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m rl_core.service.worker", description=__doc__, allow_abbrev=False
     )
     add_flags(parser)
-    parser.add_argument("--replaces", default="", help="name of a worker that is known to be dead")
-    parser.add_argument("--name", default="", help="12 hex digits; default: chosen by chance")
+    parser.add_argument("--replaces", default="", help="name of a dead worker to replace")
+    parser.add_argument("--name", default="", help="12 hex digits; default: random")
     parser.add_argument(
-        "--parent", type=int, default=0, help="process that the worker does not outlive; 0: none"
+        "--parent", type=int, default=0, help="PID; the worker exits with this process; 0: none"
     )
     args = parser.parse_args(argv)
     try:

@@ -45,7 +45,7 @@ BUDGET = {
     "rl_core/plugins": 565,
     "rl_core/sampling": 102,
     "rl_core/sandbox": 154,
-    "rl_core/service": 237,
+    "rl_core/service": 0,
     "rl_core/tools": 296,
     "envs": 317,
     "scripts": 223,

@@ -272,10 +272,10 @@ def test_an_end_by_what_the_model_did_is_scored(host_of, kind, status, metric):
 
 FAULTS = {
     "text": "must answer a JSON object, answered '<html>",
-    "500": "is refused: 500: .*KeyError",
+    "500": "failed with 500: .*KeyError",
     "hang": "was not answered within 0.5 s",
     "close": "(ServerDisconnected|ClientOS|ConnectionReset)",
-    "roles": "messages must be those of chat completions",
+    "roles": "messages must have the form of chat completions",
     "status=task error": "ended with status 'task error'",
     "status=cancelled": "ended with status 'cancelled'",
     "status=flying": "ended with status 'flying'",
@@ -366,7 +366,7 @@ def test_old_results_are_scored_by_what_the_url_names(host_of):
         _, env = host_of("old", settings)
         assert play(env, label).reward == reward
     _, env = host_of("old", "?score=answers")
-    assert "has no answers; name its score by ?score=" in play(env, label).error
+    assert "has no answers; name the score's key by ?score=" in play(env, label).error
 
 
 @pytest.mark.parametrize(
@@ -374,8 +374,8 @@ def test_old_results_are_scored_by_what_the_url_names(host_of):
     [
         ("{}/dbb", "no such task .*; did you mean 'db'"),
         ("{}/db?trian=1-2", "unknown setting 'trian'; did you mean 'train'"),
-        ("{}/db?train=5", "train=5 must be the first and last sample, as 0-199"),
-        ("{}/db?timeout_s=0", "timeout_s=0 must be seconds"),
+        ("{}/db?train=5", "train=5 must be the first and last sample, such as 0-199"),
+        ("{}/db?timeout_s=0", "timeout_s=0 must be a number of seconds"),
         ("{}", "must be http.agentbench://HOST:PORT/TASK"),
         ("file+agentbench://{}/db", "must be http.agentbench://HOST:PORT/TASK"),
         ("127.0.0.1:1/db", "get_indices: .*refused.*; start the task server"),

@@ -178,9 +178,7 @@ def test_wrong_and_repeated_answers_do_nothing_twice(worker_of):  # noqa: F811
 )
 def test_a_start_without_actors_is_refused_where_hooks_ask_them(cast, worker_of):  # noqa: F811
     error = asyncio.run(Player(worker_of(GAME)).start(code="wrong", cast=cast))
-    assert (
-        "cast" if cast else 'rollout() of game names actors: a start needs them as "cast": ['
-    ) in error
+    assert ("cast" if cast else 'rollout() of game names actors: a start needs "cast": [') in error
 
 
 def test_an_actors_error_is_raised_in_the_hook(worker_of):  # noqa: F811
@@ -231,8 +229,7 @@ def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa:
         await client.answer(3, spoken(2, "hang"))
         error = await client.answer(3, code="late")
         assert (
-            "interact() ran longer than 1 s for task row/0, in which it waited for no actor"
-            in error
+            "interact() ran longer than 1 s for task row/0, without its waits for actors" in error
         )
 
     play(worker_of(code, hook_timeout_s=1.0), script, Player)
@@ -248,7 +245,7 @@ def test_a_hooks_own_time_is_that_in_which_no_ask_waits_and_once_it_has_returned
             call.count_waiting(change)
         await call.task
         actors.CALL.set(call)
-        with pytest.raises(RuntimeError, match="while a hook runs, and this one's has returned"):
+        with pytest.raises(RuntimeError, match="the hook of this actor has returned"):
             await asyncio.wait_for(call.asks.ask(1, [], {}), 30)
         return own_s
 
@@ -401,9 +398,13 @@ def test_who_takes_the_place_of_a_lost_session_hears_what_was_said_and_asks_the_
         speakers.begin()
         speakers.open(pb.Opening(conversation=1, **opened))
         assert (await say(1))[0] == "0"
-        with pytest.raises(ServiceError, match="its replay differs: it asked actors otherwise"):
+        with pytest.raises(
+            ServiceError, match="its replay differs: it asked its actors something else"
+        ):
             speakers.check_replay()
-        with pytest.raises(ServiceError, match="its replay differs: it asked actors otherwise"):
+        with pytest.raises(
+            ServiceError, match="its replay differs: it asked its actors something else"
+        ):
             await say(1, "something else")
 
     asyncio.run(lose_it())

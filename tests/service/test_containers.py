@@ -225,7 +225,7 @@ def test_what_dies_in_a_container_ends_one_session(play_boxed):
         os.kill(int((await say(ask, idle, "a")).split()[-1]), 9)
         sweep = asyncio.ensure_future(worker.sweep())
         await until(lambda: idle not in worker.held)
-        assert "killed, perhaps for memory" in await say(ask, idle, "a", code=9)
+        assert "killed, perhaps out of memory" in await say(ask, idle, "a", code=9)
         worker.envs["boxed"].common.process.kill()  # the one for all is started again
         await worker.envs["boxed"].common.process.wait()
         assert (await ask(tasks=pb.TasksRequest(env="boxed", split="train"))).total == 2
@@ -309,7 +309,7 @@ def test_docker_can_read_the_command(tmp_path):
         ("image = 'a'; cpus = 0", "cpus = 0 must be a number above 0"),
         ("image = 'a'; network = 'none'", "network = 'none' must be True or False"),
         ("image = 'a'; capacity = 0", "capacity = 0 must be a whole number"),
-        ("import os; image = os.name", "as literals"),
+        ("import os; image = os.name", "image must be literals"),
     ],
 )
 def test_settings_of_a_container_are_checked(line, why, tmp_path):

@@ -119,9 +119,9 @@ def test_a_wrong_command_is_refused_and_changes_nothing(service, capsys, monkeyp
         (["drain", url, "--worker", "0" * 12], f"there is no worker '{'0' * 12}'; there are"),
         (
             ["sessions", url, "--env", "countr"],
-            "there is no environment 'countr'; there are counter",
+            "unknown environment 'countr'; known: counter",
         ),
-        (["cancel", url, "--env", "countr"], "there is no environment 'countr'"),
+        (["cancel", url, "--env", "countr"], "unknown environment 'countr'"),
         (["cancel", url, "--worker", "nobody"], "there is no worker 'nobody'"),
         (["sessions", "grpc://127.0.0.1:1"], "UNAVAILABLE"),
         (["sessions", "http://127.0.0.1:1"], "must be grpc://HOST:PORT"),
@@ -156,7 +156,7 @@ def test_a_drained_worker_ends_with_its_sessions_and_loses_none(service, by):
         assert scores[0].reward == 3.0
         service.call("cancel", session=session)
     wait_until(lambda: len(service.call("workers").workers) == 1, "it has left")
-    service.wait_for_line(f"worker {name} has left: it was drained")
+    service.wait_for_line(f"worker {name} exited: it was drained")
     assert service.process.poll() is None
     assert {service.interact(session, 4) for session in more} == {"4"}
 

@@ -149,7 +149,7 @@ def test_a_container_that_cannot_be_cleaned_serves_no_other_session(play, text, 
         assert (await look(ask, second))[1] == 1
 
     play(script, "reuse")
-    assert "is not as before the session" in capfd.readouterr().err
+    assert "the container cannot be reused: the session changed" in capfd.readouterr().err
 
 
 def test_a_session_that_dies_takes_its_container_along(play):
@@ -226,4 +226,4 @@ def test_a_container_with_a_folder_that_cannot_be_cleaned_is_refused(tmp_path, c
         return box.end
 
     assert "exit code 1" in asyncio.run(asyncio.wait_for(main(), 60))
-    assert "can be written to and not be cleaned" in capfd.readouterr().err
+    assert "is writable and cannot be cleaned" in capfd.readouterr().err

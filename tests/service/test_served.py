@@ -570,7 +570,10 @@ def test_a_failing_hook_reads_as_that_of_a_file(service, files):
     )
     assert strange.status == "ok" and strange.reward == 6 / 8
     [unfit] = play(env, ["hi"], odd=object())
-    assert "the row of train/3 must be JSON to travel: it holds a object" in unfit.error
+    assert (
+        "the row of train/3 must be JSON to be sent: it contains a value of type object"
+        in unfit.error
+    )
 
 
 def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(service):
@@ -585,7 +588,7 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
     [
         (
             "grpc://{0}/nobody",
-            "there is no environment 'nobody'; there are agent, asking, count, hinted, scored, stateful, "
+            "unknown environment 'nobody'; known: agent, asking, count, hinted, scored, stateful, "
             "talk",
         ),
         (
@@ -594,10 +597,13 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
         ),
         ("grpc://{0}/count?on_lost=retry", "on_lost=retry must be fail or replay"),
         ("http://{0}/count", "must be grpc://HOST:PORT/NAME"),
-        ("grpc://{0}/", "must be grpc://HOST:PORT/NAME: which environment"),
+        ("grpc://{0}/", "must be grpc://HOST:PORT/NAME: add the name of an environment"),
         ("grpc://127.0.0.1/count", "grpc://127.0.0.1/count must be grpc://HOST:PORT/NAME"),
         ("grpc://127.0.0.1:99999/count", "must be grpc://HOST:PORT/NAME"),
-        ("grpc://{0}/count?reconnect_s=soon", "count: reconnect_s=soon must be seconds, as 120"),
+        (
+            "grpc://{0}/count?reconnect_s=soon",
+            "count: reconnect_s=soon must be a number of seconds, such as 120",
+        ),
         ("grpc://me:secret@{0}/count", "holds a password"),
         (
             "grpc://127.0.0.1:9/count?reconnect_s=0.3",
@@ -748,7 +754,9 @@ def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(
         assert found == local
     else:
         assert {t.status for t in found} == {"failed"}
-        assert re.search(r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost: its worker ", found[0].error)
+        assert re.search(
+            r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost with its worker ", found[0].error
+        )
 
 
 def test_a_file_that_changes_while_a_run_goes_on_is_told_once_and_stands_in_the_records(
@@ -778,7 +786,7 @@ def test_a_file_that_changes_while_a_run_goes_on_is_told_once_and_stands_in_the_
     [line] = [
         line
         for line in capfd.readouterr().err.splitlines()
-        if "has changed while the run goes on" in line
+        if "the environment file changed during the run" in line
     ]
     assert f"env_code {codes[0]} -> {codes[1]}" in line
 
@@ -838,14 +846,14 @@ def test_each_trajectory_has_the_hash_of_the_file_whose_session_scored_it(tmp_pa
     codes = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
     assert {t.reward for t in found} == {1.0, 2.0}, "both workers were asked"
     assert [t.env_code for t in found] == [codes[int(t.reward) - 1] for t in found]
-    assert capfd.readouterr().err.count("has changed while the run goes on") == 1
+    assert capfd.readouterr().err.count("the environment file changed during the run") == 1
 
 
 def test_workers_with_different_files_side_by_side_are_told_once(capsys):
     served = client.Served(url="grpc://x", name="x", connection=None, is_replaying=False)
     for code in ("a", "b", "a", "", "b"):
         served.hear_code(code)
-    assert capsys.readouterr().err.count("has changed") == 1 and served.code == "b"
+    assert capsys.readouterr().err.count("changed during the run") == 1 and served.code == "b"
 
 
 @pytest.mark.parametrize("odd", ["conversation", "turn"])
@@ -854,7 +862,8 @@ def test_a_replay_that_asks_actors_otherwise_fails(odd, mortal):
     [*found] = play(load_env(mortal.url("asking", on_lost="replay")), [], actors=cast, odd=odd)
     assert {t.status for t in found} == {"failed"}
     assert re.search(
-        r"session \S+ was lost, and its replay differs: it asked actors otherwise", found[0].error
+        r"session \S+ was lost, and its replay differs: it asked its actors something else",
+        found[0].error,
     )
 
 
@@ -932,7 +941,7 @@ def test_a_replay_that_is_answered_otherwise_fails(said, service):
         await playing.say("b")
 
     with pytest.raises(
-        HookError, match="was lost, and its replay differs: turn 1 was answered otherwise"
+        HookError, match="was lost, and its replay differs: turn 1 has another result"
     ):
         asyncio.run(lose())
 
@@ -1270,7 +1279,7 @@ def test_a_service_that_takes_seconds_to_greet_a_client_is_reached(service):
 )
 def test_an_address_at_which_nothing_can_be_is_given_up_soon(address, why, monkeypatch):
     monkeypatch.setattr(connection, "NOWHERE_S", 0.2)
-    told = rf"could not be reached for 0.2 s: .*{why}.*; \?reconnect_s=120 in its URL waits longer"
+    told = rf"could not be reached for 0.2 s: .*{why}.*; \?reconnect_s=120 in the URL waits longer"
     with pytest.raises(ValueError, match=f"(?i){told}"):
         load_env(f"grpc://{address}/count")
 
@@ -1383,7 +1392,7 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
             assert (row["reward"] is None) == (row["status"] == "failed")
             if row["status"] == "failed":
                 assert re.search(
-                    r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost: its worker ", row["error"]
+                    r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost with its worker ", row["error"]
                 )
     num_failed = sum(row["status"] == "failed" for step in rows for row in step)
     assert num_failed if on_lost == "fail" else not num_failed

@@ -391,7 +391,7 @@ def test_a_start_that_ends_its_worker_is_tried_on_two(counter):
         code, text = service.refused("start", env="counter", row='{"prompt": "die"}')
         assert (code, text) == (
             StatusCode.DATA_LOSS,
-            "2 workers went away while they started this session",
+            "2 workers were lost while they started this session",
         )
         assert len(before & {worker.name for worker in service.workers()}) == 1
 
@@ -586,7 +586,7 @@ def test_what_is_too_large_fails_alone(service):
             interact=pb.InteractRequest(session=session, number=2, said=said(f"big {MAX_REQUEST}")),
         )
     )
-    assert stream.hear(1)[3].error.endswith(f"bytes; {MAX_REQUEST} may travel")
+    assert stream.hear(1)[3].error.endswith(f"bytes; at most {MAX_REQUEST} can be sent")
     assert service.interact(session, 3) == "3"
 
 
@@ -713,10 +713,10 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
     [
         (
             "--host 0.0.0.0",
-            "--host 0.0.0.0 is reached by other machines, and there is no token: set "
+            "--host 0.0.0.0 is reachable from other machines and needs a token: set "
             "RL_CORE_SERVICE_TOKEN",
         ),
-        ("--tls_cert x.pem", "--tls_cert and --tls_key belong together"),
+        ("--tls_cert x.pem", "--tls_cert and --tls_key need each other"),
         ("--controller", "name environment files, or --controller: one of them"),
         ("--token_file /dev/null", "error: token_file /dev/null is empty"),
         ("--token_file nowhere", "error: token_file nowhere: No such file or directory"),
@@ -724,7 +724,7 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         ("--http_port 99999", "--port 0 and --http_port 99999 must be from 0 to 65535"),
         (
             "--host 127.0.0.1 --http_port TAKEN",
-            "of 127.0.0.1: Address already in use; --http_port 0 finds one",
+            "of 127.0.0.1: Address already in use; --http_port 0 picks a free port",
         ),
     ],
 )
@@ -784,7 +784,7 @@ def test_help_and_wrong_flags_of_serve_need_no_grpc():
 def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
     port = service.address.rpartition(":")[2]
     assert cli.main(["serve", str(counter), "--port", port]) == 1
-    assert f"cannot listen on 127.0.0.1:{port}: the port is taken" in capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -841,7 +841,7 @@ def test_sessions_of_a_client_that_was_killed_expire_and_give_their_room_back(co
         assert service.start() not in names  # it waited for room
         code, told = service.refused("interact", session=names[0], number=1, said=said())
         assert code == StatusCode.FAILED_PRECONDITION
-        assert f"session {names[0]} has ended (expired): nothing was heard of it for 1 s" in told
+        assert f"session {names[0]} has ended (expired): it had no request for 1 s" in told
 
         def num_expired() -> int:
             [worker] = service.workers()

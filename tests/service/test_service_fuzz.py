@@ -475,7 +475,7 @@ def test_a_worker_that_answers_with_something_else_is_an_internal_error(service,
         for _ in range(20):
             code, text = service.refused("start", env="forged", row="{}")
             assert code == StatusCode.INTERNAL and text.endswith(
-                "answered start with something else"
+                "answered start with a reply of another type"
             )
     finally:
         out.put(None)

@@ -370,7 +370,7 @@ def test_a_hub_that_refuses_a_worker_ends_its_own_link_alone(tmp_path):
                 ).decode()
                 await happens(lambda: hub.links, "it joins the other one")
                 [name] = hub.links
-                assert refusal in told and told.endswith(f"; worker {name} goes on without it\n")
+                assert refusal in told and told.endswith(f"; worker {name} continues without it\n")
                 start = pb.Request(start=pb.StartRequest(env="e", row='{"prompt": "x"}'))
                 assert (await hub.answer(start)).start.session.startswith(name) and not other.links
             finally:
