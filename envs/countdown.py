@@ -28,7 +28,7 @@ HOW = (
 )
 
 
-def make_prompt(nums, target):
+def row_to_prompt(nums, target):
     return HOW.format(target, ", ".join(map(str, nums)))
 
 
@@ -45,7 +45,7 @@ def load_tasks(split):
             nums = sorted(nums)
             if target.denominator == 1 and 0 < target < 100:
                 found[f"{nums}{target}"] = {
-                    "prompt": make_prompt(nums, target),
+                    "prompt": row_to_prompt(nums, target),
                     "nums": nums,
                     "target": int(target),
                     "level": level,

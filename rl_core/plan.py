@@ -344,8 +344,8 @@ def load_source(
             return None  # An environment may be for training, or for evaluation, alone.
     else:
         return None
-    if env and env.make_prompt:
-        rows = registry.made_prompts(rows, env.make_prompt, env.path)
+    if env and env.row_to_prompt:
+        rows = registry.made_prompts(rows, env.row_to_prompt, env.path)
     if config.is_rl:
         registry.env_file().check_columns(env, rows, files, part)
     elif path:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rl_core.data.chat import Chat
 
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
-FUNCTIONS += ("make_prompt",)
+FUNCTIONS += ("row_to_prompt",)
 # A file's own rollout() plays without them.
 OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "agent", "task_weight", "oracle", "teacher_prompt"}
 OF_DIALOGUE |= {"system_prompts", "name_prefix", "truncated_reward"}

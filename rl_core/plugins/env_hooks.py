@@ -81,7 +81,7 @@ def make_env(
         dialogue=dialogue,
         load_tasks=compiled["load_tasks"],
         advantage_fn=compiled["advantage_fn"],
-        make_prompt=has.get("make_prompt"),
+        row_to_prompt=has.get("row_to_prompt"),
         max_turns=longest,
         turns_from=turns_from,
         tools=dialogue.tools,

@@ -1,4 +1,4 @@
-"""make_prompt() of an environment's file: prompts of rows that have columns for hooks alone."""
+"""row_to_prompt() of an environment's file: prompts of rows that have columns for hooks alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rl_core.sampling.hooks import describe_error
 
 
 class MadePrompts(Sequence):
-    """Rows with a column `prompt`: make_prompt() of the columns that it names, for a row that has
-    none of PROMPT_COLUMNS. Raises ValueError if make_prompt() raises an exception."""
+    """Rows with a column `prompt`: row_to_prompt() of the columns that it names, for a row that has
+    none of PROMPT_COLUMNS. Raises ValueError if row_to_prompt() raises an exception."""
 
-    def __init__(self, rows: Sequence[Row], make_prompt: Callable[..., Any], path: str):
-        self.rows, self.make_prompt, self.path = rows, make_prompt, path
-        self.columns = list(inspect.signature(make_prompt).parameters)
+    def __init__(self, rows: Sequence[Row], row_to_prompt: Callable[..., Any], path: str):
+        self.rows, self.row_to_prompt, self.path = rows, row_to_prompt, path
+        self.columns = list(inspect.signature(row_to_prompt).parameters)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -27,10 +27,10 @@ class MadePrompts(Sequence):
         if first_column(row, PROMPT_COLUMNS) is not None or not row.keys() >= set(self.columns):
             return row
         try:
-            prompt = self.make_prompt(**{name: row[name] for name in self.columns})
+            prompt = self.row_to_prompt(**{name: row[name] for name in self.columns})
         except Exception as error:
             raise ValueError(
-                f"{self.path}: make_prompt() failed for row {index + 1}: "
+                f"{self.path}: row_to_prompt() failed for row {index + 1}: "
                 f"{describe_error(error, self.path)}"
             ) from error
         return row | {"prompt": prompt}

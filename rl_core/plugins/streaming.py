@@ -216,8 +216,8 @@ class StreamedTasks:
             if number == 0:
                 check_columns_exist(rows, columns, self.name)
             rows = list(RenamedColumns(rows, columns))
-        if self.env and self.env.make_prompt:
-            rows = list(MadePrompts(rows, self.env.make_prompt, self.env.path))
+        if self.env and self.env.row_to_prompt:
+            rows = list(MadePrompts(rows, self.env.row_to_prompt, self.env.path))
         if len(rows) < self.size:
             self.num_rows = number * self.size + len(rows)
         if rows:

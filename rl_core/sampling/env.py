@@ -43,7 +43,7 @@ class Env:
     dialogue: Dialogue  # what the file says of turns; of no use to a rollout() of its own
     load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None  # split -> rows
     advantage_fn: Callable[[list[float]], list[float]] | None  # rewards of a group -> advantages
-    make_prompt: Callable[..., Any] | None  # Columns -> the prompt of a row that has none.
+    row_to_prompt: Callable[..., Any] | None  # Columns -> the prompt of a row that has none.
     max_turns: int  # of all actors together
     turns_from: str  # the source of max_turns, for errors: "of --max_turns"
     tools: list[dict[str, Any]] | None

@@ -239,8 +239,8 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
         columns = typed("data.columns", options.columns, dict[str, str])
         check_columns_exist(rows, columns, options.rows)
         rows = RenamedColumns(rows, columns)
-    if env.make_prompt:
-        rows = MadePrompts(rows, env.make_prompt, env.path)
+    if env.row_to_prompt:
+        rows = MadePrompts(rows, env.row_to_prompt, env.path)
     check_columns(env, rows, files, split)
     source = TaskSource(rows, env=env.name, split=split, seed=0, shuffle=False, files=files)
     most = options.num_tasks

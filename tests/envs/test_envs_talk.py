@@ -92,7 +92,7 @@ def test_no_held_out_task_is_trained_on_and_tasks_are_always_the_same(name):
 # Countdown
 
 COUNTDOWN = runpy.run_path(str(ENVS / "countdown.py"))
-MAKE = COUNTDOWN["make_prompt"]
+MAKE = COUNTDOWN["row_to_prompt"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_sum_uses_each_number_once(said, parts):
 def test_a_prompt_that_cannot_be_made_is_refused_with_its_row():
     rows = MadePrompts([{"nums": [3, 5], "target": 8}, {"nums": None, "target": 8}], MAKE, "c.py")
     assert rows[0]["prompt"].startswith("Make 8 of 3, 5, each once")
-    with pytest.raises(ValueError, match=r"c.py: make_prompt\(\) failed for row 2: .*TypeError"):
+    with pytest.raises(ValueError, match=r"c.py: row_to_prompt\(\) failed for row 2: .*TypeError"):
         rows[1]
 
 
