@@ -79,7 +79,7 @@ def taught_player(base: type[GroupPlayer], limits: Limits) -> type[GroupPlayer]:
                     check_length(t, ids, *limits[t.actor, t.env])
                     t.teacher_messages, t.teacher_ids = messages, ids
             except Exception as error:
-                reason = self.reason_of(error, f"{HOOK}()", is_truncated=False)
+                reason = self.reason_of(error, f"{HOOK}()", note="")
                 t.status, t.error, t.reward = "failed", reason, None
 
     return TaughtPlayer
