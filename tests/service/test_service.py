@@ -988,6 +988,6 @@ def test_info_shows_the_workers(service, capsys, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
     assert cli.main(["info", "--service", f"grpc://{service.address}"]) == 1
     assert (
-        "UNAUTHENTICATED: the bearer token is missing or wrong: authorization: Bearer TOKEN; "
-        "rl_core" in capsys.readouterr().err
+        "UNAUTHENTICATED: the bearer token is missing or wrong; send authorization: Bearer TOKEN "
+        "(rl_core" in capsys.readouterr().err
     )

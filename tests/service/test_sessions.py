@@ -300,7 +300,7 @@ def test_what_fails_ends_the_session_and_says_where(worker_of, tmp_path):
         assert await client.cancel() == pb.ENVIRONMENT_ERROR
 
     async def nonsense(client):
-        assert "holds a set" in await client.say("nonsense", "unknown")
+        assert "contains a value of type set" in await client.say("nonsense", "unknown")
 
     play(worker, crash)
     play(worker, nonsense)
@@ -483,7 +483,7 @@ def test_tasks_travel_as_json_and_start_by_their_ids(worker_of):
         assert "row 0 of" in (
             error := await client.ask("unknown", tasks=pb.TasksRequest(env="game", split="eval"))
         )
-        assert "holds a object" in error
+        assert "contains a value of type object" in error
         await client.ask("wrong", tasks=pb.TasksRequest(env="game", split="secret"))
         await client.ask("absent", start=pb.StartRequest(env="game", task_id="train/2500"))
 
