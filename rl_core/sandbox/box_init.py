@@ -19,7 +19,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -75,45 +75,44 @@ def main(settings: dict[str, Any]) -> None:
 def set_up(settings: dict[str, Any]) -> dict[str, int]:
     """Bounds the disk and gives up all rights. Returns the files that no program made, with their
     modes."""
-    os.umask(0o022)
-    # Where memory runs out, the kernel ends a box, and no rank.
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-    bound_disk("/", settings["disk_mib"])
-    bound_disk("/dev/shm", SHM_MIB)
-    # Settings of the box's namespaces are its user's, and would stay for the next episode.
-    isolation.mount("/proc/sys", "/proc/sys", flags=isolation.BIND)
-    isolation.make_read_only("/proc/sys")
+    bound_resources(settings["disk_mib"])
     if settings["is_root"]:
-        # Sticky, so that programs cannot replace what is root's: the folders above the interpreter.
-        for folder in filter(os.path.isdir, ["/", "/dev/shm", *FOLDERS]):
-            os.chmod(folder, 0o1777)
-        isolation.become_nobody()
-        uid, gid = os.geteuid(), os.getegid()
-        isolation.unshare("user")
-        isolation.map_ids(0, uid, gid)
+        become_unprivileged(filter(os.path.isdir, ["/", "/dev/shm", *FOLDERS]), "user")
     drop_rights(settings["filter"])
     make_folders()
     return snapshot("/") | snapshot("/dev/shm")
 
 
-def set_up_root(settings: dict[str, Any]) -> list[int]:
-    """Replaces the root folder by an overlay of the image's layers, with the agent's changes in
-    memory, bounded. Returns descriptors of this process's namespaces: join() enters them."""
+def bound_resources(disk_mib: int) -> None:
+    """Bounds the disk, makes the kernel's settings read-only, and offers the box to the OOM
+    killer before any rank."""
     os.umask(0o022)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    bound_disk("/", settings["disk_mib"])
+    bound_disk("/", disk_mib)
     bound_disk("/dev/shm", SHM_MIB)
+    # A user of the box may change settings of its namespaces, which a reused box would keep.
     isolation.mount("/proc/sys", "/proc/sys", flags=isolation.BIND)
     isolation.make_read_only("/proc/sys")
+
+
+def become_unprivileged(folders: Iterable[str], *namespaces: str) -> None:
+    """Becomes nobody on the host and root in new namespaces. The folders become writable and
+    sticky, so that programs cannot replace files of the host's root."""
+    for folder in folders:
+        os.chmod(folder, 0o1777)
+    isolation.become_nobody()
+    uid, gid = os.geteuid(), os.getegid()
+    isolation.unshare(*namespaces)
+    isolation.map_ids(0, uid, gid)
+
+
+def set_up_root(settings: dict[str, Any]) -> list[int]:
+    """Replaces the root folder by an overlay of the image's layers, with the agent's changes in
+    memory, bounded. Returns descriptors of this process's namespaces: join() enters them."""
+    bound_resources(settings["disk_mib"])
     if settings["is_root"]:
-        for folder in ("/", "/dev/shm"):
-            os.chmod(folder, 0o1777)
-        isolation.become_nobody()
-        uid, gid = os.geteuid(), os.getegid()
-        isolation.unshare("user", "mount")
-        isolation.map_ids(0, uid, gid)
+        become_unprivileged(["/", "/dev/shm"], "user", "mount")
     root = mount_layers(settings["layers"], settings["is_build"])
     for folder in ("/proc", "/dev", *settings["shown"]):
         bind_below(root, folder, folder)

@@ -44,7 +44,7 @@ BUDGET = {
     "rl_core/engines": 114,
     "rl_core/plugins": 565,
     "rl_core/sampling": 102,
-    "rl_core/sandbox": 154,
+    "rl_core/sandbox": 151,
     "rl_core/service": 0,
     "rl_core/tools": 296,
     "envs": 317,
