@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 TOKEN_VARIABLE = "RL_CORE_SERVICE_TOKEN"
-DISPATCH = ("most_room", "round_robin", "priority", "sticky_env", "sticky_task")
+DISPATCH = ("most_room", "sticky_env")
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +41,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         help="containers started in advance for each file with an image",
-    )
-    parser.add_argument(
-        "--priority",
-        type=int,
-        default=0,
-        help="priority of these workers: --dispatch priority fills the highest first",
     )
     parser.add_argument(
         "--join", default="", help="HOST:PORT of a controller, or several separated by commas"

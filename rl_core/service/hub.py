@@ -60,7 +60,7 @@ class Hub:
         # KEPT_PAST.
         self.past = {"": pb.Worker()}
         self.envs: dict[str, pb.Environment] = {}
-        self.starts = Starts(self.links, max_queue, self.link_of, STRATEGIES[dispatch]())
+        self.starts = Starts(self.links, max_queue, self.link_of, STRATEGIES[dispatch])
         self.began_s = time.monotonic()
         self.changed = asyncio.Event()  # Set on a change of workers and by watch(), then replaced.
 

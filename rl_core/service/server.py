@@ -178,7 +178,7 @@ def worker_command(
 ) -> list[str]:
     command = [sys.executable, "-m", "rl_core.service.worker", *args.envs, "--join", join]
     command += ["--replaces", dead, "--name", name, "--parent", str(os.getpid())]
-    for flag in ("capacity", "idle_s", "hook_timeout_s", "priority", "warm"):
+    for flag in ("capacity", "idle_s", "hook_timeout_s", "warm"):
         command += [f"--{flag}", str(getattr(args, flag))]
     return command + (["--token_file", "/dev/stdin"] if has_token else [])
 

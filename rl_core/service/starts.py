@@ -33,7 +33,7 @@ class Starts:
         self.link_of = link_of
         self.choose = choose
         self.draining = False
-        self.queues: dict[str, OrderedDict[asyncio.Future, pb.StartRequest]] = {}
+        self.queues: dict[str, OrderedDict[asyncio.Future, None]] = {}
         # (environment, key of a start) -> worker.
         self.worker_of: OrderedDict[tuple[str, str], str] = OrderedDict()
 
@@ -47,8 +47,8 @@ class Starts:
         while num_lost < 2:  # A start that kills its worker must not kill all workers.
             if self.draining:
                 raise is_draining()
-            link = await self.known(key) or self.reserve(request.start)
-            link = link or await self.wait(request.start, is_first)
+            link = await self.known(key) or self.reserve(env)
+            link = link or await self.wait(env, is_first)
             # The start was sent twice, and the other copy got a worker first.
             if self.worker_of.get(key, link.name) != link.name:
                 link.started[env] -= 1
@@ -80,21 +80,19 @@ class Starts:
             self.worker_of.pop(key, None)
             return None
 
-    def reserve(self, start: pb.StartRequest, *, is_next: bool = False) -> WorkerLink | None:
+    def reserve(self, env: str, *, is_next: bool = False) -> WorkerLink | None:
         """Reserves room for one session on a worker. Returns None without a worker with room."""
-        env = start.env
         if not is_next and self.queues.get(env):
             return None
         links = [link for link in self.links.values() if link.room(env) > 0]
         if not links:
             return None
-        link = self.choose(links, start)
+        link = self.choose(links, env)
         link.started[env] += 1
         return link
 
-    async def wait(self, start: pb.StartRequest, is_first: bool) -> WorkerLink:
+    async def wait(self, env: str, is_first: bool) -> WorkerLink:
         """Waits in the queue for a worker with room. Raises ServiceError if the queue is full."""
-        env = start.env
         queue = self.queues.setdefault(env, OrderedDict())
         if len(queue) >= self.max_queue and not is_first:
             message = (
@@ -103,7 +101,7 @@ class Starts:
             )
             raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, message)
         future = asyncio.get_running_loop().create_future()
-        queue[future] = start
+        queue[future] = None
         if is_first:
             queue.move_to_end(future, last=False)
         try:
@@ -119,7 +117,7 @@ class Starts:
     def release(self) -> None:
         """Resumes waiting starts while workers have room."""
         for env, queue in self.queues.items():
-            while queue and (link := self.reserve(next(iter(queue.values())), is_next=True)):
+            while queue and (link := self.reserve(env, is_next=True)):
                 future, _ = queue.popitem(last=False)
                 if future.done():
                     link.started[env] -= 1

@@ -73,11 +73,9 @@ class Worker:
         capacity: int,
         idle_s: float,
         name: str = "",
-        priority: int = 0,
     ):
         self.name = name or secrets.token_hex(6)
         self.replaces = ""
-        self.priority = priority
         self.idle_s = idle_s
         self.envs: dict[str, LocalEnv | ContainedEnv] = {}
         for env in envs:
@@ -353,7 +351,6 @@ class Worker:
                 if name == env.name:
                     load.ended[pb.Status.Name(status).lower()] = n
         beat.memory_bytes = memory_bytes()
-        beat.priority = self.priority
         return beat
 
 
@@ -376,8 +373,7 @@ def runtime_for(settings: dict[str, Settings | None], name: str, warm: int) -> R
 
 def make_worker(envs: list[LocalEnv | ContainedEnv], name: str, args: argparse.Namespace) -> Worker:
     """A Worker that drains on SIGTERM, and on SIGHUP also asks the server for a replacement."""
-    limits = {"capacity": args.capacity, "idle_s": args.idle_s, "priority": args.priority}
-    worker = Worker(envs, name=name, **limits)
+    worker = Worker(envs, name=name, capacity=args.capacity, idle_s=args.idle_s)
     worker.replaces = args.replaces
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, worker.drain)
