@@ -36,4 +36,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         markdown = markdown.replace("](docs/", "](").replace("](README.md", "](index.md")
         return re.sub(r"\[docs/(\w+\.md)\]", r"[\1]", markdown)
     markdown = re.sub(r"\]\(\.\./(envs/\w+)\.py\)", r"](\1.md)", markdown)
-    return re.sub(r"\]\(\.\./(\w+\.md)", lambda m: f"]({BESIDE[m[1]]}", markdown)
+    outside = "|".join(map(re.escape, BESIDE))
+    return re.sub(rf"\]\(\.\./({outside})", lambda m: f"]({BESIDE[m[1]]}", markdown)

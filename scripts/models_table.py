@@ -348,7 +348,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     lines = [
-        "| family | " + " | ".join(COLUMNS) + " | what is missing |",
+        "| family | " + " | ".join(COLUMNS) + " | missing |",
         "|---" * (len(COLUMNS) + 2) + "|",
     ]
     for name in args.families or FAMILIES:
