@@ -5,19 +5,20 @@
     rl-core train ... --actors.ann.model A --actors.ben.model B --actors.combiner.model C
 
 Alone, an actor writes three drafts and combines them. Of several, `combiner` (or the first by name)
-combines, and each other one writes two drafts. Who wrote a draft that fails sees why and writes it
-again. Who combines sees all drafts and what their tests gave. Rows as in envs/code_feedback.py,
-whose rows are used without --data.train: what is shown is of the first half of the tests, rewards
-are of the others. Reward: the share of tests passed for who combines; a draft earns 0.7 of the
-share of its last version, and 0.3 of the combined one's. Metric: `drafts_best`. Needs a GPU, not
-run.
+combines, and each other one writes two drafts. A draft that fails is written again by its author,
+who sees the failures. The combiner sees all drafts and the results of their tests. Rows as in
+envs/code.py; without --data.train, lines through points: `f(1) is 5` -> `def f(x): return 3*x+2`.
+Feedback comes from the first half of the tests and the reward from the other half where there are
+at least four. Reward: the share of tests passed for the combiner; a draft earns 0.7 of the share of
+its last version, and 0.3 of the combined one's. Metric: `drafts_best`.
 """
 
 import asyncio
+import zlib
 
-from code_feedback import load_tasks, run
+from rl_core.sandbox import Sandbox
+from rl_core.sandbox.rows import code_of, function_tests
 
-__all__ = ["load_tasks"]
 NUM_DRAFTS = 3  # of an actor that is alone
 NUM_EACH = 2
 SHARED = 0.3  # of a draft's reward: how the combined program did
@@ -25,6 +26,37 @@ HOW = "Here are drafts of a program, and what some tests of them gave. Write the
 FIX = "Write the program again."
 # Whoever combines reads all drafts; with --max_prompt_tokens it says how long that may be.
 max_turns = 2 + NUM_DRAFTS
+sandbox = Sandbox()
+
+
+def load_tasks(split):
+    """Lines a*x+b; a hash of the prompt holds out one tenth."""
+    rows = []
+    for a in range(2, 10):
+        for b in range(2, 30):
+            x = a % 3 + 1
+            prompt = (
+                f"f({x}) is {a * x + b}. f is a*x+b with b from 2 to 29. "
+                f"({a * 7 + b * 3} is 7*a+3*b)"
+            )
+            is_held_out = zlib.crc32(prompt.encode()) % 10 == 0
+            if is_held_out == (split != "train"):
+                tests = [f"assert f({x}) == {a * x + b}" for x in (0, 1, 5, -3)]
+                rows.append({"prompt": prompt, "test_list": tests})
+    return rows
+
+
+async def run(text, row, shown):
+    """Result of the shown half of the tests, or of the hidden half."""
+    name = row.get("entry_point")
+    setup, tests = function_tests(row, row["prompt"] if name else "")
+    if len(tests) >= 4:
+        half = len(tests) // 2
+        tests = tests[:half] if shown else tests[half:]
+    code, _ = code_of(text)
+    if name and f"def {name}" not in code:
+        code = row["prompt"] + code
+    return await sandbox.run(code, tests=tests, setup=setup)
 
 
 async def told(reply, row):

@@ -98,7 +98,7 @@ def test_a_customer_may_be_played_by_an_actor_that_knows_the_scenario():
 
 
 def solution(prompt: str) -> str:
-    """The program for a row of envs/code_feedback.py: two values of a line."""
+    """The program for a row of envs/code_parallel.py: two values of a line."""
     x, y, w = map(
         int, re.search(r"f\((\d+)\) is (\d+).*\((\d+) is 7\*a", prompt, re.DOTALL).groups()
     )
@@ -126,7 +126,11 @@ def test_a_draft_that_fails_is_written_again_and_who_combines_sees_what_tests_ga
     assert (answer.actor, answer.reward, answer.metrics["drafts_best"]) == ("combiner", 1, 1)
     shown = answer.messages[0]["content"]
     assert shown.count("Draft ") == 4 and "All tests passed." in shown and right in shown
-    assert shown.count("0 of 2 tests passed: wrong.") == 2
+    assert shown.count("0 of 2 tests passed: wrong.\nassert f(0) ==") == 2
+    # A program that knows the shown tests alone earns nothing.
+    zero, one = (int(test.split("== ")[1]) for test in row["test_list"][:2])
+    known = drafted({"policy": f"def f(x): return {{0: {zero}, 1: {one}}}[x]"}, row)
+    assert [t.reward for t in known["combine"] + known["draft"]] == [0, 0, 0, 0]
     found = {t.actor: (t.reward, len(t.turns)) for t in seats["draft"]}
     assert found == {"ann": (1.0, 2), "ben": (pytest.approx(0.3), 2)}
 

@@ -18,12 +18,11 @@ TESTED = {
     "envs/test_agentbench.py": "agentbench_db agentbench_house agentbench_kg agentbench_os "
     "agentbench_shop",
     "envs/test_desk_and_drafts.py": "code_parallel customer_service",
-    "envs/test_envs_code.py": "code code_contest code_feedback",
+    "envs/test_envs_code.py": "code code_contest",
     "envs/test_envs_talk.py": "countdown debate guess_number jailbreak llm_judge math_answer "
     "parallel_thinking word_game",
     "envs/test_envs_tools.py": "chess_game gym_text mcp_tools openenv_client search_qa tool_use",
     "envs/test_games.py": "collaborate nim referential_game tic_tac_toe",
-    "envs/test_generators.py": "algebra word_problems",
     "envs/test_outside_games.py": "reasoning_gym_env textarena_env",
     "envs/test_scores.py": "reward_model",
     "envs/test_tau2.py": "tau2_env",
@@ -87,6 +86,11 @@ SOLVED = {
         python_solver,
         ["I do not know."],
         1000,
+    ),
+    "word_problems": (
+        lambda row: [str(row["answer"])],
+        ["?"],
+        300,
     ),
     "summarise": (
         lambda row: [row["reference"]],

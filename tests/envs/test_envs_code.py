@@ -37,7 +37,7 @@ def reward(name: str, row: dict, *replies: str) -> float:
     return trajectory.reward
 
 
-@pytest.mark.parametrize("name", ["code", "code_contest", "code_feedback"])
+@pytest.mark.parametrize("name", ["code", "code_contest"])
 def test_rl_core_check_passes_and_splits_share_no_prompt(name, capsys):
     assert command(["check", str(ENVS / f"{name}.py"), "--num_tasks", "2"]) == 0
     assert "every normal episode was scored" in capsys.readouterr().out
@@ -162,41 +162,6 @@ def test_a_contest_pays_for_all_tests_and_a_little_for_some(reply, earned):
     assert reward("code_contest", CONTEST, reply) == pytest.approx(earned)
 
 
-def test_what_failed_comes_back_and_hidden_tests_decide():
-    row = env_of("code_feedback").load_tasks("eval")[0]
-    shown = row["test_list"][0]
-    zero = int(shown.split("== ")[1])
-    right = next(
-        f"def f(x): return {a}*x+{zero}"
-        for a in range(2, 10)
-        if all(eval_line(t, a, zero) for t in row["test_list"])
-    )
-    found = stage.play(
-        env_of("code_feedback"), "def f(x): return 0", "def f(x: retrun", right, row=row
-    )
-    asked = [message["content"] for message in found.messages if message["role"] == "user"][1:]
-    assert (
-        asked[0].startswith("0 of 2 tests passed: wrong.\nassert f(0) ==")
-        and "f(0) gave 0" in asked[0]
-    )
-    assert "syntax" in asked[1] and all(text.count("\n") <= 3 for text in asked)
-    assert (found.reward, len(found.turns)) == (pytest.approx(0.9), 3)
-    first = stage.play(env_of("code_feedback"), right, row=row)
-    assert (first.reward, len(first.turns)) == (1.0, 1)
-    # The shown tests alone are not paid for.
-    known = f"def f(x): return {{0: {zero}, 1: {eval_at(row, 1)}}}[x]"
-    assert stage.play(env_of("code_feedback"), known, row=row).reward == 0.0
-
-
-def eval_line(test: str, a: int, b: int) -> bool:
-    x, value = test.removeprefix("assert f(").split(") == ")
-    return a * int(x) + b == int(value)
-
-
-def eval_at(row: dict, x: int) -> int:
-    return next(int(t.split("== ")[1]) for t in row["test_list"] if t.startswith(f"assert f({x})"))
-
-
 @pytest.fixture(scope="module")
 def warm(tiny_model, made_once):
     """A tiny model that says short programs at random."""
@@ -230,7 +195,7 @@ def warm(tiny_model, made_once):
     return made_once("warm_code", make) / "run/hf/policy"
 
 
-@pytest.mark.parametrize("name", ["code", "code_contest", "code_feedback"])
+@pytest.mark.parametrize("name", ["code", "code_contest"])
 def test_three_steps_of_training_learn_something(name, warm, tmp_path):
     row = {"prompt": "a", "test_list": ["assert f(-1) == 1"], "tests": [["", "1"]]}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
@@ -238,7 +203,6 @@ def test_three_steps_of_training_learn_something(name, warm, tmp_path):
         "--tasks_per_step 4 --group_size 8 --num_steps 3 --optim.lr 2e-3 --max_tokens 12 "
         "--max_prompt_tokens 200"
     )
-    sizes += " --max_turns 2" * (name == "code_feedback")
     flags = [
         "--model",
         warm,

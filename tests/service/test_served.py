@@ -454,7 +454,6 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
 # Environment -> flags of check, which tries some of its tasks.
 ALIKE = dict.fromkeys(
     [
-        "algebra",
         "calculator",
         "countdown",
         "guess_number",
@@ -473,7 +472,7 @@ ALIKE = dict.fromkeys(
 )
 ALIKE |= dict.fromkeys(["harbor"], "--num_tasks 2")
 ALIKE |= {f"agentbench_{name}": "--num_tasks 2" for name in ("db", "house", "kg", "os", "shop")}
-ALIKE |= dict.fromkeys(["code", "code_contest", "code_feedback", "gym_text"], "--num_tasks 1")
+ALIKE |= dict.fromkeys(["code", "code_contest", "gym_text"], "--num_tasks 1")
 ALIKE |= {
     "code_parallel": "--num_tasks 1 --actors ann,combiner",
     "customer_service": "--num_tasks 2 --actors agent,user",
