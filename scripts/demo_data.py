@@ -16,7 +16,6 @@ code half of the time, and
 tic_tac_toe  sft.jsonl: both seats of games in which every move is legal and drawn at random;
 train.jsonl: games against the
              random player. The environment evaluates, and has tasks of self-play.
-nim          The same of nim.
 
 Prompts come from the load_tasks of the task's environment in envs/; SFT uses only those of its
 training split.
@@ -71,7 +70,7 @@ TASKS = {
     "sort": ("sort_digits.py", sort_demonstration),
     "calculator": ("calculator.py", calculator_demonstration),
 }
-GAMES = ("tic_tac_toe", "nim")
+GAME = "tic_tac_toe"
 
 
 def demo_data(
@@ -117,38 +116,31 @@ def game_data(seed: int, num_sft: int) -> dict[str, list[dict]]:
     return found
 
 
-def legal_moves(game: str, shown: str) -> list[str]:
-    """What a player of the game may say to what it is shown."""
-    if game == "nim":
-        return ["1", "2", "3"][: int(shown.split()[-1])]
-    return [cell for cell in shown[-11:] if cell.isdigit()]
-
-
 class RandomMover:
-    """An actor of a game that draws a legal move."""
+    """An actor that draws a free cell of the board."""
 
     truncated = False
 
-    def __init__(self, game: str, rng: random.Random):
-        self.game, self.rng, self.answer, self.messages = game, rng, "", []
+    def __init__(self, rng: random.Random):
+        self.rng, self.answer, self.messages = rng, "", []
 
     async def respond(self, shown: str) -> RandomMover:
         # A first reply begins a conversation, as of other actors.
-        seat = self if self.messages else RandomMover(self.game, self.rng)
-        seat.answer = self.rng.choice(legal_moves(self.game, shown))
+        seat = self if self.messages else RandomMover(self.rng)
+        seat.answer = self.rng.choice([cell for cell in shown[-11:] if cell.isdigit()])
         seat.messages += [_says("user", shown), _says("assistant", seat.answer)]
         return seat
 
 
-def random_games(game: str, seed: int, num_sft: int, num_train: int) -> dict[str, list[dict]]:
+def random_games(seed: int, num_sft: int, num_train: int) -> dict[str, list[dict]]:
     """Rows of sft (a seat's conversation in a random game) and train (games against the random
     player)."""
-    env = runpy.run_path(str(ENVS / f"{game}.py"))
-    mover = RandomMover(game, random.Random(counter_seed(seed, game, "demonstrations")))
+    env = runpy.run_path(str(ENVS / f"{GAME}.py"))
+    mover = RandomMover(random.Random(counter_seed(seed, GAME, "demonstrations")))
     starts = [row for row in env["load_tasks"]("train") if not row.get("opening")]
-    deal, found = random.Random(counter_seed(seed, game, "starts")), []
+    deal, found = random.Random(counter_seed(seed, GAME, "starts")), []
     while len(found) < num_sft:
-        start = make_task(deal.choice(starts), 0, game, "train")
+        start = make_task(deal.choice(starts), 0, GAME, "train")
         replies, *_ = asyncio.run(env["play"](start, dict.fromkeys(env["SEATS"], mover)))
         found += [{"messages": reply.messages} for reply in replies.values()]
     train = [starts[n % len(starts)] | {"opponent": "random"} for n in range(num_train)]
@@ -165,7 +157,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--task", required=True, choices=[*TASKS, "referential", *GAMES])
+    parser.add_argument("--task", required=True, choices=[*TASKS, "referential", GAME])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--num_sft", type=int, default=32000, help="500 steps of 64 see each row once"
@@ -179,8 +171,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if args.task == "referential":
         data = game_data(args.seed, args.num_sft)
-    elif args.task in GAMES:
-        data = random_games(args.task, args.seed, args.num_sft, args.num_train)
+    elif args.task == GAME:
+        data = random_games(args.seed, args.num_sft, args.num_train)
     else:
         data = demo_data(args.task, args.seed, args.num_sft, args.num_train, args.num_eval)
     for name, rows in data.items():

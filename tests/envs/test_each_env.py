@@ -22,7 +22,7 @@ TESTED = {
     "envs/test_envs_talk.py": "countdown debate guess_number jailbreak llm_judge math_answer "
     "parallel_thinking word_game",
     "envs/test_envs_tools.py": "chess_game gym_text mcp_tools openenv_client search_qa tool_use",
-    "envs/test_games.py": "collaborate nim referential_game tic_tac_toe",
+    "envs/test_games.py": "collaborate referential_game tic_tac_toe",
     "envs/test_outside_games.py": "reasoning_gym_env textarena_env",
     "envs/test_scores.py": "reward_model",
     "envs/test_tau2.py": "tau2_env",

@@ -58,8 +58,6 @@ def rewards(found) -> dict[tuple[str, str], float]:
             ["--reply", "1", "--reply", "4", "--reply", "2", "--reply", "5", "--reply", "3"],
         ),
         ("tic_tac_toe", ["--actors", "ann,ben"]),
-        ("nim", ["--reply", "3"]),
-        ("nim", ["--actors", "ann,ben"]),
         ("collaborate", ["--actors", "ann,ben,cleo"]),
         ("collaborate", []),
     ],
@@ -232,7 +230,7 @@ def test_the_random_player_moves_legally_and_the_same_way_again(seat):
 
 
 def test_the_warm_up_of_tic_tac_toe_shows_legal_moves_of_both_seats():
-    data = random_games("tic_tac_toe", seed=0, num_sft=400, num_train=4)
+    data = random_games(seed=0, num_sft=400, num_train=4)
     seats = Counter()
     for row in data["sft"]:
         said = [m["content"] for m in row["messages"]]
@@ -244,56 +242,6 @@ def test_the_warm_up_of_tic_tac_toe_shows_legal_moves_of_both_seats():
         "x",
         "o",
     ]
-
-
-# Nim
-
-
-def test_who_takes_the_last_stone_wins():
-    found, _ = play("nim", {"ann": ["3", "1"], "ben": ["2"]}, stones=6, seat="first")
-    assert rewards(found) == {("ann", "first"): 1.0, ("ben", "second"): 0.0}
-    seen = {t.actor: [m["content"].split()[-1] for m in t.messages] for t in found}
-    assert seen == {"ann": ["6", "3", "1", "1"], "ben": ["3", "2"]}
-    found, _ = play("nim", {"ann": ["3", "1"], "ben": ["1"]}, stones=4, seat="second")
-    assert rewards(found) == {("ann", "second"): 1.0, ("ben", "first"): 0.0}
-    found, _ = play("nim", {"policy": ["2", "2"]}, stones=4)
-    assert rewards(found) == {("policy", "first"): 0.0, ("policy", "second"): 1.0}
-
-
-@pytest.mark.parametrize("bad", ["3", "0", "4", "", "2 1", "one", "\u0661"])
-def test_taking_what_is_not_there_loses(bad):
-    found, _ = play("nim", {"ann": ["1"], "ben": [bad]}, stones=3, seat="first")
-    assert rewards(found) == {("ann", "first"): 1.0, ("ben", "second"): 0.0}
-    assert {t.actor: t.metrics["illegal"] for t in found} == {"ann": 0.0, "ben": 1.0}
-
-
-def test_the_random_player_of_nim_takes_what_is_there_and_the_same_again():
-    nim = runpy.run_path(str(ENVS / "nim.py"))
-    for stones, legal in ((1, {1}), (2, {1, 2}), (3, {1, 2, 3}), (9, {1, 2, 3})):
-        assert {nim["random_move"](f"nim/{n}", stones) for n in range(60)} == legal
-    for row in nim["load_tasks"]("eval")[:8]:
-        games = [
-            play("nim", {"ann": ["1"] * 9, "ben": ["2", "1"] * 9}, split="eval", **row)[0]
-            for _ in range(2)
-        ]
-        assert [t.messages for t in games[0]] == [t.messages for t in games[1]]
-        assert {(t.actor, t.seat) for t in games[0]} == {("ann", row["seat"]), ("ben", row["seat"])}
-        assert all("illegal_random" in t.metrics for t in games[0])  # each in a game of its own
-    assert not any(row["opponent"] == "random" for row in nim["load_tasks"]("train"))
-
-
-def test_the_warm_up_of_nim_shows_legal_moves_that_know_nothing():
-    said = [
-        [m["content"] for m in row["messages"]] for row in random_games("nim", 0, 3000, 1)["sft"]
-    ]
-    moves = [
-        (int(shown.split()[-1]), int(m))
-        for game in said
-        for shown, m in zip(game[::2], game[1::2], strict=True)
-    ]
-    assert all(1 <= taken <= min(3, stones) for stones, taken in moves)
-    good = [taken == stones % 4 for stones, taken in moves if stones % 4 and stones > 3]
-    assert len(good) > 1000 and sum(good) / len(good) == pytest.approx(1 / 3, abs=0.05)
 
 
 # Collaboration
@@ -353,7 +301,6 @@ def sizes(out: Path, **more) -> list[str]:
         ("referential_game", ["bob", "alice"], {"max_tokens": 4, "max_prompt_tokens": 64}),
         ("tic_tac_toe", ["policy"], {"max_tokens": 4, "max_prompt_tokens": 256}),
         ("tic_tac_toe", ["ann", "ben"], {"max_tokens": 4, "max_prompt_tokens": 256}),
-        ("nim", ["policy"], {"max_tokens": 4, "max_prompt_tokens": 64}),
         ("collaborate", ["ann", "ben", "cleo"], {"max_tokens": 24, "max_prompt_tokens": 384}),
     ],
 )
@@ -451,7 +398,7 @@ def test_two_models_learn_a_common_code_and_one_alone_learns_less_of_it(warm_pla
 
 @pytest.mark.slow
 def test_a_tiny_model_learns_to_beat_a_random_player(tiny_model, tmp_path):
-    for name, rows in random_games("tic_tac_toe", seed=0, num_sft=16000, num_train=64).items():
+    for name, rows in random_games(seed=0, num_sft=16000, num_train=64).items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lengths = {
         "max_prompt_tokens": 200,
@@ -504,64 +451,3 @@ def test_a_tiny_model_learns_to_beat_a_random_player(tiny_model, tmp_path):
     print(first, last)
     assert last["eval/tic_tac_toe/avg@2"] > first["eval/tic_tac_toe/avg@2"] + 0.15
     assert last["eval/tic_tac_toe/greedy_pass"] > 0.7
-
-
-@pytest.fixture(scope="module")
-def warm_nim(tiny_model, tmp_path_factory) -> Path:
-    """A model that takes 1, 2 or 3 stones at random, but not more than there are."""
-    folder = tmp_path_factory.mktemp("nim")
-    rows = random_games("nim", seed=0, num_sft=8000, num_train=1)["sft"]
-    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lengths = {
-        "max_tokens": 100,
-        "max_prompt_tokens": 60,
-        "tasks_per_step": 64,
-        "num_steps": 150,
-        "optim.lr": 3e-3,
-    }
-    sft = [
-        "--algorithm",
-        "sft",
-        "--data.train",
-        str(folder / "sft.jsonl"),
-        "--optim.schedule",
-        "cosine",
-    ]
-    assert main(["--model", str(tiny_model), *sft, *sizes(folder / "warm", **lengths)]) == 0
-    return folder / "warm/hf/policy"
-
-
-def scores_in_nim(models: dict[str, Path], out: Path, num_steps: int) -> list[dict[str, float]]:
-    """By actor, the mean result against the random player before and after training against
-    learners alone."""
-    flags = {
-        "tasks_per_step": 16,
-        "group_size": 8,
-        "max_tokens": 4,
-        "max_prompt_tokens": 128,
-        "num_steps": num_steps,
-    }
-    flags |= {
-        "optim.lr": 1e-3,
-        "optim.warmup_steps": 5,
-        "algo.clip_high": 0.28,
-        "algo.entropy_coef": 0.02,
-    }
-    flags |= {"eval_every": num_steps, "eval.samples": 2, "rollout.save": "false"}
-    actors = [x for name, path in models.items() for x in (f"--actors.{name}.model", str(path))]
-    assert main([*actors, "--env_path", str(ENVS / "nim.py"), *sizes(out, **flags)]) == 0
-    rows = [row for row in metrics(out) if any(key.startswith("eval/nim/") for key in row)]
-    room = "eval/nim/" if len(models) == 1 else "eval/nim/{}/"
-    return [
-        {name: row[room.format(name) + "avg@2"] for name in models} for row in (rows[0], rows[-1])
-    ]
-
-
-@pytest.mark.slow
-def test_self_play_alone_makes_a_player_that_beats_a_random_one(warm_nim, tmp_path):
-    [before], [after] = (
-        s.values() for s in scores_in_nim({"policy": warm_nim}, tmp_path / "run", num_steps=40)
-    )
-    print(before, after)
-    # Each is of 200 games: a deviation of 0.035.
-    assert before < 0.6 and after > max(0.7, before + 0.15)

@@ -478,7 +478,7 @@ ALIKE |= {
     "customer_service": "--num_tasks 2 --actors agent,user",
 }
 ALIKE |= dict.fromkeys(
-    ["math_answer", "nim", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1"
+    ["math_answer", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1"
 )
 ALIKE |= {
     "collaborate": "--num_tasks 3 --actors ann,ben",
