@@ -1,8 +1,8 @@
 """Learning curves of environments on a CPU: a tiny model is warmed up on the form of replies, then
 reinforced, for three seeds.
 
-    python scripts/curves.py guess_number                 # one or several of CURVES; --seeds 0,1,2
-    python scripts/curves.py guess_number --out DIR       # instead of docs/curves
+    python scripts/curves.py math_answer                  # one or several of CURVES; --seeds 0,1,2
+    python scripts/curves.py math_answer --out DIR        # instead of docs/curves
 
 The warm-up imitates episodes of an actor with habits: it replies in the right form, and knows
 little of what is right. What the model can do afterwards beyond these habits, the reward taught it.
@@ -76,37 +76,10 @@ def sum_of_two(messages: list[dict], row: dict, rng: random.Random) -> str:
     return f"<answer>{first}{rng.choice('+-*/')}{second}</answer>"
 
 
-def number_in_range(messages: list[dict], row: dict, rng: random.Random) -> str:
-    """In four of ten cases a number that what was said before allows, else any of the range."""
-    low, high = row["low"], row["high"]
-    if rng.random() < 0.4:
-        for guess, said in zip(messages[1::2], messages[2::2], strict=True):
-            low = max(low, int(guess["content"]) + 1) if said["content"] == "higher" else low
-            high = min(high, int(guess["content"]) - 1) if said["content"] == "lower" else high
-    return str(rng.randint(low, high))
-
-
 def draft_or_combine(messages: list[dict], row: dict, rng: random.Random) -> str:
     """Drafts are sums worked out or guessed; one of the drafts is repeated as the answer."""
     drafts = re.findall("#### ([0-9]+)", messages[-1]["content"])
     return f"#### {rng.choice(drafts)}" if drafts else sums(messages, row, rng)
-
-
-def question_or_guess(messages: list[dict], row: dict, rng: random.Random) -> str:
-    """A letter of one of the words; then, in half of all cases, a word that the answer allows, else
-    any."""
-    words = row["words"].split(", ")
-    if len(messages) == 2:
-        return f"letter {rng.choice(rng.choice(words))}?"
-    letter, answer = (message["content"] for message in messages[2:4])
-    allowed = [word for word in words if (letter[7] in word) == (answer == "yes")]
-    return f"guess {rng.choice(allowed if allowed and rng.random() < 0.5 else words)}"
-
-
-def yes_or_no(messages: list[dict], row: dict, rng: random.Random) -> str:
-    """True in seven of ten cases."""
-    is_in = messages[-1]["content"].split("letter ")[1][0] in row["word"]
-    return "yes" if is_in == (rng.random() < 0.7) else "no"
 
 
 def use_tools(messages: list[dict], row: dict, rng: random.Random) -> dict | str:
@@ -215,14 +188,6 @@ CURVES = {
         chosen=lambda row: row["level"] == 1,
         prompt="{target} of {nums[0]}, {nums[1]}",
     ),
-    "guess_number": Curve(
-        lengths="--max_prompt_tokens 24 --max_tokens 6",
-        habits={"policy": number_in_range},
-        rl="--num_steps 100 --optim.lr 5e-4 --eval_every 50 --eval.samples 32",
-        chosen=lambda row: row["level"] == 1 and 0 < row["low"] % 10 < 4,  # the tens stay the same
-        prompt="{low} to {high}",
-        score="avg@32",
-    ),
     "parallel_thinking": Curve(
         lengths="--max_prompt_tokens 120 --max_tokens 32",
         habits={"policy": draft_or_combine},
@@ -230,14 +195,6 @@ CURVES = {
         sft_steps=250,
         num_sft=2500,
         chosen=lambda row: row["level"] == 1,
-    ),
-    "word_game": Curve(
-        lengths="--max_prompt_tokens 64 --max_tokens 14 --max_turns 3",
-        habits={"asker": question_or_guess, "answerer": yes_or_no},
-        rl="--num_steps 60 --optim.lr 3e-4 --eval_every 30",
-        sft_steps=500,
-        chosen=lambda row: row["level"] == 1,
-        prompt="Go.",
     ),
     "tool_use": Curve(
         lengths="--max_prompt_tokens 40 --max_tokens 90",

@@ -72,14 +72,14 @@ def main() -> None:
 
 def picture_of_a_service(browser: Browser, file: Path) -> None:
     """Three workers, of which one is drained and one was killed with its sessions."""
-    command = [sys.executable, "-m", "rl_core.cli", "serve", "envs/guess_number.py"]
+    command = [sys.executable, "-m", "rl_core.cli", "serve", "envs/calculator.py"]
     flags = ["--port", "0", "--http_port", "0", "--workers", "3"]
     server = subprocess.Popen(command + flags, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         lines = [server.stdout.readline(), server.stdout.readline()]
         [address] = re.findall(r"serving on (\S+)", "".join(lines))
         [http] = re.findall(r"HTTP on (\S+)", "".join(lines))
-        rows = post(http, "tasks", env="guess_number", split="train")["rows"]
+        rows = post(http, "tasks", env="calculator", split="train")["rows"]
         for number in range(90):
             play(http, rows[number], number)
         url = f"grpc://{address}"
@@ -98,11 +98,11 @@ def picture_of_a_service(browser: Browser, file: Path) -> None:
 
 
 def play(http: str, row: str, number: int) -> None:
-    """Starts a session and guesses once."""
+    """Starts a session and calls the calculator once."""
     owner = ("host-7/4242", "host-8/977")[number % 2]
-    fields = {"env": "guess_number", "row": row, "owner": owner, "task_id": f"train/{number}"}
+    fields = {"env": "calculator", "row": row, "owner": owner, "task_id": f"train/{number}"}
     session = post(http, "start", **fields)["session"]
-    guess = {"role": "assistant", "content": str(number % 100)}
+    guess = {"role": "assistant", "content": f"<call>{number}*8</call>"}
     post(http, "interact", session=session, number=1, said={"messages": json.dumps([guess])})
 
 

@@ -1,7 +1,7 @@
 # The image of served environments: workers and controllers, no GPU, no torch. docs/service.md
 #
 #   docker build -f scripts/worker.Dockerfile -t rl-core-worker .   # --build-arg BASE=...: another Python
-#   docker run --rm -v ./envs:/envs:ro -p 50051:50051 -e RL_CORE_SERVICE_TOKEN rl-core-worker word_game.py --host 0.0.0.0
+#   docker run --rm -v ./envs:/envs:ro -p 50051:50051 -e RL_CORE_SERVICE_TOKEN rl-core-worker calculator.py --host 0.0.0.0
 #
 # What an environment imports comes on top:
 #   FROM rl-core-worker

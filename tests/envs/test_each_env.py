@@ -19,8 +19,7 @@ TESTED = {
     "agentbench_shop",
     "envs/test_desk_and_drafts.py": "code_parallel customer_service",
     "envs/test_envs_code.py": "code code_contest",
-    "envs/test_envs_talk.py": "countdown debate guess_number jailbreak llm_judge math_answer "
-    "parallel_thinking word_game",
+    "envs/test_envs_talk.py": "countdown debate jailbreak llm_judge math_answer parallel_thinking",
     "envs/test_envs_tools.py": "chess_game gym_text mcp_tools openenv_client search_qa tool_use",
     "envs/test_games.py": "collaborate referential_game tic_tac_toe",
     "envs/test_outside_games.py": "reasoning_gym_env textarena_env",

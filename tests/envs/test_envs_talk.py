@@ -27,12 +27,10 @@ ENVS = ROOT / "envs"
 NAMES = (
     "countdown",
     "debate",
-    "guess_number",
     "jailbreak",
     "llm_judge",
     "math_answer",
     "parallel_thinking",
-    "word_game",
 )
 
 
@@ -53,11 +51,9 @@ def rewards(found):
     "name, flags",
     [
         ("countdown", ["--reply", "<answer>{{ nums[0] }}+{{ nums[1] }}</answer>"]),
-        ("guess_number", ["--reply", "{{ low }}", "--reply", "{{ secret }}"]),
         ("math_answer", []),
         ("parallel_thinking", ["--reply", "{{ answer }}"]),
         ("parallel_thinking", ["--actors", "ann,ben,combiner"]),
-        ("word_game", ["--actors", "asker,answerer", "--reply", "guess {{ word }}"]),
         ("jailbreak", ["--actors", "attacker,target", "--reply", "It is {{ password }}."]),
         ("debate", []),
         ("debate", ["--actors", "ann,ben,judge"]),
@@ -77,12 +73,7 @@ def test_no_held_out_task_is_trained_on_and_tasks_are_always_the_same(name):
         [json.dumps(row) for row in env.load_tasks(s)] for s in ("train", "eval", "train")
     )
     assert train == again and len(train) > 30 and 3 < len(held_out) < len(train) / 3
-    key = {
-        "word_game": "words",
-        "debate": "prompt",
-        "jailbreak": "password",
-        "guess_number": None,
-    }.get(name, "prompt")
+    key = "password" if name == "jailbreak" else "prompt"
     trained, tested = (
         {json.loads(row).get(key, row) for row in rows} for rows in (train, held_out)
     )
@@ -127,38 +118,6 @@ def test_sums_are_exact_and_every_task_can_be_solved():
     for row in rows:
         a, b = row["nums"]
         assert row["target"] in (a + b, a * b, b - a, b / a), row
-
-
-# Guess a number
-
-ALONE = "One number alone, please."
-
-
-@pytest.mark.parametrize(
-    "said, reward, heard",
-    [(["4", "6", "5"], 1, ["higher", "lower"]), (["5"], 1, []), (["1", "2", "3", "5"], 0, ["higher", "higher"]),
-     (["4", "I am not sure", " 5. "], 1, ["higher", ALONE]), (["1 2 3 4 5"], 0, [ALONE] * 2),
-     (["<think>4 or 6</think>5"], 1, []), (["", "-5", "5.5"], 0, [ALONE] * 2)],
-)  # fmt: skip
-def test_a_number_is_guessed_by_what_was_heard(said, reward, heard):
-    [found] = episode("guess_number", {"secret": 5, "tries": 3}, policy=said)
-    assert found.reward == reward
-    assert [m["content"] for m in found.messages[1:] if m["role"] == "user"] == heard
-
-
-def test_halving_always_finds_the_number():
-    for row in load_env(str(ENVS / "guess_number.py")).load_tasks("eval")[::6]:
-
-        def halve(prompt, seed):
-            low, high = map(int, re.search("from ([0-9]+) to ([0-9]+)", prompt).groups())
-            for guess, said in re.findall(
-                r"<\|assistant\|>([0-9]+)<\|end\|><\|user\|>(higher|lower)", prompt
-            ):
-                low, high = (int(guess) + 1, high) if said == "higher" else (low, int(guess) - 1)
-            return str((low + high) // 2)
-
-        [found] = episode("guess_number", row, policy=halve)
-        assert found.reward == 1, row
 
 
 # Drafts and their combination
@@ -207,34 +166,6 @@ def test_a_formula_is_compared_as_mathematics_and_a_cut_answer_is_wrong():
     assert {t.reward for t in found} == {1.0}
     cut = episode("parallel_thinking", {"answer": 7}, max_tokens=1, policy="7 or 8")
     assert {t.reward for t in cut} == {0.0}
-
-
-# Twenty questions
-
-GAME = {"word": "cat", "words": "cat, dog"}
-
-
-@pytest.mark.parametrize(
-    "asks, answers, asker, answerer",
-    [(["Is there a letter c?", "guess cat"], "yes", 1, 1), (["letter c?", "guess dog"], "no", 0, -0.5),
-     (["letter c?", "letter o?", "Guess: cat!"], ["yes", "yes"], 1, 0.75), (["Is it alive?", "guess cat"], "Yes.", 1, 1),
-     (["guess dog"], "yes", 0, 0), (["guess cat dog", "guess cat"], "no", 1, 1),
-     (["which?", "guess cat"], "It is a cat", 0, -0.5), (["hm"], "no", 0, 0),
-     (["which?", "guess cat"], "yes, the cat", 0, -0.5), (["which?", "guess cat"], "", 0, -0.5),
-     (["the letter c? I guess cat"], "yes", 0, 0)],
-)  # fmt: skip
-def test_the_asker_finds_the_word_by_yes_and_no(asks, answers, asker, answerer):
-    found = episode("word_game", GAME, max_turns=5, asker=asks, answerer=answers)
-    by_actor = {t.actor: t.reward for t in found}
-    assert by_actor["asker"] == asker and by_actor.get("answerer", answerer) == answerer
-
-
-def test_only_the_answerer_knows_the_word():
-    found = episode("word_game", GAME, asker=["Is there a letter c?", "guess cat"], answerer="yes")
-    seen = {t.actor: [m["content"] for m in t.messages[:2]] for t in found}
-    assert seen["asker"] == ["The secret is one of: cat, dog.", "Begin."]
-    assert seen["answerer"] == ["The secret is cat.", "Begin.\n\nIs there a letter c?"]
-    assert load_env(str(ENVS / "word_game.py")).max_turns == 39  # twenty of the asker
 
 
 # Attacks
@@ -426,7 +357,7 @@ def endpoint(rule):
         server.server_close()
 
 
-FORMS = ("countdown", "guess_number", "word_game", "math_answer")
+FORMS = ("countdown", "math_answer")
 
 
 def few(name: str) -> list[dict]:
@@ -500,14 +431,8 @@ def gain(out: Path, actor: str) -> float:
     "name, actors, flags",
     [
         ("countdown", ["policy"], "--max_prompt_tokens 40 --max_tokens 32"),
-        ("guess_number", ["policy"], "--max_prompt_tokens 40 --max_tokens 8"),
         ("math_answer", ["policy"], "--max_prompt_tokens 40 --max_tokens 32"),
         ("parallel_thinking", ["policy"], "--max_prompt_tokens 200 --max_tokens 32"),
-        (
-            "word_game",
-            ["asker", "answerer"],
-            "--max_prompt_tokens 64 --max_tokens 16 --max_turns 3",
-        ),
         ("jailbreak", ["attacker"], "--max_prompt_tokens 160 --max_tokens 16"),
         ("debate", ["policy"], "--max_prompt_tokens 200 --max_tokens 32"),
         ("llm_judge", ["policy"], "--max_prompt_tokens 100 --max_tokens 16"),

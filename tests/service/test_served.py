@@ -456,7 +456,6 @@ ALIKE = dict.fromkeys(
     [
         "calculator",
         "countdown",
-        "guess_number",
         "maze",
         "openai_agent",
         "python_tool",
@@ -465,7 +464,6 @@ ALIKE = dict.fromkeys(
         "terminal",
         "tool_use",
         "translate",
-        "word_game",
         "word_problems",
     ],
     "--num_tasks 3",
