@@ -16,11 +16,8 @@ from typing import BinaryIO
 from rl_core.plugins.watchdog import name_what_blocks
 from rl_core.sampling.hooks import LoopClock
 from rl_core.service import environments_pb2 as pb
-from rl_core.service import reused
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.worker import Worker
-
-THREADS = 'starts threads at import, and a fork does not copy threads: use container = "exclusive"'
 
 
 def frame(message: pb.Request | pb.Reply) -> bytes:
@@ -59,7 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("env", metavar="ENV.py")
     parser.add_argument("--hook_timeout_s", type=float, default=60.0)
-    parser.add_argument("--reuse", action="store_true", help="serve several sessions in turn")
     args = parser.parse_args(argv)
     # Child processes do not inherit these copies. print() goes to stderr, and stdin is empty.
     requests = os.dup(0)
@@ -75,21 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}{fix}", file=sys.stderr, flush=True)
         return 1
 
-    def session(requests: int, replies: int) -> None:
-        worker = Worker([env], capacity=1 << 30, idle_s=0.0)
-        asyncio.run(serve(worker, os.fdopen(requests, "rb"), os.fdopen(replies, "wb")))
-
-    if not args.reuse:
-        session(requests, replies)
-    elif threading.active_count() > 1:
-        print(f"error: {args.env} {THREADS}", file=sys.stderr, flush=True)
-        return 1
-    else:
-        try:
-            reused.serve(session, requests, replies)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
+    worker = Worker([env], capacity=1 << 30, idle_s=0.0)
+    asyncio.run(serve(worker, os.fdopen(requests, "rb"), os.fdopen(replies, "wb")))
     return 0
 
 

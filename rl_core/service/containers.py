@@ -34,13 +34,11 @@ from rl_core.service.session import Numbered, Session
 from rl_core.service.wire import CODES, MAX_MESSAGE, VERB_OF, ServiceError, wrong
 
 SETTINGS = ("image", "network", "cpus", "memory", "capacity", "container")
-KINDS = ("exclusive", "reuse")
 CAPACITY = 16  # Default number of containers, one per session, of one worker.
 CONFINED = ["--interactive", "--init", "--read-only", "--env", "HOME=/tmp"]
 CONFINED += ["--tmpfs", "/tmp:rw,nosuid,nodev,size=256m"]
 AGAIN_S = 5.0  # Pause before a warm container that failed to start is retried.
 OPEN_S = 300.0  # Timeout of a start, which may include a pull of the image.
-CLEAN_S = 10.0  # Timeout of the cleaning between two sessions.
 GRACE_S = 2.0  # Time between closing a container's stdin and its removal by force.
 
 
@@ -51,7 +49,7 @@ class Settings:
     cpus: float = 1.0
     memory: str = "1g"
     capacity: int = CAPACITY
-    container: str = "exclusive"  # "reuse" cleans the container between sessions.
+    container: str = "exclusive"
 
 
 def container_settings(path: str) -> Settings | None:
@@ -89,7 +87,7 @@ def container_settings(path: str) -> Settings | None:
             re.fullmatch(r"[1-9]\d*[bkmg]", str(settings.memory)),
             'text such as "512m" or "2g"',
         ),
-        ("container", settings.container in KINDS, " or ".join(f'"{kind}"' for kind in KINDS)),
+        ("container", settings.container == "exclusive", '"exclusive"; --warm N keeps N ready'),
     ]
     for name, is_good, rule in rules:
         if not is_good:
@@ -104,22 +102,14 @@ class Runtime:
     worker: str
     closing: set[asyncio.Task] = field(default_factory=set)
 
-    def argv(
-        self, name: str, path: str, settings: Settings, hook_timeout_s: float, *more: str
-    ) -> list[str]:
+    def argv(self, name: str, path: str, settings: Settings, hook_timeout_s: float) -> list[str]:
         """The command that starts a container and connects to its stdin and stdout."""
         file = Path(path).expanduser().resolve()
         flags = [*CONFINED, "--name", name, "--label", f"rl_core.worker={self.worker}"]
         flags += ["--cpus", f"{settings.cpus:g}", *memory_flags(settings.memory)]
         flags += [*bind_flags(file.parent, "/env"), "--entrypoint", "python"]
-        inside = [
-            "-m",
-            "rl_core.service.contained",
-            f"/env/{file.name}",
-            "--hook_timeout_s",
-            f"{hook_timeout_s:g}",
-            *more,
-        ]
+        inside = ["-m", "rl_core.service.contained", f"/env/{file.name}"]
+        inside += ["--hook_timeout_s", f"{hook_timeout_s:g}"]
         line = run_line(self.program, network=settings.network)
         return [*line, *flags, settings.image, *inside]
 
@@ -127,15 +117,10 @@ class Runtime:
         return remove_line(self.program, names)
 
     async def open(
-        self,
-        path: str,
-        settings: Settings,
-        hook_timeout_s: float,
-        died: Callable[[str], None],
-        *more: str,
+        self, path: str, settings: Settings, hook_timeout_s: float, died: Callable[[str], None]
     ) -> Box:
         name = f"rl-core-{self.worker}-{secrets.token_hex(4)}"
-        argv = self.argv(name, path, settings, hook_timeout_s, *more)
+        argv = self.argv(name, path, settings, hook_timeout_s)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -147,7 +132,7 @@ class Runtime:
         return Box(self, name, process, died)
 
     async def close(self) -> None:
-        while self.closing:  # Cleaning tasks add removal tasks.
+        while self.closing:  # Canceled starts add removal tasks.
             await asyncio.gather(*self.closing, return_exceptions=True)
 
 
@@ -173,7 +158,6 @@ class Box:
         self.waiting: dict[int, asyncio.Future] = {}
         self.next_id = 0
         self.end = ""
-        self.cleaned: asyncio.Future | None = None  # Result of the last clean().
         self.removal: asyncio.Task | None = None
         self.reader = asyncio.ensure_future(self._read())
 
@@ -202,9 +186,6 @@ class Box:
         try:
             while True:
                 size = int.from_bytes(await self.process.stdout.readexactly(4), "big")
-                if size == 0 and self.cleaned and not self.cleaned.done():
-                    self.cleaned.set_result(True)
-                    continue
                 if size > MAX_MESSAGE:
                     break
                 reply = pb.Reply.FromString(await self.process.stdout.readexactly(size))
@@ -217,8 +198,6 @@ class Box:
         code = await self.process.wait()
         why = ", killed, perhaps out of memory" if code in (137, -9) else ""
         self.end = f"container {self.name} ended (exit code {code}{why})"
-        if self.cleaned and not self.cleaned.done():
-            self.cleaned.set_result(False)
         self.died(self.end)
         for future in self.waiting.values():
             if not future.done():
@@ -227,20 +206,6 @@ class Box:
     @property
     def is_over(self) -> bool:
         return self.removal is not None or bool(self.end)
-
-    def lend(self, died: Callable[[str], None]) -> None:
-        """Replaces the callback died(why), which is called when the container ends."""
-        self.died = died
-
-    async def clean(self) -> bool:
-        """Cleans the container. Returns True if all processes and files of the session are gone."""
-        if self.is_over:
-            return False
-        self.cleaned = asyncio.get_running_loop().create_future()
-        self.process.stdin.write(bytes(4))
-        with suppress(asyncio.TimeoutError):
-            return await asyncio.wait_for(self.cleaned, CLEAN_S) and not self.is_over
-        return False
 
     def close(self) -> None:
         if self.removal is None:
@@ -266,49 +231,30 @@ class Box:
 
 
 class Pool:
-    """Idle containers: `warm` containers started in advance, and cleaned containers of earlier
-    sessions with container = "reuse"."""
+    """Containers of one environment; `warm` of them are started in advance."""
 
     def __init__(
         self,
         open_box: Callable[[Callable[[str], None]], Awaitable[Box]],
         runtime: Runtime,
-        settings: Settings,
         warm: int,
     ):
         self.open_box = open_box
         self.runtime = runtime
-        self.settings = settings
         self.warm = warm
         self.idle: deque[Box] = deque()
         self.tasks: set[asyncio.Task] = set()  # Starts of warm containers in progress.
         self.is_closed = False
 
     async def take(self, died: Callable[[str], None]) -> Box:
-        """A fresh or cleaned container for one session."""
+        """A container for one session; died(why) is called when that container ends."""
         self.drop_ended()
         box = self.idle.popleft() if self.idle else None
         self.fill()
         if box is None:
             return await self.open_box(died)
-        box.lend(died)
+        box.died = died
         return box
-
-    def give_back(self, box: Box, is_good: bool) -> None:
-        """Cleans a container for reuse, or removes it."""
-        is_full = len(self.idle) >= self.settings.capacity
-        if self.settings.container != "reuse" or not is_good or is_full or self.is_closed:
-            return box.close()
-        box.lend(lambda why: None)
-        cleaning = asyncio.ensure_future(self._clean(box))
-        self.runtime.closing.add(cleaning)
-        cleaning.add_done_callback(self.runtime.closing.discard)
-
-    async def _clean(self, box: Box) -> None:
-        if await box.clean() and not self.is_closed:
-            self.idle.append(box)
-        else:
-            box.close()
 
     def drop_ended(self) -> None:
         for box in [box for box in self.idle if box.is_over]:
@@ -414,7 +360,7 @@ class ContainedSession:
 
     def close(self) -> None:
         if self.box:
-            self.env.pool.give_back(self.box, self.status != pb.ENVIRONMENT_ERROR)
+            self.box.close()
 
 
 class ContainedEnv:
@@ -442,8 +388,7 @@ class ContainedEnv:
         self.described = pb.Environment()
         self.interactions = 0
         self.scores: set[str] = set()  # Names of rewards of one episode.
-        more = ["--reuse"] if settings.container == "reuse" else []
-        self.pool = Pool(lambda died: self.open_box(died, *more), runtime, settings, warm)
+        self.pool = Pool(self.open_box, runtime, warm)
         self.common: Box | None = None
         self.lock = asyncio.Lock()
 
@@ -466,9 +411,8 @@ class ContainedEnv:
         env.pool.fill()
         return env
 
-    async def open_box(self, died: Callable[[str], None], *more: str) -> Box:
-        limits = self.settings, self.hook_timeout_s
-        return await self.runtime.open(self.path, *limits, died, *more)
+    async def open_box(self, died: Callable[[str], None]) -> Box:
+        return await self.runtime.open(self.path, self.settings, self.hook_timeout_s, died)
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
         """Asks the shared container. If that container ends meanwhile, starts another one and
