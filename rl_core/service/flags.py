@@ -43,6 +43,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="containers started in advance for each file with an image",
     )
     parser.add_argument(
-        "--join", default="", help="HOST:PORT of a controller, or several separated by commas"
+        "--join", default="", metavar="HOST:PORT", help="the controller that the workers join"
     )
     add_access(parser)

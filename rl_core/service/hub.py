@@ -238,8 +238,8 @@ class Hub:
         return pb.RenewReply(gone=gone)
 
     async def find_key(self, start: pb.StartRequest) -> None:
-        """Asks the workers for the session of a resent start's key; another hub may have sent the
-        start before."""
+        """Asks the workers for the session of a resent start's key. This hub may have restarted
+        after the start was sent."""
         while time.monotonic() - self.began_s < self.grace_s:  # Some workers may not have joined.
             await self.changed.wait()
         if start.key and (start.env, start.key) not in self.starts.worker_of:

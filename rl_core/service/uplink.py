@@ -1,4 +1,4 @@
-"""A worker's connection to one hub. Runs in separate threads, so that heartbeats continue while a
+"""A worker's connection to its hub. Runs in separate threads, so that heartbeats continue while a
 hook blocks the event loop."""
 
 from __future__ import annotations
@@ -33,13 +33,7 @@ class Uplink:
         access: Access,
         refused: Callable[[str], None],
         parent: int = 0,
-        host: str = "",
     ):
-        # Host name in the hub's certificate, if `address` is one of several IPs of the name.
-        self.options = [
-            *CHANNEL_OPTIONS,
-            *([("grpc.ssl_target_name_override", host)] if host else []),
-        ]
         self.worker = worker
         self.address = address
         self.access = access
@@ -50,7 +44,6 @@ class Uplink:
         self.has_changed = False
         self.out: queue.SimpleQueue[pb.Reply | None] = queue.SimpleQueue()
         self.is_over = threading.Event()
-        self.is_refused = False
         threading.Thread(target=self._run, name=f"hub {address}", daemon=True).start()
 
     def change(self) -> None:
@@ -68,16 +61,14 @@ class Uplink:
             self.out = queue.SimpleQueue()
             over = threading.Event()
             try:
-                with self.access.channel(self.address, self.options) as channel:
+                with self.access.channel(self.address, CHANNEL_OPTIONS) as channel:
                     self._serve(channel, self.out, over)
                 error = "the hub ended the connection"
             except grpc.RpcError as e:
                 error = e.details()
                 if e.code() in FATAL:
-                    self.is_refused = True
-                    return self._tell_loop(
-                        self.refused, f"{self.address} refused this worker: {error}"
-                    )
+                    text = f"{self.address} refused this worker: {error}"
+                    return self._tell_loop(self.refused, text)
             over.set()
             self._check_parent()
             if error != last_error:

@@ -1,5 +1,5 @@
-"""A worker: one process that hosts sessions of environments. Dials out to hubs and answers the
-requests that they forward.
+"""A worker: one process that hosts sessions of environments. Dials out to a hub and answers the
+requests that the hub forwards.
 
 python -m rl_core.service.worker envs/a.py envs/b.py --join host:port
 """
@@ -35,7 +35,6 @@ from rl_core.service.containers import (
 )
 from rl_core.service.flags import add_flags
 from rl_core.service.hosted import LocalEnv
-from rl_core.service.joining import join_all
 from rl_core.service.security import Access
 from rl_core.service.session import ENDED, Numbered, Session, has_ended
 from rl_core.service.uplink import Uplink
@@ -93,7 +92,7 @@ class Worker:
         self.num_held: Counter = Counter()  # Environment -> number of open sessions.
         self.ended: Counter = Counter()  # (environment, status) -> number of ended sessions.
         self.answering: set[asyncio.Task] = set()  # Requests in progress.
-        self.uplinks: list[Uplink] = []
+        self.uplink: Uplink | None = None
         self.draining = False
         self.is_replaced = False  # True if another worker starts after this one exits.
         verbs = ("describe", "tasks", "start", "renew", "cancel", "call", "list_sessions")
@@ -328,11 +327,11 @@ class Worker:
         self.is_replaced = self.is_replaced or replaced
         self.note_change()
 
-    # --- messages to hubs, also called from their threads
+    # --- messages to the hub, also called from the uplink's threads
 
     def note_change(self) -> None:
-        for uplink in self.uplinks:
-            uplink.change()
+        if self.uplink:
+            self.uplink.change()
 
     def hello(self) -> pb.Hello:
         envs = [env.described for env in self.envs.values()]
@@ -384,7 +383,7 @@ def make_worker(envs: list[LocalEnv | ContainedEnv], name: str, args: argparse.N
 
 async def run(args: argparse.Namespace, access: Access) -> int:
     """Runs a worker and returns its exit status. Raises ValueError for files that cannot be served,
-    and if all hubs refuse the worker."""
+    and if the hub refuses the worker."""
     name = args.name or secrets.token_hex(6)
     loop = asyncio.get_running_loop()
     over = loop.create_future()
@@ -401,24 +400,14 @@ async def run(args: argparse.Namespace, access: Access) -> int:
         collect_rarely()
 
         def refused(message: str) -> None:
-            if not all(uplink.is_refused for uplink in worker.uplinks):
-                print(
-                    f"error: {message}; worker {worker.name} continues without it",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            elif not over.done():
-                over.set_exception(ValueError(message))
+            over.set_exception(ValueError(message))
 
         if not args.join.startswith("unix:"):  # A local server prints its address instead.
             print(f"worker {worker.name}", flush=True)
 
-        def open_uplink(address: str, host: str) -> Uplink:
-            return Uplink(worker, address, access, refused, args.parent, host)
-
-        hubs = asyncio.ensure_future(join_all(args.join, worker.uplinks, open_uplink))
+        worker.uplink = Uplink(worker, args.join, access, refused, args.parent)
         sweep = asyncio.ensure_future(worker.sweep())
-        done, _ = await asyncio.wait({over, sweep, hubs}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({over, sweep}, return_when=asyncio.FIRST_COMPLETED)
         for future in done:
             future.result()
         await asyncio.sleep(0.2)  # Time to send the last replies.

@@ -77,6 +77,9 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     if args.join and (args.controller or args.http_port is not None or args.tls_cert):
         hint = "leave out --controller, --http_port and --tls_cert (for TLS to the hub: --tls_ca)"
         raise ValueError(f"--join {args.join} opens no hub of its own: {hint}")
+    host, _, port = args.join.rpartition(":")
+    if args.join and not (host and port.isdecimal() and "," not in host):
+        raise ValueError(f"--join {args.join} must be HOST:PORT of one controller")
     for flag in ("workers", "capacity", "queue", "heartbeat_s", "idle_s", "hook_timeout_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")

@@ -26,7 +26,7 @@ from rl_core.service.containers import ContainedEnv, Runtime, Settings, containe
 from rl_core.service.gateway import Metrics
 from rl_core.service.hub import Hub
 from rl_core.service.security import TOKEN_VARIABLE
-from rl_core.service.wire import ENVIRONMENTS, METHODS, REPLIES, REQUESTS, UNUSABLE
+from rl_core.service.wire import ENVIRONMENTS, HUB, METHODS, REPLIES, REQUESTS, UNUSABLE
 from rl_core.service.worker import Worker
 from rl_core.tools.serve import read_flags
 
@@ -525,24 +525,23 @@ def test_manifests_fit_together():
     files = sorted((ROOT / "scripts/k8s").glob("*.yaml"))
     documents = [document for file in files for document in yaml.safe_load_all(file.read_text())]
     of = {(d["kind"], d["metadata"]["name"]): d["spec"] for d in documents}
-    assert len(of) == len(documents) == 5
+    assert len(of) == len(documents) == 4
     flags = {}
     for (kind, name), spec in of.items():
         if kind == "Deployment":
             flags[name] = flags_of_deployment(spec)
-    controller, container, pod = flags["rl-core-controllers"]
+    controller, container, pod = flags["rl-core-controller"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"grpc": controller.port, "http": controller.http_port}
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(controller.http_port)
     assert container["livenessProbe"]["grpc"]["port"] == controller.port
-    assert container["readinessProbe"]["grpc"] == {"port": controller.port, "service": ENVIRONMENTS}
+    assert container["readinessProbe"]["grpc"] == {"port": controller.port, "service": HUB}
     services = {name: spec for (kind, name), spec in of.items() if kind == "Service"}
     for spec in services.values():
         assert spec["selector"].items() <= pod["metadata"]["labels"].items()
         assert {port["targetPort"] for port in spec["ports"]} <= ports.keys()
     worker, container, pod = flags["rl-core-workers"]
     host, _, port = worker.join.partition(":")
-    assert services[host]["clusterIP"] == "None" and services[host]["publishNotReadyAddresses"]
     assert int(port) in [p["port"] for p in services[host]["ports"]]
     assert worker.drain_s < pod["spec"]["terminationGracePeriodSeconds"]
     assert all(env.startswith("/envs/") for env in worker.envs)

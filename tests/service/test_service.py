@@ -500,33 +500,6 @@ def test_killed_workers_and_controllers_lose_and_double_nothing(tmp_path):
     assert (row["right_counts"], row["lost_of_others"], row["wrong_replies"]) == (30, 0, 0)
 
 
-# --- several hubs
-
-
-def test_a_worker_joins_several_hubs_and_survives_one(counter):
-    flags = ["--controller", "--port", 0, "--heartbeat_s", "0.8"]
-    with serving(*flags) as a, serving(*flags) as b:
-        join = ["--join", f"{a.address},{b.address}"]
-        with serving(counter, *join, "--workers", 1, "--capacity", 2) as host:
-            [worker] = a.workers()
-            assert [other.name for other in b.workers()] == [worker.name]
-            first, second = a.start(), b.start()
-            assert [a.interact(first, 1), b.interact(first, 2), b.interact(second, 1)] == [
-                "1",
-                "2",
-                "1",
-            ]
-            stream = b.stream()
-            stream.say(starting(1, timeout_s=0.3))  # full, whoever started them
-            assert stream.hear(1)[1].code == StatusCode.DEADLINE_EXCEEDED.value[0]
-            a.process.kill()
-            assert b.interact(first, 3) == "3"
-            host.process.send_signal(signal.SIGTERM)
-            b.call("cancel", session=first)
-            b.call("cancel", session=second)
-            assert host.process.wait(60) == 0
-
-
 # --- clients that misbehave
 
 
@@ -721,6 +694,8 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         ("--token_file /dev/null", "error: token_file /dev/null is empty"),
         ("--token_file nowhere", "error: token_file nowhere: No such file or directory"),
         ("--join x:1 --http_port 0", "--join x:1 opens no hub of its own"),
+        ("--join a:1,b:1", "--join a:1,b:1 must be HOST:PORT of one controller"),
+        ("--join a", "--join a must be HOST:PORT of one controller"),
         ("--http_port 99999", "--port 0 and --http_port 99999 must be from 0 to 65535"),
         (
             "--host 127.0.0.1 --http_port TAKEN",

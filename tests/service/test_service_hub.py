@@ -1,12 +1,9 @@
-"""The hub of rl-core serve and a worker's links to several, in this process: limits, and moments
-that a process rarely meets."""
+"""The hub of rl-core serve in this process: limits, and states that a process rarely reaches."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -17,14 +14,13 @@ import pytest
 from grpc import StatusCode
 from kit import ROOT
 
-from rl_core.service import control, joining, starts
+from rl_core.service import control, starts
 from rl_core.service import environments_pb2 as pb
 from rl_core.service import hub as hub_module
 from rl_core.service.connection import Connection
 from rl_core.service.gateway import Metrics
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.hub import Hub
-from rl_core.service.joining import join_all
 from rl_core.service.links import WorkerLink
 from rl_core.service.security import TOKEN_VARIABLE, Access, Admission
 from rl_core.service.uplink import Uplink
@@ -59,21 +55,14 @@ async def happens(fact, what: str) -> None:
 
 
 @asynccontextmanager
-async def listening(
-    hub: Hub, address: str, credentials: grpc.ServerCredentials | None = None, token: str = ""
-) -> AsyncIterator[int]:
-    """Its port."""
+async def listening(hub: Hub, address: str, token: str = "") -> AsyncIterator[int]:
+    """Serves the hub and yields the port."""
     admission = Admission(Access(token=token), (ENVIRONMENTS, HUB))
     server = grpc.aio.server(
         interceptors=[admission], options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)]
     )
     hub.add_to(server)
-    add = (
-        (server.add_secure_port, address, credentials)
-        if credentials
-        else (server.add_insecure_port, address)
-    )
-    port = add[0](*add[1:])
+    port = server.add_insecure_port(address)
     await server.start()
     try:
         yield port
@@ -188,118 +177,6 @@ def test_totals_outlast_workers_and_take_bounded_memory(monkeypatch):
     assert found["rl_core_ended_total", "e", "completed"] == 20
 
 
-class Names(asyncio.SelectorEventLoop):
-    """An event loop with a table of names."""
-
-    def __init__(self, names: dict[str, list[str]]):
-        super().__init__()
-        self.names = names
-
-    async def getaddrinfo(self, host, port, **how):
-        if host not in self.names:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        kinds = [(socket.AF_INET6 if ":" in ip else socket.AF_INET, ip) for ip in self.names[host]]
-        return [(kind, socket.SOCK_STREAM, 6, "", (ip, port)) for kind, ip in kinds]
-
-
-def in_loop(names: dict[str, list[str]], made) -> None:
-    async def play() -> None:
-        try:
-            await made
-        finally:
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-    loop = Names(names)
-    try:
-        loop.run_until_complete(play())
-    finally:
-        loop.close()
-
-
-def test_a_worker_joins_every_address_of_a_name_and_leaves_those_that_it_loses(monkeypatch):
-    monkeypatch.setattr(joining, "LOOK_S", 0.01)
-    names = {
-        "hubs": ["10.0.0.1", "10.0.0.2"],
-        "both": ["::1", "127.0.0.1"],
-        "six": ["fd00::1", "fd00::2"],
-    }
-    opened: dict[str, asyncio.Event] = {}
-    links: list[tuple[str, str]] = []
-
-    class Link:
-        def __init__(self, address: str, host: str):
-            self.is_over = opened[address] = asyncio.Event()
-            links.append((address, host))
-
-    async def join() -> None:
-        uplinks: list[Link] = []
-        joined = asyncio.ensure_future(
-            join_all("hubs:5,both:6,six:7,unix:/h,late:8", uplinks, Link)
-        )
-        await happens(lambda: len(uplinks) == 6, f"all are joined: {links}")
-        six = [("[fd00::1]:7", "six"), ("[fd00::2]:7", "six")]
-        # A hub that listens on both families is one hub, by its name.
-        assert sorted(links) == sorted(
-            [
-                ("10.0.0.1:5", "hubs"),
-                ("10.0.0.2:5", "hubs"),
-                ("both:6", "both"),
-                *six,
-                ("unix:/h", ""),
-            ]
-        )
-        names["hubs"], names["late"] = ["10.0.0.2", "10.0.0.3"], ["10.0.0.9"]
-        await happens(lambda: len(links) == 8, f"new ones are joined: {links}")
-        assert sorted(links[6:]) == [("10.0.0.3:5", "hubs"), ("late:8", "late")]
-        assert [address for address, over in opened.items() if over.is_set()] == [
-            "10.0.0.1:5"
-        ] and len(uplinks) == 7
-        del names["hubs"]  # a name server that is away changes nothing
-        await asyncio.sleep(0.05)
-        assert len(uplinks) == 7
-        joined.cancel()
-        await asyncio.wait([joined])
-
-    in_loop(names, join())
-
-
-def test_hubs_behind_one_name_show_a_certificate_of_that_name(tmp_path):
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj "
-        "/CN=hubs"
-    )
-    names = ["-addext", "subjectAltName=DNS:hubs", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    (tmp_path / "e.py").write_text("def reward_fn(completion): return 1")
-    credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
-    access = Access(ca=cert.read_bytes(), tls=True)
-
-    async def join() -> None:
-        worker = Worker(
-            [LocalEnv(str(tmp_path / "e.py"), hook_timeout_s=9.0, idle_s=9.0)],
-            capacity=1,
-            idle_s=9.0,
-        )
-        one, two = Hub(), Hub()
-        async with (
-            listening(one, "127.0.0.1:0", credentials) as port,
-            listening(two, f"127.0.0.2:{port}", credentials),
-        ):
-            made = lambda address, host: Uplink(worker, address, access, pytest.fail, host=host)  # noqa: E731
-            joined = asyncio.ensure_future(join_all(f"hubs:{port}", worker.uplinks, made))
-            await happens(lambda: one.links and two.links, "the worker joins both")
-            assert list(one.links) == list(two.links) == [worker.name]
-            joined.cancel()
-            for uplink in worker.uplinks:
-                uplink.is_over.set()
-
-    in_loop({"hubs": ["127.0.0.1", "127.0.0.2"]}, join())
-
-
 @pytest.mark.parametrize(
     ("verb", "reply"),
     [
@@ -341,46 +218,21 @@ def test_a_hub_that_stood_still_takes_no_worker_for_silent():
     asyncio.run(stand_still())
 
 
-def test_a_hub_that_refuses_a_worker_ends_its_own_link_alone(tmp_path):
+def test_a_worker_that_its_hub_refuses_exits(tmp_path):
     (tmp_path / "e.py").write_text("def reward_fn(completion): return 1")
     command = ["-m", "rl_core.service.worker", str(tmp_path / "e.py"), "--join"]
-    env = os.environ | {TOKEN_VARIABLE: "right"}
 
-    async def play() -> None:
-        hub, other = Hub(), Hub()
-        async with (
-            listening(hub, "127.0.0.1:0", token="right") as port,
-            listening(other, "127.0.0.1:0", token="b") as b,
-        ):
-
-            async def join(*ports: int) -> asyncio.subprocess.Process:
-                addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
-                how = {"env": env, "cwd": ROOT, "stderr": asyncio.subprocess.PIPE}
-                return await asyncio.create_subprocess_exec(
-                    sys.executable, *command, addresses, **how
-                )
-
-            refusal = (
-                f"error: 127.0.0.1:{b} refused this worker: the bearer token is missing or wrong"
+    async def play() -> tuple[int, str]:
+        async with listening(Hub(), "127.0.0.1:0", token="right") as port:
+            env, pipe = os.environ | {TOKEN_VARIABLE: "wrong"}, asyncio.subprocess.PIPE
+            worker = await asyncio.create_subprocess_exec(
+                sys.executable, *command, f"127.0.0.1:{port}", env=env, cwd=ROOT, stderr=pipe
             )
-            worker = await join(b, port)
-            try:
-                told = (
-                    await asyncio.wait_for(worker.stderr.readuntil(b"without it\n"), 90)
-                ).decode()
-                await happens(lambda: hub.links, "it joins the other one")
-                [name] = hub.links
-                assert refusal in told and told.endswith(f"; worker {name} continues without it\n")
-                start = pb.Request(start=pb.StartRequest(env="e", row='{"prompt": "x"}'))
-                assert (await hub.answer(start)).start.session.startswith(name) and not other.links
-            finally:
-                worker.kill()
-                await worker.wait()
-            alone = await join(b)
-            _, told = await asyncio.wait_for(alone.communicate(), 90)
-            assert alone.returncode == UNUSABLE and refusal in told.decode()
+            _, text = await asyncio.wait_for(worker.communicate(), 90)
+            return worker.returncode, text.decode()
 
-    asyncio.run(play())
+    code, text = asyncio.run(play())
+    assert code == UNUSABLE and "refused this worker: the bearer token is missing or wrong" in text
 
 
 WAITS = """
@@ -396,42 +248,40 @@ def reward_fn(completion):
 """
 
 
-def test_a_start_that_is_sent_again_over_another_hub_is_the_same_session(tmp_path):
-    """One that has just begun, and that the session's worker joins after another one."""
+def test_a_start_that_is_sent_again_to_a_restarted_hub_is_the_same_session(tmp_path):
+    """The session's worker joins the new hub after an idle one."""
     (tmp_path / "e.py").write_text(WAITS)
 
     async def play() -> tuple[str, str, list[int]]:
-        one, two, heard = Hub(), Hub(), []
-        two.observe = lambda verb, seconds: heard.append(verb)
-        watching = asyncio.ensure_future(two.watch())
+        old, new, heard = Hub(), Hub(), []
+        new.observe = lambda verb, seconds: heard.append(verb)
         made = lambda: LocalEnv(str(tmp_path / "e.py"), hook_timeout_s=90.0, idle_s=90.0)  # noqa: E731
-        busy, idle, last = (Worker([made()], capacity=5, idle_s=90.0) for _ in range(3))
+        busy, idle = (Worker([made()], capacity=5, idle_s=90.0) for _ in range(2))
 
         async def join(worker: Worker, hub: Hub, port: int) -> None:
-            worker.uplinks.append(Uplink(worker, f"127.0.0.1:{port}", Access(), pytest.fail))
-            await happens(lambda: worker.name in hub.links, "it joins")
+            worker.uplink = Uplink(worker, f"127.0.0.1:{port}", Access(), pytest.fail)
+            await happens(lambda: worker.name in hub.links, "the worker joins")
 
-        async with listening(one, "127.0.0.1:0") as first, listening(two, "127.0.0.1:0") as second:
-            await join(busy, one, first)
-            await join(idle, one, first)
-            async with listening(one, "127.0.0.1:0") as port:
-                connection = Connection(f"127.0.0.1:{port}", Access(), 60.0)
-                start = pb.StartRequest(env="e", key="k", row='{"prompt": "x"}')
-                starting = asyncio.wrap_future(connection.send(start=start))
-                await happens(lambda: busy.by_key, "it begins on the worker that came first")
-            await join(idle, two, second)
-            two.began_s = time.monotonic()
-            async with listening(two, f"127.0.0.1:{port}"):
-                await happens(lambda: heard, "the client is here")
-                await join(busy, two, second)
-                await join(last, two, second)
-                (tmp_path / "e.go").touch()
-                session = (await asyncio.wait_for(starting, 60)).session
-                connection.close()
-            watching.cancel()
-            for uplink in (*busy.uplinks, *idle.uplinks, *last.uplinks):
-                uplink.is_over.set()
-        return session[:12], busy.name, [worker.num_held["e"] for worker in (busy, idle, last)]
+        async with listening(old, "127.0.0.1:0") as port, listening(old, "127.0.0.1:0") as first:
+            await join(busy, old, first)
+            connection = Connection(f"127.0.0.1:{port}", Access(), 60.0)
+            start = pb.StartRequest(env="e", key="k", row='{"prompt": "x"}')
+            starting = asyncio.wrap_future(connection.send(start=start))
+            await happens(lambda: busy.by_key, "the session begins")
+        busy.uplink.is_over.set()
+        new.began_s = time.monotonic()
+        watching = asyncio.ensure_future(new.watch())
+        async with listening(new, f"127.0.0.1:{port}"):
+            await join(idle, new, port)
+            await happens(lambda: heard, "the client is here")
+            await join(busy, new, port)
+            (tmp_path / "e.go").touch()
+            session = (await asyncio.wait_for(starting, 60)).session
+            connection.close()
+        watching.cancel()
+        for worker in (busy, idle):
+            worker.uplink.is_over.set()
+        return session[:12], busy.name, [worker.num_held["e"] for worker in (busy, idle)]
 
     held_by, busy, num_held = asyncio.run(play())
-    assert (held_by, num_held) == (busy, [1, 0, 0])
+    assert (held_by, num_held) == (busy, [1, 0])
