@@ -18,25 +18,21 @@ from pathlib import Path
 from programs.terminal_agent import BASH, solve
 
 from rl_core.agents.boxed import run_boxed
-from rl_core.agents.harbor import open_task
+from rl_core.agents.harbor import TaskBoxes
 from rl_core.agents.harbor_task import task_rows
 from rl_core.agents.program import filled
 from rl_core.agents.rollout import unasked
 
 TASKS = Path(__file__).parent / "tasks"
-BOX = {
-    "driver": os.environ.get("HARBOR_DRIVER", ""),
-    "network": os.environ.get("HARBOR_NETWORK") == "1",
-}
 networks = {"build": True, "verify": True}  # --agents.build_network, --agents.verify_network
+BOXES = TaskBoxes(
+    driver=os.environ.get("HARBOR_DRIVER", ""),
+    network=os.environ.get("HARBOR_NETWORK") == "1",
+    networks=networks,
+)
 AGENT = shlex.split(os.environ.get("HARBOR_AGENT", ""))
 max_turns = 20
 tools = [BASH]
-
-
-def open_box(task, **more):
-    phases = {f"{phase}_network": has for phase, has in networks.items()}
-    return open_task(task.row["task_folder"], **BOX, **phases, **more)
 
 
 def load_tasks(split):
@@ -49,7 +45,7 @@ async def play_command(task, actor):
     """An episode by the command in $HARBOR_AGENT, as a program in the task's box."""
     async with actor.endpoint() as llm:
         binds = await llm.binds()
-        async with open_box(task, binds=binds) as box:
+        async with BOXES.open(task.row["task_folder"], binds=binds) as box:
             settings = {"environ": box.environ, "workspace": box.cwd}
             limit_s = box.task.agent_timeout_s
             command = filled(AGENT, task.row, __file__)
@@ -67,7 +63,7 @@ async def rollout(task, actors):
     actor = next(iter(actors.values()))
     if AGENT:
         return await play_command(task, actor)
-    async with open_box(task) as box:
+    async with BOXES.open(task.row["task_folder"]) as box:
         limit_s = box.task.agent_timeout_s
         limits = {"max_turns": actors.max_turns, "timeout_s": limit_s}
         reply = await solve(actor, task.messages, box, **limits)
@@ -78,9 +74,18 @@ async def rollout(task, actors):
     return [played]
 
 
+def _has_solution(folder):
+    return Path(folder, "solution/solve.sh").is_file()
+
+
 async def oracle(task):
-    async with open_box(task) as box:
+    folder = task.row["task_folder"]
+    if not _has_solution(folder):
+        return None
+    async with BOXES.open(folder) as box:
         await box.solve()
         solved = f"solution/solve.sh: {box.wrote}"
         score = await box.verify()
+        if box.not_installed and score.reward <= 0:
+            raise box.not_installed
         return score.parts, f"{solved}\ntests/test.sh: {score.wrote}"

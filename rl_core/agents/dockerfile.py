@@ -119,6 +119,13 @@ def check_instruction(instruction: Instruction) -> None:
             raise ValueError(f"{place}: {name} {flag} needs an image; {NEEDS_IMAGE}")
 
 
+def failure(instruction: Instruction, reason: str, details: str = "") -> RuntimeError:
+    """An error whose reason comes first, in the same words for all tasks."""
+    text = f"{instruction.name} of the Dockerfile {reason}{WROTE}{instruction}"
+    details = details.strip()[-MAX_TOLD:]
+    return RuntimeError(f"{text}: {details}" if details else text)
+
+
 def is_fetched(word: str) -> bool:
     return "://" in word or word.endswith(ARCHIVES)
 
@@ -142,7 +149,10 @@ class Build:
         if instruction.name == "RUN":
             await self.run(instruction)
         elif instruction.name in ("COPY", "ADD"):
-            await self.copy(instruction)
+            try:
+                await self.copy(instruction)
+            except (OSError, ValueError) as error:
+                raise failure(instruction, "failed", str(error)) from None
         elif instruction.name == "WORKDIR":
             self.cwd = self.inside(self.filled(instruction.text))
             await self.do(["mkdir", "-p", self.cwd], instruction)
@@ -154,10 +164,7 @@ class Build:
     async def do(self, command: list[str], instruction: Instruction) -> None:
         done = await self.box.exec(command)
         if done.code != 0:
-            raise RuntimeError(
-                f"{instruction.name} of the Dockerfile failed; {NEEDS_IMAGE}{WROTE}"
-                f"{instruction}: {done.stderr.strip()[-MAX_TOLD:]}"
-            )
+            raise failure(instruction, f"failed; {NEEDS_IMAGE}", done.stderr)
 
     def filled(self, text: str) -> str:
         """The text with $NAME and ${NAME} replaced; an unknown name stays."""
@@ -191,11 +198,9 @@ class Build:
         )
         self.timeout_s -= time.monotonic() - begun
         if done.code != 0 or done.timed_out:
-            wrote = (done.stderr or done.stdout).strip()[-MAX_TOLD:]
+            wrote = done.stderr or done.stdout
             ending = "ran longer than build_timeout_sec allows" if done.timed_out else "failed"
-            raise RuntimeError(
-                f"RUN of the Dockerfile {ending}; {self.why_failed}{WROTE}{instruction}: {wrote}"
-            )
+            raise failure(instruction, f"{ending}; {self.why_failed}", wrote)
 
     async def copy(self, instruction: Instruction) -> None:
         words = [self.filled(word) for word in instruction.words]
@@ -220,13 +225,13 @@ class Build:
         self, stage: str, sources: list[str], target: str, instruction: Instruction
     ) -> None:
         if self.take is None:
-            raise ValueError(f"{instruction.place}: COPY --from={stage} needs an image")
+            raise failure(instruction, f"has --from; {NEEDS_IMAGE}")
         into, many = self.inside(target), len(sources) > 1 or target.endswith(("/", "."))
         for source in sources:
             try:
                 path = shlex.quote(await self.take(stage, source))
             except ValueError as error:
-                raise ValueError(f"{instruction.place}: {error}; {NEEDS_IMAGE}") from None
+                raise failure(instruction, f"failed; {NEEDS_IMAGE}", str(error)) from None
             quoted, name = shlex.quote(into), shlex.quote(PurePosixPath(source).name)
             command = f"if [ -d {path} ]; then mkdir -p {quoted} && cp -a {path}/. {quoted}; "
             if many:
@@ -257,7 +262,7 @@ class Build:
         """Unpacks an archive of the context, or fetches a file."""
         if "://" in word:
             if not self.installers:
-                raise ValueError(f"{instruction.place}: ADD of a URL needs a network at build time")
+                raise failure(instruction, "has a URL, and the build has no network")
             data = await asyncio.to_thread(fetch, word, self.timeout_s, instruction)
             name = PurePosixPath(word.partition("?")[0]).name
             await self.box.put(f"{into.rstrip('/')}/{name}" if target.endswith("/") else into, data)
@@ -273,7 +278,11 @@ class Build:
         paths = [self.context / name for name in names]
         context = self.context.resolve()
         if not paths or not all(path.resolve().is_relative_to(context) for path in paths):
-            raise ValueError(f"{instruction.place}: there is no {pattern} in {self.context}")
+            raise failure(
+                instruction,
+                "names a file that environment/ does not have",
+                f"there is no {pattern} in {self.context}",
+            )
         return paths
 
 
@@ -301,7 +310,7 @@ def fetch(url: str, timeout_s: float, instruction: Instruction) -> bytes:
         with urllib.request.urlopen(url, timeout=max(timeout_s, 1.0)) as answer:
             return answer.read()
     except (OSError, ValueError) as error:
-        raise RuntimeError(f"{instruction.place}: ADD {url}: {error}") from None
+        raise failure(instruction, "could not fetch a URL", str(error)) from None
 
 
 def build_image(engine: str, folder: Path, timeout_s: float, network: bool = True) -> str:

@@ -11,22 +11,23 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from rl_core.agents.dockerfile import Build, build_image, read_instructions
-from rl_core.agents.harbor_task import HarborTask, network_needed, read_task
+from rl_core.agents.harbor_task import NETWORKS, HarborTask, network_needed, read_task
 from rl_core.agents.image_root import (
     Image,
+    NotFetched,
     build_root,
     folders_of_programs,
     is_below,
     prepare_home,
-    warm_layers,
+    warm_layer,
 )
 from rl_core.agents.installs import needs_image, network_lines
 from rl_core.agents.verifier_tools import VerifierTools, bounded, first_failed_install
-from rl_core.data.episodes import WROTE
+from rl_core.data.episodes import WROTE, failure_reason
 from rl_core.sampling.hooks import finite_parts
 from rl_core.sandbox import boxes
 from rl_core.sandbox.box_settings import Box, Root
@@ -45,7 +46,7 @@ SIGNALLED = range(129, 193)  # exit codes of what a signal ended
 MAX_APART = 1e-3  # of one reward in two files
 MAX_WROTE = 8000  # characters of a script's output that are kept with an episode
 MAX_IN_ERROR = 2000  # the same in an error
-RETRY_S = 600.0  # until a verifier without its tools is tried again
+READ_ONLY = "Read-only file system"  # The kernel's text for EROFS.
 # Prints the text files next to the reward, such as pytest.log.
 LOG_FILES = f"""for file in {LOGS}/verifier/*; do case $file in
 */reward.*|*.json|*.xml) ;;
@@ -79,7 +80,9 @@ class TaskBox:
     cwd: str  # the working folder of commands
     # Opens another box of the task, in which no agent worked.
     reopen: Callable[[], AbstractAsyncContextManager[TaskBox]]
+    note_tools_missing: Callable[[str], None]  # Later episodes of the task fail with this error.
     wrote: str = ""  # the output of the script that ran last
+    not_installed: RuntimeError | None = None  # why solve.sh could not install, if it tried
     image: Image | None = None  # A box of bubblewrap has one if its task installs software.
     verify_network: bool = False
     programs: str = ""  # hash of the folders in PATH, as the Dockerfile left these
@@ -89,39 +92,46 @@ class TaskBox:
         return await self.box.exec(command, timeout_s=timeout_s, environ=self.environ, cwd=self.cwd)
 
     async def solve(self) -> None:
-        """Runs the task's solution, whose exit code is noted and decides nothing. Raises
+        """Runs the task's solution/solve.sh. Its exit code is shown and decides nothing. Raises
         RuntimeError if it runs out of time."""
-        folder = self.task.folder / "solution"
-        if not (folder / "solve.sh").is_file():
-            raise ValueError("the task has no solution/solve.sh to play")
-        await self.box.put(SOLUTION, folder)
+        await self.box.put(SOLUTION, self.task.folder / "solution")
         environ = self.environ | self.task.solution.env
         done = await self.run(f"{SOLUTION}/solve.sh", environ, self.task.agent_timeout_s)
         if done.timed_out:
             raise self.failure(f"solution/solve.sh {ended(done)}")
         if done.code != 0:
             self.wrote += f"\n[{ended(done)}]"
+        if READ_ONLY in self.wrote or first_failed_install(self.wrote):
+            self.not_installed = self.failure(
+                "solution/solve.sh could not install: agents have no network unless "
+                "HARBOR_NETWORK=1, and with bubblewrap the box's system is read-only; install in "
+                "environment/Dockerfile"
+            )
         self.wrote = bounded(self.wrote, MAX_WROTE)
 
     async def verify(self) -> Score:
         """Scores the box as the agent left it. An agent that ends, hides or breaks the tools of
-        test.sh keeps its score; a task whose test.sh has no tools in an untouched box fails.
-        Raises RuntimeError, as score() does."""
+        test.sh keeps its score. Raises RuntimeError if test.sh has no tools in an untouched box
+        either, or cannot be judged there, and as score() does."""
         score = await self.score()
         if not score.missing:
             return score
-        await self.check_untouched()
+        await self.check_untouched(score.missing)
         # A network that failed for a moment may be back.
         return await self.score()
 
-    async def check_untouched(self) -> None:
+    async def check_untouched(self, missing: str) -> None:
         """Runs test.sh in a box in which no agent worked, which no agent can change. Raises
-        RuntimeError if its tools are missing there too."""
+        RuntimeError if its tools are missing there too, or if test.sh leaves no verdict there.
+        `missing`: the line that says which tool the agent's box lacks."""
         async with self.reopen() as untouched:
             try:
                 score = await untouched.score()
-            except RuntimeError:
-                return  # Tests that end without a reward where nothing was done have their tools.
+            except RuntimeError as error:
+                raise untouched.failure(
+                    f"the tools of tests/test.sh are missing ({missing}), and an untouched box "
+                    f"does not show why: {failure_reason(str(error), '')}"
+                ) from None
         if score.missing:
             fault = (
                 f"the tools of tests/test.sh are missing, in an untouched box too: {score.missing}"
@@ -130,7 +140,7 @@ class TaskBox:
                 fault += f" ({installing})"
             fault += "; give the box a network, or install them in the Dockerfile"
             error = untouched.failure(fault)
-            WITHOUT_TOOLS[self.task.folder] = (time.monotonic(), str(error))
+            self.note_tools_missing(str(error))
             raise error
 
     async def score(self) -> Score:
@@ -326,92 +336,104 @@ def ended(done: boxes.ExecResult) -> str:
     return "ran out of time" if done.timed_out else f"ended with exit code {done.code}"
 
 
-# Folder of a task -> when its verifier was found without tools, and the error. Of this process:
-# later episodes fail before their agents play.
-WITHOUT_TOOLS: dict[Path, tuple[float, str]] = {}
+@dataclass(kw_only=True, slots=True)
+class TaskBoxes:
+    """Opens boxes of tasks. Episodes of a task whose verifier has no tools fail before their
+    agents play, until a verifier is tried again after retry_s seconds."""
 
+    driver: str = ""  # as boxes.open()
+    network: bool = False  # Agents have one if their task wants one too.
+    networks: dict[str, bool] = field(default_factory=NETWORKS.copy)
+    retry_s: float = 600.0
+    without_tools: dict[Path, tuple[float, str]] = field(default_factory=dict)  # (when, error)
+    # Folder of a task -> when a part of the packages of its test.sh could not be fetched.
+    not_fetched: dict[Path, float] = field(default_factory=dict)
 
-@asynccontextmanager
-async def open_task(
-    folder: str,
-    *,
-    driver: str = "",
-    network: bool = False,
-    binds: Mapping[str, str] | None = None,
-    build_network: bool = True,
-    verify_network: bool = True,
-) -> AsyncIterator[TaskBox]:
-    """The box of a task, made by its Dockerfile or of its image. `driver` and `binds`: as
-    boxes.open(). `network`: the agent has one if the task wants it too. `build_network`,
-    `verify_network`: RUN lines and test.sh have one."""
-    task = read_task(folder)
-    found_at, error = WITHOUT_TOOLS.get(task.folder, (-math.inf, ""))
-    if time.monotonic() - found_at < RETRY_S:
-        raise RuntimeError(error)
-    said = task.environment
-    name, root = said.docker_image or "", None
-    if driver == "bubblewrap":
-        name = ""
-    elif driver and not name:
-        context, limit_s = task.dockerfile.parent, said.build_timeout_sec
-        name = await asyncio.to_thread(build_image, driver, context, limit_s, build_network)
-    image = None if name else await image_of(task, build_network, verify_network)
-    if image is not None:
-        workdir = said.workdir or image.cwd
-        layers, protected = tuple(image.layers), tuple(image.protected)
-        root = Root(layers=layers, protected=protected, workdir=workdir)
-    box = await boxes.open(
-        {},
-        driver=driver,
-        image=name,
-        limits=task.limits,
-        network=network and task.allows_network,
-        binds=binds,
-        root=root,
-    )
-    async with box:
-        environ, cwd = dict(said.env), said.workdir or ""
-        if name:
-            cwd = cwd or (await box.exec("pwd")).stdout.rstrip("\n")
-        elif image is not None:
-            environ, cwd = image.environ | environ, workdir
-        else:
-            build = await carried_out(task, box)
-            environ, cwd = build.environ | environ, cwd or build.cwd
-        phases = {"build_network": build_network, "verify_network": verify_network}
-        reopen = functools.partial(open_task, folder, driver=driver, network=network, **phases)
-        opened = TaskBox(
-            box=box,
-            task=task,
-            environ=environ,
-            cwd=cwd,
-            reopen=reopen,
-            image=image,
-            verify_network=verify_network,
+    @asynccontextmanager
+    async def open(
+        self, folder: str, *, binds: Mapping[str, str] | None = None
+    ) -> AsyncIterator[TaskBox]:
+        """The box of a task, made by its Dockerfile or of its image. `binds`: as boxes.open()."""
+        task = read_task(folder)
+        noted_at, error = self.without_tools.get(task.folder, (-math.inf, ""))
+        if time.monotonic() - noted_at < self.retry_s:
+            raise RuntimeError(error)
+        name, image, root = await self.image_name(task), None, None
+        workdir = task.environment.workdir or ""
+        if not name and (image := await self.image_of(task)):
+            workdir = workdir or image.cwd
+            layers, protected = tuple(image.layers), tuple(image.protected)
+            root = Root(layers=layers, protected=protected, workdir=workdir)
+        box = await boxes.open(
+            {},
+            driver=self.driver,
+            image=name,
+            limits=task.limits,
+            network=self.network and task.allows_network,
+            binds=binds,
+            root=root,
         )
-        if image is None and not name:
-            opened.programs = await opened.hash_programs()
-        yield opened
+        async with box:
+            environ = dict(task.environment.env)
+            if name:
+                workdir = workdir or (await box.exec("pwd")).stdout.rstrip("\n")
+            elif image is not None:
+                environ = image.environ | environ
+            else:
+                build = await carried_out(task, box)
+                environ, workdir = build.environ | environ, workdir or build.cwd
+            opened = TaskBox(
+                box=box,
+                task=task,
+                environ=environ,
+                cwd=workdir,
+                reopen=functools.partial(self.open, folder),
+                note_tools_missing=functools.partial(self.note_tools_missing, task.folder),
+                image=image,
+                verify_network=self.networks["verify"],
+            )
+            if image is None and not name:
+                opened.programs = await opened.hash_programs()
+            yield opened
 
+    def note_tools_missing(self, folder: Path, error: str) -> None:
+        self.without_tools[folder] = (time.monotonic(), error)
 
-async def image_of(task: HarborTask, build_network: bool, verify_network: bool) -> Image | None:
-    """The image of a task that installs software, for a box of bubblewrap; None for a task that
-    is played on this machine's system. Raises ValueError if a line needs a network that its phase
-    lacks."""
-    if not task.dockerfile.is_file():
-        return None
-    by_tests = network_lines(task.folder / "tests" / "test.sh")
-    if not by_tests and not needs_image(read_instructions(task.dockerfile)):
-        return None
-    networks = {"build": build_network, "verify": verify_network}
-    await asyncio.to_thread(network_needed, task, networks)
-    limit_s = task.environment.build_timeout_sec
-    image = await asyncio.to_thread(build_root, task.dockerfile, limit_s, build_network)
-    if by_tests:
-        environ = image.environ | task.environment.env | task.verifier.env
-        tests, limit_s = task.folder / "tests", task.verifier.timeout_sec
-        image.layers = await asyncio.to_thread(warm_layers, image, tests, environ, limit_s)
-    return image
+    async def image_name(self, task: HarborTask) -> str:
+        """The name of a task's image for docker or podman; "" for a box of bubblewrap."""
+        if self.driver == "bubblewrap":
+            return ""
+        if task.environment.docker_image or not self.driver:
+            return task.environment.docker_image or ""
+        context, limit_s = task.dockerfile.parent, task.environment.build_timeout_sec
+        return await asyncio.to_thread(
+            build_image, self.driver, context, limit_s, self.networks["build"]
+        )
+
+    async def image_of(self, task: HarborTask) -> Image | None:
+        """The image of a task that installs software, for a box of bubblewrap; None for a task
+        that is played on this machine's system. Raises ValueError if a line needs a network that
+        its phase lacks."""
+        if not task.dockerfile.is_file():
+            return None
+        by_tests = network_lines(task.folder / "tests" / "test.sh")
+        if not by_tests and not needs_image(read_instructions(task.dockerfile)):
+            return None
+        await asyncio.to_thread(network_needed, task, self.networks)
+        limit_s = task.environment.build_timeout_sec
+        image = await asyncio.to_thread(
+            build_root, task.dockerfile, limit_s, self.networks["build"]
+        )
+        tried_at = self.not_fetched.get(task.folder, -math.inf)
+        if by_tests and time.monotonic() - tried_at >= self.retry_s:
+            environ = image.environ | task.environment.env | task.verifier.env
+            tests, limit_s = task.folder / "tests", task.verifier.timeout_sec
+            try:
+                layer = await asyncio.to_thread(warm_layer, image, tests, environ, limit_s)
+                image.layers.insert(0, layer)
+            except NotFetched:
+                self.not_fetched[task.folder] = time.monotonic()
+        return image
 
 
 async def carried_out(task: HarborTask, box: Box) -> Build:

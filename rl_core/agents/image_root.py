@@ -21,7 +21,7 @@ from rl_core.agents.dockerfile import (
     digest_of,
     read_instructions,
 )
-from rl_core.agents.verifier_tools import VerifierTools
+from rl_core.agents.verifier_tools import VerifierTools, failed_download
 from rl_core.sandbox.box_bubblewrap import SYSTEM_PATH, BubblewrapBox
 from rl_core.sandbox.box_settings import Box, BoxSettings, Root
 from rl_core.sandbox.engines import ENGINE_S
@@ -324,17 +324,14 @@ async def prepare_home(box: Box) -> None:
     await box.exec(["/bin/sh", "-c", link], environ={"PATH": SYSTEM_PATH}, cwd="/")
 
 
-def warm_layers(image: Image, tests: Path, environ: dict[str, str], timeout_s: float) -> list[str]:
-    """The image's layers below a layer with packages that test.sh fetches. They are fetched once,
-    by playing test.sh in a box that no agent has seen."""
+def warm_layer(image: Image, tests: Path, environ: dict[str, str], timeout_s: float) -> str:
+    """A layer with the packages that test.sh fetches. They are fetched once, by playing test.sh in
+    a box that no agent has seen. Raises NotFetched; nothing is kept then."""
     folder = warm_folder(image, tests)
-    try:
-        with making(folder, timeout_s + 2 * ENGINE_S) as made:
-            if made is not None:
-                asyncio.run(fetch_packages(image, tests, environ, timeout_s, made))
-    except ToolsMissing:
-        return image.layers  # The next episode tries again.
-    return [str(folder / "kept"), *image.layers]
+    with making(folder, timeout_s + 2 * ENGINE_S) as made:
+        if made is not None:
+            asyncio.run(fetch_packages(image, tests, environ, timeout_s, made))
+    return str(folder / "kept")
 
 
 def warm_folder(image: Image, tests: Path) -> Path:
@@ -342,8 +339,8 @@ def warm_folder(image: Image, tests: Path) -> Path:
     return cache_folder() / "warm" / key
 
 
-class ToolsMissing(Exception):
-    """The network did not give the tools of a test.sh."""
+class NotFetched(Exception):
+    """The network did not give all that a test.sh fetches."""
 
 
 async def fetch_packages(
@@ -362,8 +359,9 @@ async def fetch_packages(
             ["/bin/sh", "-c", command], timeout_s=timeout_s, environ=environ, cwd=image.cwd
         )
     wrote = f"{done.stdout}{done.stderr}"
-    if done.timed_out or VerifierTools.of(tests).missing(wrote, done.code):
-        raise ToolsMissing
+    missing = VerifierTools.of(tests).missing(wrote, done.code) or failed_download(wrote)
+    if done.timed_out or missing:
+        raise NotFetched
     for name in FETCHED:
         if (folder / "changes" / name).is_dir():
             make_folder(folder / "kept" / Path(name).parent)

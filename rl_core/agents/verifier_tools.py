@@ -26,6 +26,7 @@ RAN_TESTS = re.compile(
     r"[\d.]+s|\bno tests ran in ",
     re.MULTILINE,
 )
+UV_SITE = "astral.sh"
 MAX_LINE = 120  # characters of a line in a reason
 
 
@@ -80,6 +81,15 @@ def first_failed_install(wrote: str) -> str:
     """The first line of a package manager that failed, or ""."""
     lines = (line.strip() for line in wrote.splitlines())
     return next((line[:MAX_LINE] for line in lines if INSTALLER.search(line)), "")
+
+
+def failed_download(wrote: str) -> str:
+    """The first line of an installer that the network gave nothing to, or "". A program that is
+    not there needs no network, and boxes have a uv without its installer."""
+    for line in map(str.strip, wrote.splitlines()):
+        if INSTALLER.search(line) and not line.endswith("not found") and UV_SITE not in line:
+            return line[:MAX_LINE]
+    return ""
 
 
 def bounded(text: str, limit: int) -> str:

@@ -146,7 +146,10 @@ def check_oracle(
     print()
     say("result", table.lines())
     counts = table.as_data()
-    return {"environment": env.path, **counts, "failed": counts["not_good"]}
+    num_failed = counts["not_good"]
+    if not any(verdict.has_solution for verdict in verdicts):
+        num_failed = len(verdicts)  # Nothing was checked.
+    return {"environment": env.path, **counts, "failed": num_failed}
 
 
 def refused_tasks(rows: str | None) -> dict[str, list[str]]:

@@ -36,6 +36,7 @@ class Verdict:
     seconds: float
     error: str = ""  # the reason of what failed
     log: str = ""  # output of the solution and the tests
+    has_solution: bool = True
 
     @property
     def is_solved(self) -> bool:
@@ -44,17 +45,19 @@ class Verdict:
     @property
     def is_good(self) -> bool:
         """True if the solution earns something, and more than doing nothing."""
-        return not self.fault
+        return self.has_solution and not self.fault
 
     @property
     def fault(self) -> str:
         """The reason why the task is not good to train on, or ""."""
         if self.error:
             return self.error
-        if self.oracle > max(self.nothing, 0.0):
+        if self.has_solution and self.oracle > max(self.nothing, 0.0):
             return ""
         if self.nothing >= SOLVED:
             return "doing nothing solves it"
+        if not self.has_solution:
+            return ""
         return f"its solution earns {self.oracle:.4g}, and doing nothing {self.nothing:.4g}"
 
 
@@ -75,7 +78,8 @@ class Table:
             "solved_by_solution": sum(v.is_solved for v in judged),
             "partly_solved_by_solution": sum(v.is_good and not v.is_solved for v in judged),
             "solved_by_nothing": sum(v.nothing is not None and v.nothing >= SOLVED for v in judged),
-            "not_good": sum(not v.is_good for v in judged),
+            "no_solution": sum(not v.has_solution for v in judged),
+            "not_good": sum(bool(v.fault) for v in judged),
             "refused": num_refused,
         }
 
@@ -83,15 +87,16 @@ class Table:
         """Reason -> tasks that are not good to train on for it."""
         reasons: dict[str, list[str]] = {}
         for verdict in self.verdicts:
-            if not verdict.is_good:
+            if verdict.fault:
                 reasons.setdefault(verdict.fault, []).append(verdict.task)
         return reasons
 
     def lines(self) -> list[str]:
         lines = []
+        shown = {"not_good": self.reasons(), "refused": self.refused}
         for name, number in self.counts().items():
             lines.append(f"{name.replace('_', ' '):<26} {number:>6}")
-            reasons = {"not_good": self.reasons(), "refused": self.refused}.get(name, {})
+            reasons = shown.get(name, {})
             for reason, tasks in sorted(reasons.items(), key=lambda item: -len(item[1])):
                 first = f"{reason[:MAX_REASON]} (the first: {tasks[0]})"
                 lines.append(f"  {len(tasks):>6} {printable(first)}")
@@ -115,7 +120,7 @@ async def judge_all(
     if "oracle" not in env.hooks:
         raise ValueError(
             f"{env.path}: --oracle needs async def oracle(task), which plays a task's solution and "
-            "gives its reward, or (reward, text to show)"
+            "gives its reward, (reward, text to show), or None for a task without a solution"
         )
     width = max(len(name_of(task)) for task in tasks)
     tell(f"{'task':<{width}} {'oracle':>8} {'nothing':>8} {'seconds':>8}")
@@ -127,7 +132,7 @@ async def judge_all(
         async with room:
             verdict = await judge(env, task, play_nothing)
         tell(described(verdict, width))
-        if not verdict.is_good and verdict.log and num_logs < MAX_LOGS:
+        if verdict.fault and verdict.log and num_logs < MAX_LOGS:
             num_logs += 1
             tell(shown_log(verdict.log))
         return verdict
@@ -142,9 +147,11 @@ async def judge(
     verdict = Verdict(task=name_of(task), oracle=None, nothing=None, seconds=0.0)
     try:
         result = await env.hooks["oracle"](task, {"task": task})
-        reward, verdict.log = result if isinstance(result, tuple) else (result, "")
-        parts = finite_parts(reward, "oracle", f"{env.path}: what oracle() returned")
-        verdict.oracle = math.fsum(parts.values())
+        verdict.has_solution = result is not None
+        if verdict.has_solution:
+            reward, verdict.log = result if isinstance(result, tuple) else (result, "")
+            parts = finite_parts(reward, "oracle", f"{env.path}: what oracle() returned")
+            verdict.oracle = math.fsum(parts.values())
     except (HookError, ValueError) as error:
         # A RuntimeError says itself what failed, and has its lines.
         cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
@@ -170,6 +177,7 @@ def described(verdict: Verdict, width: int) -> str:
     for score in (verdict.oracle, verdict.nothing):
         scores.append("failed" if score is None else f"{score:.4g}")
     oracle, nothing = scores
+    oracle = oracle if verdict.has_solution else "none"
     line = f"{verdict.task:<{width}} {oracle:>8} {nothing:>8} {verdict.seconds:>8.1f}"
     return f"{line}  {printable(verdict.fault[:MAX_REASON])}".rstrip()
 
@@ -186,9 +194,14 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     no_box = [verdict for verdict in verdicts if NO_SANDBOX in verdict.error]
     if no_box:
         return f"{NO_SANDBOX} for {len(no_box)} of {len(verdicts)} tasks, which were not judged"
-    bad = sum(not verdict.is_good for verdict in verdicts)
+    bad = sum(bool(verdict.fault) for verdict in verdicts)
     if bad:
-        return f"{bad} of {len(verdicts)} tasks are no good to train on"
-    if not all(verdict.is_solved for verdict in verdicts):
-        return f"{len(verdicts)} tasks: solutions earn a reward, and doing nothing earns less"
-    return f"{len(verdicts)} tasks: solutions solve them, and doing nothing does not"
+        return f"{bad} of {len(verdicts)} tasks are not good to train on"
+    without = sum(not verdict.has_solution for verdict in verdicts)
+    more = f"; {without} more have no solution to play" if without else ""
+    played = [verdict for verdict in verdicts if verdict.has_solution]
+    if not played:
+        return f"none of {without} tasks has a solution to play"
+    if not all(verdict.is_solved for verdict in played):
+        return f"{len(played)} tasks: solutions earn a reward, and doing nothing earns less{more}"
+    return f"{len(played)} tasks: solutions solve them, and doing nothing does not{more}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 import urllib.request
+import uuid
 
 import pytest
 
-from rl_core.agents.harbor import open_task
+from rl_core.agents.harbor import TaskBoxes
+from rl_core.agents.image_root import cached_phases
 from rl_core.sandbox.roots import DEBIAN, unreachable_mirrors
 
 pytestmark = pytest.mark.slow  # fetching and unpacking a base takes minutes
@@ -83,7 +85,7 @@ def task(tmp_path_factory):
 
 def score_of(task, command: str) -> float:
     async def play() -> float:
-        async with open_task(str(task), driver="bubblewrap") as box:
+        async with TaskBoxes(driver="bubblewrap").open(str(task)) as box:
             if command == "solve":
                 await box.solve()
             else:
@@ -115,7 +117,30 @@ def test_cheats_in_a_built_box_earn_nothing(task, command):
 )
 def test_an_agent_in_a_built_box_has_its_packages_and_no_network(task, command, code):
     async def play() -> int:
-        async with open_task(str(task), driver="bubblewrap") as box:
+        async with TaskBoxes(driver="bubblewrap").open(str(task)) as box:
             return (await box.exec(command, timeout_s=30)).code
 
     assert asyncio.run(play()) == code
+
+
+def test_packages_are_kept_once_the_network_gives_them(task, tmp_path, monkeypatch):
+    folder = tmp_path / "task"
+    shutil.copytree(task, folder)
+    script = f"#!/bin/sh\n# {uuid.uuid4()}\napt-get update\necho 1 > /logs/verifier/reward.txt\n"
+    (folder / "tests/test.sh").write_text(script)
+    boxes = TaskBoxes(driver="bubblewrap")
+
+    def phases_after_an_episode() -> set[str]:
+        async def play() -> None:
+            async with boxes.open(str(folder)):
+                pass
+
+        asyncio.run(play())
+        return cached_phases(folder / "environment/Dockerfile", folder / "tests")
+
+    with monkeypatch.context() as closed:
+        closed.setenv("http_proxy", "http://127.0.0.1:9")
+        assert phases_after_an_episode() == {"build"}
+    assert phases_after_an_episode() == {"build"}  # Not tried again before retry_s.
+    boxes.retry_s = 0.0
+    assert phases_after_an_episode() == {"build", "verify"}
