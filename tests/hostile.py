@@ -48,24 +48,17 @@ class Hostile:
     code: str
     language: str = "python"
     tests: list | None = None
-    open_at: tuple[str, ...] = ()  # levels at which it is known to succeed
-    harms: bool = False  # not run at the level rlimits: it would hit the host
-    timeout_s: float = 1.0
+    timeout_s: float = 0.6
 
 
 ALL: list[Hostile] = []
 
 
 def add(names: str, *codes: str, **more) -> None:
-    """Programs by their names. What follows a name after `|`: a language, or levels at which it
-    succeeds, or `harms`."""
+    """Adds programs by their names. A word after `|` behind a name is the program's language."""
     for name, code in zip(names.split(","), codes, strict=True):
-        name, *marks = (part.strip() for part in name.split("|"))
-        made = Hostile(name, code, **more)
-        made.language = next((mark for mark in marks if mark in ("bash", "cpp")), made.language)
-        made.open_at = tuple(mark for mark in LEVELS if mark in " ".join(marks).split())
-        made.harms = any("harms" in mark for mark in marks)
-        ALL.append(made)
+        name, _, language = (word.strip() for word in name.partition("|"))
+        ALL.append(Hostile(name, code, **({"language": language} if language else {}) | more))
 
 
 def tries(*lines: str, imports: str = "os, sys, socket, ctypes, subprocess, time") -> str:
@@ -291,12 +284,12 @@ add(
 
 # Files, processes and the kernel.
 add(
-    "a file of the host | rlimits, a file of the host by a symlink | rlimits, a file of the host "
+    "a file of the host, a file of the host by a symlink, a file of the host "
     "by a hard link,"
-    "/etc/passwd | rlimits, the owner's environment | rlimits, the owner's memory | rlimits, "
+    "/etc/passwd, the owner's environment, the owner's memory, "
     "/proc/1/root, "
     "core_pattern, a cgroup's release_agent, a write into the interpreter, a write into /usr,"
-    "any writable folder | rlimits, a device by mknod, a disk device, kernel memory, the owner's "
+    "any writable folder, a device by mknod, a disk device, kernel memory, the owner's "
     "files by handle, secrets in the environment",
     tries("open({secret_file!r}).read()"),
     tries("os.symlink({secret_file!r}, 'x')", "open('x').read()"),
@@ -326,8 +319,8 @@ add(
     tries("1 / any('SECRET' in name for name in os.environ)"),
 )
 add(
-    "a signal to the owner | rlimits harms, a signal to the supervisor | rlimits harms, "
-    "a signal to everybody | rlimits harms, ptrace of the owner, ptrace of the supervisor,"
+    "a signal to the owner, a signal to the supervisor, "
+    "a signal to everybody, ptrace of the owner, ptrace of the supervisor,"
     "process_vm_readv, a pidfd of the owner, a new user namespace, clone into a user namespace, "
     "joining a namespace, a mount, chroot,"
     "setuid 0, a set-user-ID program, regaining capabilities, bpf, perf_event_open, io_uring, "
@@ -387,7 +380,7 @@ add(
     "memory by mmap, memory by many processes,"
     "a big file, a sparse file of 1 TB, many files, many files open, pipes full of data, SysV "
     "shared memory, "
-    "POSIX shared memory | rlimits harms,"
+    "POSIX shared memory,"
     "message queues, a stdout flood, a stderr flood, a flood from yes | bash, a stdout that is "
     "never read",
     "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
@@ -448,11 +441,11 @@ add(
     "import ctypes\nlibc = ctypes.CDLL(None)\nC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, "
     "ctypes.c_void_p)\n"
     "a = (ctypes.c_int * 2)(2, 1)\ndef g(x, y):\n    libc.qsort(a, 2, 4, C(g)); return 0\ng(0, 0)",
-    timeout_s=0.7,
+    timeout_s=0.5,
 )  # fmt: skip
 # The compiler.
 add(
-    "C++ that includes a file of the host, C++ that embeds a file of the host | rlimits, "
+    "C++ that includes a file of the host, C++ that embeds a file of the host, "
     "C++ that includes /dev/zero, C++ templates without end,"
     "C++ that makes a 10 GB array, C++ that reads out of bounds, C++ that divides by zero",
     '#include "{secret_file}"\nint main() {}',
@@ -512,11 +505,11 @@ add(
 add(
     "a signal to its process group, the limits of a process of the host, the priority of a process "
     "of the host,"
-    "the cores of a process of the host, a terminal that others see | rlimits, 32-bit system "
+    "the cores of a process of the host, a terminal that others see, 32-bit system "
     "calls, x32 system calls,"
     "its parent's death unheeded, an urgent byte, a pair of sockets of another family,"
-    "the mode of a file of the host | rlimits, its output in a cycle of sockets, a folder closed "
-    "to its owner, folders 3000 deep, C++ that looks for a file of the host | cpp | rlimits",
+    "the mode of a file of the host, its output in a cycle of sockets, a folder closed "
+    "to its owner, folders 3000 deep, C++ that looks for a file of the host | cpp",
     tries("os.kill(0, 9)", "1 / 0"),  # host() and the other programs suffer if it gets through
     tries("import resource", "resource.prlimit({pid}, resource.RLIMIT_CORE, (0, 0))"),
     tries("os.setpriority(os.PRIO_PROCESS, {pid}, 19)"),
@@ -641,8 +634,6 @@ def filled(code: str, names: dict) -> str:
 
 async def attack(sandbox, hostile: Hostile, names: dict) -> tuple[str, str]:
     """`stopped` or `open`, and the status."""
-    if hostile.harms and sandbox.level == "rlimits":
-        return "open", "not run"
     code = filled(hostile.code, names)
     how = {"language": hostile.language, "timeout_s": hostile.timeout_s}
     found = await sandbox.run(code, tests=hostile.tests or (), **how)
@@ -660,7 +651,7 @@ async def attack_all(sandbox) -> tuple[int, dict[str, tuple[str, str]]]:
 def table() -> str:
     columns = {}
     for level in LEVELS:
-        sandbox = Sandbox(level=level, unsafe=True)
+        sandbox = Sandbox(level=level)
         _, columns[level] = asyncio.run(attack_all(sandbox))
         sandbox.close()
     lines = [f"| program | {' | '.join(LEVELS)} |", "|---|" + "---|" * len(LEVELS)]

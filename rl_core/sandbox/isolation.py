@@ -1,10 +1,10 @@
 """What closes a program in: namespaces, Landlock, seccomp and limits, each by the kernel's own
 means. Standard library only.
 
-Two layers. The *box* is made once, around the process that forks programs: bubblewrap, or a mount
-namespace of our own. It has no network, no environment variables, and of the disk only the
-interpreter and the system's libraries, read-only. Each *program* gets namespaces of its own inside
-the box. Where namespaces are not allowed, Landlock and seccomp close files and network instead.
+Two layers. Bubblewrap makes the *box* once, around the process that forks programs. The box has no
+network, no environment variables, and of the disk only the interpreter and the system's libraries,
+read-only. Each *program* gets separate namespaces inside the box. Where namespaces are not allowed,
+Landlock and seccomp close files and network instead.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from typing import Any
 
 LEVELS = {
     "bubblewrap": "bubblewrap, and user, pid, mount, net, ipc, uts namespaces for each program",
-    "namespaces": "user, pid, mount, net, ipc, uts namespaces",
     "landlock": "Landlock for files, seccomp for the network",
-    "rlimits": "limits alone: network and files are open",
 }
-NAMESPACED = ("bubblewrap", "namespaces")
 NOBODY = 65534
 PACKAGE = Path(__file__).parents[1]
 BOX_PACKAGE = "/box/rl_core"  # where bubblewrap shows this package
@@ -257,49 +254,6 @@ def program_environment() -> dict[str, str]:
     }
 
 
-def enter_own_box() -> None:
-    """Moves this process into a mount namespace whose root shows visible_paths() alone, read-only,
-    and /proc for itself."""
-    uid, gid = os.geteuid(), os.getegid()
-    others = ("mount", "net", "ipc", "uts")
-    try:
-        unshare(*others)
-    except OSError:  # not root, or root in a container
-        become_nobody()
-        uid, gid = os.geteuid(), os.getegid()
-        unshare("user", *others)
-        map_ids(uid, uid, gid)
-    mount("none", "/", flags=REC | PRIVATE)
-    paths = visible_paths()
-    root = next(
-        place
-        for place in ("/mnt", "/media", "/tmp")
-        if not any(path.startswith(place) for path in paths)
-    )
-    mount("box", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
-    devices = [f"/dev/{name}" for name in DEVICES]
-    for path in [*paths, *devices, "/proc"]:
-        inside = Path(root + path)
-        inside.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.islink(path):
-            inside.symlink_to(os.readlink(path))
-            continue
-        inside.mkdir() if os.path.isdir(path) else inside.touch()
-        mount(path, str(inside), flags=BIND | REC)
-        if path != "/proc":
-            make_read_only(str(inside))
-    os.makedirs(f"{root}/tmp", exist_ok=True)
-    os.chdir(root)
-    must(LIBC.syscall(PIVOT_ROOT, b".", b"."), "pivot_root")
-    must(LIBC.umount2(b".", 2), "umount of the old root")
-    os.chdir("/")
-    must(
-        LIBC.mount(None, b"/", None, ctypes.c_ulong(0x20 | BIND | RDONLY | NOSUID | NODEV), None),
-        "read-only root",
-    )
-    become_nobody()
-
-
 def enter_program_namespaces(disk_mib: int) -> None:
     """Namespaces for one program. Its first child is process 1 of it: when that ends, the kernel
     ends all others."""
@@ -328,7 +282,7 @@ def make_filter(level: str) -> Any:
     except (ImportError, OSError, RuntimeError):
         return None
     made = seccomp.SyscallFilter(seccomp.ALLOW)
-    alone = level in NAMESPACED
+    alone = level == "bubblewrap"
     more = [] if alone else OWN_GROUP + PRIORITIES + ([] if landlock_version() >= 6 else SIGNALS)
     for name in DENIED + more:
         # Unknown on this machine, so it cannot be called by that name.
@@ -448,7 +402,7 @@ def confine(
     level: str, folder: str, limits: dict[str, int], filters: Any, keeps_reading: bool
 ) -> None:
     """The last step, in the program's own process: no way back from here."""
-    others = num_threads_of(os.getuid()) if level not in NAMESPACED else 0
+    others = num_threads_of(os.getuid()) if level != "bubblewrap" else 0
     set_limits(limits | {"processes": limits["processes"] + others})
     must(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     if level == "landlock" or (level in CONTAINERS and filters is not None and landlock_version()):
@@ -465,13 +419,11 @@ def prepare(level: str) -> tuple[Any, bool]:
     with suppress(OSError):  # where memory runs out, the kernel ends a program, and no rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     filters = make_filter(level)
-    keeps_reading = level not in NAMESPACED and python_needs_root()
+    keeps_reading = level != "bubblewrap" and python_needs_root()
     if level == "landlock" and not (filters and landlock_version()):
         raise OSError(
             "Landlock in the kernel, and the packages py-landlock and pyseccomp, are needed"
         )
-    if level == "namespaces":
-        enter_own_box()
     become_nobody(keeps_reading)
     if not os.path.exists(os.path.realpath(sys.executable)):
         raise OSError(
@@ -489,7 +441,7 @@ def try_a_program(level: str) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            if level in NAMESPACED:
+            if level == "bubblewrap":
                 enter_program_namespaces(1)
         except OSError as error:
             os.write(send, f"no namespaces for a program: {error}".encode()[:4000])
@@ -504,7 +456,7 @@ def try_a_program(level: str) -> None:
 
 def open_folder(level: str, disk_mib: int) -> str:
     """The private folder of one program, current from here on."""
-    if level in NAMESPACED:
+    if level == "bubblewrap":
         enter_program_namespaces(disk_mib)
         return "/tmp"
     folder = tempfile.mkdtemp(

@@ -119,10 +119,8 @@ class Pool:
                 ) as error:  # no pidfd: not Linux
                     reasons.append(f"{level}: {error}")
         raise Refused(
-            "this machine cannot close off network and files for code that a model wrote; allow "
-            "user namespaces, install "
-            "bubblewrap, or accept it: Sandbox(unsafe=True), --unsafe_code true "
-            f"({'; '.join(reasons)})"
+            "this machine cannot close off network and files for code that a model wrote; install "
+            f"bubblewrap and allow user namespaces, or use Landlock ({'; '.join(reasons)})"
         )
 
     def begin(self, level: str) -> None:

@@ -41,7 +41,7 @@ class Limits:
     memory_mib: int = 512  # address space of each process
     processes: int = 16  # with threads
     file_mib: int = 16
-    disk_mib: int = 64  # of its private folder; not at the levels landlock and rlimits
+    disk_mib: int = 64  # of its private folder; not at the level landlock
     open_files: int = 64
     output_kib: int = 256  # of stdout, and of stderr
 
@@ -50,13 +50,11 @@ class Limits:
 class Sandbox:
     """Runs programs, `workers` of them at a time; others wait. One warm process per Sandbox is
     started with the first program and ends with this process. `level`: one of LEVELS instead of the
-    strongest that works here. `unsafe`: where neither files nor network can be closed, run all the
-    same; the environment variable RL_CORE_UNSAFE_CODE=true says the same."""
+    strongest that works here."""
 
     workers: int = 0  # 0: this rank's share of the cores
     limits: Limits = field(default_factory=Limits)
     level: str = ""
-    unsafe: bool = False
     image: str = ""  # at the levels docker and podman: one with Python 3.10 or later
     flags: Sequence[str] = ()  # of `docker run`
     _pool: Pool = field(init=False, repr=False)
@@ -69,13 +67,7 @@ class Sandbox:
             raise ValueError(
                 f"image={self.image!r} is for level=docker and podman alone, and they need one"
             )
-        unsafe = self.unsafe or os.environ.get("RL_CORE_UNSAFE_CODE", "").lower() in ("1", "true")
-        if self.level == "rlimits" and not unsafe:
-            raise ValueError(
-                "level='rlimits' leaves network and files open; say so with Sandbox(unsafe=True)"
-            )
-        levels = [self.level] if self.level else [x for x in LEVELS if x != "rlimits" or unsafe]
-        self._pool = Pool(levels, self.image, self.flags)
+        self._pool = Pool([self.level] if self.level else list(LEVELS), self.image, self.flags)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self.workers = self.workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._slots = weakref.WeakKeyDictionary()  # event loop -> its semaphore

@@ -27,7 +27,6 @@ from contextlib import suppress
 from typing import Any
 
 from rl_core.sandbox import checker, isolation, runner
-from rl_core.sandbox.isolation import NAMESPACED
 from rl_core.sandbox.values import send
 
 
@@ -102,7 +101,7 @@ def supervise(
     began = time.monotonic()
     timed_out = wait_for(pid, status, wanted["timeout_s"], wanted["max_wait"], proc)
     _, code, used = os.wait4(pid, 0)
-    if level not in NAMESPACED:
+    if level != "bubblewrap":
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     found = {
@@ -115,7 +114,7 @@ def supervise(
     with suppress(OSError):  # the owner is gone
         send(status, found)
     status.close()
-    if level not in NAMESPACED:
+    if level != "bubblewrap":
         # After the answer: a program may make more files in a second than are removed in one.
         os.chdir("/")
         isolation.remove_folder(folder)

@@ -12,7 +12,6 @@ from pathlib import Path
 from rl_core.sandbox import Limits, Sandbox
 from rl_core.sandbox.isolation import LEVELS
 
-FILTERED = ("bubblewrap", "namespaces", "landlock")  # levels that seccomp is a part of
 WITHOUT_SECCOMP = (
     "without seccomp: system calls are not filtered, because pyseccomp is not installed where the "
     "level sees it "
@@ -49,19 +48,13 @@ def main(argv: list[str]) -> int:
             default="",
             help="default: the strongest that works here",
         )
-        command.add_argument(
-            "--unsafe_code",
-            choices=["true", "false"],
-            default="false",
-            help="run without isolation too",
-        )
     args = parser.parse_args(argv)
-    sandbox = Sandbox(level=args.level, unsafe=args.unsafe_code == "true")
+    sandbox = Sandbox(level=args.level)
     try:
         if args.command == "level":
             level = sandbox.start()
             print(f"{level}: {LEVELS[level]}")
-            if not sandbox.has_seccomp and level in FILTERED:
+            if not sandbox.has_seccomp:
                 print(WITHOUT_SECCOMP)
             return 0
         sandbox.limits.memory_mib = args.memory_mib

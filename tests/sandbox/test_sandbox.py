@@ -319,16 +319,10 @@ def test_a_cancelled_program_ends(sandbox):
     wait_until(lambda: not processes(str(NAP + 1)), "its end")
 
 
-def test_without_isolation_it_refuses_unless_told(monkeypatch):
-    with pytest.raises(ValueError, match="say so with Sandbox"):
-        Sandbox(level="rlimits")
-    monkeypatch.setattr(isolation, "LEVELS", {})
-    monkeypatch.setattr("rl_core.sandbox.sandbox.LEVELS", {"rlimits": ""})
+def test_a_machine_without_a_level_is_refused(monkeypatch):
+    monkeypatch.setattr("rl_core.sandbox.sandbox.LEVELS", {})
     with pytest.raises(RuntimeError, match="cannot close off network and files"):
         Sandbox().start()
-    made = Sandbox(unsafe=True)
-    assert made.start() == "rlimits" and run(made, "print(1)").stdout == "1\n"
-    made.close()
 
 
 def test_the_command(tmp_path):
@@ -358,14 +352,15 @@ def left_behind() -> dict:
 
 MANY_LINKS = """
 import os
-for number in range(8_000):
-    os.symlink("x" * 100, f"link_{number}")
+open("file", "w").close()
+for number in range(20_000):
+    os.link("file", f"link_{number}")
 print(os.path.basename(os.getcwd()))
 """
 
 
 def test_a_program_is_answered_before_its_files_are_removed():
-    """Removing a link costs the supervisor about 10 us of CPU time."""
+    """Removing a link costs about 5 us of CPU time."""
     found = run(started("landlock"), MANY_LINKS, timeout_s=60)
     assert found.status == "ok" and found.supervisor_s < 0.05
     folder = Path("/tmp", found.stdout.strip())
@@ -373,15 +368,12 @@ def test_a_program_is_answered_before_its_files_are_removed():
     wait_until(lambda: not folder.exists(), "the folder is removed")
 
 
-@pytest.mark.parametrize("level", ["bubblewrap", "namespaces", "landlock"])
+@pytest.mark.parametrize("level", isolation.LEVELS)
 def test_hostile_programs_get_nothing_and_leave_nothing(level):
     gc.collect()  # what other tests left open
     before, made = left_behind(), started(level)
     nap, found = asyncio.run(attack_all(made))
-    wrong = {
-        h.name: found[h.name] for h in ALL if (found[h.name][0] == "open") != (level in h.open_at)
-    }
-    assert not wrong
+    assert {name: end for name, end in found.items() if end[0] == "open"} == {}
     wait_until(lambda: not processes(str(nap)), "children of hostile programs end")
     left = f"rl_core_sandbox_*/left_{nap}"
     wait_until(lambda: not list(Path("/tmp").glob(left)), "the programs' folders are removed")
@@ -405,10 +397,7 @@ def test_the_table_of_hostile_programs_says_what_is_known_of_each():
         re.MULTILINE,
     )
     shown = {name: [cell.split(",")[0] for cell in cells.split(" | ")] for name, cells in rows}
-    known = {
-        h.name: ["open" if level in h.open_at else "stopped" for level in isolation.LEVELS]
-        for h in ALL
-    }
+    known = {h.name: ["stopped"] * len(isolation.LEVELS) for h in ALL}
     assert shown == known and len(known) == len(ALL) >= 60
 
 

@@ -21,7 +21,7 @@ from kit import ROOT
 from rl_core.cli import main as command
 from rl_core.sandbox import Limits, Sandbox, isolation
 
-LEVELS = ["bubblewrap", "namespaces", "landlock"]
+LEVELS = list(isolation.LEVELS)
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -132,8 +132,7 @@ def test_what_a_program_sees_is_what_it_may_see(level, planted):
 
     may = allowed()
     above = {str(folder) for path in may for folder in Path(path).parents}
-    own = {"/proc", "/dev", "/tmp"}
-    own |= {"/dev/pts", "/dev/shm"} if level == "bubblewrap" else set()
+    own = {"/proc", "/dev", "/tmp", "/dev/pts", "/dev/shm"}
     # Its own copies of them, where nothing else lies.
     in_box = own | above if level != "landlock" else set()
     outside = [path for path in found["open"] if not is_below(os.path.realpath(path), may)]
@@ -149,9 +148,8 @@ def test_what_a_program_sees_is_what_it_may_see(level, planted):
     if level == "landlock":
         assert folders["/"] is folders["/dev"] is folders["/proc"] is None
         return
-    box = ["box"] if level == "bubblewrap" else []
-    assert set(folders["/"]) == {path.split("/")[1] for path in may | own} | {*box}
-    assert folders["/dev"] == sorted(DEVICES + TERMINALS if level == "bubblewrap" else DEVICES)
+    assert set(folders["/"]) == {path.split("/")[1] for path in may | own} | {"box"}
+    assert folders["/dev"] == sorted(DEVICES + TERMINALS)
     assert folders["/proc"] == []
     assert not folders["/dev/pts"] and not folders["/dev/shm"]
 
