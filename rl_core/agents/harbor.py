@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import math
+import re
 import shlex
 import sys
 import time
@@ -47,6 +48,10 @@ MAX_APART = 1e-3  # of one reward in two files
 MAX_WROTE = 8000  # characters of a script's output that are kept with an episode
 MAX_IN_ERROR = 2000  # the same in an error
 READ_ONLY = "Read-only file system"  # The kernel's text for EROFS.
+# A name in the home folder, as shells and Python write it. Hidden files configure programs.
+IN_HOME = re.compile(
+    r"""(?:~/|\$HOME/|\$\{HOME\}/|home\(\)\s*/\s*["']|~["']\)\s*[,/]\s*["'])(\w[\w.-]*)"""
+)
 # Prints the text files next to the reward, such as pytest.log.
 LOG_FILES = f"""for file in {LOGS}/verifier/*; do case $file in
 */reward.*|*.json|*.xml) ;;
@@ -159,6 +164,7 @@ class TaskBox:
                 raise
             # An agent that leaves no room for tests has solved nothing.
             return Score(parts={"reward": 0.0}, metrics={"no_room_for_tests": 1.0})
+        await self.link_home()
         begun = time.monotonic()
         environ, limit_s = await self.verifier_environ(), self.task.verifier.timeout_sec
         done = await self.run_tests(environ, limit_s)
@@ -228,6 +234,17 @@ class TaskBox:
                 f"tests, as {', '.join(held)} is mounted there; mount it elsewhere"
             )
         return False
+
+    async def link_home(self) -> None:
+        """Shows in the verifier's home the files of the agent's home that tests look up there."""
+        names = names_in_home(self.task.folder / "tests")
+        if not names:
+            return
+        command = (
+            f"home={shlex.quote(self.environ.get('HOME', ''))}; for name in {shlex.join(names)}; "
+        )
+        command += 'do file="${home:-$HOME}/$name"; if [ -e "$file" ]; then '
+        await self.run_in_root(command + f'ln -s "$file" {HOME}/; fi; done')
 
     async def run_in_root(self, command: str, timeout_s: float = 60.0) -> boxes.ExecResult:
         """Runs a command of ours, in a shell of the system's."""
@@ -308,6 +325,18 @@ class TaskBox:
                 "write one of them"
             )
         return found[0]
+
+
+def names_in_home(tests: Path) -> list[str]:
+    """Names in the home folder that Python files of `tests` look up. Names in shell scripts are
+    left out: a script may make or run these, such as a virtual environment."""
+    by_scripts: set[str] = set()
+    by_python: set[str] = set()
+    for file in tests.rglob("*"):
+        if file.suffix in (".py", ".sh") and file.is_file():
+            names = IN_HOME.findall(file.read_text(encoding="utf-8", errors="replace"))
+            (by_scripts if file.suffix == ".sh" else by_python).update(names)
+    return sorted(by_python - by_scripts)
 
 
 def mounts_below(folders: Sequence[str], mounts: str) -> list[str]:

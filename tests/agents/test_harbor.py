@@ -546,6 +546,26 @@ def test_a_verifier_is_not_fooled(make, attack):
     assert (played.status, played.reward, played.error) == ("ok", 0.0, "")
 
 
+IN_HOME = """\
+import os
+from pathlib import Path
+looked_up = [Path.home() / "venv", Path("~/.bashrc").expanduser(), Path.home() / "notes.txt"]
+looked_up.append(os.path.join(os.path.expanduser("~"), "made"))
+is_right = sorted(os.listdir(Path.home())) == ["made", "notes.txt"]
+is_right = is_right and os.path.isdir(looked_up[-1]) and looked_up[-2].read_text() == "yes\\n"
+open("/logs/verifier/reward.txt", "w").write(str(int(is_right)))
+"""
+
+
+@needs_bwrap
+@pytest.mark.parametrize(("content", "reward"), [("yes", 1.0), ("no", 0.0)])
+def test_tests_find_the_files_that_they_look_up_in_the_agents_home(make, content, reward):
+    folder = make(check=IN_HOME, test="#!/bin/sh\n[ -e ~/venv ] || python3 /tests/check.py\n")
+    plants = f"mkdir ~/venv ~/bin ~/made; touch ~/.bashrc; echo {content} > ~/notes.txt"
+    played = episode(folder, bash(plants), "It is done.")
+    assert (played.status, played.reward, played.error) == ("ok", reward, "")
+
+
 @needs_bwrap
 def test_what_cannot_be_removed_before_the_tests_fails_the_episode(make, tmp_path):
     async def verify():
