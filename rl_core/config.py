@@ -572,16 +572,15 @@ def read_config(argv: list[str]) -> Config:
 
 
 def check_names(flags: list[dict[str, Any]]) -> None:
-    """Raises ValueError for all unknown flags at once."""
+    """Raises ValueError for all unknown flags and wrong values at once."""
     errors = []
     for sections in flags:
         try:
             add(sections, {})
         except ValueError as error:
             errors.append(str(error))
-    unknown_flags = [error for error in errors if error.startswith("unknown flag ")]
-    if len(unknown_flags) > 1:
-        raise ValueError("; ".join(unknown_flags))
+    if len(errors) > 1:
+        raise ValueError("; ".join(errors))
 
 
 def forget_model(layer: dict[str, Any], flag: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib.util
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 # Sections that hold one section for each name that the user gives.
@@ -24,10 +25,21 @@ def printable(text: str, also: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` or the list of what is known."""
+    """`did you mean 'x'?`, or the list of the known names."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    near = near_name(name, known)
+    return f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is nearly spelled like `name`. Equal endings of files do not count."""
+    known = list(known)
+    suffix = PurePath(name).suffix
+    if not any(other.endswith(suffix) for other in known):
+        suffix = ""
+    stems = {other.removesuffix(suffix): other for other in known}
+    close = difflib.get_close_matches(name.removesuffix(suffix), stems, n=1)
+    return stems[close[0]] if close else None
 
 
 def flags_in(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:

@@ -212,6 +212,8 @@ def agent_hooks(
     for name, default in columns.items():
         parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
     agent_and_rewards.__signature__ = Signature(parameters)
+    # Reports of `rl-core check` name the hooks that the user wrote.
+    agent_and_rewards.__name__ = ", ".join(["agent", *(hook.name for hook in rewards)])
     own = Hook(
         name="rollout",
         function=agent_and_rewards,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import difflib
 import glob
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.json_limits import ESCAPED, lone_surrogate, may_be_deeper, nesting
+from rl_core.rules import near_name
 from rl_core.rules import split as comma_split
 
 Row = dict[str, Any]
@@ -216,7 +216,7 @@ def check_exists(path: Path) -> None:
         return
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     hint = f" in {path.parent.resolve()}"
-    for close in difflib.get_close_matches(path.name, names, n=1):
+    if close := near_name(path.name, names):
         hint = f"; did you mean {close!r}?"
     raise ValueError(f"{path}: no such file{hint}")
 

@@ -40,6 +40,8 @@ PROMPT_COLUMNS = (
 CONVERSATIONS = ("messages", "conversations", "conversation")
 # Columns of the text of a system message before them.
 SYSTEM_COLUMNS = ("system", "system_prompt")
+# Columns that are read next to a prompt. A column of another kind needs another name.
+CONTEXT_COLUMNS = (*SYSTEM_COLUMNS, "history", "tools", "chat_template_kwargs")
 LEFT_OUT = "the replies at the end of column {!r} are left out of the prompt"
 # Marks in a text for the entries of a column of images, videos or audio.
 MEDIA = re.compile("<(image|video|audio)>")
@@ -101,7 +103,9 @@ def with_opening(
     for column in SYSTEM_COLUMNS:
         text = row.get(column)
         if text is not None and not isinstance(text, str):
-            raise ValueError(f"column {column!r} must be a text, is {shorten(text)}")
+            raise ValueError(
+                f"column {column!r} must be a text, is {shorten(text)}{renaming(column)}"
+            )
         if text and text.strip():
             texts[f"column {column!r}"] = text
     has_system = bool(messages) and messages[0]["role"] == "system"
@@ -109,7 +113,8 @@ def with_opening(
         texts["the messages"] = text_of(messages[0])
     if len({text.strip() for text in texts.values()}) > 1:
         raise ValueError(
-            f"{' and '.join(texts)} have system messages that differ; leave one of them out"
+            f"{' and '.join(texts)} have system messages that differ: leave one of them out"
+            f"{renaming(next(column for column in SYSTEM_COLUMNS if row.get(column)))}"
         )
     opening = messages[:has_system]
     if texts and not has_system:
@@ -135,12 +140,12 @@ def row_history(row: dict[str, Any], notes: list[str] | None = None) -> list[Mes
         else:
             raise ValueError(
                 "column 'history' must be a list of messages, or of pairs of a question and its "
-                f"answer; is {shorten(history)}"
+                f"answer; is {shorten(history)}{renaming('history')}"
             )
     try:
         read = canonical_messages(messages)
     except ValueError as error:
-        raise ValueError(f"column 'history': {error}") from None
+        raise ValueError(f"column 'history': {error}{renaming('history')}") from None
     if notes is not None:
         notes.append("column 'history' read as context")
     return as_context(read)
@@ -154,9 +159,14 @@ def row_variables(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(
             f"column 'chat_template_kwargs' must be an object, or its JSON text; is "
-            f"{shorten(column)}"
+            f"{shorten(column)}{renaming('chat_template_kwargs')}"
         )
     return {name: each for name, each in value.items() if each is not None}
+
+
+def renaming(column: str) -> str:
+    """The end of an error about one of CONTEXT_COLUMNS that may hold something else."""
+    return f"; a column of another kind is renamed by --data.columns my_{column}={column}"
 
 
 def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
@@ -205,7 +215,7 @@ def row_tools(row: dict[str, Any], notes: list[str] | None = None) -> list[dict[
     try:
         return canonical_tools(row.get("tools"), notes)
     except ValueError as error:
-        raise ValueError(f"column 'tools' {error}") from None
+        raise ValueError(f"column 'tools' {error}{renaming('tools')}") from None
 
 
 class RowOrder:

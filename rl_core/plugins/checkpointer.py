@@ -131,9 +131,10 @@ class Checkpointer(Plugin):
         )
         if self.failures:
             [(reason, num)] = self.failures.most_common(1)
+            total = self.failures.total()
             text += (
-                f"; {self.failures.total()} episodes failed and gave no samples, {num} of them by: "
-                f"{reason}"
+                f"; {total} episode{'s' * (total > 1)} failed and gave no samples, {num} of them "
+                f"by: {reason}"
             )
         if num_steps >= MIN_STEPS:
             raise RunError(text)

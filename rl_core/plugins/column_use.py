@@ -6,13 +6,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from rl_core.config import Config
+from rl_core.data.chat import Chat, unmarked
 from rl_core.data.messages import text_of
+from rl_core.data.rendering import PROBE
 from rl_core.data.tasks import (
+    CONTEXT_COLUMNS,
     CONVERSATIONS,
     LEFT_OUT,
     PROMPT_COLUMNS,
@@ -23,6 +27,7 @@ from rl_core.data.tasks import (
     row_tools,
     row_variables,
 )
+from rl_core.data.thoughts import MARKS
 from rl_core.plugins.pairs import PAIR, pair_messages
 from rl_core.plugins.renamed_columns import MISSING, nested_value
 from rl_core.plugins.sft import sft_messages
@@ -31,8 +36,7 @@ from rl_core.types import Message
 
 NUM_ROWS = 200  # The first rows of a data set are looked at.
 # Columns of prompts; other columns that a row's samples are made of hold labels.
-OF_PROMPTS = {*PROMPT_COLUMNS, *SYSTEM_COLUMNS, "history", "context", "tools"}
-OF_PROMPTS |= {"chat_template_kwargs"}
+OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, "context"}
 INSTRUCTIONS = re.compile(
     "system|instruct|persona|context|guideline|passage|article|document|story|starter|"
     "^(options|choices)$|^op(tion_?)?[a-e]$",
@@ -44,6 +48,13 @@ ABOUT = re.compile("_(ids?|id_list|type|source|num|len|length)$", re.I)
 REPLIES = ("response", "completion", "output", "solution", "answer")
 REASONS = re.compile("^solution$|reason|think|thought|rationale|explanation|(^|_)cot($|_)", re.I)
 MIN_REPLY_CHARS = 20  # A shorter text may be at the end of a prompt by chance.
+BETWEEN_MARKS = re.compile(r"(?<=[>\]])(?=[<\[])")
+# Columns of the scores of the two replies of a pair.
+SCORES = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen_rating", "rejected_rating"),
+)
 
 
 class ReadRow(dict):
@@ -82,8 +93,8 @@ class ColumnUse:
     # Number of rows by unread column that may be part of their prompt.
     lost: Counter[str] = field(default_factory=Counter)
     nested: set[str] = field(default_factory=set)  # Lost columns of lists or objects.
-    # Number of rows by remark on their replies.
-    remarks: Counter[str] = field(default_factory=Counter)
+    # Numbers of the rows, from 0, by remark on their messages.
+    remarks: dict[str, list[int]] = field(default_factory=dict)
 
 
 def is_filled(value: Any) -> bool:
@@ -104,12 +115,15 @@ def read_messages(config: Config, row: dict[str, Any], notes: list[str]) -> list
     return [*context, *chosen, *rejected]
 
 
-def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse:
-    """The use of the columns of the first rows."""
+def column_use(
+    config: Config, source: TaskSource, env: Env | None, chat: Chat | None = None
+) -> ColumnUse:
+    """The use of the columns of the first rows. `chat`: the chat that renders the rows."""
     use, read, filled = ColumnUse(), {}, {}
     columns = config.data.columns if source.files else {}
     of_hooks = hook_columns(env) if env else set()
     of_messages: set[str] = set()  # Columns of which a form makes `messages`.
+    marks = template_marks(chat) if chat else None
     for index in islice(source.kept, NUM_ROWS):
         original, notes = source.rows[index], []
         row = read_row(ReadRow(original), notes)
@@ -124,9 +138,26 @@ def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse
         lost = lost_columns(config, row, messages, used)
         use.lost.update(lost)
         use.nested.update(name for name in lost if not isinstance(dict.get(row, name), str))
-        use.remarks.update(reply_remarks(config, row, messages, notes, used))
-    if not filled:
-        return use
+        remarks = [*reply_remarks(config, row, messages, notes, used)]
+        remarks += [*mark_remarks(chat, marks, messages), *label_remarks(config, row)]
+        for remark in remarks:
+            use.remarks.setdefault(remark, []).append(index)
+    if filled:
+        name_columns(use, source, env, columns, read, filled, of_hooks, of_messages)
+    return use
+
+
+def name_columns(
+    use: ColumnUse,
+    source: TaskSource,
+    env: Env | None,
+    columns: dict[str, str],
+    read: dict[str, None],
+    filled: dict[str, None],
+    of_hooks: set[str],
+    of_messages: set[str],
+) -> None:
+    """Sets the columns of prompts, of labels and unread ones. `columns`: --data.columns."""
     row = source.rows[source.kept[0]]
     renamed = {name for name, path in columns.items() if nested_value(row, path) is not MISSING}
     shown = {name: f"{name}={columns[name]}" for name in renamed & filled.keys()}
@@ -140,12 +171,11 @@ def column_use(config: Config, source: TaskSource, env: Env | None) -> ColumnUse
         takes_all = any(hook.takes_all for hook in env.hooks.values())
         prompts = list(read)
         labels = [name for name in filled if name in of_hooks or (takes_all and name not in read)]
-    used = {*prompts, *labels} | roots(row, columns)
     hidden = [name for name in getattr(source.rows, "hidden", ()) if name in source.rows.rows[0]]
+    used = {*prompts, *labels} | roots(row | dict.fromkeys(hidden), columns)
     use.prompt = [shown.get(name, name) for name in prompts]
     use.label = [shown.get(name, name) for name in labels]
     use.unread = [name for name in (*hidden, *filled) if name not in used]
-    return use
 
 
 def hook_columns(env: Env) -> set[str]:
@@ -218,6 +248,56 @@ def reply_remarks(
                 f"column {name!r} is longer than the reply and not read; --data.columns "
                 f"response={name} or reasoning_content={name} trains it"
             )
+
+
+def label_remarks(config: Config, row: ReadRow) -> Iterator[str]:
+    """Remarks on columns that mark a reply as bad."""
+    if config.algorithm == "sft" and str(dict.get(row, "label")).lower() == "false":
+        yield (
+            "column 'label' is false, which marks a bad reply in KTO's data sets, and SFT trains "
+            "it; leave these rows out, or make pairs for --algorithm dpo"
+        )
+    for names in SCORES if not config.is_rl else ():
+        scores = [dict.get(row, name) for name in names]
+        if all(isinstance(score, (int, float)) for score in scores) and scores[0] < scores[1]:
+            yield (
+                f"column {names[0]!r} is below {names[1]!r}: the worse reply is preferred; leave "
+                "these rows out, or if all are so, --data.columns "
+                "chosen=rejected,rejected=chosen"
+            )
+
+
+def template_marks(chat: Chat) -> re.Pattern[str]:
+    """Special tokens, and the lines that the template writes around a message."""
+    rendered = PROBE
+    with suppress(ValueError):  # The template refuses a lone message.
+        rendered = unmarked(chat.render([{"role": "user", "content": PROBE}]))
+    before, _, behind = rendered.partition(PROBE)
+    lines = [before.rpartition("\n")[2], *behind.split("\n")]
+    pieces = [piece.strip() for line in lines for piece in re.split(BETWEEN_MARKS, line)]
+    thoughts = {*MARKS, *MARKS.values()}
+    marks = [re.escape(p) for p in pieces if len(p) > 2 and p not in thoughts]
+    marks = [mark for mark in marks if re.search(r"[^\w\s]", mark)]
+    # Special tokens come first, because a line may begin with one.
+    return re.compile("|".join([chat.special_token.pattern, *marks]))
+
+
+def mark_remarks(
+    chat: Chat | None, marks: re.Pattern[str] | None, messages: list[Message]
+) -> Iterator[str]:
+    """A remark on messages that are not replies and that have a mark of the template."""
+    texts = [text_of(message) for message in messages if message["role"] != "assistant"]
+    matches = [marks.search(text) for text in texts] if marks else []
+    mark = next((match[0] for match in matches if match), None)
+    if mark is None:
+        return
+    effect = "begins another message for the model"
+    if mark in chat.special_ids:
+        effect = "is read as text, and no message begins or ends there"
+    yield (
+        f"the prompt has {mark!r}, a mark of the chat template, which {effect}; remove it, or "
+        "give the conversation as a list in column 'messages'"
+    )
 
 
 def fix_of(name: str, use: ColumnUse) -> str:

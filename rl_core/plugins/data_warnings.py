@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
+from rl_core.data.chat import Chat
+from rl_core.data.rows import row_place
 from rl_core.data.tasks import SYSTEM_COLUMNS, TaskSource
 from rl_core.plugins.column_use import column_use, fix_of
 from rl_core.sampling.env import Env
@@ -22,14 +24,9 @@ def data_warnings(
     evals: dict[str, TaskSource],
     spelled: tuple[str, str] | None = None,
     envs: Mapping[str, Env] | None = None,
+    chats: Mapping[str, Chat] | None = None,
 ) -> Iterator[str]:
-    """`spelled`: a row with a reply that spells a special token, and the token."""
-    if spelled:
-        row, token = spelled
-        yield (
-            f"{row}: a reply spells the special token {token!r}, which is trained as text: the "
-            "model learns to write these characters, not the token (docs/sft.md); others may too"
-        )
+    """Warnings about the sizes of a run and its held-out rows, and row_warnings()."""
     if config.tasks_per_step > len(train) and not config.data.streaming:
         yield (
             f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "
@@ -54,7 +51,26 @@ def data_warnings(
                 f"{num_both} of the first {len(held_out)} held-out rows of {name} are training "
                 "rows too; --data.eval or load_tasks must give others"
             )
-    for source in (*train.sources, *evals.values()) if algorithm.is_rl else ():
+    sources = [*train.sources, *evals.values()]
+    yield from row_warnings(config, sources, spelled, envs or {}, chats or {})
+
+
+def row_warnings(
+    config: Config,
+    sources: Sequence[TaskSource],
+    spelled: tuple[str, str] | None,
+    envs: Mapping[str, Env],
+    chats: Mapping[str, Chat],
+) -> Iterator[str]:
+    """Warnings about rows. `spelled`: a row with a reply that spells a special token, and the
+    token."""
+    if spelled:
+        row, token = spelled
+        yield (
+            f"{row}: a reply spells the special token {token!r}, which is trained as text: the "
+            "model learns to write these characters, not the token (docs/sft.md); others may too"
+        )
+    for source in sources if config.is_rl else ():
         tasks = [(task, [m["role"] for m in task.messages]) for task in islice(source, NUM_ROWS)]
         odd = [task for task, roles in tasks if roles[-1] == "assistant" or "user" not in roles]
         if odd:
@@ -63,13 +79,14 @@ def data_warnings(
                 "assistant's turn, or have no user "
                 f"message, such as {odd[0].place}"
             )
-    yield from column_warnings(config, [*train.sources, *evals.values()], envs or {})
+    chat = next((chats[name] for name in config.trained if name in chats), None)
+    yield from column_warnings(config, sources, envs, chat)
 
 
 def column_warnings(
-    config: Config, sources: list[TaskSource], envs: Mapping[str, Env]
+    config: Config, sources: Sequence[TaskSource], envs: Mapping[str, Env], chat: Chat | None
 ) -> Iterator[str]:
-    """Warnings about what prompts lack of their rows, each once by environment and column."""
+    """Warnings about columns and messages, each once by environment and column or remark."""
     warned: set[tuple[str, str]] = set()
 
     def is_new(source: TaskSource, about: str) -> bool:
@@ -79,11 +96,12 @@ def column_warnings(
 
     for source in sources:
         env = envs.get(source.env)
-        use = column_use(config, source, env)
+        use = column_use(config, source, env, chat)
         among = f"of the first {use.num_rows} rows of {source.env}"
-        for remark, num in use.remarks.items():
+        for remark, rows in use.remarks.items():
             if is_new(source, remark):
-                yield f"{num} {among}: {remark}"
+                place = row_place(rows[0], source.files, source.split)
+                yield f"{len(rows)} {among}, such as {place}: {remark}"
         for column, num in use.lost.items():
             if is_new(source, column):
                 yield (

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.data.messages import json_value
 from rl_core.data.rows import Row
-from rl_core.data.tasks import PROMPT_COLUMNS
+from rl_core.data.tasks import CONTEXT_COLUMNS, PROMPT_COLUMNS
 from rl_core.rules import nearest
 
 NUM_ROWS = 200  # The first rows of each file are searched for a column.
@@ -17,14 +17,15 @@ MISSING = object()
 class RenamedColumns(Sequence):
     """Rows with their own columns and the renamed ones: new name -> column, or a path into a nested
     column such as reward_model.ground_truth. A renamed prompt is read before the prompt columns
-    that would come first."""
+    that would come first. One of CONTEXT_COLUMNS loses the old name."""
 
     def __init__(self, rows: Sequence[Row], columns: dict[str, str]):
         self.rows, self.columns = rows, columns
         # `input` next to `instruction` is no prompt.
         names = [name for name in columns if name in PROMPT_COLUMNS and name != "input"]
         prompts = [PROMPT_COLUMNS.index(name) for name in names]
-        self.hidden = PROMPT_COLUMNS[: min(prompts, default=0)]
+        context = [path for path in columns.values() if path in CONTEXT_COLUMNS]
+        self.hidden = (*PROMPT_COLUMNS[: min(prompts, default=0)], *context)
 
     def __len__(self) -> int:
         return len(self.rows)

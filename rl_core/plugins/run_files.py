@@ -44,7 +44,7 @@ class RunFiles(Plugin):
         for name in keep_first(out / "env_code.yaml", yaml.safe_dump(codes)) if codes else ():
             print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
         spelled = plan.sft_dataset and plan.sft_dataset.spelled
-        rows = plan.train, plan.eval, spelled, plan.envs
+        rows = plan.train, plan.eval, spelled, plan.envs, plan.chats
         for line in data_warnings(plan.config, plan.algorithm, *rows):
             print(f"warning: {line}", flush=True)
         if plan.algorithm.is_rl:

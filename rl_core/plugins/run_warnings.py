@@ -192,7 +192,7 @@ class RunWarnings:
         for reason, num in reasons.items():
             if reason not in self.reasons and len(self.reasons) < MAX_REASONS:
                 self.reasons.add(reason)
-                text = f"{num} episodes failed: {reason}"
+                text = f"{num} episode{'s' * (num > 1)} failed: {reason}"
                 lines.append({"kind": FAILED, "metric": "failed", "text": text, "reason": reason})
         return self.keep(step, lines) if lines else []
 

@@ -210,11 +210,10 @@ def describe_hook(hook: Hook) -> str:
     """Its arguments, and the columns among them."""
     columns = ["every column"] if hook.takes_all else sorted(hook.required - hook.ours)
     columns += [f"{name} (optional)" for name in sorted(hook.named - hook.required - hook.ours)]
-    # An agent's file has a rollout that is composed of the agent and its rewards.
     name = getattr(hook.function, "__name__", hook.name)
-    return f"{name}{inspect.signature(hook.function)}" + (
-        f"    reads {', '.join(columns)}" if columns else ""
-    )
+    # The rollout of an agent's file is composed of the agent and its rewards.
+    signature = inspect.signature(hook.function) if name.isidentifier() else ""
+    return f"{name}{signature}" + (f"    reads {', '.join(columns)}" if columns else "")
 
 
 def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:

@@ -130,7 +130,7 @@ def described(name: str, recipe: Recipe) -> str:
         "algorithm": recipe["algorithm"],
         "env": recipe.get("env"),
         "data": recipe["data"],
-        "columns": recipe.get("columns"),
+        "columns": recipe.get("columns", "read by the names that the set gives them"),
         "note": recipe.get("note"),
         "tried": f"{recipe['tried']}, with rows of the same shape",
     }

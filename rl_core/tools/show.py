@@ -98,14 +98,16 @@ def describe_steps(run: Path, steps: list[int]) -> str:
 
 
 def reasons(options: argparse.Namespace) -> str:
-    """How many episodes failed for which reason, and in which steps."""
+    """A table of reasons with the number of episodes that failed, and their steps. Exceptions that
+    differ by a value are one reason, which shows the first value."""
     from rl_core.data.episodes import failure_reason
     from rl_core.tools.view.data import RunFolder
 
     run = RunFolder(options.run)
     run.refresh()
     episodes: set[tuple] = set()
-    failed: dict[str, dict[tuple, int]] = {}  # reason -> episode -> step
+    failed: dict[str, dict[tuple, int]] = {}  # first reason -> episode -> step
+    firsts: dict[str, str] = {}  # reason without its values -> first reason
     for e in run.entries:
         is_asked = (
             (e.kind != "train") == options.eval
@@ -116,7 +118,9 @@ def reasons(options: argparse.Namespace) -> str:
             episode = (e.kind, e.step, e.env, e.group, e.index)
             episodes.add(episode)
             if e.status == "failed":
-                failed.setdefault(failure_reason(e.error, e.task), {})[episode] = e.step
+                reason = failure_reason(e.error, e.task)
+                first = firsts.setdefault(without_values(reason), reason)
+                failed.setdefault(first, {})[episode] = e.step
     num_failed = len({episode for found in failed.values() for episode in found})
     lines = [f"{num_failed} of {len(episodes)} episodes failed"]
     if failed:
@@ -126,6 +130,12 @@ def reasons(options: argparse.Namespace) -> str:
         steps = str(first) if first == last else f"{first} to {last}"
         lines.append(f"{len(found):>8}  {steps:<12} {printable(reason)}")
     return "\n".join(lines)
+
+
+def without_values(reason: str) -> str:
+    """A reason without the texts in quotes and the numbers in the exception's message."""
+    head, name, message = re.split(r"(\w+(?:Error|Exception): |\Z)", reason, maxsplit=1)
+    return head + name + re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "...", message)
 
 
 def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

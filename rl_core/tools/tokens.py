@@ -1,12 +1,14 @@
 """rl-core tokens: each row as the learner gets it, with the trained text between « and » and notes
-on values that were mapped, left out or refused; for RL the prompt. Takes the flags of rl-core train.
-No model is loaded."""
+on values that were mapped, left out or refused; for RL the prompt. Then the warnings that a training
+run prints about the first rows. Takes the flags of rl-core train. No model is loaded."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +27,27 @@ def main(argv: list[str]) -> int:
     that cannot be read."""
     options, flags = parse(argv)
     from rl_core.plan import train_tasks
+    from rl_core.plugins.data_warnings import NUM_ROWS
     from rl_core.scratch import scratch_prefix
 
+    if options.rows < 1:
+        raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
     num_refused = 0
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("tokens")) as folder:
         shown = RowReports(flags, Path(folder))
         for source in train_tasks(shown.config, shown.envs).sources:
-            for index in list(source.kept)[: options.rows]:
+            fitting = []
+            for number, index in enumerate(source.kept[: max(options.rows, NUM_ROWS)]):
                 report = shown.report(source, index)
-                num_refused += "refused" in report
-                text = json.dumps(report) if options.json else as_text(shown.chats, report)
-                print(text, flush=True)
+                fitting += [index] if "samples" in report else []
+                if number < options.rows:
+                    num_refused += "refused" in report
+                    text = json.dumps(report) if options.json else as_text(shown.chats, report)
+                    print(text, flush=True)
+            if fitting:
+                source.keep(fitting)
+                for line in shown.warnings(source):
+                    print(f"warning: {line}", file=sys.stderr, flush=True)
     return int(num_refused > 0)
 
 
@@ -48,14 +60,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--algorithm", default="sft", help="sft, dpo, rm, grpo, ... [sft]")
-    parser.add_argument("--chat_template", metavar="FILE", help="instead of the model's")
     parser.add_argument("--rows", type=int, default=10, help="number of rows, from the first [10]")
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object a row: token ids, mask, weight"
     )
     options, flags = parser.parse_known_args(argv)
-    if options.chat_template:
-        flags += ["--actors.policy.chat_template", options.chat_template]
     if options.algorithm not in ("sft", "dpo", "rm"):
         flags = ["--env_path", NO_ENV, *flags]
     return options, [*flags, "--algorithm", options.algorithm]
@@ -75,6 +84,7 @@ class RowReports:
         self.config, self.envs = load_envs(parse_config([*flags, "--out", str(folder / "run")]))
         self.chats, _ = make_chats(self.config)
         self.dataset = None
+        self.spelled: tuple[str, str] | None = None
         if not self.config.is_rl:
             self.dataset = registry.sft_dataset(self.config, self.chats[self.config.trained[0]])
 
@@ -101,6 +111,12 @@ class RowReports:
         except ValueError as error:
             return report | {"refused": str(error).removeprefix(f"{where}: ")}
 
+    def warnings(self, source: TaskSource) -> Iterator[str]:
+        """The warnings of a training run about the kept rows of `source`."""
+        from rl_core.plugins.data_warnings import row_warnings
+
+        return row_warnings(self.config, [source], self.spelled, self.envs, self.chats)
+
     def samples(self, task: Task, notes: list[str]) -> list[dict[str, Any]]:
         """The training samples of a row; for RL the first prompt of each actor with a chat."""
         algorithm = self.config.algorithm
@@ -108,6 +124,7 @@ class RowReports:
             if self.dataset.spelled:
                 token = self.dataset.spelled[1]
                 notes.append(f"a reply spells the special token {token!r}: trained as text")
+                self.spelled = self.spelled or self.dataset.spelled
                 self.dataset.spelled = None
             return [as_data(each, algorithm) for each in self.dataset.samples(task)]
         from rl_core.data.tasks import row_variables

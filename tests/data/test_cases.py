@@ -125,7 +125,7 @@ def test_what_a_row_trains_is_printed(block, tiny_model, tmp_path, monkeypatch, 
 
 def test_weights_and_masks_of_tokens_are_those_of_a_run(tiny_model, capsys):
     flags = f"--model {tiny_model} --data.train {CASES}/arguments_as_text.jsonl --json"
-    template = f"--chat_template {CASES}/templates/hermes.jinja"
+    template = f"--actors.policy.chat_template {CASES}/templates/hermes.jinja"
     assert main(["tokens", *flags.split(), *template.split(), "--sft.weights", "1,0.5"]) == 0
     (sample,) = json.loads(capsys.readouterr().out)["samples"]
     assert len(sample["ids"]) == len(sample["mask"]) == len(sample["weight"])

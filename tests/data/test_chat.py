@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 from kit import prompts_of
 
+from rl_core.config import Config
 from rl_core.data.chat import Chat, TokenStream, load_chat, unmarked
 from rl_core.data.samples import samples_from_turns
+from rl_core.data.tasks import TaskSource
 from rl_core.engines.scripted import plain_chat
+from rl_core.plugins.column_use import column_use
 from rl_core.plugins.sft import sft_turns, shared_length
 from rl_core.plugins.tool_calls import ToolCalls
+from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.types import Completion
 
 # TRL's, so that these tests need no TRL: templates/README.md.
@@ -823,3 +827,21 @@ def test_a_template_gets_its_own_variables_and_an_unknown_one_is_refused():
         ValueError, match="does not read 'enable_thinkin'; did you mean 'enable_thinking'"
     ):
         chat.check_variables({"enable_thinkin": False}, "--chat_template_kwargs")
+
+
+@every_template
+def test_marks_of_the_template_in_a_prompt_are_counted(path):
+    tokenizer = character_tokenizer()  # Some templates' marks are special tokens here.
+    tokenizer.bos_token = "<s>"
+    chat, talk = Chat(tokenizer, path.read_text()), [{"role": "user", "content": "aster"}]
+    talk = in_parts(talk) if chat.chat_template in TAKE_ONLY_PARTS else talk
+    how = {"chat_template": chat.chat_template, "add_generation_prompt": True, "tokenize": False}
+    behind = tokenizer.apply_chat_template(talk, **how).partition("aster")[2]
+    rows = [{"prompt": text, "response": "b"} for text in ("aster", f"aster{behind}", "<think>")]
+    for algorithm in ("sft", "grpo"):
+        source = TaskSource(rows, env="e", split="train", seed=0, shuffle=False)
+        config = Config(algorithm=algorithm, tasks_per_step=1)
+        (remark,) = column_use(config, source, None, chat).remarks.items()
+        assert "a mark of the chat template" in remark[0] and remark[1] == [1]
+        is_text = re.search("has '(.*?)'", remark[0])[1] in chat.special_ids
+        assert ("is read as text" if is_text else "begins another") in remark[0]

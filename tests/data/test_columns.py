@@ -132,12 +132,12 @@ def source_of(rows, env="env", files=()):
     return TaskSource(rows, env=env, split="train", seed=0, shuffle=False, files=files)
 
 
-def warnings_of(config, env, *sources):
+def warnings_of(config, env, *sources, chats=None):
     train, *held_out = sources
     evals = dict(enumerate(held_out))
     algorithm = make_algorithm(config.algorithm, config.algo)
     envs = {"env": env} if config.is_rl else {}
-    return list(data_warnings(config, algorithm, train, evals, envs=envs))
+    return list(data_warnings(config, algorithm, train, evals, envs=envs, chats=chats))
 
 
 CASES = [(name, algorithm) for name, row in PUBLISHED.items() for algorithm in row[0]]
@@ -195,6 +195,32 @@ def test_a_prompt_that_ends_with_its_reply_is_said(algorithm, env):
         warned = [line for line in lines if "ends with the text of 'output'" in line]
         assert len(warned) == num
         assert all("--data.columns instruction=instruction" in line for line in warned)
+
+
+REMARKED = {
+    "kto": ("sft", ASKED | {"completion": "It is 5.", "label": False}, "column 'label' is false"),
+    "kto, text": ("sft", ASKED | {"response": "5", "label": "False"}, "column 'label' is false"),
+    "kto, good": ("sft", ASKED | {"completion": "It is 4.", "label": True}, ""),
+    "kto, prompts": ("grpo", ASKED | {"label": False}, ""),
+    "scores": ("dpo", PREFERRED | {"score_chosen": 2, "score_rejected": 8.5}, "'score_chosen' is"),
+    "ratings": ("rm", PREFERRED | {"chosen_rating": 2, "rejected_rating": 3}, "'chosen_rating' is"),
+    "scores, other": ("rm", PREFERRED | {"chosen_score": 2, "rejected_score": 3}, "'chosen_score'"),
+    "equal scores": ("dpo", PREFERRED | {"chosen_score": 3, "rejected_score": 3}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REMARKED)
+def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
+    algorithm, row, remark = REMARKED[name]
+    config = Config(algorithm=algorithm, tasks_per_step=1)
+    good = {key: value for key, value in row.items() if key not in ("label", "chosen_rating")}
+    good |= {key: 9 for key in ("score_chosen", "chosen_score") if key in row}
+    lines = warnings_of(config, env, source_of([good, row, row]))
+    rows = "2 of the first 3 rows of env, such as row 2 of load_tasks('train'): "
+    assert [
+        line for line in lines if "such as row" in line and remark in line and rows in line
+    ] == ([line for line in lines if "such as row" in line])
+    assert sum("such as row" in line for line in lines) == bool(remark)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import tracemalloc
 
@@ -11,7 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from rl_core.data import rows as rows_of
 from rl_core.data.rows import row_place
-from rl_core.data.tasks import RowOrder, TaskSource, make_task
+from rl_core.data.tasks import CONTEXT_COLUMNS, RowOrder, TaskSource, make_task
 from rl_core.plugins.mix import TaskMix
 from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
 from rl_core.plugins.tables import JsonLines, load_other
@@ -444,8 +445,14 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
     ],
 )
 def test_a_row_without_well_formed_messages_is_refused_with_its_number(row, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=match) as error:
         make_task(row, 3, "e", "train")
+    fix = re.search(r"by --data\.columns (my_\w+)=(\w+)$", str(error.value))
+    assert bool(fix) == (not row.keys().isdisjoint(CONTEXT_COLUMNS))
+    if fix:
+        (renamed,) = RenamedColumns([row], {fix[1]: fix[2]})
+        assert renamed[fix[1]] == row[fix[2]]
+        make_task(renamed, 3, "e", "train")
 
 
 def test_columns_that_are_empty_or_agree_change_no_prompt():

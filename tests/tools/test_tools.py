@@ -172,20 +172,21 @@ def test_show_says_that_no_episode_failed(run, capsys):
 
 
 def test_show_counts_why_episodes_failed_over_all_steps(run, capsys):
-    more = [
-        episode(13, n, None, status="failed", error=f"r() failed for task train/{n}: x.py:2: no")
-        for n in range(3)
-    ]
+    cause = "r() failed for task train/{0}: x.py:2: KeyError: '{0}'"
+    more = [episode(13, n, None, status="failed", error=cause.format(n)) for n in range(3)]
+    line = "r() failed for task train/3: x.py:3: KeyError: '0'"
+    more.append(episode(13, 3, None, status="failed", error=line))
     write_trajectories(run / "rollouts/step_000013.jsonl.zst", more)
     assert main(["show", str(run), "--reasons"]) == 0
     table = [
-        "5 of 13 episodes failed",
+        "6 of 14 episodes failed",
         "  failed  steps        reason",
-        "       3  13           r() failed: x.py:2: no",
+        "       3  13           r() failed: x.py:2: KeyError: '0'",
     ]
     assert capsys.readouterr().out.splitlines() == [
         *table,
         "       2  1 to 12      x.py:5: it\\nbroke\\x07",
+        "       1  13           r() failed: x.py:3: KeyError: '0'",
     ]
     assert main(["show", str(run), "--reasons", "--step", "12"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "1 of 5 episodes failed"
