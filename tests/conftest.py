@@ -1,4 +1,4 @@
-"""What several test files need: tiny real models, real data, and real ranks. Session fixtures are
+"""Fixtures of several test files: tiny real models, real data, and real ranks. Session fixtures are
 made once, whichever of pytest's workers needs them first."""
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def made_once(tmp_path_factory):
     def get(name: str, make: Callable[[Path], object]) -> Path:
         with FileLock(folder / f"{name}.lock", timeout=300):
             if not (folder / name).exists():
-                beside = folder / f"{name}.part"
-                shutil.rmtree(beside, ignore_errors=True)
-                make(beside)
-                beside.rename(folder / name)
+                temporary = folder / f"{name}.part"
+                shutil.rmtree(temporary, ignore_errors=True)
+                make(temporary)
+                temporary.rename(folder / name)
         return folder / name
 
     return get
@@ -192,7 +192,7 @@ def warm_model(tiny_model, sort_data, made_once) -> Path:
 
 @pytest.fixture(scope="module")
 def places(make_model, tmp_path_factory) -> dict[str, str]:
-    """What flags name: a folder with the environments and rows of kit.py, and three tiny models."""
+    """Places that flags name: a folder with the environments and rows of kit.py, and three tiny models."""
     from kit import DATA, ENVS
 
     folder = tmp_path_factory.mktemp("places")
@@ -230,11 +230,11 @@ def own_server(tmp_path, monkeypatch):
     """kit.OwnServer in place of SGLang."""
     from kit import ROOT, OwnServer
 
-    found = OwnServer(tmp_path)
-    monkeypatch.syspath_prepend(found.packages)
-    monkeypatch.setenv("PYTHONPATH", f"{found.packages}:{ROOT}")
-    monkeypatch.setenv("STANDIN_DIARY", str(found.diary))
-    return found
+    result = OwnServer(tmp_path)
+    monkeypatch.syspath_prepend(result.packages)
+    monkeypatch.setenv("PYTHONPATH", f"{result.packages}:{ROOT}")
+    monkeypatch.setenv("STANDIN_DIARY", str(result.diary))
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""Programs that try to get out, to cheat or to do harm. Each prints ESCAPED if it got what it must
-not get, or is given tests that it must not pass. `python tests/hostile.py` prints the table of
+"""Programs that try to get out, to cheat or to do harm. Each prints ESCAPED if it got something
+forbidden, or is given tests that it must not pass. `python tests/hostile.py` prints the table of
 docs/sandbox.md.
 
 {port}, {secret_file}, {unix} and {pid} stand for things of the host that they shall not reach: a
@@ -72,7 +72,7 @@ def tries(*lines: str, imports: str = "os, sys, socket, ctypes, subprocess, time
     )
 
 
-# What decides a test: __eq__, exits, patches, forged answers.
+# Programs that decide a test: __eq__, exits, patches, forged answers.
 CLASS = "class A{base}:\n    def {method}(self, *a): return {value}\ndef f(x): return A()\n"
 add(
     "eq of an object, eq of an int, eq of a str, eq of a list, bool of an object, iter and len of "
@@ -236,8 +236,8 @@ for family, create, connect in [
     ),
 ]:
     add(f"network: {family}", tries(f"s = {create}", SEND.format(connect=connect)))
-# Every way to give an address to each type of Unix socket, of its own or of a pair. What comes out
-# of the other end of a pair went to nobody else.
+# Every way to give an address to each type of Unix socket, separate or of a pair. Data at the other
+# end of a pair went to nobody else.
 UNIX = """import socket
 kind, path, abstract = {kind}, {{{at}!r}}, '\\0rl_core_hostile_{at}_{{port}}'
 def came_back(other):
@@ -261,11 +261,11 @@ for to in (path, abstract):
 """
 for kind, at in UNIX_SOCKETS.items():
     alone = "(socket.socket(socket.AF_UNIX, kind), socket.socket(socket.AF_UNIX, kind))"
-    for what, ends in (
+    for kind_of, ends in (
         ("a Unix socket", alone),
         ("a pair of Unix sockets", "socket.socketpair(type=kind)"),
     ):
-        add(f"{what} with addresses: {kind}", UNIX.format(kind=f"socket.{kind}", at=at, ends=ends))
+        add(f"{kind_of} with addresses: {kind}", UNIX.format(kind=f"socket.{kind}", at=at, ends=ends))
 add(
     "network: DNS, network: curl, network: bash | bash, network: raw system calls",
     tries("socket.getaddrinfo('example.com', 80)"),
@@ -460,7 +460,7 @@ add(
     "int main() { volatile int z = 0; return 7 / z; }",
     language="cpp",
 )  # fmt: skip
-# What a second reader tried.
+# Attempts of a second reader.
 FRAMES = """import json, socket
 s = socket.socket(fileno=4)
 def out(what):
@@ -541,10 +541,10 @@ def host():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_core_hostile_")))
         folder.chmod(0o755)
         (folder / "secret").write_text("the host's secret")
-        own = folder / "own"  # of the user that programs are, where they have no user namespace
-        own.touch(mode=0o600)
+        ours = folder / "own"  # Belongs to the programs' user, where there is no user namespace.
+        ours.touch(mode=0o600)
         if os.geteuid() == 0:
-            os.chown(own, 65534, 65534)
+            os.chown(ours, 65534, 65534)
         tcp, udp = socket.create_server(("127.0.0.1", 0)), socket.socket(type=socket.SOCK_DGRAM)
         port = tcp.getsockname()[1]
         udp.bind(("127.0.0.1", port))
@@ -566,7 +566,7 @@ def host():
                 "nap": 3600 + os.getpid(),
                 "port": port,
                 "secret_file": str(folder / "secret"),
-                "own_file": str(own),
+                "own_file": str(ours),
                 **unix,
                 "pid": victim.pid,
             }
@@ -635,17 +635,17 @@ def filled(code: str, names: dict) -> str:
 async def attack(sandbox, hostile: Hostile, names: dict) -> tuple[str, str]:
     """`stopped` or `open`, and the status."""
     code = filled(hostile.code, names)
-    how = {"language": hostile.language, "timeout_s": hostile.timeout_s}
-    found = await sandbox.run(code, tests=hostile.tests or (), **how)
-    escaped = "ESCAPED" in found.stdout or any(found.passed)
-    return ("open" if escaped else "stopped"), found.status
+    options = {"language": hostile.language, "timeout_s": hostile.timeout_s}
+    result = await sandbox.run(code, tests=hostile.tests or (), **options)
+    escaped = "ESCAPED" in result.stdout or any(result.passed)
+    return ("open" if escaped else "stopped"), result.status
 
 
 async def attack_all(sandbox) -> tuple[int, dict[str, tuple[str, str]]]:
-    """What {nap} stood for, and by name what became of each."""
+    """The sleeping process of {nap}, and the result of each program by name."""
     with host() as names:
-        found = await asyncio.gather(*(attack(sandbox, hostile, names) for hostile in ALL))
-    return names["nap"], {hostile.name: result for hostile, result in zip(ALL, found, strict=True)}
+        values = await asyncio.gather(*(attack(sandbox, hostile, names) for hostile in ALL))
+    return names["nap"], {hostile.name: result for hostile, result in zip(ALL, values, strict=True)}
 
 
 def table() -> str:

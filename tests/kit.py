@@ -1,4 +1,4 @@
-"""What many tests need: ranks that start at once, and what a run left in its folder.
+"""Helpers of many tests: ranks that start at once, and files of a run.
 
 Importing torch and rl_core takes seconds, so ranks are forked from a process that has done it. That
 process is forked itself when pytest has collected the tests: then everything is imported, and no
@@ -34,9 +34,9 @@ from typing import Any
 import zstandard
 
 ROOT = Path(__file__).parent.parent
-# Environments and rows of tiny runs. Rewards vary from the first sample on, by what an untrained
-# model says. Hooks are async: those that are not run in threads, whose timing says what an engine
-# computes together, and so how it is rounded.
+# Environments and rows of tiny runs. Rewards vary from the first sample on, as replies of
+# an untrained model do. Hooks are async: others run in threads, whose timing decides which requests
+# an engine computes together, and so the rounding.
 LETTERS = """
 def load_tasks(split):
     return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
@@ -81,7 +81,7 @@ PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} f
 ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "keyed": KEYED, "talk": TALK}
 DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
 
-# What is cut short ends its episode, and an untrained model seldom ends a turn.
+# A cut turn ends its episode, and an untrained model seldom ends a turn.
 STOP = "--sampling.stop " + json.dumps(list(ascii_lowercase), separators=(",", ":"))
 SORT = [
     "--env_path",
@@ -109,7 +109,7 @@ class ForkServer:
         self.replies = self.socket.makefile("r")
 
     def start(self, request: dict[str, Any]) -> int:
-        """Process id of the launcher, which leads a session and a process group of its own."""
+        """Process id of the launcher, which leads a separate session and process group."""
         self.socket.sendall(json.dumps(request).encode() + b"\n")
         return int(self.replies.readline())
 
@@ -119,7 +119,7 @@ def in_child(run: Callable[[], Any]) -> None:
     would."""
     code = 1
     try:
-        atexit._clear()  # what the parent registered is the parent's
+        atexit._clear()  # Exit handlers are the parent's.
         code = run()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -172,9 +172,9 @@ def launch(request: dict[str, Any]) -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(send, f"{store.port:08d}".encode() * len(pids))
     code = wait_for_ranks(pids)
-    beside = Path(request["out"] + ".code.tmp")
-    beside.write_text(str(code))
-    beside.rename(request["out"] + ".code")
+    temporary = Path(request["out"] + ".code.tmp")
+    temporary.write_text(str(code))
+    temporary.rename(request["out"] + ".code")
     return code
 
 
@@ -244,7 +244,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> int:
     try:
         return run_program(*request["args"])
     except Exception:
-        # The first to fail is why; what the others say follows from it.
+        # The first failure is the cause; the others follow from it.
         with suppress(FileExistsError), open(request["out"] + ".failure", "x") as file:
             file.write(f"rank {rank}: {traceback.format_exc()}")
         raise
@@ -253,8 +253,8 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> int:
 def run_program(first: str, *args: str) -> int:
     if first == "-m":
         sys.argv = list(args)
-        sys.path.insert(0, os.getcwd())  # as Python does
-        if args[0] == "rl_core.train":  # imported already, and of the code that is under test
+        sys.path.insert(0, os.getcwd())  # As Python does.
+        if args[0] == "rl_core.train":  # Imported already, from the code under test.
             from rl_core.train import main
 
             return main(args[1:])
@@ -282,7 +282,7 @@ def run_file(path: Path) -> None:
 
 
 def differing_items(operator: str, left: Any, right: Any) -> str | None:
-    """What an assert says of two dicts, of which pytest alone would show the beginning."""
+    """The message of an assert of two dicts, of which pytest alone would show the beginning."""
     if operator != "==" or not (isinstance(left, dict) and isinstance(right, dict)):
         return None
     names = [name for name in left | right if left.get(name) != right.get(name)]
@@ -307,7 +307,7 @@ def start_server() -> None:
     for module in pkgutil.walk_packages(rl_core.__path__, "rl_core."):
         with suppress(
             ImportError, ValueError
-        ):  # of what is not installed here; without gRPC a client says so as ValueError
+        ):  # Not installed here; without gRPC a client raises ValueError.
             importlib.import_module(module.name)
     torch.set_num_threads(1)
     server = ForkServer()
@@ -379,7 +379,7 @@ def run_ranks(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-    """Runs a Python file or `-m module` on so many forked ranks with gloo, as torchrun would, and
+    """Runs a Python file or `-m module` on `num_ranks` forked ranks with gloo, as torchrun would, and
     returns their output and status. Fails with the error of the first that did not end well."""
     __tracebackhide__ = True
     ranks = RanksProcess(num_ranks, args, cwd, env or {})
@@ -389,22 +389,22 @@ def run_ranks(
     return subprocess.CompletedProcess(ranks.args, code, ranks.text("stdout"), ranks.text("stderr"))
 
 
-def of_ranks(num_ranks: int, file: str, name: str, *args: Any, **how: Any) -> list[Any]:
-    """What a function of a test file returns on each of so many ranks. It gets them, and the
-    arguments as text. `how`: as of run_ranks."""
+def of_ranks(num_ranks: int, file: str, name: str, *args: Any, **options: Any) -> list[Any]:
+    """Results of a function of a test file on each of `num_ranks` ranks. The function gets the ranks,
+    and the arguments as text."""
     __tracebackhide__ = True
     out = Path(tempfile.mkdtemp(dir=server.folder)) / "found.0"
-    run_ranks(num_ranks, file, name, out, *args, **how)
+    run_ranks(num_ranks, file, name, out, *args, **options)
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(num_ranks)]
 
 
 def answer(functions: dict[str, Any]) -> None:
-    """What such a file does as a program, for of_ranks()."""
+    """Runs such a file as a program, for of_ranks()."""
     from rl_core.distributed import close_ranks, init_ranks
 
     ranks, (name, out, *args) = init_ranks(60), sys.argv[1:]
-    found = functions[name](ranks, *args)
-    Path(out).with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
+    result = functions[name](ranks, *args)
+    Path(out).with_suffix(f".{ranks.rank}").write_text(json.dumps(result))
     close_ranks(ranks)
 
 
@@ -415,7 +415,7 @@ def torchrun(
     check: bool = True,
     flags: Sequence[str] = ("--standalone",),
 ) -> subprocess.CompletedProcess:
-    """As run_ranks, by the real torchrun, which takes seconds to import everything on each rank."""
+    """Runs ranks by the real torchrun, which takes seconds to import everything on each rank."""
     with start_torchrun(num_ranks, *args, flags=flags) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
@@ -428,7 +428,7 @@ def torchrun(
 def start_torchrun(
     num_ranks: int, *args: str | Path, flags: Sequence[str] = ("--standalone",)
 ) -> subprocess.Popen:
-    """A real torchrun in a session of its own, with pipes for its output, in which Ctrl-C works."""
+    """A real torchrun in a separate session, with pipes for its output, in which Ctrl-C works."""
     return start_process(
         "-m", "torch.distributed.run", *flags, f"--nproc_per_node={num_ranks}", *args
     )
@@ -473,47 +473,47 @@ def load_rows(source: str, split: str = "train", **rollouts: Any) -> Sequence[di
     return rows.load_rows(source, split, functools.partial(load_other, **rollouts))[0]
 
 
-def wait_until(happened: Callable[[], Any], what: str, timeout_s: float = 60) -> None:
+def wait_until(happened: Callable[[], Any], name: str, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not happened():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {name}"
         time.sleep(0.05)
 
 
 def words(*parts: Any) -> list[str]:
     """Arguments of a command: words("--model", path, "--seed 1"). Strings are split at spaces,
     items of lists are not."""
-    found: list[str] = []
-    for part in parts:
+    result: list[str] = []
+    for piece in parts:
         listed = (
-            part.split()
-            if isinstance(part, str)
-            else part
-            if isinstance(part, (list, tuple))
-            else [part]
+            piece.split()
+            if isinstance(piece, str)
+            else piece
+            if isinstance(piece, (list, tuple))
+            else [piece]
         )
-        found += map(str, listed)
-    return found
+        result += map(str, listed)
+    return result
 
 
 def run(out: Path, *flags: Any, ranks: int = 1, status: int = 0) -> Path:
     """The folder of a run with these flags, which must end well, or here with this status: in this
     process, or on forked ranks. On several ranks weights are sharded, as on GPUs, if the flags do
     not say otherwise."""
-    given = [*words(*flags), "--out", str(out)]
+    arguments = [*words(*flags), "--out", str(out)]
     if ranks > 1:
-        if "--dp_replicate" not in given:
-            given += ["--dp_replicate", "1"]
-        run_ranks(ranks, "-m", "rl_core.train", *given)
+        if "--dp_replicate" not in arguments:
+            arguments += ["--dp_replicate", "1"]
+        run_ranks(ranks, "-m", "rl_core.train", *arguments)
     else:
         from rl_core.train import main
 
-        assert main(given) == status, given
+        assert main(arguments) == status, arguments
     return out
 
 
 def steps(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl that say what a step learned."""
+    """Lines of metrics.jsonl about learning."""
     return [row for row in metrics(out) if any(name.startswith("learn/") for name in row)]
 
 
@@ -567,18 +567,18 @@ def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
 
 def part_of(learner: Any, kind: str) -> Any:
     """The learner's part of this class; None if it has none."""
-    return next((part for part in learner.extensions if type(part).__name__ == kind), None)
+    return next((piece for piece in learner.extensions if type(piece).__name__ == kind), None)
 
 
 def learn(learner: Any, *steps_of_samples: list, first: int = 0) -> list[dict[str, float]]:
     """The metrics of each step, after which the learner has learned from these samples."""
-    found = []
+    result = []
     for step, samples in enumerate(steps_of_samples, first):
         minibatches, _ = learner.shard(samples)
         metrics = learner.annotate(minibatches)
         metrics |= learner.step(minibatches, step)
-        found.append({name: metric.value for name, metric in metrics.items()})
-    return found
+        result.append({name: metric.value for name, metric in metrics.items()})
+    return result
 
 
 def gradient(
@@ -629,7 +629,7 @@ def trajectories(file: Path) -> list[dict]:
 
 
 def engine_spec(module: Any, **more: Any) -> Any:
-    """What an engine of a tiny model is made from."""
+    """The EngineSpec of a tiny model."""
     import torch
 
     from rl_core.registry import choose_sampler
@@ -707,8 +707,8 @@ def run_server(port):
 
 
 class OwnServer:
-    """A package named sglang: SGLang's server as a run starts it, which computes nothing, and has a
-    diary of what it is asked."""
+    """A package named sglang: SGLang's server as a run starts it, which computes nothing, and keeps a
+    diary of its requests."""
 
     def __init__(self, folder: Path):
         self.diary, self.packages = folder / "diary", folder / "packages"
@@ -729,9 +729,9 @@ class OwnServer:
         for number in range(num_times):
             Path(f"{self.diary}.{path}.{number}").touch()
 
-    def note(self, *what: object) -> None:
+    def note(self, *name: object) -> None:
         with open(self.diary, "a") as file:
-            print(*what, file=file)
+            print(*name, file=file)
 
     def lines(self) -> list[str]:
         return self.diary.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Environments played by actors that say what a rule says: everything but the model is real."""
+"""Environments played by actors that follow a rule: everything but the model is real."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def run(
 
 def one(trajectories, actor=None):
     """The only trajectory, or the only one of this actor, which did not fail."""
-    [found] = [t for t in trajectories if actor in (None, t.actor)]
-    assert found.status != "failed", found.error
-    return found
+    [result] = [t for t in trajectories if actor in (None, t.actor)]
+    assert result.status != "failed", result.error
+    return result
 
 
 def play(env, *replies, row=ROW, limits=None, **options):

@@ -1,5 +1,5 @@
-"""What tests of rl-core view look at: a small run's folder, its trajectories, what the server
-answers and a report holds."""
+"""Data of the tests of rl-core view: a small run's folder, its trajectories, answers of the server
+and content of a report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUIET = (
     "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
     "--disable-sync --no-first-run"
 )
-TIMEOUT_MS = 40_000  # of busy cores
+TIMEOUT_MS = 40_000  # Cores are busy.
 SCREENS = {"light": ("light", 1280, 860), "dark": ("dark", 1280, 860), "phone": ("light", 390, 800)}
 NEW = "/api/0/new?revision=-1&rows=0&entries=0"
 
@@ -49,14 +49,14 @@ def trajectory(n: int, **more) -> Trajectory:
         {"role": "user", "content": f"ask {n}"},
         {"role": "assistant", "content": f"Reply {n}"},
     ]
-    given = {
+    arguments = {
         "messages": messages,
         "turns": [said(3), said(2, f"Reply {n}")],
         "reward": n / 4,
         "env": "letters",
     }
-    given |= {"task_id": f"train/{n}", "group_id": "train/0/0", "index": n} | more
-    return Trajectory(**given)
+    arguments |= {"task_id": f"train/{n}", "group_id": "train/0/0", "index": n} | more
+    return Trajectory(**arguments)
 
 
 def write_metrics(folder: Path, rows: list[dict], mode: str = "w") -> None:
@@ -84,12 +84,12 @@ def answers(folder: Path, *requests: tuple[str, dict]) -> list[tuple[int, str]]:
     """(status, text) of each request (path, headers) to the server of a run."""
 
     async def ask():
-        found = []
+        result = []
         async with TestClient(TestServer(Viewer([RunFolder(folder)]).app(LOCAL))) as client:
             for path, headers in requests:
                 async with client.get(path, headers=headers) as response:
-                    found.append((response.status, await response.text()))
-        return found
+                    result.append((response.status, await response.text()))
+        return result
 
     return asyncio.run(ask())
 

@@ -1,7 +1,7 @@
 """rl-core collect MODEL --env_path envs/x.py --out data/x: episodes that SFT reads (--data.train
 data/x/rollouts).
 
---group_size episodes of each task, in files of --tasks_per_step tasks. The same command goes on
+--group_size episodes of each task, in files of --tasks_per_step tasks. The same command continues
 where it was stopped.
 """
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    how = argparse.RawDescriptionHelpFormatter
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        "rl-core collect", description=__doc__, epilog=FLAGS, formatter_class=how
+        "rl-core collect", description=__doc__, epilog=FLAGS, formatter_class=formatter
     )
     parser.allow_abbrev = False
     parser.add_argument(
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
 
 
 async def collect(config: Config, model: str, num_tasks: int, min_reward: float | None) -> None:
-    """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other
-    flags."""
+    """Plays the tasks that OUT/rollouts lacks. Raises ValueError if those there were played with
+    other flags."""
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
     from rl_core.plan import load_envs, train_tasks
     from rl_core.plugins.env_file import check_boxes
@@ -85,15 +85,15 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
                     continue
                 first = number * size
                 tasks = [source.task(position) for position in range(first, min(first + size, end))]
-                place = {"batch": "collect", "label": f"collect/{number:06d}", "first": first}
-                played = await playing.play(tasks, config.group_size, None, **place)
-                own = [t for t in played if t.actor in names]
-                done = succeeded(own)
+                position = {"batch": "collect", "label": f"collect/{number:06d}", "first": first}
+                played = await playing.play(tasks, config.group_size, None, **position)
+                trained = [t for t in played if t.actor in names]
+                done = succeeded(trained)
                 good = [t for t in done if min_reward is None or t.reward >= min_reward]
                 (write_trajectories if has_tokens else write_messages)(file, good)
                 rewards = episode_rewards(done)
                 mean = f"reward {sum(rewards) / max(1, len(rewards)):.4g}"
-                kept = f"kept {len(by_episode(good))} of {len(by_episode(own))}"
+                kept = f"kept {len(by_episode(good))} of {len(by_episode(trained))}"
                 print(f"{number + 1}/{num_files}  {kept}  {mean}  {file}", flush=True)
 
 

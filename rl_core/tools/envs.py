@@ -1,4 +1,4 @@
-"""rl-core envs: the environments of envs/, with what each is, and what it needs that is not here.
+"""rl-core envs: the environments of envs/, with a description and the missing requirements of each.
 rl-core envs NAME: its variables, packages and solutions, and the command that trains on it.
 
 All is read from the files: no environment is imported. A sandbox is started where one needs it.
@@ -24,12 +24,12 @@ from rl_core.tools.info import environments, sandbox
 
 BOX = "bubblewrap, docker or podman"
 SANDBOX = "a sandbox (rl-core sandbox level)"
-# What is imported -> what the machine needs for it.
+# Imported name -> requirement of the machine.
 OF_MACHINE = {"boxes": BOX, "harbor": BOX, "Sandbox": SANDBOX}
-# What is imported -> its name for pip, where that is another.
+# Imported name -> the different name for pip.
 PIP_NAMES = {"reasoning_gym": "reasoning-gym"}
 REWARDS = Path(__file__).parents[1] / "rewards.py"
-WIDTH = 110  # characters of an environment's line, beside its name
+WIDTH = 110  # Characters of an environment's line after its name.
 OPTIONAL = r"""find_spec\(["'](\w+)["']"""
 # The beginning of a command: a program, or the value of a variable.
 COMMAND = re.compile(r"(?:rl-core|torchrun|python|pip|export) |[A-Z][A-Z0-9_]*=")
@@ -38,26 +38,30 @@ VARIABLE = r"""environ(?:\.get\(|\[)\s*["'](\w+)["']"""
 
 @dataclass(kw_only=True, slots=True)
 class Listing:
-    """What the file of an environment says of it."""
+    """The description of an environment, read from its file."""
 
     path: str
     about: str  # its docstring's first sentence
     packages: dict[str, bool] = field(default_factory=dict)  # pip's name -> whether it is installed
-    optional: dict[str, bool] = field(default_factory=dict)  # the same of what it can do without
-    machine: dict[str, bool] = field(default_factory=dict)  # what it needs -> whether it is there
+    optional: dict[str, bool] = field(
+        default_factory=dict
+    )  # Packages that the environment can do without.
+    machine: dict[str, bool] = field(
+        default_factory=dict
+    )  # Requirement -> whether the machine meets it.
     variables: list[str] = field(default_factory=list)
-    has_rows: bool = False  # without --data.train
+    has_rows: bool = False  # True if the file brings rows.
     has_oracle: bool = False
     command: str = ""
 
     @property
     def missing(self) -> list[str]:
-        """What is not here."""
-        found = [f"pip install {name}" for name, is_here in self.packages.items() if not is_here]
-        found += [name for name, is_here in self.machine.items() if not is_here]
+        """Requirements that this machine does not meet."""
+        lines = [f"pip install {name}" for name, is_here in self.packages.items() if not is_here]
+        lines += [name for name, is_here in self.machine.items() if not is_here]
         if not self.has_rows:
-            found.append("rows (--data.train)")
-        return found
+            lines.append("rows (--data.train)")
+        return lines
 
 
 def main(argv: list[str]) -> int:
@@ -97,13 +101,13 @@ def listing_of(path: Path) -> Listing:
     for module, imported in imports_of(tree):
         names |= imported
         root = module.partition(".")[0]
-        beside = (path.parent / root).with_suffix(".py")
+        module_file = (path.parent / root).with_suffix(".py")
         if root == "rl_core" and module.endswith(".rewards"):
             libraries |= libraries_of_rewards(imported)
         elif root == "rl_core":
             needed |= {OF_MACHINE[name] for name in imported & OF_MACHINE.keys()}
-        elif beside.exists():
-            needed |= {*listing_of(beside).machine}
+        elif module_file.exists():
+            needed |= {*listing_of(module_file).machine}
         elif root != "programs":
             libraries.add(root)
     for name in sorted(libraries - sys.stdlib_module_names):
@@ -123,12 +127,12 @@ def listing_of(path: Path) -> Listing:
 
 
 def libraries_of_rewards(names: set[str]) -> set[str]:
-    """What these functions of rl_core.rewards import."""
-    found = set()
+    """Libraries that these functions of rl_core.rewards import."""
+    libraries = set()
     for node in ast.parse(REWARDS.read_text(encoding="utf-8")).body:
         if getattr(node, "name", "") in names:
-            found |= {module.partition(".")[0] for module, _ in imports_of(node)}
-    return found - {"rl_core"}
+            libraries |= {module.partition(".")[0] for module, _ in imports_of(node)}
+    return libraries - {"rl_core"}
 
 
 @cache
@@ -145,14 +149,14 @@ def is_on_machine(name: str) -> bool:
 
 def imports_of(tree: ast.AST) -> list[tuple[str, set[str]]]:
     """(module, the names that are taken from it), those inside of functions too."""
-    found = []
+    imports = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(alias.name, set()) for alias in node.names]
+            imports += [(alias.name, set()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             last = node.module.rpartition(".")[2]
-            found.append((node.module, {alias.name for alias in node.names} | {last}))
-    return found
+            imports.append((node.module, {alias.name for alias in node.names} | {last}))
+    return imports
 
 
 def first_sentence(text: str) -> str:

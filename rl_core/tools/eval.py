@@ -40,9 +40,9 @@ class Score:
 
 
 def main(argv: list[str]) -> int:
-    how = argparse.RawDescriptionHelpFormatter
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        "rl-core eval", description=__doc__, epilog=FLAGS, formatter_class=how
+        "rl-core eval", description=__doc__, epilog=FLAGS, formatter_class=formatter
     )
     parser.allow_abbrev = False
     parser.add_argument(
@@ -63,26 +63,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--folder",
         metavar="DIR",
-        help="keep all episodes there; the same command goes on where it was killed",
+        help="keep all episodes there; the same command continues where it was killed",
     )
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("eval")) as scratch:
-        own, _ = parser.parse_known_args(argv)
-        if own.bench:
+        known, _ = parser.parse_known_args(argv)
+        if known.bench:
             from rl_core.tools.benches import bench_flags
 
-            argv = [*argv, *bench_flags(own.bench, own.bench_data)]
+            argv = [*argv, *bench_flags(known.bench, known.bench_data)]
         options, config = read_flags(parser, argv, scratch)
         # After the flags: it imports what --help need not wait for.
         from rl_core.plugins.eval_folder import EvalFolder
         from rl_core.plugins.watchdog import run_hooks
         from rl_core.types import RunError
 
-        found: dict[str, Scores] = {}
+        by_model: dict[str, Scores] = {}
         errors: dict[str, str] = {}
         folder = EvalFolder(options.folder, config) if options.folder else None
         for model in options.models:
-            found[model] = {}
-            work = evaluate(config, model, ks(config, options.k), found[model], folder)
+            by_model[model] = {}
+            work = evaluate(config, model, ks(config, options.k), by_model[model], folder)
             try:
                 run_hooks(work, config.rollout.hook_timeout_s)
             except (ValueError, OSError, RunError) as error:
@@ -90,16 +90,16 @@ def main(argv: list[str]) -> int:
                     raise
                 errors[model] = str(error)
                 print(f"{model}: {error}", file=sys.stderr)
-    shown_json: dict[str, Any] = dict(found)
+    shown_json: dict[str, Any] = dict(by_model)
     if errors:
         shown_json["errors"] = errors
     text = json.dumps(shown_json, indent=2, default=as_dict)
-    print(text if options.json else table(found))
+    print(text if options.json else table(by_model))
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(text + "\n")
     if folder:
-        folder.write(text, markdown(found, errors))
+        folder.write(text, markdown(by_model, errors))
     return 1 if errors else 0
 
 
@@ -107,21 +107,21 @@ def as_dict(score: Score) -> dict[str, Any]:
     return {name: getattr(score, name) for name in score.__slots__}
 
 
-def ks(config: Config, given: str | None) -> list[int]:
+def ks(config: Config, text: str | None) -> list[int]:
     """The k of pass@k. Raises ValueError for one above the number of samples."""
     n = config.eval.samples
-    found = typed("k", f"[{given}]", list[int]) if given else [2**i for i in range(n.bit_length())]
-    for k in found:
+    values = typed("k", f"[{text}]", list[int]) if text else [2**i for i in range(n.bit_length())]
+    for k in values:
         if not 1 <= k <= n:
             raise ValueError(
                 f"--k {k} must be from 1 to --eval.samples={n}, of which pass@k is estimated; "
                 "raise that"
             )
-    return found
+    return values
 
 
 async def evaluate(
-    config: Config, model: str, ks: list[int], found: Scores, folder: EvalFolder | None
+    config: Config, model: str, ks: list[int], results: Scores, folder: EvalFolder | None
 ) -> None:
     """Fills `found` with scores of one model by environment, and by actor if it is several. With a
     folder an environment in which too many episodes fail does not end the others: RunError comes
@@ -156,8 +156,8 @@ async def evaluate(
                 errors.append(f"{env}: {error}")
                 continue
             for name in names:
-                both = ([t for t in part if t.actor == name] for part in (greedy, sampled))
-                found[f"{env}/{name}" if len(names) > 1 else env] = scores(
+                both = ([t for t in played if t.actor == name] for played in (greedy, sampled))
+                results[f"{env}/{name}" if len(names) > 1 else env] = scores(
                     *both, ks, n, config.eval.pass_reward
                 )
     if errors:
@@ -170,26 +170,26 @@ def scores(
     from rl_core.data.episodes import baseline_groups, by_episode, episode_rewards
 
     tasks = [episode_rewards(group) for group in baseline_groups(greedy)]
-    found = {"greedy_score": mean([statistics.fmean(rewards) for rewards in tasks])}
-    found["greedy_pass"] = mean([float(max(rewards) >= pass_reward) for rewards in tasks])
+    values = {"greedy_score": mean([statistics.fmean(rewards) for rewards in tasks])}
+    values["greedy_pass"] = mean([float(max(rewards) >= pass_reward) for rewards in tasks])
     if sampled:
         tasks = [episode_rewards(group) for group in baseline_groups(sampled)]
-        found[f"avg@{n}"] = mean([statistics.fmean(rewards) for rewards in tasks])
+        values[f"avg@{n}"] = mean([statistics.fmean(rewards) for rewards in tasks])
         passed = [(len(rewards), sum(r >= pass_reward for r in rewards)) for rewards in tasks]
         for k in ks:  # a task of which too many samples failed has no pass@k
-            found[f"pass@{k}"] = mean(
+            values[f"pass@{k}"] = mean(
                 [pass_at_k(total, right, k) for total, right in passed if total >= k]
             )
     episodes = [*by_episode(greedy), *by_episode(sampled)]
     done = [episode for episode in episodes if episode[0].status != "failed"]
-    found["tokens"] = mean([statistics.fmean(t.num_tokens for t in episode) for episode in done])
-    found["truncated"] = mean(
+    values["tokens"] = mean([statistics.fmean(t.num_tokens for t in episode) for episode in done])
+    values["truncated"] = mean(
         [statistics.fmean(t.status == "truncated" for t in episode) for episode in done]
     )
-    found["failed"] = mean([float(episode[0].status == "failed") for episode in episodes])
+    values["failed"] = mean([float(episode[0].status == "failed") for episode in episodes])
     for name in ("tokens", "truncated", "failed"):
-        found[name].ci95 = None  # their observations are episodes, which depend on each other
-    return found
+        values[name].ci95 = None  # their observations are episodes, which depend on each other
+    return values
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -207,33 +207,33 @@ def mean(values: list[float]) -> Score:
     )
 
 
-def rows_of(found: dict[str, Scores]) -> list[list[str]]:
+def rows_of(by_model: dict[str, Scores]) -> list[list[str]]:
     """A line for each environment and metric, a column for each model."""
-    lines: list[list[str]] = [["environment", "metric", *found]]
+    lines: list[list[str]] = [["environment", "metric", *by_model]]
     places = {}
-    for scores in found.values():
+    for scores in by_model.values():
         for env, metrics in scores.items():
             places |= {(env, name): None for name in metrics}
     for env, name in places:
         if name == "greedy_score":
-            scored = [scores.get(env, {}).get(name) for scores in found.values()]
+            scored = [scores.get(env, {}).get(name) for scores in by_model.values()]
             lines.append([env, "tasks", *(str(s.num_tasks) if s else "-" for s in scored)])
-        cells = [shown(scores.get(env, {}).get(name)) for scores in found.values()]
+        cells = [shown(scores.get(env, {}).get(name)) for scores in by_model.values()]
         lines.append([env, name, *cells])
     return lines
 
 
-def markdown(found: dict[str, Scores], errors: dict[str, str]) -> str:
+def markdown(by_model: dict[str, Scores], errors: dict[str, str]) -> str:
     """The table, and below it why models have no scores."""
-    head, *lines = rows_of(found)
+    head, *lines = rows_of(by_model)
     text = [" | ".join(row) for row in (head, ["---"] * len(head), *lines)]
     text = [f"| {row} |" for row in text]
     text += [f"\n`{model}` failed: {' '.join(error.split())}" for model, error in errors.items()]
     return "\n".join(text)
 
 
-def table(found: dict[str, Scores]) -> str:
-    lines = rows_of(found)
+def table(by_model: dict[str, Scores]) -> str:
+    lines = rows_of(by_model)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines

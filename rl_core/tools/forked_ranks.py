@@ -26,8 +26,8 @@ POLL_S = 0.05
 
 
 def can_fork() -> bool:
-    """Whether ranks can be forked here: a driver of a device, or a second thread, might not work in
-    them. Imports what ranks need."""
+    """True if ranks can be forked: a driver of a device, or a second thread, might not work in them.
+    Imports the modules that ranks need."""
     if sys.platform != "linux" or num_threads() > 1:
         return False
     # As torchrun sets it for its ranks. It is read when torch is imported.
@@ -46,12 +46,12 @@ def can_fork() -> bool:
 
 
 def num_threads() -> int:
-    """Of this process, those of libraries too."""
+    """The number of threads of this process, including those of libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def fork_ranks(flags: list[str], num_ranks: int) -> int:
-    """The exit status of a run on so many ranks, 128 + its number after a signal."""
+    """The exit status of a run on `num_ranks` ranks, 128 + its number after a signal."""
     from torch.distributed import TCPStore
 
     folder = tempfile.mkdtemp(prefix=scratch_prefix("ranks"))
@@ -149,7 +149,7 @@ def wait_for(ranks: dict[int, int], received: list[int]) -> int:
         status = max(1, code)
         if code < 0 and not received:
             name = signal.Signals(-code).name
-            text = f"error: rank {rank} was ended by {name}; go on with --resume"
+            text = f"error: rank {rank} was ended by {name}; continue with --resume"
             print(text, file=sys.stderr, flush=True)
         time.sleep(FAILED_S)
         send_to(ranks, signal.SIGTERM)

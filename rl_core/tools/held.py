@@ -1,4 +1,4 @@
-"""What a run holds in memory, from the model's config and the flags alone.
+"""The memory of a run, from the model's config and the flags alone.
 
 Every episode counts as long as it may be. w bytes of a number in compute, L blocks, D hidden size,
 I of the MLP, Q and K widths of all heads of queries and of keys, V vocabulary; T tokens and M
@@ -22,7 +22,7 @@ GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
 OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2.03, "sgd": 4}  # a trained parameter
 NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
-# What -> bytes on a rank's device while it samples, while it learns.
+# Item -> bytes on a rank's device while it samples, while it learns.
 Table = dict[str, tuple[float, float]]
 
 
@@ -71,8 +71,8 @@ def model_size(actor: ActorConfig) -> Size:
 
 
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
-    """What a learner holds on one rank. Weights, gradients and optimizer state are fp32, sharded.
-    `plan`: with the actor's own settings."""
+    """Memory of a learner on one rank. Weights, gradients and optimizer state are fp32, sharded.
+    `plan`: with the settings of this actor."""
     from rl_core.learning.loading import compute_dtype
     from rl_core.plugins.inference_batches import activation_bytes
     from rl_core.plugins.teachers import judges
@@ -90,9 +90,9 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     tokens = learner.microbatch_tokens
     kept = activation_bytes(size, w, mesh.tp, learner.activations == "recompute")
     logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
-    # Of matrices a rank gathers its tp-th part, of the block that is computed and of the next.
+    # A rank gathers a tp-th of the matrices of the block that is computed and of the next.
     gathered = w * (size.total - size.linear + 2 * size.linear / size.layers) / mesh.tp
-    found: Table = {
+    table: Table = {
         "weights": (weights * while_sampling, weights * while_learning),
         "optimizer": (moments * while_sampling, moments * while_learning),
         "gradients": (0.0, 4 * trained / shards * while_learning),
@@ -105,16 +105,16 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     is_renewed = algorithm.reference_every or algorithm.reference_decay  # It waits on the host.
     if algorithm.needs_reference and not size.adapters and not is_renewed:
         compared_with.setdefault("reference", actor.model)
-    for what, path in compared_with.items():
-        found[what] = (0.0, w * model_size(ActorConfig(model=path)).total / shards)
+    for role, path in compared_with.items():
+        table[role] = (0.0, w * model_size(ActorConfig(model=path)).total / shards)
     if plan.algorithm.has_critic:
         held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards
-        found["critic, its optimizer"] = (held * while_sampling, held * while_learning)
-    return found
+        table["critic, its optimizer"] = (held * while_sampling, held * while_learning)
+    return table
 
 
 def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
-    """What an engine holds on one rank: its own copy of the weights, unless it reads the learner's,
+    """Memory of an engine on one rank: a copy of the weights, unless the engine reads the learner's,
     and the KV cache."""
     from rl_core.learning.loading import compute_dtype
     from rl_core.registry import engine_maker
@@ -131,7 +131,7 @@ def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Data, tokens of a step, what is assumed, and for each actor that learns its parameters and
+    """Data, tokens of a step, assumptions, and for each actor that learns its parameters and
     bytes on one rank."""
     from rl_core.learning.loading import compute_dtype
     from rl_core.plugins.column_use import column_use
@@ -139,17 +139,17 @@ def facts(plan: Plan) -> dict[str, Any]:
 
     config, mesh = plan.config, plan.mesh
     meshes, num_ranks = {}, mesh.size + config.engine_ranks
-    for place in plan.places[1:]:
-        meshes |= dict.fromkeys(place.actors, place.mesh)
-        num_ranks += len(place.ranks)
+    for group in plan.places[1:]:
+        meshes |= dict.fromkeys(group.actors, group.mesh)
+        num_ranks += len(group.ranks)
     actors = {}
     for name in config.trained:
         actor, mesh = config.actors[name], meshes.get(name, plan.mesh)
         size = model_size(actor)
-        own = replace(plan, config=config.of(name), algorithms={name: plan.algorithms[name]})
-        table = learner_bytes(own, actor, size, mesh)
+        of_actor = replace(plan, config=config.of(name), algorithms={name: plan.algorithms[name]})
+        table = learner_bytes(of_actor, actor, size, mesh)
         if config.is_rl and not actor.share:
-            table |= engine_bytes(own, name, size, mesh)
+            table |= engine_bytes(of_actor, name, size, mesh)
         sampling, learning = zip(*table.values(), strict=True)
         table["sum"] = sum(sampling), sum(learning)
         actors[name] = {
@@ -158,8 +158,8 @@ def facts(plan: Plan) -> dict[str, Any]:
             "parameters": size.total,
             "adapter_parameters": size.adapters,
             "bytes_on_one_rank": {
-                what: {"sample": round(sample), "learn": round(learn)}
-                for what, (sample, learn) in table.items()
+                row: {"sample": round(sample), "learn": round(learn)}
+                for row, (sample, learn) in table.items()
             },
         }
     num_rows, left = 0, ""

@@ -1,4 +1,4 @@
-"""What --help and --help SECTION print."""
+"""Texts of --help and --help SECTION."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAN = "usage: rl-core plan [--json] [--gpus 8,64 --gpu H100] --model PATH --env
 
 
 def print_help(argv: list[str], usage: str = USAGE) -> bool:
-    """Whether these flags ask for help, which is then printed."""
+    """Prints help if the flags ask for it. True if they do."""
     for arg, after in zip(argv, [*argv[1:], "--"], strict=False):
         if arg in ("--help", "-h"):
             print(help_page("" if after.startswith("-") else after, usage))
@@ -57,19 +57,19 @@ def help_page(section: str = "", usage: str = USAGE) -> str:
         )
     if section == "actors":
         names = ", ".join(f"{name}.*" for name in OWN_SECTIONS)
-        lines.append(f"  --actors.NAME.{{{names}}}: its own, in the place of the global flags")
+        lines.append(f"  --actors.NAME.{{{names}}}: for this actor, instead of the global flags")
     if not section:
         lines += [
             "  --config FILE                a YAML file with the same keys; flags override it"
         ]
-        lines += ["", "more, each with a page of its own (--help SECTION):"]
+        lines += ["", "more, each with a page (--help SECTION):"]
         lines += [f"  {name:<10} {f.metadata['help']}" for name, f in sections.items()]
     return "\n".join(lines)
 
 
 def choices_of(name: str, kind: Any) -> list[str]:
     """Values of a flag, from its type or from the table that they name a row of."""
-    for part in (kind, *get_args(kind)):
-        if get_origin(part) is Literal:
-            return list(get_args(part))
+    for member in (kind, *get_args(kind)):
+        if get_origin(member) is Literal:
+            return list(get_args(member))
     return list(CHOICES.get(name, ()))

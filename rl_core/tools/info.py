@@ -1,6 +1,6 @@
 """rl-core info: versions, devices, extras with the line that installs each, the sandbox,
-algorithms, environments. rl-core info metrics [NAME]: what a metric of metrics.jsonl is, its unit,
-and which values are healthy. rl-core info RUN: what a run was told, and how its actors differ.
+algorithms, environments. rl-core info metrics [NAME]: the meaning of a metric of metrics.jsonl,
+its unit and its healthy values. rl-core info RUN: flags of a run, and differences of its actors.
 rl-core info --service grpc://HOST:PORT: the workers of `rl-core
 serve`."""
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     if args.what:
         print(run_settings(Path(args.what)))
         return 0
-    found = {
+    report = {
         "versions": {"rl_core": __version__, "python": platform.python_version(), **versions()},
         "devices": devices(),
         "extras": extras(metadata.requires("rl_core") or []),
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         "algorithms": list(get_args(known_flags()["algorithm"][1].type)),
         "environments": environments(),
     }
-    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    print(json.dumps(report, indent=2) if args.json else as_text(report))
     return 0
 
 
@@ -67,20 +67,20 @@ def metrics(name: str | None, as_json: bool) -> str:
     """The rows of metric_table, or those that a name or the end of one means. Raises ValueError for
     an unknown one."""
     short = re.sub(r"@\d+$", "@K", name or "")
-    found = [
+    lines = [
         r
         for r in rows()
         if not name or short in r.short_names or (r.pattern.fullmatch(name) and not r.is_of_user)
     ]
-    if not found:
+    if not lines:
         known = nearest(short.rpartition("/")[2], [end for r in rows() for end in r.short_names])
         raise ValueError(
             f"{name!r} is no metric of rl_core, but may be one that an environment gives; {known}"
         )
     if as_json:
-        return json.dumps([dataclasses.asdict(row) for row in found], indent=2)
+        return json.dumps([dataclasses.asdict(row) for row in lines], indent=2)
     texts = []
-    for row in found:
+    for row in lines:
         texts += [f"{row.name}  ({row.unit})" if row.unit else row.name, f"  {row.what}"]
         texts += [f"  healthy: {row.healthy}"] if row.healthy else []
     return "\n".join(texts)
@@ -115,24 +115,24 @@ def run_settings(run: Path) -> str:
 
 
 def sent_weights(file: Path) -> list[str]:
-    """How SGLang's servers got new weights, and how much."""
-    found = {}
+    """Ways of new weights to SGLang's servers, and their sizes."""
+    totals = {}
     for row in read_json(file) if file.is_file() else ():
-        found |= {name: value for name, value in row.items() if name.startswith("sync/")}
+        totals |= {name: value for name, value in row.items() if name.startswith("sync/")}
     lines = []
-    for name, mib in found.items():
+    for name, mib in totals.items():
         actor, way = name.removeprefix("sync/").removesuffix("_mib").rsplit("/", 1)
         lines.append(f"  {actor} by {way}: {mib:.4g} MiB to all servers")
     return lines
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(report: dict[str, Any]) -> str:
     lines = []
-    for title, what in found.items():
-        pairs = what.items() if isinstance(what, dict) else [(item, "") for item in what]
+    for title, content in report.items():
+        pairs = content.items() if isinstance(content, dict) else [(item, "") for item in content]
         if title == "algorithms":
-            pairs = [(" ".join(what), "")]
-        if title == "environments" and not what:
+            pairs = [(" ".join(content), "")]
+        if title == "environments" and not content:
             pairs = [("none in envs/ here", "")]
         width = max((len(name) for name, _ in pairs), default=0)
         lines += [
@@ -177,12 +177,12 @@ def sandbox() -> dict[str, str]:
 
 
 def extras(requires: list[str]) -> dict[str, str]:
-    """Extra -> `installed`, or the line that installs what is missing, from the metadata of a
-    wheel."""
+    """Extra -> `installed`, or the line that installs the missing packages, from the metadata of
+    a wheel."""
     missing: dict[str, list[str]] = {}
     for requirement in requires:
         extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
-        if extra and extra[1] != "test":  # of those who develop rl_core
+        if extra and extra[1] != "test":  # The extra test is for developers of rl_core.
             name = re.match(r"[\w.-]+", requirement)[0]
             wanted = requirement.partition(";")[0].strip()
             missing.setdefault(extra[1], []).extend([] if version_of(name) else [f"'{wanted}'"])

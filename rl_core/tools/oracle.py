@@ -113,9 +113,9 @@ async def judge_all(
     env: Env,
     tasks: Sequence[Task],
     play_nothing: Callable[[Task], Awaitable[list[Trajectory]]],
-    tell: Callable[[str], Any],
+    report: Callable[[str], Any],
 ) -> list[Verdict]:
-    """A verdict for each task. `tell` gets the lines of each as soon as the task is judged. Raises
+    """A verdict for each task. `report` gets the lines of each as soon as the task is judged. Raises
     ValueError for an environment that knows no solutions."""
     if "oracle" not in env.hooks:
         raise ValueError(
@@ -123,7 +123,7 @@ async def judge_all(
             "gives its reward, (reward, text to show), or None for a task without a solution"
         )
     width = max(len(name_of(task)) for task in tasks)
-    tell(f"{'task':<{width}} {'oracle':>8} {'nothing':>8} {'seconds':>8}")
+    report(f"{'task':<{width}} {'oracle':>8} {'nothing':>8} {'seconds':>8}")
     room = asyncio.Semaphore(AT_ONCE)
     num_logs = 0
 
@@ -131,10 +131,10 @@ async def judge_all(
         nonlocal num_logs
         async with room:
             verdict = await judge(env, task, play_nothing)
-        tell(described(verdict, width))
+        report(described(verdict, width))
         if verdict.fault and verdict.log and num_logs < MAX_LOGS:
             num_logs += 1
-            tell(shown_log(verdict.log))
+            report(shown_log(verdict.log))
         return verdict
 
     return list(await asyncio.gather(*map(judge_one, tasks)))

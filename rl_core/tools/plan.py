@@ -1,4 +1,4 @@
-"""rl-core plan: what a run would hold in memory; with --gpus, what a step would take."""
+"""rl-core plan: memory of a run; with --gpus, seconds of a step."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--gpus")
     parser.add_argument("--gpu")
-    own, flags = parser.parse_known_args(argv)
-    if own.gpu and not own.gpus:
-        raise ValueError(f"--gpu={own.gpu} needs --gpus: numbers of GPUs, such as 8,64")
+    options, flags = parser.parse_known_args(argv)
+    if options.gpu and not options.gpus:
+        raise ValueError(f"--gpu={options.gpu} needs --gpus: numbers of GPUs, such as 8,64")
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("plan")) as out:
         config = parse_config([*flags, "--out", out])
-        if own.gpus:
-            numbers, gpu = parse_gpus(own.gpus, own.gpu or "H100")
-            found = estimates(numbers, gpu, config)
-            text = describe_estimates(found, gpu)
+        if options.gpus:
+            numbers, gpu = parse_gpus(options.gpus, options.gpu or "H100")
+            result = estimates(numbers, gpu, config)
+            text = describe_estimates(result, gpu)
         else:
             from rl_core.plan import make_plan
 
-            found = facts(make_plan(config, is_planned=True))
-            text = describe(found)
-    print(json.dumps(found, indent=2) if own.json else text)
+            result = facts(make_plan(config, is_planned=True))
+            text = describe(result)
+    print(json.dumps(result, indent=2) if options.json else text)
     return 0
 
 
@@ -51,19 +51,19 @@ tokens per step  at most {tokens}: {samples_per_step} {samples} of at most \
 assumed          {engine}{dtype}, microbatches of {microbatch_tokens} tokens"""
 
 
-def describe(found: dict[str, Any]) -> str:
+def describe(report: dict[str, Any]) -> str:
     """The facts as text, with sizes in GiB."""
-    sizes = [f"{name} {size}" for name, size in found["ranks"].items() if name != "all"]
+    sizes = [f"{name} {size}" for name, size in report["ranks"].items() if name != "all"]
     lines = [
         HEAD.format(
-            **found | {"engine": f"{found['engine']} engine, " if found["engine"] else ""},
-            all_ranks=found["ranks"]["all"],
+            **report | {"engine": f"{report['engine']} engine, " if report["engine"] else ""},
+            all_ranks=report["ranks"]["all"],
             sizes=", ".join(sizes),
-            column_lines=describe_columns(found["columns"]),
-            tokens=found["samples_per_step"] * found["max_tokens_of_a_sample"],
+            column_lines=describe_columns(report["columns"]),
+            tokens=report["samples_per_step"] * report["max_tokens_of_a_sample"],
         )
     ]
-    for name, actor in found["actors"].items():
+    for name, actor in report["actors"].items():
         adapters = actor["adapter_parameters"]
         more = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
         size = f"{actor['parameters'] / 1e6:.2f} M parameters{more}"
@@ -71,9 +71,9 @@ def describe(found: dict[str, Any]) -> str:
             size += f", on ranks {actor['ranks']}"
         lines += ["", f"{name}: {actor['model']}, {size}"]
         lines.append(f"{'GiB on one rank':<22} {'sample':>10} {'learn':>10}")
-        for what, row in actor["bytes_on_one_rank"].items():
+        for title, row in actor["bytes_on_one_rank"].items():
             sample, learn = (f"{size / GIB:.3g}" if size else "-" for size in row.values())
-            lines.append(f"{what:<22} {sample:>10} {learn:>10}")
+            lines.append(f"{title:<22} {sample:>10} {learn:>10}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What eval and collect share: flags of a run -> models that play episodes. No learner is built."""
+"""Shared by eval and collect: flags of a run -> models that play episodes, without a learner."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def read_flags(
         )
     from rl_core.plugins.terminal import quiet
 
-    quiet()  # before rows are read
+    quiet()  # Before rows are read.
     return options, config
 
 
@@ -127,15 +127,15 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
         names = config.trained
     elif folder.parent.name in ("hf", "best") and folder.name in config.actors:
         names = [folder.name]
-    own, _, url = model.rpartition("@")
-    is_api = bool(own) and re.match(URL.removesuffix("/?"), url) is not None
+    name, _, url = model.rpartition("@")
+    is_api = bool(name) and re.match(URL.removesuffix("/?"), url) is not None
     actors = dict(config.actors)
     for name in names:
         actor = replace(
             actors[name], model=model, share=None, lora=LoraConfig(), engine_urls=None, api=None
         )
         if is_api:
-            actor = replace(actor, model=own, api=url, train=False)
+            actor = replace(actor, model=name, api=url, train=False)
         elif (folder / "hf").is_dir():
             actor = replace(actor, model=str(folder / "hf" / name))
         actors[name] = actor
@@ -204,10 +204,10 @@ class Player:
         from rl_core.plugins.failure_limit import refuse_failures
         from rl_core.sampling.rollout import make_group
 
-        config, place = self.config, {"batch": batch, "label": label, "size": size}
+        config, position = self.config, {"batch": batch, "label": label, "size": size}
         groups, played = [], []
         for number, task in enumerate(tasks, first):
-            group = make_group(config, task, drawn, number=number, **place)
+            group = make_group(config, task, drawn, number=number, **position)
             known = cell.find(group) if cell else None
             if known is None:
                 groups.append(group)

@@ -28,14 +28,14 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     curves = {}
     for run in options.runs:
-        for title, found in curves_of(Path(run)).items():
+        for title, panel in curves_of(Path(run)).items():
             of_run = f"{run} " if len(options.runs) > 1 else ""
             curves.setdefault(title, {}).update(
-                {of_run + name: points for name, points in found.items()}
+                {of_run + name: points for name, points in panel.items()}
             )
     file = Path(options.out or Path(options.runs[0]) / "curves.png")
-    flat = {title: found for title, found in curves.items() if is_flat(found)}
-    draw({title: found for title, found in curves.items() if title not in flat} or curves, file)
+    flat = {title: panel for title, panel in curves.items() if is_flat(panel)}
+    draw({title: panel for title, panel in curves.items() if title not in flat} or curves, file)
     print(f"wrote {file}")
     if 0 < len(flat) < len(curves):
         print(f"constant, and so left out: {', '.join(map(last_values, flat, flat.values()))}")
@@ -63,7 +63,7 @@ def curves_of(run: Path) -> dict[str, Curves]:
 
 
 def is_flat(curves: Curves) -> bool:
-    """Whether a panel has more than one step, and none of its curves changes."""
+    """True if a panel has more than one step, and none of its curves changes."""
     from rl_core.tools.view.data import is_constant
 
     longest = max(len(points) for points in curves.values())
@@ -83,13 +83,13 @@ def draw(curves: dict[str, Curves], file: Path) -> None:
     from rl_core.tools.view.data import axis_range
 
     figure = Figure(figsize=(12, 3.2 * -(-len(curves) // 3)), layout="constrained")
-    for number, (title, found) in enumerate(curves.items(), 1):
+    for number, (title, panel) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(-(-len(curves) // 3), 3, number, title=title, xlabel="step")
-        for name, points in found.items():
+        for name, points in panel.items():
             axes.plot(
                 *zip(*points, strict=True), label=name, marker="." if len(points) < 20 else ""
             )
-        if flat := axis_range(value for points in found.values() for _, value in points):
+        if flat := axis_range(value for points in panel.values() for _, value in points):
             axes.set_ylim(*flat)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")

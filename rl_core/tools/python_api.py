@@ -119,7 +119,7 @@ def train(
     if nproc > 1:
         from rl_core.tools.python_ranks import run_ranks
 
-        if plugins or any(own is not None for own in (on_step, loss, optimizer, engine)):
+        if plugins or any(argument is not None for argument in (on_step, loss, optimizer, engine)):
             raise ValueError(
                 f"nproc={nproc}: on_step, plugins, loss, optimizer and engine are of this process, "
                 "where no rank is; leave them out, or give nproc=1"
@@ -189,7 +189,7 @@ def with_objects(
     """The checked configuration, and its environments."""
     config = from_sections(without_paths(asdict(config)))
     environments = as_list(split(config.env_path) if env is None else env)
-    rows = {split: own for split, own in rows.items() if own is not None}
+    rows = {split: source for split, source in rows.items() if source is not None}
     if rows and not (environments or config.is_rl):
         # Nothing is sampled that it could score.
         environments = [Environment(lambda messages: 0.0, name="data")]
@@ -198,13 +198,13 @@ def with_objects(
     return checked(from_sections(asdict(config))), environments
 
 
-def without_paths(given: dict[str, Any]) -> dict[str, Any]:
+def without_paths(values: dict[str, Any]) -> dict[str, Any]:
     """The same with texts for pathlib's paths, such as result.model."""
-    texts = {key: str(value) for key, value in given.items() if isinstance(value, Path)}
+    texts = {key: str(value) for key, value in values.items() if isinstance(value, Path)}
     return (
-        given
+        values
         | texts
-        | {key: without_paths(value) for key, value in given.items() if isinstance(value, dict)}
+        | {key: without_paths(value) for key, value in values.items() if isinstance(value, dict)}
     )
 
 
@@ -234,7 +234,7 @@ def run_here(config: Config, environments: list[Environment], own_parts: OwnPart
 
 def read_result(config: Config) -> TrainResult:
     out, metrics = Path(config.out), {}
-    file = out / "metrics.jsonl"  # which a run of no step and no evaluation does not write
+    file = out / "metrics.jsonl"  # A run without steps and evaluations writes none.
     history = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for line in history:
         metrics |= line

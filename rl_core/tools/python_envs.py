@@ -20,9 +20,9 @@ class Environment:
     """An environment of a run. `math + code` is a list of both, which train() takes.
 
     `source`: its file, its module, a function that is its reward_fn, or a list of functions whose
-    rewards are summed. `name`: of its metrics, by
-    default that of the file. `data`, `eval_data`: rows instead of its own. `weight`: its share of a
-    step's tasks; 0: it is only evaluated. `max_tokens`, `max_turns`: its own limits.
+    rewards are summed. `name`: in metrics, by default that of the file. `data`, `eval_data`: rows
+    instead of load_tasks(). `weight`: share of a step's tasks; 0: it is only evaluated.
+    `max_tokens`, `max_turns`: limits below those of the run.
     """
 
     source: Source
@@ -45,7 +45,7 @@ class Environment:
 
     @property
     def path(self) -> str:
-        """As errors name it."""
+        """The name in errors."""
         if isinstance(self.source, ModuleType):
             return getattr(self.source, "__file__", None) or self.source.__name__
         return "reward_fn" if self.is_functions else str(self.source)
@@ -56,18 +56,18 @@ class Environment:
 
     @property
     def flag(self) -> str:
-        """As --env_path has it. The run names an environment by its file."""
+        """The value of --env_path: the file, if the run would name it so, else the name."""
         is_named_so = Path(self.path.partition("?")[0]).stem == self.name
         return self.path if is_named_so else self.name
 
     @property
     def rows(self) -> dict[str, Rows]:
-        given = {"train": self.data, "eval": self.eval_data}
-        return {split: rows for split, rows in given.items() if rows is not None}
+        sources = {"train": self.data, "eval": self.eval_data}
+        return {split: rows for split, rows in sources.items() if rows is not None}
 
     @property
     def is_file(self) -> bool:
-        """Whether the run reads it by --env_path alone."""
+        """True if --env_path alone names the environment."""
         return self.flag == self.path and not (self.rows or self.is_functions)
 
     def module(self) -> ModuleType:
@@ -90,8 +90,8 @@ class Environment:
         copy = ModuleType(module.__name__)
         vars(copy).update(vars(module))
         if self.rows:
-            own, rows = getattr(module, "load_tasks", lambda split: []), self.rows
-            copy.load_tasks = lambda split: rows[split] if split in rows else own(split)
+            load, rows = getattr(module, "load_tasks", lambda split: []), self.rows
+            copy.load_tasks = lambda split: rows[split] if split in rows else load(split)
         return copy
 
 
@@ -151,7 +151,7 @@ def as_list(env: Any) -> list[Environment]:
     if is_rewards(env):
         return [Environment(list(env))]
     if isinstance(env, (list, tuple)):
-        return [one for part in env for one in as_list(part)]
+        return [one for item in env for one in as_list(item)]
     return [env if isinstance(env, Environment) else Environment(env)]
 
 
@@ -176,9 +176,9 @@ def with_environments(
             )
     sections = dict(config.envs)
     for env in environments:
-        own = {"weight": env.weight, "max_tokens": env.max_tokens, "max_turns": env.max_turns}
-        if EnvConfig(**own) != EnvConfig():
-            sections[env.name] = replace(sections.get(env.name, EnvConfig()), **own)
+        limits = {"weight": env.weight, "max_tokens": env.max_tokens, "max_turns": env.max_turns}
+        if EnvConfig(**limits) != EnvConfig():
+            sections[env.name] = replace(sections.get(env.name, EnvConfig()), **limits)
     if environments:
         path = ",".join(env.flag for env in environments)
         config = replace(config, env_path=path, envs=sections)

@@ -21,7 +21,7 @@ from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine
 from rl_core.types import PackedBatch, RunError
 
-# What an own loss may name. All but the last two are [M], of the trained tokens.
+# Arguments of a custom loss. All but the last two are [M], of the trained tokens.
 LOSS_ARGUMENTS = (
     "logprobs",
     "old_logprobs",
@@ -84,8 +84,8 @@ class OwnParts:
         """The same of an actor's learner, which alone has the own loss."""
         if self.loss is None:
             return make
-        own = with_loss(make.func, self.loss)
-        return partial(own, *make.args, **make.keywords)
+        learner_class = with_loss(make.func, self.loss)
+        return partial(learner_class, *make.args, **make.keywords)
 
 
 def check_loss(loss: Any, config: Config) -> None:
@@ -133,10 +133,10 @@ def check_parameters(made: Optimizer, named: Sequence[tuple[str, Any]], name: st
                 f"optimizer={name} has parameters without names, by which a checkpoint holds their "
                 "state; give it pairs as they come: torch.optim.AdamW(named_parameters, lr=optim.lr)"
             )
-        for own, parameter in zip(group["param_names"], group["params"], strict=True):
-            if known.get(own) is not parameter:
+        for weight_name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if known.get(weight_name) is not parameter:
                 raise ValueError(
-                    f"optimizer={name} has a parameter {own!r}, which is none of the model's under "
+                    f"optimizer={name} has a parameter {weight_name!r}, which is none of the model's under "
                     "this name; take the pairs of named_parameters as they come"
                 )
 
@@ -145,7 +145,7 @@ def check_engine(engine: Any, config: Config) -> None:
     if not isinstance(engine, type) or not issubclass(engine, Engine):
         raise ValueError(
             f"engine={name_of(engine)} must be a class of rl_core.sampling.engine.Engine, itself "
-            "and not what it makes: train(config, engine=MyEngine)"
+            "and not an object: train(config, engine=MyEngine)"
         )
     for is_broken, why in OF_ENGINE:
         if is_broken(engine, config):
@@ -156,7 +156,7 @@ def check_engine(engine: Any, config: Config) -> None:
     check_call(engine, "EngineSpec")
 
 
-# What is refused of (an own engine, the configuration), and why.
+# Rules for a custom engine: (is it broken by (engine, configuration)?, message).
 OF_ENGINE = (
     (lambda engine, c: not c.is_rl, "--algorithm sft, rm and dpo sample nothing; leave it out"),
     (
@@ -186,7 +186,7 @@ OF_ENGINE = (
         "resume(), or leave max_staleness out",
     ),
 )
-# What other trainers' callbacks call the hooks of plugins.
+# Names of these hooks in callbacks of other trainers.
 ALIKE = {
     "on_step": "after_step",
     "on_step_begin": "before_step",
@@ -197,61 +197,60 @@ ALIKE = {
     "on_log": "after_step",
 }
 HOOKS = [name for name in vars(Plugin) if not name.startswith("_")]
-# What these give may not be left out.
+# Results that a hook must return, by type.
 GIVEN = {"refill": list, "files": list, "agree": dict, "state": dict}
 
 
-def own_plugins(given: Any) -> list[Callable[[Any], Plugin]]:
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"plugins={name_of(given)} must be a list of plugins: plugins=[...]")
-    return [own_plugin(plugin) for plugin in given]
+def own_plugins(plugins: Any) -> list[Callable[[Any], Plugin]]:
+    if not isinstance(plugins, (list, tuple)):
+        raise ValueError(f"plugins={name_of(plugins)} must be a list of plugins: plugins=[...]")
+    return [own_plugin(plugin) for plugin in plugins]
 
 
-def own_plugin(given: Any) -> Callable[[Any], Plugin]:
-    """`given`: a class of Plugin, an object with some of its hooks, or a function of the trainer that
-    gives one of these. What makes a plugin of it, whose hooks' errors name it. Raises
-    ValueError."""
-    if isinstance(given, Plugin):
-        name = type(given).__name__
+def own_plugin(plugin: Any) -> Callable[[Any], Plugin]:
+    """A constructor of a plugin whose errors name it. `plugin`: a class of Plugin, an object with some of
+    its hooks, or a function of the trainer that returns one of these. Raises ValueError."""
+    if isinstance(plugin, Plugin):
+        name = type(plugin).__name__
         raise ValueError(
             f"plugins has an object of {name}, which is made with the trainer; give the class: "
             f"plugins=[{name}]"
         )
-    if isinstance(given, type):
-        check_hooks(given)
-        check_call(given, "trainer")
-    elif own_hooks(given) or not callable(given):
-        check_hooks(given)
-        return lambda trainer: with_name(given, trainer)
-    return lambda trainer: with_name(given(trainer), trainer)
+    if isinstance(plugin, type):
+        check_hooks(plugin)
+        check_call(plugin, "trainer")
+    elif own_hooks(plugin) or not callable(plugin):
+        check_hooks(plugin)
+        return lambda trainer: with_name(plugin, trainer)
+    return lambda trainer: with_name(plugin(trainer), trainer)
 
 
-def own_hooks(given: Any) -> list[str]:
+def own_hooks(plugin: Any) -> list[str]:
     """Names of the hooks that are not Plugin's. `given`: an object, or a class."""
-    found = []
+    hooks = []
     for name in HOOKS:
-        hook = getattr(given, name, None)
+        hook = getattr(plugin, name, None)
         if callable(hook) and getattr(hook, "__func__", hook) is not getattr(Plugin, name):
-            found.append(name)
-    return found
+            hooks.append(name)
+    return hooks
 
 
-def check_hooks(given: Any) -> None:
-    refuse_misspelt(given, HOOKS, ALIKE, "hook of plugins")
-    names = own_hooks(given)
+def check_hooks(plugin: Any) -> None:
+    refuse_misspelt(plugin, HOOKS, ALIKE, "hook of plugins")
+    names = own_hooks(plugin)
     if not names:
         raise ValueError(
-            f"plugins has {name_of(given)}, which has none of the hooks: {', '.join(HOOKS)}"
+            f"plugins has {name_of(plugin)}, which has none of the hooks: {', '.join(HOOKS)}"
         )
-    check_arguments(given, Plugin, names)
+    check_arguments(plugin, Plugin, names)
 
 
-def refuse_misspelt(given: Any, known: list[str], alike: dict[str, str], what: str) -> None:
+def refuse_misspelt(plugin: Any, known: list[str], alike: dict[str, str], kind: str) -> None:
     """Raises ValueError for a public method that nobody calls, and whose name is near a known
     one."""
     candidates = [*known, *alike]
-    for name in dir(given):
-        method = inspect.getattr_static(given, name)
+    for name in dir(plugin):
+        method = inspect.getattr_static(plugin, name)
         if name in known or name.startswith("_") or not callable(method):
             continue
         close = get_close_matches(name, candidates, n=1, cutoff=0.8)
@@ -260,32 +259,32 @@ def refuse_misspelt(given: Any, known: list[str], alike: dict[str, str], what: s
         if close:
             meant = alike.get(close[0], close[0])
             raise ValueError(
-                f"{name_of(given)}.{name}() is no {what}; did you mean {meant!r}? Methods of its "
-                "own may begin with _"
+                f"{name_of(plugin)}.{name}() is no {kind}; did you mean {meant!r}? Helper "
+                "methods begin with _"
             )
 
 
-def check_arguments(given: Any, base: type, names: list[str]) -> None:
+def check_arguments(plugin: Any, base: type, names: list[str]) -> None:
     """Raises ValueError for a method that cannot be called as that of the base class."""
     for name in names:
-        usual, own = getattr(base, name), getattr(given, name)
+        usual, method = getattr(base, name), getattr(plugin, name)
         parameters = list(inspect.signature(usual).parameters.values())
-        is_bound = not isinstance(given, type) or inspect.ismethod(own)
+        is_bound = not isinstance(plugin, type) or inspect.ismethod(method)
         if parameters and parameters[0].name == "self" and is_bound:
             parameters = parameters[1:]
         named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
         text = ", ".join(p.name for p in parameters)
         try:
-            inspect.signature(own).bind(*[None] * (len(parameters) - len(named)), **named)
+            inspect.signature(method).bind(*[None] * (len(parameters) - len(named)), **named)
         except TypeError as error:
             raise ValueError(
-                f"{name_of(given)}.{name}(): {error}; it is called with ({text})"
+                f"{name_of(plugin)}.{name}(): {error}; it is called with ({text})"
             ) from None
-        is_async = inspect.iscoroutinefunction(own)
+        is_async = inspect.iscoroutinefunction(method)
         if is_async and not inspect.iscoroutinefunction(usual):
-            raise ValueError(f"{name_of(given)}.{name}() must be def, not async def")
+            raise ValueError(f"{name_of(plugin)}.{name}() must be def, not async def")
         if base is Engine and not is_async and inspect.iscoroutinefunction(usual):
-            raise ValueError(f"{name_of(given)}.{name}() must be async def")
+            raise ValueError(f"{name_of(plugin)}.{name}() must be async def")
 
 
 def check_call(made: type, argument: str) -> None:
@@ -298,16 +297,16 @@ def check_call(made: type, argument: str) -> None:
         ) from None
 
 
-def with_name(given: Any, trainer: Any) -> Plugin:
+def with_name(plugin: Any, trainer: Any) -> Plugin:
     """A plugin with the hooks of a plugin or a plain object. RunError names which of them
     raised."""
-    check_hooks(given)
-    name = type(given).__name__
-    methods = {hook: told(getattr(given, hook), f"{name}.{hook}") for hook in own_hooks(given)}
+    check_hooks(plugin)
+    name = type(plugin).__name__
+    methods = {hook: named(getattr(plugin, hook), f"{name}.{hook}") for hook in own_hooks(plugin)}
     return type(name, (Plugin,), methods)(trainer)
 
 
-def told(hook: Callable, name: str) -> Callable:
+def named(hook: Callable, name: str) -> Callable:
     usual = name.rpartition(".")[2]
 
     def checked(value: Any) -> Any:
@@ -346,7 +345,7 @@ def name_of(value: Any) -> str:
 
 
 def with_loss(learner_class: type[Learner], loss: Callable[..., Tensor]) -> type[Learner]:
-    """The class with this loss in the place of the algorithm's."""
+    """A subclass with this loss instead of the algorithm's."""
     names = [name for name in inspect.signature(loss).parameters if name in LOSS_ARGUMENTS]
 
     class OwnLossLearner(learner_class):
@@ -360,14 +359,14 @@ def with_loss(learner_class: type[Learner], loss: Callable[..., Tensor]) -> type
                 "batch": batch,
                 "config": self.config,
             }
-            given = {}
+            arguments = {}
             for name in names:
-                given[name] = known[name] if name in known else getattr(batch, name)
-            losses = loss(**given)
+                arguments[name] = known[name] if name in known else getattr(batch, name)
+            losses = loss(**arguments)
             if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
-                found = getattr(losses, "shape", losses)
+                result = getattr(losses, "shape", losses)
                 raise ValueError(
-                    f"loss {name_of(loss)}() gave {found}; it must give a loss for each of the "
+                    f"loss {name_of(loss)}() gave {result}; it must give a loss for each of the "
                     f"{len(logprobs)} trained tokens, {tuple(logprobs.shape)}: neither mean nor sum"
                 )
             if logprobs.requires_grad and not losses.requires_grad:

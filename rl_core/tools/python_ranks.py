@@ -16,7 +16,7 @@ from rl_core.types import RunError
 
 def run_ranks(config: Config, environments: list[Environment], nproc: int) -> None:
     """Runs `rl-core train` with this configuration. Rows lie in OUT.rows, which a resumed run reads
-    again. Ctrl-C saves when the step is done. Raises ValueError for an environment that is no file,
+    again. Ctrl-C saves when the step is done. Raises ValueError for an environment that is not a file,
     and RunError if the run fails."""
     folder = Path(f"{config.out}.rows")
     for env in environments:
@@ -28,8 +28,12 @@ def run_ranks(config: Config, environments: list[Environment], nproc: int) -> No
         section = config.data
         if len(environments) > 1:
             section = config.envs.setdefault(env.name, EnvConfig())
-        for part, rows in env.rows.items():
-            setattr(section, part, str(write_rows(folder / f"{env.name}.{part}.jsonl", rows)))
+        for split_name, rows in env.rows.items():
+            setattr(
+                section,
+                split_name,
+                str(write_rows(folder / f"{env.name}.{split_name}.jsonl", rows)),
+            )
     if not config.is_rl:
         config.env_path = None  # A script's rows have no file.
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +63,7 @@ def run_ranks(config: Config, environments: list[Environment], nproc: int) -> No
 
 
 def is_path(text: str) -> bool:
-    return "://" in text or all(Path(part).is_file() for part in split(text))
+    return "://" in text or all(Path(file).is_file() for file in split(text))
 
 
 def write_rows(file: Path, rows: Rows) -> Path:

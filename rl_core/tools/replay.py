@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rl_core.plan import Plan
     from rl_core.types import TrainingSample, Trajectory
 
-# Flags of how steps are computed, and of what is learned from the one that is asked for.
+# Flags of the computation of steps, and of the objective of the requested one.
 HOW = {
     "dp_replicate",
     "cp",
@@ -48,13 +48,13 @@ HOW = {
 }
 OBJECTIVE = ("algorithm", "algo.", "optim.", "critic.", "learner.minibatches", "learner.epochs")
 CLOSE = 1e-4  # relative difference that rounding explains
-Values = dict[str, list[float]]  # what a learner computes -> its value for each token
+Values = dict[str, list[float]]  # Name of a quantity -> its value for each token.
 
 
 @dataclass(kw_only=True, slots=True)
 class Replayed:
     step: int
-    begins: str  # where the weights are from
+    begins: str  # The source of the weights.
     recorded: dict[str, float | None]  # learn/... of metrics.jsonl
     replayed: dict[str, float]
     # Largest relative difference of loss and gradient norm in the steps that were learned again
@@ -64,9 +64,9 @@ class Replayed:
 
 
 def main(argv: list[str]) -> int:
-    how = argparse.RawDescriptionHelpFormatter
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        "rl-core replay", description=__doc__, formatter_class=how, allow_abbrev=False
+        "rl-core replay", description=__doc__, formatter_class=formatter, allow_abbrev=False
     )
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument(
@@ -77,21 +77,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--tokens",
         action="store_true",
-        help="write what the learner computes for each token to tokens/",
+        help="write the learner's values of each token to tokens/",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options, flags = parser.parse_known_args(argv)
     step = newest_step(options.run) if options.step is None else options.step
-    found = replay(options.run, step, flags, options.tokens)
-    if found is not None:
-        text = json.dumps(asdict(found)) if options.json else table(found)
+    result = replay(options.run, step, flags, options.tokens)
+    if result is not None:
+        text = json.dumps(asdict(result)) if options.json else table(result)
         print(text, flush=True)
     return 0
 
 
 def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> Replayed | None:
-    """What the step gave when it was learned again; None on ranks that do not write. Raises
-    ValueError if something that it needs was not recorded."""
+    """Result of learning a step again; None on ranks that do not write. Raises ValueError if
+    something that the step needs was not recorded."""
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.models import is_sharded
     from rl_core.plan import load_envs, plan_learning
@@ -172,7 +172,7 @@ def load_learners(plan: Plan, ranks: Ranks, checkpoint: Path | None) -> dict[str
 def write_tokens(
     folder: Path, parts: dict[Path, list[Trajectory]], values: dict[int, Values]
 ) -> None:
-    """A file beside each of rollouts/, with a line for each of its trajectories."""
+    """Writes a file for each of rollouts/, with a line for each of its trajectories."""
     from rl_core.plugins.run_files import write_trajectories
 
     folder.mkdir(exist_ok=True)
@@ -183,15 +183,15 @@ def write_tokens(
 def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
     """(the run's configuration, that of the step which is asked for). Raises ValueError for flags
     that change neither."""
-    how = []
+    options = []
     for name, value in given_flags(flags):
         if name in HOW:
-            how.append(f"--{name}={value}")
+            options.append(f"--{name}={value}")
         elif not name.startswith(OBJECTIVE):
-            taken = ", ".join(f"--{flag}" for flag in (*OBJECTIVE, *sorted(HOW)))
+            accepted = ", ".join(f"--{flag}" for flag in (*OBJECTIVE, *sorted(HOW)))
             raise ValueError(
                 f"--{name} is for sampling, or for more than one step, and this step was sampled "
-                f"already; replay takes {taken.replace('.,', '.*,')}"
+                f"already; replay takes {accepted.replace('.,', '.*,')}"
             )
     if not run.exists():
         from rl_core.data.rows import check_exists
@@ -206,7 +206,7 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
         parts = [f"--{name}={'null' if value is None else value}" for name, value, _ in unset]
     from rl_core.plugins.place_rules import without_ranks  # It imports torch.
 
-    config = without_ranks(parse_config([*base, *how]))
+    config = without_ranks(parse_config([*base, *options]))
     other = without_ranks(parse_config([*base, *parts, *flags]))
     if not (config.is_rl and other.is_rl):
         raise ValueError(
@@ -217,21 +217,20 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
 
 
 def recorded_metrics(run: Path) -> dict[int, dict[str, float | None]]:
-    """Step -> what its learners told."""
-    # A run that was killed told nothing of its last step.
-    found: dict[int, dict[str, float | None]] = defaultdict(dict)
+    """Step -> metrics of its learners."""
+    # A run that was killed has no metrics of its last step.
+    by_step: dict[int, dict[str, float | None]] = defaultdict(dict)
     with suppress(FileNotFoundError), open(run / "metrics.jsonl") as file:
         for row in map(json.loads, file):
-            found[row["step"]] |= {n: v for n, v in row.items() if n.startswith("learn/")}
-    return found
+            by_step[row["step"]] |= {n: v for n, v in row.items() if n.startswith("learn/")}
+    return by_step
 
 
 def read_step(
     files: list[Path], ranks: Ranks
 ) -> tuple[dict[Path, list[Trajectory]], list[Trajectory]]:
     """This rank's trajectories of a step, by file and in all. Each turn's policy_version is a
-    number of its own: the learner does not read versions, so that they can tell which turn a packed
-    token is of."""
+    unique number that identifies the turn of a packed token: the learner does not read versions."""
     from rl_core.plugins.tables import read_episodes
     from rl_core.types import Completion, Trajectory, Turn
 
@@ -242,10 +241,13 @@ def read_step(
         for row in read_episodes(file):
             turns = []
             for turn in row["turns"]:
-                own = turn["completion"] | {"policy_version": next(numbers), "newer_versions": []}
-                turns.append(Turn(**(turn | {"completion": Completion(**own)})))
+                completion = turn["completion"] | {
+                    "policy_version": next(numbers),
+                    "newer_versions": [],
+                }
+                turns.append(Turn(**(turn | {"completion": Completion(**completion)})))
             parts[file].append(Trajectory(**(row | {"turns": turns})))
-    return parts, [t for own in parts.values() for t in own]
+    return parts, [t for trajectories in parts.values() for t in trajectories]
 
 
 def learn(
@@ -256,8 +258,7 @@ def learn(
     ranks: Ranks,
     values: dict[int, Values] | None = None,
 ) -> dict[str, float]:
-    """The metrics of a step, as the run's own. `values` is filled: turn -> what the learner
-    computes for each of its tokens."""
+    """The metrics of a step, as those of the run. Fills `values`: turn -> values of its tokens."""
     from rl_core.metrics import add_metrics, reduce_metrics
     from rl_core.trainer import training_samples
 
@@ -278,13 +279,14 @@ def learn(
 
 
 def packed_turns(learner: Learner, samples: list[TrainingSample]) -> list[Any]:
-    """Batches of all samples, those without signal too, with what the learner annotates."""
+    """Annotated batches of all samples, including those without signal."""
     from rl_core.algorithms import Algorithm
     from rl_core.learning.minibatches import shard_samples
 
-    of_all = Algorithm(entropy_coef=1.0)  # by which every sample has a gradient
-    how = of_all, learner.config, learner.budget, learner.ranks
-    minibatches, _ = shard_samples(samples, *how, learner.extensions)
+    of_all = Algorithm(entropy_coef=1.0)  # Entropy gives every sample a gradient.
+    minibatches, _ = shard_samples(
+        samples, of_all, learner.config, learner.budget, learner.ranks, learner.extensions
+    )
     learner.annotate(minibatches)
     return [batch for minibatch in minibatches for batch in minibatch.batches]
 
@@ -306,33 +308,33 @@ def token_values(learner: Learner, batches: list[Any], before: list[tuple]) -> d
     for batch, (logprobs, entropy) in zip(batches, before, strict=True):
         after = forward(learner, batch)[0]
         ratios = [math.exp(min(new - old, 80.0)) for new, old in zip(after, logprobs, strict=True)]
-        own = {"turn": batch.policy_versions.tolist(), "logprobs": logprobs}
-        own |= {"ratios": ratios, "entropy_nats": entropy}
+        columns_of_batch = {"turn": batch.policy_versions.tolist(), "logprobs": logprobs}
+        columns_of_batch |= {"ratios": ratios, "entropy_nats": entropy}
         for name in ("advantages", "ref_logprobs", "values"):
             if (column := getattr(batch, name)) is not None:
-                own[name] = column.tolist()
-        for name, column in own.items():
+                columns_of_batch[name] = column.tolist()
+        for name, column in columns_of_batch.items():
             columns.setdefault(name, []).extend(column)
-    mesh, found = learner.ranks.mesh, {}
-    # The ranks between have the same.
-    for part in all_gather_json(columns, learner.ranks)[:: mesh.cp * mesh.tp]:
-        for turn, *row in zip(*part.values(), strict=True):
-            of_turn = found.setdefault(turn, {})
-            for name, value in zip(list(part)[1:], row, strict=True):
+    mesh, by_turn = learner.ranks.mesh, {}
+    # Ranks of one cp x tp group have equal values.
+    for gathered in all_gather_json(columns, learner.ranks)[:: mesh.cp * mesh.tp]:
+        for turn, *row in zip(*gathered.values(), strict=True):
+            of_turn = by_turn.setdefault(turn, {})
+            for name, value in zip(list(gathered)[1:], row, strict=True):
                 known = round(value, 6) if math.isfinite(value) else None
                 of_turn.setdefault(name, []).append(known)
-    return found
+    return by_turn
 
 
 def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
-    """Of tokens/, beside the trajectory's line of rollouts/."""
+    """A line of tokens/, as the trajectory's line of rollouts/."""
     turns = [values.get(turn.completion.policy_version, {}) for turn in t.turns]
     names = ("task_id", "group_id", "index", "actor", "seat")
     return {name: getattr(t, name) for name in names} | {"turns": turns}
 
 
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
-    """A learner of the same weights. A critic goes on; a new one begins as the policy did."""
+    """A learner of the same weights. A critic is kept; a new one begins as the policy did."""
     from rl_core import models, registry
     from rl_core.learning.learner import LearnerContext
     from rl_core.learning.loading import compute_dtype
@@ -343,17 +345,17 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
 
     name, ranks, policy = old.name, old.ranks, old.policy
     make = models.learner_with(config, ranks.size)
-    parts = {type(part): part for part in old.extensions}
+    parts = {type(extension): extension for extension in old.extensions}
     reference, critic = parts.get(Reference), parts.get(Critic)
     compared_with = old.config.algo.reference or old.config.actors[name].model
 
-    def load(path: str, is_frozen: bool = False, **how: Any) -> Policy:
+    def load(path: str, is_frozen: bool = False, **settings: Any) -> Policy:
         if is_frozen and reference and path == compared_with:
             return reference.policy
         if critic and not is_frozen:
             return critic.learner.policy
-        how |= {"is_frozen": is_frozen, "attention": config.attention}
-        return models.make_policy(path, compute_dtype(config), ranks, **how)
+        settings |= {"is_frozen": is_frozen, "attention": config.attention}
+        return models.make_policy(path, compute_dtype(config), ranks, **settings)
 
     spec = LearnerContext(
         config=config,
@@ -366,16 +368,16 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         make=make,
     )
     chosen = []
-    for is_wanted, part in registry.PARTS:
-        stays = part in (registry.experts, registry.sequence_shards)
+    for is_wanted, extension in registry.PARTS:
+        stays = extension in (registry.experts, registry.sequence_shards)
         if is_wanted(spec) and not stays:
-            chosen.append(part(spec))
-    known_copies = {copy.name: copy for part in old.extensions for copy in part.copies}
-    for copy in [copy for part in chosen for copy in part.copies]:
+            chosen.append(extension(spec))
+    known_copies = {copy.name: copy for extension in old.extensions for copy in extension.copies}
+    for copy in [copy for extension in chosen for copy in extension.copies]:
         if copy.name in known_copies:
             copy.take(known_copies[copy.name])
-    # Of the model and the mesh, which stay.
-    chosen += [part for part in old.extensions if isinstance(part, (Experts, SequenceShards))]
+    # Extensions of the model and the mesh stay.
+    chosen += [e for e in old.extensions if isinstance(e, (Experts, SequenceShards))]
     new = make(config, algorithm, policy, ranks, extensions=chosen, name=name, adapter=old.adapter)
     for model in set(new.models()) - set(old.models()):
         registry.choose_forward(model, ranks)
@@ -399,7 +401,7 @@ def compared(metrics: dict[str, float]) -> list[str]:
 
 
 def difference(value: float | None, recorded: float | None) -> float:
-    """Relative to what was recorded; infinite where only one of them is a number."""
+    """Relative to the recorded value; infinite where only one of them is a number."""
     if value is None or not math.isfinite(value):
         return 0.0 if recorded is None else math.inf
     if recorded is None:
@@ -407,22 +409,22 @@ def difference(value: float | None, recorded: float | None) -> float:
     return abs(value - recorded) / max(abs(recorded), 1e-12)
 
 
-def table(found: Replayed) -> str:
-    """A line for each metric, and what the comparison means."""
-    lines = [f"step {found.step}, from {found.begins}"]
-    width = max(map(len, found.replayed))
+def table(result: Replayed) -> str:
+    """A line for each metric, and the meaning of the comparison."""
+    lines = [f"step {result.step}, from {result.begins}"]
+    width = max(map(len, result.replayed))
     lines.append(f"{'metric':<{width}}  {'recorded':<14}  {'replayed':<14}  relative difference")
-    worst = found.between
-    for name, value in sorted(found.replayed.items()):
-        recorded = found.recorded.get(name)
+    worst = result.between
+    for name, value in sorted(result.replayed.items()):
+        recorded = result.recorded.get(name)
         change = difference(value, recorded)
-        told = "equal" if value == recorded else f"{change:.1e}"
-        lines.append(f"{name:<{width}}  {shown(recorded):<14}  {shown(value):<14}  {told}")
-        if name in compared(found.replayed):
+        verdict = "equal" if value == recorded else f"{change:.1e}"
+        lines.append(f"{name:<{width}}  {shown(recorded):<14}  {shown(value):<14}  {verdict}")
+        if name in compared(result.replayed):
             worst = max(worst, change)
-    if not found.is_other and worst > CLOSE:
+    if not result.is_other and worst > CLOSE:
         lines.append(
-            "warning: loss or gradient norm is not what was recorded: did the run go on with other "
+            "warning: loss or gradient norm is not the recorded one: was the run resumed with other "
             "flags than those of config.yaml, did its model, environment or this program change, "
             "or were experts replayed?"
         )

@@ -61,14 +61,14 @@ def main(argv: list[str]) -> int:
         language = args.language or SUFFIXES.get(args.file.suffix, "python")
         stdin = "" if sys.stdin.isatty() else sys.stdin.read()
         code = args.file.read_text(encoding="utf-8")
-        found = asyncio.run(
+        result = asyncio.run(
             sandbox.run(code, stdin=stdin, timeout_s=args.timeout_s, language=language)
         )
     except RuntimeError as error:
         raise ValueError(str(error)) from None
     finally:
         sandbox.close()
-    print(found.stdout, end="", flush=True)
-    print(found.stderr, end="", file=sys.stderr)
-    print(f"{found.status}, {found.wall_s:.3f} s, {found.cpu_s:.3f} CPU s", file=sys.stderr)
-    return 0 if found.status == "ok" else 1
+    print(result.stdout, end="", flush=True)
+    print(result.stderr, end="", file=sys.stderr)
+    print(f"{result.status}, {result.wall_s:.3f} s, {result.cpu_s:.3f} CPU s", file=sys.stderr)
+    return 0 if result.status == "ok" else 1

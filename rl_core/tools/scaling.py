@@ -1,4 +1,4 @@
-"""rl-core plan --gpus 8,64 --gpu H100: seconds of a step on so many GPUs, by published figures.
+"""rl-core plan --gpus 8,64 --gpu H100: seconds of a step on N GPUs, by published figures.
 
 Nothing here was measured. Every episode counts as long as it may be. docs/parallelism.md has the
 formulas.
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 NODE = 8  # GPUs of a node
 MOST_GPUS = 1 << 20
-# What is reached of a published figure.
+# Fractions of published figures that a run reaches.
 COMPUTE_FRAC, MEMORY_FRAC, LINK_FRAC = 0.4, 0.6, 0.8
-USABLE_FRAC = 0.9  # of a GPU's memory
+USABLE_FRAC = 0.9  # Fraction of a GPU's memory.
 # A sample, on every rank's CPU, where none is computed together with another; a tenth of it where
 # groups are: scripts/bench_scale.py --plan.
 PLAN_S = 3e-6
@@ -39,8 +39,8 @@ class Gpu:
     tflops: float  # dense bfloat16
     memory_gib: float
     memory_gbs: float
-    nvlink_gbs: float  # to other GPUs of the node
-    network_gbs: float  # of a GPU's own network card
+    nvlink_gbs: float  # Link to other GPUs of the node.
+    network_gbs: float  # Network card of one GPU.
 
 
 GPUS = {
@@ -86,7 +86,7 @@ class Work:
     group_size: int
     prompt_tokens: int
     context_tokens: int
-    forwards: float  # without gradient, of each token
+    forwards: float  # Forwards of each token without gradient.
     epochs: int
     is_recomputed: bool
     microbatch_tokens: int
@@ -98,13 +98,13 @@ class Work:
 
     @property
     def forward_flops(self) -> float:
-        """Of a token: products with weights, and with the keys and values of half its context."""
+        """FLOPs of a token: products with weights, and with keys and values of half its context."""
         attention = 2 * self.size.layers * self.size.queries * self.context_tokens
         return 2 * self.active + attention
 
     @property
     def kv_bytes(self) -> float:
-        """Of a token."""
+        """Bytes of a token."""
         return 2 * self.size.layers * self.size.keys * self.itemsize
 
 
@@ -124,7 +124,7 @@ def parse_gpus(text: str, name: str) -> tuple[list[int], Gpu]:
 
 @contextmanager
 def as_ranks(number: int) -> Iterator[None]:
-    """Inside, a run would have so many ranks."""
+    """Inside, a run would have `number` ranks."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(number)
     try:
@@ -136,8 +136,8 @@ def as_ranks(number: int) -> Iterator[None]:
 
 
 def gather_s(num_bytes: float, num_ranks: int, gpu: Gpu) -> float:
-    """Seconds in which each rank receives what the others have of so many bytes. The GPUs of a node
-    share its network cards."""
+    """Seconds in which each rank gathers `num_bytes` from the others. The GPUs of a node share its
+    network cards."""
     num_nodes = math.ceil(num_ranks / NODE)
     within = num_bytes * (1 - 1 / min(num_ranks, NODE)) / gpu.nvlink_gbs
     between = num_bytes * (1 - 1 / num_nodes) / (NODE * gpu.network_gbs)
@@ -180,7 +180,7 @@ def learn_s(work: Work, plan: Plan, gpu: Gpu) -> dict[str, float]:
 
 
 def works(plan: Plan) -> Iterator[Work]:
-    """Of each actor that learns."""
+    """The work of each actor that learns."""
     from rl_core.learning.loading import compute_dtype, load_model_config, on_meta
     from rl_core.learning.minibatches import active_parameters
     from rl_core.plugins.teachers import judges
@@ -224,12 +224,12 @@ def estimate(plan: Plan, gpu: Gpu) -> dict[str, Any]:
         for name, value in parts.items():
             seconds[name] += value
     sample = seconds["prefill"] + seconds["decode"]
-    # Gathering the next block goes on while one is computed.
+    # The next block is gathered while one is computed.
     learn = max(seconds["compute"], seconds["traffic"]) + seconds["plan"]
     both = max(sample, learn) if config.engine_ranks else sample + learn
     held = [actor["bytes_on_one_rank"]["sum"] for actor in facts(plan)["actors"].values()]
     most = max(sum(one[phase] for one in held) for phase in ("sample", "learn"))
-    found = {
+    row = {
         "gpus": mesh.size + config.engine_ranks,
         "engine": config.engine if config.is_rl else None,
         "dtype": config.learner.dtype,
@@ -238,28 +238,28 @@ def estimate(plan: Plan, gpu: Gpu) -> dict[str, Any]:
         "memory_gib": most / GIB,
         "fits": most / GIB <= USABLE_FRAC * gpu.memory_gib,
     }
-    found["limit"] = limit_of(found, config, num_engines, gpu)
-    return found
+    row["limit"] = limit_of(row, config, num_engines, gpu)
+    return row
 
 
-def limit_of(found: dict[str, Any], config: Config, num_engines: int, gpu: Gpu) -> str:
-    """What breaks first, or takes the most time."""
-    if not found["fits"]:
-        return f"does not fit: {found['memory_gib']:.3g} GiB of memory in {gpu.memory_gib:g}"
+def limit_of(row: dict[str, Any], config: Config, num_engines: int, gpu: Gpu) -> str:
+    """The first limit: memory, idle engines, or the phase that takes the most time."""
+    if not row["fits"]:
+        return f"does not fit: {row['memory_gib']:.3g} GiB of memory in {gpu.memory_gib:g}"
     idle = num_engines - config.tasks_per_step
     if config.is_rl and idle > 0:
         return f"{idle} of {num_engines} engines have no group: more --tasks_per_step"
-    seconds = found["seconds"]
+    seconds = row["seconds"]
     largest = max(seconds, key=seconds.get)
-    return f"{largest}, {seconds[largest] / found['step_s']:.0%} of the step"
+    return f"{largest}, {seconds[largest] / row['step_s']:.0%} of the step"
 
 
 def estimates(numbers: list[int], gpu: Gpu, config: Config) -> list[dict[str, Any]]:
-    """Of each number of GPUs. Raises ValueError where the run's flags do not fit it."""
+    """An estimate for each number of GPUs. Raises ValueError where the flags do not fit it."""
     from rl_core.plan import make_plan
 
     if any(actor.ranks for actor in config.actors.values()):
-        raise ValueError("--gpus does not know actors with ranks of their own; leave .ranks")
+        raise ValueError("--gpus does not know actors with separate ranks; leave out .ranks")
     if config.learner.dtype == "auto":  # As on the GPU, whatever this machine has.
         config = replace(config, learner=replace(config.learner, dtype="bfloat16"))
     rows = []

@@ -69,14 +69,14 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         help="a worker that is silent for three is removed",
     )
     parser.add_argument(
-        "--drain_s", type=float, default=30.0, help="on SIGTERM, sessions may go on for so long"
+        "--drain_s", type=float, default=30.0, help="on SIGTERM, seconds that sessions have to end"
     )
     args = parser.parse_args(argv)
     if bool(args.envs) == args.controller:
         raise ValueError("name environment files, or --controller: one of them")
     if args.join and (args.controller or args.http_port is not None or args.tls_cert):
         hint = "leave out --controller, --http_port and --tls_cert (for TLS to the hub: --tls_ca)"
-        raise ValueError(f"--join {args.join} opens no hub of its own: {hint}")
+        raise ValueError(f"--join {args.join} opens no hub: {hint}")
     host, _, port = args.join.rpartition(":")
     if args.join and not (host and port.isdecimal() and "," not in host):
         raise ValueError(f"--join {args.join} must be HOST:PORT of one controller")

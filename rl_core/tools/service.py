@@ -11,7 +11,7 @@ from rl_core.rules import nearest
 from rl_core.service import needing_grpc
 
 ABOUT = {
-    "workers": "workers, what they hold, and starts that wait",
+    "workers": "workers, their sessions, and starts that wait",
     "sessions": "sessions: id, environment, worker, owner, age, turns, state",
     "cancel": "ends sessions: needs --env, --owner, --worker or --all",
     "drain": "--worker takes no new sessions, and leaves with the end of its last one",
@@ -61,11 +61,13 @@ def main(argv: list[str]) -> int:
     return 1 if silent(reply, args.what) else 0
 
 
-def silent(reply: Any, what: str) -> bool:
-    """Whether some workers did not answer, which is printed to stderr."""
+def silent(reply: Any, command: str) -> bool:
+    """Warns of workers that did not answer. True if there are any."""
     names = list(getattr(reply, "silent", ()))
     if names:
-        text = f"warning: {what}: no answer from {', '.join(names)}, which may hold more sessions"
+        text = (
+            f"warning: {command}: no answer from {', '.join(names)}, which may hold more sessions"
+        )
         print(text, file=sys.stderr)
     return bool(names)
 

@@ -19,21 +19,21 @@ def main(argv: list[str]) -> int:
     """The exit status of the run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int)
-    given, flags = parser.parse_known_args(argv)
+    options, flags = parser.parse_known_args(argv)
     if print_help(flags, TRAIN):
         return 0
-    # A mistake in a flag is told once, and before any rank starts.
+    # A mistake in a flag is an error once, before any rank starts.
     check_options(parse_config(flags))
     # To look for garbage in modules while they load takes tenths of a second.
     gc.disable()
     try:
-        return start(flags, given.nproc_per_node)
+        return start(flags, options.nproc_per_node)
     finally:
         gc.enable()
 
 
 def start(flags: list[str], num_ranks: int | None) -> int:
-    """The exit status of a run on so many ranks; None: one for each GPU."""
+    """The exit status of a run on `num_ranks` ranks; None: one for each GPU."""
     if num_ranks is None:
         import torch
 
@@ -46,7 +46,7 @@ def start(flags: list[str], num_ranks: int | None) -> int:
         if not can_fork():
             args = ["--standalone", f"--nproc_per_node={num_ranks}"]
             return launch([*args, "-m", "rl_core.train", *flags])
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: --trackers my_module:MyTracker
+    sys.path.insert(0, os.getcwd())  # As `python -m` does, for --trackers my_module:MyTracker.
     if num_ranks > 1:
         return fork_ranks(flags, num_ranks)
     from rl_core.train import main as train_here
@@ -77,7 +77,7 @@ def launch(argv: list[str]) -> int:
         if failure.exitcode < 0 and not os.path.isfile(failure.error_file):  # it could say nothing
             name = signal.Signals(-failure.exitcode).name
             print(
-                f"error: rank {rank} was ended by {name}; go on with --resume",
+                f"error: rank {rank} was ended by {name}; continue with --resume",
                 file=sys.stderr,
                 flush=True,
             )

@@ -23,8 +23,8 @@ def test_ragged_lengths_have_the_mean_and_the_tail_that_their_work_names():
 
 def test_a_ratio_that_fell_by_more_than_a_tenth_is_told():
     before = {"grpo_short": 2.0, "grpo_ragged": 3.0, "sft_ragged": 1.5, "sft_file": 1.5}
-    found = {"grpo_short": 1.79, "grpo_ragged": 2.71, "sft_ragged": 1.9, "sft_new": 0.1}
-    assert fallen(found, before) == ["grpo_short: 1.79 times, it was 2.00"]
+    result = {"grpo_short": 1.79, "grpo_ragged": 2.71, "sft_ragged": 1.9, "sft_new": 0.1}
+    assert fallen(result, before) == ["grpo_short: 1.79 times, it was 2.00"]
 
 
 def test_without_trl_nothing_runs_and_what_to_do_is_said(monkeypatch, capsys):
@@ -32,8 +32,8 @@ def test_without_trl_nothing_runs_and_what_to_do_is_said(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_cpu.py", "--quick"])
     with pytest.raises(SystemExit):
         parse_arguments()
-    said = "--sides trl needs TRL, which is not installed: pip install '.[test]', or give"
-    assert said in capsys.readouterr().err
+    output = "--sides trl needs TRL, which is not installed: pip install '.[test]', or give"
+    assert output in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["bench_cpu.py", "--quick", "--sides", "rl_core"])
     assert parse_arguments().sides == ["rl_core"]
 

@@ -116,10 +116,10 @@ def check_command(words: list[str]) -> None:
         command, *flags = rest
         assert command in COMMANDS, words
         if command in ("train", "plan"):
-            given = [w for w in flags if w not in ("--json", "--help")]
-            if "--nproc_per_node" in given:
-                del given[given.index("--nproc_per_node") :][:2]
-            return parse_train(given)
+            arguments = [w for w in flags if w not in ("--json", "--help")]
+            if "--nproc_per_node" in arguments:
+                del arguments[arguments.index("--nproc_per_node") :][:2]
+            return parse_train(arguments)
         files = [
             *(ROOT / "rl_core/tools").glob(f"{command}*/*.py"),
             *(ROOT / "rl_core/tools").glob(f"{command}.py"),
@@ -133,15 +133,15 @@ def check_command(words: list[str]) -> None:
             return None
         return refuse_unknown(rest[1:], own_flags(ROOT / rest[0]), is_run="quickstart" in rest[0])
     assert first in SHELL.split() or first.startswith("./"), (
-        f"{first!r}: what is this command? Add it to SHELL if it is another's"
+        f"{first!r}: an unknown command; add it to SHELL if it belongs to another project"
     )
     return None
 
 
-def refuse_unknown(flags: list[str], own: frozenset[str], is_run: bool = False) -> None:
+def refuse_unknown(flags: list[str], ours: frozenset[str], is_run: bool = False) -> None:
     for word in flags:
         if re.match(r"--[a-z]", word):
-            assert word[2:].partition("=")[0] in own or (is_run and is_ours(word)), word
+            assert word[2:].partition("=")[0] in ours or (is_run and is_ours(word)), word
 
 
 def commands_in(text: str) -> list[list[str]]:
@@ -149,7 +149,7 @@ def commands_in(text: str) -> list[list[str]]:
     # A here-document is no command.
     text = re.sub(r" <<'(\w+)'\n.*?\n\1\n", "\n", text, flags=re.DOTALL)
     lines = text.replace("\\\n", " ").splitlines()
-    found = []
+    result = []
     for line in lines:
         line = re.sub(r"\$\([^)]*\)", "X", line)
         lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
@@ -157,13 +157,13 @@ def commands_in(text: str) -> list[list[str]]:
         words: list[str] = []
         for word in [*lexer, ";"]:
             if word in (";", "&&", "|", "||", "&"):
-                found += [words] if words else []
+                result += [words] if words else []
                 words = []
             elif word != "do":
                 words.append(word)
-        if any(w in ("<", ">") for w in found[-1:] and found[-1]):
-            found[-1] = found[-1][: next(i for i, w in enumerate(found[-1]) if w in "<>")]
-    return found
+        if any(w in ("<", ">") for w in result[-1:] and result[-1]):
+            result[-1] = result[-1][: next(i for i, w in enumerate(result[-1]) if w in "<>")]
+    return result
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_commands_of_the_pages_parse(page, language, code):
 
 def write_blocks(page: str) -> list[str]:
     """Writes the page's Python blocks that begin with a file's name into the current folder."""
-    found = re.findall(r"```python\n(# (\w+\.py).*?)```", PAGES[page], re.DOTALL)
-    for code, name in found:
+    result = re.findall(r"```python\n(# (\w+\.py).*?)```", PAGES[page], re.DOTALL)
+    for code, name in result:
         Path(name).write_text(code)
-    return [name for _, name in found]
+    return [name for _, name in result]
 
 
 def test_every_flag_that_a_page_names_exists():
@@ -194,13 +194,13 @@ def test_every_flag_that_a_page_names_exists():
         ROOT / "tests/conftest.py",
         ROOT / ".ci/run",
     ]
-    own = own_flags(*(file for file in files if file.suffix in (".py", ".sh", "")))
+    ours = own_flags(*(file for file in files if file.suffix in (".py", ".sh", "")))
     others = {name for names in OTHERS.values() for name in names.split()} | {"help"}
-    for names in yaml.safe_load(PEERS.read_text()).values():  # of other trainers
+    for names in yaml.safe_load(PEERS.read_text()).values():  # Names of other trainers.
         others |= {*names.split()}
     for page, text in PAGES.items():
         for name in re.findall(r"(?<![\w-])--([a-zA-Z][\w.-]*\w)", text):
-            is_known = is_ours(name) or ("." not in name and name in own | others)
+            is_known = is_ours(name) or ("." not in name and name in ours | others)
             assert is_known or re.fullmatch(r"(actors|envs)\.\w+", name), f"{page}: --{name}"
 
 
@@ -227,24 +227,24 @@ def test_what_other_trainers_flags_become_are_flags_and_values_of_ours():
 
 
 def nested(name, value):
-    for part in reversed(name.split(".")):
-        value = {part: value}
+    for piece in reversed(name.split(".")):
+        value = {piece: value}
     return value
 
 
 @cache
 def texts_of_the_code() -> str:
     """All strings of rl_core/, with what f-strings fill in as \\0, one a line."""
-    found = []
+    result = []
     for file in (ROOT / "rl_core").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                found.append(
+                result.append(
                     "".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
                 )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
+                result.append(node.value)
+    return "\n".join(result)
 
 
 def test_errors_that_are_quoted_are_those_of_the_code():
@@ -262,10 +262,12 @@ def test_errors_that_are_quoted_are_those_of_the_code():
             "CUDA out of memory",
             "No space left on device; make room there, and go on with --resume",
         ):
-            text = text.partition("; ")[2]  # the rest is torch's, and the system's
-        for part in re.split(r"\.\.\.(?:=\.\.\.)?|; did you mean", text):
-            part = part.strip(" =?():")
-            assert len(part) < 5 or part in texts, f"{text!r}: no text of the code holds {part!r}"
+            text = text.partition("; ")[2]  # The rest is torch's, and the system's.
+        for piece in re.split(r"\.\.\.(?:=\.\.\.)?|; did you mean", text):
+            piece = piece.strip(" =?():")
+            assert len(piece) < 5 or piece in texts, (
+                f"{text!r}: no text of the code holds {piece!r}"
+            )
 
 
 def test_the_table_of_presets_is_that_of_the_code():
@@ -297,12 +299,12 @@ def test_the_first_environment_is_learned(warm_model, tmp_path, monkeypatch):
     [words] = commands_in(block)
     words[words.index("--model") + 1] = str(warm_model)
     assert train(words[2:]) == 0
-    found = [
+    result = [
         row["eval/backwards/greedy_score"]
         for row in metrics(tmp_path / "runs/backwards")
         if "time/eval_s" in row
     ]
-    assert found[0] < 0.4 and found[-1] > 0.9
+    assert result[0] < 0.4 and result[-1] > 0.9
 
 
 def test_the_script_with_cells_runs(tmp_path, monkeypatch, capsys):
@@ -344,8 +346,8 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         r"""<(?:script|link|img|iframe|source|video)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"' >]+)"""
     )
     for page in pages:
-        found = loaded.findall(page.read_text())
-        assert not found, f"{page}: {found}"
+        result = loaded.findall(page.read_text())
+        assert not result, f"{page}: {result}"
     for style in site.rglob("*.css"):
         assert not re.search(r"(?:@import\s*|url\()[\"']?(?:https?:)?//", style.read_text()), style
 

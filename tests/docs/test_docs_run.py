@@ -3,7 +3,7 @@ not, or it is plain text.
 
 Shell blocks run in bash, page by page in one folder, with the files that the page shows and tiny
 models under the names of real ones. `python`, `rl-core` and `torchrun` are passed on to forked
-processes that have imported everything, with smaller sizes (see SMALLER). What serves goes on until
+processes that have imported everything, with smaller sizes (see SMALLER). A server runs until
 its block ends.
 """
 
@@ -72,7 +72,7 @@ ROWS = [
     {"prompt": f"{n} and {n}?", "answer": str(2 * n), "response": f"it is {2 * n}"}
     for n in range(8)
 ]
-# What a page takes for granted: files, and runs by the command that makes them.
+# Files that pages assume, and runs by the command that makes them.
 FILES = {
     "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
     "held_out.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS[:2]),
@@ -100,20 +100,20 @@ sys.exit(done["code"])
 
 
 def test_every_block_runs_or_says_why_not():
-    found = dict.fromkeys(REASONS, 0)
+    result = dict.fromkeys(REASONS, 0)
     for page, text in PAGES.items():
         assert text.count("```") == 2 * len(BLOCKS[page]), (
-            f"{page}: a fence that is no block of its own"
+            f"{page}: a fence that does not begin a line"
         )
         for why, language, code in BLOCKS[page]:
             assert language in ("bash", "console", "python", "text"), (
-                f"{page}: say what it is: ```{language}\n{code[:80]}"
+                f"{page}: name its language: ```{language}\n{code[:80]}"
             )
             if why:
-                assert language == "bash" and why in found, (
+                assert language == "bash" and why in result, (
                     f"{page}: {why!r}: reasons are {', '.join(REASONS)}"
                 )
-                found[why] += 1
+                result[why] += 1
                 for words in commands_in(code):
                     check_command(words)
                     named = [
@@ -121,7 +121,7 @@ def test_every_block_runs_or_says_why_not():
                     ]
                     assert all((ROOT / word).exists() for word in named), f"{page}: {named}"
                     assert words[0] != "curl" or json.loads(words[words.index("-d") + 1])
-    assert found == REASONS, (
+    assert result == REASONS, (
         "raise a number only for a block that no machine of a developer could run"
     )
     for (page, language), file in RUN_BY.items():
@@ -170,7 +170,7 @@ def prepare(folder: Path, model: Path) -> None:
     for name in MODELS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(model)
-    for name in ("envs", "scripts", "rl_core"):  # as in a clone
+    for name in ("envs", "scripts", "rl_core"):  # As in a clone.
         (folder / name).symlink_to(ROOT / name)
 
 
@@ -223,13 +223,13 @@ class Runner:
         tools = self.folder / ".tools"
         tools.mkdir()
         (tools / "shim.py").write_text(SHIM)
-        # A client without this library has a process of its own.
+        # A client without this library has a separate process.
         alone = f'[ "$1" = scripts/grpc_client.py ] && exec {sys.executable} "$@"\n'
         for name in ("python", "rl-core", "torchrun"):
             (tools / name).write_text(
                 f'#!/bin/sh\n{alone}exec {sys.executable} -S -E {tools}/shim.py "$0" "$@"\n'
             )
-        for name in ("pip", "accelerate"):  # what is installed is; the other is of TRL
+        for name in ("pip", "accelerate"):  # Packages are installed; accelerate is TRL's.
             (tools / name).write_text("#!/bin/sh\n")
         for file in tools.iterdir():
             file.chmod(0o755)
@@ -246,7 +246,7 @@ class Runner:
         self.listener.close()
 
     def end_servers(self) -> None:
-        """As their reader does, by Ctrl-C."""
+        """Ends them by Ctrl-C, as a reader does."""
         for server in self.servers[::-1]:
             server.signal(signal.SIGINT)
         for server in self.servers:
@@ -258,26 +258,26 @@ class Runner:
         self.servers.clear()
 
     def bash(self, code: str) -> str:
-        """What it prints. Servers that it starts end with it."""
+        """Returns its output. Servers that it starts end with it."""
         try:
-            how = {"env": self.env, "capture_output": True, "text": True, "timeout": 300}
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", code], **how)
+            options = {"env": self.env, "capture_output": True, "text": True, "timeout": 300}
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", code], **options)
         finally:
             self.end_servers()
         assert done.returncode == 0, f"{self.page}:\n{code}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def console(self, code: str) -> None:
-        """Each command after a `$`. What `check` and `init` print, which holds no measurement, is
-        what the page shows."""
-        for part in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]:
+        """Runs each command after a `$`. The output of `check` and `init`, which holds no measurement,
+        must be that of the page."""
+        for piece in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]:
             command, shown = re.fullmatch(
-                r"((?:[^\n]*\\\n)*[^\n]*\n)(.*)", part, re.DOTALL
+                r"((?:[^\n]*\\\n)*[^\n]*\n)(.*)", piece, re.DOTALL
             ).groups()
             printed = self.bash(command)
             if command.startswith(("rl-core check", "rl-core init")):
                 assert printed.strip() == shown.strip(), command
-            # Which `init` says comes next.
+            # The next command, as `init` names it.
             if train := re.search(r"^  (rl-core train .*?)  ", printed, re.MULTILINE):
                 self.bash(train[1])
 
@@ -307,7 +307,7 @@ class Runner:
         ranks, args = as_module(words)
         out = args[args.index("--out") + 1] if "--out" in args else None
         if is_run(args) and out and "--resume" not in args:
-            # Of a block before, which shows another way.
+            # A folder of an earlier block, which shows another way.
             shutil.rmtree(cwd / out, ignore_errors=True)
         process = RanksProcess(ranks, args, cwd, env)
         if not set(SERVERS) & set(args):
@@ -319,8 +319,8 @@ class Runner:
             f"{words}: an address",
             180,
         )
-        if found := re.match(r"(http://127.0.0.1:\d+/) ", process.text("stdout")):
-            with urllib.request.urlopen(found[1]) as page:
+        if result := re.match(r"(http://127.0.0.1:\d+/) ", process.text("stdout")):
+            with urllib.request.urlopen(result[1]) as page:
                 assert page.status == 200
         return process
 
@@ -359,7 +359,7 @@ def as_module(words: list[str]) -> tuple[int, list[str]]:
     return ranks, args
 
 
-# What a run on a CPU needs to end in a second.
+# Flags by which a run on a CPU ends in a second.
 SMALLER = ["--num_steps", "1", "--tasks_per_step", "2", "--eval.num_tasks", "2"]
 
 
@@ -368,11 +368,11 @@ def smaller(args: list[str]) -> list[str]:
     verb = args[2] if args[1] == "rl_core.cli" else args[1].rpartition(".")[2]
     if "..." in flags:
         flags.remove("...")
-        given = {"--model": "M", "--out": "runs/other"} | (
+        arguments = {"--model": "M", "--out": "runs/other"} | (
             {} if is_learned_from_rows(flags) else {"--env_path": "e.py"}
         )
         flags += [
-            word for name, value in given.items() if name not in flags for word in (name, value)
+            word for name, value in arguments.items() if name not in flags for word in (name, value)
         ]
     if "scripts/recipes/gsm8k_qwen3_0.6b.yaml" in flags:
         # Instead of those of the hub.
@@ -399,9 +399,9 @@ def is_learned_from_rows(flags: list[str]) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return own.getsockname()[1]
+    with socket.socket() as ours:
+        ours.bind(("127.0.0.1", 0))
+        return ours.getsockname()[1]
 
 
 @contextmanager
@@ -411,7 +411,7 @@ def judge():
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
-            said = {
+            output = {
                 "index": 0,
                 "finish_reason": "stop",
                 "message": {"role": "assistant", "content": "1"},
@@ -422,7 +422,7 @@ def judge():
                     "object": "chat.completion",
                     "created": 0,
                     "model": "m",
-                    "choices": [said],
+                    "choices": [output],
                 }
             )
             self.send_response(200)

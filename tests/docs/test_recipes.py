@@ -91,25 +91,25 @@ def folder_of(tmp_path, tiny_model):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_planned_and_fits_its_gpus(recipe, folder_of, tmp_path, monkeypatch):
     text = recipe.read_text()
-    header, given = text.partition("\nalgorithm:")[0], yaml.safe_load(text)
+    header, arguments = text.partition("\nalgorithm:")[0], yaml.safe_load(text)
     assert f"--config scripts/recipes/{recipe.name}" in header and "Expect:" in header
     assert "\n# Not run on a GPU" in header
     number, gigabytes = map(int, re.search(r"Hardware: (\d+) GPUs? of (\d+) GB", header).groups())
     assert number == int((re.search(r"--nproc_per_node (\d+)", header) or [0, 1])[1])
-    row = ROWS.get(given["algorithm"]) or {"question": "2 + 2?", "solution": "4", "answer": "4"}
+    row = ROWS.get(arguments["algorithm"]) or {"question": "2 + 2?", "solution": "4", "answer": "4"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     flags = ["--config", recipe, "--out", tmp_path / "run"]
-    if "model" in given:
-        flags += ["--model", folder_of(given["model"])]
-    for name, actor in given.get("actors", {}).items():
+    if "model" in arguments:
+        flags += ["--model", folder_of(arguments["model"])]
+    for name, actor in arguments.get("actors", {}).items():
         if "model" in actor:
             flags += [f"--actors.{name}.model", folder_of(actor["model"])]
     flags += [
-        f"--data.{part}={tmp_path / 'rows.jsonl'}"
-        for part in ("train", "eval")
-        if part in given.get("data", {})
+        f"--data.{piece}={tmp_path / 'rows.jsonl'}"
+        for piece in ("train", "eval")
+        if piece in arguments.get("data", {})
     ]
-    if teacher := given.get("algo", {}).get("teacher"):
+    if teacher := arguments.get("algo", {}).get("teacher"):
         flags += ["--algo.teacher", folder_of(teacher)]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", str(number))
@@ -118,7 +118,7 @@ def test_a_recipe_is_planned_and_fits_its_gpus(recipe, folder_of, tmp_path, monk
     )
     gib = [float(value) for value in re.search(r"^sum +(\S+) +(\S+)$", shown, re.M).groups()]
     assert max(gib) < 0.9 * gigabytes * 1e9 / 2**30, "a tenth is for CUDA and fragments"
-    assert f"runs/{recipe.stem}" == given["out"], "recipes write to folders of their own"
+    assert f"runs/{recipe.stem}" == arguments["out"], "recipes write to separate folders"
 
 
 def test_the_search_environment_asks_its_server_and_compares_answers(monkeypatch):
@@ -145,14 +145,14 @@ def test_the_search_environment_asks_its_server_and_compares_answers(monkeypatch
     hooks = load_env(str(ROOT / "envs/search_qa.py")).hooks
     interact, reward = hooks["interact"].function, hooks["reward_fn"].function
 
-    def said(text):
+    def says(text):
         return [{"role": "assistant", "content": text}]
 
     try:
-        [found] = asyncio.run(interact(said("I look <search> Paris </search>")))
+        [values] = asyncio.run(interact(says("I look <search> Paris </search>")))
     finally:
         server.shutdown()
-    assert found["role"] == "user" and "Paris is known" in found["content"]
+    assert values["role"] == "user" and "Paris is known" in values["content"]
     assert asked == [{"queries": ["Paris"], "topk": 3, "return_scores": True}]
     assert asyncio.run(interact(said("<answer>Paris</answer>"))) is None
     assert "<answer>" in asyncio.run(interact(said("I do not know")))[0]["content"]
@@ -164,14 +164,14 @@ def test_the_search_environment_asks_its_server_and_compares_answers(monkeypatch
     assert [reward(said(f"<answer>{text}</answer>"), "Ulm") for text in ("ulm", "U")] == [1, 0]
 
 
-# What shows a recipe's settings in force: flags of a twin, and steps of its warm-up.
+# Flags of a twin, and steps of its warm-up, that show a recipe's settings in force.
 SHORT = {
     "limo_qwen2.5_7b": "--num_steps 6",
     "open_reasoner_zero_qwen2.5_7b": "--num_steps 5 --tasks_per_step 4 --eval.num_tasks 4",
     "search_r1_qwen2.5_3b": "--num_steps 1 --eval.num_tasks 4",
 }
 WARM_UP_STEPS = {"search_r1_qwen2.5_3b": 100}
-LN_2 = 0.6931472  # the loss of a pair whose sides are alike
+LN_2 = 0.6931472  # The loss of a pair whose sides are equal.
 
 
 @pytest.fixture
@@ -218,12 +218,12 @@ def test_the_twin_of_search_r1_asks_the_server(play, tmp_path):
     play("search_r1_qwen2.5_3b")
     [file] = (tmp_path / "twin/rollouts").glob("step_000001*")
     episodes = [episode["messages"] for episode in trajectories(file)]
-    found = []
-    for _, question, *said in episodes:
+    result = []
+    for _, question, *output in episodes:
         assert question["content"].startswith("Which gate"), "and not the row's prompt"
-        assert len([m for m in said if m["role"] == "assistant"]) <= 2
-        found += [m["content"] for m in said if "leaves from gate" in m["content"]]
-    assert found and set(found) <= {passage(train) for train in TRAINS}
+        assert len([m for m in output if m["role"] == "assistant"]) <= 2
+        result += [m["content"] for m in output if "leaves from gate" in m["content"]]
+    assert result and set(result) <= {passage(train) for train in TRAINS}
 
 
 @pytest.mark.parametrize("name", [name for name in TWINS if "reward" in name or "dpo" in name])

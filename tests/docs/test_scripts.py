@@ -129,7 +129,7 @@ def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path
             logits_to_keep=length - PROMPT,
         )
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    # Eager attention computes what the mask hides.
+    # Eager attention computes masked scores, too.
     unmasked = 4 * width * tokens**2 - 2 * width * tokens * (tokens + 1)
     assert counted.get_total_flops() == update_flops(config, length, 1) / 3 + unmasked
 
@@ -154,7 +154,7 @@ def test_the_floor_counts_the_products_and_pairs_that_a_plain_model_computes(tin
         logits = model(torch.ones(1, tokens, dtype=torch.int64), use_cache=False).logits
         logits.sum().backward()
     shape = shape_of(tiny_model)
-    # Eager attention computes what the mask hides: as many pairs as a sequence has of two tokens.
+    # Eager attention computes masked scores: as many pairs as a sequence has of two tokens.
     step = StepTokens(prompts=[], lengths=[tokens], group_size=1, trained=tokens)
     hidden = 12 * shape.layers * shape.heads * shape.head_dim * (tokens**2 - step.pairs)
     assert work_of(shape, step)["learn_gflop"] * 1e9 + hidden == counted.get_total_flops()
@@ -175,10 +175,10 @@ def test_the_floor_is_of_the_tokens_that_a_step_learns_from(tmp_path, name):
     work = dataclasses.replace(OWN_WORKS[name], hidden=32, layers=1, steps=1, warmup=0)
     make_model(work, str(tmp_path))
     step = step_tokens(work, str(tmp_path))
-    found = run_apart(work, "rl_core", next(iter(OUR_SETTINGS[work.algorithm])), str(tmp_path))
-    assert found.learned_tokens[0] == pytest.approx(step.of_samples, rel=1e-3)
+    result = run_apart(work, "rl_core", next(iter(OUR_SETTINGS[work.algorithm])), str(tmp_path))
+    assert result.learned_tokens[0] == pytest.approx(step.of_samples, rel=1e-3)
     # Trees share a prompt, or part of one, where that saves enough.
-    assert found.computed_tokens[0] == pytest.approx(step.learned, rel=0.05)
+    assert result.computed_tokens[0] == pytest.approx(step.learned, rel=0.05)
 
 
 def test_bench_tree_has_one_loss_for_trees_of_fewer_tokens(tmp_path):
@@ -304,9 +304,9 @@ def test_bench_sync_measures_each_phase_and_what_is_held(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, ROOT / "scripts/bench_sync.py", *size, "--out", out]
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    [found] = json.loads(out.read_text())["engines"]
-    seconds, held = found["seconds"], found["held"]
-    assert found["params"] > 3e5 and seconds["all in"] >= seconds["load"] > 0 < seconds["gather"]
+    [result] = json.loads(out.read_text())["engines"]
+    seconds, held = result["seconds"], result["held"]
+    assert result["params"] > 3e5 and seconds["all in"] >= seconds["load"] > 0 < seconds["gather"]
     assert (
         held["this process, descriptors"]["at last"]
         == held["this process, descriptors"]["at first"]
@@ -363,24 +363,24 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has bu
 
 @on_linux
 def test_without_a_gpu_torch_is_the_build_for_cpus_and_its_size_is_told(install):
-    said, asked = install()
+    output, asked = install()
     assert asked == [*BY_UV, OURS]
-    assert "no GPU: torch's build for CPUs, a download of about 0.2 GB" in said
+    assert "no GPU: torch's build for CPUs, a download of about 0.2 GB" in output
 
 
 @on_linux
 def test_where_builds_for_cpus_are_not_reached_torch_is_what_is_at_hand(install):
-    said, asked = install(reaches_cpu_builds=False)
+    output, asked = install(reaches_cpu_builds=False)
     assert asked == [*BY_UV, "-m pip install torch==2.13.0", OURS]
     assert (
         "not reached: torch from the usual index, which may be the build for CUDA, 2 to 5 GB"
-        in said
+        in output
     )
 
 
 def test_with_a_gpu_torch_is_that_of_the_requirements(install):
-    said, asked = install(has_gpu=True)
-    assert asked == [OURS] and "torch for CUDA, a download of 2 to 5 GB" in said
+    output, asked = install(has_gpu=True)
+    assert asked == [OURS] and "torch for CUDA, a download of 2 to 5 GB" in output
 
 
 def test_bench_scale_counts_a_step_without_a_model(tmp_path):

@@ -20,13 +20,13 @@ NAMED = "{actors: {bob: }, envs: {letters: }}"  # a section of each kind that ha
 def test_the_defaults_are_those_that_were_chosen(request):
     """A default that is changed on purpose is written anew with --golden-write, and the commit says
     why."""
-    found = {
+    result = {
         name: [*value] if isinstance(value, tuple) else value
         for name, (value, _) in known_flags().items()
     }
     if request.config.option.golden_write:
-        DEFAULTS.write_text(yaml.safe_dump(found, sort_keys=False))
-    assert found == yaml.safe_load(DEFAULTS.read_text())
+        DEFAULTS.write_text(yaml.safe_dump(result, sort_keys=False))
+    assert result == yaml.safe_load(DEFAULTS.read_text())
 
 
 def other_value(default: Any, kind: Any) -> Any:
@@ -38,7 +38,7 @@ def other_value(default: Any, kind: Any) -> Any:
     if origin is Literal:
         return next(choice for choice in parts if choice != default)
     if origin is tuple:
-        return [other_value(None, part) for part in parts]
+        return [other_value(None, piece) for piece in parts]
     if origin is list:
         return ["a,b", "c"]
     if origin is dict and get_origin(parts[0]) is Literal:
@@ -58,8 +58,8 @@ def as_text(value: Any) -> str:
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
-    for part in reversed(name.split(".")):
-        value = {part: value}
+    for piece in reversed(name.split(".")):
+        value = {piece: value}
     return value
 
 
@@ -85,15 +85,15 @@ def test_a_flag_at_another_value_changes_itself_alone_on_the_command_line_and_in
         tuple(value) if isinstance(value, list) and get_origin(field.type) is not list else value
     )
     expected = flat({name: stored})
-    named, file, again = (tmp_path / f"{part}.yaml" for part in ("named", "flags", "again"))
+    named, file, again = (tmp_path / f"{piece}.yaml" for piece in ("named", "flags", "again"))
     named.write_text(NAMED)
     base = ["--config", str(named)]
     file.write_text(yaml.safe_dump(nested(name, value)))
     assert changes(base, [f"--{name}", as_text(value)]) == expected
     assert changes(base, ["--config", str(file)]) == expected
-    given = read_config([*base, "--config", str(file)])
-    again.write_text(to_yaml(given))
-    assert read_config(["--config", str(again)]) == given
+    arguments = read_config([*base, "--config", str(file)])
+    again.write_text(to_yaml(arguments))
+    assert read_config(["--config", str(again)]) == arguments
 
 
 def test_false_null_and_empty_values_of_a_file_count_as_much_as_others(tmp_path):

@@ -53,7 +53,7 @@ BELOW = {
     "sampling": {"ground", "pure", "shared"},
     "learning": {"ground", "pure", "shared"},
     "interface": {"ground", "shared", "sampling"},
-    # Options stand beside the spine: they may import it, and it knows none of them.
+    # Options stand next to the spine: they may import it, and it knows none of them.
     "engines": {"ground", "pure", "shared", "sampling", "learning"},
     "plugins": {
         "interface",
@@ -102,7 +102,7 @@ BELOW = {
 }
 ROOM_OF = {name: room for room, names in ROOMS.items() for name in names}
 ONLY_IN = {"sglang": {"rl_core.engines.sglang_server"}}
-# Not pure: what the pure floor and the ground must do without.
+# Modules that the pure floor and the ground must do without.
 NEEDS_RANKS = {"torch.distributed"}
 
 
@@ -121,10 +121,10 @@ def imports_of(module: str) -> frozenset[str]:
     of ours, else a."""
     path = modules()[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            result.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
             if node.level:
@@ -132,8 +132,8 @@ def imports_of(module: str) -> frozenset[str]:
                 source = ".".join([*base, *filter(None, [source])])
             for alias in node.names:
                 full = f"{source}.{alias.name}"
-                found.add(full if full in modules() or full in NEEDS_RANKS else source)
-    return frozenset(found)
+                result.add(full if full in modules() or full in NEEDS_RANKS else source)
+    return frozenset(result)
 
 
 def room_of(module: str) -> str | None:
@@ -214,7 +214,7 @@ def code_lines(path: Path) -> int:
 def string_edges() -> list[str]:
     """Strings that name a module of ours, which no editor follows. Not those of a command, as in
     `python -m MODULE`, and not what protoc writes."""
-    found = []
+    result = []
     for name, path in modules().items():
         if path.stem.endswith("_pb2"):
             continue
@@ -226,21 +226,21 @@ def string_edges() -> list[str]:
             is_of_command = before == "-m"
             before = node.value
             if module.startswith("rl_core.") and module in modules() and not is_of_command:
-                found.append(f"{name}: {node.value}")
-    return found
+                result.append(f"{name}: {node.value}")
+    return result
 
 
 def test_no_string_names_a_module():
     assert not string_edges()
 
 
-# What takes tenths of a second to import, and a default run does not need.
+# Libraries that take tenths of a second to import, and that a default run does not need.
 HEAVY = "aiohttp bitsandbytes datasets grpc httpx jsonschema matplotlib openai pandas peft pyarrow "
 HEAVY += "rich scipy sklearn torchvision torch._inductor.compile_fx wandb"
 
 
 def test_a_default_run_loads_no_library_that_it_does_not_need(places, tmp_path):
-    """In a process of its own, because tests import more than a run does."""
+    """In a separate process, because tests import more than a run does."""
     code = """
 import json, sys
 from rl_core import Config, train
@@ -274,7 +274,7 @@ def test_no_file_is_called_utils():
         for path in modules().values()
         if re.search(r"utils?|helpers?|misc|common", path.stem)
     ]
-    assert not bad, f"name these after what they hold: {bad}"
+    assert not bad, f"name these after their content: {bad}"
 
 
 def test_configuration_is_read_without_torch_or_transformers():
@@ -312,14 +312,14 @@ def test_every_library_that_is_imported_is_required_in_setup_py():
 def test_one_place_loads_from_transformers_so_that_no_code_of_a_model_runs():
     """Without trust_remote_code=False transformers asks on the terminal whether to run it."""
     files = [*(ROOT / "rl_core").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
-    found = {}
+    result = {}
     for file in files:
         calls = [
             node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
         ]
         names = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
         if file.is_relative_to(ROOT / "scripts"):
-            names -= {"from_config"}  # of configurations that they write themselves
+            names -= {"from_config"}  # These files write the configurations themselves.
         if names & {"from_pretrained", "from_config"} or "trust_remote_code" in file.read_text():
-            found[str(file.relative_to(ROOT))] = names
-    assert list(found) == ["rl_core/data/pretrained.py"]
+            result[str(file.relative_to(ROOT))] = names
+    assert list(result) == ["rl_core/data/pretrained.py"]

@@ -41,7 +41,7 @@ BOMB = gzip.compress(bytes(32 * MIB))
 @dataclass(kw_only=True)
 class Opened:
     port: int
-    path: str  # of a POST with JSON
+    path: str  # Path of a POST with JSON.
     key: str = ""  # the header's value; "" where no key is asked
     other_key: str = ""
     max_bytes: int
@@ -88,11 +88,11 @@ async def printing(serving, capsys):
     """The port that a server prints."""
     task = asyncio.ensure_future(serving)
     printed = ""
-    while not (found := re.search(r"http://[^ ]+:(\d+)", printed)):
+    while not (values := re.search(r"http://[^ ]+:(\d+)", printed)):
         assert not task.done(), task.result()
         await asyncio.sleep(0.01)
         printed += capsys.readouterr().out
-    yield int(found[1])
+    yield int(values[1])
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -154,9 +154,9 @@ async def hear(reader) -> tuple[int, str]:
 
 async def ask(opened: Opened, head: str, body: bytes = b"{}") -> tuple[int, str]:
     reader, writer = await say(opened, f"{head}Content-Length: {len(body)}\r\n\r\n", body)
-    found = await hear(reader)
+    result = await hear(reader)
     writer.close()
-    return found
+    return result
 
 
 def is_json_line(text: str) -> bool:
@@ -233,10 +233,10 @@ def test_a_key_of_any_bytes_is_a_wrong_key(name, key, play, capsys):
 @pytest.mark.parametrize("name", SERVERS)
 def test_what_is_not_http_and_long_headers_are_refused_in_one_line(name, play, capsys):
     async def send(opened):
-        found = []
+        result = []
         for head in (opened.head(f"X: {'x' * 20_000}"), opened.head(*["X: y"] * 400), "no\r\n"):
-            found.append(await ask(opened, head))
-        return found
+            result.append(await ask(opened, head))
+        return result
 
     for status, text in play(name, send):
         assert status == 400 and is_json_line(text)
@@ -260,9 +260,9 @@ def test_a_large_body_is_refused_before_it_is_read(name, play):
     async def send(opened):
         head = opened.head(f"Content-Length: {opened.max_bytes + 1}")
         reader, writer = await say(opened, f"{head}\r\n")
-        found = await hear(reader)
+        result = await hear(reader)
         writer.close()
-        return found
+        return result
 
     status, text = play(name, send)
     assert status in (413, 429) and is_json_line(text)
@@ -272,9 +272,9 @@ def test_a_large_body_is_refused_before_it_is_read(name, play):
 def test_a_body_that_does_not_come_is_refused(name, play):
     async def send(opened):
         reader, writer = await say(opened, opened.head("Content-Length: 9") + "\r\n{")
-        found = await hear(reader)
+        result = await hear(reader)
         writer.close()
-        return found
+        return result
 
     status, text = play(name, send, BODY_S=0.1, GRACE_S=0.1)
     assert status in (400, 408) and is_json_line(text)
@@ -308,17 +308,17 @@ def test_connections_of_one_key_are_bounded_and_other_keys_have_room(play):
     async def crowd(opened):
         body = b'{"messages": [{"role": "user", "content": "hi"}]}'
         head = f"{opened.head()}Content-Length: {len(body)}\r\n\r\n"
-        found = []
+        result = []
         for _ in range(258):
             reader, writer = await say(opened, head, body)
-            found.append(((await hear(reader))[0], writer))
+            result.append(((await hear(reader))[0], writer))
         of_other, _ = await ask(opened, opened.head(key=opened.other_key), body)
-        found[0][1].close()
+        result[0][1].close()
         await asyncio.sleep(0.1)
         again, _ = await ask(opened, opened.head(), body)
-        for _, writer in found:
+        for _, writer in result:
             writer.close()
-        return [status for status, _ in found], of_other, again
+        return [status for status, _ in result], of_other, again
 
     statuses, of_other, again = play("endpoint", crowd)
     assert statuses == [200] * 256 + [429] * 2 and of_other == again == 200

@@ -1,4 +1,4 @@
-"""What tests say of ranks that fail."""
+"""Errors of ranks that fail in tests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kit import answer, of_ranks, run_ranks
 def differ(ranks) -> None:
     for n in range(1000):
         print(f"Loading weights: 100%|####| {n}/1000 [00:00<00:00, 9.9it/s]", flush=True)
-    found = {"rank": ranks.rank, "sizes": [3, 5]}
+    result = {"rank": ranks.rank, "sizes": [3, 5]}
     if ranks.rank == 1:
-        assert found["sizes"] == [3, 4]
+        assert result["sizes"] == [3, 4]
     ranks.add("never", 1)
 
 
 def differ_in_one(ranks) -> None:
-    found = {f"metric {n}": n / 7 for n in range(100)}
-    assert found == found | {"metric 77": 12.5}
+    result = {f"metric {n}": n / 7 for n in range(100)}
+    assert result == result | {"metric 77": 12.5}
 
 
 def test_of_two_dicts_it_says_the_items_that_differ():
@@ -28,13 +28,13 @@ def test_of_two_dicts_it_says_the_items_that_differ():
 def test_a_failure_on_a_rank_says_the_values_and_little_else():
     with pytest.raises(AssertionError) as failure:
         of_ranks(2, __file__, "differ")
-    said = str(failure.value)
+    output = str(failure.value)
     assert (
-        "rank 1: " in said
-        and "assert [3, 5] == [3, 4]" in said
-        and 'found["sizes"] == [3, 4]' in said
+        "rank 1: " in output
+        and "assert [3, 5] == [3, 4]" in output
+        and 'result["sizes"] == [3, 4]' in output
     )
-    assert len(said.splitlines()) < 40 and "it/s]" not in said
+    assert len(output.splitlines()) < 40 and "it/s]" not in output
 
 
 def test_a_command_that_ends_badly_says_its_last_lines(tmp_path):
@@ -43,8 +43,12 @@ def test_a_command_that_ends_badly_says_its_last_lines(tmp_path):
     )
     with pytest.raises(AssertionError) as failure:
         run_ranks(1, tmp_path / "noisy.py")
-    said = str(failure.value)
-    assert said.startswith("exit code 3: ") and "1999 noise" in said and len(said.splitlines()) < 50
+    output = str(failure.value)
+    assert (
+        output.startswith("exit code 3: ")
+        and "1999 noise" in output
+        and len(output.splitlines()) < 50
+    )
 
 
 if __name__ == "__main__":

@@ -473,13 +473,13 @@ def test_flags_of_the_same_name_are_ours():
 def test_a_flag_of_another_trainer_gets_its_answer(name, ours):
     with pytest.raises(ValueError, match="unknown flag") as caught:
         parse_config([f"--{name}", "1"])
-    said = str(caught.value).removeprefix(f"unknown flag --{name}; ")
+    output = str(caught.value).removeprefix(f"unknown flag --{name}; ")
     if ours.startswith("--"):
-        assert said.partition(" (")[0] == f"rl_core calls it {ours}"
+        assert output.partition(" (")[0] == f"rl_core calls it {ours}"
         known = {flag.replace("NAME", "policy") for flag in known_flags()}
         assert ours.removeprefix("--").partition(" ")[0] in known
     else:
-        assert said.startswith(ours)
+        assert output.startswith(ours)
 
 
 def test_no_answer_has_a_placeholder():

@@ -1,4 +1,4 @@
-"""What is refused, and what the one line says. All of it before a model loads and before anything
+"""Refusals and their one-line errors, before a model loads and before anything
 is written."""
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def test_flags_that_cannot_be_are_refused_in_one_line(
         (tmp_path / "done/config.yaml").write_text("algorithm: grpo\n")
     run = tmp_path / "run"
     error = refusal(words("--out", run, f"{base} {more}".format(**folders, out=tmp_path)), capsys)
-    assert all(part in error for part in REFUSED[base][more].format(**folders).split(" ... ")), (
+    assert all(piece in error for piece in REFUSED[base][more].format(**folders).split(" ... ")), (
         error
     )
     assert not run.exists()
@@ -239,7 +239,7 @@ def bad_files(case: str, model: str, folder) -> list[str]:
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_bad_files_are_refused_in_one_line(case, tiny_model, tmp_path, capsys):
     error = refusal(bad_files(case, tiny_model, tmp_path), capsys)
-    assert all(part in error for part in BAD_FILES[case][2].split(" ... ")), error
+    assert all(piece in error for piece in BAD_FILES[case][2].split(" ... ")), error
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -262,14 +262,14 @@ def test_two_ranks_refuse_bad_input_once_and_do_not_hang(case, tiny_model, tmp_p
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and len(errors) == 1, done.stderr
-    assert all(part in errors[0] for part in BAD_FILES[case][2].split(" ... "))
+    assert all(piece in errors[0] for piece in BAD_FILES[case][2].split(" ... "))
 
 
 # From the flags alone
 
 MODEL = ["--model", "m", "--env_path", "x/talk.py", "--out", "x"]
 PAIR = ["--actors.bob.model", "m", "--actors.alice.model", "m", *MODEL[2:]]
-# Whose model others may share.
+# An actor whose model others may share.
 BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", *MODEL[2:]]
 NF4 = "--actors.bob.lora.quantize nf4"
 SFT, DPO, PPO = "--algorithm sft", "--algorithm dpo", "--algorithm ppo"
@@ -370,7 +370,7 @@ FLAGS = [
         "--eval.sampling topp=1",
         "--eval.sampling.topp=topp must be 'temperature', 'top_p', 'top_k' or 'min_p'",
     ),
-    # what is missing
+    # Missing flags.
     ([], "--model m --env_path x.py", "--out is missing"),
     ([], "--out x --env_path x.py", "--model is missing: a folder or hub name"),
     ([], "--out x --resume", "again, or --config x/config.yaml --resume"),
@@ -629,7 +629,7 @@ def test_a_runs_config_is_read_from_another_folder(tmp_path, monkeypatch):
         assert (read.algo.teacher, read.out) == ("org/teacher", "../project/runs/a")
     (project / "runs/a/config.yaml").rename(project / "mine.yaml")
     assert read_config(["--config", "../project/mine.yaml"]).env_path == config.env_path
-    # A relative --out tells the folder also after a move.
+    # A relative --out is found also after a move.
     monkeypatch.chdir(project)
     keep_config(project / "runs/a", parse_config([*flags, "--out", "runs/a"]))
     monkeypatch.chdir(other)
@@ -645,9 +645,9 @@ def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):
             assert print_help(["--help", section])
         shown += capsys.readouterr().out
     for name, (_, f) in known_flags().items():
-        own = name.removeprefix("actors.NAME.")
-        # Of an actor's own optim.lr the page of optim says what it is, that of actors that it is.
-        shown_as = own if own.partition(".")[0] in OWN_SECTIONS else name
+        ours = name.removeprefix("actors.NAME.")
+        # The page of optim explains an actor's optim.lr, the page of actors only lists it.
+        shown_as = ours if ours.partition(".")[0] in OWN_SECTIONS else name
         assert (
             f"--{shown_as} " in shown
             and 0 < len(f.metadata["help"]) < 90

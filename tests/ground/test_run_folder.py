@@ -1,4 +1,4 @@
-"""A run's folder belongs to one run at a time, and says what a run that goes on finds in it."""
+"""A run's folder belongs to one run at a time, and a resumed run reports its content."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
         assert main([*flags, "--out", str(out), "--resume"]) == 1
     assert f"error: --out {out} belongs to a run that is going on" in capsys.readouterr().err
     assert not (out / "config.yaml").exists()
-    own = (
+    ours = (
         rf"belongs to a run that is going on \(process {os.getpid()} on "
         rf"{re.escape(socket.gethostname())}\); wait"
     )
-    with locked(out), pytest.raises(ValueError, match=own), locked(out):
+    with locked(out), pytest.raises(ValueError, match=ours), locked(out):
         pass
 
 
@@ -102,8 +102,8 @@ with locked(Path(sys.argv[1])):
 def test_a_folder_that_cannot_be_made_is_refused_with_the_fix(flags, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main([*flags, "--out", str(tmp_path / "file/run")]) == 1
-    said = capsys.readouterr().err
-    assert said == (
+    output = capsys.readouterr().err
+    assert output == (
         f"error: --out {tmp_path}/file/run cannot be made: Not a directory; name a folder where "
         "you may write\n"
     )
@@ -154,9 +154,9 @@ def test_a_folder_that_is_no_model_is_refused_with_what_to_name(
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")
     assert main([*flags, "--model", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: model {tmp_path / name}") and len(said.splitlines()) == 1
-    assert says.format(dir=tmp_path).split("such as ")[-1] in said, said
+    output = capsys.readouterr().err
+    assert output.startswith(f"error: model {tmp_path / name}") and len(output.splitlines()) == 1
+    assert says.format(dir=tmp_path).split("such as ")[-1] in output, output
 
 
 def test_a_model_named_with_a_dot_before_it_is_a_folder_and_no_name_of_the_hub(
@@ -173,12 +173,12 @@ def test_a_reward_model_does_not_speak(flags, tmp_path, monkeypatch, capsys):
     (tmp_path / "rm/hf/policy").mkdir(parents=True)
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}
     (tmp_path / "rm/hf/policy/config.json").write_text(json.dumps(config))
-    said = "error: model rm/hf/policy looks like a reward model"
+    output = "error: model rm/hf/policy looks like a reward model"
     assert main([*flags, "--model", "rm/hf/policy", "--out", "out"]) == 1
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(output)
     for model in ("rm", "rm/hf/policy"):
         assert rl_core_command(["eval", model]) == 1
-        assert capsys.readouterr().err.startswith(said)
+        assert capsys.readouterr().err.startswith(output)
 
 
 def test_a_folder_that_is_not_beside_its_neighbours_is_no_name_of_the_hub(
@@ -187,5 +187,5 @@ def test_a_folder_that_is_not_beside_its_neighbours_is_no_name_of_the_hub(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/first").mkdir(parents=True)
     assert rl_core_command(["eval", "runs/frist"]) == 1
-    said = "error: model runs/frist: no such folder; did you mean runs/first?\n"
-    assert capsys.readouterr().err == said
+    output = "error: model runs/frist: no such folder; did you mean runs/first?\n"
+    assert capsys.readouterr().err == output

@@ -693,7 +693,7 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         ("--controller", "name environment files, or --controller: one of them"),
         ("--token_file /dev/null", "error: token_file /dev/null is empty"),
         ("--token_file nowhere", "error: token_file nowhere: No such file or directory"),
-        ("--join x:1 --http_port 0", "--join x:1 opens no hub of its own"),
+        ("--join x:1 --http_port 0", "--join x:1 opens no hub"),
         ("--join a:1,b:1", "--join a:1,b:1 must be HOST:PORT of one controller"),
         ("--join a", "--join a must be HOST:PORT of one controller"),
         ("--http_port 99999", "--port 0 and --http_port 99999 must be from 0 to 65535"),

@@ -12,9 +12,9 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
-        yield found
-        found.close()
+        result = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        yield result
+        result.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""rl-core check: what it tells of an environment, without any model."""
+"""rl-core check: its report of an environment, without any model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
-    def run(what, *flags):
-        if not isinstance(what, Path):
-            Path("x.py").write_text(textwrap.dedent(what))
-            what = "x.py"
-        status = main(["check", str(what), *map(str, flags)])
+    def run(subject, *flags):
+        if not isinstance(subject, Path):
+            Path("x.py").write_text(textwrap.dedent(subject))
+            subject = "x.py"
+        status = main(["check", str(subject), *map(str, flags)])
         printed = capsys.readouterr()
         sections = re.findall(r"== (.*)\n((?:  .*\n|\n(?!==))*)", printed.out)
         return (
@@ -56,11 +56,11 @@ def test_check_of_sort_digits(check):
     assert report["data"] == [
         "load_tasks('train'): 29984 rows with messages, answer; the first 8 are tried"
     ]
-    found = outcomes(report)
-    assert found["right", "policy"] == ("8", "1", "1", "reward_fn 1")
-    assert found["plain", "policy"] == ("8", "1", "0", "reward_fn 0")
-    assert found["cut", "policy"] == ("1", "1", "0", "truncated: reward_fn 0")
-    assert {kind for kind, _ in found} == {"right", "plain", "empty", "cut"}
+    values = outcomes(report)
+    assert values["right", "policy"] == ("8", "1", "1", "reward_fn 1")
+    assert values["plain", "policy"] == ("8", "1", "0", "reward_fn 0")
+    assert values["cut", "policy"] == ("1", "1", "0", "truncated: reward_fn 0")
+    assert {kind for kind, _ in values} == {"right", "plain", "empty", "cut"}
     assert report["tokens"][-4:] == [
         "| <|start|>user",
         "| 92853<|end|>",
@@ -74,7 +74,7 @@ def test_check_of_the_calculator_with_a_reply_for_each_turn(check):
     status, report, _ = check(ENVS / "calculator.py", *replies)
     assert status == 0
     assert outcomes(report)["right", "policy"] == ("3", "2", "1", "reward_fn 1")
-    # What the tool says is not trained, both turns are.
+    # The tool's message is not trained, both turns are.
     shown = report["tokens"][-6:]
     assert (
         shown[0].startswith("> <call>")
@@ -125,17 +125,17 @@ def test_check_of_math_answers(check, tmp_path):
         '{"question": "3+4?", "answer": "3+4=7\\n#### 7"}\n{"question": "10/2?", "answer": "#### '
         '5"}\n'
     )
-    own = tmp_path / "own.py"
-    own.write_text("def reward_fn(completion): return 0.0")
-    status, report, error = check(own)
+    ours = tmp_path / "own.py"
+    ours.write_text("def reward_fn(completion): return 0.0")
+    status, report, error = check(ours)
     assert status == 1 and "name its rows with --data.train" in error
     rows.write_text(rows.read_text().replace("answer", "solution"))
     status, report, _ = check(
         ENVS / "math_answer.py", "--data.train", rows, "--data.columns", "answer=solution"
     )
-    found = outcomes(report)
+    result = outcomes(report)
     assert status == 0
-    assert [found[kind, "policy"][2] for kind in ("right", "plain", "empty")] == ["1", "0", "0"]
+    assert [result[kind, "policy"][2] for kind in ("right", "plain", "empty")] == ["1", "0", "0"]
 
 
 def test_check_with_a_models_own_chat_template(check, tiny_model):
@@ -154,11 +154,11 @@ async def reward_fn(completion, answer):
 
 def test_a_hook_that_breaks_on_a_bad_reply_is_found(check):
     status, report, _ = check(BREAKS)
-    found = outcomes(report)
+    values = outcomes(report)
     assert status == 1 and report["result"] == ["3 of 6 normal episodes failed"]
-    assert found["right", "policy"] == ("3", "1", "1", "reward_fn 1")
-    assert "x.py:5: ValueError: invalid literal" in found["plain", "policy"][3]
-    assert "failed: reward_fn()" in found["empty", "policy"][3]
+    assert values["right", "policy"] == ("3", "1", "1", "reward_fn 1")
+    assert "x.py:5: ValueError: invalid literal" in values["plain", "policy"][3]
+    assert "failed: reward_fn()" in values["empty", "policy"][3]
     assert any("<|start|>tools" in line for line in report["tokens"])
 
 
@@ -186,11 +186,11 @@ def test_that_no_right_reply_was_tried_is_told(check):
         def reward_fn(completion, word): return float(word in completion)
     """
     status, report, _ = check(code)
-    told = (
+    shown = (
         "no right reply was tried, as no hook reads a column such as answer: give one by --reply "
         "TEXT"
     )
-    assert status == 0 and report["result"] == ["every normal episode was scored", told]
+    assert status == 0 and report["result"] == ["every normal episode was scored", shown]
     assert check(code, "--reply", "{{ word }}")[1]["result"] == ["every normal episode was scored"]
 
 
@@ -327,9 +327,9 @@ def test_json_holds_each_environments_outcomes_and_nothing_that_hooks_print(tmp_
         )
         == 1
     )
-    sort, own = json.loads(capsys.readouterr().out)
-    assert (sort["normal"], sort["failed"], sort["num_tasks"], own["failed"]) == (4, 0, 2, 1)
-    right, plain, *_ = own["episodes"]
+    sort, ours = json.loads(capsys.readouterr().out)
+    assert (sort["normal"], sort["failed"], sort["num_tasks"], ours["failed"]) == (4, 0, 2, 1)
+    right, plain, *_ = ours["episodes"]
     assert right == {
         "reply": "right",
         "actor": "policy",
@@ -345,6 +345,6 @@ def test_json_holds_each_environments_outcomes_and_nothing_that_hooks_print(tmp_
         and "division by zero" in plain["error"]
         and "reward" not in plain
     )
-    assert own["columns"] == ["prompt", "answer"] and any(
-        line == "> b<|end|>" for line in own["tokens"]
+    assert ours["columns"] == ["prompt", "answer"] and any(
+        line == "> b<|end|>" for line in ours["tokens"]
     )

@@ -1,5 +1,4 @@
-"""The rl-core command: train starts the ranks, check tells what an environment does without any
-model."""
+"""The rl-core command: train starts the ranks, check tries an environment without any model."""
 
 from __future__ import annotations
 
@@ -36,16 +35,16 @@ def test_help_is_quick_since_it_imports_nothing_heavy(command):
     )
     argv = [sys.executable, "-c", code, *words(command), "--help"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    own = f"usage: rl-core {command or 'COMMAND'} "
-    assert done.returncode == 0 and done.stdout.startswith(own), done.stdout + done.stderr
+    ours = f"usage: rl-core {command or 'COMMAND'} "
+    assert done.returncode == 0 and done.stdout.startswith(ours), done.stdout + done.stderr
     if not command:
         assert re.findall(r"^  (\w+)", done.stdout, re.MULTILINE) == list(COMMANDS)
 
 
 def test_a_reader_that_stops_early_is_no_error():
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env, "cwd": ROOT}
-    command = subprocess.Popen([sys.executable, "-m", "rl_core.cli", "--help"], **how)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env, "cwd": ROOT}
+    command = subprocess.Popen([sys.executable, "-m", "rl_core.cli", "--help"], **options)
     command.stdout.close()
     assert (command.stderr.read(), command.wait(60)) == (b"", 0)
 
@@ -138,7 +137,7 @@ def train_flags(places, out, *flags) -> list[str]:
 
 
 def start(*argv) -> subprocess.Popen:
-    """The command in a session of its own, as a terminal would run it."""
+    """The command in a separate session, as a terminal would run it."""
     return start_process("-m", "rl_core.cli", *argv)
 
 
@@ -177,7 +176,7 @@ def test_several_ranks_and_ctrl_c_ends_them_all(places, tmp_path):
         )
         family = family_of(process.pid)
         assert len(family) >= 3  # the launcher and two ranks
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+        os.killpg(process.pid, signal.SIGINT)  # As a terminal does.
         process.communicate(timeout=60)
         assert process.returncode != 0
         wait_until(lambda: not family & running().keys(), "all have ended")
@@ -200,9 +199,9 @@ def test_a_signal_to_the_command_saves_a_run_of_several_ranks(places, tmp_path):
     process, ranks = step_of_two_ranks(places, tmp_path / "run")
     try:
         process.terminate()
-        said = "".join(process.communicate(timeout=60))
-        assert process.returncode == 128 + signal.SIGTERM, said
-        assert "ended by SIGTERM" in said and not ranks & running().keys()
+        output = "".join(process.communicate(timeout=60))
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert "ended by SIGTERM" in output and not ranks & running().keys()
         assert (tmp_path / "run/hf/policy/model.safetensors").exists()
     finally:
         kill_session(process)
@@ -212,9 +211,9 @@ def test_a_rank_that_is_killed_is_told_and_the_others_end(places, tmp_path):
     process, ranks = step_of_two_ranks(places, tmp_path / "run")
     try:
         os.kill(max(ranks), signal.SIGKILL)
-        said = "".join(process.communicate(timeout=60))
+        output = "".join(process.communicate(timeout=60))
         assert process.returncode == 1 and not ranks & running().keys()
-        assert "error: rank 1 was ended by SIGKILL; go on with --resume\n" in said, said
+        assert "error: rank 1 was ended by SIGKILL; continue with --resume\n" in output, output
     finally:
         kill_session(process)
 
@@ -236,9 +235,11 @@ def test_a_frozen_rank_is_killed_once_another_has_given_up(places, tmp_path):
         wait_until((tmp_path / "run/metrics.jsonl").exists, "the first step")
         ranks = {child for child, parent in running().items() if parent == process.pid}
         os.kill(max(ranks), signal.SIGSTOP)
-        said = "".join(process.communicate(timeout=60))
+        output = "".join(process.communicate(timeout=60))
         assert process.returncode == 1 and not ranks & running().keys()
-        assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1, said
+        assert len([line for line in output.splitlines() if line.startswith("error: ")]) == 1, (
+            output
+        )
     finally:
         kill_session(process)
 
@@ -267,14 +268,14 @@ def test_ranks_are_not_forked_from_a_process_with_threads(tmp_path):
 
 
 def test_ranks_of_torchrun_run_by_the_command_pass_their_status_on(places, tmp_path):
-    """Where ranks cannot be forked."""
+    """The way of machines where ranks cannot be forked."""
     (tmp_path / "x").touch()
     code = "import sys\nfrom rl_core.tools.train import launch\nsys.exit(launch(sys.argv[1:]))"
     ranks = ["--standalone", "--nproc_per_node=2", "-m", "rl_core.train"]
     process = start_process("-c", code, *ranks, *train_flags(places, tmp_path, "--num_steps 1"))
-    said = "".join(process.communicate(timeout=120))
-    assert process.returncode == 1, said
-    [error] = [line for line in said.splitlines() if line.startswith("error: ")]
+    output = "".join(process.communicate(timeout=120))
+    assert process.returncode == 1, output
+    [error] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert error.endswith("exists already; go on with it by --resume, or name another folder")
 
 
@@ -285,12 +286,12 @@ def test_the_status_of_ranks_that_fail_is_the_commands(places, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n' * 8)
     flags = train_flags(places, tmp_path / "run", "--num_steps 1 --env_path", tmp_path / "x.py")
     process = start("train", "--nproc_per_node=2", *flags, "--data.train", tmp_path / "rows.jsonl")
-    said = "".join(process.communicate(timeout=120))
-    assert process.returncode == 1 and "broken on purpose" in said, said
+    output = "".join(process.communicate(timeout=120))
+    assert process.returncode == 1 and "broken on purpose" in output, output
     assert (
-        "Traceback" not in said
-        and len([x for x in said.splitlines() if x.startswith("error: ")]) == 1
-    ), said
+        "Traceback" not in output
+        and len([x for x in output.splitlines() if x.startswith("error: ")]) == 1
+    ), output
 
 
 # The scripted engine
@@ -300,13 +301,13 @@ def test_the_scripted_engine_says_its_replies_in_order_with_the_end_token():
     chat = plain_chat()
     engine = ScriptedEngine(chat, ["<|end|> h\u00e9\n", "second"])
     params = SamplingParams(max_tokens=99, stop_token_ids=chat.stop_token_ids)
-    said = [asyncio.run(engine.generate([1], params, seed=0)) for _ in range(3)]
-    assert [c.text for c in said] == ["<|end|> h\u00e9\n", "second", "second"]
+    output = [asyncio.run(engine.generate([1], params, seed=0)) for _ in range(3)]
+    assert [c.text for c in output] == ["<|end|> h\u00e9\n", "second", "second"]
     assert all(
         c.token_ids.count(chat.end_token_id) == 1 and c.token_ids[-1] == chat.end_token_id
-        for c in said
+        for c in output
     )
-    assert all(len(c.token_ids) == len(c.logprobs) and c.finish_reason == "stop" for c in said)
+    assert all(len(c.token_ids) == len(c.logprobs) and c.finish_reason == "stop" for c in output)
     cut = asyncio.run(engine.generate([1], dataclasses.replace(params, max_tokens=3), seed=0))
     assert (cut.text, cut.finish_reason, len(cut.token_ids)) == ("sec", "length", 3)
     stopped = asyncio.run(

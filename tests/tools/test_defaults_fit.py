@@ -49,14 +49,14 @@ def test_an_agent_without_max_turns_gets_as_many_as_fit(tiny_model, tmp_path):
 
 
 def test_turns_that_do_not_fit_are_refused_with_their_source(tiny_model, tmp_path):
-    given = [*written(tmp_path, AGENT + "max_turns = 40\n"), "--model", str(tiny_model)]
+    arguments = [*written(tmp_path, AGENT + "max_turns = 40\n"), "--model", str(tiny_model)]
     with pytest.raises(ValueError) as caught:
-        load_envs(parse_config(given))
+        load_envs(parse_config(arguments))
     message = str(caught.value)
     assert message.startswith("--learner.microbatch_tokens=8192 must hold a whole episode")
     assert "10752 tokens, --max_prompt_tokens=512 + --max_turns=40 * --max_tokens=256" in message
     assert message.endswith(f"--max_turns=40 is max_turns of {tmp_path / 'my_env.py'}")
-    config = parse_config([*given, "--learner.microbatch_tokens", "12000"])
+    config = parse_config([*arguments, "--learner.microbatch_tokens", "12000"])
     config, envs = load_envs(config)
     message = r"has 4096 positions.*; --max_turns=40 is "
     with pytest.raises(ValueError, match=message), naming_turns(envs):

@@ -107,14 +107,14 @@ def test_what_is_there_is_not_told_as_missing(tmp_path, monkeypatch, capsys):
 def test_one_is_described_and_the_nearest_name_is_told(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert command(["envs", "terminal"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("== envs/terminal.py\n") and "bubblewrap, docker or podman" in said
-    assert "rl-core train --env_path envs/terminal.py" in said
+    output = capsys.readouterr().out
+    assert output.startswith("== envs/terminal.py\n") and "bubblewrap, docker or podman" in output
+    assert "rl-core train --env_path envs/terminal.py" in output
     assert command(["envs", "terminl"]) == 1
     assert "did you mean 'terminal'?" in capsys.readouterr().err
     assert command(["envs"]) == 0
-    assert "reward_model  " in (said := capsys.readouterr().out)
-    assert "needs rows (--data.train)" in said and max(map(len, said.splitlines())) < 140
+    assert "reward_model  " in (output := capsys.readouterr().out)
+    assert "needs rows (--data.train)" in output and max(map(len, output.splitlines())) < 140
 
 
 def test_files_of_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
@@ -125,8 +125,8 @@ def test_files_of_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
         "import json\n\ndef reward_fn(completion):\n    import no_such_library\n"
     )
     assert command(["envs"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[:2] == [
+    output = capsys.readouterr().out.splitlines()
+    assert output[:2] == [
         "mine  Mine: one",
         "      needs pip install no_such_library; rows (--data.train)",
     ]

@@ -1,4 +1,4 @@
-"""rl-core plan: what it says a run holds, beside what a run holds."""
+"""rl-core plan: its figures against the memory of a run."""
 
 from __future__ import annotations
 
@@ -88,13 +88,14 @@ def test_a_reference_is_as_large_as_the_one_that_a_learner_has(flags):
 
 
 def test_an_actors_own_settings_are_planned_as_the_global_ones_are(flags):
-    own = ["algo.kl_coef=0.1", "learner.microbatch_tokens=4096", "optim.name=sgd", "algorithm=ppo"]
-    found = []
+    ours = ["algo.kl_coef=0.1", "learner.microbatch_tokens=4096", "optim.name=sgd", "algorithm=ppo"]
+    result = []
     for prefix in ("--", "--actors.policy."):
-        plan = make_plan(parse_config([*flags, *(prefix + flag for flag in own)]))
-        found.append(facts(plan)["actors"])
+        plan = make_plan(parse_config([*flags, *(prefix + flag for flag in ours)]))
+        result.append(facts(plan)["actors"])
     assert (
-        found[0] == found[1] and "critic, its optimizer" in found[0]["policy"]["bytes_on_one_rank"]
+        result[0] == result[1]
+        and "critic, its optimizer" in result[0]["policy"]["bytes_on_one_rank"]
     )
 
 
@@ -126,11 +127,11 @@ def test_gathered_weights_are_about_those_of_an_update_over_four_ranks(make_mode
 def test_activations_are_about_those_that_autograd_keeps(flags):
     size = model_size(make_plan(parse_config(flags)).config.actors["policy"])
     model, kept = AutoModelForCausalLM.from_pretrained(flags[1]), {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    ours = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in ours:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -190,18 +191,18 @@ def test_a_model_without_attention_is_planned_too(flags, tmp_path):
 
 def test_json_holds_what_the_text_says(flags, capsys):
     assert main(["plan", *flags, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     plan = make_plan(parse_config(flags))
     size = model_size(plan.config.actors["policy"])
-    assert (found["train_rows"], found["epochs"], found["ranks"]["all"]) == (4, 100, 1)
-    assert found["samples_per_step"] * found["max_tokens_of_a_sample"] == 768
-    assert found["actors"]["policy"]["parameters"] == size.total
-    held = found["actors"]["policy"]["bytes_on_one_rank"]
+    assert (result["train_rows"], result["epochs"], result["ranks"]["all"]) == (4, 100, 1)
+    assert result["samples_per_step"] * result["max_tokens_of_a_sample"] == 768
+    assert result["actors"]["policy"]["parameters"] == size.total
+    held = result["actors"]["policy"]["bytes_on_one_rank"]
     assert (
         held["gradients"] == {"sample": 0, "learn": 4 * size.total}
         and held["sum"]["learn"] > 16 * size.total
     )
-    assert describe(found) == describe(facts(plan))
+    assert describe(result) == describe(facts(plan))
 
 
 def test_a_run_with_sglang_is_planned_where_it_is_not_installed(flags, monkeypatch, capsys):
@@ -209,14 +210,14 @@ def test_a_run_with_sglang_is_planned_where_it_is_not_installed(flags, monkeypat
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    given = [*flags, "--engine", "sglang", "--engine_args", "--quantization fp8"]
+    arguments = [*flags, "--engine", "sglang", "--engine_args", "--quantization fp8"]
     with pytest.raises(
         ValueError, match=r"needs sglang, which is not installed: pip install 'rl_core\[sglang\]'"
     ):
-        make_plan(parse_config(given))
-    assert main(["plan", *given]) == 0 and "sglang engine, float32" in capsys.readouterr().out
+        make_plan(parse_config(arguments))
+    assert main(["plan", *arguments]) == 0 and "sglang engine, float32" in capsys.readouterr().out
     assert (
-        main(["plan", *given[:-1], "--tp-size 2"]) == 1
+        main(["plan", *arguments[:-1], "--tp-size 2"]) == 1
         and "give --engine_tp" in capsys.readouterr().err
     )
 
@@ -228,7 +229,7 @@ def gathered_bytes(ranks, model) -> list[list[int]]:
 
 
 def gathered_on(ranks, model) -> list[int]:
-    learner, found = kit.make_learner(model, ranks=ranks), []
+    learner, values = kit.make_learner(model, ranks=ranks), []
     groups = [
         m._get_fsdp_state()._fsdp_param_group
         for m in learner.policy.modules()
@@ -242,14 +243,14 @@ def gathered_on(ranks, model) -> list[int]:
         # The next block's, on their way.
         results = [group._all_gather_result for group in groups]
         held += [result.all_gather_output for result in results if result is not None]
-        found.append(sum(tensor.untyped_storage().nbytes() for tensor in held))
+        values.append(sum(tensor.untyped_storage().nbytes() for tensor in held))
 
     note()
     for block in blocks_of(learner.policy.hf):
         block.register_forward_hook(note)
         block.self_attn.register_full_backward_hook(note)
     kit.learn(learner, ragged_samples())
-    return [found[0], max(found)]
+    return [values[0], max(values)]
 
 
 if __name__ == "__main__":

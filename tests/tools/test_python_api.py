@@ -1,4 +1,4 @@
-"""train() from Python: the run is the command's, and what a notebook needs beside it."""
+"""train() from Python: the run is the command's, with the additions for a notebook."""
 
 from __future__ import annotations
 
@@ -77,25 +77,25 @@ def test_a_run_from_a_running_event_loop_is_that_of_the_command(config_of, tiny_
         )
         assert result.metrics[name] == metrics(tmp_path / "a")[-1][name] == result.history[-1][name]
     assert len(module.load_tasks("train")) == 8, "the module is not changed"
-    assert gc.get_freeze_count() == 0, "what a run leaves can be collected"
+    assert gc.get_freeze_count() == 0, "leftovers of a run can be collected"
 
 
 def test_on_step_ends_the_run_with_a_checkpoint_from_which_it_goes_on(config_of, tmp_path):
     seen = []
 
-    def on_step(step, found):
-        seen.append((step, found["eval/reward_fn/greedy_score"]))
+    def on_step(step, values):
+        seen.append((step, values["eval/reward_fn/greedy_score"]))
         return step != 1
 
     def env(completion):
         return len(completion)
 
-    given = {"env": env, "data": ROWS, "eval_data": [ROWS[0] | {"held_out": True}]}
+    arguments = {"env": env, "data": ROWS, "eval_data": [ROWS[0] | {"held_out": True}]}
     config = config_of("run", num_steps=3, eval_every=1, eval={"samples": 0})
-    assert train(config, on_step=on_step, **given).step == 1
+    assert train(config, on_step=on_step, **arguments).step == 1
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
     config.resume = True
-    result = train(config, on_step=on_step, **given)
+    result = train(config, on_step=on_step, **arguments)
     assert [step for step, _ in seen] == [1, 2, 3] and result.step == 3
     assert [
         line["eval/reward_fn/greedy_score"]
@@ -190,7 +190,7 @@ def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path, capsys):
                 config_of("run", num_steps=1000),
                 env=len_of,
                 data=ROWS,
-                on_step=lambda step, found: interrupt(step),
+                on_step=lambda step, result: interrupt(step),
             )
     finally:
         signal.signal(signal.SIGINT, before)
@@ -198,9 +198,9 @@ def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path, capsys):
         list((tmp_path / "run/checkpoints").glob("step_*/manifest.json"))
         and len(metrics(tmp_path / "run")) < 1000
     )
-    said = capsys.readouterr().out
-    assert re.search(r"^interrupted: step \d+ of 1000 in ", said, re.MULTILINE)
-    assert "  go on: train() again, with Config(resume=True)\n" in said
+    output = capsys.readouterr().out
+    assert re.search(r"^interrupted: step \d+ of 1000 in ", output, re.MULTILINE)
+    assert "  go on: train() again, with Config(resume=True)\n" in output
 
 
 def len_of(completion):
@@ -223,9 +223,9 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     def broken(completion):
         raise RuntimeError("on purpose")
 
-    def refused(error, says, config, **given):
+    def refused(error, says, config, **arguments):
         with pytest.raises(error, match=says):
-            train(config, **given)
+            train(config, **arguments)
 
     refused(
         ValueError,
@@ -271,7 +271,7 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         config_of("c"),
         env=len_of,
         data=ROWS,
-        on_step=lambda step, found: 1 / 0,
+        on_step=lambda step, result: 1 / 0,
     )
     refused(ValueError, "nproc=0 must be at least 1", config_of("a"), env=len_of, nproc=0)
     refused(

@@ -53,9 +53,9 @@ def test_the_formula_of_the_default_gives_its_weights(weights_of, aggregation):
 
 
 def test_another_loss_gives_other_weights(weights_of):
-    own = weights_of("own", {}, loss=lambda logprobs, advantages: -2 * advantages * logprobs)
+    ours = weights_of("own", {}, loss=lambda logprobs, advantages: -2 * advantages * logprobs)
     default = weights_of("flags", {})
-    assert any(not torch.equal(own[name], default[name]) for name in default)
+    assert any(not torch.equal(ours[name], default[name]) for name in default)
 
 
 def adamw(named, optim):
@@ -73,8 +73,8 @@ def test_an_optimizer_by_hand_gives_the_weights_of_the_flag_resumed_too(weights_
 
 def test_a_class_of_torch_gets_the_learning_rate(weights_of):
     flags = {"optim": {"lr": 0.1, "name": "sgd", "betas": (0.0, 0.0)}}
-    own = weights_of("own", {"optim": {"lr": 0.1}}, optimizer=torch.optim.SGD)
-    assert_equal(own, weights_of("flags", flags))
+    ours = weights_of("own", {"optim": {"lr": 0.1}}, optimizer=torch.optim.SGD)
+    assert_equal(ours, weights_of("flags", flags))
 
 
 def sgd_of(parameters):
@@ -100,17 +100,17 @@ def sgd_of(parameters):
         ({"plugins": Config}, "plugins=Config must be a list of plugins"),
     ],
 )
-def test_what_does_not_fit_is_refused(weights_of, parts, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_fit_is_refused(weights_of, parts, output):
+    with pytest.raises(ValueError, match=output):
         weights_of("run", {}, **parts)
 
 
 class Counting(EmbeddedEngine):
     num_asked = 0
 
-    async def generate(self, prompt_ids, params, **how):
+    async def generate(self, prompt_ids, params, **options):
         Counting.num_asked += 1
-        return await super().generate(prompt_ids, params, **how)
+        return await super().generate(prompt_ids, params, **options)
 
 
 class Whole(Engine):
@@ -199,8 +199,8 @@ class NoSpec(Whole):
         (Picky, {}, "nothing for policy"),
     ],
 )
-def test_an_engine_that_does_not_fit_is_refused(weights_of, engine, flags, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_engine_that_does_not_fit_is_refused(weights_of, engine, flags, output):
+    with pytest.raises(ValueError, match=output):
         weights_of("run", flags, engine=engine)
 
 
@@ -255,8 +255,8 @@ class NoList:
         ),
     ],
 )
-def test_a_hook_that_fails_is_told_by_name(weights_of, plugin, said):
-    with pytest.raises(RunError, match=said):
+def test_a_hook_that_fails_is_told_by_name(weights_of, plugin, output):
+    with pytest.raises(RunError, match=output):
         weights_of("run", {}, plugins=[plugin])
 
 
@@ -282,6 +282,6 @@ def nothing(self): ...
         (lambda trainer: None, "plugins has None, which has none"),
     ],
 )
-def test_a_plugin_that_would_never_be_called_is_refused(weights_of, plugin, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_plugin_that_would_never_be_called_is_refused(weights_of, plugin, output):
+    with pytest.raises(ValueError, match=output):
         weights_of("run", {}, plugins=[plugin])

@@ -31,11 +31,11 @@ def replayed(capsys, out, *flags) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def exact(found: dict, row: dict) -> None:
-    """Every loss and gradient norm is the recorded one, to the last bit, and not only what the
-    command says of it."""
+def exact(result: dict, row: dict) -> None:
+    """Every loss and gradient norm is the recorded one, to the last bit, not only in the
+    words of the command."""
     names = [name for name in row if name.endswith(("loss", "grad_norm"))]
-    assert names and all(found["replayed"][n] == found["recorded"][n] == row[n] for n in names)
+    assert names and all(result["replayed"][n] == result["recorded"][n] == row[n] for n in names)
     assert min(row[name] for name in names if name.endswith("grad_norm")) > 1e-4
 
 
@@ -53,19 +53,19 @@ def test_a_replayed_step_has_the_loss_and_gradient_norm_that_were_recorded(
     flags, saved, begins, places, tmp_path, capsys
 ):
     out = run(tmp_path / "run", flags.format(**places), "--num_steps 4", saved)
-    found = replayed(capsys, out, "--step 4")
-    assert begins in found["begins"] and found["between"] == 0.0
-    exact(found, steps(out)[3])
+    result = replayed(capsys, out, "--step 4")
+    assert begins in result["begins"] and result["between"] == 0.0
+    exact(result, steps(out)[3])
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
-    # A difference in a step before is told too.
-    kept = '{"step": 4' if found["begins"].endswith("again") else "none"
+    # A difference in an earlier step is reported, too.
+    kept = '{"step": 4' if result["begins"].endswith("again") else "none"
     lines = [
         line if line.startswith(kept) else line.replace('/grad_norm": ', '/grad_norm": 1')
         for line in lines
     ]
     (out / "metrics.jsonl").write_text("".join(lines))
     assert main(words("replay", out)) == 0  # The newest step.
-    assert "warning: loss or gradient norm is not what was recorded" in capsys.readouterr().out
+    assert "warning: loss or gradient norm is not the recorded one" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo --critic.lr 1e-2"])
@@ -77,12 +77,12 @@ def test_another_objective_begins_with_the_weights_and_the_optimizer_of_the_run(
         + f" --actors.policy.lr 3e-3 --algorithm {algorithm} --learner.epochs 2"
     )
     out = run(tmp_path / "run", flags, "--num_steps 2 --save_every 1")
-    same = replayed(capsys, out, "--step 2 --algo.clip_low 0.2")  # which it has by itself
+    same = replayed(capsys, out, "--step 2 --algo.clip_low 0.2")  # The run's value.
     assert same["is_other"]
-    exact(same, steps(out)[1])  # of two updates, of which the second has what the optimizer did
+    exact(same, steps(out)[1])  # Two updates: the second depends on the optimizer's state.
     other = replayed(capsys, out, "--step 2 --algorithm gspo")[
         "replayed"
-    ]  # to which parts of the run's have no meaning
+    ]  # Some metrics of the run have no meaning for it.
     assert other["learn/policy/updates"] == 2 and "learn/policy/critic_loss" not in other
 
 
@@ -96,8 +96,8 @@ def test_another_algorithm_has_the_advantages_of_the_recorded_rewards(places, tm
         total -= (row["reward"] - sum(group) / len(group)) * sampled
         num += sum(turn["is_fresh"] for turn in row["turns"])
     # Over as many tokens as a sequence may have.
-    found = replayed(capsys, out, "--step 2 --algorithm dr_grpo")
-    assert found["replayed"]["learn/policy/loss"] == pytest.approx(
+    result = replayed(capsys, out, "--step 2 --algorithm dr_grpo")
+    assert result["replayed"]["learn/policy/loss"] == pytest.approx(
         total / (num * 10 * 3), rel=1e-5, abs=1e-9
     )
     with_kl = replayed(capsys, out, "--step 2 --algorithm ppo --algo.kl_coef 0.5")
@@ -118,10 +118,10 @@ def test_another_algorithm_has_the_advantages_of_the_recorded_rewards(places, tm
 
 def test_ranks_replay_their_own_rollouts_and_one_process_those_of_all(places, tmp_path, capsys):
     out = run(tmp_path / "run", ASK.format(**places), "--num_steps 1", ranks=2)
-    said = run_ranks(
+    output = run_ranks(
         2, "-m", "rl_core.cli", "replay", out, *words("--step 1 --json --tokens")
     ).stdout
-    exact(json.loads(said), steps(out)[0])
+    exact(json.loads(output), steps(out)[0])
     alone = replayed(capsys, out, "--step 1")["replayed"]
     for name in ("learn/policy/loss", "learn/policy/grad_norm"):
         assert alone[name] == pytest.approx(steps(out)[0][name], rel=1e-5)
@@ -152,12 +152,12 @@ def test_ranks_replay_their_own_rollouts_and_one_process_those_of_all(places, tm
 
 
 def by_transformers(model, turn: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    said = turn["completion"]["token_ids"]
-    logits = model(torch.tensor([turn["prompt_ids"] + said])).logits[
+    output = turn["completion"]["token_ids"]
+    logits = model(torch.tensor([turn["prompt_ids"] + output])).logits[
         0, len(turn["prompt_ids"]) - 1 : -1
     ]
     all_logprobs = logits.log_softmax(-1)
-    return all_logprobs.gather(1, torch.tensor(said)[:, None])[:, 0], -(
+    return all_logprobs.gather(1, torch.tensor(output)[:, None])[:, 0], -(
         all_logprobs.exp() * all_logprobs
     ).sum(-1)
 

@@ -1,4 +1,4 @@
-"""rl-core plan --gpus: estimates beside values worked out by hand."""
+"""rl-core plan --gpus: estimates against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_gathering_takes_the_slower_of_the_links():
 
 
 def test_decode_reads_weights_and_keys_of_every_row():
-    found = sample_s(WORK, 8, 1, 256, H100)
+    result = sample_s(WORK, 8, 1, 256, H100)
     # 16 groups of 8 on an engine, mean length 1000 + 4000 / 2, 2 * 36 * 1000 * 2 bytes a token.
     read = 16e9 + 128 * 3000 * 144e3
-    assert found["decode"] == pytest.approx(4000 * read / (0.6 * 3350e9))
+    assert result["decode"] == pytest.approx(4000 * read / (0.6 * 3350e9))
     # 16 prompts of 1,000 tokens: 2 * 8e9 FLOPs, and 2 * 36 * 4096 * 5000 of attention.
     flops = 16_000 * (16e9 + 1_474_560_000)
-    assert found["prefill"] == pytest.approx(flops / (0.4 * 989e12))
+    assert result["prefill"] == pytest.approx(flops / (0.4 * 989e12))
     half = sample_s(WORK, 8, 1, 64, H100)  # room for 64 of the 128: two rounds
     read = 16e9 + 64 * 3000 * 144e3
     assert half["decode"] == pytest.approx(2 * 4000 * read / (0.6 * 3350e9))
@@ -70,7 +70,7 @@ def test_decode_reads_weights_and_keys_of_every_row():
 
 @pytest.mark.parametrize("name", GPUS)
 def test_the_figures_of_a_gpu_are_in_proportion(name):
-    """Of one that is wrong by ten, a quotient is far from those of all data sheets."""
+    """A figure that is wrong by ten gives a quotient far from those of all data sheets."""
     gpu = GPUS[name]
     assert 100 < gpu.tflops * 1e12 / (gpu.memory_gbs * 1e9) < 400  # FLOPs a byte
     assert 20 < gpu.memory_gbs / gpu.memory_gib < 50
@@ -84,18 +84,18 @@ def test_more_engines_than_groups_are_no_faster():
 
 def test_a_learner_computes_three_forwards_and_gathers_twice_a_microbatch():
     plan = SimpleNamespace(mesh=Mesh(dp_shard=64))
-    found = learn_s(WORK, plan, H100)
+    result = learn_s(WORK, plan, H100)
     # 16 samples of 5,000 tokens on a rank.
-    assert found["compute"] == pytest.approx(80_000 * 3 * 17_474_560_000 / (0.4 * 989e12))
+    assert result["compute"] == pytest.approx(80_000 * 3 * 17_474_560_000 / (0.4 * 989e12))
     # 4 microbatches: 2 * 2 bytes of a weight gathered, 4 of a gradient scattered.
     within = 4 * 8 * 8e9 * (7 / 8) / 450e9
     between = 4 * 8 * 8e9 * (7 / 8) / 400e9
-    assert found["traffic"] == pytest.approx(max(within, between) / 0.8)
+    assert result["traffic"] == pytest.approx(max(within, between) / 0.8)
     both = learn_s(replace(WORK, forwards=1, is_recomputed=True), plan, H100)
-    assert both["compute"] == pytest.approx(found["compute"] * 5 / 3)
-    # Of ranks that split a sequence each computes its part of twice as many samples.
+    assert both["compute"] == pytest.approx(result["compute"] * 5 / 3)
+    # Ranks that split a sequence compute half of each of twice as many samples.
     split = learn_s(WORK, SimpleNamespace(mesh=Mesh(dp_shard=32, cp=2)), H100)
-    assert split["compute"] == pytest.approx(found["compute"])
+    assert split["compute"] == pytest.approx(result["compute"])
 
 
 def test_one_row_for_each_number_of_gpus_says_what_limits_it(flags, capsys):  # noqa: F811
@@ -139,9 +139,9 @@ def test_a_row_that_does_not_fit_says_so_and_has_no_efficiency(flags, capsys, mo
         (("0", "H100"), "--gpus=0 must be numbers of GPUs"),
     ],
 )
-def test_what_is_no_gpu_is_refused(given, said):
-    with pytest.raises(ValueError, match=said.replace("?", r"\?")):
-        parse_gpus(*given)
+def test_what_is_no_gpu_is_refused(arguments, output):
+    with pytest.raises(ValueError, match=output.replace("?", r"\?")):
+        parse_gpus(*arguments)
 
 
 def test_a_kind_of_gpu_without_numbers_is_refused(flags, capsys):  # noqa: F811

@@ -29,16 +29,16 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("given, ours", [
+@pytest.mark.parametrize("arguments, ours", [
     ("--lr 1", "optim.lr"), ("--learning_rate 1", "optim.lr"), ("--report_to wandb", "trackers"),
     ("--batch_size 8", "tasks_per_step"), ("--num_generations 8", "group_size"), ("--kl_coef 0", "algo.kl_coef"),
     ("--beta 0", "algo.kl_coef"), ("--max_completion_length 9", "max_tokens"), ("--optim.learning_rate 1", "optim.lr"),
     ("--per-device-train-batch-size 1", "learner.microbatch_tokens"),
     ("--actor_rollout_ref.rollout.n 8", "group_size"), ("--optimizer.lr 1", "optim.lr"),
 ])  # fmt: skip
-def test_names_of_other_trainers_are_answered_with_ours(given, ours):
+def test_names_of_other_trainers_are_answered_with_ours(arguments, ours):
     with pytest.raises(ValueError, match=f"unknown flag --[^;]*; rl_core calls it --{ours}"):
-        parse_config(given.split())
+        parse_config(arguments.split())
 
 
 def test_replay_of_a_run_that_is_not_there_names_the_nearest(tmp_path, capsys):
@@ -76,12 +76,12 @@ def test_the_page_for_users_of_trl_has_every_argument_that_has_a_flag_here():
 def test_info_names_versions_extras_algorithms_and_environments(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["info", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"rl_core", "python", "torch"} <= found["versions"].keys() and found["devices"]
-    [(level, what)] = found["sandbox"].items()
-    assert what == LEVELS.get(level) or level == "none", found["sandbox"]
-    assert found["algorithms"][:2] == ["grpo", "dr_grpo"] and found["algorithms"][-1] == "rm"
-    assert found["environments"]["envs/sort_digits.py"].startswith("Sort five different digits")
+    result = json.loads(capsys.readouterr().out)
+    assert {"rl_core", "python", "torch"} <= result["versions"].keys() and result["devices"]
+    [(level, name)] = result["sandbox"].items()
+    assert name == LEVELS.get(level) or level == "none", result["sandbox"]
+    assert result["algorithms"][:2] == ["grpo", "dr_grpo"] and result["algorithms"][-1] == "rm"
+    assert result["environments"]["envs/sort_digits.py"].startswith("Sort five different digits")
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"== algorithms\n  grpo dr_grpo(.*\n)+  envs/maze.py +A square of rooms", text)
@@ -124,21 +124,26 @@ def run(tmp_path):
     """Folder of a run with episodes of two steps, one of which failed."""
     (tmp_path / "rollouts").mkdir()
     for step in (1, 12):
-        found = [episode(step, number, float(number)) for number in range(4)]
-        found.append(episode(step, 4, None, status="failed", error="x.py:5: it\nbroke\x07"))
-        write_trajectories(tmp_path / f"rollouts/step_{step:06d}.jsonl.zst", found)
+        result = [episode(step, number, float(number)) for number in range(4)]
+        result.append(episode(step, 4, None, status="failed", error="x.py:5: it\nbroke\x07"))
+        write_trajectories(tmp_path / f"rollouts/step_{step:06d}.jsonl.zst", result)
     write_trajectories(tmp_path / "rollouts/eval_000012_greedy.jsonl.zst", [episode(12, 9, 0.5)])
     return tmp_path
 
 
 def episode(step, number, reward, **more):
-    said = [
+    output = [
         {"role": "user", "content": f"step {step}?"},
         {"role": "assistant", "content": "word " * 40},
     ]
     parts = {} if reward is None else {"right": reward, "form": 0.0}
-    place = {"task_id": f"train/{number}", "env": "x", "group_id": f"train/{step}", "index": number}
-    return Trajectory(**place, messages=said, reward=reward, reward_parts=parts, **more)
+    fields = {
+        "task_id": f"train/{number}",
+        "env": "x",
+        "group_id": f"train/{step}",
+        "index": number,
+    }
+    return Trajectory(**fields, messages=output, reward=reward, reward_parts=parts, **more)
 
 
 @pytest.mark.parametrize("flags, shown", [
@@ -259,8 +264,8 @@ def test_plot_draws_a_panel_for_each_kind_of_metric(tmp_path, capsys):
 
     lines = ({"step": step, **LINE, "learn/bob/loss": step or None} for step in range(3))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = curves_of(tmp_path)
-    assert {title: sorted(curves) for title, curves in found.items()} == {
+    result = curves_of(tmp_path)
+    assert {title: sorted(curves) for title, curves in result.items()} == {
         "reward": ["amy", "bob"],
         "evaluation": ["sort/greedy_score"],
         "loss": ["bob"],
@@ -268,7 +273,7 @@ def test_plot_draws_a_panel_for_each_kind_of_metric(tmp_path, capsys):
         "entropy (nats)": ["bob"],
         "length (tokens)": ["bob"],
     }
-    assert found["loss"]["bob"] == [(1, 1), (2, 2)]
+    assert result["loss"]["bob"] == [(1, 1), (2, 2)]
     assert main(["plot", str(tmp_path)]) == 0
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 

@@ -52,18 +52,18 @@ def test_scores_of_known_rewards():
             for n in range(99)
         )
         return [
-            Trajectory(**place, reward=reward, status="ok" if reward is not None else "failed")
-            for place, reward in zip(places, rewards, strict=False)
+            Trajectory(**fields, reward=reward, status="ok" if reward is not None else "failed")
+            for fields, reward in zip(places, rewards, strict=False)
         ]
 
-    found = scores(
+    result = scores(
         episodes([1.0, 0.5], 1), episodes([1, 0, 0, 0, 1, 1, 0.5, None], 4), [1, 2, 4], 4, 1.0
     )
-    assert {name: round(score.value, 4) for name, score in found.items()} == {
+    assert {name: round(score.value, 4) for name, score in result.items()} == {
         "greedy_score": 0.75, "greedy_pass": 0.5, "avg@4": 0.5417, "pass@1": 0.4583,
         "pass@2": 0.75, "pass@4": 1.0, "tokens": 0.0, "truncated": 0.0, "failed": 0.1,
     }  # fmt: skip
-    assert found["pass@4"].num_tasks == 1  # the other task has three samples that can be scored
+    assert result["pass@4"].num_tasks == 1  # the other task has three samples that can be scored
 
 
 # Eval
@@ -87,8 +87,8 @@ def test_eval_of_a_runs_model_gives_the_scores_that_the_run_logged(
         assert printed == json.loads((tmp_path / "x.json").read_text())
         for name, logged in where.items():
             for metric in ("greedy_score", "greedy_pass", "avg@4", "pass@4"):
-                found = printed[model][name][metric]["value"]
-                assert found == pytest.approx(last[f"eval/{logged}/{metric}"], abs=1e-6), metric
+                result = printed[model][name][metric]["value"]
+                assert result == pytest.approx(last[f"eval/{logged}/{metric}"], abs=1e-6), metric
             assert first[f"eval/{logged}/avg@4"] != last[f"eval/{logged}/avg@4"]  # it learned
 
 
@@ -97,8 +97,8 @@ def test_eval_asks_an_endpoint(places, capsys, monkeypatch):
     with serving((200, reply("abc"))) as server:
         flags = words(FLAGS.format(**places), "--eval.samples 1 --json")
         assert main(["eval", f"gpt@{server.url}", *flags]) == 0
-        found = json.loads(capsys.readouterr().out)[f"gpt@{server.url}"]["letters"]
-        assert found["greedy_score"]["value"] == found["avg@1"]["value"] == pytest.approx(0.294)
+        result = json.loads(capsys.readouterr().out)[f"gpt@{server.url}"]["letters"]
+        assert result["greedy_score"]["value"] == result["avg@1"]["value"] == pytest.approx(0.294)
         assert len(server.requests) == 16 and server.requests[0][2]["model"] == "gpt"
 
 
@@ -150,8 +150,8 @@ def test_eval_needs_no_tracker_and_no_optimizer_of_the_run(places, tmp_path, mon
         == 0
     )
     best = json.loads((out / "best/best.json").read_text())["greedy_score"]
-    found = json.loads((tmp_path / "new/scores.json").read_text())
-    assert found[str(out / "best/policy")]["letters"]["greedy_score"]["value"] == pytest.approx(
+    result = json.loads((tmp_path / "new/scores.json").read_text())
+    assert result[str(out / "best/policy")]["letters"]["greedy_score"]["value"] == pytest.approx(
         best
     )
 
@@ -217,9 +217,9 @@ def test_a_killed_eval_goes_on_and_plays_no_task_twice(places, tmp_path, capsys)
     assert main(command) == 0
     # The task under way when it was killed is the only one that is scored a second time.
     assert len((tmp_path / "scored").read_text().split()) == 2 * num_tasks + 1
-    found = json.loads((tmp_path / "out/scores.json").read_text())
+    result = json.loads((tmp_path / "out/scores.json").read_text())
     assert main(["eval", *models, *flags, "--out", str(tmp_path / "at_once.json")]) == 0
-    assert found == json.loads((tmp_path / "at_once.json").read_text())
+    assert result == json.loads((tmp_path / "at_once.json").read_text())
     head, _, *lines = (tmp_path / "out/table.md").read_text().splitlines()
     assert head == f"| environment | metric | {models[0]} | {models[1]} |" and len(lines) == 6
     capsys.readouterr()
@@ -235,9 +235,9 @@ def test_a_model_that_fails_leaves_the_others_their_scores(places, tmp_path, cap
         main(["eval", str(tmp_path / "none"), places["model"], "--model", places["model"], *flags])
         == 1
     )
-    found = json.loads((tmp_path / "out/scores.json").read_text())
-    assert found[places["model"]]["letters"]["greedy_score"]["num_tasks"] == 2
-    assert list(found["errors"]) == [str(tmp_path / "none")]
+    result = json.loads((tmp_path / "out/scores.json").read_text())
+    assert result[places["model"]]["letters"]["greedy_score"]["num_tasks"] == 2
+    assert list(result["errors"]) == [str(tmp_path / "none")]
     assert "failed: " in (tmp_path / "out/table.md").read_text()
 
 
@@ -363,9 +363,9 @@ def test_humanevals_solutions_pass_and_broken_ones_do_not(is_right, data_dir, mo
 def test_benchmarks_are_flags_and_what_is_not_there_is_told(tmp_path, monkeypatch):
     (tmp_path / "gsm8k_test.jsonl").touch()
     (tmp_path / "HumanEval.jsonl.gz").touch()
-    found = bench_flags("humaneval,gsm8k", str(tmp_path))
-    assert [Path(path).stem for path in found[1].split(",")] == ["code", "math_answer"]
-    assert found[6:] == [
+    result = bench_flags("humaneval,gsm8k", str(tmp_path))
+    assert [Path(path).stem for path in result[1].split(",")] == ["code", "math_answer"]
+    assert result[6:] == [
         "--envs.code.eval",
         f"humaneval={tmp_path}/HumanEval.jsonl.gz",
         "--envs.math_answer.eval",

@@ -1,4 +1,4 @@
-"""rl-core view: what it reads of a run's folder, what its server gives away, and the report.
+"""rl-core view: files of a run, answers of the server, and the report.
 test_view_page.py has the page."""
 
 from __future__ import annotations
@@ -135,15 +135,15 @@ def test_every_metric_has_a_panel_and_what_belongs_together_has_one():
         "fill": ["pack/fill_frac"],
         "learn/bob/updates": ["learn/bob/updates"],
     }
-    found = panels_of(name for names in panels.values() for name in names)
-    assert {title: sorted(curves.values()) for title, curves in found.items()} == {
+    result = panels_of(name for names in panels.values() for name in names)
+    assert {title: sorted(curves.values()) for title, curves in result.items()} == {
         title: sorted(names) for title, names in panels.items()
     }
-    assert found["reward"] == {
+    assert result["reward"] == {
         "bob": "rollout/bob/reward_mean",
         "bob/maths": "rollout/bob/maths/reward_mean",
     }
-    assert found["time per phase (s)"].keys() == found["tokens per second"].keys() == {"learn"}
+    assert result["time per phase (s)"].keys() == result["tokens per second"].keys() == {"learn"}
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
@@ -199,9 +199,9 @@ def test_nothing_but_the_named_runs_can_be_reached(run):
     ]
     asked = ("revision=0&number=99", "revision=0&number=../1", "revision=5&number=0")
     paths += [f"/api/0/episode?{query}" for query in asked]
-    first, *found = answers(run.path, (NEW, {}), *((path, {}) for path in paths))
+    first, *result = answers(run.path, (NEW, {}), *((path, {}) for path in paths))
     assert first[0] == 200
-    for path, (status, text) in zip(paths, found, strict=True):
+    for path, (status, text) in zip(paths, result, strict=True):
         assert status == 404 and "secret" not in text.replace("secret.txt", ""), path
 
 
@@ -210,15 +210,15 @@ def test_a_page_elsewhere_cannot_ask_the_server_under_its_own_name(run):
     refused = ["evil.example:6500", "evil.example", "evil.example@localhost", "localhost:x", ""]
     refused += ["localhost.evil.example", "localhost/evil.example", "a:b:c", "::1", "[::1"]
     for path in (NEW, "/"):
-        found = answers(run.path, *((path, {"Host": host}) for host in allowed + refused))
-        assert [status for status, _ in found] == [200] * len(allowed) + [403] * len(refused)
+        result = answers(run.path, *((path, {"Host": host}) for host in allowed + refused))
+        assert [status for status, _ in result] == [200] * len(allowed) + [403] * len(refused)
 
 
 def link_loop(path: Path) -> None:
     path.symlink_to(path.name)
 
 
-# What may stand where the viewer looks for a file.
+# Entries that may stand where the viewer looks for a file.
 NO_FILES = {
     "a pipe": os.mkfifo,
     "a folder": os.mkdir,
@@ -240,13 +240,13 @@ def test_what_is_no_file_is_skipped_and_neither_page_nor_report_waits(kind, name
     NO_FILES[kind](path)
     (page, news), (status, text) = answers(run.path, ("/", {}), (NEW, {}))
     assert page == status == 200, news
-    found = json.loads(text)
-    assert len(found["entries"]) == (0 if name == "rollouts" else 5)
-    assert len(found["rows"]) == (name != "metrics.jsonl")
+    result = json.loads(text)
+    assert len(result["entries"]) == (0 if name == "rollouts" else 5)
+    assert len(result["rows"]) == (name != "metrics.jsonl")
     # A loop of links is as absent for Path.exists(). These two are looked into, not read.
     is_named = kind != "a loop of links" or name.startswith("rollouts/")
     if name not in (".lock", "rollouts") and not name.startswith("tokens") and is_named:
-        assert f"{run.path}: skipped {name}: " in found["lost"]
+        assert f"{run.path}: skipped {name}: " in result["lost"]
         assert f"skipped {name}: " in report_of(run.path)["note"]
     else:
         assert report_of(run.path)["report"]
@@ -276,13 +276,13 @@ def test_lines_of_metrics_that_no_run_writes_are_skipped_with_a_note(run):
         file.write("\n".join(LINES) + "\n")
     (run.path / "warnings.jsonl").write_text('[1]\n"a"\n{"step": 1}\n{"step": 1, "text": "x"}\n')
     [(status, text)] = answers(run.path, (NEW, {}))
-    found = json.loads(text)
-    assert status == 200 and found["names"] == ["rollout/policy/reward_mean"]
-    assert found["rows"] == [[1, 0.5], [2, 0.75], [3, 1.0], [4, None]]
+    result = json.loads(text)
+    assert status == 200 and result["names"] == ["rollout/policy/reward_mean"]
+    assert result["rows"] == [[1, 0.5], [2, 0.75], [3, 1.0], [4, None]]
     skipped = "skipped metrics.jsonl: values that are not numbers of a step"
-    assert found["lost"] == f"{run.path}: {skipped}"
-    assert found["warnings"] == [{"step": 1, "text": "x"}]
-    assert found["lost"] in report_of(run.path)["note"]
+    assert result["lost"] == f"{run.path}: {skipped}"
+    assert result["warnings"] == [{"step": 1, "text": "x"}]
+    assert result["lost"] in report_of(run.path)["note"]
     for line in LINES:
         (run.path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
         folder = RunFolder(run.path)
@@ -302,11 +302,11 @@ def test_trajectories_that_no_run_writes_are_skipped_and_the_others_shown(run):
     rows = [first, *wrong, b"{}", b"3", first.replace(b'"role"', b'"rule"'), last]
     file.write_bytes(zstandard.compress(b"\n".join(rows) + b"\n"))
     [(_, text)] = answers(run.path, (NEW, {}))
-    found = json.loads(text)
-    assert found["lost"].endswith(
+    result = json.loads(text)
+    assert result["lost"].endswith(
         f"step_000002.jsonl.zst: {len(WRONG) + 2} lines that are not trajectories"
     )
-    assert len(found["entries"]) == 3 + 5
+    assert len(result["entries"]) == 3 + 5
     assert report_of(run.path)["note"].count(" lines that are not trajectories") == 1
 
 
@@ -325,14 +325,14 @@ def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
     data = report_of(run.path)
     assert 1_000_000 < (run.path / "report.html").stat().st_size < 5_000_000
     assert len(data["report"][0]["news"]["rows"]) == 200
-    found = re.search(
+    result = re.search(
         r"curves of all steps; (\d+) conversations of steps ([\d, ]+), of each the group",
         data["note"],
     )
     assert (
-        int(found[1]) == len(data["report"][0]["episodes"]) >= 16
-        and found[2].startswith("1, ")
-        and found[2].endswith(", 191")
+        int(result[1]) == len(data["report"][0]["episodes"]) >= 16
+        and result[2].startswith("1, ")
+        and result[2].endswith(", 191")
     )
     assert "; more did not fit. " in data["note"]
 
@@ -341,8 +341,8 @@ def test_a_report_shows_the_group_with_signal_and_what_failed(run):
     rows = [trajectory(n, group_id=f"g{n // 4}", reward=float(n in (5, 6))) for n in range(12)]
     rows[11].status, rows[11].reward, rows[11].error = "failed", None, "why"
     write_step(run.path, 2, rows)
-    [own] = report_of(run.path)["report"]
-    assert [e["index"] for e in own["episodes"][-5:]] == [4, 5, 6, 7, 11]
+    [ours] = report_of(run.path)["report"]
+    assert [e["index"] for e in ours["episodes"][-5:]] == [4, 5, 6, 7, 11]
 
 
 def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, monkeypatch):

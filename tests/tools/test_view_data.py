@@ -1,4 +1,4 @@
-"""rl-core view: folders of unusual runs, the values of tokens, and what a report leaves out.
+"""rl-core view: folders of unusual runs, the values of tokens, and omissions of a report.
 test_view.py has the usual."""
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def test_an_advantage_is_over_the_episodes_of_one_actor_seat_environment_and_ste
     write_step(run.path, 3, [row(0, 80.0)])
     write_step(run.path, 2, [row(0, 90.0)], "eval_{:06d}_greedy")
     run.refresh()
-    own = matching(run.entries, step=2)
-    values = [shown_episode(run, e)["turns"][0]["values"].get("advantage") for e in own]
+    ours = matching(run.entries, step=2)
+    values = [shown_episode(run, e)["turns"][0]["values"].get("advantage") for e in ours]
     assert values == [[-1.5] * 3, [1.5] * 3, *[None] * 5]  # failed, alone in their groups, held out
 
 
@@ -112,13 +112,13 @@ def test_an_advantage_is_over_the_episodes_of_its_own_group_alone(run):
     rewards = {"train/0/0": (1.0, 4.0), "train/0/1": (10.0, 12.0), "train/0/2": (7.0, 7.0)}
     rows = [
         trajectory(n, group_id=group, reward=r)
-        for group, own in rewards.items()
-        for n, r in enumerate(own)
+        for group, ours in rewards.items()
+        for n, r in enumerate(ours)
     ]
     write_step(run.path, 2, rows)
     run.refresh()
-    own = matching(run.entries, step=2)
-    values = [shown_episode(run, e)["turns"][0]["values"]["advantage"][0] for e in own]
+    ours = matching(run.entries, step=2)
+    values = [shown_episode(run, e)["turns"][0]["values"]["advantage"][0] for e in ours]
     assert values == [-1.5, 1.5, -1.0, 1.0, 0.0, 0.0]
 
 
@@ -136,8 +136,8 @@ def test_each_token_has_its_own_logprob_and_version(run, tiny_model):
         2,
         [trajectory(0, actor="alice", turns=[Turn(new_ids=[9], is_fresh=True, completion=done)])],
     )
-    own = {"bob": {"model": str(tiny_model)}, "alice": {"share": "bob"}}
-    (run.path / "config.yaml").write_text(yaml.safe_dump({"actors": own}))
+    ours = {"bob": {"model": str(tiny_model)}, "alice": {"share": "bob"}}
+    (run.path / "config.yaml").write_text(yaml.safe_dump({"actors": ours}))
     (run.path / "tokens").mkdir()
     # A token too few.
     recorded = {"turns": [{"logprobs": [-0.15, -0.2, None, -0.5], "ratios": [1.0, 2.0, 3.0]}]}
@@ -167,8 +167,8 @@ def test_a_live_run_gives_only_new_rows_and_keeps_all_panels_and_definitions(run
 def test_what_was_seen_of_a_run_before_it_was_resumed_counts_for_nothing(run):
     write_step(run.path, 1, [trajectory(n) for n in range(150)])
     (run.path / "rollouts/eval_000001_greedy.rank_00001.jsonl.zst").unlink()
-    found = answers(run.path, (NEW, {}), ("/api/0/new?revision=7&rows=1&entries=140", {}))
-    news = json.loads(found[1][1])
+    result = answers(run.path, (NEW, {}), ("/api/0/new?revision=7&rows=1&entries=140", {}))
+    news = json.loads(result[1][1])
     assert (len(news["entries"]), len(news["rows"])) == (150, 1)
 
 
@@ -180,15 +180,15 @@ def test_a_search_goes_on_where_the_time_ended(run, monkeypatch):
     )
     run.read_rollouts(run.rollouts()[-1:])
     ask = {"q": "X65x", "first": "0", "revision": "0"}
-    whole = {"found": [65, 135], "next": None}
-    assert server.search(run, SimpleNamespace(query=ask)) == whole
+    complete = {"found": [65, 135], "next": None}
+    assert server.search(run, SimpleNamespace(query=ask)) == complete
     monkeypatch.setattr(server, "SLICE_S", -1.0)
-    found = []
+    result = []
     for _ in range(3):
-        part = server.search(run, SimpleNamespace(query=ask))
-        found.append(part["found"])
-        ask["first"] = str(part["next"])
-    assert found == [[], [65], [135]] and ask["first"] == "None"
+        piece = server.search(run, SimpleNamespace(query=ask))
+        result.append(piece["found"])
+        ask["first"] = str(piece["next"])
+    assert result == [[], [65], [135]] and ask["first"] == "None"
 
 
 def test_the_name_of_a_run_cannot_end_the_title():
@@ -244,11 +244,11 @@ def test_a_report_of_text_that_is_all_markup_is_small_too(run):
 def test_a_report_has_the_first_and_the_last_step_and_no_tokens_of_long_episodes(run):
     for step in range(2, 21):
         write_step(run.path, step, [trajectory(0, turns=[said(3000 if step == 20 else 2)])])
-    [own] = report_of(run.path)["report"]
-    assert {1, 20} <= {entry[1] for entry in own["news"]["entries"]} and len(
-        own["news"]["entries"]
+    [ours] = report_of(run.path)["report"]
+    assert {1, 20} <= {entry[1] for entry in ours["news"]["entries"]} and len(
+        ours["news"]["entries"]
     ) < 20
-    assert own["episodes"][-1]["turns"] == [] and "left out" in own["episodes"][-1]["note"]
+    assert ours["episodes"][-1]["turns"] == [] and "left out" in ours["episodes"][-1]["note"]
 
 
 def test_a_folder_with_metrics_alone_is_a_run(tmp_path):
@@ -263,5 +263,5 @@ def test_a_folder_with_metrics_alone_is_a_run(tmp_path):
         and not only.is_live
         and not only.warnings
     )
-    [own] = report_of(tmp_path)["report"]
-    assert own["news"]["rows"] == [[1, None], [2, None]] and own["episodes"] == []
+    [ours] = report_of(tmp_path)["report"]
+    assert ours["news"]["rows"] == [[1, None], [2, None]] and ours["episodes"] == []

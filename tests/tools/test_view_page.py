@@ -85,7 +85,7 @@ def game(tmp_path, tiny_model):
 
 
 def episodes(step: int) -> list:
-    found = []
+    result = []
     for group in range(2):
         for n in range(4):
             asked = {"role": "user", "content": f"guess {group}"}
@@ -98,15 +98,19 @@ def episodes(step: int) -> list:
                 {"role": "user", "content": f"guess {group}\n\nhigh {n}"},
                 {"role": "assistant", "content": f"low {n}"},
             ]
-            place = {"group_id": f"train/{step}/{group}", "reward": n / 4 + group}
-            found.append(
-                trajectory(n, **place, actor="ben", messages=ben, turns=[said(2, f"low {n}")])
+            fields = {"group_id": f"train/{step}/{group}", "reward": n / 4 + group}
+            result.append(
+                trajectory(n, **fields, actor="ben", messages=ben, turns=[said(2, f"low {n}")])
             )
-            found.append(
-                trajectory(n, **place, actor="ann", messages=ann, turns=[said(3, f"high {n}")])
+            result.append(
+                trajectory(n, **fields, actor="ann", messages=ann, turns=[said(3, f"high {n}")])
             )
-    found[-2].status, found[-2].error, found[-2].reward = "failed", "the hook took too long", None
-    return found
+    result[-2].status, result[-2].error, result[-2].reward = (
+        "failed",
+        "the hook took too long",
+        None,
+    )
+    return result
 
 
 def shown(page, selector: str) -> list[str]:
@@ -117,12 +121,14 @@ def count(page, text: str) -> None:
     has(page, "#count", re.compile(f"^{text}"))
 
 
-def has(page, selector: str, what: Any) -> None:
-    """Waits until its text is this, or until there are so many."""
+def has(page, selector: str, name: Any) -> None:
+    """Waits until its text is `name`, or until there are `name` elements."""
     from playwright.sync_api import expect
 
-    found = expect(page.locator(selector))
-    (found.to_have_count if isinstance(what, int) else found.to_have_text)(what, timeout=TIMEOUT_MS)
+    result = expect(page.locator(selector))
+    (result.to_have_count if isinstance(name, int) else result.to_have_text)(
+        name, timeout=TIMEOUT_MS
+    )
 
 
 def picture(page, folder: Path, name: str) -> None:
@@ -173,14 +179,14 @@ def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(
 
 
 def test_a_table_says_why_episodes_failed_and_lists_them(game, serve, page_of):
-    found = episodes(3)
-    for t in found[:4]:
+    result = episodes(3)
+    for t in result[:4]:
         t.status, t.error, t.reward = (
             "failed",
             f"reward_fn() failed for task {t.task_id}: <b>no</b>",
             None,
         )
-    write_trajectories(game / "rollouts/step_000003.jsonl.zst", found)
+    write_trajectories(game / "rollouts/step_000003.jsonl.zst", result)
     page = page_of(serve(game) + "#talks")
     has(page, "#why summary", "Why 5 of 24 episodes failed")
     page.locator("#why summary").click()
@@ -252,7 +258,7 @@ def test_each_conversation_of_an_episode_has_its_address_and_stays_open_when_ste
     page.locator("#list button", has_text="0.5").click()
     page.locator("#reader .facts", has_text="reward 0.5").wait_for()
     address = re.search("#.*", page.url)[0]
-    page.evaluate("show()")  # as when new steps come
+    page.evaluate("show()")  # As when new steps come.
     assert re.search("#.*", page.url)[0] == address
     other = page_of(serve(tmp_path / "r") + address)
     other.locator("#reader .facts", has_text="reward 0.5").wait_for()
@@ -268,12 +274,12 @@ def test_an_address_opens_the_same_conversation_after_new_steps_and_in_another_v
     address = re.search("#.*", page.url)[0]
     wanted = {"run": str(game), "step": "1", "kind": "train", "index": "2", "actor": "ann"}
     assert wanted.items() <= dict(parse_qsl(address.partition("?")[2])).items()
-    headline, place = shown(page, "#reader h2"), "#reader .facts"
-    facts = page.locator(place).inner_text()
+    headline, fields = shown(page, "#reader h2"), "#reader .facts"
+    facts = page.locator(fields).inner_text()
     write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
     other = page_of(serve(game) + address)
     other.locator("#reader h2").wait_for()
-    assert shown(other, "#reader h2") == headline and other.locator(place).inner_text() == facts
+    assert shown(other, "#reader h2") == headline and other.locator(fields).inner_text() == facts
     assert re.search("#.*", other.url)[0] == address
     # A resumed run writes the step anew, with one episode less.
     write_trajectories(game / "rollouts/step_000001.jsonl.zst", episodes(1)[2:])
@@ -333,9 +339,10 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(
 
 
 def test_speakers_stand_in_the_order_that_was_recorded(tmp_path, serve, page_of):
-    def view(name, *said, places):
+    def view(name, *output, places):
         messages = [
-            {"role": role, "content": text} for role, text in (part.split(": ") for part in said)
+            {"role": role, "content": text}
+            for role, text in (piece.split(": ") for piece in output)
         ]
         return trajectory(0, actor=name, messages=messages, places=places)
 
@@ -390,8 +397,8 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     )
     by.select_option("ratio")
     page.locator(".tokens span").nth(2).hover()
-    told = page.locator("#tip").inner_text().split("\n")
-    assert told == [
+    hint = page.locator("#tip").inner_text().split("\n")
+    assert hint == [
         '"<|pad|>"  id 0',
         "sampled",
         "logprob (nats)  -0.5",
@@ -501,15 +508,15 @@ def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(
     shutil.copytree(game, other)
     (other / "metrics.jsonl").unlink()
     file = other / "rollouts/step_000002.jsonl.zst"
-    whole, noise = file.read_bytes(), b"\xff" * 100
-    file.write_bytes(whole[: len(whole) // 2] + noise)
+    complete, noise = file.read_bytes(), b"\xff" * 100
+    file.write_bytes(complete[: len(complete) // 2] + noise)
     page = page_of(serve(other))
     page.get_by_text("No metrics yet").wait_for()
     page.get_by_role("link", name="Conversations").click()
-    has(page, "#count", re.compile("(16|17|2[0-9]|30) of "))  # as far as it goes
-    file.write_bytes(whole)
+    has(page, "#count", re.compile("(16|17|2[0-9]|30) of "))  # The readable beginning.
+    file.write_bytes(complete)
     count(page, "32 of 32")
-    file.unlink()  # by a run that is resumed
+    file.unlink()  # By a run that is resumed.
     count(page, "16 of 16")
     page = page_of(serve(other, game))
     has(page, "[data-title=reward] .u-value", ["2", "0.5"])
@@ -530,7 +537,7 @@ def test_a_run_on_a_slow_disk_holds_up_neither_its_curves_nor_other_runs(
         page = page_of(serve(slow, game))
         has(page, "[data-title=reward] .u-value", ["2", "0.5", "0.5"])
         page.get_by_role("link", name="Conversations").click()
-        count(page, "32 of 32")  # of the other
+        count(page, "32 of 32")  # Those of the other run.
     count(page, "64 of 64")
 
 
@@ -543,7 +550,7 @@ def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_can
         tuned, [{"step": step, "learn/policy/grad_norm": 1 / step} for step in range(1, 6)]
     )
     page = page_of(serve(tuned, game))
-    titles = ["reward", "evaluation", "gradient norm"]  # and not in the order of the first run
+    titles = ["reward", "evaluation", "gradient norm"]  # Not in the order of the first run.
     has(page, "#curves > .charts .chart:visible h2", titles)
     has(page, "[data-title='gradient norm'] .u-value", ["5", "0.2", "0.5"])
     page.get_by_role("button", name="game").click()
@@ -579,7 +586,7 @@ def test_new_points_leave_the_zoom_and_the_curves_that_are_hidden(game, serve, p
     write_metrics(game, [{"step": step, "rollout/ann/reward_mean": 1.0} for step in (13, 14)], "a")
     wait_until(lambda: page.evaluate(f"{plot}.data[0].at(-1)") == 14, "new points")
     assert range_of() == chosen
-    page.get_by_label("Smoothing").fill("0.5")  # which draws it anew
+    page.get_by_label("Smoothing").fill("0.5")  # Draws the chart anew.
     assert range_of() == chosen and page.evaluate(f"{plot}.series.length") == 5
     shows = page.evaluate(f"{plot}.series.map(({{label, show}}) => `${{label}} ${{show}}`)")
     assert set(shows) == {"step true", "ann true", "ben false"}
@@ -668,10 +675,10 @@ def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_axe_finds_no_serious_fault(screen, game, serve, page_of, tmp_path):
-    told = [
+    hint = [
         json.dumps({"step": step, "text": "rewards are constant, " * 9}) + "\n" for step in range(9)
     ]
-    (game / "warnings.jsonl").write_text("".join(told))  # more than fit
+    (game / "warnings.jsonl").write_text("".join(hint))  # more than fit
     page = page_of(serve(game), screen, bypass_csp=True)  # axe is put into the page
     page.wait_for_selector(".u-legend")
     page.evaluate(AXE.read_text())
@@ -692,10 +699,10 @@ def test_axe_finds_no_serious_fault(screen, game, serve, page_of, tmp_path):
 
 
 def faults_of(page) -> list[str]:
-    found = page.evaluate("async () => (await axe.run(document)).violations")
+    result = page.evaluate("async () => (await axe.run(document)).violations")
     return [
         json.dumps([f["id"], f["help"], [n["target"] for n in f["nodes"]]])
-        for f in found
+        for f in result
         if f["impact"] in ("serious", "critical")
     ]
 

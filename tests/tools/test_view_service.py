@@ -1,4 +1,4 @@
-"""rl-core view --service: what it says of a service of environments, and its page. Services are
+"""rl-core view --service: data of a service of environments, and its page. Services are
 real ones, but for numbers whose times a test sets."""
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def test_rates_are_those_of_workers_that_were_in_both_looks():
     assert shown(watch)["envs"][0]["turns_per_s"] is None
     later = looked(worker("a", 140), worker("c", 5000), worker("b", 910, completed=5, limit=1))
     watch.take(later, held(), 12.5)
-    found = shown(watch)
-    [env] = found["envs"]
+    result = shown(watch)
+    [env] = result["envs"]
     assert (env["turns"], env["turns_per_s"], env["capacity"]) == (6050, 20.0, 30)
     assert env["ended"] == [["completed", 5, 0.4], ["limit", 1, 0.4]]
-    rates = {row["name"]: row["turns_per_s"] for row in found["workers"]}
-    assert rates == {"a": 16.0, "b": 4.0, "c": 0.0} and not found["problems"]
+    rates = {row["name"]: row["turns_per_s"] for row in result["workers"]}
+    assert rates == {"a": 16.0, "b": 4.0, "c": 0.0} and not result["problems"]
 
 
 def test_problems_name_workers_that_left_errors_and_what_waits():
@@ -98,17 +98,21 @@ def test_a_thousand_sessions_are_paged_sorted_searched_and_summed_by_owner():
         for n in range(1000)
     ]
     watch.take(looked(worker("abc", 0, 1000)), held(*infos), 1.0)
-    found = shown(watch, first=950)
-    assert [row["session"] for row in found["sessions"]] == [f"s{n}" for n in range(49, -1, -1)]
-    assert (found["num_found"], len(shown(watch)["sessions"])) == (1000, PAGE)
+    result = shown(watch, first=950)
+    assert [row["session"] for row in result["sessions"]] == [f"s{n}" for n in range(49, -1, -1)]
+    assert (result["num_found"], len(shown(watch)["sessions"])) == (1000, PAGE)
     assert shown(watch, order="idle")["sessions"][0]["session"] == "s0"
     assert shown(watch, order="turns")["sessions"][0]["turns"] == 6
     assert shown(watch, find="TRAIN/99")["num_found"] == 11
-    first, *_, rest = found["owners"]
-    assert (len(found["owners"]), first["sessions"], first["oldest_s"]) == (NUM_OWNERS + 1, 13, 999)
+    first, *_, rest = result["owners"]
+    assert (len(result["owners"]), first["sessions"], first["oldest_s"]) == (
+        NUM_OWNERS + 1,
+        13,
+        999,
+    )
     assert (rest["owner"], rest["env"]) == (None, f"{80 - NUM_OWNERS} more")
-    assert sum(row["sessions"] for row in found["owners"]) == 1000
-    assert len(json.dumps(found)) < 25_000
+    assert sum(row["sessions"] for row in result["owners"]) == 1000
+    assert len(json.dumps(result)) < 25_000
 
 
 @pytest.mark.parametrize(
@@ -171,8 +175,8 @@ def look_again(watch: ServiceWatch) -> dict:
     return watch.answer(first=0, find="", order="oldest")
 
 
-def draining(found: dict) -> list[str]:
-    return [row["name"] for row in found["workers"] if row["draining"]]
+def draining(result: dict) -> list[str]:
+    return [row["name"] for row in result["workers"] if row["draining"]]
 
 
 def test_what_a_service_said_last_stays_when_its_token_changes_and_when_it_dies(
@@ -181,17 +185,17 @@ def test_what_a_service_said_last_stays_when_its_token_changes_and_when_it_dies(
     url = f"grpc://{service.address}"
     watch = ServiceWatch(url)
     monkeypatch.setenv(TOKEN_VARIABLE, "wrong" * 8)
-    found = look_again(watch)
-    assert found["error"].startswith(f"{url}: UNAUTHENTICATED: ") and found["heard_s"] is None
+    result = look_again(watch)
+    assert result["error"].startswith(f"{url}: UNAUTHENTICATED: ") and result["heard_s"] is None
 
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     session = service.start(owner="ann", task_id="train/4")
     service.interact(session, 1)
     other = service.start(owner="ben")
-    found = look_again(watch)
-    assert not found["error"] and found["heard_s"] < 60
-    rows = {row["session"]: row for row in found["sessions"]}
-    assert rows.keys() == {session, other} and {row["env"] for row in found["envs"]} == {"counter"}
+    result = look_again(watch)
+    assert not result["error"] and result["heard_s"] < 60
+    rows = {row["session"]: row for row in result["sessions"]}
+    assert rows.keys() == {session, other} and {row["env"] for row in result["envs"]} == {"counter"}
     row = rows[session]
     assert (row["owner"], row["task"], row["turns"], row["state"]) == (
         "ann",
@@ -199,7 +203,7 @@ def test_what_a_service_said_last_stays_when_its_token_changes_and_when_it_dies(
         1,
         "running",
     )
-    assert {row["owner"] for row in found["owners"]} == {"ann", "ben"}
+    assert {row["owner"] for row in result["owners"]} == {"ann", "ben"}
     manage.drain(url, other[:12])
     wait_until(lambda: draining(look_again(watch)) == [other[:12]], "a heartbeat")
 
@@ -208,9 +212,9 @@ def test_what_a_service_said_last_stays_when_its_token_changes_and_when_it_dies(
     wait_until(lambda: any(failed in text for text in look_again(watch)["problems"]), "an error")
     service.process.send_signal(signal.SIGKILL)
     service.process.wait(30)
-    found = look_again(watch)
-    assert "UNAVAILABLE" in found["error"] and url in found["error"]
-    assert found["sessions"] and found["workers"] and TOKEN not in json.dumps(found)
+    result = look_again(watch)
+    assert "UNAVAILABLE" in result["error"] and url in result["error"]
+    assert result["sessions"] and result["workers"] and TOKEN not in json.dumps(result)
 
 
 # The page

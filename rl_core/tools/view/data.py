@@ -1,7 +1,7 @@
-"""What a run left in its folder, for the viewer: curves, an index of its trajectories, and one
+"""Files of a run, for the viewer: curves, an index of its trajectories, and one
 trajectory when it is asked for.
 
-The index holds what a list shows and what is filtered by. Messages and tokens stay in rollouts/ and
+The index holds the columns of lists and filters. Messages and tokens stay in rollouts/ and
 are unpacked when one is opened or searched. Files that a killed run left cut short are read as far
 as they go.
 """
@@ -57,9 +57,9 @@ PANELS = {
 }
 
 
-# Of the values on an axis: a smaller change is a flat line, whatever its digits do.
+# Smallest range of an axis, relative to its values: a smaller change is a flat line.
 LEAST_RANGE_FRAC = 0.01
-NEAR_ZERO = 1e-6  # where values are as small as rounding, it is relative to this
+NEAR_ZERO = 1e-6  # Lower bound of these values, where they are as small as rounding.
 CONSTANT_FRAC = 1e-6  # a curve that changes less is constant but for rounding
 
 
@@ -103,7 +103,7 @@ def check_inner_runs(folder: Path) -> None:
 
 
 class RunFolder:
-    """A run's folder, which may still grow: refresh() reads what is new. Raises ValueError if there
+    """A run's folder, which may still grow: refresh() reads new lines. Raises ValueError if there
     is no run."""
 
     def __init__(self, path: str | Path):
@@ -119,10 +119,12 @@ class RunFolder:
                 "nor rollouts/"
             )
         self.rows: list[dict[str, Any]] = []  # lines of metrics.jsonl
-        self.entries: list[Entry] = []  # in the order in which they were found
+        self.entries: list[Entry] = []  # In the order of reading.
         # Changes where rows or entries did not only grow: a resumed run writes steps again.
         self.revision = 0
-        self.files: dict[str, tuple[int, int]] = {}  # of rollouts/, read so far -> time and size
+        self.files: dict[
+            str, tuple[int, int]
+        ] = {}  # File of rollouts/ that was read -> time and size.
         self.metrics_read: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, bytes read
         self.skipped: dict[str, str] = {}  # path below the folder -> why, or how much of it
 
@@ -156,7 +158,7 @@ class RunFolder:
 
     @property
     def is_live(self) -> bool:
-        """Whether a run holds the folder's lock."""
+        """True if a run holds the folder's lock."""
         try:
             with open_file(self.path / ".lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -182,8 +184,8 @@ class RunFolder:
 
     def refresh(self, limit_s: float = float("inf")) -> bool:
         """Reads new metrics, and new rollouts, newest first, until the time is over, but at least
-        one file. True if nothing is left to read. Raises ValueError if the folder is gone; what was
-        read stays."""
+        one file. True if nothing is left to read. Raises ValueError if the folder is gone;
+        entries stay."""
         deadline = time.monotonic() + limit_s
         self.read_metrics()
         files = self.rollouts()
@@ -225,7 +227,7 @@ class RunFolder:
             # Who searches in a thread has the list as it was.
             self.entries = [*self.entries, *new_entries]
             self.files[file.name] = state
-            # After one, so that slow disks do not keep it from going on.
+            # At least one file is read, also from a slow disk.
             if time.monotonic() > deadline:
                 return False
         return True
@@ -233,7 +235,7 @@ class RunFolder:
     def read_metrics(self) -> None:
         file = self.path / "metrics.jsonl"
         if not self.path.is_dir():
-            raise ValueError(f"{self.path}: the folder is gone; what was read of it stays here")
+            raise ValueError(f"{self.path}: the folder is gone; the data that was read stays here")
         if not file.exists():
             return
         try:
@@ -284,8 +286,8 @@ class RunFolder:
         return unpacked(file, file.stat().st_mtime_ns)
 
     def search(self, text: str, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Those in whose messages the text stands, upper or lower case alike, while they are read.
-        Faster if entries of one file follow each other."""
+        """Entries with the text in their messages, in upper or lower case. Faster if entries of one file
+        follow each other."""
         wanted = text.casefold()
         for entry in entries:
             try:
@@ -333,8 +335,7 @@ def rows_of(lines: bytes) -> list[Any]:
 
 
 def axis_range(values: Iterable[float]) -> tuple[float, float] | None:
-    """From where to where an axis goes on which these values are a flat line; None if they are
-    not."""
+    """The range of an axis on which these values are a flat line; None if they are not."""
     values = list(values)
     low, high = min(values), max(values)
     least = LEAST_RANGE_FRAC * max(abs(low), abs(high), NEAR_ZERO)
@@ -358,8 +359,8 @@ def panels_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
     panels: dict[str, dict[str, str]] = {title: {} for title in PANELS}
     others = {}
     for name in sorted(names):
-        found = ((title, re.fullmatch(pattern, name)) for title, pattern in PANELS.items())
-        title, match = next(((title, match) for title, match in found if match), (None, None))
+        matches = ((title, re.fullmatch(pattern, name)) for title, pattern in PANELS.items())
+        title, match = next(((title, match) for title, match in matches if match), (None, None))
         if match:
             panels[title][" ".join(filter(None, match.groups()))] = name
         else:
@@ -373,9 +374,8 @@ def matching(
     rewards: tuple[float, float] | None = None,
     **wanted: Any,
 ) -> list[Entry]:
-    """Those with these values (step=, env=, task=, group=, actor=, status=, kind= ...; None is
-    any), in whose error `reason` stands, with a reward from the first to the second of
-    `rewards`."""
+    """Entries with these values (step=, env=, task=, group=, actor=, status=, kind= ...; None is
+    any), with `reason` in their error, and a reward from the first to the second of `rewards`."""
     wanted = {name: value for name, value in wanted.items() if value is not None}
     return [
         e
@@ -467,14 +467,14 @@ def last_reply(line: bytes, begins: int, ends: int) -> str:
     return " ".join(text[: 4 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
 
 
-@lru_cache(maxsize=2)  # of rollouts/ and tokens/; one may have 300 MB
+@lru_cache(maxsize=2)  # Files of rollouts/ and tokens/; one may have 300 MB.
 def unpacked(file: Path, version: int) -> bytes:
     """A file's content, as far as it goes. `version`: when it was written."""
     with open_file(file) as raw:
         reader, parts = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), []
         try:
-            while part := reader.read(1 << 16):
-                parts.append(part)
+            while chunk := reader.read(1 << 16):
+                parts.append(chunk)
         except zstandard.ZstdError:
             pass
     return b"".join(parts)

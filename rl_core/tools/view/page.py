@@ -43,7 +43,7 @@ def make_page(data: dict[str, Any]) -> str:
     }
     first, *rest = asset("view.html").split("{{")
     return first + "".join(
-        parts[name] + text for name, _, text in (part.partition("}}") for part in rest)
+        parts[name] + text for name, _, text in (piece.partition("}}") for piece in rest)
     )
 
 
@@ -60,7 +60,7 @@ def outline(run: RunFolder) -> dict[str, Any]:
 
 
 def summary(run: RunFolder, first: int, every: int = 1) -> dict[str, Any]:
-    """Metrics from row `first` on, those of steps only every so many, as a table of `names` and
+    """Metrics from row `first` on, every `every`-th of the steps', as a table of `names` and
     `rows`."""
     rows = [
         row
@@ -86,9 +86,9 @@ def rounded(value: float | None) -> float | None:
 
 @lru_cache(maxsize=8)
 def descriptions(names: frozenset[str]) -> dict[str, str]:
-    """Metric -> what it is, its unit and what is healthy."""
-    found = {name: row for name in names if (row := describe(name))}
+    """Metric -> its meaning, unit and healthy values."""
+    rows = {name: row for name in names if (row := describe(name))}
     return {
         name: f"{row.what} ({row.unit})" + (f"; healthy: {row.healthy}" if row.healthy else "")
-        for name, row in found.items()
+        for name, row in rows.items()
     }

@@ -14,21 +14,21 @@ from rl_core.tools.view.data import UNREADABLE, Entry, RunFolder
 from rl_core.tools.view.page import make_page, outline, summary, values_of
 from rl_core.tools.view.tokens import shown_episode
 
-# Of metrics; of a longer run only every second step, or every third, and so on, and all
+# Rows of metrics. A longer run has only every second step, or every third, and so on, and all
 # evaluations.
 MAX_ROWS = 1000
-NUM_FILES = 8  # of rollouts/, from the first to the last
-MAX_TOKENS = 2000  # of an episode that is shown token by token
-MAX_BYTES = 2_000_000  # of conversations
-PATIENCE_S = 10.0  # until it is told what is waited for
-# Of a disk that does not answer; torchrun ends nodes that are done 300 s before the last.
+NUM_FILES = 8  # Files of rollouts/, from the first to the last.
+MAX_TOKENS = 2000  # Tokens of an episode that is shown token by token.
+MAX_BYTES = 2_000_000  # Bytes of conversations.
+PATIENCE_S = 10.0  # Seconds without a line that says why the run waits.
+# For a disk that does not answer; torchrun ends nodes that are done 300 s before the last.
 MAX_WAIT_S = 240.0
 
 
 def write_at_end(run: Any) -> None:
-    """Beside a run that is done, when its ranks have parted. What goes wrong is told in a line: the
-    run itself went well."""
-    file, told = run.out / "report.html", ["it took too long"]
+    """Writes report.html of a run that is done, after its process group. A failure is a warning, since
+    the run itself went well."""
+    file, errors = run.out / "report.html", ["it took too long"]
 
     def write() -> None:
         try:
@@ -37,9 +37,9 @@ def write_at_end(run: Any) -> None:
                 for name, chat in run.plan.chats.items()
             }
             write_report(file, [RunFolder(run.out)], tokenizers)
-            told.clear()
+            errors.clear()
         except Exception as error:
-            told[:] = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
+            errors[:] = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
@@ -47,9 +47,9 @@ def write_at_end(run: Any) -> None:
     if thread.is_alive():
         print(f"writing {file}", flush=True)
         thread.join(MAX_WAIT_S)
-    if told:
-        how = f"rl-core view {run.out} --report {file} does it again"
-        print(f"warning: {file} was not written: {told[0]}; {how}", file=sys.stderr, flush=True)
+    if errors:
+        hint = f"rl-core view {run.out} --report {file} does it again"
+        print(f"warning: {file} was not written: {errors[0]}; {hint}", file=sys.stderr, flush=True)
 
 
 def write_report(
@@ -71,7 +71,7 @@ def write_report(
                 "episodes": [shown for _, shown in episodes],
             }
         )
-        notes.append(told(run, held, every, is_all=len(held) == len(entries)))
+        notes.append(omissions(run, held, every, is_all=len(held) == len(entries)))
     data = {"runs": [outline(run) for run in runs], "report": parts, "note": " ".join(notes)}
     write_whole(file, make_page(data))
     return file
@@ -88,15 +88,15 @@ def sampled(files: list[Path]) -> list[Path]:
 
 
 def sample(entries: list[Entry]) -> list[Entry]:
-    """Of each file the group whose rewards differ most, and the first two episodes that failed."""
+    """From each file the group whose rewards differ most, and the first two failed episodes."""
     chosen = []
     for file in dict.fromkeys(e.file for e in entries):
         groups: dict[tuple, list[Entry]] = {}
-        own = [e for e in entries if e.file == file]
-        for e in own:
+        of_file = [e for e in entries if e.file == file]
+        for e in of_file:
             groups.setdefault((e.env, e.group), []).append(e)
         widest = max(groups.values(), key=spread)
-        chosen += widest + [e for e in own if e.status == "failed" and e not in widest][:2]
+        chosen += widest + [e for e in of_file if e.status == "failed" and e not in widest][:2]
     return chosen
 
 
@@ -108,8 +108,8 @@ def spread(group: list[Entry]) -> float:
 def episodes_of(
     run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]
 ) -> list[tuple[Entry, dict[str, Any]]]:
-    """Those that fit, as the page shows them: up to MAX_BYTES, of which each file has its share."""
-    found, num_bytes, files = [], 0, list(dict.fromkeys(e.file for e in entries))
+    """Entries that fit, as the page shows them: up to MAX_BYTES, an equal share for each file."""
+    chosen, num_bytes, files = [], 0, list(dict.fromkeys(e.file for e in entries))
     for e in entries:
         try:
             episode = shown_episode(run, e, tokenizers.get(e.actor))
@@ -122,15 +122,15 @@ def episodes_of(
                 "note": f"Tokens of episodes beyond {MAX_TOKENS} are left out of a report.",
             }
         text = json.dumps(episode)
-        size = len(text) + 5 * text.count("<")  # which the page writes as \u003c
+        size = len(text) + 5 * text.count("<")  # The page writes < as \u003c.
         if num_bytes + size <= MAX_BYTES * (files.index(e.file) + 1) / len(files):
-            found.append((e, episode))
+            chosen.append((e, episode))
             num_bytes += size
-    return found
+    return chosen
 
 
-def told(run: RunFolder, entries: list[Entry], every: int, is_all: bool) -> str:
-    """What the report leaves out."""
+def omissions(run: RunFolder, entries: list[Entry], every: int, is_all: bool) -> str:
+    """A sentence about the steps and conversations that the report leaves out."""
     steps = ", ".join(map(str, sorted({e.step for e in entries})))
     lines = [
         f"Report of {run.name}: curves of "

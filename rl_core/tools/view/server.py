@@ -18,7 +18,7 @@ from rl_core.tools.view.data import UNREADABLE, RunFolder
 from rl_core.tools.view.page import make_page, outline, summary, to_json, values_of
 from rl_core.tools.view.tokens import shown_episode
 
-SLICE_S = 0.8  # of reading or searching, in which others wait
+SLICE_S = 0.8  # Seconds of reading or searching, in which others wait.
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:@/\[\]]+)(?::\d+)?")  # The port is optional.
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 
@@ -63,7 +63,7 @@ class Viewer:
 
 
 async def in_thread(work: Callable[[], str]) -> web.Response:
-    """What `work` gives in a thread, where files are read and services asked, as JSON."""
+    """The JSON that `work` returns in a thread, where files are read and services asked."""
     try:
         return web.json_response(text=await asyncio.to_thread(work))
     except (OSError, *UNREADABLE) as error:
@@ -89,8 +89,8 @@ def host_check(hosts: set[str]):
 
 
 def news(run: RunFolder, request: web.Request) -> dict:
-    """What the page has not seen: lines of metrics from `rows` on, trajectories from `entries` on;
-    all of them, if what it has seen is of another revision."""
+    """Data that the page lacks: lines of metrics from `rows` on, trajectories from `entries` on;
+    all of them, if the page has another revision."""
     revision = int(request.query["revision"])
     lost = ""
     try:
@@ -101,7 +101,7 @@ def news(run: RunFolder, request: web.Request) -> dict:
         else:
             # The first at once.
             is_complete = run.refresh(SLICE_S if int(request.query["entries"]) else SLICE_S / 8)
-    except (OSError, ValueError) as error:  # what was read stays
+    except (OSError, ValueError) as error:  # Data that was read stays.
         is_complete, lost = True, str(error)
     is_same = revision == run.revision
     rows, entries = (int(request.query[name]) if is_same else 0 for name in ("rows", "entries"))
@@ -127,15 +127,15 @@ def search(run: RunFolder, request: web.Request) -> dict:
     """Numbers of trajectories in which the text stands, from `first` on, as far as a moment
     suffices."""
     check_revision(run, request)
-    deadline, number, found = time.monotonic() + SLICE_S, int(request.query["first"]), []
+    deadline, number, hits = time.monotonic() + SLICE_S, int(request.query["first"]), []
     while number < len(run.entries):
-        part = run.entries[number : number + 64]
-        places = {id(e): n for n, e in enumerate(part, number)}
-        found += [places[id(e)] for e in run.search(request.query["q"], part)]
-        number += len(part)
+        block = run.entries[number : number + 64]
+        places = {id(e): n for n, e in enumerate(block, number)}
+        hits += [places[id(e)] for e in run.search(request.query["q"], block)]
+        number += len(block)
         if time.monotonic() > deadline:
             break
-    return {"found": found, "next": number if number < len(run.entries) else None}
+    return {"found": hits, "next": number if number < len(run.entries) else None}
 
 
 async def serve(runs: list[RunFolder], host: str, port: int, service: Any = None) -> None:

@@ -1,5 +1,5 @@
-"""What the page shows of a service of environments: workers, sessions, what waits, and what changed
-between two looks. Nothing is asked while no page is open."""
+"""The page of a service of environments: workers, sessions, waiting starts, and rates between two
+looks. Nothing is asked while no page is open."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.address import access_to, read_url
 from rl_core.service.manage import list_sessions, list_workers
 
-EVERY_S = 2.0  # Pages that ask sooner get what was heard last.
+EVERY_S = 2.0  # Pages that ask sooner get the last answer.
 PAGE = 50  # Sessions in one answer.
 NUM_OWNERS = 50
 TURNS = "interactions"
-# Ends that somebody should look into; all others are what a client or a model did.
+# Ends that somebody should look into; all others are a client's or a model's.
 BAD = {
     "environment_error": "with an error of the environment",
     "expired": "because their client was silent",
@@ -31,8 +31,8 @@ Counts = dict[tuple[str, str, str], int]
 
 
 class ServiceWatch:
-    """A service, and what it said last. Raises ValueError or OSError for a URL that is none, or names a
-    file that is not there."""
+    """A service, and its last answer. Raises ValueError or OSError for a wrong URL, or one that names
+    a missing file."""
 
     def __init__(self, url: str):
         parts, settings = read_url(url, "--service", "HOST:PORT")
@@ -50,7 +50,7 @@ class ServiceWatch:
         self.gone: dict[str, tuple[pb.Worker, float]] = {}  # name -> as it was, and when it left
 
     def outline(self) -> dict[str, Any]:
-        """What the page knows from the start."""
+        """Data of the page at its start."""
         return {"service": self.address, "page": PAGE}
 
     def look(self) -> None:
@@ -88,8 +88,8 @@ class ServiceWatch:
 
     def shown(self, *, first: int, find: str, order: str) -> dict[str, Any]:
         now_s = time.monotonic()
-        found = [info for info in self.sessions.sessions if has(info, find.lower())]
-        found.sort(key=ORDERS[order])
+        matching = [info for info in self.sessions.sessions if has(info, find.lower())]
+        matching.sort(key=ORDERS[order])
         return {
             "error": self.error,
             "heard_s": None if self.heard_s is None else now_s - self.heard_s,
@@ -98,35 +98,35 @@ class ServiceWatch:
             "problems": self.problems(now_s),
             "envs": self.envs(),
             "workers": [self.worker(worker) for worker in self.workers.workers],
-            "owners": owners(found),
+            "owners": owners(matching),
             "num_sessions": len(self.sessions.sessions),
-            "num_found": len(found),
-            "sessions": [session(info) for info in found[first : first + PAGE]],
+            "num_found": len(matching),
+            "sessions": [session(info) for info in matching[first : first + PAGE]],
         }
 
-    def rate(self, *, worker: str = "", env: str = "", what: str) -> float | None:
+    def rate(self, *, worker: str = "", env: str = "", kind: str) -> float | None:
         """A second, between the last two looks. Workers that were in both of them count."""
         if not self.between_s:
             return None
-        wanted = worker, env, what
+        wanted = worker, env, kind
         chosen = (
             num
             for key, num in self.changes.items()
-            if all(value in ("", part) for value, part in zip(wanted, key, strict=True))
+            if all(value in ("", field) for value, field in zip(wanted, key, strict=True))
         )
         return sum(chosen) / self.between_s
 
     def totals(self) -> Counter:
-        """(environment, status or TURNS) -> of all workers that were seen."""
+        """(environment, status or TURNS) -> sum over all workers that were seen."""
         seen = [*self.workers.workers, *(worker for worker, _ in self.gone.values())]
-        found = Counter()
-        for (_, env, what), num in counts(seen).items():
-            found[env, what] += num
-        return found
+        totals = Counter()
+        for (_, env, kind), num in counts(seen).items():
+            totals[env, kind] += num
+        return totals
 
     def problems(self, now_s: float) -> list[str]:
-        """What somebody should look into, workers first."""
-        found = [
+        """Problems that need attention, workers first."""
+        lines = [
             f"worker {name} does not answer: it may hold more sessions"
             for name in self.sessions.silent
         ]
@@ -135,17 +135,17 @@ class ServiceWatch:
             # An idle worker that was drained leaves at once.
             if held and not worker.draining:
                 who = f"worker {worker.name} ({worker.host}, PID {worker.pid})"
-                found.append(f"{who} left {now_s - at_s:.0f} s ago; it held {held} sessions")
+                lines.append(f"{who} left {now_s - at_s:.0f} s ago; it held {held} sessions")
         for (env, status), num in sorted(self.totals().items()):
             if status in BAD and num:
-                rate = self.rate(env=env, what=status)
+                rate = self.rate(env=env, kind=status)
                 recent = f", {rate:.2g} a second since the last look" if rate else ""
-                found.append(f"{env}: {num} sessions ended {BAD[status]}{recent}")
+                lines.append(f"{env}: {num} sessions ended {BAD[status]}{recent}")
         for env in self.envs():
             if env["queued"]:
                 room = f"{env['sessions']} of {env['capacity']} sessions run"
-                found.append(f"{env['env']}: {env['queued']} starts wait for room; {room}")
-        return found
+                lines.append(f"{env['env']}: {env['queued']} starts wait for room; {room}")
+        return lines
 
     def envs(self) -> list[dict[str, Any]]:
         loads = [load for worker in self.workers.workers for load in worker.loads]
@@ -158,11 +158,11 @@ class ServiceWatch:
                 "capacity": sum(load.capacity for load in loads if load.env == name),
                 "queued": self.workers.queued.get(name, 0),
                 "turns": totals[name, TURNS],
-                "turns_per_s": self.rate(env=name, what=TURNS),
+                "turns_per_s": self.rate(env=name, kind=TURNS),
                 "ended": [
-                    [what, num, self.rate(env=name, what=what)]
-                    for (env, what), num in sorted(totals.items())
-                    if env == name and what != TURNS
+                    [kind, num, self.rate(env=name, kind=kind)]
+                    for (env, kind), num in sorted(totals.items())
+                    if env == name and kind != TURNS
                 ],
             }
             for name in sorted(names)
@@ -178,19 +178,19 @@ class ServiceWatch:
             "draining": worker.draining,
             "sessions": sum(load.sessions for load in worker.loads),
             "capacity": sum(load.capacity for load in worker.loads),
-            "turns_per_s": self.rate(worker=worker.name, what=TURNS),
+            "turns_per_s": self.rate(worker=worker.name, kind=TURNS),
             "errors": sum(load.ended.get("environment_error", 0) for load in worker.loads),
         }
 
 
 def counts(workers: Any) -> Counts:
-    found = {}
+    numbers = {}
     for worker in workers:
         for load in worker.loads:
-            found[worker.name, load.env, TURNS] = load.interactions
+            numbers[worker.name, load.env, TURNS] = load.interactions
             for status, num in load.ended.items():
-                found[worker.name, load.env, status] = num
-    return found
+                numbers[worker.name, load.env, status] = num
+    return numbers
 
 
 def has(info: pb.SessionInfo, text: str) -> bool:

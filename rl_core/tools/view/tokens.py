@@ -26,7 +26,7 @@ def shown_episode(
 ) -> dict[str, Any]:
     """A trajectory as the page shows it. Each turn has the text of its tokens, of which the first
     `num_new` are context, and `values`: name -> one for each sampled token. `tokenizer`: instead of
-    the one that is found beside the run."""
+    the one in the run's folder."""
     row = run.episode(entry)
     tokenizer, advantage = tokenizer or tokenizer_of(run, entry.actor), advantage_of(run, entry)
     turns = []
@@ -41,12 +41,12 @@ def shown_episode(
         values = {"logprob": [round(value, 4) for value in done["logprobs"]], "version": versions}
         if advantage is not None:
             values["advantage"] = [round(advantage, 4)] * num
-        # Others are of another run.
-        values |= {name: own for name, own in learned.items() if len(own) == num}
+        # Columns of another length are of another run.
+        values |= {name: column for name, column in learned.items() if len(column) == num}
         if "gap" in values:
             values["gap"] = [
-                None if v is None else round(v - own, 6)
-                for v, own in zip(values["gap"], done["logprobs"], strict=True)
+                None if v is None else round(v - logprob, 6)
+                for v, logprob in zip(values["gap"], done["logprobs"], strict=True)
             ]
         ids = [*turn["new_ids"], *done["token_ids"]]
         turns.append(
@@ -64,7 +64,7 @@ def shown_episode(
 def learned_values(
     run: RunFolder, entry: Entry, num_turns: int
 ) -> list[dict[str, list[float | None]]]:
-    """Of each turn, what `rl-core replay --tokens` recorded: tokens/ has the files of rollouts/,
+    """The record of `rl-core replay --tokens` for each turn: tokens/ has the files of rollouts/,
     line by line."""
     file, number = (
         run.path / "tokens" / entry.file,
@@ -74,14 +74,14 @@ def learned_values(
         unpacked(file, file.stat().st_mtime_ns).split(b"\n", number + 1) if file.is_file() else []
     )
     turns = json.loads(lines[number])["turns"] if len(lines) > number + 1 else []
-    # Of a run that was made again since.
+    # Records of a run that was made again since do not fit.
     turns = turns if len(turns) == num_turns else [{}] * num_turns
     return [{ours: turn[name] for name, ours in LEARNED.items() if name in turn} for turn in turns]
 
 
 def advantage_of(run: RunFolder, entry: Entry) -> float | None:
-    """The reward less the mean of its group: what a group's baseline makes of it before any
-    division. None of evaluations."""
+    """The reward less the mean of its group: the advantage before any division. None for
+    evaluations."""
     if entry.reward is None or entry.kind != "train":
         return None
     same = {
@@ -97,13 +97,12 @@ def advantage_of(run: RunFolder, entry: Entry) -> float | None:
 
 
 def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
-    """What each token adds to the text: nothing where a character is not complete. None without a
-    tokenizer."""
+    """Text of each token: empty where a character is not complete. None without a tokenizer."""
     if tokenizer is None:
         return None
     from tokenizers.decoders import DecodeStream
 
-    stream, found = DecodeStream(skip_special_tokens=False), []
+    stream, pieces = DecodeStream(skip_special_tokens=False), []
     for number in ids:
         try:
             text = stream.step(tokenizer, number)
@@ -112,25 +111,30 @@ def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
         ):  # SentencePiece's decoders know no way on from bytes that are no character
             stream = DecodeStream(skip_special_tokens=False)
             text = stream.step(tokenizer, number)
-        found.append(text or "")
-    return found
+        pieces.append(text or "")
+    return pieces
 
 
 def tokenizer_of(run: RunFolder, actor: str) -> Tokenizer | None:
-    """That of the actor's model: in the run's folder, where the run found it, or in the hub's
+    """Tokenizer of the actor's model: in the run's folder, in the model's folder, or in the hub's
     cache."""
     from huggingface_hub import try_to_load_from_cache
 
     owner = run.config.get(f"actors.{actor}.share") or actor
     model = run.config.get(f"actors.{owner}.model") or run.config.get("model") or ""
     places = [run.path / "hf" / actor, run.path / "best" / actor, Path(model)]
-    found = next(
-        (place / "tokenizer.json" for place in places if (place / "tokenizer.json").is_file()), None
+    file = next(
+        (
+            directory / "tokenizer.json"
+            for directory in places
+            if (directory / "tokenizer.json").is_file()
+        ),
+        None,
     )
-    if found is None and model.count("/") == 1 and not Path(model).exists():
+    if file is None and model.count("/") == 1 and not Path(model).exists():
         cached = try_to_load_from_cache(model, "tokenizer.json")
-        found = Path(cached) if isinstance(cached, str) else None
-    return loaded(found) if found else None
+        file = Path(cached) if isinstance(cached, str) else None
+    return loaded(file) if file else None
 
 
 @lru_cache(maxsize=4)
