@@ -265,7 +265,10 @@ for kind, at in UNIX_SOCKETS.items():
         ("a Unix socket", alone),
         ("a pair of Unix sockets", "socket.socketpair(type=kind)"),
     ):
-        add(f"{kind_of} with addresses: {kind}", UNIX.format(kind=f"socket.{kind}", at=at, ends=ends))
+        add(
+            f"{kind_of} with addresses: {kind}",
+            UNIX.format(kind=f"socket.{kind}", at=at, ends=ends),
+        )
 add(
     "network: DNS, network: curl, network: bash | bash, network: raw system calls",
     tries("socket.getaddrinfo('example.com', 80)"),

@@ -154,14 +154,14 @@ def test_the_search_environment_asks_its_server_and_compares_answers(monkeypatch
         server.shutdown()
     assert values["role"] == "user" and "Paris is known" in values["content"]
     assert asked == [{"queries": ["Paris"], "topk": 3, "return_scores": True}]
-    assert asyncio.run(interact(said("<answer>Paris</answer>"))) is None
-    assert "<answer>" in asyncio.run(interact(said("I do not know")))[0]["content"]
+    assert asyncio.run(interact(says("<answer>Paris</answer>"))) is None
+    assert "<answer>" in asyncio.run(interact(says("I do not know")))[0]["content"]
     answers = ["the Eiffel Tower!", "Louvre"]
     assert [
-        reward(said(text), answers)
+        reward(says(text), answers)
         for text in ("<answer>Eiffel tower</answer>", "<answer>x</answer>", "Louvre")
     ] == [1, 0, 0]
-    assert [reward(said(f"<answer>{text}</answer>"), "Ulm") for text in ("ulm", "U")] == [1, 0]
+    assert [reward(says(f"<answer>{text}</answer>"), "Ulm") for text in ("ulm", "U")] == [1, 0]
 
 
 # Flags of a twin, and steps of its warm-up, that show a recipe's settings in force.
