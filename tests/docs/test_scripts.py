@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import gpu_check
@@ -99,22 +100,23 @@ def test_the_calculator_is_shown_three_habits():
     assert shares == pytest.approx([0.25, 0.30, 0.45], abs=0.03)
 
 
-def test_a_width_that_heads_do_not_divide_is_refused_in_one_line(tmp_path):
-    command = [
-        sys.executable,
-        ROOT / "scripts/make_tiny_model.py",
-        "--out",
-        tmp_path / "x",
-        "--hidden",
-        "65",
-    ]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and "try 64" in done.stderr and "Traceback" not in done.stderr
+def run_script(monkeypatch, name, *flags) -> int:
+    """The exit status of a script in this process, whose imports are done."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, flags)])
+    try:
+        return import_module(name).main() or 0
+    except SystemExit as end:
+        return end.code
+
+
+def test_a_width_that_heads_do_not_divide_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    flags = ("--out", tmp_path / "x", "--hidden", 65)
+    assert run_script(monkeypatch, "make_tiny_model", *flags) == 2
+    assert "try 64" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
-def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path):
+def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path, monkeypatch):
     from bench_learner import PROMPT, model_config, update_flops
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
@@ -133,12 +135,9 @@ def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path
     unmasked = 4 * width * tokens**2 - 2 * width * tokens * (tokens + 1)
     assert counted.get_total_flops() == update_flops(config, length, 1) / 3 + unmasked
 
-    command = [sys.executable, ROOT / "scripts/bench_learner.py"]
-    command += words("--sizes tiny --lengths 64 --tokens 128")
     out = tmp_path / "result.json"
-    subprocess.run(
-        [*command, "--steps", "1", "--out", out], check=True, capture_output=True, cwd=ROOT
-    )
+    flags = words("--sizes tiny --lengths 64 --tokens 128 --steps 1 --out", out)
+    assert run_script(monkeypatch, "bench_learner", *flags) == 0
     [line] = json.loads(out.read_text())["lines"]
     assert line["documents"] == 2 and line["mfu"] > 0 and line["peak_gib"] > 0
 
@@ -181,27 +180,22 @@ def test_the_floor_is_of_the_tokens_that_a_step_learns_from(tmp_path, name):
     assert result.computed_tokens[0] == pytest.approx(step.learned, rel=0.05)
 
 
-def test_bench_tree_has_one_loss_for_trees_of_fewer_tokens(tmp_path):
+def test_bench_tree_has_one_loss_for_trees_of_fewer_tokens(tmp_path, monkeypatch, capsys):
     out = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "scripts/bench_tree.py", "--quick", "--out", out]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert run_script(monkeypatch, "bench_tree", "--quick", "--out", out) == 0
     lines = {line["work"]: line for line in json.loads(out.read_text())}
     # By hand: a trunk of 20 + 20 + 2 * (10 + 21) tokens and 8 ends of 13, of which the last token is not read.
     assert lines["branches"]["tree"]["tokens"] == 4 * (102 + 8 * 12)
-    assert lines["branches"]["fewer_tokens"] > 3 < len(done.stdout.splitlines())
+    assert lines["branches"]["fewer_tokens"] > 3 < len(capsys.readouterr().out.splitlines())
     for line in lines.values():
         assert line["tree"]["loss"] == pytest.approx(line["unrolled"]["loss"], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
-    command = [sys.executable, ROOT / "scripts/gpu_check.py", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (
-        done.returncode == 1
-        and done.stderr.startswith("error: torch sees no CUDA device")
-        and not done.stdout
-    )
+def test_the_check_of_gpus_says_that_there_is_none(tmp_path, monkeypatch, capsys):
+    assert run_script(monkeypatch, "gpu_check", "--out", tmp_path) == 1
+    out, error = capsys.readouterr()
+    assert error.startswith("error: torch sees no CUDA device") and not out
 
 
 def test_the_check_of_gpus_goes_on_where_the_last_call_ended_and_names_what_was_not_reached(
