@@ -132,7 +132,7 @@ def test_a_row_that_does_not_fit_says_so_and_has_no_efficiency(flags, capsys, mo
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "arguments, output",
     [
         (("8", "H10"), "--gpu=H10 is not known; did you mean 'H100'?"),
         (("8,x", "H100"), "--gpus=8,x must be numbers of GPUs"),
