@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -36,12 +37,33 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def service(folder, monkeypatch):
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+@contextmanager
+def two_workers(folder):
     files = folder / "counter.py", folder / "other.py"
     with serving(*files, "--port", 0, "--workers", 2, token=TOKEN) as service:
         service.workers(2)
+        yield service
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    with two_workers(folder) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared, monkeypatch):
+    """A service without sessions, whose workers a test leaves as they are."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    yield shared
+    shared.call("cancel_all")
+
+
+@pytest.fixture
+def drained(folder, monkeypatch):
+    """A service whose workers a test may drain."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    with two_workers(folder) as service:
         yield service
 
 
@@ -135,30 +157,30 @@ def test_a_wrong_command_is_refused_and_changes_nothing(service, capsys, monkeyp
 
 
 @pytest.mark.parametrize("by", ["command", "signal"])
-def test_a_drained_worker_ends_with_its_sessions_and_loses_none(service, by):
-    sessions = [service.start() for _ in range(8)]
+def test_a_drained_worker_ends_with_its_sessions_and_loses_none(drained, by):
+    sessions = [drained.start() for _ in range(8)]
     name = sessions[0][:12]
     of_it = [session for session in sessions if session.startswith(name)]
     assert 0 < len(of_it) < 8, "both workers have sessions"
-    pid = next(worker.pid for worker in service.workers(2) if worker.name == name)
-    url = f"grpc://{service.address}"
+    pid = next(worker.pid for worker in drained.workers(2) if worker.name == name)
+    url = f"grpc://{drained.address}"
     if by == "command":
         assert manage.drain(url, name).sessions == len(of_it)
     else:
         os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: [w.draining for w in service.workers(2) if w.name == name] == [True], by)
-    more = [service.start() for _ in range(8)]
+    wait_until(lambda: [w.draining for w in drained.workers(2) if w.name == name] == [True], by)
+    more = [drained.start() for _ in range(8)]
     assert not [session for session in more if session.startswith(name)]
     for number in (1, 2, 3):
-        assert {service.interact(session, number) for session in sessions + more} <= {str(number)}
+        assert {drained.interact(session, number) for session in sessions + more} <= {str(number)}
     for session in sessions:
-        scores = service.call("score", session=session, number=4).scores
+        scores = drained.call("score", session=session, number=4).scores
         assert scores[0].reward == 3.0
-        service.call("cancel", session=session)
-    wait_until(lambda: len(service.call("workers").workers) == 1, "it has left")
-    service.wait_for_line(f"worker {name} exited: it was drained")
-    assert service.process.poll() is None
-    assert {service.interact(session, 4) for session in more} == {"4"}
+        drained.call("cancel", session=session)
+    wait_until(lambda: len(drained.call("workers").workers) == 1, "it has left")
+    drained.wait_for_line(f"worker {name} exited: it was drained")
+    assert drained.process.poll() is None
+    assert {drained.interact(session, 4) for session in more} == {"4"}
 
 
 def test_a_drained_worker_refuses_a_start_that_was_on_its_way(folder):
@@ -173,16 +195,16 @@ def test_a_drained_worker_refuses_a_start_that_was_on_its_way(folder):
     assert asyncio.run(codes()) == (0, StatusCode.RESOURCE_EXHAUSTED.value[0])
 
 
-def test_a_worker_that_is_drained_to_be_replaced_is(service):
-    old = {worker.name for worker in service.workers(2)}
+def test_a_worker_that_is_drained_to_be_replaced_is(drained):
+    old = {worker.name for worker in drained.workers(2)}
     name = min(old)
     assert (
-        cli.main(["service", "drain", f"grpc://{service.address}", "--worker", name, "--replace"])
+        cli.main(["service", "drain", f"grpc://{drained.address}", "--worker", name, "--replace"])
         == 0
     )
 
     def is_replaced():
-        now = {worker.name for worker in service.call("workers").workers}
+        now = {worker.name for worker in drained.call("workers").workers}
         return len(now) == 2 and name not in now
 
     wait_until(is_replaced, "another worker is in its place", 60)

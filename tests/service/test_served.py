@@ -756,38 +756,6 @@ def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(
         )
 
 
-def test_a_file_that_changes_while_a_run_goes_on_is_told_once_and_stands_in_the_records(
-    tmp_path, capfd
-):
-    file = tmp_path / "changing.py"
-    texts = [f"async def reward_fn(completion): return {reward}\n" for reward in (1.0, 2.0)]
-    file.write_text(texts[0])
-    service = Service(file, "--workers", "1")
-    try:
-        env, found = load_env(service.url("changing")), []
-        for text in texts:
-            found += play(env, ["a"]) + play(env, ["b"])
-            file.write_text(texts[1])
-            [worker] = service.workers()
-            if text is texts[0]:
-                os.kill(worker.pid, signal.SIGKILL)
-                wait_until(
-                    lambda old=worker: [w for w in service.workers() if w.pid != old.pid],
-                    "the next worker",
-                    60,
-                )
-    finally:
-        kill_session(service.process)
-    codes = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
-    assert [(t.reward, t.env_code) for t in found] == [(1.0, codes[0])] * 2 + [(2.0, codes[1])] * 2
-    [line] = [
-        line
-        for line in capfd.readouterr().err.splitlines()
-        if "the environment file changed during the run" in line
-    ]
-    assert f"env_code {codes[0]} -> {codes[1]}" in line
-
-
 def test_a_runs_folder_says_from_which_step_which_file_scored(tmp_path, places, capsys):
     """The first file writes the second in its place and ends its worker, in the second step."""
     second = f"{ROWS}\ndef reward_fn(completion): return len(completion) / 8\n"
@@ -843,7 +811,10 @@ def test_each_trajectory_has_the_hash_of_the_file_whose_session_scored_it(tmp_pa
     codes = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
     assert {t.reward for t in found} == {1.0, 2.0}, "both workers were asked"
     assert [t.env_code for t in found] == [codes[int(t.reward) - 1] for t in found]
-    assert capfd.readouterr().err.count("the environment file changed during the run") == 1
+    lines = capfd.readouterr().err.splitlines()
+    [line] = [line for line in lines if "the environment file changed during the run" in line]
+    changes = [f"env_code {a} -> {b}" for a, b in (codes, codes[::-1])]
+    assert any(change in line for change in changes), line
 
 
 def test_workers_with_different_files_side_by_side_are_told_once(capsys):
@@ -1350,8 +1321,8 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
     over, killed = threading.Event(), []
 
     def kill() -> None:
-        """Three times a worker that holds sessions."""
-        while not over.wait(0.7) and len(killed) < 3:
+        """Kills a worker that holds sessions, twice."""
+        while not over.wait(0.7) and len(killed) < 2:
             busy = [
                 worker
                 for worker in service.workers()
@@ -1368,7 +1339,7 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
         flags = words(
             "--model", tiny_model, f"--env_path {url} --max_tokens 3 --max_prompt_tokens 64 {STOP}"
         )
-        more = "--tasks_per_step 4 --group_size 4 --num_steps 3 --rollout.max_failed_fraction 0.9"
+        more = "--tasks_per_step 4 --group_size 4 --num_steps 2 --rollout.max_failed_fraction 0.9"
         out = run(tmp_path / "out", flags, more)
     finally:
         over.set()
@@ -1376,7 +1347,7 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
         service.process.terminate()
         service.process.wait(60)
     rows = [trajectories(file) for file in sorted(out.glob("rollouts/step*.zst"))]
-    assert [len(step) for step in rows] == [16, 16, 16] and killed
+    assert [len(step) for step in rows] == [16, 16] and killed
     told = {line["step"]: line for line in metrics(out) if "rollout/policy/failed" in line}
     for number, step in enumerate(rows, 1):
         statuses = Counter(row["status"] for row in step)
