@@ -1,6 +1,6 @@
-"""The tests' own process, which holds the expected values. No line of the program runs here. A name
-that tests use and do not define stands for the program's: a call of it goes to the other process as
-plain values, and its result comes back as one."""
+"""The process of the tests, which holds the expected values. No line of the program runs here. A
+name that tests use and do not define stands for the program's: its calls go to the program's
+process as plain values, and the results come back as plain values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_core.sandbox.values import decode, encode, is_same, receive, send
 
 class Short(reprlib.Repr):
     def repr_int(self, number: int, level: int) -> str:
-        bits = number.bit_length()  # Python refuses to write more than 4,300 digits
+        bits = number.bit_length()  # Python refuses to write more than 4,300 digits.
         return super().repr_int(number, level) if bits < 1000 else f"an integer of {bits} bits"
 
 
@@ -36,10 +36,10 @@ MODULES = {
     "json",
     "sys",
 }
-# Which status an exception of the program gives its tests.
+# Exception of the program -> status of its tests.
 STATUS = {"SyntaxError": "syntax", "MemoryError": "memory", "SystemExit": "exit"}
-# Not raised as such: the first two would end a map() of the tests early, and the third needs other
-# arguments.
+# Raised as Exception: the first two would end a map() of the tests early, and the third needs
+# other arguments.
 UNFIT = (StopIteration, StopAsyncIteration, UnicodeDecodeError)
 
 
@@ -48,8 +48,8 @@ class ProgramEnded(Exception):
 
 
 class Program:
-    """Calls into the program. `last` says what the last one gave, `status` why the last one
-    failed."""
+    """Calls into the program. `last` describes the result of the last call, `status` is the status
+    of its failure."""
 
     def __init__(self, rpc: socket.socket):
         self.rpc, self.last, self.status, self.broken = rpc, "", "wrong", None
@@ -64,7 +64,7 @@ class Program:
         name: str | None,
         number: int | None,
         path: tuple[str, ...],
-        how: str,
+        verb: str,
         args=(),
         kwargs=None,
     ) -> Any:
@@ -73,12 +73,12 @@ class Program:
         shown = ", ".join(
             [*map(SHORT.repr, args), *(f"{k}={SHORT.repr(v)}" for k, v in (kwargs or {}).items())]
         )
-        call = ".".join([name or "object", *path]) + (f"({shown})" if how == "call" else "")
+        call = ".".join([name or "object", *path]) + (f"({shown})" if verb == "call" else "")
         request = {
             "name": name,
             "object": number,
             "path": path,
-            "how": how,
+            "verb": verb,
             "args": [encode(a) for a in args],
         }
         try:
@@ -127,7 +127,7 @@ class Program:
 
 
 def change_in_place(old: Any, now: Any) -> None:
-    """The program has changed its copy of an argument: so it shall look here."""
+    """Applies a change that the program made to its copy of an argument."""
     if type(old) is not type(now):
         return
     if isinstance(old, list):
@@ -138,9 +138,9 @@ def change_in_place(old: Any, now: Any) -> None:
 
 
 class Remote:
-    """Something that lives in the program: a function, or a value that is not plain. It can be
-    called, iterated over and asked for attributes. It equals nothing and is neither true nor false,
-    so that no method of the program decides a test."""
+    """A function of the program, or a value of the program that is not plain. Supports calls,
+    iteration and attributes. Equals nothing and is neither true nor false, so that no method of the
+    program decides a test."""
 
     def __init__(
         self,
@@ -173,13 +173,13 @@ class Remote:
 
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(
-            "the program returned an object that is no plain value; tests cannot compare it"
+            "the program returned an object that is not a plain value; tests cannot compare it"
         )
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse
 
     def __repr__(self) -> str:
-        return "an object that is no plain value"
+        return "an object that is not a plain value"
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -189,18 +189,18 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def stand_in(code: CodeType, names: dict[str, Any], program: Program) -> None:
-    """A Remote for each name that is neither a builtin nor defined by the tests, nor a module that
-    tests often use unimported."""
+    """Adds a Remote for each name that the tests use and do not define, except builtins and
+    MODULES, which tests often use without an import."""
     for name in names_in(code) - names.keys() - vars(builtins).keys():
         names[name] = import_module(name) if name in MODULES else Remote(program, name)
 
 
 def check(job: socket.socket, rpc: socket.socket) -> int:
-    """Sends one line for each test as soon as it is known: passed, status, reason. Or `broken`, if
-    the tests are."""
+    """Sends each test's result (passed, status, reason) as soon as the result is known, or `broken`
+    if the tests do not compile or `setup` raises."""
     wanted = receive(job)
     program, names = Program(rpc), {"__name__": "tests"}
-    # `from program import sum`: a name that is not the builtin.
+    # Tests may write `from program import sum` for a name that is also a builtin.
     sys.modules["program"] = module = ModuleType("program")
     module.__getattr__ = lambda name: Remote(program, name)
     try:
@@ -243,8 +243,7 @@ def run_test(
     except AssertionError as error:
         reason = f"{text.strip()[-300:]}: {program.last} {error}".strip()
     except (Exception, SystemExit) as error:
-        last = (
-            f"{program.last}: " if program.status == "wrong" and program.last else ""
-        )  # the test raised, given these values
+        # With status "wrong" the test itself raised, after this call of the program.
+        last = f"{program.last}: " if program.status == "wrong" and program.last else ""
         reason = f"{text.strip()[-300:]}: {last}{type(error).__name__}: {error}"
     return {"passed": False, "status": program.status, "reason": reason[:600]}

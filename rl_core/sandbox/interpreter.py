@@ -1,5 +1,6 @@
-"""Runs in a box, as a script. `serve SOCKET` is an interpreter that keeps its variables. `call
-SOCKET` gives it the code on stdin, and prints what that wrote. Imports nothing of rl_core."""
+"""A script that runs in a box. `serve SOCKET` is an interpreter that keeps its variables. `call
+SOCKET` sends code from stdin to that interpreter and prints the output. Imports nothing of
+rl_core."""
 
 import ast
 import linecache
@@ -11,8 +12,8 @@ import time
 import traceback
 
 START_S = 10.0
-MAX_HALF = 8000  # bytes; of longer output the beginning and the end
-NO_INTERPRETER = 3  # the exit status where it has ended, or ends in the call
+MAX_HALF = 8000  # Bytes that are kept of the beginning and of the end of longer output.
+NO_INTERPRETER = 3  # Exit status if the interpreter has ended or ends during the call.
 
 
 def serve(path):
@@ -25,12 +26,12 @@ def serve(path):
         connection, _ = server.accept()
         with connection, connection.makefile("rb") as file:
             code = file.read().decode()
-            # The first byte says that the interpreter lives on.
+            # The first byte distinguishes an empty output from an ended interpreter.
             connection.sendall(b"+" + run(code, names, f"<call {number}>"))
 
 
 def run(code, names, title):
-    """What the code, and its last expression, wrote to stdout and stderr."""
+    """Runs code and returns its stdout and stderr, and the repr of a last expression's value."""
     with tempfile.TemporaryFile() as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -38,7 +39,7 @@ def run(code, names, title):
         try:
             execute(code, names, title)
         except BaseException as error:
-            # The first frames are of this file, and those of a syntax error of its parser.
+            # The first frames belong to this file, or to the parser for a syntax error.
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != title:
                 trace = trace.tb_next
@@ -68,19 +69,19 @@ def execute(code, names, title):
 
 
 def call(path):
-    """The exit status."""
-    found = b""
+    """Sends code to the interpreter, prints the output and returns the exit status."""
+    output = b""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connect(connection, path)
             connection.sendall(sys.stdin.buffer.read())
             connection.shutdown(socket.SHUT_WR)
-            while part := connection.recv(1 << 16):
-                found += part
+            while chunk := connection.recv(1 << 16):
+                output += chunk
         except OSError:
             pass
-    sys.stdout.buffer.write(found[1:])
-    return 0 if found else NO_INTERPRETER
+    sys.stdout.buffer.write(output[1:])
+    return 0 if output else NO_INTERPRETER
 
 
 def connect(connection, path):

@@ -1,5 +1,5 @@
-"""What closes a program in: namespaces, Landlock, seccomp and limits, each by the kernel's own
-means. Standard library only.
+"""Isolation of programs by the kernel: namespaces, Landlock, seccomp and limits. Standard library
+only.
 
 Two layers. Bubblewrap makes the *box* once, around the process that forks programs. The box has no
 network, no environment variables, and of the disk only the interpreter and the system's libraries,
@@ -28,8 +28,8 @@ LEVELS = {
 }
 NOBODY = 65534
 PACKAGE = Path(__file__).parents[1]
-BOX_PACKAGE = "/box/rl_core"  # where bubblewrap shows this package
-BOX_FOLDER = "/box/run"  # where a container finds the socket
+BOX_PACKAGE = "/box/rl_core"  # Path of this package inside a box.
+BOX_FOLDER = "/box/run"  # Folder of the socket inside a container.
 CONTAINERS = {"docker": "a container of docker", "podman": "a container of podman"}
 SYSTEM = [
     "/usr",
@@ -56,12 +56,12 @@ RDONLY, NOSUID, NODEV, BIND, REC, PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 READ_SEARCH = 1 << 2  # CAP_DAC_READ_SEARCH
-# mount_setattr, pivot_root, capset. What is not listed has the kernel's generic numbers, as
-# aarch64.
+# Numbers of mount_setattr, pivot_root and capset. Machines that are not listed, such as aarch64,
+# have the kernel's generic numbers.
 NUMBERS = {"x86_64": (442, 155, 126), "generic": (442, 41, 91)}
 MOUNT_SETATTR, PIVOT_ROOT, CAPSET = NUMBERS.get(os.uname().machine, NUMBERS["generic"])
-# Refused with EPERM by seccomp. A program has no use for them; each has been, or helps, a way out
-# or a way to hold memory.
+# System calls that seccomp refuses with EPERM. Programs do not need them, and each has been, or
+# helps, a way out of namespaces or a way to hold memory.
 DENIED = """
 socket connect bind listen ptrace process_vm_readv process_vm_writev process_madvise kcmp
 pidfd_getfd pidfd_open unshare setns mount umount2 pivot_root chroot open_tree open_tree_attr
@@ -73,15 +73,14 @@ finit_module delete_module swapon swapoff reboot acct quotactl syslog iopl ioper
 settimeofday clock_settime clock_adjtime adjtimex personality lookup_dcookie vhangup sethostname
 setdomainname
 """.split()  # noqa: SIM905
-# Landlock does not know them, and the host's files may be of the same user. Done in name only, so
-# that copies of files succeed.
+# System calls that seccomp answers without an effect, so that copies of files succeed. Landlock
+# does not cover them, and the host's files may belong to the same user.
 METADATA = """
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat
 setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr setxattrat removexattrat
 file_setattr
 """.split()  # noqa: SIM905
-# Of these a libseccomp that is older than the kernel does not know the names. Their numbers are the
-# same on all machines.
+# Numbers for a libseccomp that is older than the kernel; they are the same on all machines.
 NEW = {
     "memfd_secret": 447,
     "fchmodat2": 452,
@@ -90,10 +89,10 @@ NEW = {
     "open_tree_attr": 467,
     "file_setattr": 469,
 }
-# Landlock keeps signals inside from its sixth version on, Linux 6.12.
+# Landlock confines signals from ABI 6 on (Linux 6.12).
 SIGNALS = ["kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"]
-# Of any process of the same user, where there is no pid namespace; of a program itself the first
-# argument is 0.
+# Without a pid namespace these act on any process of the same user. The first argument 0 means the
+# calling process.
 OF_OTHERS = [
     "prlimit64",
     "sched_setaffinity",
@@ -102,7 +101,7 @@ OF_OTHERS = [
     "sched_setattr",
 ]
 PRIORITIES = ["setpriority", "ioprio_set"]
-# Which argument holds the flags. MSG_OOB between unix sockets has been a way into the kernel,
+# System call -> index of its flags. MSG_OOB between Unix sockets was a way into the kernel:
 # CVE-2025-38236.
 FLAGS_OF = {"sendto": 3, "recvfrom": 3, "sendmsg": 2, "recvmsg": 2, "sendmmsg": 3, "recvmmsg": 3}
 # Sockets of these types reach any Unix socket of the host by its address, which sendmsg holds in
@@ -113,14 +112,14 @@ ADDRESSED, SOCKET_TYPE = [int(socket.SOCK_DGRAM), int(socket.SOCK_RAW)], 0xF
 # SIGNALS.
 # F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
 SET_OWNER = {"fcntl": [8, 15], "ioctl": [0x8901, 0x8902]}
-# Without pid namespaces the process group is what ends a program's children.
-OWN_GROUP = ["setsid", "setpgid"]
+# Without pid namespaces a program's children are ended by their process group.
+NEW_GROUPS = ["setsid", "setpgid"]
 
 
-def must(result: int, what: str) -> None:
+def must(result: int, action: str) -> None:
     if result:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{action}: {os.strerror(number)}")
 
 
 def unshare(*names: str) -> None:
@@ -128,7 +127,7 @@ def unshare(*names: str) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    text = [part.encode() or None for part in (source, target, kind)]
+    text = [value.encode() or None for value in (source, target, kind)]
     must(
         LIBC.mount(*text, ctypes.c_ulong(flags), data.encode() or None),
         f"mount {source} at {target}",
@@ -136,8 +135,8 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 
 
 def make_read_only(target: str) -> None:
-    """This mount and those below it. Unlike a remount it keeps the flags that an outer namespace
-    has locked."""
+    """Makes a mount and all mounts below it read-only. Unlike a remount, keeps the flags that an
+    outer namespace has locked."""
     attributes = (ctypes.c_uint64 * 4)(RDONLY | NOSUID, 0, 0, 0)
     must(
         LIBC.syscall(MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, 32),
@@ -146,8 +145,8 @@ def make_read_only(target: str) -> None:
 
 
 def become_nobody(keeps_reading: bool = False) -> None:
-    """Root gives up its rights for good, except to read what root can if `keeps_reading`; others
-    stay who they are."""
+    """Gives up root's rights for good, except the right to read all files if `keeps_reading`. Has
+    no effect on the ids of other users."""
     if os.geteuid() == 0:
         if keeps_reading:
             must(LIBC.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keepcaps")
@@ -155,20 +154,20 @@ def become_nobody(keeps_reading: bool = False) -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
         set_capabilities(READ_SEARCH if keeps_reading else 0)
-    # Else root owns /proc/self, and nobody may map its own ids.
+    # Root would otherwise own /proc/self, and user namespaces could not map ids.
     LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def set_capabilities(mask: int) -> None:
-    """Effective and permitted; the others are emptied."""
+    """Sets effective and permitted capabilities; clears inheritable ones."""
     header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(mask, mask)
     must(LIBC.syscall(CAPSET, header, sets), "capset")
 
 
 def python_needs_root() -> bool:
-    """Is the interpreter below a folder that only root can open, such as /root?"""
-    places = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.executable).resolve()]
-    folders = {folder for place in places for folder in (place, *place.parents)}
+    """True if the interpreter is below a folder that only root can open, such as /root."""
+    paths = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.executable).resolve()]
+    folders = {folder for path in paths for folder in (path, *path.parents)}
     return os.geteuid() == 0 and not all(folder.stat().st_mode & 0o001 for folder in folders)
 
 
@@ -179,16 +178,16 @@ def map_ids(inside: int, uid: int, gid: int) -> None:
 
 
 def visible_paths() -> list[str]:
-    """What a program may read: system libraries and tools, and the interpreter with its
+    """Paths that a program may read: system libraries and tools, and the interpreter with its
     packages."""
-    found = [
+    wanted = [
         *SYSTEM,
         sys.prefix,
         sys.base_prefix,
         os.path.dirname(os.path.realpath(sys.executable)),
     ]
-    found += [os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)]  # behind links
-    paths = [path for path in dict.fromkeys(found) if os.path.exists(path)]
+    wanted += [os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)]
+    paths = [path for path in dict.fromkeys(wanted) if os.path.exists(path)]
     return [
         p
         for p in paths
@@ -197,8 +196,7 @@ def visible_paths() -> list[str]:
 
 
 def bubblewrap(argv: list[str]) -> list[str]:
-    """The command that runs argv in a box by bubblewrap: as root with the right to become
-    nobody."""
+    """The command that runs argv in a box by bubblewrap. Root keeps the right to become nobody."""
     line = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-net",
@@ -213,7 +211,7 @@ def bubblewrap(argv: list[str]) -> list[str]:
         else ["--unshare-user"]
     )
     parents = {str(folder) for path in visible_paths() for folder in Path(path).parents} - {"/"}
-    # Of a closed folder such as /root bubblewrap makes a closed copy.
+    # Bubblewrap would copy the mode of a closed folder such as /root.
     for folder in sorted(parents):
         line += ["--perms", "0755", "--dir", folder]
     for path in visible_paths():
@@ -255,14 +253,14 @@ def program_environment() -> dict[str, str]:
 
 
 def enter_program_namespaces(disk_mib: int) -> None:
-    """Namespaces for one program. Its first child is process 1 of it: when that ends, the kernel
-    ends all others."""
+    """Enters namespaces for one program. The first child is process 1 of the pid namespace: when
+    that child ends, the kernel ends all other processes."""
     uid, gid = os.geteuid(), os.getegid()
     unshare("user", "mount", "pid", "net", "ipc", "uts")
     map_ids(1000, uid, gid)
     mount("none", "/", flags=REC | PRIVATE)
     mount("none", "/proc", "tmpfs", RDONLY | NOSUID | NODEV, "size=4k,mode=555")
-    if os.path.isdir("/dev/pts"):  # bubblewrap's: terminals that programs beside this one would see
+    if os.path.isdir("/dev/pts"):  # Terminals in bubblewrap's box are visible to other programs.
         mount("none", "/dev/pts", "tmpfs", RDONLY | NOSUID | NODEV, "size=4k,mode=555")
     mount(
         "none",
@@ -283,9 +281,9 @@ def make_filter(level: str) -> Any:
         return None
     made = seccomp.SyscallFilter(seccomp.ALLOW)
     alone = level == "bubblewrap"
-    more = [] if alone else OWN_GROUP + PRIORITIES + ([] if landlock_version() >= 6 else SIGNALS)
+    more = [] if alone else NEW_GROUPS + PRIORITIES + ([] if landlock_version() >= 6 else SIGNALS)
     for name in DENIED + more:
-        # Unknown on this machine, so it cannot be called by that name.
+        # A name that is unknown on this machine cannot be called.
         with suppress(OSError, ValueError):
             made.add_rule(seccomp.ERRNO(errno.EPERM), NEW.get(name, name))
     for name in METADATA if level == "landlock" else []:
@@ -293,7 +291,7 @@ def make_filter(level: str) -> Any:
             made.add_rule(seccomp.ERRNO(0), NEW.get(name, name))
     for name in [] if alone else OF_OTHERS:
         made.add_rule(seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(0, seccomp.NE, 0))
-    low = 0xFFFFFFFF  # of the register the kernel reads these bits alone
+    low = 0xFFFFFFFF  # The kernel reads only these bits of the register.
     made.add_rule(
         seccomp.ERRNO(errno.EPERM),
         "prctl",
@@ -319,24 +317,24 @@ def make_filter(level: str) -> Any:
         made.add_rule(
             seccomp.ERRNO(errno.EPERM), "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag)
         )
-    # Its flags lie in memory; libraries then use clone.
+    # The flags of clone3 lie in memory, where no filter sees them. Libraries fall back to clone.
     made.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
     return made
 
 
 def landlock_version() -> int:
-    """Of the kernel's interface; 0 without Landlock."""
+    """ABI version of the kernel's Landlock; 0 without Landlock."""
     try:
         import py_landlock
 
         return int(py_landlock.get_abi_version())
-    except Exception:  # not installed, or the kernel has none
+    except Exception:  # The package or the kernel's support is missing.
         return 0
 
 
 def restrict_files(folder: str) -> None:
-    """Landlock: reads and runs visible_paths(), writes in its folder, signals and traces nobody
-    outside."""
+    """Applies Landlock: the program reads and runs visible_paths(), writes in its folder, and
+    neither signals nor traces processes outside."""
     from py_landlock import AccessFs, Landlock
 
     def allow(path: str, access: AccessFs) -> None:
@@ -385,23 +383,20 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def num_threads_of(uid: int) -> int:
-    """Of this user on this machine: without a user namespace of its own a program's limit counts
-    them too."""
-    found = 0
+    """Number of threads of a user on this machine. Without a user namespace a program's limit
+    counts them too."""
+    total = 0
     for folder in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            found += (
-                len(os.listdir(f"/proc/{folder}/task"))
-                if os.stat(f"/proc/{folder}").st_uid == uid
-                else 0
-            )
-    return found
+            if os.stat(f"/proc/{folder}").st_uid == uid:
+                total += len(os.listdir(f"/proc/{folder}/task"))
+    return total
 
 
 def confine(
     level: str, folder: str, limits: dict[str, int], filters: Any, keeps_reading: bool
 ) -> None:
-    """The last step, in the program's own process: no way back from here."""
+    """Confines this process, the program's, for good."""
     others = num_threads_of(os.getuid()) if level != "bubblewrap" else 0
     set_limits(limits | {"processes": limits["processes"] + others})
     must(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -413,10 +408,10 @@ def confine(
 
 
 def prepare(level: str) -> tuple[Any, bool]:
-    """What the forking process does once. Returns the filter that each program loads, and whether
-    programs keep root's right to read: where Landlock names what they may read, and Python lies
-    below /root. Raises OSError where the level cannot be had."""
-    with suppress(OSError):  # where memory runs out, the kernel ends a program, and no rank
+    """Prepares the forking process. Returns (seccomp filter of programs, True if programs keep
+    root's right to read). They keep that right under Landlock if Python lies below /root. Raises
+    OSError if the machine lacks the level."""
+    with suppress(OSError):  # Out of memory, the kernel ends a program rather than a rank.
         Path("/proc/self/oom_score_adj").write_text("1000")
     filters = make_filter(level)
     keeps_reading = level != "bubblewrap" and python_needs_root()
@@ -435,8 +430,8 @@ def prepare(level: str) -> tuple[Any, bool]:
 
 
 def try_a_program(level: str) -> None:
-    """Raises OSError where a program would not get its namespaces: AppArmor or a container can
-    allow the box and refuse these."""
+    """Raises OSError if a program would not get its namespaces: AppArmor or a container may allow
+    the box and refuse namespaces inside it."""
     receive, send = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -450,18 +445,17 @@ def try_a_program(level: str) -> None:
     os.close(send)
     os.waitpid(pid, 0)
     with open(receive, encoding="utf-8") as pipe:
-        if said := pipe.read():
-            raise OSError(said)
+        if error := pipe.read():
+            raise OSError(error)
 
 
 def open_folder(level: str, disk_mib: int) -> str:
-    """The private folder of one program, current from here on."""
+    """Opens the private folder of one program, makes it the current folder and returns its path."""
     if level == "bubblewrap":
         enter_program_namespaces(disk_mib)
         return "/tmp"
-    folder = tempfile.mkdtemp(
-        prefix="rl_core_sandbox_", dir="/tmp"
-    )  # with dir the module remembers no place for programs
+    # Without dir= the module would remember a folder that programs cannot use.
+    folder = tempfile.mkdtemp(prefix="rl_core_sandbox_", dir="/tmp")
     os.chdir(folder)
     return folder
 
@@ -469,7 +463,7 @@ def open_folder(level: str, disk_mib: int) -> str:
 def remove_folder(folder: str) -> None:
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
-    # A program closed a folder to its owner, or nested folders too deep for Python.
+    # The program closed a folder to its owner, or nested folders too deep for Python.
     if os.path.lexists(folder):
         for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
             subprocess.run(

@@ -1,4 +1,4 @@
-"""Results from what a program's processes gave back."""
+"""Results of programs, judged by the outcomes of their processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from rl_core.sandbox.pool import Outcome
 
-MAX_SHOWN = 200  # characters of one text in a failure
+MAX_SHOWN = 200  # Characters of one text in a failure.
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """What a program did.
+    """The result of a program.
 
     status: `ok` if it ended well and passed every test, otherwise why not: `wrong` (another value
     or output than expected), `error` (an exception, or an exit status other than 0), `syntax` (it
@@ -23,17 +23,17 @@ class Result:
     """
 
     status: str
-    passed: list[bool]  # one for each test
-    failures: list[str]  # one for each test: what was called, expected and given; "" if it passed
-    stdout: str  # of the first run, if tests are (stdin, stdout) pairs
+    passed: list[bool]  # One for each test.
+    failures: list[str]  # One for each test: call, expected and actual value; "" if passed.
+    stdout: str  # With tests (stdin, stdout) only of the first run.
     stderr: str
-    wall_s: float  # of all its runs
+    wall_s: float  # Sum over all runs.
     cpu_s: float
-    supervisor_s: float  # CPU seconds of what watched them
+    supervisor_s: float  # CPU seconds of the supervisors.
 
     @property
     def share(self) -> float:
-        """Of its tests that passed, 0 to 1; without tests 1 if it ended well."""
+        """Fraction of tests that passed, 0 to 1. Without tests, 1 if the program ended well."""
         return sum(self.passed) / len(self.passed) if self.passed else float(self.status == "ok")
 
 
@@ -50,7 +50,7 @@ def text_of(data: bytes) -> str:
 
 
 def as_result(outcomes: Sequence[Outcome], status: str, tests: list[tuple[bool, str]]) -> Result:
-    """`tests`: did it pass, and why not."""
+    """`tests`: (passed, reason of the failure) for each test."""
     return Result(
         status=status,
         passed=[passed for passed, _ in tests],
@@ -64,7 +64,7 @@ def as_result(outcomes: Sequence[Outcome], status: str, tests: list[tuple[bool, 
 
 
 def status_of(outcome: Outcome, cpu_s: int) -> str:
-    """Why a program ended."""
+    """The status of a process by the way it ended."""
     last = text_of(outcome.stderr[-2000:]).strip().rpartition("\n")[2]
     if outcome.cut:
         return "output"
@@ -84,25 +84,26 @@ def not_compiled(done: Outcome, num_tests: int) -> Result:
 
 
 def judge_runs(outcomes: list[Outcome], tests: Sequence[Any], cpu_s: int) -> Result:
-    """Of whole programs: one run for each test, or one run without tests."""
+    """The result of a whole program: one run for each test, or one run without tests."""
     statuses = [status_of(outcome, cpu_s) for outcome in outcomes]
-    found = []
-    for n, (given, expected) in enumerate(tests):
+    judged = []
+    for n, (stdin, expected) in enumerate(tests):
         printed = text_of(outcomes[n].stdout)
         if statuses[n] == "ok" and lines_of(printed) != lines_of(expected):
             statuses[n] = "wrong"
-        what = (
+        actual = (
             f"printed {shown(printed)}"
             if statuses[n] == "wrong"
             else f"{statuses[n]}, {last_line(outcomes[n])}"
         )
-        reason = f"input {shown(given)}: expected {shown(expected)}, {what}"
-        found.append((statuses[n] == "ok", "" if statuses[n] == "ok" else reason))
-    return as_result(outcomes, next((status for status in statuses if status != "ok"), "ok"), found)
+        reason = f"input {shown(stdin)}: expected {shown(expected)}, {actual}"
+        judged.append((statuses[n] == "ok", "" if statuses[n] == "ok" else reason))
+    status = next((status for status in statuses if status != "ok"), "ok")
+    return as_result(outcomes, status, judged)
 
 
 def lines_of(text: str) -> list[str]:
-    """Without spaces at ends of lines, and without empty lines at the end."""
+    """Lines without spaces at their ends, and without empty lines at the end."""
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip().split("\n")
 
 
@@ -111,28 +112,29 @@ def shown(text: str) -> str:
 
 
 def last_line(outcome: Outcome) -> str:
-    said = text_of(outcome.stderr).strip().rpartition("\n")[2]
-    return said[:MAX_SHOWN] or f"exit status {outcome.exit}"
+    line = text_of(outcome.stderr).strip().rpartition("\n")[2]
+    return line[:MAX_SHOWN] or f"exit status {outcome.exit}"
 
 
 def judge_calls(done: Outcome, checked: Outcome, tests: Sequence[Any], cpu_s: int) -> Result:
-    """Of a program's functions, from what the tests' process says. Raises ValueError for tests that
-    are broken themselves."""
+    """The result of tests of functions, read from the output of the tests' process. Raises
+    ValueError if the tests themselves are broken."""
     ends = {
         "timeout": f"no answer within {cpu_s} s",
         "output": "too much output",
         "memory": "out of memory",
     }
-    found, data = [], checked.back
+    results, data = [], checked.back
     while len(data) >= 4 and len(data) >= (size := 4 + int.from_bytes(data[:4], "big")):
-        found.append(json.loads(data[4:size]))
+        results.append(json.loads(data[4:size]))
         data = data[size:]
-    broken = next((row["broken"] for row in found if "broken" in row), None)
+    broken = next((row["broken"] for row in results if "broken" in row), None)
     if broken is not None:
         raise ValueError(f"the tests are broken: {broken}")
     ended = status_of(done, cpu_s)
     ended = ended if ended in ends else "timeout" if checked.timed_out else "ended"
-    rows = found + [{"passed": False, "status": "ended", "reason": ""} for _ in tests[len(found) :]]
+    missing = {"passed": False, "status": "ended", "reason": ""}
+    rows = results + [dict(missing) for _ in tests[len(results) :]]
     for row in rows:
         if row["status"] == "ended":
             row["status"] = ended

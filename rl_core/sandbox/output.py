@@ -1,12 +1,12 @@
-"""What a command wrote, bounded. Standard library only: it runs inside boxes too."""
+"""Bounded output of a command. Standard library only, because boxes run this file too."""
 
 from __future__ import annotations
 
-MAX_OUTPUT_BYTES = 1 << 20  # of each of stdout and stderr; the middle of more is left out
+MAX_OUTPUT_BYTES = 1 << 20  # Limit of stdout and of stderr; the middle of more is left out.
 
 
 class Output:
-    """The beginning and the end of what a program wrote."""
+    """The beginning and the end of a program's output."""
 
     def __init__(self, max_bytes: int = MAX_OUTPUT_BYTES):
         self.half = max_bytes // 2

@@ -22,8 +22,8 @@ from rl_core.sandbox import isolation
 from rl_core.sandbox.engines import bind_flags, reap, run_line
 
 START_TIMEOUT_S = 60.0
-MAX_WAIT = 10  # times its timeout_s that a program may wait for a core beside it
-GRACE_S = 30.0  # beyond a program's own deadline, until its supervisor counts as lost
+MAX_WAIT = 10  # Longest wait of a program for a free core, in multiples of its timeout_s.
+GRACE_S = 30.0  # Time after a program's deadline until its supervisor counts as lost.
 BEGIN = (
     "import sys; sys.path[0] = {path!r}; from rl_core.sandbox.zygote import serve; del "
     "sys.path[0]; serve({args})"
@@ -31,30 +31,31 @@ BEGIN = (
 
 
 class Refused(RuntimeError):
-    """This machine cannot close a program in."""
+    """This machine cannot isolate a program."""
 
 
 class Lost(RuntimeError):
-    """A supervisor ended without a word: killed for memory, say."""
+    """A supervisor ended without a result, for example killed for memory."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """How one process of a program ended. `back`: what it sent over its job socket."""
+    """The end of one process of a program. `back`: bytes that the process sent over its job
+    socket."""
 
     stdout: bytes
     stderr: bytes
     back: bytes
-    cut: bool  # more output than the limit: the program was ended
+    cut: bool  # True if the program was ended because of too much output.
     timed_out: bool
-    exit: int  # negative: the signal that ended it
+    exit: int  # Exit status; negative for a signal.
     wall_s: float
     cpu_s: float
-    supervisor_s: float  # CPU seconds of what watched it
+    supervisor_s: float  # CPU seconds of the supervisor.
 
 
 def listen(path: str) -> socket.socket:
-    """A socket that a container can reach, where it runs as nobody."""
+    """A listening socket that processes of a container, which run as nobody, can reach."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     os.chmod(os.path.dirname(path), 0o711)
@@ -111,12 +112,8 @@ class Pool:
                 try:
                     self.begin(level)
                     return self.level
-                except (
-                    OSError,
-                    ValueError,
-                    AttributeError,
-                    subprocess.SubprocessError,
-                ) as error:  # no pidfd: not Linux
+                # AttributeError: only Linux has pidfds.
+                except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
                     reasons.append(f"{level}: {error}")
         raise Refused(
             "this machine cannot close off network and files for code that a model wrote; install "
@@ -125,7 +122,7 @@ class Pool:
 
     def begin(self, level: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        owner = os.pidfd_open(os.getpid())  # readable once this process has ended, however it ended
+        owner = os.pidfd_open(os.getpid())  # Becomes readable when this process ends.
         with ExitStack() as stack:
             stack.callback(theirs.close)
             stack.callback(os.close, owner)
@@ -145,7 +142,7 @@ class Pool:
                 stderr=subprocess.PIPE,
                 cwd="/",
                 pass_fds=fds,
-                start_new_session=True,  # Ctrl-C is for the owner, who closes the socket
+                start_new_session=True,  # The owner handles Ctrl-C and closes the socket.
             )
             if listener is not None:
                 ours.close()
@@ -155,27 +152,25 @@ class Pool:
         finalizer = weakref.finalize(self, close_all, ours, process)
         try:
             answer = json.loads(ours.recv(1 << 16) or b"{}")
-            said = (
-                ""
-                if answer.get("level")
-                else answer.get("error") or process.stderr.read(2000).decode().strip()
-            )
+            problem = ""
+            if not answer.get("level"):
+                problem = answer.get("error") or process.stderr.read(2000).decode().strip()
         except OSError as error:
-            said, answer = str(error), {}
+            problem, answer = str(error), {}
         process.stderr.close()
-        if said or not answer:
+        if problem or not answer:
             finalizer()
-            raise OSError(said or "its process ended at once")
+            raise OSError(problem or "its process ended at once")
         if self.finalizer is not None and self.pid == os.getpid():
             self.finalizer()
         elif self.finalizer is not None:
-            self.finalizer.detach()  # a fork: the process belongs to the parent
+            self.finalizer.detach()  # After a fork the process belongs to the parent.
         self.control, self.pid, self.level, self.finalizer = ours, os.getpid(), level, finalizer
         self.process = process
         self.has_seccomp = answer["seccomp"]
 
     def command(self, level: str, fds: list[int], folder: str) -> list[str]:
-        """How the process that forks programs is started."""
+        """The command that starts the process that forks programs."""
         args = [level, *fds] if not folder else [level, f"{isolation.BOX_FOLDER}/socket"]
         boxed = level == "bubblewrap" or folder
         path = os.path.dirname(isolation.BOX_PACKAGE) if boxed else str(isolation.PACKAGE.parent)
@@ -193,7 +188,8 @@ class Pool:
         return isolation.bubblewrap(argv) if level == "bubblewrap" else argv
 
     def launch(self, header: dict[str, Any], fds: list[int]) -> None:
-        """Raises OSError if the process has died; start() then makes another."""
+        """Sends a request to the warm process. Raises Lost if that process has died; start() then
+        makes another one."""
         with self.lock:
             control = self.control
             try:
@@ -214,8 +210,8 @@ class Pool:
 def container(
     runtime: str, image: str, flags: list[str], folder: str, argv: list[str]
 ) -> list[str]:
-    """The command that runs argv in a container of docker or podman. `folder` holds the socket by
-    which it is reached."""
+    """The command that runs argv in a container of docker or podman. `folder` holds the socket of
+    this process."""
     line = [*run_line(runtime), "--read-only", f"--user={isolation.NOBODY}:{isolation.NOBODY}"]
     line += ["--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777", "--workdir=/tmp"]
     line += bind_flags(isolation.PACKAGE, isolation.BOX_PACKAGE) + bind_flags(
@@ -228,8 +224,8 @@ def container(
 
 
 class Channels:
-    """The four sockets of one process: status, job, stdout, stderr; what was read from them, and
-    how to end it."""
+    """The four sockets of one process: status, job, stdout, stderr. Reads them and ends the
+    process."""
 
     def __init__(self, pool: Pool, header: dict[str, Any], rpc: socket.socket | None):
         self.pairs = [socket.socketpair() for _ in range(4)]
@@ -261,23 +257,23 @@ class Channels:
             self.status.shutdown(socket.SHUT_WR)
 
     async def read(self, source: socket.socket, most: int) -> bytes:
-        found, loop = bytearray(), asyncio.get_running_loop()
+        data, loop = bytearray(), asyncio.get_running_loop()
         with suppress(ConnectionError):
-            while part := await loop.sock_recv(source, 1 << 16):
-                room = most - len(found)
-                found += part[:room]
-                if len(part) > room:
+            while chunk := await loop.sock_recv(source, 1 << 16):
+                room = most - len(data)
+                data += chunk[:room]
+                if len(chunk) > room:
                     self.cut = True
                     self.end()
-        return bytes(found)
+        return bytes(data)
 
     async def read_all(self, sources: Sequence[tuple[socket.socket, int]]) -> list[bytes]:
         return await asyncio.gather(*(self.read(*source) for source in sources))
 
     async def feed(self, parts: list[bytes]) -> None:
         with suppress(ConnectionError):
-            for part in parts:
-                await asyncio.get_running_loop().sock_sendall(self.job, part)
+            for data in parts:
+                await asyncio.get_running_loop().sock_sendall(self.job, data)
             self.job.shutdown(socket.SHUT_WR)
 
     async def end_after(self, stop: asyncio.Event) -> None:
@@ -292,14 +288,14 @@ async def run_process(
     rpc: socket.socket | None = None,
     stop: asyncio.Event | None = None,
 ) -> Outcome:
-    """One process of a program. `header`: role, limits, timeout_s. `parts`: what it reads from its
-    job socket. `rpc`: its end of a socket to another process, closed here. `stop`: end it when set;
-    cancelling ends it too. Raises Lost, Refused."""
+    """Runs one process of a program. `header`: role, limits, timeout_s. `parts`: data for its job
+    socket. `rpc`: its end of a socket to another process, closed here. `stop`: ends the process
+    when set; cancellation ends the process too. Raises Lost, Refused."""
     channels = Channels(pool, header, rpc)
     limits = header["limits"]
     most, back = limits["output_kib"] << 10, limits["file_mib"] + 1 << 20
-    beside = [asyncio.ensure_future(channels.feed(parts))]
-    beside += [asyncio.ensure_future(channels.end_after(stop))] if stop is not None else []
+    tasks = [asyncio.ensure_future(channels.feed(parts))]
+    tasks += [asyncio.ensure_future(channels.end_after(stop))] if stop is not None else []
     try:
         sources = (
             (channels.status, 1 << 20),
@@ -309,21 +305,21 @@ async def run_process(
         )
         reading = channels.read_all(sources)
         most_s = (MAX_WAIT + 1) * header["timeout_s"] + GRACE_S
-        said, stdout, stderr, sent = await asyncio.wait_for(reading, most_s)
+        status, stdout, stderr, sent = await asyncio.wait_for(reading, most_s)
     except asyncio.TimeoutError:
         raise RuntimeError(
             f"a program was not ended within {most_s:g} s; its supervisor was stopped or killed"
         ) from None
     finally:
-        for task in beside:
+        for task in tasks:
             task.cancel()
         channels.close()
-    if len(said) < 4:
+    if len(status) < 4:
         raise Lost(
-            "the supervisor of a program ended without a word: "
+            "the supervisor of a program ended without a result: "
             f"{stderr[-300:].decode(errors='replace')}"
         )
-    told = json.loads(said[4:])
-    if "refused" in told:
-        raise Refused(told["refused"])
-    return Outcome(stdout=stdout, stderr=stderr, back=sent, cut=channels.cut, **told)
+    end = json.loads(status[4:])
+    if "refused" in end:
+        raise Refused(end["refused"])
+    return Outcome(stdout=stdout, stderr=stderr, back=sent, cut=channels.cut, **end)

@@ -13,8 +13,8 @@ RESTARTED = "the next call has a new interpreter, without variables"
 
 
 class PythonSession:
-    """An interpreter in a box with the box's limits. It ends with the box. One call at a time;
-    others wait. After a call that ended it all processes of the box are killed."""
+    """An interpreter in a box, with the box's limits, that ends with the box. Runs one call at a
+    time; others wait. Kills all processes of the box after a call that ended the interpreter."""
 
     def __init__(self, box: Box, timeout_s: float = 10.0):
         if not timeout_s > 0:
@@ -29,14 +29,13 @@ class PythonSession:
         return f"/tmp/rl_core_interpreter_{self.num_started}"
 
     async def run(self, code: str) -> str:
-        """What the code wrote, the traceback of an error and the value of a last expression among
-        it, at most 16 KB. A line in brackets instead says that the interpreter ended: the call took
-        longer than timeout_s, left by os._exit(), or was killed. Raises BoxEnded, OSError."""
+        """Runs code and returns its output, at most 16 KB, with the traceback of an error and the
+        value of a last expression. Returns a line in brackets instead if the interpreter ended: the
+        call exceeded timeout_s, called os._exit(), or was killed. Raises BoxEnded, OSError."""
         async with self.lock:
             if not self.is_ready:
                 await self.start()
-            # Where this is cancelled, the interpreter may still be at work: the next call replaces
-            # it.
+            # After a cancellation the interpreter may still be busy; the next call replaces it.
             self.is_ready = False
             command = ["python3", "-I", IN_BOX, "call", self.socket]
             code = code.encode(errors="replace").decode()

@@ -1,5 +1,4 @@
-"""What environments need between data sets and the sandbox: the program in a reply, the tests in a
-row."""
+"""Programs from replies, and tests from rows of data sets, for the sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-# Bounds keep it linear in the length of a reply that repeats a character for ever.
+# Bounds keep the search linear in the length of a reply that repeats a character.
 FENCE = re.compile(r"```[ \t]{0,9}([\w+#]{0,20})[^\n]{0,99}\n(.*?)(?:```|\Z)", re.DOTALL)
 LANGUAGES = {"cpp": "cpp", "c++": "cpp", "cc": "cpp", "bash": "bash", "sh": "bash", "shell": "bash"}
 
@@ -34,10 +33,9 @@ def function_tests(row: Mapping[str, Any], prompt: str = "") -> tuple[str, list[
             & vars(builtins).keys()
         )
         # MBPP asks for a function called sum.
-        own = [f"from program import {name}" for name in sorted(defined)]
-        return "\n".join(
-            [*row.get("test_imports", ()), row.get("test_setup_code", ""), *own]
-        ), list(row["test_list"])
+        imports = [f"from program import {name}" for name in sorted(defined)]
+        setup = [*row.get("test_imports", ()), row.get("test_setup_code", ""), *imports]
+        return "\n".join(setup), list(row["test_list"])
     if not row.get("test"):
         raise ValueError(
             f"a row with {', '.join(row)} has no tests; give `test_list`, or `test` and "

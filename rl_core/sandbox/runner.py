@@ -1,5 +1,5 @@
-"""In the program's own process: runs what a model wrote, and answers calls to its functions.
-Nothing here is a secret or trusted: whatever a program does to this file, all it can send out are
+"""The process of the program: runs code that a model wrote and answers calls to its functions.
+Nothing here is secret or trusted: whatever a program does to this module, it can send out only
 plain values."""
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from rl_core.sandbox.values import decode, encode, read_frame, receive, send, write_frame
 
 FILE = "program.py"
-MAX_TEXT = 300  # characters of an exception's message
+MAX_TEXT = 300  # Characters of an exception's message.
 
 
 def run(job: socket.socket, rpc: socket.socket | None) -> int:
-    """The exit status of the program that the job's first frame describes."""
+    """Runs the program that the job's first frame describes and returns the exit status."""
     wanted = receive(job)
     if wanted["do"] == "call":
         return answer_calls(wanted["code"], rpc)
@@ -40,7 +40,7 @@ def run(job: socket.socket, rpc: socket.socket | None) -> int:
                 file.write(binary)
         os.dup2(job.fileno(), 0)
         os.execvp(wanted["argv"][0], wanted["argv"])
-    os.dup2(job.fileno(), 0)  # what follows the frame is the program's stdin
+    os.dup2(job.fileno(), 0)  # The program's stdin follows the frame.
     open_streams()
     return as_program(wanted["code"])
 
@@ -53,7 +53,7 @@ def open_streams() -> None:
 
 
 def execute(code: str, name: str) -> dict[str, Any]:
-    """The names that the code leaves behind. `name` is its __name__."""
+    """Runs code as a module with this __name__ and returns the module's names."""
     module = types.ModuleType(name)
     module.__file__ = FILE
     sys.modules[name], sys.argv = module, [FILE]
@@ -63,7 +63,7 @@ def execute(code: str, name: str) -> dict[str, Any]:
 
 
 def as_program(code: str) -> int:
-    """As `python program.py` would."""
+    """Runs code as `python program.py` does and returns the exit status."""
     status = 0
     try:
         execute(code, "__main__")
@@ -74,23 +74,23 @@ def as_program(code: str) -> int:
             print(stop.code, file=sys.stderr)
     except BaseException as error:
         status = 1
-        print(told(error), end="", file=sys.stderr)
+        print(traceback_of(error), end="", file=sys.stderr)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     return status & 0xFF
 
 
-def told(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
     """The traceback without the lines of this file."""
-    place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename != FILE:
-        place = place.tb_next
-    return "".join(traceback.format_exception(type(error), error, place))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def compile_program(argv: list[str], job: socket.socket) -> int:
-    """Sends the compiled file. Nothing that it holds is run here."""
+    """Compiles a program and sends the file, without running it."""
     status = subprocess.run(argv, stdin=subprocess.DEVNULL, check=False).returncode
     if status == 0:
         with open("program", "rb") as file:
@@ -99,7 +99,7 @@ def compile_program(argv: list[str], job: socket.socket) -> int:
 
 
 def answer_calls(code: str, rpc: socket.socket) -> int:
-    """Runs the module, then calls what the other side names until it closes the socket."""
+    """Runs the module, then answers calls until the other side closes the socket."""
     open_streams()
     objects: list[Any] = []
     try:
@@ -129,18 +129,18 @@ def finish(status: int) -> int:
 def answer_call(
     request: dict[str, Any], names: dict[str, Any], objects: list[Any]
 ) -> dict[str, Any]:
-    """A plain value, or the number of an object that stays here; and arguments that the call has
-    changed."""
+    """Returns the plain value of a call, or the number of an object that stays here, and the
+    arguments that the call changed."""
     if request["name"] is not None and request["name"] not in names:
         raise NameError(f"name {request['name']!r} is not defined")
     target = names[request["name"]] if request["name"] is not None else objects[request["object"]]
     for attribute in request["path"]:
         target = getattr(target, attribute)
     args = [decode(value) for value in request["args"]]
-    how = request["how"]
-    if how == "call":
+    verb = request["verb"]
+    if verb == "call":
         value = target(*args, **{name: decode(value) for name, value in request["kwargs"].items()})
-    elif how == "list":
+    elif verb == "list":
         value = list(target)
     else:
         value = target

@@ -1,4 +1,4 @@
-"""Sandbox: runs code that a model wrote, and tests it. docs/sandbox.md says what it guarantees."""
+"""Sandbox: runs and tests code that a model wrote. docs/sandbox.md lists the guarantees."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ LANGUAGES: dict[str, tuple[str, list[str], list[str]]] = {
     ),
 }
 COMPILE_S, COMPILE_MIB = 30.0, 1024
-CHECKER_S = 5.0  # that the tests may take beyond the program
-# One kill of the warm process can cost three: what it ran, what it had taken, the next launch.
+CHECKER_S = 5.0  # Time of the tests in addition to the program's.
+# One kill of the warm process can cost three tries: the running one, a queued one, the next launch.
 TRIES = 5
 
 
 @dataclass(kw_only=True, slots=True)
 class Limits:
-    """Of one program. CPU seconds are those of timeout_s, rounded up, for each of its processes."""
+    """Limits of one program. Each process also gets timeout_s, rounded up, in CPU seconds."""
 
-    memory_mib: int = 512  # address space of each process
-    processes: int = 16  # with threads
+    memory_mib: int = 512  # Address space of each process.
+    processes: int = 16  # Threads count too.
     file_mib: int = 16
-    disk_mib: int = 64  # of its private folder; not at the level landlock
+    disk_mib: int = 64  # Size of the private folder; no limit at the level landlock.
     open_files: int = 64
-    output_kib: int = 256  # of stdout, and of stderr
+    output_kib: int = 256  # Limit of stdout, and of stderr.
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class Sandbox:
     started with the first program and ends with this process. `level`: one of LEVELS instead of the
     strongest that works here."""
 
-    workers: int = 0  # 0: this rank's share of the cores
+    workers: int = 0  # 0: this rank's share of the cores.
     limits: Limits = field(default_factory=Limits)
     level: str = ""
-    image: str = ""  # at the levels docker and podman: one with Python 3.10 or later
-    flags: Sequence[str] = ()  # of `docker run`
+    image: str = ""  # With Python 3.10 or later, for the levels docker and podman.
+    flags: Sequence[str] = ()  # Flags for `docker run`.
     _pool: Pool = field(init=False, repr=False)
     _slots: Any = field(init=False, repr=False)
 
@@ -70,22 +70,22 @@ class Sandbox:
         self._pool = Pool([self.level] if self.level else list(LEVELS), self.image, self.flags)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self.workers = self.workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self._slots = weakref.WeakKeyDictionary()  # event loop -> its semaphore
+        self._slots = weakref.WeakKeyDictionary()  # Event loop -> its semaphore.
 
     @property
     def has_seccomp(self) -> bool:
-        """Whether system calls of programs are filtered, once it has started. Needs pyseccomp where
-        the level sees it."""
+        """True if system calls of programs are filtered; known after start(). Needs pyseccomp in a
+        folder that the level shows."""
         return self._pool.has_seccomp
 
     def start(self) -> str:
-        """The level of isolation, after starting the warm process. Raises RuntimeError where there
-        is none."""
+        """Starts the warm process and returns the level of isolation. Raises RuntimeError if no
+        level works here."""
         return self._pool.start()
 
     def close(self) -> None:
-        """Ends the warm process. A program that runs goes on until its end or deadline; cancel
-        run() to end it."""
+        """Ends the warm process. Running programs continue to their end or deadline; cancel run()
+        to end one."""
         self._pool.close()
 
     async def run(
@@ -106,15 +106,15 @@ class Sandbox:
         `setup`: trusted Python that defines names for the tests. The program is then a module, not
         __main__.
 
-        `tests` of whole programs, in any language: pairs (stdin, stdout). Each is a run of its own,
-        and passes if it ends with status 0 and prints stdout, but for spaces at ends of lines and
-        empty lines at the end.
+        `tests` of whole programs, in any language: pairs (stdin, stdout). Each pair is a
+        separate run, and passes if the run ends with status 0 and prints stdout; spaces at ends of
+        lines and empty lines at the end do not count.
 
-        `timeout_s`: of one run, or of all calls together, in wall-clock seconds without those in
-        which no core was free; rounded up, also in CPU seconds.
+        `timeout_s`: deadline of one run, or of all calls together, in wall-clock seconds without
+        those in which no core was free; also, rounded up, the limit in CPU seconds.
 
-        Raises ValueError for a wrong argument, RuntimeError where the machine has no isolation or
-        the kernel ends a supervisor.
+        Raises ValueError for a wrong argument, RuntimeError if the machine has no isolation or the
+        kernel ends a supervisor.
         """
         if language not in LANGUAGES:
             raise ValueError(f"language={language!r} is not one of {', '.join(LANGUAGES)}")
@@ -141,8 +141,8 @@ class Sandbox:
             if done.exit != 0 or len(done.back) < 4:
                 return not_compiled(done, len(tests))
             binary = done.back
-        inputs = [stdin] if not tests else [given for given, _ in tests]
-        runs = [self._program(code, language, binary, given, timeout_s) for given in inputs]
+        inputs = [test[0] for test in tests] if tests else [stdin]
+        runs = [self._program(code, language, binary, text, timeout_s) for text in inputs]
         outcomes = await asyncio.gather(*runs)
         return judge_runs(outcomes, tests, math.ceil(timeout_s))
 
@@ -157,8 +157,8 @@ class Sandbox:
         )
 
     async def _call(self, code: str, tests: Sequence[Any], setup: str, timeout_s: float) -> Result:
-        """Two processes: the program's, and the tests' with the expected values. They talk in plain
-        values."""
+        """Runs two processes: the program's, and the tests' with the expected values. They exchange
+        plain values."""
         wanted = [
             t if isinstance(t, str) else t | {"expected": encode(t["expected"])} for t in tests
         ]
@@ -219,18 +219,18 @@ class Sandbox:
         }
         limits["memory_mib"] = max(memory_mib, limits["memory_mib"])
         header = {"role": role, "limits": limits, "timeout_s": timeout_s, "max_wait": MAX_WAIT}
-        if role == "check":  # it waits for the program, whose time may be longer
+        if role == "check":  # The tests wait for the program, which may take longer.
             header["timeout_s"] = (MAX_WAIT + 1) * timeout_s + CHECKER_S
         return await run_process(self._pool, header, parts, **more)
 
 
-def frame(what: Any) -> list[bytes]:
-    data = json.dumps(what).encode()
+def frame(value: Any) -> list[bytes]:
+    data = json.dumps(value).encode()
     return [len(data).to_bytes(4, "big") + data]
 
 
 def job(language: str, code: str, do: str) -> list[bytes]:
-    """What a program's process reads first."""
+    """The first frame that a program's process reads."""
     file, build, run = LANGUAGES[language]
     return frame(
         {

@@ -7,7 +7,7 @@ import json
 import socket
 from typing import Any
 
-MAX_FRAME = 64 << 20  # bytes
+MAX_FRAME = 64 << 20  # Bytes.
 TAGS = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 MAKERS = {name: kind for kind, name in TAGS.items()}
 
@@ -41,13 +41,13 @@ def encode(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
-def decode(found: Any) -> Any:
+def decode(data: Any) -> Any:
     """The value that encode() wrote. Raises ValueError or TypeError for anything else."""
-    if isinstance(found, list):
-        return [decode(item) for item in found]
-    if not isinstance(found, dict):
-        return found
-    [(name, inner)] = found.items()
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    [(name, inner)] = data.items()
     if name == "dict":
         return {decode(key): decode(value) for key, value in inner}
     if name in MAKERS:
@@ -63,7 +63,8 @@ def decode(found: Any) -> Any:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Equal in type and value at every depth: 1, 1.0 and True differ, nan equals nan."""
+    """True if two values are equal in type and value at every depth: 1, 1.0 and True differ, nan
+    equals nan."""
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple)):
@@ -77,7 +78,8 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def with_type(member: Any) -> tuple:
-    """A member of a set or a key, so that two are equal if type and value are, at every depth."""
+    """Wraps a set's member or a key, so that two are equal only if their types are too, at every
+    depth."""
     if isinstance(member, (tuple, frozenset)):
         return type(member), type(member)(map(with_type, member))
     return type(member), member if member == member else "nan"
@@ -88,7 +90,7 @@ def write_frame(to: socket.socket, data: bytes) -> None:
 
 
 def read_frame(source: socket.socket) -> bytes | None:
-    """None at the end of the stream."""
+    """Reads a frame. Returns None at the end of the stream."""
     head = read_exactly(source, 4)
     return head and read_exactly(source, int.from_bytes(head, "big"))
 
@@ -96,21 +98,21 @@ def read_frame(source: socket.socket) -> bytes | None:
 def read_exactly(source: socket.socket, size: int) -> bytes | None:
     if size > MAX_FRAME:
         raise ValueError(f"a frame of {size} bytes, at most {MAX_FRAME} are read")
-    parts = bytearray()
-    while len(parts) < size:
-        part = source.recv(min(size - len(parts), 1 << 20))
-        if not part:
+    data = bytearray()
+    while len(data) < size:
+        chunk = source.recv(min(size - len(data), 1 << 20))
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        data += chunk
+    return bytes(data)
 
 
-def send(to: socket.socket, what: Any) -> None:
-    write_frame(to, json.dumps(what).encode())
+def send(to: socket.socket, value: Any) -> None:
+    write_frame(to, json.dumps(value).encode())
 
 
 def receive(source: socket.socket) -> Any:
-    """Raises EOFError at the end of the stream, ValueError for what is no JSON."""
+    """Reads a value. Raises EOFError at the end of the stream, ValueError for malformed JSON."""
     frame = read_frame(source)
     if frame is None:
         raise EOFError

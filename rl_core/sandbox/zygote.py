@@ -1,5 +1,5 @@
-"""The process that forks programs. It waits inside the box with everything imported. It never sees
-a program or a test: those go through sockets that it hands on, so no fork of it can find them in
+"""The process that forks programs. Waits inside the box with everything imported. Programs and
+tests go through sockets that this process only passes on, so none of its forks has them in
 memory."""
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from rl_core.sandbox.values import send
 
 
 def serve(level: str, where: int | str, owner_fd: int = -1) -> None:
-    """Forks a supervisor for every request until the socket closes or the owner, a pidfd, has
-    ended. `where`: the socket, or in a container its path, where the pidfd comes with the first
-    message."""
+    """Forks a supervisor for every request until the socket closes or the owner, a pidfd, ends.
+    `where`: the socket, or its path in a container; the pidfd then comes with the first message."""
     if isinstance(where, str):
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.connect(where)
@@ -80,13 +79,13 @@ def in_child(work: Callable[[], int]) -> None:
 def supervise(
     wanted: dict[str, Any], fds: list[int], level: str, confinement: tuple[Any, bool]
 ) -> int:
-    """Runs one program in a process of its own, ends it and all that it started, and says how it
-    went. `fds`: status, job, stdout, stderr, and the socket to the other side of a test."""
+    """Runs one program in a separate process, ends all its processes, and sends the outcome. `fds`:
+    status, job, stdout, stderr, and the socket between program and tests."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Processes whose parents have ended become this one's children, so that is_alone() sees them.
+    # Orphans become children of this process, so that is_alone() sees them.
     isolation.LIBC.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     status = socket.socket(fileno=os.dup(fds[0]))
-    # Hidden from here on, where programs have namespaces.
+    # Opened before a program's namespaces hide /proc.
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     try:
         folder = isolation.open_folder(level, wanted["limits"]["disk_mib"])
@@ -104,27 +103,28 @@ def supervise(
     if level != "bubblewrap":
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    found = {
+    outcome = {
         "timed_out": timed_out,
         "exit": os.waitstatus_to_exitcode(code),
         "wall_s": time.monotonic() - began,
     }
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    found |= {"cpu_s": used.ru_utime + used.ru_stime, "supervisor_s": own.ru_utime + own.ru_stime}
-    with suppress(OSError):  # the owner is gone
-        send(status, found)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    outcome["cpu_s"] = used.ru_utime + used.ru_stime
+    outcome["supervisor_s"] = usage.ru_utime + usage.ru_stime
+    with suppress(OSError):  # The owner may be gone.
+        send(status, outcome)
     status.close()
     if level != "bubblewrap":
-        # After the answer: a program may make more files in a second than are removed in one.
+        # Removal comes after the answer: removing many files may take seconds.
         os.chdir("/")
         isolation.remove_folder(folder)
     return 0
 
 
 def wait_for(pid: int, status: socket.socket, timeout_s: float, max_wait: float, proc: int) -> bool:
-    """Has the process run out of time? It is ended then, and when the owner closes the socket or is
-    gone. Seconds that it waited for a core do not count, up to `max_wait` times its own, unless it
-    shares cores with processes and threads of its own."""
+    """Waits for the process and returns True if it ran out of time. Kills the process then, and
+    when the owner closes the socket or is gone. Time spent waiting for a core does not count, up to
+    `max_wait` times timeout_s, unless the process has children or threads."""
     process, waiting, began = os.pidfd_open(pid), select.poll(), time.monotonic()
     waiting.register(process, select.POLLIN)
     waiting.register(status, select.POLLIN)
@@ -140,8 +140,8 @@ def wait_for(pid: int, status: socket.socket, timeout_s: float, max_wait: float,
 
 
 def waited_s(pid: int, proc: int) -> float:
-    """Seconds that the process was ready and had no core. 0 where the kernel does not count them,
-    and for a process that may have waited for its own children or threads."""
+    """Seconds in which the process was ready and had no core. Returns 0 if the kernel does not
+    count them, and for a process that may have waited for its children or threads."""
     try:
         if not is_alone(pid, proc):
             return 0.0
@@ -151,8 +151,8 @@ def waited_s(pid: int, proc: int) -> float:
 
 
 def is_alone(pid: int, proc: int) -> bool:
-    """Whether a child of this process has one thread, and neither has nor had children. Raises
-    OSError where the kernel does not list children."""
+    """True if a child of this process has one thread, and neither has nor had children. Raises
+    OSError if the kernel does not list children."""
     ours = os.getpid()
     if read(proc, f"{pid}/task/{pid}/children").split():
         return False
@@ -164,7 +164,7 @@ def is_alone(pid: int, proc: int) -> bool:
 
 
 def read(proc: int, name: str) -> str:
-    """A file below /proc."""
+    """Text of a file below /proc."""
     with open(os.open(name, os.O_RDONLY, dir_fd=proc), encoding="utf-8", errors="replace") as file:
         return file.read()
 
@@ -173,7 +173,7 @@ def become_program(
     wanted: dict[str, Any], fds: list[int], level: str, folder: str, confinement: tuple[Any, bool]
 ) -> int:
     isolation.LIBC.prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    os.setsid()  # kill(0) reaches a process group, across pid namespaces too
+    os.setsid()  # kill(0) reaches a process group across pid namespaces.
     _, job, out, err, *rpc = fds
     high = [os.dup2(fd, 100 + n, inheritable=False) for n, fd in enumerate([job, *rpc])]
     for n, fd in enumerate((os.open("/dev/null", os.O_RDONLY), out, err)):
