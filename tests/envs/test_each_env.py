@@ -4,6 +4,7 @@ the real command. Those of most stand in a file of their kind; the others are he
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import stage
@@ -27,7 +28,6 @@ TESTED = {
     "envs/test_tau2.py": "tau2_env",
     "engines/test_shared.py": "sort_two_ways",
     "agents/test_agent_env.py": "openai_agent",
-    "agents/test_harbor.py": "harbor",
     "agents/test_verifiers.py": "verifiers_env",
 }
 
@@ -51,6 +51,11 @@ def terminal_solver(row):
     commands = ["rm -f *"]
     commands += [f"printf %s '{text}' > {name}" for name, text in row["wanted"].items()]
     return [called("bash", command="; ".join(commands)), "Done."]
+
+
+def harbor_solver(row):
+    script = Path(row["task_folder"], "solution/solve.sh").read_text()
+    return [called("bash", command=script), "Done."]
 
 
 def maze_solver(row):
@@ -81,6 +86,11 @@ SOLVED = {
         ["Done."],
         1000,
     ),
+    "harbor": (
+        harbor_solver,
+        ["Done."],
+        1000,
+    ),
     "python_tool": (
         python_solver,
         ["I do not know."],
@@ -102,7 +112,7 @@ SOLVED = {
         100,
     ),
 }
-IN_BOXES = ("terminal", "python_tool")
+IN_BOXES = ("harbor", "terminal", "python_tool")
 EACH = [pytest.param(name, marks=[needs_bubblewrap] if name in IN_BOXES else []) for name in SOLVED]
 
 

@@ -1,6 +1,0 @@
-"""Counts what a shop has."""
-
-from stock.store import Store
-from stock.text import parse_line, table
-
-__all__ = ["Store", "parse_line", "table"]
