@@ -26,7 +26,8 @@ from rl_core.types import TrainingSample
 
 
 class Device:
-    """What learners and engines of this rank have in turn. Every rank must call its methods."""
+    """The device that learners and engines of this rank take turns on. Every rank must call its
+    methods."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Device:
         barrier(self.ranks)
 
     async def sleep(self) -> None:
-        """When it returns no engine has a device, on any rank."""
+        """Returns once no engine on any rank has a device."""
         for engine in self.engines:
             if self.is_asynchronous:
                 await engine.pause()
@@ -62,14 +63,14 @@ class Device:
             barrier(self.ranks)
 
     def hand_over(self) -> None:
-        """What learners do before engines have the devices."""
+        """Runs the learners' work before engines get the devices."""
         if self.is_shared:
             release_cached_memory()
         if self.spans_ranks:
             barrier(self.ranks)  # an engine on another rank may take this rank's device
 
     async def resume(self) -> None:
-        """Episodes that an update interrupted go on."""
+        """Resumes the episodes that an update interrupted."""
         if self.is_asynchronous:
             for engine in self.engines:
                 await engine.resume()
@@ -81,7 +82,7 @@ class ActorRuntime:
     device: Device
     learner: Learner | None = None  # None: it is frozen, behind a URL, or learns on other ranks
     engine: Engine | None = None  # None: rows are learned, or another rank has this one's engine
-    adapter: str = ""  # that the engine applies beside its weights
+    adapter: str = ""  # Adapter that the engine applies to its weights.
     speaker: Any = None  # the Actor or ApiActor that hooks address; None: rows are learned
     shares_weights: bool = False  # its engine samples with the learner's own tensors
 
@@ -163,7 +164,7 @@ def make_speaker(
     adapter: str,
     stale_engine: Engine | None = None,
 ) -> Actor:
-    """What hooks address."""
+    """The object that hooks call by an actor's name."""
     own = config.actors[name]
     ends = [*chat.stop_token_ids, *end_token_ids(own.model)]
     return Actor(

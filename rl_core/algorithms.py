@@ -54,7 +54,7 @@ class Algorithm:
     teacher_top_k: int = 0
     teacher_update: str = "start"
     teacher_decay: float = 0.99
-    learns_from: str = "episodes"  # or rows, or pairs of replies
+    learns_from: str = "episodes"  # Other values: rows, pairs of replies.
     is_scoring: bool = False  # the model is a classifier of one label
     has_reference: bool = False  # whatever kl_coef is
 
@@ -70,7 +70,7 @@ class Algorithm:
 
     @property
     def has_critic(self) -> bool:
-        """A second model estimates the reward still to come, and is trained beside the policy."""
+        """A second model estimates the reward still to come, and is trained with the policy."""
         return self.advantage == "gae"
 
     @property
@@ -117,7 +117,7 @@ def own_reward(rewards: Array, weights: Array, episodes: Array) -> Array:
 
 
 def no_reward(rewards: Array, weights: Array, episodes: Array) -> Array:
-    """[G] 0: a teacher alone says what is good."""
+    """[G] zeros, for training by a teacher alone."""
     return 0.0 * rewards
 
 
@@ -218,9 +218,9 @@ def sequence_mean(values: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens: int) -> int:
-    """Of all samples of a minibatch on all ranks. token: their trained tokens (global mean).
-    sequence: their number (mean of means). constant: their number times the tokens one may have
-    (Dr. GRPO, arXiv:2503.20783). pair: half of it."""
+    """Divisor of the loss of a minibatch over all ranks. token: the number of trained
+    tokens (global mean). sequence: the number of samples (mean of means). constant: samples times
+    their largest number of tokens (Dr. GRPO, arXiv:2503.20783). pair: half of the samples."""
     denominators = {
         "token": num_tokens,
         "sequence": num_sequences,
@@ -305,7 +305,7 @@ PRESETS = {
     # Hu et al. 2025, arXiv:2501.03262: normalised over the global batch; the KL in the reward of
     # each token
     "reinforce_pp": Algorithm(advantage="none", normalize="batch", kl="k1", kl_in="reward"),
-    # Schulman et al. 2017, arXiv:1707.06347, with a critic that is a model of its own; the KL as in
+    # Schulman et al. 2017, arXiv:1707.06347, with a separate critic model; the KL as in
     # Ouyang et al. 2022
     "ppo": Algorithm(advantage="gae", normalize="batch", kl="k1", kl_in="reward"),
     # Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation: the teacher's reverse

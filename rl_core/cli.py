@@ -1,4 +1,4 @@
-"""rl-core: one command for what a shell is asked for most. `python -m rl_core.cli` is the same.
+"""The command rl-core. `python -m rl_core.cli` is the same.
 
 Each command is tools/COMMAND.py, imported when it is asked for: --help and an unknown command
 answer at once.

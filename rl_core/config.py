@@ -31,14 +31,14 @@ NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 MemoryFraction = Annotated[float, Gt(0), Le(0.99)]
 MAX_TOP_K = 1024  # Largest number of ids that are stored with each token of a training sample.
-# Flags that an actor can have of its own.
+# Sections of flags that an actor can replace.
 OWN_SECTIONS = ("algo", "critic", "learner", "optim", "sampling")
 OWN = ("algorithm", "engine_tp", "engine_args", "engine_memory_frac", *OWN_SECTIONS)
 
 
 def own(section: type, only: tuple[str, ...] = ()) -> Any:
     """A field of an actor: its own values of a section's flags, by name."""
-    return flag(dict, f"its own --{section.prefix}*, in the place of the global ones", only)
+    return flag(dict, f"replaces --{section.prefix}* for this actor", only)
 
 
 @dataclass(kw_only=True)
@@ -53,7 +53,7 @@ class EnvConfig(Section, prefix="envs.NAME."):
     teacher: str | None = flag(None, "its own --algo.teacher; none: nobody teaches here")
 
 
-NO_ENV = EnvConfig()  # An environment without flags of its own.
+NO_ENV = EnvConfig()  # An environment without separate flags.
 
 
 @dataclass(kw_only=True)
@@ -78,7 +78,7 @@ class DataConfig(Section, prefix="data."):
 class SamplingConfig(Section, prefix="sampling."):
     temperature: Positive = flag(1.0, "of training samples, and of the learner's logprobs")
     top_k: Annotated[int, Ge(0), Le(MAX_TOP_K)] = flag(
-        0, "of training samples: only so many most likely ids; the ratio is over them; 0: off", RL
+        0, "top-k sampling in training; also limits the ids of the ratio; 0: off", RL
     )
     top_p: Annotated[float, Gt(0), Le(1)] = flag(
         1.0, "of training samples, among top_k: the nucleus of this probability; 1: off", RL
@@ -108,7 +108,7 @@ class OptimConfig(Section, prefix="optim."):
 
 @dataclass(kw_only=True)
 class AlgoConfig(Section, prefix="algo."):
-    """Parts of the algorithm. None keeps what the preset of --algorithm says."""
+    """Parts of the algorithm. None keeps the part of the preset --algorithm."""
 
     advantage: Literal[tuple(ADVANTAGES)] | None = flag(
         None, "baseline over the group; gae: a critic's; custom: advantage_fn; zero: a teacher's"
@@ -136,7 +136,7 @@ class AlgoConfig(Section, prefix="algo."):
         None, "a KL penalty in the reward: its estimator and coefficient, such as k1,0.05"
     )
     kl_loss: tuple[Literal[tuple(KL_ESTIMATES)], NotNegative] | None = flag(
-        None, "a KL penalty in the loss, beside one in the reward: k3,0.001"
+        None, "KL penalty in the loss, next to one in the reward: k3,0.001"
     )
     log_kl: bool | None = flag(None, "log the KL to the reference model without a penalty")
     entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off")
@@ -235,9 +235,7 @@ class LearnerConfig(Section, prefix="learner."):
 
 @dataclass(kw_only=True)
 class LoraConfig(Section, prefix="actors.NAME.lora."):
-    rank: Count = flag(
-        0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model"
-    )
+    rank: Count = flag(0, "LoRA: rank of the adapters of a frozen model; 0 trains all weights")
     alpha: Positive = flag(32.0, "LoRA: the adapters' product is scaled by alpha / rank")
     targets: str = flag(
         "all-linear", "LoRA: modules with an adapter, by last name: q_proj,v_proj; experts too"
@@ -281,9 +279,9 @@ class ActorConfig(Section, prefix="actors.NAME."):
     )
     lora: LoraConfig = flag(LoraConfig, "adapters")
     algorithm: Literal[RL] | None = flag(None, "its own preset; default: --algorithm", only=RL)
-    learn_every: AtLeast1 = flag(1, "it learns in every so many-th step, by its samples", only=RL)
+    learn_every: AtLeast1 = flag(1, "update this actor every N steps", only=RL)
     ranks: str | None = flag(
-        None, "ranks of its own, such as 4-7: actors apart learn at the same time", only=RL
+        None, "separate ranks, such as 4-7: actors on separate ranks learn concurrently", only=RL
     )
     engine_tp: AtLeast1 | None = flag(None, "its own --engine_tp")
     engine_args: str | None = flag(None, "its own --engine_args")
@@ -301,7 +299,7 @@ class ActorConfig(Section, prefix="actors.NAME."):
 
     @property
     def own(self) -> dict[str, Any]:
-        """What it sets for itself in the place of the global flags; sections as tables."""
+        """The actor's values that replace the global flags; sections as tables."""
         found = {}
         for name in OWN:
             value = getattr(self, name)
@@ -343,7 +341,7 @@ class AgentsConfig(Section, prefix="agents."):
         "127.0.0.1", "where requests of agent programs arrive; 0.0.0.0: from other machines too"
     )
     address: str | None = flag(
-        None, "name or IP address that they are told; default: the host, or this machine's"
+        None, "hostname that agent programs connect to; default: --agents.host or this machine's"
     )
     response_format: Literal["ignore", "refuse", "enforce"] = flag(
         "ignore", "JSON schema that a request wants of its reply; ignore: counted, not enforced"
@@ -361,7 +359,7 @@ class EvalConfig(Section, prefix="eval."):
     )
     pass_reward: float = flag(1.0, "an episode passes with at least this reward")
     background: str | None = flag(
-        None, "evaluate beside training, asynchronously, on a device of its own: cpu, cuda:7"
+        None, "evaluate asynchronously, on a separate device: cpu, cuda:7"
     )
 
 
@@ -384,8 +382,8 @@ class Config(Section):
     max_turns: AtLeast1 | None = flag(
         None, "turns of an episode; default: the environment's max_turns, 1 or 8"
     )
-    eval_every: Count = flag(0, "evaluate every so many steps, at the start and the end; 0: never")
-    save_every: Count = flag(0, "checkpoint every so many steps; 0: by the clock and at the end")
+    eval_every: Count = flag(0, "evaluate every N steps, at the start and the end; 0: never")
+    save_every: Count = flag(0, "checkpoint every N steps; 0: by the clock and at the end")
     save_minutes: NotNegative = flag(30.0, "checkpoint when the last one is so old; 0: off")
     keep_checkpoints: Count = flag(2, "newest checkpoints that are kept; 0: all")
     save_optimizer: bool = flag(
@@ -398,7 +396,7 @@ class Config(Section):
         None, "ORG/NAME on the Hugging Face hub that gets the model at the end"
     )
     seed: int = flag(0, "random seed of everything that is drawn")
-    resume: bool = flag(False, "go on from the newest checkpoint in --out")
+    resume: bool = flag(False, "resume from the newest checkpoint in --out")
     chat_template_kwargs: dict[str, Any] = flag(
         dict, 'what templates read: {"enable_thinking": false}'
     )
@@ -430,7 +428,7 @@ class Config(Section):
     run_name: str | None = flag(
         None, "project/group/name in trackers; default: the last folders of --out"
     )
-    log_samples: Count = flag(0, "print so many episodes of each evaluation")
+    log_samples: Count = flag(0, "number of episodes of each evaluation to print")
     profile_step: Count = flag(0, "write torch.profiler's trace of this step; 0: none")
     canary_tolerance: NotNegative | None = flag(
         None, "largest logprob mismatch of engine and learner; 0: off"
@@ -463,7 +461,7 @@ class Config(Section):
         return [name for name, actor in self.actors.items() if actor.is_trained]
 
     def of(self, name: str) -> "Config":
-        """The same with an actor's own settings in the place of the global ones."""
+        """The configuration with an actor's settings instead of the global ones."""
         own = self.actors[name].own
         for section in own.keys() & set(OWN_SECTIONS):
             own[section] = replace(getattr(self, section), **own[section])
@@ -493,8 +491,8 @@ class Config(Section):
 
     @property
     def max_context_tokens(self) -> int:
-        """Tokens of a whole episode: first prompt, turns, and what the environment says in
-        between."""
+        """Tokens of an episode: first prompt, turns, and the environment's messages between
+        them."""
         return self.max_prompt_tokens + self.max_tokens * self.turn_limit
 
     @property
@@ -525,7 +523,7 @@ def parse_config(argv: list[str]) -> Config:
 
 
 def checked(config: Config) -> Config:
-    """The same with what is given in short in its place: --model is the actor policy's, and an
+    """The configuration with short forms written out: --model is the actor policy's, and an
     actor that shares a model takes the owner's, and its LoRA where it has none. Raises
     ValueError with the value, the rule and the fix."""
     actors = dict(config.actors)
@@ -555,8 +553,8 @@ def sharing(actor: ActorConfig, owner: ActorConfig) -> ActorConfig:
 
 
 def read_config(argv: list[str]) -> Config:
-    """What a command line says; its flags override the files of --config. Raises ValueError for
-    unknown names and wrong types."""
+    """The configuration of a command line; its flags override the files of --config. Raises
+    ValueError for unknown names and wrong types."""
     files, flags = [], []
     for name, value in given_flags(argv):
         if name == "config":

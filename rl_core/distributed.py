@@ -1,4 +1,4 @@
-"""Ranks, and what they tell each other. Values travel as JSON and plain tensors, never pickled.
+"""Ranks and their collectives. Values travel as JSON and plain tensors, never pickled.
 
 With one rank every function here is the identity, and mostly no process group exists.
 """
@@ -31,7 +31,7 @@ BEATS, MAX_BEAT_S = 10, 5.0
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Mesh:
-    """How many ways each kind of work is divided; neighbours in rank divide the innermost:
+    """The sizes of each dimension of parallelism; neighbours in rank divide the innermost:
     rank = ((replica * dp_shard + shard) * cp + chunk) * tp + slice. Ranks beyond its size only
     sample."""
 
@@ -61,8 +61,8 @@ MESH_FLAGS = ("dp_replicate", "cp", "tp", "engine_ranks")
 def make_mesh(
     num_ranks: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0
 ) -> Mesh:
-    """The mesh of all ranks but those that only sample; dp_shard is what the others leave. Raises
-    ValueError if they do not divide it."""
+    """The mesh of all ranks that learn; dp_shard takes the ranks that other dimensions leave.
+    Raises ValueError if the other dimensions do not divide the number of ranks."""
     num_learners, others = num_ranks - engine_ranks, dp_replicate * cp * tp
     if num_learners < 1:
         raise ValueError(
@@ -81,7 +81,7 @@ def make_mesh(
 class Ranks:
     rank: int
     size: int
-    device: torch.device  # of this rank's model
+    device: torch.device  # Device of this rank's model.
     mesh: Mesh = Mesh()
     # Dp_replicate, dp_shard * cp, tp; None where weights are not sharded.
     weights_mesh: DeviceMesh | None = None
@@ -95,7 +95,7 @@ class Ranks:
 
     @property
     def is_writer(self) -> bool:
-        """The one rank that writes what a run has once."""
+        """True on the rank that writes the files of a run."""
         return self.rank == 0 and not self.is_engine
 
     @property
@@ -365,7 +365,7 @@ def all_gather_json(value: Any, ranks: Ranks) -> list[Any]:
 def barrier(ranks: Ranks) -> None:
     """Returns once every rank has called it."""
     if ranks.size > 1:
-        dist.all_reduce(torch.zeros(1))  # on the CPU, where no device is waited for
+        dist.all_reduce(torch.zeros(1))  # On the CPU, which waits for no device.
 
 
 def local(value: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""What a flag is: its default, range and help; its value from YAML or from the text of a command
-line; what answers a name that is none. Imports nothing heavy."""
+"""Flags: default, range and help; values from YAML or from the text of a command line; answers to
+unknown names. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Union, get_args, get_origin
 
 import yaml
 
-# How a list, a pair and a table begin and end in YAML.
+# Type -> brackets of a list, a pair and a table in YAML.
 BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
-# Of flags with two values: which they are, with an example.
+# Flag with two values -> their meaning and an example.
 PAIRS = {
     "kl_reward": "; give an estimator and its coefficient, such as k1,0.05",
     "kl_loss": "; give an estimator and its coefficient, such as k3,0.05",
@@ -23,7 +23,7 @@ PAIRS = {
     "lagged": "; give a share of turns and the steps to renew its weights, such as 0.25,4",
     "betas": "; give AdamW's two decays, such as 0.9,0.95",
 }
-# What other trainers call our flags, by ours.
+# Names that other trainers give our flags, by our flag.
 PEERS = Path(__file__).parent / "peers.yaml"
 
 
@@ -113,7 +113,7 @@ def from_text(text: str, kind: Any) -> Any:
 
 
 def validated(flag: str, value: Any, kind: Any) -> Any:
-    """The value as this type. Raises ValueError with the flag, what was given and the rule."""
+    """The value as this type. Raises ValueError with the flag, its value and the rule."""
     from pydantic import ValidationError
 
     try:

@@ -30,7 +30,7 @@ Adapter = tuple[LoraConfig, int]
 
 
 def is_sharded(config: Config) -> bool:
-    """Whether one rank alone holds weights of a learner as shards."""
+    """True if a single rank holds weights of a learner as shards."""
     for name in config.trained:
         own = config.of(name)
         if compute_dtype(own) != torch.float32 or own.learner.offload == "always":
@@ -155,7 +155,9 @@ def make_policy(
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks
     of a copy if there are several or compute is not in fp32. `learner`: memory and kernels.
     `adapters`: by name."""
-    forward_pass = make_forward(attention, ranks)  # before the weights are read
+    forward_pass = make_forward(
+        attention, ranks
+    )  # The forward pass is made before the weights are read.
     learner, adapters = learner or LearnerConfig(), adapters or {}
     checkpoint_dtype = load_model_config(path).dtype or torch.float32
     cpu_offload = learner.offload == "always"
@@ -172,7 +174,7 @@ def make_policy(
         hf, weights = registry.shard_loading().load_on_meta(path, dtype_held, is_scoring)
     else:
         hf = load_hf_model(path, dtype_held, ranks.device, is_scoring, **quantized)
-    # What an engine shares stays on the device.
+    # Weights that an engine shares stay on the device.
     is_shared = not is_split and (not adapters or (is_served and not quantized))
     leaves_device = learner.offload == "phase" and not is_shared
     if is_frozen:
@@ -213,7 +215,7 @@ def prepare(policy: Policy, is_frozen: bool, recomputes: bool) -> None:
 
 
 def make_forward(attention: str, ranks: Ranks) -> PackedForward:
-    """How a model computes a batch, with the kernel of this name."""
+    """The forward pass of a model with the attention kernel of this name."""
     kernel = registry.find_kernel(attention, ranks.device)
     if ranks.mesh.cp > 1:
         return registry.ring_forward(kernel, ranks.cp_group)

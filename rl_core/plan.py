@@ -29,31 +29,31 @@ HeldOut = Callable[[str], dict[str, TaskSource]]
 
 @dataclass(kw_only=True)
 class Plan:
-    """What is known and checked before any model loads."""
+    """A run that was checked before any model loads."""
 
     config: Config
-    algorithms: dict[str, Algorithm]  # of each actor that learns
+    algorithms: dict[str, Algorithm]  # By the name of each trained actor.
     mesh: Mesh
-    envs: dict[str, Env]  # by the name of its file
+    envs: dict[str, Env]  # By the name of the file.
     local: list[str]  # actors whose models are on this rank
     # Ranks and their actors, those that play episodes first; none if no actor has its own.
     places: list[Any] = field(default_factory=list)
     train: TaskSource | None = None
     # By the name of its environment, or of the held-out set.
     eval: dict[str, TaskSource] = field(default_factory=dict)
-    chats: dict[str, Chat] = field(default_factory=dict)  # of the actors that have a model here
+    chats: dict[str, Chat] = field(default_factory=dict)  # By the name of each actor with a model.
     endpoints: dict[str, Any] = field(default_factory=dict)  # actors behind a URL
     sft_dataset: Any = None  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
     own_parts: Any = None  # a tools.python_parts.OwnParts of a script
 
     @property
     def algorithm(self) -> Algorithm:
-        """Of the first actor that learns."""
+        """The algorithm of the first trained actor."""
         return next(iter(self.algorithms.values()))
 
     @property
     def local_algorithms(self) -> dict[str, Algorithm]:
-        """Of the actors that learn on this rank."""
+        """The algorithms of the actors that are trained on this rank."""
         return {name: self.algorithms[name] for name in self.local if name in self.algorithms}
 
 
@@ -100,7 +100,7 @@ def make_plan(
 
 
 def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
-    """What learning alone needs: no rows, no engines; of environments their advantage_fn."""
+    """The plan without rows and engines. Reads only advantage_fn of the environments."""
     algorithms, local = {}, list(config.actors)
     places = registry.places(config, num_ranks())
     if places:

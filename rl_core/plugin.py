@@ -1,4 +1,4 @@
-"""What an option may do to a run. A plugin overrides the methods that it needs; the trainer calls
+"""Extension points of a run. A plugin overrides the methods that it needs; the trainer calls
 all plugins, in the registry's order."""
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Plugin:
         """The engine has the new weights."""
 
     async def after_learn(self, step: int) -> None:
-        """All learners of this rank have learned, and the step goes on."""
+        """Called once all learners of this rank have made their updates, within the step."""
 
     def agree(self) -> dict[str, Metric]:
-        """Noted beside every line of metrics, an evaluation's too, and not logged: what all ranks
-        then know by `trainer.agreed`."""
+        """Metrics that are reduced with every log line, also an evaluation's, but not written. Read
+        the values from `trainer.agreed`."""
         return {}
 
     async def before_log(self, step: int) -> None:
-        """What is noted from here on still counts for this step."""
+        """Called before the step is logged: metrics that are noted here count for this step."""
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         """Metrics are the same on all ranks."""
@@ -86,10 +86,10 @@ class Plugin:
         return []
 
     async def export(self, folder: Path) -> None:
-        """Further models as Hugging Face folders beside those of this rank's learners."""
+        """Saves further models as Hugging Face folders with those of this rank's learners."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON."""
+        """The state of the plugin for a checkpoint, as JSON."""
         return {}
 
     async def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""The one file that knows what is optional: a name, or a condition, and what it brings.
+"""The registry of options: the name or condition of each, and a lazy import of it.
 
 Each entry is a function that imports its module when it is called, so that a run loads only what it
 asks for, and an editor, a rename and the test of the house follow every edge. Nothing below this
@@ -67,7 +67,7 @@ def shard_loading():
     return shard_loading
 
 
-# What a plan needs.
+# Options of a plan.
 
 
 def quiet():
@@ -199,7 +199,7 @@ def draw_by_weight(*tasks: Any):
     draw_by_weight(*tasks)
 
 
-# How a model computes and learns.
+# Options of a model and a learner.
 
 
 def adamw():
@@ -232,7 +232,7 @@ def choose_forward(policy: Any, ranks: Any):
 
 
 def choose_decoder(policy: Any, learner: Any):
-    """Of an unsharded model, in fp32, whose modules stay as they are."""
+    """Uses the fast CPU decoder for unsharded fp32 models without compile or recomputation."""
     is_plain = learner.kernels != "compile" and learner.activations != "recompute"
     is_alone = policy.hf.device.type == "cpu" and not policy.is_sharded
     if is_plain and is_alone and policy.hf.config.model_type in PACKED:
@@ -341,7 +341,7 @@ def advantages_of(algorithm: Any, groups: Any):
     return turn_advantages
 
 
-# What a learner has beside its policy.
+# Options that extend a learner.
 
 
 def reference(learner: Any):
@@ -408,7 +408,7 @@ def sequence_shards(learner: Any):
 
 
 def has_routers(learner: Any) -> bool:
-    """Whether they can be looked at. What is compiled would trace what is put around them."""
+    """True if router hooks work; torch.compile would trace them."""
     from rl_core.learning.policy import backbone
 
     outputs = getattr(backbone(learner.policy.hf), "_can_record_outputs", None) or {}
@@ -489,7 +489,7 @@ def has_gpu() -> bool:
 
 
 def auto_engine(config: Any) -> str:
-    """What --engine auto stands for on this machine."""
+    """The engine that --engine auto chooses on this machine."""
     actors = config.actors
     owners = [actors[actor.share] for actor in actors.values() if actor.share in actors]
     in_4_bits = any(owner.lora.quantize != "none" for owner in owners)
@@ -530,7 +530,7 @@ def connect(*engines: Any):
 
 
 def placed_engines(plan: Any, ranks: Any) -> dict[str, Any]:
-    """The engines of actors with ranks of their own, as ranks that play episodes see them."""
+    """The engines of actors on separate ranks, for ranks that play episodes."""
     if ranks.is_engine or not plan.places:
         return {}
     from rl_core.plugins.places import connect_places
@@ -550,7 +550,7 @@ def engine_rank(plan: Any, ranks: Any, make_learners: Any, make_actors: Any):
 
 
 def rollout_classes(config: Config):
-    """What plays groups, and what runs them side by side. None: the usual."""
+    """(class that plays groups, class that runs them concurrently). None: the default."""
     if config.rollout.fixed_order:
         from rl_core.plugins.fixed_order import FixedOrderWorker, GatedPlayer
 
@@ -563,7 +563,7 @@ def rollout_classes(config: Config):
 
 
 def taught_player(config: Config, player_class: Any):
-    """The class, or one that also asks what the policy reads as its own teacher."""
+    """The class, or a subclass that also asks for the prompt of a self-teacher."""
     if not any(config.of(name).algo.teacher for name in config.trained):
         return player_class
     from rl_core.plugins.model_checks import teacher_limits
@@ -574,7 +574,7 @@ def taught_player(config: Config, player_class: Any):
 
 
 def make_samples(plan: Any, name: str):
-    """What makes TrainingSamples of an actor's trajectory; None: as usual."""
+    """The function that makes TrainingSamples of a trajectory; None: the default."""
     algorithm = plan.algorithms[name]
     if not algorithm.teacher:
         return None
@@ -770,9 +770,9 @@ def learning_elsewhere(trainer: Any):
 
 # In the order in which they are called.
 PLUGINS = (
-    # First: what is played later is by the weights that they loaded.
+    # First, so that rollouts use the weights that it loads.
     (lambda trainer: trainer.plan.places, learning_elsewhere),
-    # The files of what was played are written before the run may end by it.
+    # Rollout files are written before a plugin may end the run.
     (lambda trainer: True, run_files),
     # Before evaluations, whose lines come after their step's.
     (lambda trainer: trainer.ranks.is_writer, terminal),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
 FENCE = r"(?s)```[\w+-]*[ \t]*\n(.*?)```"
-# Tokens of mteval-v13a: what is matched -> how it is spaced.
+# Tokens of mteval-v13a: pattern -> replacement with spaces.
 TOKENS_13A = {
     r"([{-~\[-` -&(-+:-@/])": r" \1 ",
     r"([^0-9])([.,])": r"\1 \2 ",
@@ -75,7 +75,7 @@ def numeric(text: str, answer: str | float, tolerance: float = 1e-6) -> float:
 
 @contextmanager
 def needing(function: str, extra: str) -> Iterator[None]:
-    """Around imports. Raises ImportError with the extra that installs what is missing."""
+    """Around imports. Raises ImportError with the extra that installs the missing library."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -274,9 +274,9 @@ async def judge(actor: Actor, question: str, reply: str, rubric: str) -> float:
 
 
 async def compare(actor: Actor, question: str, first: str, second: str, rubric: str) -> float:
-    """How often an actor prefers `first` to `second` by a rubric: 0, 1/4, 1/2, 3/4 or 1. It is
-    asked in both orders, because judges prefer a place (MT-Bench, arXiv:2306.05685). A verdict that
-    cannot be read is a tie."""
+    """The fraction of verdicts by a rubric for `first`, not `second`: 0, 1/4, 1/2, 3/4 or 1. The
+    actor is asked in both orders, because judges have a position bias (MT-Bench, arXiv:2306.05685).
+    A verdict that cannot be read is a tie."""
     asked = f"{COMPARE}\n\n{tagged('rubric', rubric)}\n{tagged('question', question)}"
     wins = 0.0
     for a, b, value in (
@@ -352,5 +352,5 @@ class TogetherCalls:
 
 def tagged(name: str, text: str) -> str:
     """The text in a tag, which it cannot close, nor open another."""
-    # Replaced, since what is left after a removal could be a tag again.
+    # Replaced, because the text left after a removal could be a tag again.
     return f"<{name}>\n{re.sub(TAG, '(tag)', text)}\n</{name}>"

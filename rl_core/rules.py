@@ -1,5 +1,5 @@
-"""What flags must be: ranges, which stand beside each flag, and tables of contradictions. Checking
-changes nothing."""
+"""Rules for flags: ranges, which stand next to each flag, and tables of contradictions. Checking
+changes no flag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def split(text: str | None) -> list[str]:
 
 
 def printable(text: str, also: str = "") -> str:
-    """What a terminal can show: a reply may hold anything, and an error repeats it."""
+    """The text with escapes for characters that a terminal cannot show."""
     return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
 
 
@@ -55,8 +55,8 @@ def flags_in(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, datacla
             yield name, value, f
 
 
-# What is refused: (is it broken?, message, filled in from what the rule reads). Rules before one
-# hold. c: the configuration. Options that few runs ask for have rules of their own in plugins/.
+# (True if the rule is broken, message with fields of the rule's arguments). All rules before a rule
+# hold. c: the configuration. Rules of options that few runs use are in plugins/.
 OF_RUN = [
     (lambda c: not c.out, "--out is missing: name a folder for the run, such as --out runs/first"),
     (
@@ -118,7 +118,7 @@ OF_RUN = [
 
 
 def check(c: Any) -> None:
-    """Raises ValueError with what was given, the rule and the fix."""
+    """Raises ValueError with the flag, the rule and the fix."""
     only = {f.name: f.metadata["only"] for f in dataclasses.fields(c)}
     for name, value, f in flags_in(c):
         algorithms = f.metadata["only"] or only[name.partition(".")[0]]

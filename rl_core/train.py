@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rl_core.trainer import Trainer
 
 
-# After so many Python looks for garbage. After 700, its default, this takes a quarter to two fifths
-# of the CPU time of episodes beside the model.
+# Garbage-collection threshold. At Python's default of 700 the collector takes 25-40 % of an
+# episode's CPU time outside the model.
 NEW_OBJECTS = 50_000
 
 
@@ -84,7 +84,7 @@ def run_command(argv: list[str] | None) -> int:
 
 
 def end_on_writer(trainer: Trainer) -> None:
-    """What no other rank waits for: report.html, and what plugins do last."""
+    """Work that no other rank waits for: report.html, and the last hooks of plugins."""
     from rl_core.tools.view.report import write_at_end
 
     if not trainer.signal:

@@ -53,12 +53,12 @@ class Trainer:
         self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
 
         self.step: int = state["step"]  # steps that are done
-        self.first_step = self.step  # of them before this process
-        self.position: int = state["position"]  # of the next training task in the order of the data
+        self.first_step = self.step  # Steps completed before this process started.
+        self.position: int = state["position"]  # Position of the next training task in the data.
         # Positions before it of which no step has learned yet.
         self.pending: list[int] = state.get("pending", [])
-        self.metrics: dict[str, Metric] = {}  # of the step under way
-        self.agreed: dict[str, float] = {}  # what was logged last, the same on all ranks
+        self.metrics: dict[str, Metric] = {}  # Metrics of the current step.
+        self.agreed: dict[str, float] = {}  # Last logged values, equal on all ranks.
         self.ended_by, self.is_interrupted = "", False  # why the run ends after this step
 
         self.actors = make_actors(plan, self.learners, ranks)
@@ -77,7 +77,7 @@ class Trainer:
 
     @property
     def speakers(self) -> dict[str, Any]:
-        """What hooks address, by the name of the actor."""
+        """Objects that hooks call, by the name of the actor."""
         return {name: a.speaker for name, a in self.actors.items() if a.speaker is not None}
 
     @property
@@ -180,8 +180,8 @@ class Trainer:
         )
 
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
-        """One step of a learner. Where engines are elsewhere it runs in a thread, so that
-        conversations go on."""
+        """One step of a learner. With engines on other ranks the step runs in a
+        thread, so that conversations continue."""
         learn = self.actors[name].learn
         if self.ranks.engine_ranks:
             metrics = await asyncio.to_thread(learn, samples, self.step)
@@ -199,7 +199,7 @@ class Trainer:
         await self.device.resume()
 
     def hooks(self, name: str) -> list[Callable]:
-        """Those of plugins that have one of their own by this name."""
+        """Plugin methods that override the hook `name`."""
         default, found = getattr(Plugin, name), []
         for plugin in self.plugins:
             hook = getattr(plugin, name)
@@ -227,7 +227,7 @@ class Trainer:
             self.note("memory/", {f"{phase}_gib": Max(peak)})
             torch.cuda.reset_peak_memory_stats()
         name = f"time/{phase}_s"
-        # What several actors take in one step adds up.
+        # Times of several actors in one step add up.
         count = 0.0 if name in self.metrics else 1.0
         self.note("", {name: Mean(time.monotonic() - began, count)})
 
@@ -238,22 +238,22 @@ class Trainer:
         add_metrics(self.metrics, metrics, prefix=prefix)
 
     def log_metrics(self) -> dict[str, float]:
-        """What all ranks noted. They agree by it when to save and to end, too."""
+        """Reduces metrics over ranks, which use the values to save and stop together."""
         for agree in self.hooks("agree"):
             self.note("keep/", agree())
         self.agreed = self.log.write(self.step, self.metrics)
         return {n: value for n, value in self.agreed.items() if not n.startswith("keep/")}
 
     def read_data_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the place in the data, once a step is done."""
+        """The position in the data for a checkpoint after a step."""
         begun = [group.position for group in self.worker.pending.values()]
-        # Of tasks that were drawn and of which no step has learned yet.
+        # Positions of tasks that were drawn but not trained on.
         return {"position": self.position, "pending": begun + self.pending}
 
     async def close(self) -> None:
         """Ends everything that the run started."""
         async with AsyncExitStack() as stack:  # All of it, though something in it fails.
-            # What is pushed last is closed first: plugins, so that signals are as before the run.
+            # Plugins are pushed last and closed first, so that signals are as before the run.
             for speaker in (*self.plan.endpoints.values(), *self.device.engines, self.worker):
                 stack.push_async_callback(speaker.close)
             for plugin in self.plugins:

@@ -1,5 +1,5 @@
-"""What flows through the code, with shapes. L tokens of one sequence, T tokens of a packed batch, N
-sequences in it."""
+"""Data classes that the code passes on, with shapes. L tokens of one sequence, T tokens of a packed
+batch, N sequences in a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 class RunError(Exception):
-    """The run cannot go on; the message says why and what to do. Raised on every rank alike."""
+    """Ends the run. The message has the reason and the fix. Raised on all ranks together."""
 
 
 def counter_seed(*parts: int | str) -> int:
@@ -32,7 +32,7 @@ class Task:
     env: str  # name of the environment it belongs to
     row: dict[str, Any]  # every column of the data set
     messages: list[Message]  # the conversation before anybody speaks
-    place: str = ""  # where its row stands, for errors: `row 7 of rows.jsonl`
+    place: str = ""  # The row, for errors: `row 7 of rows.jsonl`.
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,7 +59,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""  # decoded without special tokens
     finish_reason: str = ""  # "stop" or "length"; "" while it is sampled
-    policy_version: int = -1  # of the weights that sampled its first token
+    policy_version: int = -1  # Version of the weights that sampled the first token.
     # (index, version): from this token on.
     newer_versions: list[tuple[int, int]] = field(default_factory=list)
     # [L] or none: the vocabulary ids that each token was drawn from, as "17 4 250". Text takes a
@@ -79,7 +79,7 @@ class Completion:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    # What the actor saw since its last turn; the whole prompt if the turn is fresh.
+    # Tokens since the actor's last turn; the whole prompt if the turn is fresh.
     new_ids: list[int]
     # The token stream begins here: the first turn, or the chat template rewrote history.
     is_fresh: bool
@@ -103,12 +103,12 @@ class Trajectory:
     task_id: str = ""
     env: str = ""
     group_id: str = ""  # trajectories with one (env, group_id, actor, seat) share a baseline
-    index: int = 0  # which sample of its group
+    index: int = 0  # Number of the sample in the group.
     actor: str = "policy"
     seat: str = ""
-    messages: list[Message] = field(default_factory=list)  # as the hooks see them
+    messages: list[Message] = field(default_factory=list)  # In the form that hooks read.
     turns: list[Turn] = field(default_factory=list)
-    # Of the turns in the whole conversation; none if rollout() made it.
+    # Message index of each turn; empty for a custom rollout().
     places: list[int] = field(default_factory=list)
     reward: float | None = None  # None: not scored, because the episode failed
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -119,8 +119,8 @@ class Trajectory:
     error: str = ""  # why it failed
     log: str = ""  # text for who looks at the episode, such as the verifier's output
     env_code: str = ""  # hash of the environment's file
-    # What teacher_prompt() gave, and its tokens for each stream of turns: a teacher reads them in
-    # the place of what stood before the stream's first reply. Empty: no teacher.
+    # Messages of teacher_prompt(), and their tokens for each stream of turns: the teacher reads
+    # them instead of the student's prompt. Empty: no teacher.
     teacher_messages: list[Message] = field(default_factory=list)
     teacher_ids: list[list[int]] = field(default_factory=list)
 
@@ -154,13 +154,13 @@ class TrainingSample:
     policy_versions: np.ndarray  # [L] int64, -1 where loss_mask is False
     advantages: np.ndarray  # [L] fp32, 0 where loss_mask is False
     group_id: str = ""  # samples of one group stay in one minibatch
-    env: str = ""  # in which it was sampled
+    env: str = ""  # Environment in which the sample was sampled.
     experts: np.ndarray | None = (
         None  # [L - 1, routers, top_k] int16, to which its tokens go; None: the learner chooses
     )
     # uint8, text: for each trained token a line of the ids that it was drawn from; None: from all.
     kept_ids: np.ndarray | None = None
-    # [P] int64, what a teacher reads before the first trained token; None: the same as the policy.
+    # [P] int64, the teacher's prompt before the first trained token; None: the policy's prompt.
     teacher_ids: np.ndarray | None = None
 
     def __post_init__(self):
@@ -174,9 +174,9 @@ class TrainingSample:
 
 @dataclass(kw_only=True, slots=True)
 class SequenceShard:
-    """What one of `cp` ranks computes of a packed batch. Each sequence is padded to 2 cp chunks of
-    equal length, of which rank r holds numbers r and 2 cp - 1 - r: all ranks have the same number
-    of tokens and, causal, the same work."""
+    """The shard of a packed batch that one of `cp` ranks computes. Each sequence is padded to 2 cp
+    chunks of equal length, of which rank r holds numbers r and 2 cp - 1 - r: all ranks have the
+    same number of tokens and, causal, the same work."""
 
     tokens: Tensor  # [T / cp] int64, which tokens of the batch this rank holds
     cu_seqlens: Tensor  # [N+1] int32 on the host, where each sequence's part starts
@@ -211,7 +211,7 @@ class PackedBatch:
     old_logprobs: Tensor | None = None  # [M] fp32, by the learner before its first update
     ref_logprobs: Tensor | None = None  # [M] fp32, by the reference model
     values: Tensor | None = None  # [M] fp32, reward to come, by the critic before its first update
-    returns: Tensor | None = None  # [M] fp32, what it should have expected
+    returns: Tensor | None = None  # [M] fp32, targets of the critic
     shard: SequenceShard | None = None  # this rank's part; None: all of it
     # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.
     experts: Tensor | None = None

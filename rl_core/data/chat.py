@@ -369,7 +369,7 @@ class TokenStream:
         self.messages = list(messages)
         self.replies: tuple[int, ...] = ()  # Indices of the actor's turns.
         self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)
-        # Of the Turn that is to come.
+        # Fields of the next Turn.
         self.new_ids = self.prompt_ids
         self.is_fresh = True
 

@@ -16,13 +16,13 @@ NO_SPREAD = 1e-6
 
 
 def succeeded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Those that did not fail: what failed has no reward, and is left out of all that compares,
-    counts or learns."""
+    """Trajectories that did not fail. Failed ones have no reward and are left out of baselines,
+    counts and training."""
     return [t for t in trajectories if t.status != "failed"]
 
 
 def grouped(items: Iterable[Trajectory], *names: str) -> list[list[Trajectory]]:
-    """Those with equal attributes together, in the order of the first of each group."""
+    """Groups of items with equal attributes, in the order of the first of each group."""
     groups: dict[tuple, list[Trajectory]] = {}
     key_of = attrgetter(*names)
     for item in items:
@@ -31,7 +31,7 @@ def grouped(items: Iterable[Trajectory], *names: str) -> list[list[Trajectory]]:
 
 
 def baseline_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """Those that did not fail, by what shares a baseline: (env, group, actor, seat)."""
+    """Groups that share a baseline, (env, group, actor, seat), without failed trajectories."""
     counted = [t for t in trajectories if t.status != "failed"]
     return grouped(counted, "env", "group_id", "actor", "seat")
 
@@ -70,7 +70,7 @@ def episode_rewards(trajectories: Iterable[Trajectory]) -> list[float]:
 
 
 def has_spread(values: Sequence[float]) -> bool:
-    """Whether the values differ by more than rounding."""
+    """True if the values differ by more than rounding."""
     if not values:
         return False
     mean = sum(values) / len(values)

@@ -24,25 +24,25 @@ SHARE_TOKENS = 4
 class Unit(NamedTuple):
     """Samples of one rank that go to one bin together: a pair, or neighbours that begin alike."""
 
-    group: int  # its place among the groups of all ranks
-    rank: int  # that has it
+    group: int  # index among the groups of all ranks
+    rank: int  # rank that has the unit
     first: int  # sample, of the rank's in this minibatch that need a forward
     num_samples: int
-    num_tokens: int  # that are computed
-    num_scores: int  # of attention, twice
+    num_tokens: int  # computed tokens
+    num_scores: int  # attention scores, twice
 
 
 @dataclass(kw_only=True, slots=True)
 class MinibatchPlan:
-    """What every rank knows of a minibatch. Tokens are moved after it is made."""
+    """The plan of a minibatch, equal on every rank. Tokens are moved after the plan is made."""
 
     groups: dict[str, int] = field(default_factory=dict)  # their places among all groups
     num_tokens: int = 0  # trained tokens of all samples, skipped ones included
-    num_sequences: int = 0  # of them
+    num_sequences: int = 0  # number of these samples
     num_used: int = 0  # tokens of samples that need a forward
     # Bin b is a microbatch of rank b % num_ranks.
     bins: list[list[Unit]] = field(default_factory=list)
-    # Of each bin: matrix products and attention, in units of one token's matrix products.
+    # Cost of each bin: matrix products and attention, in units of one token's matrix products.
     bin_work: list[float] = field(default_factory=list)
 
 
@@ -50,10 +50,10 @@ class MinibatchPlan:
 class PackBudget:
     """Limits of a microbatch."""
 
-    max_tokens: int  # of a microbatch, on all of its cp ranks together
-    num_ranks: int = 1  # that train on different samples
+    max_tokens: int  # Limit of a microbatch over all of its cp ranks.
+    num_ranks: int = 1  # Number of ranks that train on different samples.
     cp: int = 1  # ranks that compute a sequence together; it is padded, and shares no prompt
-    # Of attention to one other token, as a fraction of a token's matrix products.
+    # Cost of attention to one token, as a fraction of a token's matrix products.
     pair_work: float = 0.0
 
 
@@ -118,8 +118,8 @@ def make_units(
     budget: PackBudget,
     is_pairs: bool = False,
 ) -> list[Unit]:
-    """Of those of a rank's samples in the plan that need a forward. Samples that begin alike are
-    neighbours."""
+    """The units of a rank's samples in the plan that need a forward. Samples with a common
+    beginning are neighbours."""
     lengths = [len(sample.token_ids) - 1 for sample in samples]
     shared = [0] * len(samples)  # tokens, with the sample before
     for i in range(1, len(samples)):
@@ -142,9 +142,9 @@ def make_units(
 
 
 def unit_starts(lengths: list[int], shared: list[int], max_tokens: int, cp: int) -> list[int]:
-    """Where the next sample does not begin like the one before, or would be too much."""
+    """Indices of samples that share no beginning with the sample before, or would exceed a unit."""
     starts = []
-    tokens = 0  # of the last unit, at least
+    tokens = 0  # lower bound of the last unit's tokens
     for i, (length, num) in enumerate(zip(lengths, shared, strict=True)):
         begins_alike = cp == 1 and is_worth_sharing(num, length + 1)
         tokens += length - num
@@ -189,7 +189,7 @@ def fill_bins(plan: MinibatchPlan, of_ranks: list[list[list]], budget: PackBudge
 
 
 def is_worth_sharing(num_saved: int, num_tokens: int) -> bool:
-    """Whether to save these of the tokens: attention over shared pieces costs more."""
+    """True if sharing saves enough tokens: attention over shared pieces costs more."""
     return num_saved >= SHARE_FROM * num_tokens
 
 
@@ -237,15 +237,16 @@ def fill(
 
 
 class Piece(NamedTuple):
-    samples: range  # that read it
+    samples: range  # samples that read the piece
     first: int  # positions in each of them
     end: int
     parent: int = -1  # the piece before it
 
 
 def tree_pieces(lengths: list[int], shared: list[int], cp: int) -> list[Piece]:
-    """Of sequences of these lengths, of which neighbours begin with so many equal tokens: level by
-    level, and those that follow one piece together. With cp > 1 nothing is shared."""
+    """The pieces of sequences of these lengths, level by level; pieces that follow one piece are
+    neighbours. `shared`: number of first tokens that each sequence shares with the one before. With
+    cp > 1 nothing is shared."""
     pieces: list[Piece] = []
     families = deque([(range(len(lengths)), 0, -1)])
     while families:
@@ -302,14 +303,14 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
 def trained_columns(
     samples: Sequence[TrainingSample], paths: list[np.ndarray]
 ) -> dict[str, torch.Tensor]:
-    """What a batch lists of trained tokens alone."""
+    """The fields of a batch that list trained tokens alone."""
     numbers = np.repeat(np.arange(len(samples)), [len(path) for path in paths])
     columns = {"logit_indices": joined(paths, np.int64), "sequences": numbers}
     for name, dtype in PER_TOKEN.items():
         columns[name] = joined([getattr(sample, name)[1:] for sample in samples], dtype)
     trained = columns.pop("loss_mask")
-    found = {name: torch.from_numpy(column[trained]) for name, column in columns.items()}
-    return found | {"labels": found.pop("token_ids")}
+    fields = {name: torch.from_numpy(column[trained]) for name, column in columns.items()}
+    return fields | {"labels": fields.pop("token_ids")}
 
 
 def joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What transformers reads from a model's folder or name. Code that lies beside a model never runs.
+"""Loads with transformers from a model's folder or name. Code in a model's folder never runs.
 
 Without trust_remote_code=False transformers asks on the terminal, and runs the model's code if the
 answer is yes.
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def load_pretrained(family: type, path: str, **options: Any) -> Any:
-    """family.from_pretrained(path). Raises what transformers raises: ValueError for a model that is
-    only code of its own."""
+    """family.from_pretrained(path). Raises ValueError for a model that
+    consists of custom code."""
     return family.from_pretrained(path, trust_remote_code=False, **options)
 
 

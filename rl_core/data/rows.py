@@ -22,7 +22,7 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*SEPARATORS, ".parquet", ".arrow")
 # Are checked at start-up where rows are many; those beyond when they are drawn.
 CHECKED_ROWS = 20_000
-# Of a .jsonl file; rows of a larger one stay on disk, as those of tables do.
+# Size of a .jsonl file up to which it is read; rows of larger files and of tables stay on disk.
 IN_MEMORY_BYTES = 64 << 20
 # Deepest nesting of objects and lists in a row, because code that reads rows recurses.
 MAX_NESTING = 200
@@ -54,18 +54,18 @@ def load_rows(
             name, own_split = named, last
         files = files_of(name, own_split)
         if files and all(map(is_small_json, files)):
-            found = [(str(file), list(read_json(file))) for file in files]
+            loaded = [(str(file), list(read_json(file))) for file in files]
         else:
-            found = load_other(name, files, own_split)
-        if not any(len(rows) for _, rows in found):
+            loaded = load_other(name, files, own_split)
+        if not any(len(rows) for _, rows in loaded):
             raise ValueError(f"{name}: the data set is empty; it must have at least one row")
-        parts += found
+        parts += loaded
     rows = parts[0][1] if len(parts) == 1 else ConcatDataset([rows for _, rows in parts])
     return rows, [(name, len(rows)) for name, rows in parts]
 
 
 def is_small_json(path: Path) -> bool:
-    """Whether a file's rows are read into memory. Only a .jsonl file can stay on disk."""
+    """True if a file's rows are read into memory. Only a .jsonl file can stay on disk."""
     is_large = path.suffix == ".jsonl" and path.stat().st_size > IN_MEMORY_BYTES
     return suffix_of(path) in JSON and not is_large
 
@@ -85,7 +85,7 @@ def files_of(name: str, split: str) -> list[Path]:
         return [path]
     matching = sorted(glob.glob(str(path), recursive=True))
     files = [Path(match) for match in matching if os.path.isfile(match)]
-    # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a file.
+    # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters means a file.
     # What looks like a file and does not exist is never sent to the hub.
     if not files and re.search(r"^[./~]|\.[a-z]+$|/.*/|[*?]", name, re.I):
         check_exists(path)
@@ -93,8 +93,8 @@ def files_of(name: str, split: str) -> list[Path]:
 
 
 def files_in(folder: Path, split: str) -> list[Path]:
-    """The rollouts in a run's folder; else files of rows: of this split, if names tell splits
-    apart. Empty for tasks in Harbor's format, and for what `datasets` saved."""
+    """The rollouts in a run's folder; else files of rows: of this split, if names
+    have splits. Empty for tasks in Harbor's format, and for what `datasets` saved."""
     if rollouts := sorted(folder.glob(f"step_*{ROLLOUTS}")):
         return rollouts
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
@@ -222,16 +222,16 @@ def check_exists(path: Path) -> None:
 
 
 def is_trajectory(row: Row) -> bool:
-    """Whether load_rollouts made this row."""
+    """True if load_rollouts() made this row."""
     return "tokenizer" in row and "turns" in row
 
 
 def write_whole(file: Path, text: str) -> None:
-    """The file is complete, or as it was before, after a crash of the machine too."""
-    beside = file.with_name(f".{file.name}.tmp")
-    beside.write_text(text)
-    flush_to_disk(beside)
-    os.replace(beside, file)
+    """Writes a file that is complete or unchanged after a crash, also of the machine."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(text)
+    flush_to_disk(temporary)
+    os.replace(temporary, file)
 
 
 def flush_to_disk(path: Path) -> None:

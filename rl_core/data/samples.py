@@ -45,9 +45,10 @@ def samples_from_turns(
         drafts[-1]["token_ids"] += [*turn.new_ids, *sampled.token_ids]
         for name, values in columns.items():
             drafts[-1][name] += values
-        drafts[-1]["experts"] = sampled.experts  # of the stream up to here
-    found = []
+        # Experts of the stream up to this turn.
+        drafts[-1]["experts"] = sampled.experts
+    samples = []
     for draft in drafts:
         if any(draft["loss_mask"]):
-            found.append(TrainingSample(**draft, group_id=group_id))
-    return found
+            samples.append(TrainingSample(**draft, group_id=group_id))
+    return samples

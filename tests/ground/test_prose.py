@@ -38,9 +38,9 @@ NAMES |= {"what", "whole", "beside", "taken", "seat"}
 
 # Findings of each folder or page. Lower a number as soon as its folder has fewer.
 BUDGET = {
-    "rl_core": 203,
+    "rl_core": 81,
     "rl_core/agents": 140,
-    "rl_core/data": 51,
+    "rl_core/data": 15,
     "rl_core/engines": 114,
     "rl_core/plugins": 565,
     "rl_core/sampling": 102,
