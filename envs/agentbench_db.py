@@ -118,15 +118,15 @@ def interact(messages, state):
 
 
 def is_changed_right(database, row):
-    found = database.rows()
-    if found is None:
+    rows = database.rows()
+    if rows is None:
         return False
-    if row.get("answer_md5") and table_md5(found) in row["answer_md5"]:
+    if row.get("answer_md5") and table_md5(rows) in row["answer_md5"]:
         return True
     wanted = Database(row)
     try:
         wanted.execute_sql(row["label"][0])
-        return found == wanted.rows()
+        return rows == wanted.rows()
     except ValueError:
         if not row.get("answer_md5"):
             raise
@@ -153,9 +153,9 @@ def is_same(value, wanted):
 
 
 def is_right(answer, label):
-    found = sorted(values_of(answer))
+    values = sorted(values_of(answer))
     wanted = sorted(values_of(json.dumps(label)))
-    return len(found) == len(wanted) and all(map(is_same, found, wanted))
+    return len(values) == len(wanted) and all(map(is_same, values, wanted))
 
 
 def reward_fn(messages, state, task):

@@ -19,7 +19,7 @@ STORES = ("shelf 1", "shelf 2", "table 1", "drawer 1", "drawer 2", "cabinet 1")
 PLACES = (*STORES, "fridge 1", "microwave 1", "sink 1", "desk 1")
 CLOSED = ("drawer 1", "drawer 2", "cabinet 1", "fridge 1", "microwave 1")
 THINGS = ("apple", "mug", "plate", "potato", "egg", "knife")
-# What a task does to a thing, and where.
+# Treatment of a thing -> its location.
 TREATED = {"clean": "sink 1", "heat": "microwave 1", "cool": "fridge 1"}
 LEVELS = {"put": 1, "examine": 2, "two": 2, "clean": 3, "heat": 3, "cool": 3}
 LAMP = "desk 1"
@@ -48,7 +48,7 @@ def load_tasks(split):
 
 
 class House:
-    """Where everything is. Names of things are unique, such as `apple 2`."""
+    """Locations of all things. Names of things are unique, such as `apple 2`."""
 
     def __init__(self, row):
         rng = random.Random(f"rooms of {row['seed']}")
@@ -60,7 +60,7 @@ class House:
         self.examined = set()
         self.num_refused = 0
         # Nothing lies where the task wants it.
-        places = [place for place in PLACES if place != row["goal"]]
+        places = [location for location in PLACES if location != row["goal"]]
         self.where = {}
         for thing in THINGS:
             self.where[f"{thing} 1"] = rng.choice(places)
@@ -73,41 +73,42 @@ class House:
         """Names of what can be reached."""
         if self.is_shut():
             return []
-        return [name for name, place in self.where.items() if place == self.at]
+        return [name for name, location in self.where.items() if location == self.at]
 
     def actions(self):
         """Action -> (what does it, its argument)."""
-        found = {f"go to {place}": (self.go, place) for place in PLACES if place != self.at}
+        elsewhere = [location for location in PLACES if location != self.at]
+        actions = {f"go to {location}": (self.go, location) for location in elsewhere}
         if self.is_shut():
-            found[f"open {self.at}"] = (self.open_up, self.at)
+            actions[f"open {self.at}"] = (self.open_up, self.at)
         elif self.held:
-            found[f"put {self.held} in {self.at}"] = (self.put, self.at)
-            for verb, place in TREATED.items():
-                if place == self.at:
-                    found[f"{verb} {self.held}"] = (self.treat, verb)
+            actions[f"put {self.held} in {self.at}"] = (self.put, self.at)
+            for verb, location in TREATED.items():
+                if location == self.at:
+                    actions[f"{verb} {self.held}"] = (self.treat, verb)
             if self.at == LAMP:
-                found["use lamp"] = (self.examine, LAMP)
+                actions["use lamp"] = (self.examine, LAMP)
         else:
             for name in self.here():
-                found[f"take {name}"] = (self.take, name)
-        return found
+                actions[f"take {name}"] = (self.take, name)
+        return actions
 
-    def go(self, place):
-        self.at = place
-        return f"You are at {place}."
+    def go(self, location):
+        self.at = location
+        return f"You are at {location}."
 
-    def open_up(self, place):
-        self.open.add(place)
-        return f"You open {place}."
+    def open_up(self, location):
+        self.open.add(location)
+        return f"You open {location}."
 
     def take(self, name):
         self.held, self.where[name] = name, ""
         return f"You take {name}."
 
-    def put(self, place):
+    def put(self, location):
         name, self.held = self.held, ""
-        self.where[name] = place
-        return f"You put {name} in {place}."
+        self.where[name] = location
+        return f"You put {name} in {location}."
 
     def treat(self, verb):
         self.treated.setdefault(self.held, set()).add(verb)
@@ -117,8 +118,8 @@ class House:
         self.examined.add(self.held)
         return f"You look at {self.held} under the lamp."
 
-    def shown(self, said):
-        lines = [said]
+    def shown(self, note):
+        lines = [note]
         if self.at:
             lines.append(f"You see: {', '.join(self.here()) or 'nothing'}.")
         if self.held:
@@ -126,12 +127,12 @@ class House:
         return "\n".join([*lines, "You can: " + "; ".join(self.actions())])
 
     def act(self, text):
-        """What is seen after an action."""
-        found = self.actions().get(text.strip().strip(">`. ").lower())
-        if found is None:
+        """Text that the model sees after an action."""
+        action = self.actions().get(text.strip().strip(">`. ").lower())
+        if action is None:
             self.num_refused += 1
             return self.shown("That cannot be done.")
-        do, argument = found
+        do, argument = action
         return self.shown(do(argument))
 
     def is_done(self):
@@ -158,8 +159,8 @@ def start(task):
 
 def interact(completion, state):
     lines = completion.rpartition("</think>")[2].strip().split("\n")
-    said = state.act(lines[-1])
-    return {"messages": [{"role": "user", "content": said}], "done": state.is_done()}
+    note = state.act(lines[-1])
+    return {"messages": [{"role": "user", "content": note}], "done": state.is_done()}
 
 
 def reward_fn(state):
@@ -178,20 +179,20 @@ def solution(house):
     names = house.wanted()
     if kind != "two":
         names = names[:1]
-    found = []
+    actions = []
     for name in names:
-        found += [f"go to {house.where[name]}", f"open {house.where[name]}", f"take {name}"]
+        actions += [f"go to {house.where[name]}", f"open {house.where[name]}", f"take {name}"]
         if kind == "examine":
-            return [*found, f"go to {LAMP}", "use lamp"]
+            return [*actions, f"go to {LAMP}", "use lamp"]
         if kind in TREATED:
-            place = TREATED[kind]
-            found += [f"go to {place}", f"open {place}", f"{kind} {name}"]
-        found += [f"go to {goal}", f"open {goal}", f"put {name} in {goal}"]
-    return found
+            location = TREATED[kind]
+            actions += [f"go to {location}", f"open {location}", f"{kind} {name}"]
+        actions += [f"go to {goal}", f"open {goal}", f"put {name} in {goal}"]
+    return actions
 
 
 def oracle(task):
-    """What cannot be done, such as to open what is open, is left out."""
+    """Impossible actions, such as opening an open drawer, are left out."""
     house = House(task.row)
     for action in solution(house):
         if action in house.actions():

@@ -53,11 +53,11 @@ class Graph:
 
     def __init__(self, triples):
         self.links, self.numbers = {}, {}
-        for subject, relation, found in triples:
-            if isinstance(found, str):
-                self.links.setdefault(subject, {}).setdefault(relation, set()).add(found)
+        for subject, relation, things in triples:
+            if isinstance(things, str):
+                self.links.setdefault(subject, {}).setdefault(relation, set()).add(things)
             else:
-                self.numbers.setdefault(subject, {})[relation] = found
+                self.numbers.setdefault(subject, {})[relation] = things
 
 
 def read_graph():
@@ -79,12 +79,12 @@ def load_tasks(split):
         chosen = {kind: rng.choice(names) for kind, names in kinds.items()}
         question = form.format(**chosen)
         actions = [action.format(**chosen) for action in actions]
-        found = played(Desk(graph, {}), actions)
+        things = played(Desk(graph, {}), actions)
         entities = {name: name for kind, name in chosen.items() if f"{{{kind}}}" in form}
         row = {"question": question, "level": level, "entities": entities, "actions": actions}
-        row["answer"] = [{"answer_argument": argument} for argument in sorted(found)]
+        row["answer"] = [{"answer_argument": argument} for argument in sorted(things)]
         is_held_out = zlib.crc32(question.encode()) % 10 == 0
-        if found and is_held_out == (split != "train"):
+        if things and is_held_out == (split != "train"):
             rows[question] = row
     return list(rows.values())
 
@@ -106,8 +106,8 @@ class Desk:
             raise ValueError(f"there is no variable {variable}")
         return self.variables[int(number[1])]
 
-    def keep(self, found):
-        self.variables.append(set(found))
+    def keep(self, things):
+        self.variables.append(set(things))
         return f"#{len(self.variables) - 1}"
 
     def get_relations(self, variable):
@@ -117,12 +117,12 @@ class Desk:
         return json.dumps(sorted(set().union(*(table.get(one, ()) for one in self.read(variable)))))
 
     def get_neighbors(self, variable, relation):
-        found = set()
+        things = set()
         for one in self.read(variable):
-            found |= self.graph.links.get(one, {}).get(relation, set())
-        if not found:
+            things |= self.graph.links.get(one, {}).get(relation, set())
+        if not things:
             raise ValueError(f"{relation!r} is no relation of {variable}; call get_relations")
-        return self.keep(found)
+        return self.keep(things)
 
     def intersection(self, variable1, variable2):
         return self.keep(self.read(variable1) & self.read(variable2))
@@ -153,8 +153,8 @@ class Desk:
 def played(desk, actions):
     """The last variable that these calls make, such as get_neighbors(#0,town.in_province)."""
     for action in actions:
-        name, given = re.fullmatch(r"(\w+)\((.*)\)", action).groups()
-        desk.tools[name](*given.split(","))
+        name, arguments = re.fullmatch(r"(\w+)\((.*)\)", action).groups()
+        desk.tools[name](*arguments.split(","))
     return desk.variables[-1]
 
 
@@ -169,11 +169,11 @@ def interact(messages, state):
 def found_by(messages, desk):
     """The set that the last message names; empty if it names none."""
     last = messages[-1]
-    said = re.findall(r"Final Answer: (#[0-9]+)", str(last["content"] or ""))
-    if last.get("tool_calls") or not said:
+    final = re.findall(r"Final Answer: (#[0-9]+)", str(last["content"] or ""))
+    if last.get("tool_calls") or not final:
         return set()
     try:
-        return desk.read(said[-1])
+        return desk.read(final[-1])
     except ValueError:
         return set()
 
@@ -185,12 +185,12 @@ def reward_fn(messages, state, answer):
 
 @reward(weight=0)
 def f1(messages, state, answer):
-    found, wanted = found_by(messages, state), {str(one["answer_argument"]) for one in answer}
-    return 2 * len(found & wanted) / max(1, len(found) + len(wanted))
+    things, wanted = found_by(messages, state), {str(one["answer_argument"]) for one in answer}
+    return 2 * len(things & wanted) / max(1, len(things) + len(wanted))
 
 
 def oracle(task):
     desk = start(task)
     played(desk, task.row["actions"])
-    said = f"Final Answer: #{len(desk.variables) - 1}"
-    return reward_fn([{"role": "assistant", "content": said}], desk, task.row["answer"])
+    final = f"Final Answer: #{len(desk.variables) - 1}"
+    return reward_fn([{"role": "assistant", "content": final}], desk, task.row["answer"])

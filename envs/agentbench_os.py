@@ -35,7 +35,7 @@ RUNNERS = {"bash": ["bash", "-c"], "python": ["python3", "-c"]}
 IS_SAME = "import sys; sys.exit(int(sys.argv[1]) != int(sys.argv[2]))"
 max_turns = 8
 tools = [BASH]
-# Kind -> what is asked of the files of a folder, and the command that gives it.
+# Kind -> question about the files of a folder, and the command that answers.
 KINDS = {
     "files": ("How many files below {} end in .log?", "find {} -name '*.log' | wc -l"),
     "words": ("In how many files below {} stands the word on?", "grep -rlw on {} | wc -l"),
@@ -53,8 +53,8 @@ def make_row(kind, level, rng):
         lines.append(f"mkdir -p {folder}")
         for name in rng.sample("abcdefgh", 1 + level):
             end = rng.choice(("log", "txt"))
-            said = f"{rng.choice(('on', 'off', 'one'))}\\n{rng.randrange(2, 50)}\\n"
-            lines.append(f"printf '{said}' > {folder}/{name}.{end}")
+            text = f"{rng.choice(('on', 'off', 'one'))}\\n{rng.randrange(2, 50)}\\n"
+            lines.append(f"printf '{text}' > {folder}/{name}.{end}")
     asked, command = KINDS[kind]
     check = [None, {"language": "python", "code": IS_SAME}]
     return {
@@ -94,8 +94,8 @@ def command_of(script):
 def preparing(row):
     """The scripts that prepare a box."""
     create = row.get("create")
-    found = create.get("init") if isinstance(create, dict) else None
-    scripts = found if isinstance(found, list) else [found]
+    start_script = create.get("init") if isinstance(create, dict) else None
+    scripts = start_script if isinstance(start_script, list) else [start_script]
     return [command_of(script) for script in scripts if script]
 
 
@@ -108,7 +108,7 @@ async def open_task(row):
             done = await box.exec(command, timeout_s=COMMAND_S)
             if done.code != 0:
                 raise RuntimeError(f"preparing failed ({done.code}): {done.stderr[-300:]}")
-        # What a row starts runs beside the agent, until the box ends.
+        # Programs that a row starts run until the box ends.
         start = row.get("start")
         running = box.exec(f"{start}\nwait", timeout_s=TIMEOUT_S) if start else asyncio.sleep(0)
         task = asyncio.ensure_future(running)
@@ -119,20 +119,20 @@ async def open_task(row):
 
 
 async def is_right(row, box, answer):
-    """Whether every checker accepts the answer."""
+    """True if every checker accepts the answer."""
     wanted = row["evaluation"]
     if "match" in wanted:
         return answer == wanted["match"]
     checks = wanted["check"]
-    given = [answer]
+    arguments = [answer]
     for script in checks if isinstance(checks, list) else [checks]:
         command = command_of(wanted["example"] if script is None else script)
         # A script's own name comes first in bash.
         name = ["--"] if command[0] == "bash" else []
-        done = await box.exec([*command, *name, *given], timeout_s=COMMAND_S)
+        done = await box.exec([*command, *name, *arguments], timeout_s=COMMAND_S)
         if done.code != 0:
             return False
-        given.append(done.stdout)
+        arguments.append(done.stdout)
     return True
 
 

@@ -1,4 +1,4 @@
-"""A web shop with a search of its own, after AgentBench's (arXiv:2308.03688) and WebShop
+"""A web shop with a search, after AgentBench's (arXiv:2308.03688) and WebShop
 (arXiv:2207.01206).
 
     rl-core train --env_path envs/agentbench_shop.py --model M --max_prompt_tokens 1024
@@ -102,7 +102,7 @@ def found_by(keywords):
 
 
 class Shop:
-    """One visit: the page, and what was chosen and bought."""
+    """One visit: the page, the choices and the purchase."""
 
     def __init__(self):
         self.results = []
@@ -112,13 +112,13 @@ class Shop:
         self.bought = None
 
     def page(self):
-        """(what the page says, what can be clicked)."""
+        """Text of the page and its clickable links."""
         if self.bought:
             return "Thank you.", []
         if self.product:
             choices = [value for values in self.product["options"].values() for value in values]
-            said = f"{self.product['name']}, {self.product['price']} dollars. Chosen: {self.chosen}"
-            return said, [*choices, "Buy Now", "Back"]
+            text = f"{self.product['name']}, {self.product['price']} dollars. Chosen: {self.chosen}"
+            return text, [*choices, "Buy Now", "Back"]
         end = self.first + PAGE
         names = self.results[self.first : end]
         lines = [f"{PRODUCTS[name]['price']} dollars: {name}" for name in names]
@@ -127,8 +127,8 @@ class Shop:
         return "\n".join(lines) or "Nothing was found.", names
 
     def shown(self):
-        said, links = self.page()
-        return "\n".join([said, *(f"[{link}]" for link in links)])
+        text, links = self.page()
+        return "\n".join([text, *(f"[{link}]" for link in links)])
 
     def search(self, keywords):
         if self.bought:
@@ -160,8 +160,8 @@ def start(task):
 
 
 def interact(messages, state):
-    said = answers(messages[-1], {"search": state.search, "click": state.click})
-    return {"messages": said, "done": not said or state.bought is not None}
+    replies = answers(messages[-1], {"search": state.search, "click": state.click})
+    return {"messages": replies, "done": not replies or state.bought is not None}
 
 
 def reward_fn(state, category, attributes, options, max_price):

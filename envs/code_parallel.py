@@ -19,9 +19,9 @@ import zlib
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.rows import code_of, function_tests
 
-NUM_DRAFTS = 3  # of an actor that is alone
+NUM_DRAFTS = 3  # One actor alone writes this many.
 NUM_EACH = 2
-SHARED = 0.3  # of a draft's reward: how the combined program did
+SHARED = 0.3  # Share of the combined program's reward in a draft's reward.
 HOW = "Here are drafts of a program, and what some tests of them gave. Write the right program."
 FIX = "Write the program again."
 # Whoever combines reads all drafts; with --max_prompt_tokens it says how long that may be.
@@ -59,34 +59,34 @@ async def run(text, row, shown):
     return await sandbox.run(code, tests=tests, setup=setup)
 
 
-async def told(reply, row):
-    """What the tests that are shown gave, in three lines at most; "" if all passed."""
-    found = await run(reply.answer, row, shown=True)
-    lines = [line for line in found.failures if line][:2]
+async def feedback(reply, row):
+    """Results of the shown tests in at most three lines; "" if all passed."""
+    result = await run(reply.answer, row, shown=True)
+    lines = [line for line in result.failures if line][:2]
     if not lines:
         return ""
-    passed = f"{sum(found.passed)} of {len(found.passed)} tests passed: {found.status}."
+    passed = f"{sum(result.passed)} of {len(result.passed)} tests passed: {result.status}."
     return "\n".join([passed, *lines])
 
 
 async def fixed(draft, row):
     """The draft's conversation with what its tests gave; it has a second turn if one failed."""
-    said = "It was cut off."
+    verdict = "It was cut off."
     if not draft.truncated:
-        said = await told(draft, row)
-    if said and not draft.truncated:
-        draft = await draft.respond(f"{said}\n{FIX}")
-        said = "It was cut off."
+        verdict = await feedback(draft, row)
+    if verdict and not draft.truncated:
+        draft = await draft.respond(f"{verdict}\n{FIX}")
+        verdict = "It was cut off."
         if not draft.truncated:
-            said = await told(draft, row)
-    return draft, said or "All tests passed."
+            verdict = await feedback(draft, row)
+    return draft, verdict or "All tests passed."
 
 
 async def share(reply, row):
     if reply.truncated:
         return 0.0
-    found = await run(reply.answer, row, shown=False)
-    return found.share
+    result = await run(reply.answer, row, shown=False)
+    return result.share
 
 
 async def rollout(task, actors):
@@ -105,20 +105,20 @@ async def rollout(task, actors):
     tried = await asyncio.gather(*fixing)
     asked = task.messages[-1]["content"]
     shown = [asked, HOW]
-    for place, (draft, said) in enumerate(tried, 1):
+    for index, (draft, verdict) in enumerate(tried, 1):
         text = draft.answer.strip()
-        shown.append(f"Draft {place}:\n{text}\n{said}")
+        shown.append(f"Draft {index}:\n{text}\n{verdict}")
     message = {"role": "user", "content": "\n\n".join(shown)}
     answer = await actors[combiner].respond([*task.messages[:-1], message])
     replies = [draft for draft, _ in tried]
     scoring = [share(reply, row) for reply in [*replies, answer]]
-    *own, combined = await asyncio.gather(*scoring)
-    metrics = {"drafts_best": max(own)}
-    found = [answer.trajectory({"right": combined}, seat="combine", metrics=metrics)]
-    for draft, right in zip(replies, own, strict=True):
+    *scores, combined = await asyncio.gather(*scoring)
+    metrics = {"drafts_best": max(scores)}
+    trajectories = [answer.trajectory({"right": combined}, seat="combine", metrics=metrics)]
+    for draft, right in zip(replies, scores, strict=True):
         parts = {
             "right": (1 - SHARED) * right,
             "combined": SHARED * combined,
         }
-        found.append(draft.trajectory(parts, seat="draft"))
-    return found
+        trajectories.append(draft.trajectory(parts, seat="draft"))
+    return trajectories

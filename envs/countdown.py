@@ -35,7 +35,7 @@ def row_to_prompt(nums, target):
 def load_tasks(split):
     """Every target, from 1 to 99, is the value of a random sum. A hash of numbers and target says
     which tenth is held out."""
-    rng, found = random.Random(0), {}
+    rng, tasks = random.Random(0), {}
     for level in (1, 2, 3):
         for _ in range(3000):
             nums = [rng.randint(1, 20) for _ in range(level + 1)]
@@ -44,7 +44,7 @@ def load_tasks(split):
                 target = rng.choice(list(OPERATORS.values()))(target, number)
             nums = sorted(nums)
             if target.denominator == 1 and 0 < target < 100:
-                found[f"{nums}{target}"] = {
+                tasks[f"{nums}{target}"] = {
                     "prompt": row_to_prompt(nums, target),
                     "nums": nums,
                     "target": int(target),
@@ -52,13 +52,13 @@ def load_tasks(split):
                 }
     return [
         row
-        for key, row in found.items()
+        for key, row in tasks.items()
         if (zlib.crc32(key.encode()) % 10 == 0) == (split != "train")
     ]
 
 
 def value(text, nums):
-    """What the sum gives, exactly; None if it is no sum of these numbers, each once."""
+    """Exact value of the sum; None unless it uses each of these numbers once."""
     if not re.fullmatch(r"[0-9+*/() -]{1,200}", text) or sorted(
         map(int, re.findall("[0-9]+", text))
     ) != sorted(nums):
@@ -77,5 +77,5 @@ def reckoned(node):
 
 def reward_fn(messages, nums, target):
     answers = re.findall(r"(?s)<answer>(.*?)</answer>", messages[-1]["content"])
-    found = value(answers[-1], nums) if answers else None
-    return {"right": 0.9 * (found == target), "form": 0.1 * (found is not None)}
+    total = value(answers[-1], nums) if answers else None
+    return {"right": 0.9 * (total == target), "form": 0.1 * (total is not None)}

@@ -43,7 +43,7 @@ tools = [
 
 
 class Shop:
-    """Orders by number, and what was refused."""
+    """Orders by number, and refusals."""
 
     def __init__(self, seed):
         rng = random.Random(f"orders {seed}")
@@ -91,7 +91,7 @@ def make_row(seed):
     order = orders[number]
     asked = rng.choice(("cancel", "address")) if kind == "refuse" else kind
     new = f"{rng.randrange(1, 99)} Hill Road"
-    said, action = {
+    wish, action = {
         "status": (f"What is the status of my order {number}?", None),
         "cancel": (f"Please cancel my order {number}.", ["cancel_order", number]),
         "address": (f"Please send my order {number} to {new}.", ["change_address", number, new]),
@@ -105,14 +105,14 @@ def make_row(seed):
         action = ["refuse", number, rule]
     facts = [f"My e-mail address is {order['email']}.", f"My postcode is {postcode}."]
     return {
-        "prompt": said,
+        "prompt": wish,
         "kind": kind,
         "level": KINDS[kind],
         "seed": seed,
         "order": number,
         "status": order["status"] if kind == "status" else status,
         "facts": facts,
-        "scenario": f"{said} {' '.join(facts)}",
+        "scenario": f"{wish} {' '.join(facts)}",
         "actions": [action] if action else [],
         "outputs": [order["status"]] if kind == "status" else [],
     }
@@ -129,12 +129,12 @@ def open_shop(row):
     return shop
 
 
-def is_right(row, shop, said):
-    """Whether the records are as after the row's actions, and the agent said its outputs."""
+def is_right(row, shop, replies):
+    """True if the records match the row's actions and the replies hold its outputs."""
     wanted = open_shop(row)
-    for name, *given in row["actions"]:
-        wanted.tools[name](*given)
-    text = "\n".join(said).lower()
+    for name, *arguments in row["actions"]:
+        wanted.tools[name](*arguments)
+    text = "\n".join(replies).lower()
     return shop.records() == wanted.records() and all(out in text for out in row["outputs"])
 
 
@@ -161,14 +161,14 @@ class PlayedUser:
 
     async def hear(self, text):
         heard = {"role": "user", "content": text or "..."}
-        said = [heard] if self.reply else [*self.opening, heard]
-        self.reply = await (self.reply or self.actor).respond(said)
+        messages = [heard] if self.reply else [*self.opening, heard]
+        self.reply = await (self.reply or self.actor).respond(messages)
         return STOP if self.reply.truncated else self.reply.answer
 
 
 async def rollout(task, actors):
     row = task.row
-    shop, said = open_shop(row), []
+    shop, replies = open_shop(row), []
     names = [name for name in actors if name != "user"]
     agent = actors["agent" if "agent" in names else names[0]]
     user = PlayedUser(actors["user"], row) if "user" in actors else ScriptedUser(row)
@@ -180,14 +180,14 @@ async def rollout(task, actors):
         heard = [answer(call, shop.tools) for call in calls]
         shop.num_errors += sum(message["content"].startswith("error") for message in heard)
         if not calls:
-            said.append(reply.answer)
+            replies.append(reply.answer)
             text = await user.hear(reply.answer)
             is_done = STOP in text
             heard = [{"role": "user", "content": text}]
         if is_done or reply.truncated:
             break
         reply = await reply.respond(heard)
-    reward = float(is_done and not reply.truncated and is_right(row, shop, said))
+    reward = float(is_done and not reply.truncated and is_right(row, shop, replies))
     metrics = {"refused_calls": float(shop.num_errors)}
     return [reply.trajectory(reward, metrics=metrics)]
 
@@ -195,7 +195,7 @@ async def rollout(task, actors):
 async def oracle(task):
     """Carries out the row's actions and says its outputs."""
     shop = open_shop(task.row)
-    for name, *given in task.row["actions"]:
-        shop.tools[name](*given)
-    said = [*task.row["outputs"], "Done."]
-    return float(is_right(task.row, shop, said))
+    for name, *arguments in task.row["actions"]:
+        shop.tools[name](*arguments)
+    replies = [*task.row["outputs"], "Done."]
+    return float(is_right(task.row, shop, replies))

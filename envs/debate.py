@@ -25,7 +25,7 @@ RUBRIC = (
 )
 SIDES = {"pro": "for", "con": "against"}
 ROUNDS = 2
-# A side reads what the other says; with --max_prompt_tokens it says how long that may be.
+# A side reads the other side's texts; with --max_prompt_tokens it says how long that may be.
 max_turns = 2 * ROUNDS
 PATTERNS = {
     "argument": r"\b(?:because|since|therefore|thus|so that|leads? to|means that|if|hence)\b",
@@ -53,21 +53,21 @@ def load_tasks(split):
     return [{"prompt": motion, "pro": pro} for motion in motions for pro in (0, 1)]
 
 
-def merits(own, other, side):
+def merits(speeches, other, side):
     """Argument, evidence and consistency of one side's texts, each from 0 to 1."""
-    text = " ".join(own)
-    found = {
+    text = " ".join(speeches)
+    points = {
         name: min(1.0, len(set(re.findall(p, text.lower()))) / 3) for name, p in PATTERNS.items()
     }
     known = set(re.findall(r"\w{5,}", " ".join(other).lower()))
-    met = len(known & set(re.findall(r"\w{5,}", own[-1].lower()))) / max(1, len(known))
+    met = len(known & set(re.findall(r"\w{5,}", speeches[-1].lower()))) / max(1, len(known))
     turned = re.search(
         rf"\bI (am|argue|speak) {SIDES['con' if side == 'pro' else 'pro']}\b", text, re.I
     )
     consistency = 0.0 if turned else 1 + repetition(text)
     return {
-        "argument": (found["argument"] + min(1.0, 5 * met)) / 2,
-        "evidence": found["evidence"],
+        "argument": (points["argument"] + min(1.0, 5 * met)) / 2,
+        "evidence": points["evidence"],
         "consistency": consistency,
     }
 
@@ -94,12 +94,13 @@ async def rollout(task, actors):
     replies, texts = {}, {"pro": [], "con": []}
     for _ in range(ROUNDS):
         for side, other in (("pro", "con"), ("con", "pro")):
-            said = f"The other side says:\n\n{texts[other][-1]}" if texts[other] else ""
+            heard = f"The other side says:\n\n{texts[other][-1]}" if texts[other] else ""
             if side in replies:
-                await replies[side].respond(f"{said}\n\nReply to it.")
+                await replies[side].respond(f"{heard}\n\nReply to it.")
             else:
                 opening = f"Motion: {motion}. You are {SIDES[side]} it. Give reasons and evidence."
-                replies[side] = await actors[speakers[side]].respond(f"{opening}\n\n{said}".strip())
+                speaker = actors[speakers[side]]
+                replies[side] = await speaker.respond(f"{opening}\n\n{heard}".strip())
             texts[side].append("" if replies[side].truncated else replies[side].answer.strip())
     won = await win_of_pro(motion, texts, actors)
     values = {"pro": won, "con": 1 - won}

@@ -79,4 +79,4 @@ async def group_reward_fn(trajectories, prompt, actors, rubric=None):
     for (a, b), won in zip(pairs, await asyncio.gather(*asked), strict=True):
         wins[a].append(won)
         wins[b].append(1 - won)
-    return [sum(own) / len(own) if own else 0.5 for own in wins]
+    return [sum(points) / len(points) if points else 0.5 for points in wins]

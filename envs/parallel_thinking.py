@@ -19,7 +19,7 @@ from rl_core.rewards import maths, numeric
 
 __all__ = ["load_tasks"]
 NUM_DRAFTS = 4
-SHARED = 0.3  # of a draft's reward: how the combined answer did
+SHARED = 0.3  # Share of the combined answer's reward in a draft's reward.
 HOW = "Here are drafts of an answer, some of them wrong. Give the right answer."
 # Whoever combines reads all drafts; with --max_prompt_tokens it says how long that may be.
 max_turns = 2 + NUM_DRAFTS
@@ -46,15 +46,15 @@ async def rollout(task, actors):
         {"role": "user", "content": f"{task.messages[-1]['content']}\n\n{HOW}\n{shown}"},
     ]
     answer = await actors[combiner].respond(asked)
-    *own, combined = await asyncio.gather(
+    *scores, combined = await asyncio.gather(
         *(rightness(reply, task.row["answer"]) for reply in (*drafts, answer))
     )
-    found = [
+    trajectories = [
         answer.trajectory(
-            {"right": combined}, seat="combine", metrics={"drafts_right": sum(own) / len(own)}
+            {"right": combined}, seat="combine", metrics={"drafts_right": sum(scores) / len(scores)}
         )
     ]
-    for draft, right in zip(drafts, own, strict=True):
+    for draft, right in zip(drafts, scores, strict=True):
         parts = {"right": (1 - SHARED) * right, "combined": SHARED * combined}
-        found.append(draft.trajectory(parts, seat="draft"))
-    return found
+        trajectories.append(draft.trajectory(parts, seat="draft"))
+    return trajectories

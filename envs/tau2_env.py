@@ -32,14 +32,14 @@ max_turns = 30
 
 
 def scenario_of(task):
-    told = task["user_scenario"]["instructions"]
-    if isinstance(told, dict):
-        told = "\n".join(told[key] for key in told if key != "domain" and told[key])
-    return told
+    facts = task["user_scenario"]["instructions"]
+    if isinstance(facts, dict):
+        facts = "\n".join(facts[key] for key in facts if key != "domain" and facts[key])
+    return facts
 
 
 def is_played(task):
-    """Whether its customer needs neither tools nor a history."""
+    """True if the customer needs neither tools nor a history."""
     actions = (task.get("evaluation_criteria") or {}).get("actions") or []
     return not task.get("initial_state") and all(
         action.get("requestor") in (None, "assistant") for action in actions
@@ -61,15 +61,15 @@ def load_tasks(split):
     return rows
 
 
-def judged(desk, said, criteria):
+def judged(desk, texts, criteria):
     wanted, actions = Desk(), criteria.get("actions") or []
     for action in actions:
         wanted.call(action["name"], action["arguments"])
-    text = "\n".join(said).lower().replace(",", "")
+    text = "\n".join(texts).lower().replace(",", "")
     parts = {
         "DB": lambda: desk.state() == wanted.state(),
         "COMMUNICATE": lambda: all(
-            told.lower().replace(",", "") in text for told in criteria.get("communicate_info") or []
+            fact.lower().replace(",", "") in text for fact in criteria.get("communicate_info") or []
         ),
         "ACTION": lambda: all((a["name"], a["arguments"]) in desk.calls for a in actions),
         "ENV_ASSERTION": lambda: all(
@@ -101,19 +101,19 @@ class PlayedUser:
         self.opening = [{"role": "system", "content": PLAY + row["prompt"]}]
 
     async def hear(self, text):
-        said = [*self.opening, {"role": "user", "content": text or "..."}]
-        self.opening, self.talk = [], await self.talk.respond(said)
+        messages = [*self.opening, {"role": "user", "content": text or "..."}]
+        self.opening, self.talk = [], await self.talk.respond(messages)
         return ENDS[0] if self.talk.truncated else self.talk.answer
 
 
 def answer(desk, call):
-    said = desk.call(call["function"]["name"], call["function"]["arguments"])[:MAX_SHOWN]
-    return {"role": "tool", "content": said, "tool_call_id": call.get("id", "")}
+    result = desk.call(call["function"]["name"], call["function"]["arguments"])[:MAX_SHOWN]
+    return {"role": "tool", "content": result, "tool_call_id": call.get("id", "")}
 
 
 async def rollout(task, actors):
     # Records may have megabytes: copied and compared in a thread, they stop no other episode.
-    desk, said, row = await asyncio.to_thread(Desk), [], task.row
+    desk, texts, row = await asyncio.to_thread(Desk), [], task.row
     names = [name for name in actors if name != "user"]
     agent = actors["agent" if "agent" in names else names[0]]
     user = PlayedUser(actors["user"], row) if "user" in actors else TellingUser(row)
@@ -126,7 +126,7 @@ async def rollout(task, actors):
         calls = reply.messages[-1].get("tool_calls") or []
         heard = [answer(desk, call) for call in calls]
         if not calls:
-            said.append(reply.answer)
+            texts.append(reply.answer)
             text = await user.hear(reply.answer)
             is_done = any(end in text for end in ENDS)
             heard = [{"role": "user", "content": text}]
@@ -135,14 +135,14 @@ async def rollout(task, actors):
         reply = await reply.respond(heard)
     criteria = json.loads(row["criteria"])
     is_over = is_done and not reply.truncated
-    reward = await asyncio.to_thread(judged, desk, said, criteria) if is_over else 0.0
+    reward = await asyncio.to_thread(judged, desk, texts, criteria) if is_over else 0.0
     unjudged = float("NL_ASSERTION" in (criteria.get("reward_basis") or ()))
     metrics = {"refused_calls": float(desk.num_errors), "unjudged": unjudged}
     return [reply.trajectory(reward, metrics=metrics)]
 
 
 async def oracle(task):
-    """Carries out the task's actions, and says what is to be told."""
+    """Carries out the task's actions and says the required facts."""
     desk, criteria = Desk(), json.loads(task.row["criteria"])
     for action in criteria.get("actions") or []:
         desk.call(action["name"], action["arguments"])

@@ -33,8 +33,8 @@ def loss(count, who, thing, rng):
 def boxes(count, who, thing, rng):
     number = rng.randint(2, 6)
     each = rng.randint(2, 12)
-    said = f"{who} buys {number} boxes with {each} {thing} each."
-    return count + number * each, said
+    sentence = f"{who} buys {number} boxes with {each} {thing} each."
+    return count + number * each, sentence
 
 
 def multiple(count, who, thing, rng):
@@ -51,8 +51,8 @@ def share(count, who, thing, rng):
     friends = "a friend"
     if number > 2:
         friends = f"{number - 1} friends"
-    said = f"{who} shares them equally with {friends}, and keeps one part."
-    return count // number, said
+    sentence = f"{who} shares them equally with {friends}, and keeps one part."
+    return count // number, sentence
 
 
 STEPS = (gain, loss, boxes, multiple, share)
@@ -61,11 +61,11 @@ STEPS = (gain, loss, boxes, multiple, share)
 def compare(count, who, other, thing, rng):
     """The last step: what another one has, or both together."""
     more = rng.randint(2, 20)
-    said = f"{other} has {more} more {thing} than {who} has then."
+    sentence = f"{other} has {more} more {thing} than {who} has then."
     others = count + more
     if rng.random() < 0.5:
-        return others, f"{said} How many {thing} has {other}?"
-    return count + others, f"{said} How many {thing} have both together?"
+        return others, f"{sentence} How many {thing} has {other}?"
+    return count + others, f"{sentence} How many {thing} have both together?"
 
 
 def make_problem(level, rng):
@@ -86,9 +86,9 @@ def make_problem(level, rng):
         count, line = step(count, who, thing, rng)
         lines.append(line)
     if level > 2:
-        place = rng.choice(PLACES)
+        spot = rng.choice(PLACES)
         minutes = rng.randint(2, 59)
-        away = f"It takes {who} {minutes} minutes to walk to {place}."
+        away = f"It takes {who} {minutes} minutes to walk to {spot}."
         where = rng.randint(1, len(lines) - 1)
         lines.insert(where, away)
     if is_compared:

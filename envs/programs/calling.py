@@ -1,4 +1,4 @@
-"""What environments with tools share: schemas of tools, and the answers to what a model calls."""
+"""Schemas of tools and answers to calls, shared by environments with tools."""
 
 import inspect
 import json
@@ -7,7 +7,7 @@ MAX_SHOWN = 2000  # Characters of an answer.
 
 
 def tool(name, description, **arguments):
-    """The schema of a function whose arguments are texts: name -> what it is."""
+    """The schema of a function whose arguments are texts: name -> description."""
     properties = {}
     for argument, meaning in arguments.items():
         properties[argument] = {"type": "string", "description": meaning}
@@ -17,18 +17,18 @@ def tool(name, description, **arguments):
 
 
 def carry_out(call, tools):
-    """What the function of a call gives, as text. `tools`: name -> function of texts. Raises
+    """Result of a call as text. `tools`: name -> function of texts. Raises
     ValueError for a call that does not fit, and where the function does."""
     function = call["function"]
-    name, given = function["name"], function["arguments"]
-    if isinstance(given, str):  # from an endpoint elsewhere
-        given = json.loads(given)
+    name, arguments = function["name"], function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
     if name not in tools:
         raise ValueError(f"there is no tool {name!r}; there are {', '.join(tools)}")
-    if not isinstance(given, dict):
+    if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
     try:
-        bound = inspect.signature(tools[name]).bind(**given)
+        bound = inspect.signature(tools[name]).bind(**arguments)
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from None
     return str(tools[name](*map(str, bound.args)))
@@ -37,10 +37,10 @@ def carry_out(call, tools):
 def answer(call, tools):
     """The message that answers a call: what its function gives, or why it refuses."""
     try:
-        said = carry_out(call, tools)
+        result = carry_out(call, tools)
     except ValueError as error:
-        said = f"error: {error}"
-    return {"role": "tool", "content": said[:MAX_SHOWN], "tool_call_id": call.get("id", "")}
+        result = f"error: {error}"
+    return {"role": "tool", "content": result[:MAX_SHOWN], "tool_call_id": call.get("id", "")}
 
 
 def answers(message, tools):

@@ -1,4 +1,4 @@
-"""A row's table in a database of its own, for envs/agentbench_db.py: in SQLite, or in MariaDB."""
+"""A row's table in a separate database, for envs/agentbench_db.py: in SQLite, or in MariaDB."""
 
 import json
 import sqlite3
@@ -23,7 +23,7 @@ def values_in(row):
 
 
 def in_order(rows):
-    """Rows of texts without NULL, in an order of their own."""
+    """Rows of texts without NULL, in a fixed order."""
     return sorted([[str(value) for value in row if value is not None] for row in rows])
 
 
@@ -50,25 +50,25 @@ class SQLite:
         deadline = time.monotonic() + STATEMENT_S
         self.held.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
         try:
-            found = self.held.execute(query).fetchmany(MAX_ROWS)
+            rows = self.held.execute(query).fetchmany(MAX_ROWS)
         except (sqlite3.Error, sqlite3.Warning, OverflowError, MemoryError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
-        return shown(found)
+        return shown(rows)
 
     def rows(self):
-        """The table's rows in an order of their own; None if it is gone or too large."""
+        """The table's rows in a fixed order; None if it is gone or too large."""
         try:
-            found = self.held.execute(f"SELECT * FROM {self.table}").fetchmany(100_000)
+            rows = self.held.execute(f"SELECT * FROM {self.table}").fetchmany(100_000)
         except sqlite3.Error:
             return None
-        return in_order(found)
+        return in_order(rows)
 
     def close(self):
         self.held.close()
 
 
 class MariaDB:
-    """The row's table in a database of its own, on the server of this process."""
+    """The row's table in a separate database on the server of this process."""
 
     def __init__(self, row):
         self.table = quoted(row["table"]["table_name"])
@@ -87,9 +87,9 @@ class MariaDB:
         return shown(self.session.execute(query))
 
     def rows(self):
-        """The table's rows in an order of their own; None if it is gone."""
-        found = self.session.rows(self.table, 100_000)
-        return None if found is None else in_order(found)
+        """The table's rows in a fixed order; None if it is gone."""
+        rows = self.session.rows(self.table, 100_000)
+        return None if rows is None else in_order(rows)
 
 
 def permit(action, *_):

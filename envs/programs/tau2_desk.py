@@ -38,7 +38,7 @@ def parsed(path, changed):
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}; fetch it whole (git lfs pull)") from None
+        raise ValueError(f"{path} is not JSON: {error}; fetch it whole (git lfs pull)") from None
 
 
 @cache
@@ -52,16 +52,18 @@ def kit_class(name):
         module = importlib.import_module(name)
     else:
         raise ValueError("TAU2_TOOLS must name the tools: a module, or a .py file")
-    found = [
+    result = [
         value
         for value in vars(module).values()
         if isinstance(value, type)
         and value.__module__ == module.__name__
         and "db" in inspect.signature(value).parameters
     ]
-    if len(found) != 1:
-        raise ValueError(f"TAU2_TOOLS={name} has {len(found)} classes that take db; it must have 1")
-    return found[0]
+    if len(result) != 1:
+        raise ValueError(
+            f"TAU2_TOOLS={name} has {len(result)} classes that take db; it must have 1"
+        )
+    return result[0]
 
 
 class Desk:
@@ -70,32 +72,32 @@ class Desk:
     def __init__(self):
         records, made = copy.deepcopy(read("db.json")), kit_class(os.environ.get("TAU2_TOOLS", ""))
         model = inspect.get_annotations(made, eval_str=True).get("db")
-        self.records = getattr(model, "model_validate", lambda given: given)(records)
+        self.records = getattr(model, "model_validate", lambda value: value)(records)
         self.kit = made(db=self.records)
         self.calls, self.num_errors = [], 0
 
     @property
     def tools(self):
         if isinstance(getattr(self.kit, "tools", None), dict):
-            return self.kit.tools  # of tau2's package
+            return self.kit.tools
         public = [name for name in dir(self.kit) if not name.startswith(("_", "assert_"))]
         named = {name: getattr(self.kit, name) for name in public}
         return {name: value for name, value in named.items() if callable(value)}
 
     def call(self, name, arguments):
-        """What a tool gives, as text."""
+        """Result of a tool as text."""
         self.calls.append((name, arguments))
         try:
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name!r}; there are {', '.join(self.tools)}")
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            found = self.tools[name](**arguments)
-        except Exception as error:  # of a tool of others, as tau2 answers it
+            result = self.tools[name](**arguments)
+        except Exception as error:  # Tools of others raise anything; tau2 answers with the error.
             self.num_errors += 1
             return f"Error: {error}"
-        if isinstance(found, str):
-            return found
-        return json.dumps(found, default=plain, ensure_ascii=False)
+        if isinstance(result, str):
+            return result
+        return json.dumps(result, default=plain, ensure_ascii=False)
 
     def state(self):
         return json.dumps(plain(self.records), sort_keys=True, default=str)

@@ -22,7 +22,7 @@ BASH = {
     },
 }
 COMMAND_TIMEOUT_S = 60.0
-MAX_SHOWN = 4000  # characters of what a command wrote; the middle of more is left out
+MAX_SHOWN = 4000  # Characters of a command's output; the middle of longer output is left out.
 
 
 def shortened(text):
@@ -34,7 +34,7 @@ def shortened(text):
 
 
 def shown(result):
-    """What the model reads of a command that has ended."""
+    """Text that the model reads when a command has ended."""
     text = shortened((result.stdout + result.stderr).rstrip("\n"))
     if result.timed_out:
         return f"{text}\n[ended: it ran too long]"
@@ -46,10 +46,10 @@ def shown(result):
 def command_of(call):
     """The command that a call asks for. Raises ValueError."""
     function = call["function"]
-    given = function["arguments"]
-    if isinstance(given, str):  # from an endpoint elsewhere
-        given = json.loads(given)
-    command = given.get("command") if isinstance(given, dict) else None
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    command = arguments.get("command") if isinstance(arguments, dict) else None
     if function["name"] != "bash" or not isinstance(command, str):
         raise ValueError('there is one tool, bash, with one argument: {"command": "..."}')
     if "\0" in command:
@@ -60,10 +60,10 @@ def command_of(call):
 async def answer(call, box, timeout_s):
     """The message that answers a call."""
     try:
-        said = shown(await box.exec(command_of(call), timeout_s=timeout_s))
+        result = shown(await box.exec(command_of(call), timeout_s=timeout_s))
     except ValueError as error:
-        said = f"error: {error}"
-    return {"role": "tool", "content": said, "tool_call_id": call.get("id", "")}
+        result = f"error: {error}"
+    return {"role": "tool", "content": result, "tool_call_id": call.get("id", "")}
 
 
 async def solve(actor, messages, box, *, max_turns, timeout_s, system=SYSTEM):

@@ -25,9 +25,9 @@ def env_of(name: str):
     return load_env(str(ROOT / f"envs/agentbench_{name}.py"))
 
 
-def part_of(name: str, what: str):
+def part_of(name: str, topic: str):
     """What the file of an environment calls so."""
-    return env_of(name).hooks["oracle"].function.__globals__[what]
+    return env_of(name).hooks["oracle"].function.__globals__[topic]
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def sqlite_everywhere(monkeypatch):
     monkeypatch.setenv("AGENTBENCH_DB", "sqlite")
 
 
-def play(env, *replies, max_tokens: int = 2000, **how):
-    return stage.play(env, *replies, max_tokens=max_tokens, **how)
+def play(env, *replies, max_tokens: int = 2000, **options):
+    return stage.play(env, *replies, max_tokens=max_tokens, **options)
 
 
 def called(tool: str, /, **arguments) -> str:
@@ -151,8 +151,8 @@ def db_row(kind: str, label: list[str], **more) -> dict:
 )
 def test_an_answer_is_compared_with_the_label(label, answer, reward):
     row = db_row("other", label)
-    found = play(env_of("db"), answer, row=row, max_tokens=200_000)
-    assert found.reward == reward
+    result = play(env_of("db"), answer, row=row, max_tokens=200_000)
+    assert result.reward == reward
 
 
 def test_a_change_is_right_if_the_table_is_as_after_the_label():
@@ -160,8 +160,8 @@ def test_a_change_is_right_if_the_table_is_as_after_the_label():
     env = env_of("db")
 
     def reward(*queries):
-        said = [called("execute_sql", query=query) for query in queries]
-        return play(env, *said, "done", row=row).reward
+        reply = [called("execute_sql", query=query) for query in queries]
+        return play(env, *reply, "done", row=row).reward
 
     assert reward('UPDATE "my table" SET "a b" = \'5\' WHERE "a b" = \'1\'') == 1
     # In another order, and by other statements.
@@ -171,7 +171,7 @@ def test_a_change_is_right_if_the_table_is_as_after_the_label():
 
 
 @pytest.mark.parametrize(
-    "query, said",
+    "query, reply",
     [
         ("ATTACH 'x.db' AS x", "not authorized"),
         ("VACUUM INTO 'y.db'", "denied"),
@@ -192,11 +192,11 @@ def test_a_change_is_right_if_the_table_is_as_after_the_label():
         ("SELEC", "syntax error"),
     ],
 )
-def test_a_statement_reaches_no_file_and_takes_neither_time_nor_memory(query, said, tmp_path, monkeypatch):  # fmt: skip
+def test_a_statement_reaches_no_file_and_takes_neither_time_nor_memory(query, reply, tmp_path, monkeypatch):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     database = part_of("db", "Database")(db_row("other", ["1"]))
     began = time.monotonic()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=reply):
         database.execute_sql(query)
     assert time.monotonic() - began < 30 and not list(tmp_path.iterdir())
 
@@ -212,7 +212,7 @@ def test_agentbenchs_changes_give_the_hashes_that_mysql_gave(agentbench):
     """195 of 200 in SQLite: five statements are MySQL's alone, such as a name without quotes that
     begins with a digit."""
     text = (agentbench / "dbbench/standard.jsonl").read_text()
-    database, table_md5, found = part_of("db", "Database"), part_of("db", "table_md5"), Counter()
+    database, table_md5, result = part_of("db", "Database"), part_of("db", "table_md5"), Counter()
     for row in map(json.loads, text.splitlines()):
         if row["type"][0] in ("INSERT", "UPDATE"):
             made = database(row)
@@ -220,8 +220,8 @@ def test_agentbenchs_changes_give_the_hashes_that_mysql_gave(agentbench):
                 made.held.execute(row["label"][0])
             except sqlite3.Error:
                 continue
-            found[row["type"][0]] += table_md5(made.rows()) in row["answer_md5"]
-    assert found == {"INSERT": 98, "UPDATE": 97}
+            result[row["type"][0]] += table_md5(made.rows()) in row["answer_md5"]
+    assert result == {"INSERT": 98, "UPDATE": 97}
 
 
 def test_agentbenchs_labels_earn_one_and_others_nothing(agentbench, capsys):
@@ -252,9 +252,13 @@ def test_each_of_the_seven_tools_does_what_its_name_says():
     calls = [made.intersection("#0", "#1"), made.argmax("#0", "n"), made.argmin("#0", "n")]
     assert [*calls, made.count("#1")] == ["#2", "#3", "#4", "#5"]
     assert made.variables == [{"b", "c"}, {"c", "e"}, {"c"}, {"c"}, {"b"}, {"2"}]
-    for tool, *given in [("get_neighbors", "a", "s"), ("count", "#9"), ("argmax", "#1", "x")]:
+    for tool, *argument_text in [
+        ("get_neighbors", "a", "s"),
+        ("count", "#9"),
+        ("argmax", "#1", "x"),
+    ]:
         with pytest.raises(ValueError):
-            made.tools[tool](*given)
+            made.tools[tool](*argument_text)
 
 
 def test_a_final_answer_is_the_set_and_a_part_of_it_is_only_measured():
@@ -262,20 +266,22 @@ def test_a_final_answer_is_the_set_and_a_part_of_it_is_only_measured():
     row = next(row for row in country if row["actions"][-1].startswith("intersection"))
     calls = []
     for action in row["actions"]:
-        name, _, given = action[:-1].partition("(")
-        first, _, second = given.partition(",")
+        name, _, argument_text = action[:-1].partition("(")
+        first, _, second = argument_text.partition(",")
         keys = {"intersection": ("variable1", "variable2")}.get(name, ("variable", "relation"))
         calls.append(called(name, **dict(zip(keys, (first, second), strict=True))))
-    found = play(env_of("kg"), *calls, "So: Final Answer: #2", row=row)
-    assert (found.reward, found.metrics["f1"]) == (1, 1)
-    found = play(env_of("kg"), *calls, "Final Answer: #0", row=row)
-    assert found.reward == 0 and 0 < found.metrics["f1"] < 1
-    for said in ("Final Answer: #7", "Final Answer: 2", "#2", ""):
-        assert play(env_of("kg"), *calls, said, row=row).reward == 0
+    result = play(env_of("kg"), *calls, "So: Final Answer: #2", row=row)
+    assert (result.reward, result.metrics["f1"]) == (1, 1)
+    result = play(env_of("kg"), *calls, "Final Answer: #0", row=row)
+    assert result.reward == 0 and 0 < result.metrics["f1"] < 1
+    for reply in ("Final Answer: #7", "Final Answer: 2", "#2", ""):
+        assert play(env_of("kg"), *calls, reply, row=row).reward == 0
     odd = [called("argmax", variable="#0", attribute="x", pick="y"), called("drop"), "Final Answer: #0"]  # fmt: skip
-    found = play(env_of("kg"), *odd, row=row)
-    said = [m["content"] for m in found.messages if m["role"] == "tool"]
-    assert "unexpected keyword argument 'pick'" in said[0] and "there is no tool 'drop'" in said[1]
+    result = play(env_of("kg"), *odd, row=row)
+    reply = [m["content"] for m in result.messages if m["role"] == "tool"]
+    assert (
+        "unexpected keyword argument 'pick'" in reply[0] and "there is no tool 'drop'" in reply[1]
+    )
 
 
 def test_agentbenchs_calls_find_their_answers_in_a_graph_that_fits_them(agentbench):
@@ -287,14 +293,14 @@ def test_agentbenchs_calls_find_their_answers_in_a_graph_that_fits_them(agentben
         wanted = {str(one["answer_argument"]) for one in row["answer"]}
         made = part_of("kg", "Desk")(graph([]), row["entities"])
         for number, action in enumerate(row["actions"]):
-            name, _, given = action[:-1].partition("(")
+            name, _, argument_text = action[:-1].partition("(")
             is_last = number == len(row["actions"]) - 1
             goal, strangers = wanted, set() if is_last else {f"stranger {number}"}
             if any(a.startswith("count") for a in row["actions"]):
                 goal = {f"one {n}" for n in range(int(*wanted))}
                 is_before = row["actions"][number + 1 :] and "count" in row["actions"][number + 1]
                 strangers = set() if is_before else strangers
-            variable, _, relation = given.partition(",")
+            variable, _, relation = argument_text.partition(",")
             for one in made.read(variable) if name == "get_neighbors" else ():
                 links = made.graph.links.setdefault(one, {}).setdefault(relation, set())
                 links |= goal | strangers
@@ -318,13 +324,13 @@ def test_the_reward_is_the_share_of_what_was_wished():
     row |= {"options": {"color": color, "size": size}, "max_price": product["price"]}
 
     def buy(*clicks, **more):
-        said = [called("search", keywords=product["name"])]
-        said += [called("click", value=value) for value in (product["name"], *clicks, "Buy Now")]
-        return play(env_of("shop"), *said, row=row | more)
+        reply = [called("search", keywords=product["name"])]
+        reply += [called("click", value=value) for value in (product["name"], *clicks, "Buy Now")]
+        return play(env_of("shop"), *reply, row=row | more)
 
-    found = buy(color, size)
-    assert (found.reward, len(found.turns)) == (pytest.approx(4 / 5), 5)
-    assert found.metrics["bought"] == 1
+    result = buy(color, size)
+    assert (result.reward, len(result.turns)) == (pytest.approx(4 / 5), 5)
+    assert result.metrics["bought"] == 1
     assert buy(other, color, size, attributes=product["attributes"]).reward == 1
     assert buy(other).reward == pytest.approx(2 / 5)
     assert buy(max_price=1).reward == pytest.approx(1 / 5)
@@ -374,9 +380,9 @@ def test_things_are_where_they_were_put_and_closed_places_hide_them():
 def test_the_last_line_of_a_reply_is_the_action():
     row = next(row for row in env_of("house").load_tasks("train") if row["kind"] == "put")
     actions = part_of("house", "solution")(part_of("house", "House")(row))
-    said = [f"<think>go to sink 1</think>I think.\n{action}" for action in actions]
-    found = play(env_of("house"), *said, row=row)
-    assert found.reward == 1 and found.metrics["refused"] <= 2
+    reply = [f"<think>go to sink 1</think>I think.\n{action}" for action in actions]
+    result = play(env_of("house"), *reply, row=row)
+    assert result.reward == 1 and result.metrics["refused"] <= 2
     lost = play(env_of("house"), "dance", row=row)
     assert (lost.reward, len(lost.turns), lost.metrics["refused"]) == (0, 24, 24)
 
@@ -424,11 +430,11 @@ def shortest(row: dict) -> list[str]:
 
 def conversation(name: str, row: dict, replies: list[str]) -> dict:
     """What was said, as a row for SFT."""
-    found = play(env_of(name), *replies, row=row, max_turns=len(replies))
-    said, messages = iter(replies), []
-    for message in found.messages:
+    result = play(env_of(name), *replies, row=row, max_turns=len(replies))
+    reply, messages = iter(replies), []
+    for message in result.messages:
         is_own = message["role"] == "assistant"
-        content = next(said) if is_own else message["content"]
+        content = next(reply) if is_own else message["content"]
         messages.append({"role": message["role"], "content": content})
     return {"messages": messages}
 
@@ -445,9 +451,9 @@ def warm(tiny_model, made_once):
             rows += [conversation(name, row, replies) for replies in kinds]
         text = "".join(json.dumps(row) + "\n" for row in rows * 4)
         (out / "sft.jsonl").write_text(text)
-        how = "--algorithm sft --max_tokens 1500 --max_prompt_tokens 1000 --tasks_per_step 10 "
-        how += "--num_steps 100 --optim.lr 4e-3 --optim.schedule cosine --data.train"
-        run(out / "run", "--model", tiny_model, how, out / "sft.jsonl")
+        options = "--algorithm sft --max_tokens 1500 --max_prompt_tokens 1000 --tasks_per_step 10 "
+        options += "--num_steps 100 --optim.lr 4e-3 --optim.schedule cosine --data.train"
+        run(out / "run", "--model", tiny_model, options, out / "sft.jsonl")
 
     return made_once("warm_agentbench", make) / "run/hf/policy"
 
@@ -457,15 +463,15 @@ def test_three_steps_learn(name, warm, tmp_path):
     row, kinds = steps_of(name)
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
     turns = max(map(len, kinds))
-    how = "--tasks_per_step 1 --group_size 16 --num_steps 3 --optim.lr 1e-4 --max_tokens 120 "
+    options = "--tasks_per_step 1 --group_size 16 --num_steps 3 --optim.lr 1e-4 --max_tokens 120 "
     # A model that has learned for some seconds is surer so.
-    how += f"--sampling.temperature 0.4 --max_prompt_tokens 1000 --max_turns {turns}"
+    options += f"--sampling.temperature 0.4 --max_prompt_tokens 1000 --max_turns {turns}"
     path = ROOT / f"envs/agentbench_{name}.py"
     rows = ["--data.train", tmp_path / "rows.jsonl"]
-    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, *words(how))
-    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
-    assert not any(line.get("rollout/policy/failed") for line in found)
+    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, *words(options))
+    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
+    assert not any(line.get("rollout/policy/failed") for line in result)
 
 
 def test_one_run_learns_all_five_kinds_and_shows_each_its_numbers(warm, tmp_path):
@@ -477,16 +483,16 @@ def test_one_run_learns_all_five_kinds_and_shows_each_its_numbers(warm, tmp_path
         paths.append(str(ROOT / f"envs/agentbench_{name}.py"))
         rows += [f"--envs.agentbench_{name}.train", tmp_path / f"{name}.jsonl"]
         turns = max(turns, *map(len, kinds))
-    how = "--tasks_per_step 5 --group_size 8 --num_steps 3 --optim.lr 1e-4 --max_tokens 120 "
-    how += "--sampling.temperature 0.4 --max_prompt_tokens 1000 --algo.normalize task "
-    how += f"--rollout.lagged 0.5,2 --max_turns {turns}"
+    options = "--tasks_per_step 5 --group_size 8 --num_steps 3 --optim.lr 1e-4 --max_tokens 120 "
+    options += "--sampling.temperature 0.4 --max_prompt_tokens 1000 --algo.normalize task "
+    options += f"--rollout.lagged 0.5,2 --max_turns {turns}"
     mix = ["--env_path", ",".join(paths), *rows]
-    out = run(tmp_path / "run", "--model", warm, *mix, *words(how))
-    found = [line for line in metrics(out) if "time/step_s" in line]
-    assert len(found) == 3 and any(line["learn/policy/grad_norm"] > 0 for line in found)
-    for line in found:
+    out = run(tmp_path / "run", "--model", warm, *mix, *words(options))
+    result = [line for line in metrics(out) if "time/step_s" in line]
+    assert len(result) == 3 and any(line["learn/policy/grad_norm"] > 0 for line in result)
+    for line in result:
         for name in NAMES:
             assert 0 <= line[f"rollout/policy/agentbench_{name}/reward_mean"] <= 1
         assert not line.get("rollout/policy/failed")
     # The second engine has the weights before the first step until the second step ends.
-    assert [line["rollout/policy/lagged_frac"] > 0 for line in found] == [False, True, False]
+    assert [line["rollout/policy/lagged_frac"] > 0 for line in result] == [False, True, False]

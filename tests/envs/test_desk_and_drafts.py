@@ -29,15 +29,15 @@ def row_of(kind: str, **wanted) -> dict:
     return next(row for row in rows if row["kind"] == kind and wanted.items() <= row.items())
 
 
-def serve(row: dict, *replies: str, user=None, **how):
+def serve(row: dict, *replies: str, user=None, **flags):
     """The agent's trajectory."""
     actors = {"agent": list(replies)}
     if user:
         actors["user"] = (user, False)
-    found = stage.run(
-        env_of("customer_service"), stage.cast(**actors), rows=[row], max_tokens=900, **how
+    result = stage.run(
+        env_of("customer_service"), stage.cast(**actors), rows=[row], max_tokens=900, **flags
     )
-    return stage.one(found, "agent")
+    return stage.one(result, "agent")
 
 
 def test_solutions_earn_one_and_doing_nothing_nothing(capsys):
@@ -49,9 +49,9 @@ def test_solutions_earn_one_and_doing_nothing_nothing(capsys):
 def test_a_scripted_customer_tells_its_facts_one_by_one_and_then_stops():
     row = row_of("cancel")
     cancel = called("cancel_order", order=row["order"])
-    found = serve(row, "Your e-mail?", "Your postcode?", cancel, "It is cancelled.")
-    heard = [m["content"] for m in found.messages if m["role"] == "user"]
-    assert heard == [row["prompt"], *row["facts"]] and found.reward == 1
+    result = serve(row, "Your e-mail?", "Your postcode?", cancel, "It is cancelled.")
+    heard = [m["content"] for m in result.messages if m["role"] == "user"]
+    assert heard == [row["prompt"], *row["facts"]] and result.reward == 1
     # Before the customer is done nothing counts, and what was not asked for is wrong.
     assert serve(row, "Hm?", cancel, max_turns=2).reward == 0
     address = called("change_address", order=row["order"], address="1 Hill Road")
@@ -63,8 +63,8 @@ def test_what_a_rule_forbids_must_be_refused_by_its_number():
     for rule in ("1", "2"):
         rows = env_of("customer_service").load_tasks("train")
         row = next(row for row in rows if row["actions"] == [["refuse", row["order"], rule]])
-        for said, reward in ((rule, 1), ("4", 0)):
-            refuse = called("refuse", order=row["order"], rule=said)
+        for reply, reward in ((rule, 1), ("4", 0)):
+            refuse = called("refuse", order=row["order"], rule=reply)
             assert serve(row, refuse, "No.", "No.", "No.").reward == reward
         cancel = called("cancel_order", order=row["order"])
         assert serve(row, cancel, "Done.", "Yes.", "Bye.").reward == 0
@@ -74,8 +74,8 @@ def test_a_status_must_be_told_and_calls_that_do_not_fit_are_counted():
     row = row_of("status", status="shipped")
     look = called("get_order", order=row["order"])
     assert serve(row, look, "It is Shipped.", "Yes.", "Bye.").reward == 1
-    found = serve(row, called("get_order", order="1"), called("drop"), "I see.", "a", "b")
-    assert (found.reward, found.metrics["refused_calls"]) == (0, 2)
+    result = serve(row, called("get_order", order="1"), called("drop"), "I see.", "a", "b")
+    assert (result.reward, result.metrics["refused_calls"]) == (0, 2)
 
 
 def test_a_customer_may_be_played_by_an_actor_that_knows_the_scenario():
@@ -87,8 +87,8 @@ def test_a_customer_may_be_played_by_an_actor_that_knows_the_scenario():
         return "It is ada." if prompt.count("<|assistant|>") < 3 else "Thanks. ###STOP###"
 
     cancel = called("cancel_order", order=row["order"])
-    found = serve(row, "Who are you?", cancel, "Cancelled.", user=user)
-    assert found.reward == 1 and "It is ada." in str(found.messages)
+    result = serve(row, "Who are you?", cancel, "Cancelled.", user=user)
+    assert result.reward == 1 and "It is ada." in str(result.messages)
     assert row["scenario"] in seen[0] and "Who are you?" in seen[0]
     # The customer does not see calls.
     assert "cancel_order" not in seen[-1] and len(seen) == 2
@@ -109,9 +109,9 @@ def solution(prompt: str) -> str:
 
 
 def drafted(actors: dict, row: dict) -> dict[str, list]:
-    found = stage.run(env_of("code_parallel"), stage.cast(**actors), rows=[row], max_tokens=900)
+    result = stage.run(env_of("code_parallel"), stage.cast(**actors), rows=[row], max_tokens=900)
     seats: dict[str, list] = {}
-    for trajectory in found:
+    for trajectory in result:
         assert trajectory.status != "failed", trajectory.error
         seats.setdefault(trajectory.seat, []).append(trajectory)
     return seats
@@ -131,8 +131,8 @@ def test_a_draft_that_fails_is_written_again_and_who_combines_sees_what_tests_ga
     zero, one = (int(test.split("== ")[1]) for test in row["test_list"][:2])
     known = drafted({"policy": f"def f(x): return {{0: {zero}, 1: {one}}}[x]"}, row)
     assert [t.reward for t in known["combine"] + known["draft"]] == [0, 0, 0, 0]
-    found = {t.actor: (t.reward, len(t.turns)) for t in seats["draft"]}
-    assert found == {"ann": (1.0, 2), "ben": (pytest.approx(0.3), 2)}
+    result = {t.actor: (t.reward, len(t.turns)) for t in seats["draft"]}
+    assert result == {"ann": (1.0, 2), "ben": (pytest.approx(0.3), 2)}
 
 
 def test_one_actor_drafts_and_combines_and_wrong_programs_earn_nothing():
@@ -147,7 +147,7 @@ def test_one_actor_drafts_and_combines_and_wrong_programs_earn_nothing():
 # Steps of the real command
 
 
-def told(name: str) -> tuple[dict, list[list[str]]]:
+def facts(name: str) -> tuple[dict, list[list[str]]]:
     """A row, and replies of two kinds, of which one earns more."""
     if name == "code_parallel":
         row = {"prompt": "f", "test_list": ["assert f(0) == 1", "assert f(1) == 1"]}
@@ -164,32 +164,32 @@ def warm(tiny_model, made_once):
         out.mkdir()
         rows = []
         for name in ("code_parallel", "customer_service"):
-            row, kinds = told(name)
-            for [said] in kinds:
+            row, kinds = facts(name)
+            for [reply] in kinds:
                 env = env_of(name)
-                found = stage.run(env, stage.cast(policy=said), rows=[row], max_tokens=200)
-                roles = [message["role"] for message in found[-1].messages]
-                asked = found[-1].messages[: roles.index("assistant")]
-                rows.append({"messages": [*asked, {"role": "assistant", "content": said}]})
+                result = stage.run(env, stage.cast(policy=reply), rows=[row], max_tokens=200)
+                roles = [message["role"] for message in result[-1].messages]
+                asked = result[-1].messages[: roles.index("assistant")]
+                rows.append({"messages": [*asked, {"role": "assistant", "content": reply}]})
         (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
-        how = "--algorithm sft --max_tokens 100 --max_prompt_tokens 1000 --tasks_per_step 8 "
-        how += "--num_steps 60 --optim.lr 4e-3 --data.train"
-        run(out / "run", "--model", tiny_model, how, out / "sft.jsonl")
+        flags = "--algorithm sft --max_tokens 100 --max_prompt_tokens 1000 --tasks_per_step 8 "
+        flags += "--num_steps 60 --optim.lr 4e-3 --data.train"
+        run(out / "run", "--model", tiny_model, flags, out / "sft.jsonl")
 
     return made_once("warm_desk", make) / "run/hf/policy"
 
 
 @pytest.mark.parametrize("name", ["code_parallel", "customer_service"])
 def test_three_steps_learn(name, warm, tmp_path):
-    row, _ = told(name)
+    row, _ = facts(name)
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
-    how = (
+    flags = (
         "--tasks_per_step 1 --group_size 6 --num_steps 3 --max_tokens 60 --max_prompt_tokens 1000 "
     )
-    how += "--optim.lr 1e-4 --sampling.temperature 0.6"
+    flags += "--optim.lr 1e-4 --sampling.temperature 0.6"
     path = ROOT / f"envs/{name}.py"
     rows = ["--data.train", tmp_path / "rows.jsonl"]
-    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, how)
-    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
-    assert not any(line.get("rollout/policy/failed") for line in found)
+    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, flags)
+    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
+    assert not any(line.get("rollout/policy/failed") for line in result)

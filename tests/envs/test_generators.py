@@ -20,8 +20,8 @@ def rows_of(name: str) -> list[dict]:
     return env_of(name).load_tasks("train")
 
 
-def reward(name: str, said: str, answer) -> float:
-    return stage.play(env_of(name), said, row={"prompt": "?", "answer": answer}).reward
+def reward(name: str, reply: str, answer) -> float:
+    return stage.play(env_of(name), reply, row={"prompt": "?", "answer": answer}).reward
 
 
 def test_a_problem_is_in_one_split_and_levels_are_even():

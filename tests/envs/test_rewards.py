@@ -48,9 +48,9 @@ def test_a_reference_without_a_number_is_an_error():
 
 def test_a_form_must_match_from_the_first_to_the_last_character():
     form = r"(?s)<think>.*?</think>\s*<answer>.*?</answer>"
-    said = "<think>so\n</think>\n<answer>4</answer>"
+    reply = "<think>so\n</think>\n<answer>4</answer>"
     assert [
-        rewards.matches(text, form) for text in (said, f" {said}\n", f"{said}!", said[3:], "")
+        rewards.matches(text, form) for text in (reply, f" {reply}\n", f"{reply}!", reply[3:], "")
     ] == [1, 1, 0, 0, 0]
 
 
@@ -131,17 +131,17 @@ def judged(function, says, *texts: str):
     """What a reward gives whose judge says says(prompt, seed), and what the judge was asked."""
     actors = cast(judge=says)
     played = EpisodeActors(actors, SamplingParams(max_tokens=9999), 0, "s")
-    found = asyncio.run(function(played["judge"], *texts))
-    return found, [prompt for prompt, *_ in actors["judge"].engine.asked]
+    result = asyncio.run(function(played["judge"], *texts))
+    return result, [prompt for prompt, *_ in actors["judge"].engine.asked]
 
 
 @pytest.mark.parametrize(
-    "said, score",
+    "reply, score",
     [("[[10]]", 1.0), ("Weak. [[1]]", 0.0), ("<think>[[1]]</think>Not [[2]] but [[7]].", 6 / 9)],
 )
-def test_a_judge_scores_from_0_to_1(said, score):
-    found, [asked] = judged(rewards.judge, said, "2+2?", "It is 4.", "Be right.")
-    assert found == pytest.approx(score)
+def test_a_judge_scores_from_0_to_1(reply, score):
+    result, [asked] = judged(rewards.judge, reply, "2+2?", "It is 4.", "Be right.")
+    assert result == pytest.approx(score)
     assert re.findall(r"<(\w+)>\n(.*?)\n</\1>", asked) == [
         ("rubric", "Be right."),
         ("question", "2+2?"),
@@ -149,13 +149,13 @@ def test_a_judge_scores_from_0_to_1(said, score):
     ]
 
 
-@pytest.mark.parametrize("said", ["", "good", "[[11]]", "[[0]]", "7"])
-def test_a_score_that_cannot_be_read_is_an_error_and_not_0(said):
+@pytest.mark.parametrize("reply", ["", "good", "[[11]]", "[[0]]", "7"])
+def test_a_score_that_cannot_be_read_is_an_error_and_not_0(reply):
     with pytest.raises(
         ValueError,
         match=r"judge, who judges, said '.*'; it must end with a score such as \[\[7\]\]",
     ):
-        judged(rewards.judge, said, "q", "a", "r")
+        judged(rewards.judge, reply, "q", "a", "r")
 
 
 def test_a_reply_cannot_leave_its_tag():
@@ -187,8 +187,8 @@ def prefers(word):
     ],
 )
 def test_a_pair_is_compared_in_both_orders(says, wins):
-    found, asked = judged(rewards.compare, says, "q", "good", "bad", "r")
-    assert found == wins and len(asked) == 2
+    result, asked = judged(rewards.compare, says, "q", "good", "bad", "r")
+    assert result == wins and len(asked) == 2
     assert [re.findall(r"<[AB]>\n(.*?)\n", prompt) for prompt in asked] == [
         ["good", "bad"],
         ["bad", "good"],
@@ -304,9 +304,9 @@ OVERLAPS = [
 
 @pytest.mark.parametrize("text, reference, values", OVERLAPS)
 def test_overlaps_are_those_of_rouge_score_and_sacrebleu(text, reference, values):
-    found = [rewards.rouge(text, reference, kind) for kind in ("1", "2", "L")]
-    found += [rewards.bleu(text, reference), rewards.chrf(text, reference)]
-    assert found == pytest.approx(values, abs=1e-11)
+    result = [rewards.rouge(text, reference, kind) for kind in ("1", "2", "L")]
+    result += [rewards.bleu(text, reference), rewards.chrf(text, reference)]
+    assert result == pytest.approx(values, abs=1e-11)
 
 
 def test_a_reference_without_words_and_an_unknown_kind_are_errors():
@@ -344,12 +344,12 @@ def test_every_reward_says_its_range_and_where_it_comes_from():
 
 
 @pytest.mark.parametrize(
-    ("package", "call", "said"),
+    ("package", "call", "reply"),
     [
         ("jsonschema.validators", lambda: rewards.json_schema("{}", {}), r"'rl_core\[json\]'"),
     ],
 )
-def test_a_package_that_is_missing_is_named_with_its_extra(package, call, said, monkeypatch):
+def test_a_package_that_is_missing_is_named_with_its_extra(package, call, reply, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=said):
+    with pytest.raises(ImportError, match=reply):
         call()

@@ -37,13 +37,13 @@ class Library:
 
 def task_of(number, basis=None, **wanted):
     actions = [{"name": "lend", "arguments": {"title": "Emma", "days": 7 + number}}]
-    told = {
+    facts = {
         "reason_for_call": f"Lend me Emma for {7 + number} days.",
         "known_info": "",
         "domain": "x",
     }
     criteria = {"actions": actions, "communicate_info": ["1,000"], "reward_basis": basis} | wanted
-    scenario = {"persona": None, "instructions": told}
+    scenario = {"persona": None, "instructions": facts}
     return {"id": str(number), "user_scenario": scenario, "evaluation_criteria": criteria}
 
 
@@ -109,21 +109,21 @@ def test_each_part_of_the_reward_is_what_the_task_names(desk):
 def test_tools_refuse_and_the_agent_hears_why(desk):
     row = desk.load_tasks("train")[1]
     calls = called("find", title="Faust"), called("fnd"), called("lend", name="Emma")
-    found = serve(desk, row, *calls, called("find", title="Emma"), "a", "b")
-    said = [m["content"] for m in found.messages if m["role"] == "tool"]
-    assert said[0] == "Error: no book Faust" and "there are find, lend" in said[1]
-    assert "unexpected keyword argument" in said[2] and said[3] == "{}"
-    assert found.metrics["refused_calls"] == 3
+    result = serve(desk, row, *calls, called("find", title="Emma"), "a", "b")
+    reply = [m["content"] for m in result.messages if m["role"] == "tool"]
+    assert reply[0] == "Error: no book Faust" and "there are find, lend" in reply[1]
+    assert "unexpected keyword argument" in reply[2] and reply[3] == "{}"
+    assert result.metrics["refused_calls"] == 3
 
 
 def test_a_played_customer_has_a_conversation_of_its_own(desk):
     row = desk.load_tasks("train")[1]
     user = ["Lend me Emma, please.", "###STOP###"]
     lend = called("lend", title="Emma", days=8)
-    found = serve(desk, row, lend, "Done.", user=user)
-    heard = [m["content"] for m in found.messages if m["role"] == "user"]
-    assert heard == ["Lend me Emma, please."] and found.reward == 1
-    assert found.messages[0] == {"role": "system", "content": "Lend one book."}
+    result = serve(desk, row, lend, "Done.", user=user)
+    heard = [m["content"] for m in result.messages if m["role"] == "user"]
+    assert heard == ["Lend me Emma, please."] and result.reward == 1
+    assert result.messages[0] == {"role": "system", "content": "Lend one book."}
 
 
 def test_solutions_earn_one_and_doing_nothing_nothing(desk, capsys):
@@ -156,27 +156,27 @@ def warm(desk, tiny_model, tmp_path):
     (tmp_path / "tasks.json").write_text(json.dumps([TEA]))
     env = load_env(str(PATH))
     rows = []
-    for said in ("We have tea.", "We have milk."):
-        found = serve(env, env.load_tasks("train")[0], said, said)
-        asked = [m for m in found.messages if m["role"] != "assistant"][:2]
-        rows.append({"messages": [*asked, {"role": "assistant", "content": said}]})
+    for reply in ("We have tea.", "We have milk."):
+        result = serve(env, env.load_tasks("train")[0], reply, reply)
+        asked = [m for m in result.messages if m["role"] != "assistant"][:2]
+        rows.append({"messages": [*asked, {"role": "assistant", "content": reply}]})
     (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
-    how = "--algorithm sft --max_tokens 100 --max_prompt_tokens 1000 --tasks_per_step 8 "
-    how += "--num_steps 60 --optim.lr 4e-3 --data.train"
-    run(tmp_path / "sft", "--model", tiny_model, how, tmp_path / "sft.jsonl")
+    flags = "--algorithm sft --max_tokens 100 --max_prompt_tokens 1000 --tasks_per_step 8 "
+    flags += "--num_steps 60 --optim.lr 4e-3 --data.train"
+    run(tmp_path / "sft", "--model", tiny_model, flags, tmp_path / "sft.jsonl")
     return tmp_path / "sft/hf/policy"
 
 
 def test_three_steps_learn(warm, tmp_path):
-    how = "--tasks_per_step 1 --group_size 6 --num_steps 3 --max_tokens 60 --optim.lr 1e-4 "
-    how += "--max_prompt_tokens 1000 --sampling.temperature 0.6"
-    out = run(tmp_path / "run", "--model", warm, "--env_path", PATH, how)
-    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
-    assert not any(line.get("rollout/policy/failed") for line in found)
+    flags = "--tasks_per_step 1 --group_size 6 --num_steps 3 --max_tokens 60 --optim.lr 1e-4 "
+    flags += "--max_prompt_tokens 1000 --sampling.temperature 0.6"
+    out = run(tmp_path / "run", "--model", warm, "--env_path", PATH, flags)
+    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
+    assert not any(line.get("rollout/policy/failed") for line in result)
 
 
 def test_a_file_that_is_cut_short_is_named(desk, tmp_path):
     (tmp_path / "db.json").write_text('{"books"')
-    with pytest.raises(ValueError, match=r"db\.json is no JSON: .*; fetch it whole"):
+    with pytest.raises(ValueError, match=r"db\.json is not JSON: .*; fetch it whole"):
         desk.hooks["oracle"].function.__globals__["Desk"]()
