@@ -172,8 +172,8 @@ def test_rows_as_published_keep_their_instructions(name, algorithm, env):
 def test_replies_at_the_end_are_kept_by_the_name_of_a_prompt():
     for column, talk in (("messages", TALK), ("conversations", SHARED)):
         (row,) = RenamedColumns([{column: talk}], {"prompt": column})
-        for row in ({column: talk}, {column: [*talk, talk[-1]]}):
-            assert make_task(row, 0, "e", "train").messages == TALK[:1]
+        for ended in ({column: talk}, {column: [*talk, talk[-1]]}):
+            assert make_task(ended, 0, "e", "train").messages == TALK[:1]
         assert make_task(row, 0, "e", "train").messages == TALK
 
 
