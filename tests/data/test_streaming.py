@@ -9,8 +9,9 @@ import pytest
 import torch
 from kit import LETTERS, STOP, run, weights, words
 
-from rl_core.config import parse_config
+from rl_core.config import Config, parse_config
 from rl_core.plan import make_plan
+from rl_core.plugins.env_file import load_env
 from rl_core.plugins.streaming import KEPT_BLOCKS, StreamedTasks, open_stream
 
 FORMATS = ("jsonl", "jsonl.gz", "parquet")
@@ -92,6 +93,19 @@ def test_a_run_that_goes_on_with_another_buffer_has_that_buffers_rows(tmp_path):
         flags = f"--data.shuffle_buffer {size}"
         expected = prompts(tasks_of(path, flags), range(18, 50))
         assert prompts(tasks_of(path, flags, state=until.state()), range(18, 50)) == expected
+
+
+def test_prompts_are_made_in_every_block(tmp_path):
+    code = "def row_to_prompt(n): return f'say {n}'\ndef reward_fn(completion): return 1.0\n"
+    (tmp_path / "env.py").write_text(code)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(6)))
+    env, path = load_env(str(tmp_path / "env.py")), str(tmp_path / "rows.jsonl")
+    config = Config(tasks_per_step=1)
+    config.data.shuffle, config.data.shuffle_buffer = False, 2
+    tasks = StreamedTasks(open_stream(path, "train"), path, config, "x", env, False)
+    assert [tasks.task(n).messages[0]["content"] for n in range(6)] == [
+        f"say {n}" for n in range(6)
+    ]
 
 
 def test_columns_are_renamed_in_every_block(tmp_path):
