@@ -62,17 +62,17 @@ def is_held_out(row):
 async def answer(call, session):
     """The message that answers a call."""
     function = call["function"]
-    given = function["arguments"]
+    arguments = function["arguments"]
     try:
-        given = json.loads(given) if isinstance(given, str) else given
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
-        given = None
-    code = given.get("code") if isinstance(given, dict) else None
+        arguments = None
+    code = arguments.get("code") if isinstance(arguments, dict) else None
     if function["name"] == "python" and isinstance(code, str):
-        said = await session.run(code)
+        result = await session.run(code)
     else:
-        said = 'error: there is one tool, python, with one argument: {"code": "..."}'
-    return {"role": "tool", "content": said, "tool_call_id": call.get("id", "")}
+        result = 'error: there is one tool, python, with one argument: {"code": "..."}'
+    return {"role": "tool", "content": result, "tool_call_id": call.get("id", "")}
 
 
 async def rollout(task, actors):

@@ -63,8 +63,8 @@ def overlaps(completion, row):
             f"a row with {', '.join(row)} has no reference; it must be {', '.join(REFERENCES)}: "
             "give --data.columns reference=NAME"
         )
-    said = completion.rpartition("</think>")[2]
-    return {f"rouge_{kind.lower()}": rouge(said, row[name], kind) for kind in ("1", "2", "L")}
+    summary = completion.rpartition("</think>")[2]
+    return {f"rouge_{kind.lower()}": rouge(summary, row[name], kind) for kind in ("1", "2", "L")}
 
 
 async def reward_fn(completion, prompt, task, actors):
@@ -72,8 +72,8 @@ async def reward_fn(completion, prompt, task, actors):
     overlap = sum(values) / len(values)
     if "judge" not in actors:
         return {"overlap": overlap}
-    said = completion.rpartition("</think>")[2].strip()
-    score = await judge(actors["judge"], prompt[-1]["content"], said, RUBRIC) if said else 0.0
+    summary = completion.rpartition("</think>")[2].strip()
+    score = await judge(actors["judge"], prompt[-1]["content"], summary, RUBRIC) if summary else 0.0
     return {"overlap": (1 - SHARE) * overlap, "judged": SHARE * score}
 
 

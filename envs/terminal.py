@@ -34,7 +34,7 @@ tools = [BASH]
 
 
 def make_row(kind, rng):
-    """A task of this kind with names of its own."""
+    """A task of this kind with new names."""
     first, second, word = rng.sample(NAMES, 3)
     before = {first: f"{word}\n"}
     if kind == "write":
@@ -74,5 +74,5 @@ async def rollout(task, actors):
         reply = await solve(actor, task.messages, box, system="", **limits)
         await box.end_processes()
         read = await box.exec(["python3", "-I", "-c", READ], cwd=FOLDER)
-    found = json.loads(read.stdout) if read.code == 0 else None
-    return [reply.trajectory(float(found == task.row["wanted"]))]
+    files = json.loads(read.stdout) if read.code == 0 else None
+    return [reply.trajectory(float(files == task.row["wanted"]))]

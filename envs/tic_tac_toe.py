@@ -20,7 +20,8 @@ LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 RULES = "Tic-tac-toe. Reply with the number of a free cell alone."
 SEATS = ("x", "o")
 NUM_EVAL = 100
-max_turns = 5  # of one seat; with --max_prompt_tokens it says how long a game's conversation may be
+# Turns of one seat; with --max_prompt_tokens they bound a game's conversation.
+max_turns = 5
 
 
 def load_tasks(split):
@@ -32,8 +33,8 @@ def load_tasks(split):
         opponent, openings = "actor", ["", *"123456789", *two_stones]
     rows = []
     for opening in openings:
-        for seat in SEATS:
-            row = {"prompt": RULES, "opponent": opponent, "opening": opening, "seat": seat}
+        for mark in SEATS:
+            row = {"prompt": RULES, "opponent": opponent, "opening": opening, "seat": mark}
             rows.append(row)
     return rows
 
@@ -79,19 +80,19 @@ async def play(task, players):
     for cell in task.row["opening"]:
         board[int(cell) - 1] = turn_of(board)
     while free_cells(board) and not winner(board):
-        seat = turn_of(board)
-        if players[seat] is None:
-            board[random_move(task.id, board)] = seat
+        mark = turn_of(board)
+        if players[mark] is None:
+            board[random_move(task.id, board)] = mark
             continue
-        if seat in replies:
-            reply = await replies[seat].respond(shown(board))
+        if mark in replies:
+            reply = await replies[mark].respond(shown(board))
         else:
-            asked = f"{task.row['prompt']} You are {seat}.\n\n{shown(board)}"
-            reply = replies[seat] = await players[seat].respond(asked)
+            asked = f"{task.row['prompt']} You are {mark}.\n\n{shown(board)}"
+            reply = replies[mark] = await players[mark].respond(asked)
         cell = move_of(reply.answer, board)
         if cell is None or reply.truncated:
-            return replies, "o" if seat == "x" else "x", seat
-        board[cell] = seat
+            return replies, "o" if mark == "x" else "x", mark
+        board[cell] = mark
     return replies, winner(board), None
 
 
@@ -101,23 +102,23 @@ def turn_of(board):
 
 async def rollout(task, actors):
     """The seat of the row is that of the first actor by name; alone, it plays the other one too."""
-    names, seat = sorted(actors), task.row["seat"]
-    other = "o" if seat == "x" else "x"
+    names, mark = sorted(actors), task.row["seat"]
+    other = "o" if mark == "x" else "x"
     if len(names) > 2:
         raise ValueError(
             f"tic-tac-toe is for one or two actors, there are {len(names)}: {', '.join(names)}"
         )
     if task.row["opponent"] == "random":
-        games = [{seat: actors[name], other: None} for name in names]
+        games = [{mark: actors[name], other: None} for name in names]
     else:
-        games = [{seat: actors[names[0]], other: actors[names[-1]]}]
-    found = []
+        games = [{mark: actors[names[0]], other: actors[names[-1]]}]
+    trajectories = []
     for players in games:
         replies, won, illegal = await play(task, players)
-        for place, reply in replies.items():
-            has_won = float(place == won)
+        for name, reply in replies.items():
+            has_won = float(name == won)
             result = 0.5 if won is None else has_won
             against = "_random" if None in players.values() else ""
-            metrics = {f"won{against}": has_won, f"illegal{against}": float(place == illegal)}
-            found.append(reply.trajectory({"result": result}, seat=place, metrics=metrics))
-    return found
+            metrics = {f"won{against}": has_won, f"illegal{against}": float(name == illegal)}
+            trajectories.append(reply.trajectory({"result": result}, seat=name, metrics=metrics))
+    return trajectories

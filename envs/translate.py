@@ -39,8 +39,8 @@ def load_tasks(split):
     if DATA:
         from datasets import load_dataset
 
-        part = "train" if split == "train" else "validation"
-        table = load_dataset(*DATA.split(","), split=f"{part}[:{MAX_ROWS}]")
+        subset = "train" if split == "train" else "validation"
+        table = load_dataset(*DATA.split(","), split=f"{subset}[:{MAX_ROWS}]")
         return [row_of(pair) for pair in table["translation"]]
     rows = []
     for parts in itertools.product(SEEN.items(), NUMBERS.items(), ANIMALS.items()):
@@ -64,16 +64,20 @@ def is_held_out(row):
 
 
 async def reward_fn(completion, prompt, reference, actors):
-    said = completion.rpartition("</think>")[2].strip()
-    overlap = (chrf(said, reference) + bleu(said, reference)) / 2
+    translation = completion.rpartition("</think>")[2].strip()
+    overlap = (chrf(translation, reference) + bleu(translation, reference)) / 2
     if "judge" not in actors:
         return {"overlap": overlap}
     rubric = RUBRIC.format(LANGUAGES[1])
-    score = await judge(actors["judge"], prompt[-1]["content"], said, rubric) if said else 0.0
+    score = (
+        await judge(actors["judge"], prompt[-1]["content"], translation, rubric)
+        if translation
+        else 0.0
+    )
     return {"overlap": (1 - SHARE) * overlap, "judged": SHARE * score}
 
 
 @reward(weight=0)
 def kinds(completion, reference):
-    said = completion.rpartition("</think>")[2].strip()
-    return {"chrf": chrf(said, reference), "bleu": bleu(said, reference)}
+    translation = completion.rpartition("</think>")[2].strip()
+    return {"chrf": chrf(translation, reference), "bleu": bleu(translation, reference)}

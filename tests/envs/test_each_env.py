@@ -38,12 +38,12 @@ def called(tool: str, **arguments) -> str:
 
 def python_solver(row):
     [name] = row["files"]
-    found = row["answer"]
+    result = row["answer"]
     # The second call needs what the first one has read.
     return [
         called("python", code=f"numbers = open('{name}').read().split()"),
         called("python", code="len(numbers)"),
-        f"Of them it is {found}.",
+        f"Of them it is {result}.",
     ]
 
 
@@ -60,7 +60,7 @@ def harbor_solver(row):
 
 def maze_solver(row):
     """From a room above and to the left of the middle one."""
-    down, right = (2 - place for place in row["room"])
+    down, right = (2 - position for position in row["room"])
     return ["d"] * down + ["r"] * right
 
 
@@ -136,10 +136,10 @@ def test_a_solver_earns_one_and_another_reply_nothing(name):
 
 def conversation(env, row, replies):
     """What was said, as a row for SFT."""
-    found = stage.play(env, *replies, row=row, max_tokens=900, max_turns=len(replies))
-    said, messages = iter(replies), []
-    for message in found.messages:
-        content = next(said) if message["role"] == "assistant" else message["content"]
+    result = stage.play(env, *replies, row=row, max_tokens=900, max_turns=len(replies))
+    spoken, messages = iter(replies), []
+    for message in result.messages:
+        content = next(spoken) if message["role"] == "assistant" else message["content"]
         messages.append({"role": message["role"], "content": content})
     return {"messages": messages}
 
@@ -163,9 +163,9 @@ def warm(tiny_model, made_once):
             row = first_row(env)
             rows += [conversation(env, row, replies) for replies in (solve(row), wrong)]
         (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
-        how = "--algorithm sft --max_tokens 1500 --max_prompt_tokens 1000 --tasks_per_step 14 "
-        how += "--num_steps 80 --optim.lr 4e-3 --optim.schedule cosine --data.train"
-        run(out / "run", "--model", tiny_model, how, out / "sft.jsonl")
+        flags = "--algorithm sft --max_tokens 1500 --max_prompt_tokens 1000 --tasks_per_step 14 "
+        flags += "--num_steps 80 --optim.lr 4e-3 --optim.schedule cosine --data.train"
+        run(out / "run", "--model", tiny_model, flags, out / "sft.jsonl")
 
     return made_once("warm_each_env", make) / "run/hf/policy"
 
@@ -176,16 +176,16 @@ def test_three_steps_learn(name, warm, tmp_path):
     row = first_row(load_env(str(ENVS / f"{name}.py")))
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
     longest = max(map(len, solve(row))) + 20
-    how = f"--tasks_per_step 1 --group_size 16 --num_steps 3 --max_prompt_tokens {num_tokens} "
-    how += f"--max_tokens {longest} --max_turns {len(solve(row))} --optim.lr 1e-4 "
+    flags = f"--tasks_per_step 1 --group_size 16 --num_steps 3 --max_prompt_tokens {num_tokens} "
+    flags += f"--max_tokens {longest} --max_turns {len(solve(row))} --optim.lr 1e-4 "
     # A model that has learned for some seconds is surer so.
-    how += "--sampling.temperature 0.4"
+    flags += "--sampling.temperature 0.4"
     path = ENVS / f"{name}.py"
     rows = ["--data.train", tmp_path / "rows.jsonl"]
-    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, how)
-    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
-    assert not any(line.get("rollout/policy/failed") for line in found)
+    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, flags)
+    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
+    assert not any(line.get("rollout/policy/failed") for line in result)
 
 
 def judged(name, row, reply, verdict):
@@ -197,8 +197,8 @@ def judged(name, row, reply, verdict):
 @pytest.mark.parametrize("name", ["summarise", "translate"])
 def test_a_judge_gives_half_of_the_reward_and_nothing_for_no_reply(name):
     row = load_env(str(ENVS / f"{name}.py")).load_tasks("train")[0]
-    [said] = SOLVED[name][0](row)
-    parts = judged(name, row, f"<think>x</think>{said}", "[[4]]").reward_parts
+    [spoken] = SOLVED[name][0](row)
+    parts = judged(name, row, f"<think>x</think>{spoken}", "[[4]]").reward_parts
     assert parts == {"overlap": pytest.approx(0.5), "judged": pytest.approx(0.5 / 3)}
     assert judged(name, row, "", "[[10]]").reward == 0.0
 
@@ -207,10 +207,10 @@ def test_summaries_are_of_columns_as_in_data_sets():
     env = load_env(str(ENVS / "summarise.py"))
     news = {"prompt": "A dog barked at noon.", "article": "x", "id": "1"}
     for column in ("highlights", "summary", "reference"):
-        found = stage.play(env, "A dog barked.", row=news | {column: "The dog barked."})
+        result = stage.play(env, "A dog barked.", row=news | {column: "The dog barked."})
         # 2 of 3 words, 1 of 2 pairs, 2 in this order.
-        assert found.reward == pytest.approx((2 / 3 + 1 / 2 + 2 / 3) / 3)
-        assert found.metrics["rouge_2"] == pytest.approx(1 / 2)
+        assert result.reward == pytest.approx((2 / 3 + 1 / 2 + 2 / 3) / 3)
+        assert result.metrics["rouge_2"] == pytest.approx(1 / 2)
     error = stage.error_of(env, "A dog.", row=news)
     assert "has no reference; it must be reference, highlights, summary" in error
 
@@ -257,9 +257,11 @@ def test_attacks_have_the_goals_of_public_prompt_sets(row):
     engines = {"attacker": "Please.", "target": ("Sure.", False), "judge": ("[[10]]", False)}
     actors = stage.cast(**engines)
     row = row | {"prompt": "Do a bad thing"}
-    found = stage.one(stage.run(env, actors, rows=[row], max_tokens=200))
-    assert found.reward == 1.0
-    assert found.messages[0]["content"].startswith("Another assistant should refuse this: Do a bad")
+    result = stage.one(stage.run(env, actors, rows=[row], max_tokens=200))
+    assert result.reward == 1.0
+    assert result.messages[0]["content"].startswith(
+        "Another assistant should refuse this: Do a bad"
+    )
     [(asked, _, _)] = actors["judge"].engine.asked
     assert "Goal: Do a bad thing" in asked and "Bad\n" not in asked
     [failed] = stage.run(env, stage.cast(**engines), rows=[{"prompt": "x"}])

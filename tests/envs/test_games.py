@@ -36,7 +36,7 @@ def play(
     env, chat = load_env(str(ENVS / f"{name}.py")), plain_chat()
     row = env.load_tasks(split)[0] | columns
     task = make_task(row, 0, env.name, split)
-    actors = {n: ScriptedActor(name=n, chat=chat, replies=said) for n, said in replies.items()}
+    actors = {n: ScriptedActor(name=n, chat=chat, replies=reply) for n, reply in replies.items()}
     groups = make_groups([task], max_tokens=max_tokens)
     ranks = Ranks(rank=0, size=1, device=None)
     return asyncio.run(
@@ -44,9 +44,9 @@ def play(
     ), task
 
 
-def rewards(found) -> dict[tuple[str, str], float]:
-    assert all(t.status != "failed" for t in found), [t.error for t in found]
-    return {(t.actor, t.seat): t.reward for t in found}
+def rewards(result) -> dict[tuple[str, str], float]:
+    assert all(t.status != "failed" for t in result), [t.error for t in result]
+    return {(t.actor, t.seat): t.reward for t in result}
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def rewards(found) -> dict[tuple[str, str], float]:
 )
 def test_rl_core_check_passes(name, flags, capsys):
     assert command(["check", str(ENVS / f"{name}.py"), "--num_tasks", "2", *flags]) == 0
-    said = capsys.readouterr().out
+    reply = capsys.readouterr().out
     assert (
-        "every normal episode was scored" in said and "such a reply fails the episode" not in said
+        "every normal episode was scored" in reply and "such a reply fails the episode" not in reply
     )
 
 
@@ -74,10 +74,10 @@ def test_rl_core_check_passes(name, flags, capsys):
 
 
 def test_bob_alone_sees_the_object_and_alice_alone_the_candidates():
-    found, _ = play(
+    result, _ = play(
         "referential_game", {"bob": ["37"], "alice": ["?"]}, object="k", candidates="ckp"
     )
-    seen = {t.actor: [m["content"] for m in t.messages] for t in found}
+    seen = {t.actor: [m["content"] for m in t.messages] for t in result}
     assert seen["bob"] == ["Send k as two digits.", "Go.", "37", "?"]
     assert seen["alice"] == ["Which of ckp?", "Go.\n\n37", "?"]
 
@@ -93,14 +93,14 @@ def test_bob_alone_sees_the_object_and_alice_alone_the_candidates():
     ],
 )
 def test_both_earn_what_alice_found_if_bob_kept_to_two_digits(sent, picked, max_tokens, reward):
-    found, _ = play(
+    result, _ = play(
         "referential_game",
         {"bob": [sent], "alice": [picked]},
         max_tokens,
         object="k",
         candidates="ckp",
     )
-    assert rewards(found) == {(t.actor, ""): reward for t in found} and len(found) == (
+    assert rewards(result) == {(t.actor, ""): reward for t in result} and len(result) == (
         2 if max_tokens > 1 else 1
     )
 
@@ -134,9 +134,9 @@ def test_half_of_the_warm_up_follows_a_common_code():
         (objects.get(user.removeprefix("Go.\n\n")), system[-4:-1], picked)
         for system, user, picked in rows
     ]
-    coded = [(said, picked) for said, candidates, picked in heard if said in list(candidates)]
+    coded = [(reply, picked) for reply, candidates, picked in heard if reply in list(candidates)]
     assert all(picked in candidates for _, candidates, picked in heard) and 1900 < len(coded) < 2300
-    assert sum(said == picked for said, picked in coded) / len(coded) == pytest.approx(
+    assert sum(reply == picked for reply, picked in coded) / len(coded) == pytest.approx(
         0.5 + 0.5 / 3, abs=0.04
     )
 
@@ -168,9 +168,9 @@ def test_lines_and_free_cells():
 
 
 def test_one_actor_plays_both_seats_and_each_is_rewarded():
-    found, _ = play("tic_tac_toe", {"policy": ["1", "4", "2", "5", "3"]})
-    assert rewards(found) == {("policy", "x"): 1.0, ("policy", "o"): 0.0}
-    x, o = sorted(found, key=lambda t: t.seat != "x")
+    result, _ = play("tic_tac_toe", {"policy": ["1", "4", "2", "5", "3"]})
+    assert rewards(result) == {("policy", "x"): 1.0, ("policy", "o"): 0.0}
+    x, o = sorted(result, key=lambda t: t.seat != "x")
     assert [m["content"][-11:] for m in x.messages if m["role"] == "user"] == [
         "123\n456\n789", "x23\no56\n789", "xx3\noo6\n789"]  # fmt: skip
     assert (len(x.turns), len(o.turns)) == (3, 2) and "You are o." in o.messages[0]["content"]
@@ -180,43 +180,44 @@ def test_one_actor_plays_both_seats_and_each_is_rewarded():
 
 @pytest.mark.parametrize("bad", ["4", "1", "0", "", "I do not know.", "\x00}{<|end|>", "6 7"])
 def test_an_illegal_or_garbage_move_loses(bad):
-    found, _ = play("tic_tac_toe", {"ann": ["1", bad], "ben": ["4"]}, seat="x")
-    assert rewards(found) == {("ann", "x"): 0.0, ("ben", "o"): 1.0}
-    assert {t.actor: t.metrics["illegal"] for t in found} == {"ann": 1.0, "ben": 0.0}
+    result, _ = play("tic_tac_toe", {"ann": ["1", bad], "ben": ["4"]}, seat="x")
+    assert rewards(result) == {("ann", "x"): 0.0, ("ben", "o"): 1.0}
+    assert {t.actor: t.metrics["illegal"] for t in result} == {"ann": 1.0, "ben": 0.0}
 
 
 def test_a_reply_that_is_cut_off_loses():
-    found, _ = play("tic_tac_toe", {"ann": ["1"], "ben": ["4"]}, max_tokens=1, seat="x")
-    assert rewards(found) == {("ann", "x"): 0.0}
+    result, _ = play("tic_tac_toe", {"ann": ["1"], "ben": ["4"]}, max_tokens=1, seat="x")
+    assert rewards(result) == {("ann", "x"): 0.0}
 
 
 def test_the_first_actor_sits_where_the_row_says_and_openings_are_on_the_board():
-    found, _ = play(
+    result, _ = play(
         "tic_tac_toe", {"ann": ["1", "2", "3"], "ben": ["4", "5"]}, seat="o", opening="9"
     )
     # ben's stone lies on 9; ann (o) moves first: o1 x4 o2 x5 o3
-    assert rewards(found) == {("ann", "o"): 1.0, ("ben", "x"): 0.0}
-    assert found[0].messages[0]["content"].endswith("123\n456\n78x")
-    found, _ = play("tic_tac_toe", {"a": ["1"], "b": ["2"], "c": ["3"]})
+    assert rewards(result) == {("ann", "o"): 1.0, ("ben", "x"): 0.0}
+    assert result[0].messages[0]["content"].endswith("123\n456\n78x")
+    result, _ = play("tic_tac_toe", {"a": ["1"], "b": ["2"], "c": ["3"]})
     assert all(
-        t.status == "failed" and "one or two actors, there are 3: a, b, c" in t.error for t in found
+        t.status == "failed" and "one or two actors, there are 3: a, b, c" in t.error
+        for t in result
     )
 
 
-@pytest.mark.parametrize("seat", ["x", "o"])
-def test_the_random_player_moves_legally_and_the_same_way_again(seat):
+@pytest.mark.parametrize("side", ["x", "o"])
+def test_the_random_player_moves_legally_and_the_same_way_again(side):
     order = random.Random(3).sample("123456789", 9)
     games = [
-        play("tic_tac_toe", {"ann": order, "ben": order}, split="eval", seat=seat)[0]
+        play("tic_tac_toe", {"ann": order, "ben": order}, split="eval", seat=side)[0]
         for _ in range(2)
     ]
     assert [t.messages for t in games[0]] == [t.messages for t in games[1]]
     assert {t.actor for t in games[0]} == {"ann", "ben"}  # each in a game of its own
     for t in games[0]:
-        assert t.seat == seat and {"won_random", "illegal_random"} <= t.metrics.keys()
+        assert t.seat == side and {"won_random", "illegal_random"} <= t.metrics.keys()
         boards = [m["content"][-11:] for m in t.messages if m["role"] == "user"]
         stones = [(b.count("x"), b.count("o")) for b in boards]
-        assert stones == [(n, n) if seat == "x" else (n + 1, n) for n in range(len(boards))]
+        assert stones == [(n, n) if side == "x" else (n + 1, n) for n in range(len(boards))]
     tasks = [make_task({"prompt": ""}, n, "x", "eval") for n in range(200)]
     assert {GAME["random_move"](task.id, list("x.o......")) for task in tasks} == {
         1,
@@ -233,9 +234,9 @@ def test_the_warm_up_of_tic_tac_toe_shows_legal_moves_of_both_seats():
     data = random_games(seed=0, num_sft=400, num_train=4)
     seats = Counter()
     for row in data["sft"]:
-        said = [m["content"] for m in row["messages"]]
-        assert all(move in board[-11:] for board, move in zip(said[::2], said[1::2], strict=True))
-        seats[said[0].split("You are ")[1][0]] += 1
+        reply = [m["content"] for m in row["messages"]]
+        assert all(move in board[-11:] for board, move in zip(reply[::2], reply[1::2], strict=True))
+        seats[reply[0].split("You are ")[1][0]] += 1
     assert seats == {"x": 200, "o": 200} and [row["seat"] for row in data["train"]] == [
         "x",
         "o",
@@ -252,29 +253,29 @@ def test_each_collaborator_speaks_in_turn(names, rounds):
     env = load_env(str(ENVS / "collaborate.py"))
     task = make_task(env.load_tasks("train")[0], 0, env.name, "train")
     assert asyncio.run(env.draw(task, list(names), seed=0)).info["turns"] == list(names) * rounds
-    found, _ = play("collaborate", {name: ["9"] for name in names})
-    assert sorted(t.actor for t in found) == sorted(names) and {len(t.turns) for t in found} == {
+    result, _ = play("collaborate", {name: ["9"] for name in names})
+    assert sorted(t.actor for t in result) == sorted(names) and {len(t.turns) for t in result} == {
         rounds
     }
 
 
 def test_the_last_speaker_answers_for_all_who_spoke():
     say = {"ann": ["no", "12"], "ben": ["no", "12"]}
-    found, _ = play("collaborate", say, answer="12", prompt="5+7")
-    assert {t.reward for t in found} <= {0.0, 1.0} and len({t.reward for t in found}) == 1
-    for t in found:
+    result, _ = play("collaborate", say, answer="12", prompt="5+7")
+    assert {t.reward for t in result} <= {0.0, 1.0} and len({t.reward for t in result}) == 1
+    for t in result:
         users = "\n".join(m["content"] for m in t.messages if m["role"] == "user")
         assert users.count("Reply with the answer alone") == 1
-        assert ("ben says: " if t.actor == "ann" else "ann says: ") in users or len(found) == 1
-    for said, reward in (
+        assert ("ben says: " if t.actor == "ann" else "ann says: ") in users or len(result) == 1
+    for reply, reward in (
         ("12", 1.0),
         (" 12\n", 1.0),
         ("<think>13?</think>\n12", 1.0),
         ("12.", 0.0),
         ("", 0.0),
     ):
-        found, _ = play("collaborate", {"ann": [said], "ben": [said]}, answer=12, prompt="5+7")
-        assert set(rewards(found).values()) == {reward}
+        result, _ = play("collaborate", {"ann": [reply], "ben": [reply]}, answer=12, prompt="5+7")
+        assert set(rewards(result).values()) == {reward}
     cut, _ = play(
         "collaborate", {"ann": ["12"], "ben": ["12"]}, max_tokens=2, answer="12", prompt="5+7"
     )
@@ -342,7 +343,7 @@ def test_two_steps_of_training(name, actors, flags, make_model, tmp_path):
 def warm_players(make_model, tmp_path_factory) -> dict[str, Path]:
     """Two models that know the form of the game, and of a common code that it exists: see
     demo_data.py."""
-    folder, found = tmp_path_factory.mktemp("players"), {}
+    folder, result = tmp_path_factory.mktemp("players"), {}
     for seed, (name, rows) in enumerate(game_data(seed=0, num_sft=16000).items()):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         sft = [
@@ -356,8 +357,8 @@ def warm_players(make_model, tmp_path_factory) -> dict[str, Path]:
         lengths = {"max_tokens": 4, "max_prompt_tokens": 64, "tasks_per_step": 64, "optim.lr": 3e-3}
         flags = sizes(folder / name, num_steps=250, **lengths)
         assert main(["--model", str(make_model(seed=seed)), *sft, *flags]) == 0
-        found[name] = folder / name / "hf/policy"
-    return found
+        result[name] = folder / name / "hf/policy"
+    return result
 
 
 @pytest.mark.slow
