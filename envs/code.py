@@ -62,6 +62,6 @@ async def reward_fn(completion, prompt, task):
     share = (await sandbox.run(code, tests=tests, setup=setup, timeout_s=TIMEOUT_S)).share
     if not SYNTAX:
         return share
-    # A prompt with helper functions before the asked one parses by itself; the name tells them
+    # A prompt with helper functions before the asked one parses by itself; the name separates them
     # apart.
     return {"tests": (1 - SYNTAX) * share, "syntax": SYNTAX * syntax(code, name)}

@@ -43,5 +43,5 @@ def interact(messages, task):
 
 
 def reward_fn(messages, answer):
-    said = messages[-1]["content"].rpartition("</think>")[2]
-    return float(said.strip().lower() == str(answer).strip().lower())
+    reply = messages[-1]["content"].rpartition("</think>")[2]
+    return float(reply.strip().lower() == str(answer).strip().lower())

@@ -49,7 +49,7 @@ if ARGS["taskset"]["id"] == "openenv":
         ) from None
 FIELDS = env_config_type(ARGS["taskset"]["id"], ARGS.get("id", "")).model_fields
 AGENTS = [name for name, field in FIELDS.items() if isinstance(field.default, AgentConfig)]
-NUM_TASKS = int(os.environ.get("VERIFIERS_NUM_TASKS", "1000"))  # of a taskset without end
+NUM_TASKS = int(os.environ.get("VERIFIERS_NUM_TASKS", "1000"))  # Bounds an endless taskset.
 NLTK = "words averaged_perceptron_tagger_eng"  # the word lists of the taskset textarena
 HELD_OUT = 10  # Every tenth task is for evaluation.
 
