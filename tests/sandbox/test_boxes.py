@@ -74,8 +74,8 @@ def test_the_next_box_has_nothing_of_the_last_one():
         await box.exec("echo x | tee /app/a /tmp/b /root/c /dev/shm/d /new; sleep 1000 &")
         await box.close()
         async with await boxes.open({}) as box:
-            found = await box.exec("cat /app/* /tmp/* /root/* /dev/shm/* /new; ps | grep sleep")
-        return found.stdout
+            observed = await box.exec("cat /app/* /tmp/* /root/* /dev/shm/* /new; ps | grep sleep")
+        return observed.stdout
 
     assert asyncio.run(work()) == ""
 
@@ -84,8 +84,8 @@ def test_a_hundred_boxes_at_once_see_their_own_file_alone():
     async def one(number):
         async with await boxes.open({}) as box:
             await box.put("/tmp/mine", str(number))
-            found = await box.exec("cat /tmp/mine; ls /tmp | wc -l; pgrep -c sleep; sleep 0.1")
-            return found.stdout
+            observed = await box.exec("cat /tmp/mine; ls /tmp | wc -l; pgrep -c sleep; sleep 0.1")
+            return observed.stdout
 
     async def work():
         return await asyncio.gather(*map(one, range(100)))
@@ -266,12 +266,12 @@ def test_what_a_program_does_to_the_first_process_does_not_reach_the_next(deed):
     )
 
     async def work():
-        found = []
+        observed = []
         for command in ("", deed, ""):
             async with await boxes.open({}) as box:
-                found.append((await box.exec(["python3", "-c", state])).stdout)
+                observed.append((await box.exec(["python3", "-c", state])).stdout)
                 await box.exec(["python3", "-c", command])
-        return found
+        return observed
 
     first, _, last = asyncio.run(work())
     assert first == last

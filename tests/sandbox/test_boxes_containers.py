@@ -81,12 +81,12 @@ def test_at_a_deadline_its_processes_end_and_others_go_on():
     async def work(box):
         await box.exec("sleep 1111 >/dev/null 2>&1 &", timeout_s=60)
         late = await box.exec("setsid sleep 2222 & sleep 3333", timeout_s=10)
-        found = await box.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        observed = await box.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
         await box.end_processes()
         left = await box.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
         return (
             late.timed_out,
-            [f"sleep {n}" in found.stdout for n in (1111, 2222, 3333)],
+            [f"sleep {n}" in observed.stdout for n in (1111, 2222, 3333)],
             left.stdout,
         )
 

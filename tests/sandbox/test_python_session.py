@@ -26,20 +26,20 @@ def said(*calls: str, timeout_s: float = 20.0, **limits) -> list[str]:
 
 
 def test_variables_and_imports_stay_and_a_last_expression_is_shown():
-    found = said(
+    observed = said(
         "import math\nx = 3", "def f(n):\n    return n * x\nprint(f(2))\nf(3)", "math.pi", ""
     )
-    assert found == ["", "6\n9\n", "3.141592653589793\n", ""]
+    assert observed == ["", "6\n9\n", "3.141592653589793\n", ""]
 
 
 def test_an_error_is_told_with_its_lines_and_leaves_the_variables():
     code = "y = 1\ndef g():\n    return y / 0\ng()"
-    found = said(code, "def (", "import sys; sys.exit(3)", "y", "input()", "'\ud800'")
-    assert '"<call 1>", line 3, in g\n    return y / 0' in found[0]
-    assert found[0].endswith("ZeroDivisionError: division by zero\n")
-    assert found[1].endswith("SyntaxError: invalid syntax\n") and "ast.py" not in found[1]
-    assert found[2].endswith("SystemExit: 3\n") and found[3] == "1\n"
-    assert "EOFError" in found[4] and found[5] == "'?'\n"
+    observed = said(code, "def (", "import sys; sys.exit(3)", "y", "input()", "'\ud800'")
+    assert '"<call 1>", line 3, in g\n    return y / 0' in observed[0]
+    assert observed[0].endswith("ZeroDivisionError: division by zero\n")
+    assert observed[1].endswith("SyntaxError: invalid syntax\n") and "ast.py" not in observed[1]
+    assert observed[2].endswith("SystemExit: 3\n") and observed[3] == "1\n"
+    assert "EOFError" in observed[4] and observed[5] == "'?'\n"
 
 
 def test_output_is_limited_and_that_of_programs_is_in_it():
@@ -66,8 +66,8 @@ def test_an_interpreter_that_ends_is_replaced_and_that_is_told(code, why):
 
 
 def test_memory_is_bounded_by_the_box():
-    found = said("b = bytearray(2 << 30)", "1 + 1", memory_mib=512)
-    assert found[0].endswith("MemoryError\n") and found[1] == "2\n"
+    observed = said("b = bytearray(2 << 30)", "1 + 1", memory_mib=512)
+    assert observed[0].endswith("MemoryError\n") and observed[1] == "2\n"
 
 
 def test_episodes_are_apart_and_a_cancelled_one_leaves_no_interpreter():

@@ -49,15 +49,15 @@ def processes(*words: object) -> list[str]:
     ]
 
 
-def run(sandbox: Sandbox, code: str, **how):
-    return asyncio.run(sandbox.run(code, **{"timeout_s": 10} | how))
+def run(sandbox: Sandbox, code: str, **options):
+    return asyncio.run(sandbox.run(code, **{"timeout_s": 10} | options))
 
 
 def test_a_program_gets_its_stdin_and_its_output_comes_back(sandbox):
-    found = run(
+    observed = run(
         sandbox, "import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)", stdin="abc"
     )
-    assert (found.status, found.stdout, found.stderr, found.passed, found.share) == (
+    assert (observed.status, observed.stdout, observed.stderr, observed.passed, observed.share) == (
         "ok",
         "cba\n",
         "e\n",
@@ -78,13 +78,13 @@ def test_tests_of_functions_pass_by_type_and_value_and_say_what_was_given(sandbo
         {"call": "f(2)", "expected": 4},
         {"call": "f(2)", "expected": 4.0},
     ]
-    found = run(sandbox, DOUBLE, tests=[*tests, "assert g(1)"])
-    assert (found.status, found.passed, found.share) == (
+    observed = run(sandbox, DOUBLE, tests=[*tests, "assert g(1)"])
+    assert (observed.status, observed.passed, observed.share) == (
         "wrong",
         [True, False, True, False, False],
         0.4,
     )
-    assert found.failures == [
+    assert observed.failures == [
         "",
         "assert f(3) == 7: f(3) gave 6",
         "",
@@ -94,10 +94,17 @@ def test_tests_of_functions_pass_by_type_and_value_and_say_what_was_given(sandbo
 
 
 def test_pairs_run_a_program_for_each(sandbox):
-    found = run(sandbox, "print(int(input()) * 2)", tests=[("2", "4"), ("3\n", "7\n"), ("x", "1")])
-    assert (found.status, found.passed, found.stdout) == ("wrong", [True, False, False], "4\n")
+    observed = run(
+        sandbox, "print(int(input()) * 2)", tests=[("2", "4"), ("3\n", "7\n"), ("x", "1")]
+    )
+    assert (observed.status, observed.passed, observed.stdout) == (
+        "wrong",
+        [True, False, False],
+        "4\n",
+    )
     assert (
-        "printed '6\\n'" in found.failures[1] and "ValueError: invalid literal" in found.failures[2]
+        "printed '6\\n'" in observed.failures[1]
+        and "ValueError: invalid literal" in observed.failures[2]
     )
 
 
@@ -113,8 +120,8 @@ def test_pairs_run_a_program_for_each(sandbox):
     ],
 )
 def test_other_languages(sandbox, language, code):
-    found = run(sandbox, code, tests=[("2", "4"), ("3", "7")], language=language)
-    assert found.passed == [True, False], found
+    observed = run(sandbox, code, tests=[("2", "4"), ("3", "7")], language=language)
+    assert observed.passed == [True, False], observed
     broken = run(sandbox, "if (((", tests=[("2", "4")], language=language)
     assert broken.passed == [False] and broken.status in ("syntax", "error")
 
@@ -137,11 +144,11 @@ def test_other_languages(sandbox, language, code):
 )
 def test_why_a_program_fails(sandbox, code, status):
     limit = 0.5 if status == "timeout" else 20
-    found = run(
+    observed = run(
         sandbox, code, tests=["assert f(1) > 0", {"call": "f(2)", "expected": 3}], timeout_s=limit
     )
-    assert (found.status, found.passed) == (status, [False, False]), found
-    assert all(found.failures) and max(map(len, found.failures)) < 900
+    assert (observed.status, observed.passed) == (status, [False, False]), observed
+    assert all(observed.failures) and max(map(len, observed.failures)) < 900
 
 
 def test_values_keep_their_types_and_objects_stay_where_they_are(sandbox):
@@ -186,8 +193,8 @@ def fail(x): raise ValueError(f"no {x}")
         "assert helper(same(4)) == 5",
         "assert same(10**5000) == 10**5000",
     ]
-    found = run(sandbox, code, tests=tests + more, setup="def helper(x): return x + 1")
-    assert found.status == "ok", found.failures
+    observed = run(sandbox, code, tests=tests + more, setup="def helper(x): return x + 1")
+    assert observed.status == "ok", observed.failures
     assert run(sandbox, code, tests=[{"call": "same(10**5000)", "expected": 10**5000}]).passed == [
         True
     ]
@@ -248,7 +255,7 @@ def test_many_programs_at_once_lose_no_result(sandbox):
         ]
         return await asyncio.gather(*runs)
 
-    assert [found.status for found in asyncio.run(all_of_them())] == ["ok"] * 100
+    assert [observed.status for observed in asyncio.run(all_of_them())] == ["ok"] * 100
 
 
 def test_time_in_which_no_core_is_free_does_not_count():
@@ -258,7 +265,7 @@ def test_time_in_which_no_core_is_free_does_not_count():
     async def crowd():
         return await asyncio.gather(*(made.run(code, timeout_s=2) for _ in range(made.workers)))
 
-    assert {found.status for found in asyncio.run(crowd())} == {"ok"}
+    assert {observed.status for observed in asyncio.run(crowd())} == {"ok"}
     made.close()
 
 
@@ -273,12 +280,12 @@ def test_a_warm_process_that_is_killed_is_replaced_and_its_programs_are_run_agai
         await asyncio.sleep(0.15)
         first = made._pool.process
         os.killpg(first.pid, signal.SIGKILL)
-        found = await asyncio.gather(*runs)
-        return first.pid, found
+        observed = await asyncio.gather(*runs)
+        return first.pid, observed
 
     made.start()
-    pid, found = asyncio.run(kill_while_busy())
-    assert [one.stdout for one in found] == ["1\n"] * 6 and made._pool.process.pid != pid
+    pid, observed = asyncio.run(kill_while_busy())
+    assert [one.stdout for one in observed] == ["1\n"] * 6 and made._pool.process.pid != pid
     made.close()
 
 
@@ -361,9 +368,9 @@ print(os.path.basename(os.getcwd()))
 
 def test_a_program_is_answered_before_its_files_are_removed():
     """Removing a link costs about 5 us of CPU time."""
-    found = run(started("landlock"), MANY_LINKS, timeout_s=60)
-    assert found.status == "ok" and found.supervisor_s < 0.05
-    folder = Path("/tmp", found.stdout.strip())
+    observed = run(started("landlock"), MANY_LINKS, timeout_s=60)
+    assert observed.status == "ok" and observed.supervisor_s < 0.05
+    folder = Path("/tmp", observed.stdout.strip())
     assert folder.name.startswith("rl_core_sandbox_")
     wait_until(lambda: not folder.exists(), "the folder is removed")
 
@@ -372,8 +379,8 @@ def test_a_program_is_answered_before_its_files_are_removed():
 def test_hostile_programs_get_nothing_and_leave_nothing(level):
     gc.collect()  # what other tests left open
     before, made = left_behind(), started(level)
-    nap, found = asyncio.run(attack_all(made))
-    assert {name: end for name, end in found.items() if end[0] == "open"} == {}
+    nap, observed = asyncio.run(attack_all(made))
+    assert {name: end for name, end in observed.items() if end[0] == "open"} == {}
     wait_until(lambda: not processes(str(nap)), "children of hostile programs end")
     left = f"rl_core_sandbox_*/left_{nap}"
     wait_until(lambda: not list(Path("/tmp").glob(left)), "the programs' folders are removed")
@@ -426,11 +433,11 @@ def solve(sandbox: Sandbox, rows: list[dict], body, timeout_s: float = 20) -> li
 
 
 def test_all_canonical_solutions_of_humaneval_pass(sandbox, problems):
-    found = solve(sandbox, problems, lambda row: row["canonical_solution"])
-    assert len(found) == 164 and not [
-        row["task_id"] for row, one in zip(problems, found, strict=True) if one.status != "ok"
+    observed = solve(sandbox, problems, lambda row: row["canonical_solution"])
+    assert len(observed) == 164 and not [
+        row["task_id"] for row, one in zip(problems, observed, strict=True) if one.status != "ok"
     ]
-    assert sum(len(one.passed) for one in found) == 1181
+    assert sum(len(one.passed) for one in observed) == 1181
 
 
 @pytest.mark.parametrize(
@@ -447,11 +454,11 @@ def test_wrong_solutions_of_humaneval_fail_for_the_right_reason(
     sandbox, problems, body, status, request
 ):
     rows = problems if request.config.option.slow or status != "timeout" else problems[::16]
-    found = solve(sandbox, rows, lambda row: body, timeout_s=20 if status != "timeout" else 0.3)
-    assert {one.status for one in found} == {status}, {
-        r["task_id"]: o for r, o in zip(rows, found, strict=True) if o.status != status
+    observed = solve(sandbox, rows, lambda row: body, timeout_s=20 if status != "timeout" else 0.3)
+    assert {one.status for one in observed} == {status}, {
+        r["task_id"]: o for r, o in zip(rows, observed, strict=True) if o.status != status
     }
-    assert all(not all(one.passed) for one in found)
+    assert all(not all(one.passed) for one in observed)
 
 
 # Documentation
@@ -473,12 +480,12 @@ def test_the_environment_of_the_docs_works_and_is_short(tmp_path):
 @pytest.mark.slow
 def test_a_thousand_programs_at_once_lose_no_result_and_twenty_thousand_no_memory(sandbox):
     async def one(n):
-        found = await sandbox.run(
+        observed = await sandbox.run(
             f"def f(x): return x + {n}",
             tests=[f"assert f(1) == {n + 1}", "assert f(1) == 0"],
             timeout_s=60,
         )
-        return found.passed == [True, False]
+        return observed.passed == [True, False]
 
     async def at_once(num):
         return all(await asyncio.gather(*map(one, range(num))))

@@ -38,8 +38,8 @@ def strongest() -> Iterator[Sandbox]:
     made.close()
 
 
-def run(sandbox: Sandbox, code: str, **how):
-    return asyncio.run(sandbox.run(code, **{"timeout_s": 20} | how))
+def run(sandbox: Sandbox, code: str, **options):
+    return asyncio.run(sandbox.run(code, **{"timeout_s": 20} | options))
 
 
 def test_system_calls_have_the_numbers_that_the_kernel_gave_them():
@@ -126,24 +126,24 @@ def test_what_a_program_sees_is_what_it_may_see(level, planted):
     ours = [f"/proc/{os.getpid()}/environ", f"/proc/{os.getpid()}/cwd/secret"]
     host = [*glob.glob("/*"), *glob.glob("/*/*"), *glob.glob("/home/*/*"), *planted, *ours]
     made = started(level)
-    told = run(made, LOOK, stdin=json.dumps(host))
+    output = run(made, LOOK, stdin=json.dumps(host))
     made.close()
-    found = json.loads(told.stdout)
+    observed = json.loads(output.stdout)
 
     may = allowed()
     above = {str(folder) for path in may for folder in Path(path).parents}
     own = {"/proc", "/dev", "/tmp", "/dev/pts", "/dev/shm"}
     # Its own copies of them, where nothing else lies.
     in_box = own | above if level != "landlock" else set()
-    outside = [path for path in found["open"] if not is_below(os.path.realpath(path), may)]
+    outside = [path for path in observed["open"] if not is_below(os.path.realpath(path), may)]
     assert [path for path in outside if path not in in_box] == []
-    assert [path for path in may if path in host and path not in found["open"]] == []
+    assert [path for path in may if path in host and path not in observed["open"]] == []
 
     more = ["PWD"] if level == "bubblewrap" else []
-    assert sorted(found["variables"]) == sorted(VARIABLES + more)
-    assert "planted" not in found["variables"].values()
-    assert found["variables"]["HOME"] == found["variables"]["TMPDIR"] == found["cwd"]
-    folders = found["folders"]
+    assert sorted(observed["variables"]) == sorted(VARIABLES + more)
+    assert "planted" not in observed["variables"].values()
+    assert observed["variables"]["HOME"] == observed["variables"]["TMPDIR"] == observed["cwd"]
+    folders = observed["folders"]
     assert folders["."] == []
     if level == "landlock":
         assert folders["/"] is folders["/dev"] is folders["/proc"] is None
@@ -184,8 +184,8 @@ def test_the_command_says_where_system_calls_are_not_filtered(closed, capsys):
 
 
 def test_a_program_names_no_owner_of_its_descriptors_who_would_get_their_signals(filtered):
-    found = run(filtered, OWNERS)
-    assert (found.stdout.split(), found.stderr) == (["refused"] * 4, "")
+    observed = run(filtered, OWNERS)
+    assert (observed.stdout.split(), observed.stderr) == (["refused"] * 4, "")
 
 
 SYSTEM_V = """
@@ -212,13 +212,13 @@ def test_a_program_reaches_no_system_v_memory_queue_or_semaphore_of_the_host_by_
         ("shmctl", memory, 0, None),
     ]
     try:
-        found = run(filtered, SYSTEM_V.replace("CALLS", repr(calls)))
+        observed = run(filtered, SYSTEM_V.replace("CALLS", repr(calls)))
     finally:
         libc.shmctl(memory, 0, None)
         libc.msgctl(queue, 0, None)
         libc.semctl(semaphore, 0, 0)
-    numbers = {number for _, number in (line.split() for line in found.stdout.splitlines())}
-    assert numbers == {str(errno.EPERM)}, (found.stdout, found.stderr)
+    numbers = {number for _, number in (line.split() for line in observed.stdout.splitlines())}
+    assert numbers == {str(errno.EPERM)}, (observed.stdout, observed.stderr)
 
 
 CHANGES = """
@@ -237,8 +237,8 @@ def test_system_calls_newer_than_libseccomp_change_no_file_of_the_host(filtered)
         os.chmod(file.name, 0o600)
         if os.geteuid() == 0:  # Root's programs run as nobody.
             os.chown(file.name, 65534, 65534)
-        found = run(filtered, CHANGES.replace("PATH", repr(file.name.encode())))
-        assert (found.status, found.stderr) == ("ok", "")
+        observed = run(filtered, CHANGES.replace("PATH", repr(file.name.encode())))
+        assert (observed.status, observed.stderr) == ("ok", "")
         assert os.stat(file.name).st_mode & 0o777 == 0o600
         assert os.listxattr(file.name) == []
 
@@ -249,11 +249,11 @@ def test_system_calls_newer_than_libseccomp_change_no_file_of_the_host(filtered)
 @pytest.mark.parametrize("end", ["import ctypes; ctypes.string_at(0)", "import os; os.abort()"])
 def test_the_right_output_does_not_count_if_a_signal_ends_the_program(closed, end):
     code = f"print(int(input()) * 2, flush=True)\n{end}"
-    found = run(closed, code, tests=[("2", "4")])
-    assert (found.status, found.passed, found.stdout) == ("error", [False], "4\n")
+    observed = run(closed, code, tests=[("2", "4")])
+    assert (observed.status, observed.passed, observed.stdout) == ("error", [False], "4\n")
     assert (
-        found.failures == ["input '2': expected '4', error, exit status -11"]
-        or "exit status -6" in found.failures[0]
+        observed.failures == ["input '2': expected '4', error, exit status -11"]
+        or "exit status -6" in observed.failures[0]
     )
     alone = run(closed, code, stdin="2")
     assert (alone.status, alone.share) == ("error", 0.0)
@@ -291,8 +291,10 @@ def test_a_limit_holds_where_it_is_said_to_be(strongest, name):
         pytest.skip("no sandbox level with a disk of its own")
     code, below, above, status = EDGES[name]
     timeout_s = 1.5 if name == "timeout_s" else 60
-    found = [run(strongest, code.format(n=n), timeout_s=timeout_s).status for n in (below, above)]
-    assert found == ["ok", status]
+    observed = [
+        run(strongest, code.format(n=n), timeout_s=timeout_s).status for n in (below, above)
+    ]
+    assert observed == ["ok", status]
 
 
 def test_limits_of_the_kernel_are_those_that_were_given(closed):
@@ -301,11 +303,11 @@ def test_limits_of_the_kernel_are_those_that_were_given(closed):
         f"import resource\nfor name in {names}: print(*resource.getrlimit(getattr(resource, "
         "'RLIMIT_' + name)))"
     )
-    given = Limits(memory_mib=300, processes=9, file_mib=3, open_files=33)
-    made = Sandbox(level=closed.level, limits=given)
-    said = run(made, ask, timeout_s=6.5).stdout.split("\n")[:-1]
+    arguments = Limits(memory_mib=300, processes=9, file_mib=3, open_files=33)
+    made = Sandbox(level=closed.level, limits=arguments)
+    text = run(made, ask, timeout_s=6.5).stdout.split("\n")[:-1]
     made.close()
-    limits = {name: tuple(map(int, line.split())) for name, line in zip(names, said, strict=True)}
+    limits = {name: tuple(map(int, line.split())) for name, line in zip(names, text, strict=True)}
     if closed.level == "landlock":  # the user's other threads count there, too
         assert limits.pop("NPROC")[0] >= 9
     else:

@@ -78,22 +78,22 @@ class Host:
         if self.kind == "old":
             if asked["agent_response"]["status"] == "agent context limit":
                 return await self.reply(request, number, [], "agent context limit", 0, None)
-            said = {"role": "assistant", "content": asked["agent_response"]["content"]}
-            if said["content"].startswith("SQL:"):
-                arguments = json.dumps({"query": said["content"][4:]})
+            text = {"role": "assistant", "content": asked["agent_response"]["content"]}
+            if text["content"].startswith("SQL:"):
+                arguments = json.dumps({"query": text["content"][4:]})
                 call = {"id": "1", "function": {"name": "execute_sql", "arguments": arguments}}
-                said["tool_calls"] = [call]
+                text["tool_calls"] = [call]
         else:
-            [said] = asked["messages"]
-            for call in said.get("tool_calls", ()):
+            [text] = asked["messages"]
+            for call in text.get("tool_calls", ()):
                 json.loads(call["function"]["arguments"])
-        session["history"].append(said)
+        session["history"].append(text)
         session["rounds"] += 1
         if session["task"] == "letters":
-            share = said["content"].count("a") / max(1, len(said["content"]))
+            share = text["content"].count("a") / max(1, len(text["content"]))
             return await self.reply(request, number, [], "completed", share, share)
-        if said.get("tool_calls"):
-            more = PARTS["answers"](said, {"execute_sql": session["state"].execute_sql})
+        if text.get("tool_calls"):
+            more = PARTS["answers"](text, {"execute_sql": session["state"].execute_sql})
             if self.kind == "old":
                 more = [{"role": "user", "content": one["content"]} for one in more]
             session["history"] += more
@@ -101,7 +101,7 @@ class Host:
                 return await self.reply(request, number, more, "task limit reached", 0, None)
             return await self.reply(request, number, more, "running", 0, None)
         task = make_task(session["row"], 0, env="db", split="train")
-        reward = PARTS["reward_fn"]([said], session["state"], task)
+        reward = PARTS["reward_fn"]([text], session["state"], task)
         return await self.reply(request, number, [], "completed", reward, reward == 1.0)
 
     async def cancel(self, request):
@@ -161,7 +161,7 @@ def text_of(content):
 @pytest.fixture(scope="module")
 def hosts():
     """kind -> (Host, host and port)."""
-    loop, found = asyncio.new_event_loop(), {}
+    loop, observed = asyncio.new_event_loop(), {}
 
     async def begin(kind):
         host, app = Host(kind), web.Application()
@@ -173,13 +173,13 @@ def hosts():
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)  # as uvicorn
         await site.start()
-        found[kind] = host, f"127.0.0.1:{runner.addresses[0][1]}"
+        observed[kind] = host, f"127.0.0.1:{runner.addresses[0][1]}"
 
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     for kind in KINDS:
         asyncio.run_coroutine_threadsafe(begin(kind), loop).result(10)
-    yield found
+    yield observed
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
 
@@ -198,11 +198,13 @@ def host_of(hosts):
     return host_of
 
 
-def play(env, *replies, index: int = 0, max_tokens: int = 2000, **how):
+def play(env, *replies, index: int = 0, max_tokens: int = 2000, **options):
     row = {"prompt": f"db {index}", "index": index}
     rule = list(replies)
-    [found] = stage.run(env, stage.cast(policy=rule), rows=[row], max_tokens=max_tokens, **how)
-    return found
+    [observed] = stage.run(
+        env, stage.cast(policy=rule), rows=[row], max_tokens=max_tokens, **options
+    )
+    return observed
 
 
 def called(query: str, kind: str) -> str:
@@ -219,12 +221,12 @@ def test_labels_earn_one_and_wrong_answers_nothing(host_of, kind):
         row = ROWS[index]
         is_change = row["type"][0] in ("INSERT", "UPDATE")
         right = [called(row["label"][0], kind), "done"] if is_change else [row["label"][0]]
-        found = play(env, *right, index=index)
-        assert (found.status, found.reward) == ("ok", 1.0), found.error
-        assert len(found.turns) == len(right) == len(found.turn_rewards)
-        assert found.turn_rewards[-1] == 1.0
-        assert found.metrics["completed"] == 1.0
-        assert found.messages[1]["content"] == row["prompt"]
+        observed = play(env, *right, index=index)
+        assert (observed.status, observed.reward) == ("ok", 1.0), observed.error
+        assert len(observed.turns) == len(right) == len(observed.turn_rewards)
+        assert observed.turn_rewards[-1] == 1.0
+        assert observed.metrics["completed"] == 1.0
+        assert observed.messages[1]["content"] == row["prompt"]
         assert play(env, "no idea", index=index).reward == 0.0
     assert not host.sessions and not host.cancelled
 
@@ -232,11 +234,11 @@ def test_labels_earn_one_and_wrong_answers_nothing(host_of, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_server_says_and_hears(host_of, kind):
     host, env = host_of(kind)
-    found = play(env, called("SELECT 7, 'x'", kind), "<think>so</think>\nnothing")
-    assert [m["role"] for m in found.messages] == {
+    observed = play(env, called("SELECT 7, 'x'", kind), "<think>so</think>\nnothing")
+    assert [m["role"] for m in observed.messages] == {
         "old": ["user", "user", "assistant", "user", "assistant"]
     }.get(kind, ["system", "user", "assistant", "tool", "assistant"])
-    assert json.loads(found.messages[3]["content"]) == [[7, "x"]]
+    assert json.loads(observed.messages[3]["content"]) == [[7, "x"]]
     heard = [body for verb, body in host.seen if verb == "interact"]
     if kind == "old":
         assert [h["agent_response"]["status"] for h in heard] == ["normal"] * 2
@@ -244,7 +246,7 @@ def test_what_the_server_says_and_hears(host_of, kind):
     else:
         assert heard[0]["messages"][0]["tool_calls"][0]["function"]["name"] == "execute_sql"
         assert heard[1]["messages"][0] == {"role": "assistant", "content": "nothing"}
-        assert found.metrics["score"] == 0.0 and "text" not in found.metrics
+        assert observed.metrics["score"] == 0.0 and "text" not in observed.metrics
     assert ("session_id" in heard[0]) == (kind != "controller")
 
 
@@ -256,13 +258,17 @@ def test_what_the_server_says_and_hears(host_of, kind):
 def test_an_end_by_what_the_model_did_is_scored(host_of, kind, status, metric):
     host, env = host_of(kind)
     host.fault = f"interact status={status}"
-    found = play(env, called("SELECT 1", kind))
-    assert (found.status, found.reward, found.metrics[metric]) == ("ok", 0.0, 1.0)
+    observed = play(env, called("SELECT 1", kind))
+    assert (observed.status, observed.reward, observed.metrics[metric]) == ("ok", 0.0, 1.0)
     host.fault = ""
-    found = play(env, called("SELECT 1", kind))
-    assert (found.reward, found.metrics["task_limit"], len(found.turns)) == (0.0, 1.0, 3)
-    found = play(env, called("SELECT 1", kind), max_turns=2)
-    assert (found.status, found.reward, sum(found.metrics[m] for m in ("completed", metric))) == (
+    observed = play(env, called("SELECT 1", kind))
+    assert (observed.reward, observed.metrics["task_limit"], len(observed.turns)) == (0.0, 1.0, 3)
+    observed = play(env, called("SELECT 1", kind), max_turns=2)
+    assert (
+        observed.status,
+        observed.reward,
+        sum(observed.metrics[m] for m in ("completed", metric)),
+    ) == (
         "ok",
         0.0,
         0.0,
@@ -291,12 +297,15 @@ def test_what_the_server_does_wrong_is_a_recorded_failure(host_of, kind):
     began = time.monotonic()
     for fault, says in faults.items():
         host.fault = f"interact {fault}"
-        found = play(env, ROWS[0]["label"][0])
-        assert found.status == "failed" and re.search(says, found.error), (fault, found.error)
+        observed = play(env, ROWS[0]["label"][0])
+        assert observed.status == "failed" and re.search(says, observed.error), (
+            fault,
+            observed.error,
+        )
     for fault in ("text", "hang", "500"):
         host.fault = f"start_sample {fault}"
-        found = play(env, "x")
-        assert found.status == "failed" and re.search(FAULTS[fault], found.error)
+        observed = play(env, "x")
+        assert observed.status == "failed" and re.search(FAULTS[fault], observed.error)
     assert time.monotonic() - began < 60
     assert host.cancelled  # Sessions that the failures left are given back.
 
@@ -304,9 +313,9 @@ def test_what_the_server_does_wrong_is_a_recorded_failure(host_of, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_turn_that_is_cut_off_ends_the_episode(host_of, kind):
     host, env = host_of(kind)
-    found = play(env, "a reply that is far too long", max_tokens=5)
-    assert (found.status, found.reward) == ("truncated", 0.0)
-    assert found.metrics["context_limit"] == float(kind == "old")
+    observed = play(env, "a reply that is far too long", max_tokens=5)
+    assert (observed.status, observed.reward) == ("truncated", 0.0)
+    assert observed.metrics["context_limit"] == float(kind == "old")
     assert len(host.cancelled) == (kind != "old") and not host.sessions
 
 
@@ -314,8 +323,8 @@ def test_an_episodes_deadline_gives_the_session_back(host_of):
     host, env = host_of("controller")
     host.fault = "interact hang"
     for timeout_s in (1, 4, 16):
-        found = play(env, "x", timeout_s=timeout_s)
-        assert found.status == "failed"
+        observed = play(env, "x", timeout_s=timeout_s)
+        assert observed.status == "failed"
         if any(verb == "interact" for verb, _ in host.seen):
             break  # The session had begun by the deadline.
     wait_until(lambda: host.cancelled, "the session to be cancelled", 10)
@@ -335,9 +344,9 @@ def test_200_episodes_share_the_places_of_a_server_that_closes_idle_connections(
     for _ in range(2):
         host.seen.clear()
         actors = stage.cast(policy=ROWS[0]["label"][0], wait_s=0.3)
-        found = stage.run(env, actors, rows=[row] * 2, group_size=50, timeout_s=100)
-        assert [t.error for t in found if t.status != "ok"] == []
-        assert len(found) == 100 and {t.reward for t in found} == {1.0}
+        observed = stage.run(env, actors, rows=[row] * 2, group_size=50, timeout_s=100)
+        assert [t.error for t in observed if t.status != "ok"] == []
+        assert len(observed) == 100 and {t.reward for t in observed} == {1.0}
         num_starts = sum(verb == "start_sample" for verb, _ in host.seen)
         assert num_starts > 200 and not host.sessions
 
@@ -345,8 +354,8 @@ def test_200_episodes_share_the_places_of_a_server_that_closes_idle_connections(
 def test_episodes_that_begin_at_once_learn_that_a_worker_wants_a_number(host_of):
     _, env = host_of("worker")
     row = {"prompt": "db 0", "index": 0}
-    found = stage.run(env, stage.cast(policy=ROWS[0]["label"][0]), rows=[row], group_size=8)
-    assert [(t.status, t.reward) for t in found] == [("ok", 1.0)] * 8
+    observed = stage.run(env, stage.cast(policy=ROWS[0]["label"][0]), rows=[row], group_size=8)
+    assert [(t.status, t.reward) for t in observed] == [("ok", 1.0)] * 8
 
 
 def test_rows_are_ranges_of_samples(host_of):
@@ -395,9 +404,11 @@ def test_three_steps_learn(host_of, hosts, tiny_model, tmp_path):
     flags = "--max_tokens 8 --max_prompt_tokens 200 --tasks_per_step 2 --group_size 4 --num_steps 3"
     flags += f" --optim.lr 1e-3 {STOP}"
     out = run(tmp_path / "run", "--model", tiny_model, "--env_path", path, flags)
-    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
-    assert not any(line.get("rollout/policy/failed") for line in found)
+    observed = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(observed) == 3 and any(
+        line.get("learn/policy/grad_norm", 0) > 0 for line in observed
+    )
+    assert not any(line.get("rollout/policy/failed") for line in observed)
 
 
 CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"

@@ -53,8 +53,8 @@ def spoken(ask: int, text: str = "x", **more) -> pb.Spoken:
 class Player(Client):
     """A session whose hooks ask."""
 
-    async def start(self, row: dict | None = None, code: str = "ok", cast: str = CAST, **given):
-        return await super().start(row, code, cast=cast, **given)
+    async def start(self, row: dict | None = None, code: str = "ok", cast: str = CAST, **arguments):
+        return await super().start(row, code, cast=cast, **arguments)
 
     async def run(self, hook: str = "rollout", code: str = "ok", number: int = 0, given: str = ""):
         run = pb.RunRequest(session=self.session, hook=hook, number=number, given=given)
@@ -329,15 +329,15 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
         assert (await client.answer(5)).score.scores[0].reward == 7.0
         assert await client.cancel() == pb.COMPLETED
         trajectory = {"task_id": "t", "env": "game", "group_id": "g", "seat": "x", "turns": [TURN]}
-        given = json.dumps({"trajectories": [trajectory]})
+        arguments = json.dumps({"trajectories": [trajectory]})
         await client.ask(
-            "wrong", call=pb.CallRequest(env="game", hook="group_reward_fn", given=given)
+            "wrong", call=pb.CallRequest(env="game", hook="group_reward_fn", given=arguments)
         )
         assert not (await client.start({"answer": "y"}, no_start=True)).HasField("asked")
         for hook in ("start", "nobody"):
             await client.run(hook, "wrong")
         await client.run("group_reward_fn", "wrong", given='{"trajectories": 3}')
-        asked = (await client.run("group_reward_fn", given=given)).asked
+        asked = (await client.run("group_reward_fn", given=arguments)).asked
         assert json.loads(asked.openings[0].messages)[0]["content"] == "x y"
         assert json.loads((await client.answer(1, spoken(1, "xyz"))).run.value) == [3, -0.1]
 
@@ -365,10 +365,16 @@ def test_who_takes_the_place_of_a_lost_session_hears_what_was_said_and_asks_the_
 
     async def say(conversation: int, text: str = "") -> tuple:
         messages = json.dumps([{"role": "user", "content": text}] if text else [])
-        told = await speakers.speak(
+        output = await speakers.speak(
             pb.Ask(id=next(asks), conversation=conversation, messages=messages)
         )
-        return told.text, told.messages != "[]", told.turn != "", told.truncated, told.error
+        return (
+            output.text,
+            output.messages != "[]",
+            output.turn != "",
+            output.truncated,
+            output.error,
+        )
 
     async def play(one: int, two: int, other: int) -> list[tuple]:
         speakers.begin()

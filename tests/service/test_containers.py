@@ -167,9 +167,9 @@ def test_each_session_has_a_process_of_its_own_that_ends_with_it(play_boxed):
         await until(lambda: not is_running(int(pid)))
         assert is_running(int(pid_of_two))
         assert (await ask(tasks=pb.TasksRequest(env="boxed", split="train"))).total == 2
-        given = json.dumps({"rewards": [1, 2]})
+        arguments = json.dumps({"rewards": [1, 2]})
         assert (
-            await ask(call=pb.CallRequest(env="boxed", hook="advantage_fn", given=given))
+            await ask(call=pb.CallRequest(env="boxed", hook="advantage_fn", given=arguments))
         ).value == "[2.0,3.0]"
 
     play_boxed(script)
@@ -194,8 +194,10 @@ def test_a_rollout_in_a_container_asks_actors(play_boxed):
             ask=asked.asks[0].id, messages='[{"role": "assistant", "content": "abc"}]'
         )
         answer = pb.AnswerRequest(session=session, number=2, call=1, answers=[spoken])
-        told = await ask(answer=answer)
-        assert json.loads(told.run.value)[0]["reward"] == 3.0 and await ask(answer=answer) == told
+        output = await ask(answer=answer)
+        assert (
+            json.loads(output.run.value)[0]["reward"] == 3.0 and await ask(answer=answer) == output
+        )
         assert (
             worker.held[session].session.status == pb.COMPLETED
             and worker.envs["boxed"].interactions == 1
@@ -369,11 +371,11 @@ def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path,
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     async def main() -> list[containers.Box]:
-        runtime, given = (
+        runtime, arguments = (
             containers.find_runtime("0" * 12, "this test"),
             (Settings(image="a:1"), 1.0, lambda why: None),
         )
-        boxes = [await runtime.open(str(tmp_path / "a.py"), *given) for _ in range(2)]
+        boxes = [await runtime.open(str(tmp_path / "a.py"), *arguments) for _ in range(2)]
         # Engines run where podman may leave a file.
         await asyncio.to_thread(
             wait_until, lambda: log.read_text().splitlines().count(where) == 2, "they run", 30
@@ -413,14 +415,14 @@ def test_an_image_without_a_runtime_is_refused(tmp_path):
 
 def needed_by(requirements: list[str]) -> set[str]:
     """Names of the packages, and of those that they need."""
-    found, names = set(), [re.match(r"[\w.-]+", line)[0] for line in requirements]
+    observed, names = set(), [re.match(r"[\w.-]+", line)[0] for line in requirements]
     while names:
         name = canonical(names.pop())
-        if name not in found:
-            found.add(name)
+        if name not in observed:
+            observed.add(name)
             needs = [line for line in metadata.requires(name) or [] if "extra ==" not in line]
             names += [re.match(r"[\w.-]+", line)[0] for line in needs if is_installed(line)]
-    return found
+    return observed
 
 
 def canonical(name: str) -> str:

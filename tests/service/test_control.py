@@ -76,19 +76,19 @@ def test_sessions_are_listed_and_ended_by_environment_owner_and_worker(service, 
         service.interact(first, number)
     service.call("score", session=first, number=4)
 
-    found = {info.session: info for info in manage.list_sessions(url).sessions}
-    assert found.keys() == {first, second, other}
-    info = found[first]
+    observed = {info.session: info for info in manage.list_sessions(url).sessions}
+    assert observed.keys() == {first, second, other}
+    info = observed[first]
     assert (info.env, info.owner, info.worker, info.turns) == ("counter", "ann", first[:12], 3)
     assert info.status == pb.RUNNING and info.task_id == "train/4" and info.age_s >= info.idle_s
     assert [s.session for s in manage.list_sessions(url, env="other").sessions] == [other]
     held = [s.session for s in manage.list_sessions(url, worker=second[:12]).sessions]
-    assert set(held) == {name for name in found if name[:12] == second[:12]}
+    assert set(held) == {name for name in observed if name[:12] == second[:12]}
 
     assert cli.main(["service", "sessions", url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["session", "env", "worker", "owner"]
-    assert {line.split()[0] for line in lines[1:-1]} == set(found) and lines[-1] == "3 sessions"
+    assert {line.split()[0] for line in lines[1:-1]} == set(observed) and lines[-1] == "3 sessions"
 
     assert cli.main(["service", "cancel", url, "--owner", "ann", "--env", "counter"]) == 0
     assert capsys.readouterr().out == "1 sessions ended\n"
@@ -117,8 +117,8 @@ def test_a_run_says_whose_its_sessions_are(service):
 def test_ending_all_sessions_ends_hooks_that_run_and_makes_room(service):
     session = service.start(owner="ann")
     stream = service.stream()
-    said = pb.Said(messages=json.dumps([{"role": "assistant", "content": "sleep 100"}]))
-    asked = pb.InteractRequest(session=session, number=1, said=said)
+    text = pb.Said(messages=json.dumps([{"role": "assistant", "content": "sleep 100"}]))
+    asked = pb.InteractRequest(session=session, number=1, said=text)
     stream.say(pb.Request(id=1, interact=asked))
     url = f"grpc://{service.address}"
     wait_until(lambda: manage.list_sessions(url).sessions[0].idle_s == 0, "the hook runs")

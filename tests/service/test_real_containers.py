@@ -158,11 +158,11 @@ def test_a_session_is_limited_and_has_neither_network_nor_rights(serve):
         "socket.socket().connect_ex(('192.0.2.1', 80))": errno.ENETUNREACH,
         "[name for name in os.environ if 'RL_CORE' in name]": [],
     }
-    found = {
+    observed = {
         text: eval(service.interact(session, n, text, timeout_s=60))
         for n, text in enumerate(expected, 1)
     }
-    assert found == expected
+    assert observed == expected
 
 
 def test_a_session_has_a_network_if_its_file_asks_for_one(serve):
@@ -311,8 +311,8 @@ def test_the_sandbox_runs_programs_in_a_container(runtime):
     sandbox = Sandbox(level=runtime.program, image=IMAGE, flags=flags)
     assert sandbox.start() == runtime.program and len(containers()) == 1
 
-    def run(code: str, **how):
-        return asyncio.run(sandbox.run(code, **how))
+    def run(code: str, **options):
+        return asyncio.run(sandbox.run(code, **options))
 
     assert run("def f(x): return 2 * x", tests=["assert f(2) == 4", "assert f(2) == 5"]).passed == [
         True,

@@ -386,8 +386,8 @@ def play(
             row={"answer": "3"} | row,
             messages=[{"role": "user", "content": "hi"}],
         )
-        how = {"size": size, "params": SamplingParams(max_tokens=100), "seed": 0}
-        group = Group(task=task, batch="t", number=0, **how)
+        options = {"size": size, "params": SamplingParams(max_tokens=100), "seed": 0}
+        group = Group(task=task, batch="t", number=0, **options)
         return await GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group)
 
     return asyncio.run(group())
@@ -443,7 +443,7 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
     assert lasting(metrics(one)) == lasting(metrics(two)) and len(metrics(one)) >= 2
     played = [sorted(out.glob("rollouts/*.zst")) for out in outs]
     assert [f.name for f in played[0]] == [f.name for f in played[1]] and played[0]
-    rows = [[row for file in found for row in trajectories(file)] for found in played]
+    rows = [[row for file in observed for row in trajectories(file)] for observed in played]
     assert rows[0] == rows[1] and all(row["status"] != "failed" for row in rows[0])
     assert len({row["reward"] for row in rows[0]}) > 5
     assert any(row["teacher_ids"] for row in rows[0]) == (how == "a teacher")
@@ -558,7 +558,7 @@ def line_of(text: str, part: str) -> int:
 def test_a_failing_hook_reads_as_that_of_a_file(service, files):
     env, file = load_env(service.url("count")), files / "count.py"
     url, line = f"grpc://{service.address}/count", line_of(COUNT, "raise ValueError")
-    [raised], [hung], [strange] = (play(env, ["hi", said]) for said in ("raise", "hang", "name"))
+    [raised], [hung], [strange] = (play(env, ["hi", text]) for text in ("raise", "hang", "name"))
     error = f"{file}:{line}: ValueError: it was said to raise"
     assert raised.error == f"interact() failed for task train/3: {url}: {error}"
     assert raised.status == hung.status == "failed" and raised.reward is None
@@ -642,19 +642,22 @@ class Playing:
     async def say(self, text: str, completion: str = "") -> str:
         """The environment's answer, if it gives one."""
         self.messages.append({"role": "assistant", "content": text})
-        hook, given = self.env.hooks["interact"], {"messages": self.messages, "state": self.state}
-        given["completion"] = completion or text
-        answer = await hook(self.task, dict.fromkeys(hook.ours) | given)
+        hook, arguments = (
+            self.env.hooks["interact"],
+            {"messages": self.messages, "state": self.state},
+        )
+        arguments["completion"] = completion or text
+        answer = await hook(self.task, dict.fromkeys(hook.ours) | arguments)
         messages, _, _ = read_answer(answer, self.env.path, ends=True)
         self.messages += messages
         return messages[0]["content"] if messages else ""
 
     async def score(self) -> float:
-        hook, given = (
+        hook, arguments = (
             self.env.hooks["reward_fn"],
             {"messages": self.messages, "completion": "", "state": self.state},
         )
-        return await hook(self.task, dict.fromkeys(hook.ours) | given)
+        return await hook(self.task, dict.fromkeys(hook.ours) | arguments)
 
     def kill_worker(self, service: Service) -> None:
         [pid] = [
@@ -700,9 +703,9 @@ class Acting(ScriptedActor):
 
 def speakers(act=lambda turn: None, **more) -> dict[str, ScriptedActor]:
     """A policy and a judge; act() before each turn of the policy."""
-    how = {"chat": plain_chat(ToolCalls), **more}
+    options = {"chat": plain_chat(ToolCalls), **more}
     cast = {
-        name: Acting(name=name, replies=[f"{name} {n}" for n in range(9)], **how)
+        name: Acting(name=name, replies=[f"{name} {n}" for n in range(9)], **options)
         for name in ("policy", "judge")
     }
     cast["policy"].act, cast["judge"].act, cast["judge"].is_trainable = (
@@ -745,14 +748,14 @@ def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(
     local = play(load_env(str(files / f"{name}.py")), [], actors=speakers())
     wait_until(lambda: mortal.num_open(name) == 0, "sessions end", 30)
     cast = speakers(kill_once(mortal, name, at))
-    found = play(load_env(mortal.url(name, on_lost=on_lost)), [], actors=cast)
+    observed = play(load_env(mortal.url(name, on_lost=on_lost)), [], actors=cast)
     assert {t.status for t in local} == {"ok"} and len(local) == (3 if name == "asking" else 1)
     if on_lost == "replay":
-        assert found == local
+        assert observed == local
     else:
-        assert {t.status for t in found} == {"failed"}
+        assert {t.status for t in observed} == {"failed"}
         assert re.search(
-            r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost with its worker ", found[0].error
+            r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost with its worker ", observed[0].error
         )
 
 
@@ -775,8 +778,10 @@ def reward_fn(completion):
     service = Service(file, "--workers", "1")
     try:
         url = service.url("changing", on_lost="replay")
-        how = ["--model", places["model"], "--env_path", url, *words(TINY.replace("6", "3", 1))]
-        out = run(tmp_path / "run", *how, *words("--tasks_per_step 3 --group_size 4 --num_steps 4"))
+        options = ["--model", places["model"], "--env_path", url, *words(TINY.replace("6", "3", 1))]
+        out = run(
+            tmp_path / "run", *options, *words("--tasks_per_step 3 --group_size 4 --num_steps 4")
+        )
     finally:
         kill_session(service.process)
     codes = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in (first, second)]
@@ -805,12 +810,12 @@ def test_each_trajectory_has_the_hash_of_the_file_whose_session_scored_it(tmp_pa
         wait_until(
             lambda: len({w.pid for w in service.workers()} - {old}) == 2, "the next worker", 60
         )
-        found = play(env, ["a"], size=8) + play(env, ["a"], size=8)
+        observed = play(env, ["a"], size=8) + play(env, ["a"], size=8)
     finally:
         kill_session(service.process)
     codes = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
-    assert {t.reward for t in found} == {1.0, 2.0}, "both workers were asked"
-    assert [t.env_code for t in found] == [codes[int(t.reward) - 1] for t in found]
+    assert {t.reward for t in observed} == {1.0, 2.0}, "both workers were asked"
+    assert [t.env_code for t in observed] == [codes[int(t.reward) - 1] for t in observed]
     lines = capfd.readouterr().err.splitlines()
     [line] = [line for line in lines if "the environment file changed during the run" in line]
     changes = [f"env_code {a} -> {b}" for a, b in (codes, codes[::-1])]
@@ -827,11 +832,11 @@ def test_workers_with_different_files_side_by_side_are_told_once(capsys):
 @pytest.mark.parametrize("odd", ["conversation", "turn"])
 def test_a_replay_that_asks_actors_otherwise_fails(odd, mortal):
     cast = speakers(kill_once(mortal, "asking", 3))
-    [*found] = play(load_env(mortal.url("asking", on_lost="replay")), [], actors=cast, odd=odd)
-    assert {t.status for t in found} == {"failed"}
+    [*observed] = play(load_env(mortal.url("asking", on_lost="replay")), [], actors=cast, odd=odd)
+    assert {t.status for t in observed} == {"failed"}
     assert re.search(
         r"session \S+ was lost, and its replay differs: it asked its actors something else",
-        found[0].error,
+        observed[0].error,
     )
 
 
@@ -865,17 +870,17 @@ def test_a_fast_actor_does_not_wait_for_a_slow_one(service):
 
 def test_what_an_actor_raises_reads_as_in_a_file(service, files):
     """A prompt that is too long: caught by one hook, not by the other."""
-    errors, said = [], []
+    errors, text = [], []
     for path in (str(files / "hinted.py"), service.url("hinted")):
         cast = speakers(max_context_tokens=150)
         cast["policy"].replies = ["wrong", "x", "y"]
         [t] = play(load_env(path), [], actors=cast)
-        said.append(t.messages)
+        text.append(t.messages)
         cast["policy"].max_context_tokens = 1
         errors.append([t.error for t in play(load_env(path), [], actors=cast)])
     assert (
-        said[0] == said[1]
-        and "fills the context of 150; raise --max_prompt_tokens" in said[0][2]["content"]
+        text[0] == text[1]
+        and "fills the context of 150; raise --max_prompt_tokens" in text[0][2]["content"]
     )
     assert errors[0] == errors[1] and "a prompt of" in errors[0][0]
     paths = str(files / "asking.py"), service.url("asking")
@@ -931,11 +936,11 @@ def test_one_loss_counts_once_for_rewards_side_by_side(files, tmp_path, monkeypa
     made = Service(tmp_path / "twins.py", "--workers", "3")
     try:
         monkeypatch.setattr(client, "MAX_REPLAYS", 2)
-        [found] = play(load_env(made.url("twins", on_lost="replay")), ["a"])
+        [observed] = play(load_env(made.url("twins", on_lost="replay")), ["a"])
     finally:
         kill_session(made.process)
     assert len(os.listdir(tmp_path / "died")) == 2
-    assert found.reward_parts == {"one": 1.0, "two": 2.0}, found.error
+    assert observed.reward_parts == {"one": 1.0, "two": 2.0}, observed.error
 
 
 def test_the_weight_of_a_task_is_that_of_the_file(service):
@@ -1028,16 +1033,16 @@ def test_no_interaction_is_lost_or_done_twice_over_a_connection_that_breaks(room
 
     async def talk() -> list[str]:
         playing = await Playing(f"grpc://{proxy.address}/count").start()
-        said = []
-        while proxy.num_cuts < 8 or len(said) < 20:
-            said.append(await playing.say("hi"))
-        return said
+        text = []
+        while proxy.num_cuts < 8 or len(text) < 20:
+            text.append(await playing.say("hi"))
+        return text
 
     async def talk_all() -> list[list[str]]:
         return await asyncio.gather(*(talk() for _ in range(3)))
 
-    for said in asyncio.run(talk_all()):
-        assert said == [str(n) for n in range(1, len(said) + 1)]
+    for text in asyncio.run(talk_all()):
+        assert text == [str(n) for n in range(1, len(text) + 1)]
     wait_until(lambda: roomy.num_open() == 0, "its sessions end")
     proxy.end()
 
@@ -1203,13 +1208,15 @@ def test_a_wrong_token_is_refused_at_once_and_two_ranks_share_a_service_without_
         paths,
         "--max_tokens 4 --max_prompt_tokens 140 --tasks_per_step 4",
     )
-    given = [*flags, "--group_size", "2", "--num_steps", "2", "--out", str(tmp_path / "run")]
-    done = run_ranks(2, "-m", "rl_core.train", *given, check=False)
+    arguments = [*flags, "--group_size", "2", "--num_steps", "2", "--out", str(tmp_path / "run")]
+    done = run_ranks(2, "-m", "rl_core.train", *arguments, check=False)
     assert (
         len(metrics(tmp_path / "run")) == 2 and "none of 2 steps made an update" in done.stderr
     ), done.stderr
-    found = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert len(found) > 5 and not [path for path in found if TOKEN.encode() in path.read_bytes()]
+    observed = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(observed) > 5 and not [
+        path for path in observed if TOKEN.encode() in path.read_bytes()
+    ]
     assert TOKEN not in done.stdout + done.stderr
 
 
@@ -1259,7 +1266,7 @@ def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(
     monkeypatch.setattr(connection, "NOWHERE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    urls, told = (
+    urls, output = (
         [f"grpc://127.0.0.1:{port}/{name}?reconnect_s=60" for name in ("count", "talk")],
         [],
     )
@@ -1267,14 +1274,14 @@ def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(
     with ThreadPoolExecutor() as pool:
         loading = [pool.submit(load_env, url) for url in urls]
         wait_until(
-            lambda: told.append(capfd.readouterr().err) or f":{port} until" in "".join(told),
+            lambda: output.append(capfd.readouterr().err) or f":{port} until" in "".join(output),
             "it is named",
         )
         proxy = Cutting(service.address, every_s=600, port=port)
         assert [env.result(60).name for env in loading] == ["count", "talk"]
     lines = [
         line
-        for line in "".join([*told, capfd.readouterr().err]).splitlines()
+        for line in "".join([*output, capfd.readouterr().err]).splitlines()
         if f":{port} until" in line
     ]
     assert len(lines) == 1 and re.match(
@@ -1287,7 +1294,7 @@ def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_mi
     service, monkeypatch, capfd
 ):
     monkeypatch.setattr(connection, "NOWHERE_S", 0.2)
-    proxy, told = Cutting(service.address, every_s=600), []
+    proxy, output = Cutting(service.address, every_s=600), []
     url = f"grpc://{proxy.address}/count"
     env, held = load_env(url), client.parse(url).connection
     proxy.end()
@@ -1297,7 +1304,7 @@ def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_mi
         loading = pool.submit(load_env, url)
         wait_until(
             lambda: (
-                told.append(capfd.readouterr().err) or f"{proxy.address} until" in "".join(told)
+                output.append(capfd.readouterr().err) or f"{proxy.address} until" in "".join(output)
             ),
             "it is named",
         )
@@ -1348,12 +1355,12 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
         service.process.wait(60)
     rows = [trajectories(file) for file in sorted(out.glob("rollouts/step*.zst"))]
     assert [len(step) for step in rows] == [16, 16] and killed
-    told = {line["step"]: line for line in metrics(out) if "rollout/policy/failed" in line}
+    output = {line["step"]: line for line in metrics(out) if "rollout/policy/failed" in line}
     for number, step in enumerate(rows, 1):
         statuses = Counter(row["status"] for row in step)
-        assert told[number]["rollout/policy/failed"] == statuses["failed"]
+        assert output[number]["rollout/policy/failed"] == statuses["failed"]
         scored = statuses["ok"] + statuses["truncated"]
-        assert told[number]["rollout/policy/truncated_frac"] == pytest.approx(
+        assert output[number]["rollout/policy/truncated_frac"] == pytest.approx(
             statuses["truncated"] / scored
         )
         for row in step:
@@ -1386,5 +1393,7 @@ def test_the_example_plays_with_nothing_but_grpc(examples, token):
     said = done.stdout.splitlines()
     assert said[0] == "648 tasks" and said.count('reward 1, of {"reward_fn": 1.0}') == 2
     asked = [line.partition(": ")[2] for line in said if line.startswith("user: ")]
-    told = [line.partition(": ")[2] for line in said if line.startswith("tool: ")]
-    assert [eval(product) for product in asked] == [int(text) for text in told] and len(told) == 2
+    output = [line.partition(": ")[2] for line in said if line.startswith("tool: ")]
+    assert [eval(product) for product in asked] == [int(text) for text in output] and len(
+        output
+    ) == 2

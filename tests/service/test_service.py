@@ -159,14 +159,14 @@ class Service:
         return Stream(self.channel(), self.metadata())
 
     def workers(self, at_least: int = 1) -> list[pb.Worker]:
-        found = []
+        observed = []
 
         def enough():
-            found[:] = self.call("workers").workers
-            return len(found) >= at_least
+            observed[:] = self.call("workers").workers
+            return len(observed) >= at_least
 
         wait_until(enough, f"{at_least} workers: {self.lines}", 90)
-        return found
+        return observed
 
     def close(self) -> None:
         for channel in self.channels:
@@ -200,8 +200,8 @@ class Stream:
         """The next replies, in the order in which they came."""
         while len(self.early) < num:
             self.early += next(self.replies).replies
-        found, self.early = self.early[:num], self.early[num:]
-        return {reply.id: reply for reply in found}
+        observed, self.early = self.early[:num], self.early[num:]
+        return {reply.id: reply for reply in observed}
 
 
 def said(text: str = "x") -> pb.Said:
@@ -222,8 +222,8 @@ def counter(tmp_path_factory) -> Path:
 
 
 @contextmanager
-def serving(*args, **how):
-    service = Service(*args, **how)
+def serving(*args, **options):
+    service = Service(*args, **options)
     try:
         yield service
     finally:
@@ -281,7 +281,9 @@ def test_health_and_reflection_tell_of_the_service(service):
             iter([request])
         )
     )
-    assert {ENVIRONMENTS, HUB} <= {found.name for found in reply.list_services_response.service}
+    assert {ENVIRONMENTS, HUB} <= {
+        observed.name for observed in reply.list_services_response.service
+    }
 
 
 def test_the_same_key_gives_the_same_session(service):
@@ -582,8 +584,8 @@ def test_every_verb_needs_the_token(service):
         for token in ("", "wrong", TOKEN[:-1], TOKEN + "x"):
             code, text = service.refused(verb, token=token)
             assert code == StatusCode.UNAUTHENTICATED and TOKEN not in text
-            status, told = post(service, verb, {}, token=token)
-            assert status == 401 and TOKEN not in str(told)
+            status, output = post(service, verb, {}, token=token)
+            assert status == 401 and TOKEN not in str(output)
     for method, request in ((f"/{ENVIRONMENTS}/Stream", b""), (f"/{HUB}/Join", b"")):
         with pytest.raises(grpc.RpcError) as error:
             next(service.channel().stream_stream(method)(iter([request])))
@@ -814,9 +816,9 @@ def test_sessions_of_a_client_that_was_killed_expire_and_give_their_room_back(co
             client.kill()
             client.communicate()
         assert service.start() not in names  # it waited for room
-        code, told = service.refused("interact", session=names[0], number=1, said=said())
+        code, output = service.refused("interact", session=names[0], number=1, said=said())
         assert code == StatusCode.FAILED_PRECONDITION
-        assert f"session {names[0]} has ended (expired): it had no request for 1 s" in told
+        assert f"session {names[0]} has ended (expired): it had no request for 1 s" in output
 
         def num_expired() -> int:
             [worker] = service.workers()
@@ -893,8 +895,8 @@ def test_an_episode_plays_over_http(service):
     ],
 )
 def test_http_says_what_is_wrong(service, verb, body, status, code):
-    found = post(service, verb, body)
-    assert (found[0], found[1]["code"]) == (status, code), found
+    observed = post(service, verb, body)
+    assert (observed[0], observed[1]["code"]) == (status, code), observed
 
 
 def test_prometheus_reads_what_happened(counter):
@@ -928,15 +930,15 @@ def test_prometheus_reads_what_happened(counter):
             lambda: values().get(("rl_core_ended_total", "counter", "agent_error")) == 1,
             "a heartbeat told",
         )
-        found = values()
+        observed = values()
         of_env = {
-            name: found[f"rl_core_{name}", "counter"]
+            name: observed[f"rl_core_{name}", "counter"]
             for name in ("sessions", "capacity", "queue", "interactions_total")
         }
         assert of_env == {"sessions": 1, "capacity": 5, "queue": 0, "interactions_total": 5}
-        assert found["rl_core_workers",] == 1
-        assert found["rl_core_ended_total", "counter", "environment_error"] == 1
-        assert found["rl_core_request_seconds_count", "interact"] == 5
+        assert observed["rl_core_workers",] == 1
+        assert observed["rl_core_ended_total", "counter", "environment_error"] == 1
+        assert observed["rl_core_request_seconds_count", "interact"] == 5
         os.kill(pid := service.workers()[0].pid, signal.SIGSTOP)
         try:
             wait_until(lambda: values()["rl_core_workers",] == 0, "it is silent")

@@ -97,10 +97,10 @@ class Fuzz:
         return self.random.choice(choices)
 
     def in_session(self, session: str) -> pb.Request:
-        said = pb.Said(
+        text = pb.Said(
             messages=self.text(), completion=self.text(), actor=self.text(), trajectory=self.text()
         )
-        fields = {"session": session, "number": self.random.getrandbits(64), "said": said}
+        fields = {"session": session, "number": self.random.getrandbits(64), "said": text}
         cancel = pb.CancelRequest(session=session, status=self.pick(2**31 - 1, -1, 0, 7))
         score = pb.ScoreRequest(**fields, hooks=[self.text()])
         return self.pick(
@@ -314,8 +314,8 @@ def fuzz(service):
 
     yield make
     for session, asking in made:
-        said = [pb.Spoken(ask=1, messages='[{"role": "assistant", "content": "x"}]')]
-        result = service.call("answer", session=asking, number=2, call=1, answers=said).run
+        text = [pb.Spoken(ask=1, messages='[{"role": "assistant", "content": "x"}]')]
+        result = service.call("answer", session=asking, number=2, call=1, answers=text).run
         assert json.loads(result.value)[0]["reward"] == 1.0
         assert service.interact(session, 2, "x") == "2"
         assert service.call("score", session=session, number=3).scores[0].reward == 2.0
@@ -349,14 +349,14 @@ def test_requests_of_a_stream_get_their_status(service, fuzz):
 
 def raw(service: Service, method: str, metadata: list | None = None):
     """The method, of bytes."""
-    how = {"timeout": 30, "metadata": service.metadata() if metadata is None else metadata}
+    options = {"timeout": 30, "metadata": service.metadata() if metadata is None else metadata}
     if method in ("Stream", "Join"):
         call = service.channel().stream_stream(
             f"/{HUB if method == 'Join' else ENVIRONMENTS}/{method}"
         )
-        return lambda *data: [bytes(reply) for reply in call(iter(data), **how)]
+        return lambda *data: [bytes(reply) for reply in call(iter(data), **options)]
     call = service.channel().unary_unary(f"/{ENVIRONMENTS}/{method}")
-    return lambda data: call(data, **how)
+    return lambda data: call(data, **options)
 
 
 def is_message(kind: type, data: bytes) -> bool:

@@ -56,9 +56,9 @@ async def say(
 async def ask(port: int, head: str, body: bytes = b"{}") -> tuple[int, str]:
     """Status and text of a reply."""
     reader, writer = await say(port, f"{head}Content-Length: {len(body)}\r\n\r\n", body)
-    found = await hear(reader)
+    observed = await hear(reader)
     writer.close()
-    return found
+    return observed
 
 
 async def hear(reader: asyncio.StreamReader) -> tuple[int, str]:
@@ -175,13 +175,13 @@ def test_each_kind_of_refusal_is_told_once_a_minute(capsys):
     for now[0] in (0, 1, 59, 60, 61, 200):
         refusals.report("a")
     refusals.report("b")
-    told = [
+    output = [
         "HTTP: refused a",
         "HTTP: refused a (3 times)",
         "HTTP: refused a (2 times)",
         "HTTP: refused b",
     ]
-    assert capsys.readouterr().err.splitlines() == told
+    assert capsys.readouterr().err.splitlines() == output
 
 
 def test_what_is_no_http_is_told_in_one_line(monkeypatch, capsys):
@@ -199,8 +199,8 @@ def test_connections_that_no_file_is_left_for_are_told_in_one_line(monkeypatch, 
     async def play(port: int) -> None:
         error = OSError(24, "Too many open files")
         for _ in range(5):
-            told = {"message": "socket.accept() out of system resource", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(told)
+            output = {"message": "socket.accept() out of system resource", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(output)
 
     with_port(play, monkeypatch)
     line = "HTTP: refused connections: this process has no open files left (ulimit -n)\n"
@@ -217,7 +217,7 @@ def test_the_soft_limit_of_open_files_is_raised():
         if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
             continue
         limits = (100, hard)
-        told = subprocess.run(
+        output = subprocess.run(
             [sys.executable, "-c", code],
             preexec_fn=lambda limits=limits: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
             capture_output=True,
@@ -225,7 +225,7 @@ def test_the_soft_limit_of_open_files_is_raised():
             check=True,
             cwd=ROOT,
         )
-        assert told.stdout.split() == [str(min(hard, 1 << 16))] * 2
+        assert output.stdout.split() == [str(min(hard, 1 << 16))] * 2
 
 
 def test_half_open_connections_neither_stop_a_service_nor_fill_its_log(tmp_path, monkeypatch):

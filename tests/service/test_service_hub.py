@@ -123,10 +123,10 @@ def test_a_start_that_is_given_up_in_the_tick_in_which_it_is_granted_gives_its_r
         hub.tell()
         first.cancel()
         await happens(lambda: link.waiting, "the second start is asked of the worker")
-        found = len(link.waiting), [link.started["e"], link.room("e")]
+        observed = len(link.waiting), [link.started["e"], link.room("e")]
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
-        return found
+        return observed
 
     assert asyncio.run(play()) == (1, [1, 0])
 
@@ -168,13 +168,16 @@ def test_totals_outlast_workers_and_take_bounded_memory(monkeypatch):
         values = [sample for family in metrics.collect() for sample in family.samples]
         return len(hub.past), {(s.name, *s.labels.values()): s.value for s in values}
 
-    num_kept, found = asyncio.run(lose())
+    num_kept, observed = asyncio.run(lose())
     assert num_kept == 4
-    assert (found["rl_core_interactions_total", "e"], found["rl_core_interactions_total", "f"]) == (
+    assert (
+        observed["rl_core_interactions_total", "e"],
+        observed["rl_core_interactions_total", "f"],
+    ) == (
         45,
         5,
     )
-    assert found["rl_core_ended_total", "e", "completed"] == 20
+    assert observed["rl_core_ended_total", "e", "completed"] == 20
 
 
 @pytest.mark.parametrize(
@@ -196,10 +199,10 @@ def test_a_worker_that_answers_with_an_error_has_not_answered(verb, reply):
         return await asked
 
     request = getattr(pb.Request(), verb)
-    found = asyncio.run(ask())
-    assert list(found.silent) == ["a"]
-    found.ClearField("silent")
-    assert found == reply
+    observed = asyncio.run(ask())
+    assert list(observed.silent) == ["a"]
+    observed.ClearField("silent")
+    assert observed == reply
 
 
 def test_a_hub_that_stood_still_takes_no_worker_for_silent():

@@ -89,9 +89,9 @@ class Client:
         assert (reply.id, reply.code) == (7, CODES[code]), (reply.code, reply.error)
         return reply.error if reply.code else getattr(reply, next(iter(verb)))
 
-    async def start(self, row: dict | None = None, code: str = "ok", **given):
+    async def start(self, row: dict | None = None, code: str = "ok", **arguments):
         row = json.dumps({"messages": ASK, **(row or {})})
-        reply = await self.ask(code, start=pb.StartRequest(env="game", row=row, **given))
+        reply = await self.ask(code, start=pb.StartRequest(env="game", row=row, **arguments))
         self.session = getattr(reply, "session", "")
         return reply
 
@@ -101,9 +101,9 @@ class Client:
             code, interact=pb.InteractRequest(session=self.session, number=number, said=said)
         )
 
-    async def score(self, code: str = "ok", number: int = 0, hooks=(), actors=(), **said):
+    async def score(self, code: str = "ok", number: int = 0, hooks=(), actors=(), **text):
         request = pb.ScoreRequest(
-            session=self.session, number=number, said=pb.Said(**said), hooks=hooks, actors=actors
+            session=self.session, number=number, said=pb.Said(**text), hooks=hooks, actors=actors
         )
         return await self.ask(code, score=request)
 
@@ -150,10 +150,10 @@ def test_a_client_without_numbers_plays_an_episode_to_its_end(worker_of):
 
 def test_a_hook_by_its_name_gives_what_it_returned(worker_of):
     async def script(client):
-        async def run(hook, code="ok", **said):
-            said = pb.Said(**said)
+        async def run(hook, code="ok", **text):
+            text = pb.Said(**text)
             reply = await client.ask(
-                code, run=pb.RunRequest(session=client.session, hook=hook, said=said)
+                code, run=pb.RunRequest(session=client.session, hook=hook, said=text)
             )
             return reply if code != "ok" else (json.loads(reply.value), reply.status)
 
@@ -211,13 +211,13 @@ def test_a_number_that_comes_again_gives_the_same_reply_and_calls_nothing(worker
 
 def test_what_is_refused_as_wrong_changes_nothing(worker_of):
     async def script(client):
-        said = pb.Said(messages='[{"role": "user", "content": "I am no assistant"}]')
+        text = pb.Said(messages='[{"role": "user", "content": "I am no assistant"}]')
         for bad in (
             pb.Said(messages="[1"),
             pb.Said(messages='{"role": 1}'),
             pb.Said(messages="[{}]"),
             pb.Said(),
-            said,
+            text,
         ):
             await client.ask(
                 "wrong", interact=pb.InteractRequest(session=client.session, number=1, said=bad)
@@ -233,18 +233,20 @@ def test_what_is_refused_as_wrong_changes_nothing(worker_of):
     worker = worker_of()
     play(worker, script)
     lone = Client(worker)
-    for given in (
+    for arguments in (
         {"row": "[]"},
         {"row": "{"},
         {"row": '{"x": 1}'},
         {"row": "{}", "messages": '[{"role": 1}]'},
     ):
-        asyncio.run(lone.ask("wrong", start=pb.StartRequest(env="game", **given)))
+        asyncio.run(lone.ask("wrong", start=pb.StartRequest(env="game", **arguments)))
     asyncio.run(lone.ask("absent", start=pb.StartRequest(env="game", task_id="train/0")))
     asyncio.run(lone.ask("absent", start=pb.StartRequest(env="chess")))
     asyncio.run(lone.say("a", "absent"))
-    for given in ("[]", '{"task": 5}', '{"task": {"row": 1, "x": 2}}'):
-        asyncio.run(lone.ask("wrong", call=pb.CallRequest(env="game", hook="turns", given=given)))
+    for arguments in ("[]", '{"task": 5}', '{"task": {"row": 1, "x": 2}}'):
+        asyncio.run(
+            lone.ask("wrong", call=pb.CallRequest(env="game", hook="turns", given=arguments))
+        )
     assert asyncio.run(worker.answer(pb.Request(id=3))).code == CODES["wrong"]
     assert asyncio.run(worker.answer(pb.Request(id=3, workers={}))).code == CODES["wrong"]
 
@@ -492,9 +494,9 @@ def test_tasks_travel_as_json_and_start_by_their_ids(worker_of):
     async def other(worker):  # a worker that nobody asked for tasks
         client = Client(worker)
         row, asked = '{"prompt": "7?", "n": 7, "odd": ""}', '[{"role": "user", "content": "7?"}]'
-        for given in ({"task_id": "train/7"}, {"row": row}, {"row": row, "messages": asked}):
+        for arguments in ({"task_id": "train/7"}, {"row": row}, {"row": row, "messages": asked}):
             reply = await client.ask(
-                start=pb.StartRequest(env="game", info='{"more": 0.5}', **given)
+                start=pb.StartRequest(env="game", info='{"more": 0.5}', **arguments)
             )
             assert json.loads(reply.messages) == [{"role": "user", "content": "7?"}]
             client.session = reply.session
@@ -523,9 +525,11 @@ def test_functions_without_a_session(worker_of):
     async def main(worker):
         client, task = Client(worker), {"id": "train/0", "row": {"n": 2}, "messages": ASK}
 
-        async def call(hook, code="ok", **given):
-            given = json.dumps(given)
-            reply = await client.ask(code, call=pb.CallRequest(env="game", hook=hook, given=given))
+        async def call(hook, code="ok", **arguments):
+            arguments = json.dumps(arguments)
+            reply = await client.ask(
+                code, call=pb.CallRequest(env="game", hook=hook, given=arguments)
+            )
             return reply if code != "ok" else json.loads(reply.value)
 
         assert await call("turns", task=task, actors=["bob"]) == ["bob", "bob"]
