@@ -236,8 +236,8 @@ def choose_decoder(policy: Any, learner: Any):
     is_plain = learner.kernels != "compile" and learner.activations != "recompute"
     is_alone = policy.hf.device.type == "cpu" and not policy.is_sharded
     if is_plain and is_alone and policy.hf.config.model_type in PACKED:
+        from rl_core.engines.llama_cpu import LlamaDecoder
         from rl_core.learning.policy import backbone
-        from rl_core.plugins.llama_decoder import LlamaDecoder
 
         policy.use_decoder(LlamaDecoder(backbone(policy.hf)))
 
@@ -508,13 +508,13 @@ def places(config: Config, num_ranks: int) -> list[Any]:
 
 def engine_maker(config: Any, local: Any = None, own_parts: Any = None):
     """`local`: the actors whose engines share a device; default: all. `own_parts`: a script's."""
-    from rl_core.plugins.engines import EngineMaker
+    from rl_core.plugins.engines import EngineFactory
 
     classes, own = {}, own_parts and own_parts.engine
     for name, actor in config.actors.items():
         if not actor.api:
             classes[name] = own or (sglang if actor.servers else ENGINES[config.engine])()
-    return EngineMaker(config, classes, choose_sampler, classes if local is None else local)
+    return EngineFactory(config, classes, choose_sampler, classes if local is None else local)
 
 
 def device_lease() -> Any:

@@ -22,7 +22,7 @@ from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan import Plan
 from rl_core.plugin import Plugin
 from rl_core.run_folder import RunLog
-from rl_core.sampling.rollout import Group, GroupPlayer, RolloutWorker, in_order, make_group
+from rl_core.sampling.rollout import EpisodeRunner, Group, RolloutWorker, in_order, make_group
 from rl_core.types import Task, TrainingSample, Trajectory
 
 
@@ -69,7 +69,7 @@ class Trainer:
         self.data_state = self.read_data_state()
 
     def make_worker(self) -> RolloutWorker:
-        classes = registry.rollout_classes(self.config) or (GroupPlayer, RolloutWorker)
+        classes = registry.rollout_classes(self.config) or (EpisodeRunner, RolloutWorker)
         player_class, worker_class = classes
         player_class = registry.taught_player(self.config, player_class)
         player = player_class(self.plan.envs, self.speakers, self.config.rollout)

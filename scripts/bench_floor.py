@@ -48,7 +48,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 
 from rl_core.data.pretrained import load_pretrained
-from rl_core.engines import onednn
+from rl_core.engines import llama_cpu
 
 ALL_WORKS = WORKS | OWN_WORKS
 ROW_TOKENS = 1024  # of one pass over the layers, as in a microbatch
@@ -208,8 +208,8 @@ def product_s(tokens: int, matrix: tuple[int, int], is_trained: bool) -> float:
 def faster_s(a: Tensor, b: Tensor, out: Tensor) -> float:
     """Of a @ b by MKL, or by oneDNN where a CPU has AVX512 and it is faster."""
     found = cost_s(lambda: torch.mm(a, b, out=out))
-    if onednn.has_onednn():
-        found = min(found, cost_s(lambda: onednn.product(a, b.T)))
+    if llama_cpu.has_onednn():
+        found = min(found, cost_s(lambda: llama_cpu.product(a, b.T)))
     return found
 
 

@@ -34,7 +34,7 @@ from rl_core.config import RolloutConfig
 from rl_core.data.tasks import make_task
 from rl_core.plugins.env_file import load_env
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.rollout import Group, GroupPlayer
+from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.types import Completion, SamplingParams, counter_seed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -274,7 +274,7 @@ def habit_rows(
             params=SamplingParams(max_tokens=1 << 20),
             **place,
         )
-        return await GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group)
+        return await EpisodeRunner({env.name: env}, actors, RolloutConfig()).play(group)
 
     async def play_all() -> list:
         return [

@@ -106,12 +106,12 @@ def game_data(seed: int, num_sft: int) -> dict[str, list[dict]]:
         task = make_task(row, number, env.name, "train")
         sent = code[row["object"]] if rng.random() < 0.5 else f"{rng.randrange(100):02d}"
         found["bob"].append(
-            {"messages": [*env.dialogue.opening(task, "bob"), _says("assistant", sent)]}
+            {"messages": [*env.turn_loop.opening(task, "bob"), _says("assistant", sent)]}
         )
         heard = code[row["object"]] if rng.random() < 0.5 else f"{rng.randrange(100):02d}"
         is_right = heard == code[row["object"]] and rng.random() < 0.5
         picked = row["object"] if is_right else rng.choice(row["candidates"])
-        seen = merged([*env.dialogue.opening(task, "alice"), _says("user", heard)])
+        seen = merged([*env.turn_loop.opening(task, "alice"), _says("user", heard)])
         found["alice"].append({"messages": [*seen, _says("assistant", picked)]})
     return found
 

@@ -15,7 +15,7 @@ from rl_core.engines.requests import check_request
 from rl_core.plugins.failure_limit import refuse_failures
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.rollout import Group, GroupPlayer, RolloutWorker, in_order
+from rl_core.sampling.rollout import EpisodeRunner, Group, RolloutWorker, in_order
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.types import Completion, SamplingParams
 
@@ -97,7 +97,7 @@ def make_groups(
 
 async def rollout(envs, actors, groups, config, ranks):
     """The trajectories of these groups, in their order."""
-    worker = RolloutWorker(GroupPlayer(envs, actors, config), ranks, 60)
+    worker = RolloutWorker(EpisodeRunner(envs, actors, config), ranks, 60)
     worker.submit(groups)
     try:
         return in_order(await worker.collect(len(groups)))

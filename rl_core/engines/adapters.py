@@ -25,13 +25,13 @@ from rl_core.engines.weights import NamedWeights, arriving
 
 
 class AdapterTable:
-    """The adapters of an engine by name; "" is none. `configs`: what adapter_config.json holds of
-    each. They act inside `of_rows`."""
+    """The adapters of an engine by name; "" is none. `configs`: the
+    content of each adapter_config.json. Adapters act inside `of_rows`."""
 
     def __init__(self, model: nn.Module, configs: dict[str, dict[str, Any]]):
         self.model, self.configs = model, configs
         self.numbers = {"": 0}
-        self.spans: dict[str, slice] = {}  # of R
+        self.spans: dict[str, slice] = {}  # Ranks of each adapter, a slice of R.
         owners: list[int] = []
         for number, (name, config) in enumerate(configs.items(), 1):
             self.numbers[name] = number
@@ -92,8 +92,8 @@ def arriving_adapter(
 
 
 def adapter_targets(config: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """peft's names of an adapter's matrices -> their shapes, on "meta". config: what
-    adapter_config.json holds."""
+    """peft's names of an adapter's matrices -> their shapes, on "meta". config: the
+    content of adapter_config.json."""
     targets, rank = {}, config["r"]
     excluded = config.get("exclude_modules") or "(?!)"
     for layer, module in model.named_modules():

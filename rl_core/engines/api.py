@@ -41,26 +41,26 @@ class ApiActor:
     name: str
     # Up to and with /v1, or with the path of a dialect, such as /v1/messages.
     url: str
-    model: str  # as the endpoint calls it
+    model: str  # The endpoint's name of the model.
     # The environment variable that holds the key; "" for an endpoint without one.
     # None: the variable of the dialect's official client.
     api_key_env: str | None = None
     max_tokens: int | None = None  # upper bound of one turn
     max_concurrent: int = 64  # requests in flight
-    timeout_s: float = 120.0  # of one attempt
-    max_retries: int = 8  # after 408, 409, 429, 5xx and broken connections; respects Retry-After
+    timeout_s: float = 120.0  # Limit of one attempt.
+    # Retries after 408, 409, 429, 5xx and broken connections. Retry-After is respected.
+    max_retries: int = 8
     # Added to every request; None leaves a key out.
     request: dict[str, Any] = field(default_factory=dict)
     is_trainable: bool = field(init=False, default=False)
-    capacity: int = field(
-        init=False, default=sys.maxsize
-    )  # requests beyond max_concurrent wait here and block no engine
-    counts: Counter[str] = field(init=False, default_factory=Counter)  # of COUNTS
+    # Requests beyond max_concurrent wait here and block no engine.
+    capacity: int = field(init=False, default=sys.maxsize)
+    counts: Counter[str] = field(init=False, default_factory=Counter)  # Keys: COUNTS.
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"https?://[^/@?]+[^@?]*", self.url):
             rule = "must be like http://127.0.0.1:8000/v1, without a password or a query"
-            # Which may hold a secret, so it is not shown.
+            # The URL may hold a secret, so the error does not show it.
             raise ValueError(f"actor {self.name!r}: its url {rule}")
         self.dialect, self.url = dialect_of(self.url)
         if self.api_key_env is None:
@@ -83,7 +83,7 @@ class ApiActor:
         try:
             httpx.get(f"{self.url}/models", timeout=PING_TIMEOUT_S)
         except httpx.TransportError as error:
-            cause = self._told(f"no answer to GET /models ({error})")
+            cause = self._failure(f"no answer to GET /models ({error})")
             raise ValueError(f"{cause}; start it, or correct --actors.{self.name}.api") from None
 
     def in_episode(
@@ -112,25 +112,25 @@ class ApiActor:
                 self.counts["retries"] += raw.retries_taken
                 answer = raw.http_response.text
                 return self._read(json.loads(answer))
-            except self.status_error as found:
-                status = found.status_code
+            except self.status_error as error:
+                status = error.status_code
                 kind = ConnectionError if status == 429 or status >= 500 else ValueError
-                told = f"{status}: {found.response.text or found.message}"
-            except self.connection_error as found:
-                kind, told = ConnectionError, f"no answer ({found.__cause__ or found}); is it up?"
-            except (ValueError, LookupError, TypeError, AttributeError) as found:
-                kind, told = ValueError, f"an answer that cannot be read ({found!r}): {answer}"
+                reason = f"{status}: {error.response.text or error.message}"
+            except self.connection_error as error:
+                kind, reason = ConnectionError, f"no answer ({error.__cause__ or error}); is it up?"
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                kind, reason = ValueError, f"an answer that cannot be read ({error!r}): {answer}"
         self.counts["failed"] += 1
-        # Raised here, it has no context whose request would hold the key.
-        raise kind(self._told(told))
+        # Raised outside of `except`, the error has no context whose request would hold the key.
+        raise kind(self._failure(reason))
 
     def _read(self, answer: Any) -> tuple[Message, Completion]:
         message, reason, usage = self.dialect.read(answer)
         self.counts.update(usage)
         return message, Completion(text=message["content"], finish_reason=reason)
 
-    def _told(self, text: str) -> str:
-        """One short line without the key, which an endpoint may repeat."""
+    def _failure(self, text: str) -> str:
+        """The text as one short line without the key, which an endpoint may repeat."""
         text = text.replace(self.key, "***") if self.key else text
         return f"actor {self.name!r}: {self.url} gave {shorten(' '.join(text.split()), 400)}"
 
@@ -152,7 +152,7 @@ def read_key(actor: str, variable: str) -> str:
         return ""
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch(r"[!-~]+", key):
-        shown = variable if variable.isidentifier() else "it"  # it may be the key itself
+        shown = variable if variable.isidentifier() else "it"  # The value may be the key itself.
         raise ValueError(
             f"actor {actor!r}: api_key_env must name an environment variable with a key, and "
             f"{shown} holds none; for an "

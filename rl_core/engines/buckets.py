@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass(kw_only=True, slots=True)
 class Bucket:
-    """Tensors of one dtype, one after the other: each of them begins at a multiple of its
+    """Tensors of one dtype in contiguous memory, so that each begins at a multiple of its
     itemsize."""
 
     memory: Tensor  # [bytes] uint8
     dtype: torch.dtype
-    shapes: dict[str, torch.Size] = field(default_factory=dict)  # by name, in order
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # Order in memory.
     num_bytes: int = 0
 
     def holds(self, num_bytes: int, dtype: torch.dtype) -> bool:
@@ -56,7 +56,7 @@ class Bucket:
         return base64.b64encode(file.getvalue()).decode()
 
     def facts(self) -> dict[str, Any]:
-        """What a server must know before it receives the bucket by a broadcast."""
+        """Names, types and shapes that a server needs before it receives the broadcast."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {
             "names": list(self.shapes),
@@ -71,35 +71,35 @@ def in_flat_buckets(
     device: torch.device,
     bucket_bytes: int,
 ) -> Iterator[Bucket]:
-    """Buckets of at most bucket_bytes, floating-point weights in `dtype`. A larger tensor has a
-    bucket of its own.
+    """Buckets of at most bucket_bytes, floating-point weights in `dtype`. A larger tensor has
+    its own bucket.
 
-    Two buffers take turns: the server may still copy from a bucket on the device when it has
-    answered. So a bucket is valid until the next but one is drawn."""
+    Two buffers alternate, because the server may still copy from a bucket on the device after its
+    response. A bucket is valid until the second one after it is drawn."""
     buffers: list[Tensor] = []
     bucket = None
     for name, value in named_weights:
-        own = dtype if value.is_floating_point() else value.dtype
-        size = value.numel() * own.itemsize
-        if bucket is not None and not bucket.holds(size, own):
+        sent_dtype = dtype if value.is_floating_point() else value.dtype
+        size = value.numel() * sent_dtype.itemsize
+        if bucket is not None and not bucket.holds(size, sent_dtype):
             yield bucket
             bucket = None
         if bucket is None:
             memory = next_buffer(buffers, max(size, bucket_bytes), device)
-            bucket = Bucket(memory=memory, dtype=own)
+            bucket = Bucket(memory=memory, dtype=sent_dtype)
         bucket.add(name, value)
-        del value  # Before the next one is gathered.
+        del value  # Its memory is free before the next one is gathered.
     if bucket is not None:
         yield bucket
 
 
 def next_buffer(buffers: list[Tensor], num_bytes: int, device: torch.device) -> Tensor:
-    """The older one of two, or a new one where that has another size."""
+    """The older of two buffers, or a new one if the size differs."""
     old = buffers.pop(0) if len(buffers) > 1 else None
     if old is None or len(old) != num_bytes:
         del old
         old = torch.empty(0, dtype=torch.uint8, device=device)
-        if device.type == "cpu":  # Other processes see shared memory alone.
+        if device.type == "cpu":  # Other processes can read shared memory only.
             old.set_(torch.UntypedStorage._new_shared(num_bytes))
         else:
             old.resize_(num_bytes)

@@ -40,38 +40,38 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
-# A shorter beginning that two conversations share is computed again: it is not worth a prefill of
-# its own before that of the others.
+# A shorter common prefix of two conversations is computed again: copying it would need a separate
+# prefill first.
 SHARED_TOKENS = 64
-# Waiting requests are admitted at the latest this many decode steps after the last ones.
+# Decode steps after which waiting requests are admitted at the latest.
 REFILL_STEPS = 8
-# Of the cache's memory at most, where it does not hold all slots and as many parked sessions.
+# Largest fraction of the cache for active slots when slots and parked sessions do not both fit.
 SLOTS_FRAC = 0.75
-# Rounds of the event loop before a decode step with free slots: callers that were answered score
-# the reply and ask again meanwhile. A step that does not wait for them runs half empty. The longer
-# ago the last answer was, the fewer rounds.
+# Rounds of the event loop before a decode step with free slots. Meanwhile callers score finished
+# completions and submit new requests; without this wait, decode steps run half empty. The number
+# falls with the steps since the last completion.
 LOOP_ROUNDS = 11
 ALL_IDS = 2**31  # More than any vocabulary has.
-RANDOM_BITS = 24  # of each token's draw
+RANDOM_BITS = 24  # Bits of the uniform number that samples a token.
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    ids: list[int]  # the prompt and what was sampled
-    end: int  # number of ids at which it is cut off
-    completion: Completion  # so far
+    ids: list[int]  # Prompt and sampled tokens.
+    end: int  # Number of ids at which the completion is cut off.
+    completion: Completion  # Sampled tokens up to now.
     params: SamplingParams
     session: str
     adapter: str  # "" is none
     random_bits: Callable[[int], int]  # this request's generator; one draw per token
     future: asyncio.Future[Completion]
     num_prompt: int = 0  # ids when it was queued
-    # Hash of its adapter and of its first SHARED_TOKENS ids, once it was asked for.
+    # Hash of the adapter and the first SHARED_TOKENS ids, once it is computed.
     known_head: int | None = None
-    source: Request | None = None  # whose keys and values it begins with
-    num_cached: int = 0  # ids that it takes from its source
+    source: Request | None = None  # Request whose keys and values of the common prefix are copied.
+    num_cached: int = 0  # Ids copied from the source.
     matcher: LLMatcher | None = None  # State of its JSON schema.
-    row: int = -1  # of the cache, where its ids are computed
+    row: int = -1  # Row of the cache; -1 while the request waits.
     # A copy of its row, while its session waits for the next turn and another request has the row.
     parked: Snapshot | None = None
     hidden: Tensor | None = None  # [hidden size] of its last token when it entered
@@ -88,7 +88,7 @@ class Request:
 
     @property
     def num_computed(self) -> int:
-        """Ids with keys and values, once it has a row. The newest has none, if it was sampled."""
+        """Ids with keys and values, once the request has a row. A sampled newest id has none."""
         return max(self.num_prompt, len(self.ids) - 1)
 
     @property
@@ -97,21 +97,21 @@ class Request:
 
     @property
     def num_kept(self) -> int:
-        """Ids that the completion names with each token, at most."""
+        """Largest number of ids that the completion stores with each token."""
         return self.params.top_k if self.params.keeps_ids else 0
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """As in RowParams."""
+        """A column of RowParams.numbers."""
         params = self.params
         limits = params.top_k, params.top_p, params.min_p
         return params.temperature == 0, params.temperature or 1.0, *limits
 
 
 class EmbeddedEngine(Engine):
-    """Samples from `spec.module`, which it borrows while requests run: attention implementation and
-    mode are put back. A context is at most as long as the model has positions. With weights of its
-    own it starts asleep, and CPU-offloads them while it sleeps."""
+    """Samples from `spec.module`, and restores its attention implementation and mode when no
+    request runs. A context has at most as many tokens as the model has positions. An engine that
+    owns its weights starts asleep, and offloads them to the CPU while it sleeps."""
 
     shares_weights = True
     has_grammars = True
@@ -149,9 +149,10 @@ class EmbeddedEngine(Engine):
             )
         self._grammars: Grammars | None = None
         self._waiting: list[Request] = []
-        self._active: list[Request] = []  # the i-th has row i
-        self._parked: dict[str, Request] = {}  # by session, oldest first
-        self._row_params: RowParams | None = None  # of the active requests; None: they changed
+        self._active: list[Request] = []  # Request i has row i.
+        self._parked: dict[str, Request] = {}  # Session -> request, oldest first.
+        # Sampling parameters of the active requests; None if the requests have changed.
+        self._row_params: RowParams | None = None
         self._num_parked = 0  # tokens
         self._steps_since_refill = self._steps_since_answer = 0
         self._is_paused = False
@@ -162,19 +163,19 @@ class EmbeddedEngine(Engine):
         self._copies.to_host(self._own)
 
     def _fit_memory(self, spec: EngineSpec) -> None:
-        """Takes as many slots, and parks as much, as fits in its part of the device beside the
-        weights. Slots come first; sessions that are not parked are prefilled again."""
+        """Limits slots and parked sessions to the memory that the weights leave. Slots come first;
+        sessions that are not parked are prefilled again."""
         total = spec.memory_frac * device_memory(self.model.device)
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         room = max(0, int((total - weights) / bytes_per_token(self._slots)))  # tokens
         row = self.max_context_tokens + 1
         self.capacity = max(1, min(spec.num_slots, int(SLOTS_FRAC * room) // row))
-        # No more conversations are open than it was to have slots.
+        # At most spec.num_slots conversations are open.
         self._parked_room = min(max(0, room - self.capacity * row), spec.num_slots * row)
         if self.capacity < spec.num_slots:
             self.shortage = (
                 f"{spec.name}: {self.capacity} of {spec.num_slots} slots of "
-                f"{self.max_context_tokens} tokens fit beside the weights in "
+                f"{self.max_context_tokens} tokens fit next to the weights in "
                 f"{total / 2**30:.3g} GiB (--engine_memory_frac); other requests wait"
             )
 
@@ -223,7 +224,7 @@ class EmbeddedEngine(Engine):
     async def update(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = ""
     ) -> None:
-        """Copies each weight into the model; see Engine. It is awake afterwards."""
+        """Copies each weight into the model and wakes the engine; see Engine."""
         await self._drain()
         await self.wake()
         self._drop_parked()
@@ -236,8 +237,8 @@ class EmbeddedEngine(Engine):
             self.version = version
 
     async def sleep(self) -> None:
-        """Frees the memory of the cache, of every session and, if it offloads, of the weights; see
-        Engine."""
+        """Frees the memory of the cache, of all sessions and, if the engine owns them, of the
+        weights; see Engine."""
         await self._drain()
         self._drop_cache()
         if not self._copies.waiting:
@@ -262,7 +263,7 @@ class EmbeddedEngine(Engine):
         self._start_running()
 
     async def close(self) -> None:
-        """Cancels what is running and frees the cache."""
+        """Cancels running requests and frees the cache."""
         if self._task is not None:
             self._task.cancel()
         await self._until_stopped()
@@ -278,7 +279,7 @@ class EmbeddedEngine(Engine):
             raise RuntimeError(
                 f"{num} requests are running; await or cancel them, or pause the engine"
             )
-        await self._until_stopped()  # It drops requests that were cancelled.
+        await self._until_stopped()  # The task drops cancelled requests.
 
     def _drop_parked(self) -> None:
         self._parked.clear()
@@ -304,8 +305,8 @@ class EmbeddedEngine(Engine):
             with self._slots.borrowed():
                 while True:
                     self._step()
-                    # Nothing is awaited before the model is given back: no caller must find it in
-                    # the wrong mode.
+                    # Nothing is awaited before the model is restored: no caller may see it in
+                    # evaluation mode.
                     if self._is_paused or not (self._waiting or self._active):
                         return
                     num_rounds = 1
@@ -317,7 +318,7 @@ class EmbeddedEngine(Engine):
             self._fail_all(error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Raises the error in every generate() without an answer, so that none waits for ever."""
+        """Raises the error in every unfinished generate()."""
         for request in (*self._waiting, *self._active):
             if not request.future.done():
                 request.future.set_exception(error)
@@ -327,7 +328,7 @@ class EmbeddedEngine(Engine):
 
     @torch.inference_mode()
     def _step(self) -> None:
-        self._leave([request for request in self._active if request.future.done()])  # cancelled
+        self._leave([request for request in self._active if request.future.done()])  # Cancelled.
         # A prefill costs a forward however small it is: wait for more requests, but not for long.
         num_new = min(len(self._waiting), self.capacity - len(self._active))
         self._steps_since_refill += 1
@@ -365,14 +366,14 @@ class EmbeddedEngine(Engine):
         self.stats["decode_tokens"] += len(requests)
 
     def _admit(self) -> None:
-        """Prefills what no row and no parked session has of each prompt, and samples every
-        request's first token."""
+        """Prefills the tokens of each prompt that no row and no parked session holds, and samples
+        the first token of each request."""
         self._steps_since_refill = 0
         self._waiting = [request for request in self._waiting if not request.future.done()]
         started = self._waiting[: self.capacity - len(self._active)]
         if not started:
             return
-        computed: dict[int, list[Request]] = defaultdict(list)  # by head
+        computed: dict[int, list[Request]] = defaultdict(list)  # Key: head.
         if self._slots.is_batched:
             for request in (*self._parked.values(), *self._active):
                 computed[request.head].append(request)
@@ -381,7 +382,7 @@ class EmbeddedEngine(Engine):
             computed[request.head].append(request)
         left = started
         while left:
-            # A request that begins like another of these comes after it.
+            # A request that shares a prefix with another of these comes after it.
             ready = [request for request in left if request.is_ready]
             ready.sort(key=lambda request: request.num_new)
             self._place(ready)
@@ -396,25 +397,25 @@ class EmbeddedEngine(Engine):
         self._take(started, hidden, self._params_of(started))
 
     def _find_source(self, request: Request, computed: list[Request]) -> None:
-        """Finds the longest beginning of the prompt among what is computed with the same head, and
-        what its session has parked."""
-        own = self._parked.get(request.session)
-        computed = computed if own is None else [own, *computed]
+        """Finds the longest computed prefix of the prompt, among requests with the same head and
+        the parked request of its session."""
+        parked = self._parked.get(request.session)
+        computed = computed if parked is None else [parked, *computed]
         for source in computed:
-            # One that shares more has this token too.
+            # A source with a longer common prefix has this token too.
             further = slice(request.num_cached, request.num_cached + 1)
             if source.ids[further] != request.ids[further]:
                 continue
             num = num_shared(source, request)
-            # Only what is batched can be cut.
+            # Only a batched cache can be cut.
             if num > request.num_cached and (self._slots.is_batched or num == len(request.ids)):
                 request.source, request.num_cached = source, num
             if request.num_new == 0:
                 return
 
     def _place(self, requests: list[Request]) -> None:
-        """Gives the next rows to requests, with what each takes from its source. What a group takes
-        from one source is copied at once."""
+        """Gives the next rows to requests, and copies the prefix of each from its source: one copy
+        for all requests with the same source."""
         takers: dict[tuple[Request, int], list[int]] = defaultdict(list)
         self._row_params = None
         self._copy_parked(range(len(self._active), len(self._active) + len(requests)))
@@ -443,8 +444,8 @@ class EmbeddedEngine(Engine):
         self.stats.update(prefill_tokens=sum(r.num_new for r in requests))
 
     def _forward(self, requests: list[Request], starts: list[int], num_tokens: int) -> Tensor:
-        """Reads each request's tokens from its start on, at most so many. [n, hidden size] of the
-        last ones. The requests have neighbouring rows."""
+        """Hidden states [n, hidden size] of the last tokens, after up to num_tokens tokens of each
+        request from its start were computed. The requests have neighbouring rows."""
         pieces, sizes = [], []
         for request, start in zip(requests, starts, strict=True):
             pieces.append(request.ids[start : start + num_tokens])
@@ -471,16 +472,16 @@ class EmbeddedEngine(Engine):
         return numbers.to(device, non_blocking=True)
 
     def _using_adapters(self, requests: list[Request]) -> AbstractContextManager[None]:
-        """Inside, the rows of a forward use each its request's adapter."""
+        """Inside, each row of a forward uses the adapter of its request."""
         if self._adapters is None:
             return nullcontext()
         return self._adapters.of_rows([request.adapter for request in requests])
 
     def _params_of(self, requests: list[Request]) -> RowParams:
-        """How their tokens are sampled."""
+        """Sampling parameters of the requests, in their order."""
         rows = [request.numbers for request in requests]
         used = set(rows)
-        # Most often all are sampled alike.
+        # Usually all requests have the same parameters.
         numbers = self._to_device(rows if len(used) > 1 else rows[:1], torch.float32)
         _, temperatures, top_k, top_p, min_p = zip(*used, strict=True)
         num_ordered = 0
@@ -526,7 +527,7 @@ class EmbeddedEngine(Engine):
         self._leave(ended)
 
     def _keep_ids(self, requests: list[Request], kept: list[list[float]]) -> None:
-        """Names the ids that each token was drawn from. kept: by rank, then by request."""
+        """Adds to completions the ids that each token was sampled from. kept: [rank][request]."""
         for request, of_token in zip(requests, zip(*kept, strict=True), strict=True):
             if request.num_kept:
                 ids = [str(int(number)) for number in of_token if number >= 0]
@@ -537,8 +538,8 @@ class EmbeddedEngine(Engine):
         if ids[-1] in params.stop_token_ids:
             return "stop"
         if params.stop:
-            # A token that decodes to something has a byte at least, so this tail holds any stop
-            # string that just ended.
+            # Each token has at least one byte, so this tail holds any stop string that has just
+            # ended.
             length = max(len(s.encode()) for s in params.stop) + 4
             text = decoded(self.tokenizer, ids[-length:], keeps_special=True)
             if any(s in text for s in params.stop):
@@ -561,7 +562,7 @@ class EmbeddedEngine(Engine):
             self._steps_since_answer = 0
 
     def _park(self, request: Request) -> None:
-        """Keeps a conversation's keys and values: in its row, until another request needs it."""
+        """Keeps a conversation's keys and values in its row until another request needs the row."""
         self.end_session(request.session)  # The newest comes last.
         size = request.num_computed
         room = self._parked_room - size
@@ -573,13 +574,13 @@ class EmbeddedEngine(Engine):
             self._parked[request.session] = request
 
     def _copy_parked(self, rows: range) -> None:
-        """Copies the parked sessions in these rows, which other requests need."""
+        """Copies parked sessions out of these rows, which other requests need."""
         for request in self._parked.values():
             if request.parked is None and request.row in rows:
                 request.parked = self._cache.snapshot(request.row, request.num_computed)
 
     def _leave(self, requests: list[Request]) -> None:
-        """Frees the rows of requests. Active ones behind them change places with them."""
+        """Frees the rows of requests. The last active requests move into these rows."""
         if not requests:
             return
         left = set(requests)
@@ -597,8 +598,8 @@ class EmbeddedEngine(Engine):
 
 
 def num_shared(source: Request, request: Request) -> int:
-    """Ids of a request that its source has computed. The last is among them only where the source
-    keeps the hidden state that its first logits need."""
+    """Length of the computed common prefix. The last id of the request counts only if the source
+    keeps its hidden state, which the first logits need."""
     if source.adapter != request.adapter:
         return 0
     known = source.ids[: source.num_computed]
@@ -606,12 +607,12 @@ def num_shared(source: Request, request: Request) -> int:
         num = len(known)
     else:
         num = len(list(takewhile(bool, map(operator.eq, known, request.ids))))
-    is_whole = num == len(request.ids) == source.num_prompt
-    return num if is_whole else min(num, len(request.ids) - 1)
+    has_hidden = num == len(request.ids) == source.num_prompt
+    return num if has_hidden else min(num, len(request.ids) - 1)
 
 
 def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Batches of requests, which come by length, of at most PREFILL_TOKENS with padding."""
+    """Batches of requests sorted by length, of at most PREFILL_TOKENS with padding."""
     chunk: list[Request] = []
     for request in requests:
         is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS

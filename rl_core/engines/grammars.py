@@ -1,4 +1,4 @@
-"""JSON schemas that completions are sampled in, by llguidance.
+"""Sampling constrained by JSON schemas, with llguidance.
 
 The mask of a step has every token with which some text of the schema continues; the end tokens are
 in the mask where the text is complete. A token is drawn from the softmax over the mask, truncated
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-# Between two parts of a text. Without a bound some models write spaces without end.
+# Space between two JSON tokens. Without a bound some models write spaces for ever.
 SPACES = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
-# llguidance compiles a longer schema for seconds, in which the engine samples nothing.
+# A longer schema takes llguidance seconds to compile, during which the engine samples nothing.
 MAX_SCHEMA_CHARS = 1 << 15
 
 

@@ -22,11 +22,11 @@ class DeviceLease:
     def __init__(self, max_slice_s: float = 30.0):
         self.max_slice_s = max_slice_s
         self.holder: Engine | None = None
-        self.inside: set[asyncio.Future[None]] = set()  # callers of the holder
+        self.inside: set[asyncio.Future[None]] = set()  # Callers of the holder.
         # Engine -> callers that wait, longest wait first.
         self.queue: dict[Engine, list[asyncio.Future[None]]] = {}
-        self.since = 0.0  # when the holder took over
-        self.switch: asyncio.Task[None] | None = None  # of the device to another engine, under way
+        self.since = 0.0  # Time when the holder took over.
+        self.switch: asyncio.Task[None] | None = None  # Runs while the device changes hands.
         self.num_switches, self.switch_s = 0, 0.0
 
     @asynccontextmanager
@@ -44,7 +44,7 @@ class DeviceLease:
             self._admit()
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Since the last call."""
+        """Number and seconds of switches since the last call."""
         metrics = {
             "engine_switches": Sum(self.num_switches),
             "engine_switch_s": Sum(self.switch_s),
@@ -55,7 +55,7 @@ class DeviceLease:
     def _admit(self) -> None:
         """Admits callers of the holder, or starts to hand the device over."""
         for engine, turns in list(self.queue.items()):
-            self.queue[engine] = [turn for turn in turns if not turn.done()]  # Others cancelled.
+            self.queue[engine] = [turn for turn in turns if not turn.done()]  # Done: cancelled.
             if not self.queue[engine]:
                 del self.queue[engine]
         if self.switch is not None:
@@ -77,7 +77,7 @@ class DeviceLease:
         try:
             if self.holder is not None:
                 await self.holder.sleep()
-            self.holder = None  # if waking fails, nobody holds the device
+            self.holder = None  # Nobody holds the device if wake() fails.
             await engine.wake()
             self.holder, self.since = engine, time.monotonic()
             self.num_switches += 1

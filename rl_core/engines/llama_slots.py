@@ -1,8 +1,8 @@
-"""The slots' forward of models in Llama's layout, without their modules' Python.
+"""Prefills and decode steps of models in Llama's layout over slots.
 
-A decode step of a small model, or of few rows, is mostly its overhead: a Hugging Face layer takes
-some 60 calls of torch. Here a layer takes about 50, and in a decode step in fp32 about 30. Linear
-layers with adapters or quantised weights are still called as modules.
+A decode step of a small model, or of few rows, is dominated by overhead: a Hugging Face layer takes
+about 60 calls of torch. Decode steps in fp32 take about 30 calls per layer here; all other forwards
+are llama_layers(). Linear layers with adapters or quantised weights are called as modules.
 
 Legend: n rows, S new tokens of each, L cached tokens, E hidden size, H heads, K key-value heads, G
 heads that share keys, D head dim.
@@ -19,22 +19,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_core.engines.onednn import is_plain, linear, mlp, padded_product, rows_for_onednn
+from rl_core.engines.llama_cpu import (
+    is_plain,
+    llama_layers,
+    normed,
+    padded_product,
+    rows_for_onednn,
+    window_of,
+)
 from rl_core.engines.slots import ForwardPlan, SlotCache, SlotModel, new_zeros, slot_attention
 
-# Frequencies of these depend on how long the rows of a forward are.
+# Types of rotary embeddings whose frequencies depend on the length of a forward's rows.
 CHANGING_ROTARY = ("dynamic", "longrope")
 
 
 class LlamaCache(SlotCache):
-    """One tensor for all layers, so that a row is copied at once."""
+    """One tensor for all layers, so that one call copies a row."""
 
     def __init__(self, num_slots: int, max_tokens: int, num_layers: int) -> None:
         super().__init__(num_slots, max_tokens)
         self.num_layers = num_layers
         self.stack: Tensor | None = None  # [layers, 2, num_slots, K, max_tokens + 1, D]
-        self.flat: list[Tensor] = []  # of each layer, [2 * num_slots * K * (max_tokens + 1), D]
-        self.firsts: Tensor | None = None  # [num_slots, 2 K] where a row's keys and values begin
+        self.flat: list[Tensor] = []  # Per layer [2 * num_slots * K * (max_tokens + 1), D].
+        # [num_slots, 2 K] First index of each row's keys and values in `flat`.
+        self.firsts: Tensor | None = None
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.stack is None:
@@ -54,15 +62,16 @@ class LlamaCache(SlotCache):
 
 
 class Product:
-    """A linear layer. One without adapters or quantised weights is its product alone."""
+    """A linear layer, computed without its module if it has no adapters or quantised weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        is_read = is_plain(module)
-        self.weight = module.weight if is_read else None  # [out, in], read in place
-        self.weight_t = module.weight.T if is_read else None
-        self.bias = module.bias if is_read else None
-        self.large_from = rows_for_onednn(module.weight) if is_read else math.inf  # rows
+        plain = is_plain(module)
+        self.weight = module.weight if plain else None  # [out, in]
+        self.weight_t = module.weight.T if plain else None
+        self.bias = module.bias if plain else None
+        # Rows from which on oneDNN is faster.
+        self.large_from = rows_for_onednn(module.weight) if plain else math.inf
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] @ W.T + bias"""
@@ -92,7 +101,7 @@ class Product:
 
 
 class Norm:
-    """An RMSNorm in fp32 by fewer calls: x / sqrt(sum of squares + D eps) * sqrt(D) weight."""
+    """An RMSNorm in fp32 with fewer calls: x / sqrt(sum of squares + D eps) * sqrt(D) weight."""
 
     def __init__(self, norm: nn.Module) -> None:
         num = norm.weight.shape[0]
@@ -103,12 +112,12 @@ class Norm:
         return (x / self.size(x)).mul_(self.weight)
 
     def size(self, x: Tensor) -> Tensor:
-        """[..., 1] what x [..., D] is divided by."""
+        """[..., 1] divisor of x [..., D]."""
         return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.least)
 
 
 class DecodeLayer:
-    """A layer's parts. Matrices are read in place."""
+    """A layer's parts. Matrices are not copied."""
 
     def __init__(self, layer: nn.Module) -> None:
         attn, mlp = layer.self_attn, layer.mlp
@@ -125,24 +134,24 @@ class DecodeLayer:
 
 @dataclass(kw_only=True, slots=True)
 class DecodeStep:
-    """What the layers of a decode step share."""
+    """Tensors that all layers of a decode step share."""
 
-    columns: Tensor  # [n] where each row's new token is written
+    columns: Tensor  # [n] Column of each row's new token.
     length: int
-    is_even: bool  # every row has this length
-    targets: Tensor  # [n, 2 K] where keys and values are written
-    keys: tuple[Tensor, ...]  # of each layer, [n * K, D, L]
-    values: tuple[Tensor, ...]  # [n * K, L, D]
+    is_even: bool  # True if every row has this length.
+    targets: Tensor  # [n, 2 K] Indices of the new keys and values in the flat cache.
+    keys: tuple[Tensor, ...]  # Per layer [n * K, D, L].
+    values: tuple[Tensor, ...]  # Per layer [n * K, L, D].
     cos: Tensor  # [n, 1, D]
-    sin: Tensor  # the first half is negative
-    # Room for a layer's products.
-    projected: list[Tensor]  # queries [n, H * D], keys [n, K * D], values, side by side in memory
-    turned: Tensor  # [n, H + K, D] queries and keys among them
-    stored: Tensor  # [n, 2 K, D] keys and values among them
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+    sin: Tensor  # [n, 1, D] The first half is negative.
+    # Buffers of a layer's projections, contiguous in memory.
+    projected: list[Tensor]  # Queries [n, H * D], keys [n, K * D], values [n, K * D].
+    rotated: Tensor  # [n, H + K, D] View of queries and keys.
+    stored: Tensor  # [n, 2 K, D] View of keys and values.
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # Key: sliding window.
 
     def mask(self, window: int | None, num_keys: int, num_shared: int) -> Tensor | None:
-        """What is added to scores [n * K, G, L]; None if all keys are seen."""
+        """Additive mask of scores [n * K, G, L]; None if every key is seen."""
         if window is not None and window >= self.length:
             window = None
         if self.is_even and window is None:
@@ -161,7 +170,7 @@ class DecodeStep:
 
 
 class DecodeParts:
-    """What decode steps read of a decoder in fp32, until its weights change."""
+    """Parameters of a decoder in fp32 for decode steps; valid until its weights change."""
 
     @torch.no_grad()
     def __init__(self, decoder: nn.Module) -> None:
@@ -198,12 +207,12 @@ class DecodeParts:
             cos=cos,
             sin=sin,
             projected=heads.view(num_rows, -1).split(sizes, 1),
-            turned=heads[:, : -num_stored // 2],
+            rotated=heads[:, : -num_stored // 2],
             stored=heads[:, self.num_heads :],
         )
 
     def rotary_at(self, x: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [n, 1, D] of rotary positions."""
+        """cos and sin [n, 1, D] of rotary embeddings."""
         if self.embedding.rope_type in CHANGING_ROTARY:
             return signed(*self.embedding(x, starts[:, None]))
         if self.rotary is None or length > len(self.rotary):
@@ -215,8 +224,7 @@ class DecodeParts:
 
 
 class LlamaSlots(SlotModel):
-    """A SlotModel of Llama, Mistral, Qwen2 or Qwen3. In fp32 norms are torch's; in other types they
-    are the model's own, which round as the learner does."""
+    """A SlotModel of Llama, Mistral, Qwen2 or Qwen3."""
 
     parts: DecodeParts | None = None
 
@@ -225,8 +233,8 @@ class LlamaSlots(SlotModel):
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """As SlotModel's. What a decode step reads is found again each time, because weights change
-        and move, and nothing of it is kept."""
+        """See SlotModel. The parameters for decode steps are collected each time, because weights
+        change and move in between."""
         with super().borrowed():
             if self.model.dtype == torch.float32:
                 self.parts = DecodeParts(self.decoder)
@@ -255,22 +263,30 @@ class LlamaSlots(SlotModel):
         return self.parts.norm(x)[:, None]
 
     def hidden(self, tokens: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
-        decoder = self.decoder
+        decoder, size = self.decoder, tokens.shape
         x = decoder.embed_tokens(tokens)
         cos, sin = signed(*decoder.rotary_emb(x, position_ids))
-        rotary = cos[:, :, None], sin[:, :, None]
-        for layer in decoder.layers:
-            x = x + attention(layer.self_attn, normed(layer.input_layernorm, x), rotary, plan)
-            h = normed(layer.post_attention_layernorm, x)
-            x = x + mlp(layer.mlp, h, padded_product)
+
+        def attend(attn: nn.Module, *qkv: Tensor) -> Tensor:
+            out, _ = slot_attention(
+                attn,
+                *(heads.transpose(1, 2) for heads in qkv),
+                None,
+                scaling=attn.scaling,
+                sliding_window=window_of(attn),
+                slot_plan=plan,
+            )
+            return out.reshape(*size, -1)
+
+        x = llama_layers(decoder, x, (cos[:, :, None], sin[:, :, None]), attend)
         return normed(decoder.norm, x)
 
 
 def decode_layer(layer: DecodeLayer, x: Tensor, step: DecodeStep, cache: Tensor) -> None:
-    """Adds to x [n, E] what a layer does. cache: of the layer, [tokens, D]."""
+    """Adds a layer's attention and MLP to x [n, E]. cache: LlamaCache.flat of the layer."""
     h = layer.norms[0](x)
-    for product, room in zip(layer.inputs, step.projected, strict=True):
-        product.into(room, h)
+    for product, out in zip(layer.inputs, step.projected, strict=True):
+        product.into(out, h)
     out = decode_attention(layer, step, cache)
     layer.out.add_to(x, out.view(x.shape[0], -1))
     h = layer.norms[1](x)
@@ -279,18 +295,18 @@ def decode_layer(layer: DecodeLayer, x: Tensor, step: DecodeStep, cache: Tensor)
 
 
 def decode_attention(layer: DecodeLayer, step: DecodeStep, cache: Tensor) -> Tensor:
-    """[n * K, G, D] from the projected queries, keys and values, which it changes."""
-    turned, stored = step.turned, step.stored
-    _, num_both, head_dim = turned.shape
+    """Attention output [n * K, G, D]. Changes the buffers of the step in place."""
+    rotated, stored = step.rotated, step.stored
+    _, num_both, head_dim = rotated.shape
     num_keys = stored.shape[1] // 2
-    query = turned[:, :-num_keys]
+    query = rotated[:, :-num_keys]
     if layer.head_norms:
-        of_query, of_key = layer.head_norms
-        turned /= of_query.size(turned)
-        query *= of_query.weight
-        stored[:, :num_keys] *= of_key.weight
-    rolled = turned.roll(head_dim // 2, -1)
-    turned.mul_(step.cos).addcmul_(rolled, step.sin)
+        query_norm, key_norm = layer.head_norms
+        rotated /= query_norm.size(rotated)
+        query *= query_norm.weight
+        stored[:, :num_keys] *= key_norm.weight
+    rolled = rotated.roll(head_dim // 2, -1)
+    rotated.mul_(step.cos).addcmul_(rolled, step.sin)
     cache.index_put_((step.targets,), stored)
     num_shared = num_both // num_keys - 1
     scaled = query * layer.scaling
@@ -304,54 +320,7 @@ def decode_attention(layer: DecodeLayer, step: DecodeStep, cache: Tensor) -> Ten
     return torch.bmm(scores.softmax(-1), step.values[layer.index])
 
 
-def attention(
-    attn: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor], plan: ForwardPlan
-) -> Tensor:
-    """[n, S, hidden size], by the slots' attention."""
-    heads = (*x.shape[:-1], -1, attn.head_dim)
-    query, key, value = (
-        linear(layer, x, padded_product).view(heads)
-        for layer in (attn.q_proj, attn.k_proj, attn.v_proj)
-    )
-    if hasattr(attn, "q_norm"):
-        query, key = normed(attn.q_norm, query), normed(attn.k_norm, key)
-    num_heads = query.shape[2]
-    both = turned(torch.cat([query, key], 2), *rotary).transpose(1, 2)
-    out, _ = slot_attention(
-        attn,
-        both[:, :num_heads],
-        both[:, num_heads:],
-        value.transpose(1, 2),
-        None,
-        scaling=attn.scaling,
-        sliding_window=window_of(attn),
-        slot_plan=plan,
-    )
-    return linear(attn.o_proj, out.reshape(*x.shape[:-1], -1), padded_product)
-
-
 def signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., D] as if halves were turned: the first half of what is rolled is to be
-    negative."""
+    """cos and sin [..., D] with the first half of sin negated, so that rotate_half() is a roll."""
     half = sin.shape[-1] // 2
     return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864) for x [n, S, H + K, D]; the first half of
-    sin is negative."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
-
-
-def window_of(attn: nn.Module) -> int | None:
-    """Of an attention layer; Mistral has one for all, and Llama none whatever its file says."""
-    if attn.config.model_type == "mistral":
-        return attn.config.sliding_window
-    return getattr(attn, "sliding_window", None)
-
-
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
-    if x.dtype != torch.float32:
-        return norm(x)
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

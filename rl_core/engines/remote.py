@@ -1,8 +1,8 @@
-"""Engines on other ranks, which serve the engine's verbs over HTTP to those that play episodes:
-torchrun's last ranks (--engine_ranks), and the ranks of an actor's own (plugins/place_rank.py).
+"""Engines on other ranks, served over HTTP to the ranks that play episodes: torchrun's last ranks
+(--engine_ranks), and rank groups of an actor (plugins/place_rank.py).
 
-Requests are JSON: POST /ACTOR/VERB. Weights do not pass through HTTP. The first learner broadcasts
-them in buckets, by a process group of itself and all ranks that sample. Nothing is pickled.
+Requests are JSON: POST /ACTOR/VERB, where a verb is a method of Engine. Weights do not pass through
+HTTP: the first learner broadcasts them in buckets to all ranks that sample. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from rl_core.metrics import KINDS, Mean, Metric, add_metrics
 from rl_core.sampling.engine import STALE, Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
-dumps = partial(json.dumps, default=float)  # Numbers of torch and numpy become JSON's.
+dumps = partial(json.dumps, default=float)  # Converts scalars of torch and numpy.
 BUCKET_BYTES = 512 << 20
-STOP_S = 10.0  # An engine rank answers "stop" within this time.
-# How a server's error reaches the learner.
+STOP_S = 10.0  # Time limit for the response to "stop".
+# Status of a response -> the error that the client raises.
 ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
 
 
@@ -57,7 +57,7 @@ async def ask(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     method = "GET" if body is None else "POST"
-    # One session per request: a session belongs to one event loop, and a run has several.
+    # A session belongs to one event loop, and a run has several: each request opens one.
     connection = aiohttp.ClientSession(timeout=timeout, headers=headers)
     try:
         async with connection as session, session.request(method, url, json=body) as answer:
@@ -68,16 +68,16 @@ async def ask(
 
 @dataclass(kw_only=True, slots=True)
 class WeightChannel:
-    """Weights from the first learner to all ranks that sample."""
+    """Broadcast of weights from the first learner to all ranks that sample."""
 
-    group: dist.ProcessGroup | None  # rank 0 is the first learner; None on the other learners
-    device: torch.device  # of the buckets
+    group: dist.ProcessGroup | None  # Rank 0 is the first learner; None on the other learners.
+    device: torch.device  # Device of the buckets.
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
         """Sends (name, full tensor) pairs in `dtype`. Every learner must call it: all gather, the
         first one sends."""
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # each thread has its own
+            torch.cuda.set_device(self.device)  # The current device is set per thread.
         if self.group is None:
             for _ in weights:
                 pass
@@ -90,17 +90,17 @@ class WeightChannel:
         self._broadcast_json([])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the first learner sends."""
+        """Yields the (name, tensor) pairs that the first learner sends."""
         while facts := self._broadcast_json(None):
             dtype, shapes = facts
             sizes = [math.prod(shape) for _, shape in shapes]
             flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
             self._broadcast(flat)
-            for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):
-                yield name, part.view(shape)
+            for (name, shape), values in zip(shapes, flat.split(sizes), strict=True):
+                yield name, values.view(shape)
 
     def _broadcast_json(self, value: Any) -> Any:
-        """The first learner's value; others give None."""
+        """The first learner's value; other ranks pass None."""
         data = b"" if value is None else json.dumps(value).encode()
         size = int(self._broadcast(torch.tensor([len(data)], device=self.device)))
         content = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8)
@@ -113,21 +113,22 @@ class WeightChannel:
 
 def make_weight_channel(ranks: Ranks, timeout_s: float) -> WeightChannel:
     """Every rank must call it. Waits until the others do."""
-    group, place = None, ranks.rank + 1 if ranks.is_engine else 0
+    group, group_rank = None, ranks.rank + 1 if ranks.is_engine else 0
     if ranks.is_engine or ranks.rank == 0:
         store, size = dist.PrefixStore("weights", ranks.store), ranks.engine_ranks + 1
         if ranks.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout_s)
-            group = dist.ProcessGroupNCCL(store, place, size, options)
+            group = dist.ProcessGroupNCCL(store, group_rank, size, options)
         else:
-            group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=timeout_s))
+            timeout = timedelta(seconds=timeout_s)
+            group = dist.ProcessGroupGloo(store, group_rank, size, timeout)
     return WeightChannel(group=group, device=ranks.device)
 
 
 class EngineServer:
-    """Serves the engines of a rank that plays no episodes. `engines` has None where another rank
-    holds an actor's engine."""
+    """Serves the engines of a rank that plays no episodes. A value of `engines` is None if another
+    rank holds the actor's engine."""
 
     def __init__(
         self,
@@ -136,20 +137,20 @@ class EngineServer:
         ranks: Ranks,
         channel: WeightChannel | None,
     ):
-        """`channel`: of weights that other ranks learn, if they do."""
+        """`channel`: receives weights from learners on other ranks, if there are any."""
         self.engines, self.lease, self.ranks = engines, lease, ranks
         self.all_engines = {engine for engine in engines.values() if engine is not None}
         self.token = secrets.token_hex(16)
         self.channel = channel
         self.stopped = asyncio.Event()
-        self.begun: dict[str, Completion] = {}  # under way, by the key that the learner gave it
+        self.begun: dict[str, Completion] = {}  # Key of an open request -> its completion.
         self.num_open = 0
-        # Seconds without a request since the engines were asked for metrics, counted up to a time.
+        # Seconds without an open request between asked_at, the last take_metrics(), and counted_at.
         self.idle_s = 0.0
         self.asked_at = self.counted_at = time.monotonic()
 
     async def serve(self) -> None:
-        """Answers until a learner sends stop."""
+        """Serves requests until a learner sends stop."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/{actor}/{verb}", self.handle)
         server = HttpServer(
@@ -159,7 +160,7 @@ class EngineServer:
             handler_cancellation=True,
         )
         host = own_address()
-        # On all interfaces where other nodes ask.
+        # Listens on all interfaces if other nodes send requests.
         port = await server.listen(host if host == LOOPBACK else None)
         url = f"http://{host}:{port}"
         capacity = {name: engine.capacity if engine else 0 for name, engine in self.engines.items()}
@@ -216,38 +217,38 @@ class EngineServer:
             self.num_open -= 1
 
     async def do_catch_up(self, engine: Engine, keys: list[str]) -> dict[str, dict]:
-        """What was sampled so far, by the keys of requests."""
+        """Key of each open request -> its completion up to now."""
         await engine.catch_up()
         return {key: dataclasses.asdict(self.begun[key]) for key in keys if key in self.begun}
 
     async def do_pause(self, engine: Engine | None) -> None:
         for one in self.all_engines:
             await one.pause()
-            if self.lease:  # No other engine has memory while this one loads weights.
+            if self.lease:  # Frees the device for the engine that loads weights.
                 await one.sleep()
 
     async def do_update(self, engine: Engine | None, version: int, adapter: str) -> None:
-        """Receives the weights, which blocks this thread."""
+        """Receives the weights and loads them. Blocks this thread."""
         coming = self.channel.receive()
         try:
             if engine is not None:
                 await engine.update(coming, version, adapter=adapter)
-                if self.lease:  # The holder, which may be another engine, wakes by itself.
+                if self.lease:  # The lease wakes its holder, which may be another engine.
                     await engine.sleep()
         finally:
-            for _ in coming:  # A broadcast needs every rank.
+            for _ in coming:  # Every rank takes part in each broadcast.
                 pass
             for one in self.all_engines:
                 await one.resume()
 
     async def do_wake(self, engine: Engine) -> bool:
-        """Whether it lacks weights."""
+        """True if the engine lacks weights after wake()."""
         async with self.of_device(engine):
             await engine.wake()
         return engine.lacks_weights
 
     async def do_take_metrics(self, engine: Engine) -> dict[str, list]:
-        """The engine's, and the part of the time since the last call without a request."""
+        """The engine's metrics, and the fraction of time without a request since the last call."""
         metrics = await engine.take_metrics()
         self.count_idle()
         metrics["time/engines_idle_frac"] = Mean(self.idle_s, self.counted_at - self.asked_at)
@@ -265,7 +266,7 @@ class EngineServer:
 
 
 def sent_metrics(metrics: dict[str, Metric]) -> dict[str, list]:
-    """As received_metrics() reads them. Numbers may be on the device."""
+    """Metrics in the form that received_metrics() reads. Numbers may be on the device."""
     return {
         name: [type(metric).__name__, *dataclasses.astuple(metric)]
         for name, metric in metrics.items()
@@ -277,35 +278,35 @@ def received_metrics(answer: dict[str, list]) -> dict[str, Metric]:
 
 
 def address_of(group: int, rank: int) -> str:
-    """The key under which a rank's server is found."""
+    """Key of a rank's server address in the store."""
     return f"engine/{group}/{rank}"
 
 
 def own_address() -> str:
-    """By which other ranks reach this node: loopback if all ranks are on one node."""
+    """Address at which other ranks reach this node: loopback if all ranks are on one node."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return LOOPBACK
     first = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     family, kind, *_, address = socket.getaddrinfo(first, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects
+    with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects.
         probe.connect(address)
-        found = probe.getsockname()[0]
-    # Node 0, which others reach by the name that torchrun gave them.
-    if found.startswith("127.") or found == "::1":
+        host = probe.getsockname()[0]
+    # Node 0, which other nodes reach by the name that torchrun set.
+    if host.startswith("127.") or host == "::1":
         return first
-    return f"[{found}]" if ":" in found else found
+    return f"[{host}]" if ":" in host else host
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Server:
-    """An actor's engine on one rank that plays no episodes, as those see it that play."""
+class EngineClient:
+    """HTTP client of an actor's engine on one rank."""
 
-    url: str  # up to the verb
+    url: str  # http://HOST:PORT/ACTOR
     token: str
     capacity: int
     num_open: int = 0
-    ended: list[str] = field(default_factory=list)  # sessions; sent with the next request
+    ended: list[str] = field(default_factory=list)  # Sessions to end; sent with the next request.
 
     async def ask(self, verb: str, timeout_s: float | None = None, **body) -> Any:
         status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
@@ -318,25 +319,25 @@ class Server:
 @dataclass(kw_only=True, eq=False)
 class RemoteEngine(Engine):
     """An Engine on ranks that play no episodes. A session stays with the rank that has its KV
-    cache. Other engines' devices are not its own, and an update pauses it: it never sleeps."""
+    cache. sleep() does nothing: no learner shares the device, and update() pauses the ranks."""
 
     is_elsewhere = True
-    has_grammars = True  # EngineMaker.check() refuses engines without.
+    has_grammars = True  # EngineFactory.check() refuses engines without.
 
-    servers: list[Server]
-    is_first: bool  # of the ranks that ask; it speaks for all
-    capacity: int  # this rank's share
+    servers: list[EngineClient]
+    is_first: bool  # True on the rank that sends updates and control requests for all.
+    capacity: int  # Share of this rank.
     timeout_s: float
-    channel: WeightChannel | None = None  # None: its ranks learn the weights
-    dtype: torch.dtype | None = None  # in which weights are sent
+    channel: WeightChannel | None = None  # None: the engine's ranks learn the weights.
+    dtype: torch.dtype | None = None  # Type in which weights are sent.
     version: int = 0
-    weights_way: str = ""  # from the ranks that sample to their servers
-    places: dict[str, Server] = field(default_factory=dict)  # of sessions
-    # Under way, by a key that the server is told.
+    weights_way: str = ""  # Weight transfer from the ranks that sample to their servers.
+    session_servers: dict[str, EngineClient] = field(default_factory=dict)
+    # Key of an open request -> its completion.
     begun: dict[str, Completion] = field(default_factory=dict)
 
     @property
-    def sampling(self) -> list[Server]:
+    def sampling(self) -> list[EngineClient]:
         return [server for server in self.servers if server.capacity]
 
     async def generate(
@@ -349,11 +350,11 @@ class RemoteEngine(Engine):
         adapter: str = "",
         begun: Completion | None = None,
     ) -> Completion:
-        server = self.places.get(session)
+        server = self.session_servers.get(session)
         if server is None:
             server = min(self.sampling, key=lambda s: s.num_open / s.capacity)
         if session:
-            self.places[session] = server
+            self.session_servers[session] = server
         ended, server.ended = server.ended, []
         key = secrets.token_hex(8)
         if begun is not None:
@@ -377,7 +378,7 @@ class RemoteEngine(Engine):
         return Completion(**answer)
 
     async def catch_up(self) -> None:
-        """See Engine. Each server tells what it has sampled so far."""
+        """See Engine. Each server responds with the tokens that it has sampled."""
         if not self.begun:
             return
         asked = []
@@ -389,7 +390,7 @@ class RemoteEngine(Engine):
                     setattr(self.begun[key], name, value)
 
     def end_session(self, session: str) -> None:
-        if server := self.places.pop(session, None):
+        if server := self.session_servers.pop(session, None):
             server.ended.append(session)
 
     async def update(
@@ -397,19 +398,19 @@ class RemoteEngine(Engine):
     ) -> None:
         """Requests pause between two tokens and continue with the new weights. Every learner must
         call it."""
-        await self._tell_all("pause")
-        # In a thread, so that this one can ask the ranks that sample to receive.
+        await self._ask_all("pause")
+        # In a thread, because this one asks the ranks that sample to receive.
         sending = asyncio.to_thread(self.channel.send, weights, self.dtype)
-        await asyncio.gather(sending, self._tell_all("update", version=version, adapter=adapter))
+        await asyncio.gather(sending, self._ask_all("update", version=version, adapter=adapter))
         self.version, self.lacks_weights = version, False
 
     async def wake(self) -> None:
-        """Starts engines again that died."""
-        found = await asyncio.gather(*(server.ask("wake") for server in self.sampling))
-        self.lacks_weights = any(found)
+        """Restarts engines that died."""
+        lacking = await asyncio.gather(*(server.ask("wake") for server in self.sampling))
+        self.lacks_weights = any(lacking)
 
     async def take_metrics(self) -> dict[str, Metric]:
-        """See Engine. The first learner asks for all."""
+        """See Engine. The first learner collects the metrics of all ranks."""
         metrics: dict[str, Metric] = {}
         if self.is_first:
             for server in self.sampling:
@@ -418,13 +419,13 @@ class RemoteEngine(Engine):
         return metrics
 
     async def close(self) -> None:
-        """See Engine. A rank that stands still is not waited for again."""
+        """See Engine. Waits at most STOP_S for a rank that hangs."""
         timeout_s = min(self.timeout_s, STOP_S)
         with contextlib.suppress(EngineDied, RunError):
-            await self._tell_all("stop", timeout_s=timeout_s)
+            await self._ask_all("stop", timeout_s=timeout_s)
 
-    async def _tell_all(self, verb: str, timeout_s: float | None = None, **body) -> None:
-        """The first learner sends it for all."""
+    async def _ask_all(self, verb: str, timeout_s: float | None = None, **body) -> None:
+        """Sends a request to every server, from the first learner only."""
         timeout_s = timeout_s or self.timeout_s
         if self.is_first:
             asked = [server.ask(verb, timeout_s=timeout_s, **body) for server in self.servers]
@@ -434,7 +435,7 @@ class RemoteEngine(Engine):
 def connect(
     names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: float
 ) -> dict[str, RemoteEngine]:
-    """A learner's engines, by actor. Waits until the ranks that sample have published their
+    """A learner's engines by actor. Waits until the ranks that sample have published their
     addresses."""
     channel = make_weight_channel(ranks, timeout_s)
     size = ranks.engine_ranks
@@ -445,14 +446,14 @@ def engines_at(
     group: int, size: int, names: Iterable[str], ranks: Ranks, timeout_s: float, **weights: Any
 ) -> dict[str, RemoteEngine]:
     """Engines by actor on the `size` ranks of a process group. Waits for their addresses.
-    `weights`: how they get there."""
+    `weights`: arguments of RemoteEngine about weight sync."""
     facts = [json.loads(ranks.store.get(address_of(group, rank))) for rank in range(size)]
     engines = {}
     for name in names:
         servers = []
         for fact in facts:
             url, capacity = f"{fact['url']}/{name}", fact["capacity"][name]
-            servers.append(Server(url=url, token=fact["token"], capacity=capacity))
+            servers.append(EngineClient(url=url, token=fact["token"], capacity=capacity))
         total = sum(server.capacity for server in servers)
         ways = {fact["ways"].get(name) for fact in facts} - {None, ""}
         engines[name] = RemoteEngine(
@@ -467,7 +468,7 @@ def engines_at(
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Parts of at most BUCKET_BYTES. A larger tensor is a part of its own."""
+    """Buckets of at most BUCKET_BYTES. A larger tensor has its own bucket."""
     bucket, size = {}, 0
     for name, value in weights:
         if bucket and size + value.nbytes > BUCKET_BYTES:
@@ -480,13 +481,12 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tens
 
 
 class EngineRank:
-    """A rank that only samples: it serves its engines to the learners, and leaves signals to
-    them."""
+    """A rank that only samples: it serves engines to the learners, which handle signals."""
 
     signal = 0
 
     def __init__(self, plan: Any, ranks: Ranks, make_actors: Callable, signal_handler: Callable):
-        """`plan`: what `make_actors` makes this rank's actors from."""
+        """`plan`: argument of `make_actors`."""
         self.config, self.ranks = plan.config, ranks
         self.signal_handler = signal_handler(self)
         actors = make_actors(plan, {}, ranks)
@@ -499,7 +499,7 @@ class EngineRank:
         self.server = EngineServer(engines, self.device.lease, ranks, channel)
 
     async def fit(self) -> None:
-        """Until the learners end."""
+        """Runs until the learners send stop."""
         await self.signal_handler.start()
         await self.server.serve()
 

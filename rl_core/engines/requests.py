@@ -1,4 +1,4 @@
-"""What engines of tokens check of a request, and how they write a completion."""
+"""Checks of requests and completions that all engines of tokens share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tok
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], keeps_special: bool = False) -> str:
-    """The text as it was sampled, without special tokens or with them."""
+    """The sampled text, with or without special tokens."""
     kind = type(tokenizer)
     is_plain = kind.decode is PreTrainedTokenizerBase.decode
     if is_plain and getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode:
-        # What transformers calls, without its checks of each id.
+        # transformers calls this too, after checks of each id that take longer.
         return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=not keeps_special)
     return tokenizer.decode(
         ids, skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
@@ -36,7 +36,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], keeps_special: b
 
 
 def check_logprobs(logprobs: list[float | None]) -> None:
-    """Raises ValueError if a sampled token has none."""
+    """Raises ValueError if a sampled token has no logprob, or NaN."""
     if any(value is None or math.isnan(value) for value in logprobs):
         raise ValueError(
             "the model's logits are NaN; its weights have diverged or were never loaded"
@@ -44,7 +44,7 @@ def check_logprobs(logprobs: list[float | None]) -> None:
 
 
 def note_version(completion: Completion, version: int) -> None:
-    """Weights of this version sample all further tokens."""
+    """Records that weights of this version sample all further tokens."""
     if not completion.token_ids:
         completion.policy_version = version
     elif version != completion.policy_versions[-1]:

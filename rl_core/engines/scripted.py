@@ -1,5 +1,4 @@
-"""An engine with written replies, and a tokenizer for any text: they try environments without a
-model."""
+"""An engine with scripted replies, and a byte tokenizer: environments run without a model."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ PLAIN_TEMPLATE = (
 
 
 class ScriptedEngine(Engine):
-    """Gives its replies in order, then the last one again, with logprobs of 0. It has no
-    weights."""
+    """Returns its replies in order, then repeats the last one, with logprobs of 0. The engine has
+    no weights."""
 
     def __init__(self, chat: Chat, replies: Sequence[str], capacity: int = 256):
         self.chat, self.replies, self.capacity = chat, list(replies), capacity
@@ -61,7 +60,7 @@ class ScriptedEngine(Engine):
 
 @dataclass(kw_only=True)
 class ScriptedActor:
-    """An actor with written replies. Every episode begins with the first."""
+    """An actor with scripted replies. Every episode begins with the first reply."""
 
     name: str
     chat: Chat
@@ -69,7 +68,7 @@ class ScriptedActor:
     max_context_tokens: int = 1 << 20
     capacity: int = 256
     is_trainable: bool = True
-    open_endpoint: Callable[[Actor], Any] | None = None  # as an Actor's
+    open_endpoint: Callable[[Actor], Any] | None = None  # See Actor.
 
     def in_episode(
         self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
@@ -85,7 +84,7 @@ class ScriptedActor:
 
 
 def plain_chat(tool_reader: Callable[[Chat], Any] | None = None) -> Chat:
-    """A chat with one token per byte, which keeps any text as it is, and a plain template."""
+    """A chat with one token per byte, so that any text round-trips, and a plain template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,10 +96,10 @@ def plain_chat(tool_reader: Callable[[Chat], Any] | None = None) -> Chat:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([START, END])
-    found = PreTrainedTokenizerFast(
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
         additional_special_tokens=[START],
         chat_template=PLAIN_TEMPLATE,
     )
-    return Chat(found, tool_reader=tool_reader)
+    return Chat(fast_tokenizer, tool_reader=tool_reader)

@@ -1,6 +1,5 @@
-"""SGLang as an engine, behind its HTTP server (sglang_server.py).
-
-How new weights reach it: weight_ways.py.
+"""SGLang as an engine, used through its HTTP server (sglang_server.py). weight_ways.py sends new
+weights to the server.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rl_core.config import Config
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
-from rl_core.engines.sglang_server import Server, check_sglang, numbers
+from rl_core.engines.sglang_server import SGLangServer, check_sglang, numbers
 from rl_core.engines.weight_ways import WAYS, choose_way, described_way, keeps_backup
 from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
 from rl_core.host_copies import release_cached_memory
@@ -34,28 +33,29 @@ from rl_core.rules import refuse
 from rl_core.sampling.engine import Engine, EngineDied, EngineSpec
 from rl_core.types import Completion, SamplingParams
 
-# Older versions wait for ever for an adapter's requests that were aborted in their queue.
+# Older versions of SGLang unload no adapter after a queued request for it was aborted: they wait
+# for that request for ever.
 FORGETS_ABORTED = (0, 5, 22)
-ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
-MAX_STARTS = 3  # A server that died is started at most this often.
+ANSWER_TIMEOUT_S = 600.0  # Not for sampling, which the episode's deadline limits.
+MAX_STARTS = 3  # Attempts to restart a server that died.
 MEMORY = ("weights", "kv_cache", "cuda_graph")
-# SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
-# get zeros.
 NO_WEIGHTS_POLL_S = 0.05
+# SGLang fuses each of these groups into one layer, and loads only adapters of whole groups: missing
+# members get zeros.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(kw_only=True, slots=True)
 class AdapterSlot:
-    """An actor's adapter at the server."""
+    """An actor's adapter on the server."""
 
     version: int
-    # Its name is unique to this version: SGLang keeps the old adapter if a name comes again.
+    # Unique name per version: SGLang keeps the old adapter if a name is repeated.
     folder: Path
-    was_aborted: bool = False  # a request for it
+    was_aborted: bool = False  # True if a request for this adapter was aborted.
 
 
-# (is it broken?, message). c: the configuration; a: the actor.
+# (condition, message of the error). c: the configuration; a: the actor.
 OF_SGLANG = [
     (
         lambda c, a: c.rollout.fixed_order,
@@ -68,7 +68,7 @@ OF_SGLANG = [
     ),
     (
         lambda c, a: c.engine_weights == "broadcast" and not a.servers,
-        ": --engine_weights=broadcast is for servers that run already, on GPUs of their own "
+        ": --engine_weights=broadcast is for servers that run already, on separate GPUs "
         "(--actors.NAME.engine_urls); take device or files",
     ),
     (
@@ -78,7 +78,7 @@ OF_SGLANG = [
     ),
     (
         lambda c, a: a.router_replay,
-        ".router_replay=true needs --engine embedded, which tells the experts of each token",
+        ".router_replay=true needs --engine embedded, which records the experts of each token",
     ),
     (
         lambda c, a: a.is_trained and c.sampling.top_k,
@@ -89,12 +89,12 @@ OF_SGLANG = [
 
 
 class SGLangEngine(Engine):
-    """See Engine. It starts its server at the first call. Seeds are the server's: the same seed
-    gives other tokens. It finds shared prefixes itself, and drops the oldest."""
+    """See Engine. The server starts at the first call. It ignores the seeds of requests, so tokens
+    are not reproducible. Its radix cache finds shared prefixes and evicts the oldest."""
 
     wants_shapes = True
     is_elsewhere = True
-    # SGLang has kernels for adapters of these layers in all its models.
+    # SGLang applies adapters of these layers in all its models.
     serves_lora = frozenset(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     )
@@ -107,56 +107,56 @@ class SGLangEngine(Engine):
 
     def __init__(self, spec: EngineSpec):
         """spec.module has the names and shapes of the weights; it may be on "meta"."""
-        self.spec, self.server = spec, Server(spec)
+        self.spec, self.server = spec, SGLangServer(spec)
         self.weights_way = described_way(spec)
         self.way = WAYS[choose_way(spec)](spec, self._ask)
         self.version, self.capacity, self._num_restarts = 0, spec.num_slots, 0
-        self._is_started = False  # with the newest weights and adapters
+        self._is_started = False  # True once the newest weights and adapters are loaded.
         self._is_closed = False
-        self._slots: dict[str, AdapterSlot] = {}  # by actor
-        self._needs_update = False  # the server that was started last
-        self._asleep: set[str] = set()  # of MEMORY
+        self._slots: dict[str, AdapterSlot] = {}  # Key: actor.
+        self._needs_update = False  # True if the running server lacks weights.
+        self._asleep: set[str] = set()  # Released tags of MEMORY.
         self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
         self._may_run.set()
-        self._num_asked = 0  # requests at the server
+        self._num_asked = 0  # Open sampling requests.
         self._aborts: set[asyncio.Task] = set()
 
     @property
     def lacks_weights(self) -> bool:
-        """See Engine. A server that is dead is started first."""
+        """See Engine. False while the server is dead: it must restart first."""
         return self._needs_update and self._is_started and self.server.is_alive
 
     async def wake(self) -> None:
-        """Starts the server, or a new one with the same weights if it died, and takes the memory
-        that sleep freed. While the engine is paused a learner may have the device: a caller who
-        found the server dead then waits for `resume`."""
+        """Starts the server, or restarts it with the same weights if it died, and allocates the
+        memory that sleep() freed. Waits for resume() first, because a learner may use the device
+        while the engine is paused."""
         await self._may_run.wait()
         await self._be_awake(restarts=True)
 
     async def _be_awake(
         self, tags: Iterable[str] = MEMORY, restarts: bool = False, loads: bool = True
     ) -> None:
-        """Without `loads`, the caller gives it weights."""
+        """Wakes `tags`. Without `loads`, the caller loads the weights."""
         async with self._changing:
             if not self._is_started or (restarts and not self.server.is_alive):
                 release_cached_memory()
                 await self._start(loads)
             if not keeps_backup(self.spec) and "weights" in self._asleep.intersection(tags):
-                # The learner may need the rest of the device to give them.
+                # The learner may need the rest of the device to gather them.
                 await self._resume(["weights"])
                 if loads:
                     await self._load()
             await self._resume(tags)
 
     async def _resume(self, tags: Iterable[str]) -> None:
-        if found := sorted(self._asleep.intersection(tags)):
+        if asleep := sorted(self._asleep.intersection(tags)):
             release_cached_memory()
-            await self._ask("resume_memory_occupation", {"tags": found})
-            self._asleep.difference_update(found)
+            await self._ask("resume_memory_occupation", {"tags": asleep})
+            self._asleep.difference_update(asleep)
 
     async def _start(self, loads: bool) -> None:
-        """A server of this run that dies while it is started again is tried MAX_STARTS times: the
-        memory of the one before may not be free yet."""
+        """Starts the server. A restart of the run's own server is tried MAX_STARTS times, because
+        the memory of the dead server may not be free yet."""
         num_tries = MAX_STARTS if self._is_started and self.server.is_own else 1
         self._num_restarts += self._is_started
         self._is_started = False
@@ -225,7 +225,7 @@ class SGLangEngine(Engine):
         max_tokens: int,
         adapter: str,
     ) -> None:
-        """Samples more tokens, up to the end or the next pause."""
+        """Samples tokens until the end of the completion or the next pause."""
         slot, rid = self._slots.get(adapter), uuid.uuid4().hex
         note_version(done, slot.version if slot else self.version)
         body = {"rid": rid, "input_ids": [*prompt_ids, *done.token_ids], "return_logprob": True}
@@ -254,7 +254,7 @@ class SGLangEngine(Engine):
         if self.way.label and meta.get("weight_version", self.way.label) != self.way.label:
             self.server.stop()
             raise self.server.died(
-                "answered with other weights than it was given: somebody restarted or updated it"
+                "sampled with other weights than rl_core sent: somebody restarted or updated it"
             )
         logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
         check_logprobs(logprobs)
@@ -262,27 +262,27 @@ class SGLangEngine(Engine):
         done.token_ids += tokens
         done.logprobs += logprobs
         is_aborted = reason["type"] == "abort"
-        # Not by a pause, which waits for all answers.
+        # Not aborted by pause(), which waits for all open requests.
         if is_aborted and self._may_run.is_set():
             raise RuntimeError(f"SGLang aborted a request: {reason.get('message') or reason}")
         is_stop_token = bool(tokens) and tokens[-1] in params.stop_token_ids
         if reason["type"] == "stop" and (isinstance(reason.get("matched"), str) or is_stop_token):
             done.finish_reason = "stop"
-        # SGLang cuts a request off at its own limits too: the model's context, and its memory.
+        # SGLang also truncates at the model's context and at its memory.
         elif reason["type"] == "length" or len(done.token_ids) >= max_tokens:
             done.finish_reason = "length"
         elif not tokens and not is_aborted:
             raise RuntimeError(f"SGLang gave no token: {reason}")
-        # Else it was paused, or it stopped at the tokenizer's end token, which is no stop token
-        # here: the request is sent again.
+        # Otherwise the request was paused, or ended at the tokenizer's EOS token, which is not a
+        # stop token of this request: generate() sends it again.
 
     async def update(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = ""
     ) -> None:
-        """See Engine. Names and shapes are checked first: SGLang ignores unknown names and dies of
-        wrong shapes. A server that is dead, or dies of this, gets the weights when wake() starts it
-        again."""
-        assert weights is not None, "the server has weights of its own"
+        """See Engine. Checks names and shapes first, because SGLang ignores unknown names and
+        crashes on wrong shapes. A server that is dead, or dies meanwhile, gets the weights when
+        wake() restarts it."""
+        assert weights is not None, "the server does not share the learner's weights"
         self._check_idle()
         if adapter:
             await self._send_adapter(adapter, weights, version)
@@ -292,7 +292,7 @@ class SGLangEngine(Engine):
 
     async def _send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         coming = ((name, weight) for name, weight, _ in arriving_at(self.spec.module, weights))
-        # SGLang reads published checkpoints.
+        # SGLang expects the names of published checkpoints.
         self.way.take(checkpoint_weights(self.spec.module, coming))
         try:
             if self._is_served:
@@ -304,24 +304,23 @@ class SGLangEngine(Engine):
             self.way.drop()
 
     async def _load(self) -> None:
-        """If it is broken off, also by a deadline, nobody knows which weights the server has: it is
-        started again."""
+        """Loads the weights of self.way. The server is stopped if loading is interrupted, because
+        its weights are then unknown."""
         self._needs_update = not self.way.has_weights
         if self._needs_update:
             return
         try:
             await self.way.load()
         except BaseException:
-            if not self.way.is_whole:
+            if not self.way.is_atomic:
                 self.server.stop()
             raise
 
     @property
     def _is_served(self) -> bool:
-        """False if the run's own server is dead: what it should be told waits for its next start.
-        Only those who sample, or wait for the engine to be awake, meet its death. It is not started
-        for an update: a learner may have the device, and the server would take a share of what is
-        left."""
+        """False if the run's own server is dead: updates wait for its next start, by generate() or
+        wake(). No update starts the server, because a learner may use the device, and the server
+        would take its share of the remaining memory only."""
         return self.server.is_alive or not self.server.is_own
 
     async def _send_adapter(
@@ -352,33 +351,34 @@ class SGLangEngine(Engine):
             )
 
     async def sleep(self) -> None:
-        """See Engine. A server that somebody else runs keeps its memory."""
+        """See Engine. A server that the run did not start keeps its memory."""
         self._check_idle()
         if not self.server.is_own or not self.server.is_alive or self._asleep == set(MEMORY):
             return
         with contextlib.suppress(EngineDied):
-            # Also waits for cancelled requests: SGLang dies of a release beside requests.
+            # Waits for cancelled requests too: SGLang crashes if memory is released during
+            # requests.
             await self._flush()
             async with self._changing:
                 await self._release(set(MEMORY) - self._asleep)
 
     async def pause(self) -> None:
-        """See Engine. Requests are aborted at the server. After `resume` they are sent again with
-        their tokens. Meanwhile the server may sleep, restart and get weights."""
+        """See Engine. Aborts open requests on the server; after resume(), generate() sends them
+        again with their tokens. Meanwhile the server may sleep, restart and load weights."""
         self._may_run.clear()
-        # Whoever paused first may resume while others wait here; by then each request has given its
-        # tokens.
+        # Waits for the tokens of open requests. A concurrent resume() also ends the loop: by then
+        # each request has returned its tokens.
         while self._num_asked and self.server.is_alive and not self._may_run.is_set():
             with contextlib.suppress(EngineDied):
                 await self._ask("abort_request", {"abort_all": True})
-            await asyncio.sleep(0.02)  # a request may have been on its way
+            await asyncio.sleep(0.02)  # A request may reach the server after the abort.
 
     async def resume(self) -> None:
         self._may_run.set()
 
     async def catch_up(self) -> None:
-        """See Engine. Requests are sent again with their tokens. Several learners may ask at
-        once."""
+        """See Engine. Open requests are sent again with their tokens. Several learners may call
+        this concurrently."""
         was_running = self._may_run.is_set()
         await self.pause()
         if was_running:
@@ -395,7 +395,7 @@ class SGLangEngine(Engine):
         return metrics
 
     async def close(self) -> None:
-        """Kills the server, unless somebody else runs it. Whoever waits gets EngineDied."""
+        """Kills the server if the run started it. Callers that wait for it get EngineDied."""
         self._is_closed = True
         self.server.stop()
         self.way.close()
@@ -419,7 +419,8 @@ class SGLangEngine(Engine):
     async def _ask(
         self, path: str, body: dict[str, Any] | None, timeout_s: float | None = ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
-        """The answer's JSON, {} if it is a text. Raises RuntimeError if the server refuses."""
+        """The response's JSON object, or {} for any other response. Raises RuntimeError if the
+        server refuses the request."""
         if not self.server.is_alive:
             raise self.server.died("has died")
         number = self.server.num_starts
@@ -429,28 +430,28 @@ class SGLangEngine(Engine):
             )
         except EngineDied as error:
             raise await self.server.lost(number, str(error)) from None
-        found = json.loads(content) if content.startswith(b"{") else {}
+        response = json.loads(content) if content.startswith(b"{") else {}
         # SGLang reports some refusals with status 200.
-        if status != 200 or found.get("success") is False:
+        if status != 200 or response.get("success") is False:
             raise RuntimeError(f"{self.server} refused /{path} with {status}: {content[:500]!r}")
-        return found
+        return response
 
 
 def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
-    """In SGLang's names. Its logprobs are of the distribution before truncation, which training
-    does not use."""
-    found = {name: getattr(params, name) for name in ("temperature", "top_p", "min_p")}
-    found |= {
+    """Sampling parameters under SGLang's names. SGLang's logprobs ignore top_k, top_p and min_p, so
+    OF_SGLANG refuses top_k in training."""
+    sent = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
         "max_new_tokens": max_tokens,
         "top_k": params.top_k or -1,
         "skip_special_tokens": False,
-    }
-    found |= {
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
         "no_stop_trim": True,
     }
-    return found if params.stop or params.stop_token_ids else found | {"ignore_eos": True}
+    return sent if params.stop or params.stop_token_ids else sent | {"ignore_eos": True}
 
 
 def adapter_files(
@@ -459,11 +460,11 @@ def adapter_files(
     model: nn.Module,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, bytes]]:
-    """An adapter as peft writes it, in a form that SGLang can load."""
+    """Files of an adapter in peft's format, with the zeros that SGLang needs."""
     names = set(config["target_modules"])
-    for parts in FUSED:
-        if names.intersection(parts):
-            names.update(parts)
+    for group in FUSED:
+        if names.intersection(group):
+            names.update(group)
     targets = adapter_targets(config | {"target_modules": names}, model)
     tensors = {full: torch.zeros(target.shape, dtype=dtype) for full, target in targets.items()}
     tensors |= on_host(arrived, dtype)

@@ -1,4 +1,4 @@
-"""SGLang's HTTP server: the child process (main) and the rank's handle of it (Server).
+"""SGLang's HTTP server: the child process (main) and its handle in the rank (SGLangServer).
 
 `python -m rl_core.engines.sglang_server` reads its arguments as JSON from standard input. Only this
 file imports sglang.
@@ -28,11 +28,11 @@ from rl_core.sampling.engine import EngineDied, EngineSpec
 
 OLDEST = (0, 5, 17)
 POLL_S = 0.5
-POLLS_PER_NOTE = 60  # of a server that does not answer yet
-LOG_LINES = 12  # quoted when a server dies
-DYING_S = 1.0  # from a closed connection to the end of the process
+POLLS_PER_NOTE = 60  # Polls between two messages about a server that does not answer yet.
+LOG_LINES = 12  # Lines of the log that an error quotes.
+DYING_S = 1.0  # Time from a closed connection to the end of the process.
 PR_SET_PDEATHSIG = 1
-# Flags of the server that --engine_args may not have, and ours that set them.
+# Flag of the server that --engine_args may not set -> the flag of rl_core that sets it.
 OWN_FLAGS = {
     "--model-path": "--model",
     "--model": "--model",
@@ -58,8 +58,8 @@ OWN_FLAGS = {
     "--enable-lora": "",
     "--max-loras-per-batch": "",
 }
-# torchrun's variables would make a child join the ranks' groups. Expandable segments break SGLang's
-# memory saver.
+# Variables that the child does not inherit. With torchrun's, the child would join the ranks'
+# process groups. Expandable segments break SGLang's memory saver.
 NOT_FOR_CHILDREN = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PYTORCH(_CUDA)?_ALLOC_CONF)$"
     r"|TORCHELASTIC_|GROUP_|ROLE_"
@@ -67,8 +67,8 @@ NOT_FOR_CHILDREN = re.compile(
 
 
 def check_sglang(args: str = "", may_lack: bool = False) -> None:
-    """Raises ValueError if rl_core itself sets one of the server's flags, and if SGLang is too old
-    or, unless it may lack, not installed. Imports nothing."""
+    """Raises ValueError if `args` sets a flag that rl_core sets itself, or if SGLang is too old or,
+    unless may_lack, not installed. Imports nothing."""
     for name in (arg.partition("=")[0].replace("_", "-") for arg in shlex.split(args)):
         if name in OWN_FLAGS:
             instead = f"give {OWN_FLAGS[name]}" if OWN_FLAGS[name] else "leave it out"
@@ -93,9 +93,9 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
-class Server:
-    """SGLang's HTTP server: a child process in a process group of its own, or one that somebody
-    else runs at spec.url."""
+class SGLangServer:
+    """SGLang's HTTP server: a child process in a new process group, or a running server at
+    spec.url."""
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
@@ -105,8 +105,8 @@ class Server:
         self.num_starts = 0
         self._answered = False
         if self.is_own:
-            # Bound, and not listening: the child listens on this port, and nobody else gets it
-            # before or after.
+            # Bound, but not listening: reserves the port that the child listens on, also between
+            # two starts.
             self.port = socket.socket()
             self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.port.bind(("127.0.0.1", 0))
@@ -124,7 +124,8 @@ class Server:
         return self._answered
 
     async def start(self) -> None:
-        """Returns once it answers. Raises EngineDied if it ended or does not answer in time."""
+        """Starts the server and waits until it answers. Raises EngineDied if it ends or does not
+        answer in time."""
         self.num_starts += 1
         if self.is_own:
             self._launch()
@@ -166,7 +167,7 @@ class Server:
             "parent": os.getpid(),
             "args": [*server_args(self.spec), "--host", "127.0.0.1", "--port", port],
             "key": self.key,
-            # Who has it may be given file descriptors of this process: weights in shared memory.
+            # Lets the child receive file descriptors of this process: weights in shared memory.
             "authkey": current_process().authkey.hex(),
         }
         log = os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -182,27 +183,27 @@ class Server:
         self.process.stdin.write(json.dumps(order).encode())
         self.process.stdin.close()
 
-    def died(self, what: str) -> EngineDied:
+    def died(self, reason: str) -> EngineDied:
         if self.process is None:
-            return EngineDied(f"{self} {what}")
+            return EngineDied(f"{self} {reason}")
         log = self.spec.log.read_bytes()[-20_000:].decode(errors="replace")
         lines = [line[:300] for line in log.splitlines() if line.strip()]
         end = "\n".join(lines[-LOG_LINES:])
         status = f"exit status {self.process.poll()}"
-        return EngineDied(f"{self} {what} ({status}); the end of {self.spec.log}:\n{end}")
+        return EngineDied(f"{self} {reason} ({status}); the end of {self.spec.log}:\n{end}")
 
-    async def lost(self, number: int, what: str) -> EngineDied:
-        """The error to raise after it gave no answer, which counts as its death. `number`: of the
-        start before the request; a later one is another server."""
+    async def lost(self, number: int, reason: str) -> EngineDied:
+        """The error for a request without a response. Stops the server, unless it has restarted:
+        `number` is num_starts at the time of the request."""
         if self.is_own:
-            await asyncio.sleep(DYING_S)  # for its exit status
-        error = self.died(what)
+            await asyncio.sleep(DYING_S)  # Waits for the exit status.
+        error = self.died(reason)
         if self.num_starts == number:
             self.stop()
         return error
 
     def stop(self) -> None:
-        """Kills it and its children, unless somebody else runs it."""
+        """Kills the child process and its children, if there are any."""
         self._answered = False
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -217,15 +218,15 @@ def server_args(spec: EngineSpec) -> list[str]:
         f"{spec.seed} "
     )
     args += f"--max-running-requests {max(spec.num_slots, spec.tp)} --log-level-http warning "
-    # Its warm-up request may come after its first answer; the server dies if it is put to sleep
-    # then.
+    # The warm-up request may come after the first response, and the server crashes if it has to
+    # sleep then.
     args += "--skip-server-warmup "
-    # Logits that are rounded to bf16 are no longer the learner's.
+    # The learner computes logits in fp32.
     args += "--enable-fp32-lm-head "
     if spec.adapters:
         configs = spec.adapters.values()
         targets = sorted({name for config in configs for name in config["target_modules"]})
-        # One slot more than adapters: requests without an adapter take one too.
+        # Requests without an adapter need a slot too.
         args += (
             f"--enable-lora --max-lora-rank {max(c['r'] for c in configs)} --max-loras-per-batch "
             f"{len(configs) + 1} "
@@ -233,7 +234,7 @@ def server_args(spec: EngineSpec) -> list[str]:
         args += f"--lora-target-modules {' '.join(targets)} "
         args += "--lora-backend torch_native " if spec.device.type == "cpu" else ""
     if spec.device.type == "cpu":
-        # This needs none of SGLang's own kernels, which few processors can run.
+        # Avoids SGLang's own CPU kernels, which few processors can run.
         args += (
             "--device cpu --attention-backend torch_native --sampling-backend pytorch "
             "--disable-cuda-graph "
@@ -250,9 +251,10 @@ def server_args(spec: EngineSpec) -> list[str]:
 
 
 def main() -> None:
-    # Not arguments: every user of this machine can read those, and the order has the key.
+    # Read from stdin, because every user of the machine can read arguments, and the order has the
+    # key.
     order = json.load(sys.stdin)
-    # The system kills this process when the thread that started it ends.
+    # The kernel kills this process when the thread that started it ends.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != order["parent"]:
         sys.exit("the process that started this one is gone")

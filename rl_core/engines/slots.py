@@ -40,8 +40,8 @@ class SlotCache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer, allocated when it is first seen in the shape and type of
-        what it stores."""
+        """The keys and values of a layer, allocated at the first call with the shape and type of
+        its arguments."""
         if index not in self.layers:
             self.layers[index] = tuple(
                 new_zeros(x, (self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3]))
@@ -51,7 +51,7 @@ class SlotCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds, each [..., num_slots, K, max_tokens + 1, D]."""
+        """The tensors of all layers, each [..., num_slots, K, max_tokens + 1, D]."""
         return list(chain.from_iterable(self.layers.values()))
 
     def swap(self, row: int, other: int, length: int) -> None:
@@ -68,13 +68,13 @@ class SlotCache:
     def restore(self, rows: list[int], kept: Snapshot, length: int) -> None:
         """Writes one snapshot into each of the rows."""
         numbers = torch.tensor(rows, device=kept[0].device)
-        for cache, part in zip(self.tensors, kept, strict=True):
-            cache[..., numbers, :, :length, :] = part[..., None, :, :length, :]
+        for cache, row in zip(self.tensors, kept, strict=True):
+            cache[..., numbers, :, :length, :] = row[..., None, :, :length, :]
 
 
 def new_zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros for a cache, because what a mask hides still has to be finite. On a CPU the system
-    gives their memory when it is first written. Most of a cache never is."""
+    """Zeros for a cache: masked values must be finite too. On a CPU the system allocates memory at
+    the first write, and most of a cache is never written."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
     raw = np.zeros(math.prod(shape) * like.itemsize, np.uint8)
@@ -83,16 +83,16 @@ def new_zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class ForwardPlan:
-    """Where one forward's tokens are written, and which keys they see. A model argument that
-    slot_attention gets."""
+    """Positions of one forward's tokens in the cache, and the keys that they see. A model argument
+    that reaches slot_attention."""
 
     cache: SlotCache
     rows: slice
-    length: int  # L, the longest of its rows with the new tokens
-    fresh: bool  # nothing is cached before these tokens
-    numbers: Tensor  # [n, 1] of the rows
-    positions: Tensor  # [n, S] column that each token is written to; [1, S] if fresh
-    # By sliding window, built once for all layers.
+    length: int  # L, the length of the longest row with the new tokens.
+    fresh: bool  # True if nothing is cached before these tokens.
+    numbers: Tensor  # [n, 1] Numbers of the rows.
+    positions: Tensor  # [n, S] Column that each token is written to; [1, S] if fresh.
+    # Key: sliding window. Built once for all layers.
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,8 +162,8 @@ def folded_attention(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention output [n, H, S, D] by plain products, with scores that a cap may bound, and with
-    one more key of each head, of score sinks [H] and value 0.
+    """Attention output [n, H, S, D] by matrix products, with optional softcap of the scores and
+    attention sinks: one more key per head, with score sinks [H] and value 0.
 
     For one query of a row this is quicker than the fused kernel in fp32, by a third at head
     dimension 32 on a CPU.
@@ -179,14 +179,14 @@ def folded_attention(
     return (probs.to(values.dtype) @ values).view(*query.shape[:3], -1)
 
 
-# No mask function is registered under this name, which is how transformers is told to build no
-# mask.
+# transformers builds no mask, because no mask function is registered under this name.
 AttentionInterface.register(ATTENTION, slot_attention)
 
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model is in evaluation mode. To set it takes a walk over all modules."""
+    """Inside, the model is in evaluation mode. Setting the mode visits all modules, so a model that
+    is in evaluation mode is left alone."""
     if not model.training:
         yield
         return
@@ -198,11 +198,10 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 class SlotModel:
-    """A causal language model that reads and writes a SlotCache. It is borrowed inside
-    `borrowed`."""
+    """A causal language model that reads and writes a SlotCache inside `borrowed`."""
 
     make_cache = SlotCache
-    is_batched = True  # rows are computed together, and several tokens may follow cached ones
+    is_batched = True  # Computes rows together, and several tokens behind cached ones.
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.decoder = model, model.get_decoder()
@@ -210,8 +209,8 @@ class SlotModel:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Inside, the model is in evaluation mode and has the slots' attention; then it is put back
-        as it was."""
+        """Inside, the model is in evaluation mode with attention over slots. Afterwards its mode
+        and attention are restored."""
         config = self.decoder.config
         implementation = config._attn_implementation
         try:
@@ -231,9 +230,9 @@ class SlotModel:
         sizes: Tensor | None = None,
         is_even: bool = False,
     ) -> Tensor:
-        """Hidden states [n, S, hidden size] of tokens [n, S] that come at `starts` [n] of their
-        rows; None: all at 0. `length`: of the longest row with them. `sizes` [n]: without
-        padding. is_even: all rows are equally long."""
+        """Hidden states [n, S, hidden size] of tokens [n, S] at columns `starts` [n] of their rows,
+        by default 0. `length`: length of the longest row with them. `sizes` [n]: numbers of
+        tokens without padding. is_even: all rows have one length."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         position_ids = positions = columns if starts is None else starts[:, None] + columns
         if starts is not None and sizes is not None:
@@ -262,9 +261,9 @@ class SlotModel:
 def logits_of(
     hf: PreTrainedModel, hidden: Tensor, change: tuple[float, float | None] | None = None
 ) -> Tensor:
-    """[..., V] in fp32 from hidden states [..., D], by the product of fused_logprobs: the head's
-    own forward would round them to its dtype, by up to 0.1 nats in bf16. change: what
-    logit_change() gives."""
+    """[..., V] in fp32 from hidden states [..., D], by the matrix product of fused_logprobs. The
+    head's forward would round logits to its dtype, by up to 0.1 nats in bf16. change: the result
+    of logit_change()."""
     head, (scale, cap) = hf.get_output_embeddings(), change or logit_change(hf.config)
     logits = product(hidden.reshape(-1, hidden.shape[-1]), head.weight.T)
     if getattr(head, "bias", None) is not None:
@@ -276,7 +275,7 @@ def logits_of(
 
 @torch.inference_mode()
 def bytes_per_token(slots: SlotModel) -> float:
-    """What the cache keeps of a token, in all layers."""
+    """Bytes of the cache per token, in all layers."""
     cache = slots.make_cache(1, 1)
     token = torch.zeros(1, 1, dtype=torch.long, device=slots.model.device)
     with slots.borrowed():
@@ -285,7 +284,7 @@ def bytes_per_token(slots: SlotModel) -> float:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of a GPU, or this rank's even share of the machine's memory."""
+    """Bytes of a GPU, or the machine's memory divided by its ranks."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -294,16 +293,17 @@ def device_memory(device: torch.device) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class RowParams:
-    """How the rows of a batch are sampled."""
+    """Sampling parameters of the rows of a batch."""
 
     numbers: Tensor  # [5, n] is greedy, temperatures, top_k, top_p, min_p
-    is_scaled: bool = True  # Not all temperatures are 1.
+    is_scaled: bool = True  # A temperature differs from 1.
     is_drawn: bool = False  # No row is greedy.
-    num_ordered: int = 0  # as in truncated_logits(), 0 if no row has limits
-    num_kept: int = 0  # ids of which each token was drawn, at most
+    num_ordered: int = 0  # Argument of truncated_logits(); 0 if no row has limits.
+    num_kept: int = 0  # Largest number of ids that a token was sampled from.
 
     def of_fewer(self, num_rows: int) -> RowParams | None:
-        """Of so many rows, if all are sampled alike: they share their numbers' memory."""
+        """The parameters for num_rows rows, or None if rows differ. Rows with equal parameters
+        share the memory of `numbers`."""
         if self.numbers.stride(1) > 0:
             return None
         return replace(self, numbers=self.numbers[:, :num_rows])
@@ -311,7 +311,7 @@ class RowParams:
 
 def sample(logits: Tensor, uniforms: Tensor, params: RowParams) -> Tensor:
     """[2 + num_kept, n] fp32 on the device: tokens, which are exact in fp32; their logprobs; the
-    ids that each was drawn from, -1 behind them. logits [n, V] fp32; uniforms [n] in [0, 1)."""
+    ids that each was sampled from, padded with -1. logits [n, V] fp32; uniforms [n] in [0, 1)."""
     greedy, temperatures, *limits = params.numbers
     if params.is_scaled:
         logits = logits / temperatures[:, None]
@@ -326,11 +326,11 @@ def sample(logits: Tensor, uniforms: Tensor, params: RowParams) -> Tensor:
 def truncated_logits(
     logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, num_ordered: int
 ) -> tuple[Tensor, Tensor]:
-    """(logits [n, V] with -inf where top-k, then top-p of the rest, then min-p exclude; the ids
-    that are left [n, num_ordered], most likely first, -1 behind them). Limits [n] are per row, and
-    none leaves more than num_ordered ids."""
+    """(logits [n, V] with -inf for ids that top-k, then top-p of the rest, then min-p exclude; the
+    remaining ids [n, num_ordered], most likely first, padded with -1). Limits [n] are per row;
+    every row keeps at most num_ordered ids."""
     if num_ordered < logits.shape[-1]:
-        ordered, order = logits.topk(num_ordered)  # Far less work than to sort a vocabulary.
+        ordered, order = logits.topk(num_ordered)  # Cheaper than sorting the vocabulary.
     else:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=logits.device)
@@ -344,14 +344,14 @@ def truncated_logits(
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor | None) -> Tensor:
-    """[n, 2]: tokens by inverse CDF at uniforms [n] in [0, 1), or the most likely where greedy [n]
-    says so, and their logprobs."""
+    """[n, 2]: tokens by inverse CDF at uniforms [n] in [0, 1), or the most likely token where
+    greedy [n] is True, and their logprobs."""
     probs = logits.softmax(-1)
     cdf = probs.cumsum(-1)
     # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an
     # excluded token.
     drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
-    # NaN ends up behind the last token; the caller sees its logprob.
+    # NaN gives an id behind the last token; the caller checks the logprob.
     tokens = drawn.clamp_(max=logits.shape[-1] - 1)
     if greedy is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)

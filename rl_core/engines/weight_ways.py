@@ -1,5 +1,5 @@
-"""How weights go from a learner to an SGLang server: through files in the host's memory, through
-the device's memory, or by a broadcast."""
+"""Weight transfer from a learner to an SGLang server: by files in host memory, by device memory,
+or by a broadcast."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from rl_core.types import RunError
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 NamedWeights = Iterable[tuple[str, Tensor]]
-WITHOUT_SESSIONS = (0, 5, 20)  # The last version of SGLang that updates weights outside of one.
+WITHOUT_SESSIONS = (0, 5, 20)  # Last version without weight-update sessions.
 
 
 def choose_way(spec: EngineSpec) -> str:
-    """One of WAYS. A way without files needs learners that can be asked again if the server dies,
-    and is chosen on a GPU alone."""
+    """A key of WAYS. "auto" gives "device" on a GPU if learners can send weights again after the
+    server died, otherwise "files"."""
     if spec.weights != "auto":
         return spec.weights
     if not can_come_again(spec) or spec.device.type == "cpu" or spec.url:
@@ -45,82 +45,81 @@ def choose_way(spec: EngineSpec) -> str:
 
 
 def described_way(spec: EngineSpec) -> str:
-    """The way, and why it is files where another way spares the host."""
+    """The chosen way, with the reason if "files" takes host memory that another way would not."""
     way = choose_way(spec)
     if spec.weights != "auto" or way != "files" or spec.device.type == "cpu":
         return way
     if spec.url:
-        return "files (--engine_weights broadcast for a server on GPUs of its own)"
+        return "files (--engine_weights broadcast for a server on separate GPUs)"
     return "files (its learners could not send them again to a server that died)"
 
 
 def can_come_again(spec: EngineSpec) -> bool:
-    """Whether a server that lost its weights may get them outside of an update."""
+    """True if a server that lost its weights can get them outside of an update."""
     return spec.resend is not None or spec.waits_for_weights
 
 
 def keeps_backup(spec: EngineSpec) -> bool:
-    """Whether the run's own server keeps its weights on the host while it sleeps. Else they come
-    from the learner when it wakes, and base weights below adapters from the model's folder."""
+    """True if the run's own server keeps its weights on the host while it sleeps. Otherwise the
+    learner sends them when it wakes."""
     return choose_way(spec) == "files" or not can_come_again(spec) or bool(spec.adapters)
 
 
 class FilesWay:
-    """Safetensors in memory, read by /update_weights_from_disk. They stay until the next update,
-    for another server if this one dies."""
+    """Safetensors in memory, which /update_weights_from_disk reads. They are kept until the next
+    update, for a restart of the server."""
 
-    # The server takes all of them or none.
-    is_whole = True
+    is_atomic = True  # The server loads all weights or none.
 
     def __init__(self, spec: EngineSpec, ask: Ask):
-        self.spec, self.ask, self.files = spec, ask, Files(spec)
+        self.spec, self.ask, self.files = spec, ask, WeightFiles(spec)
         self.folder: Path | None = None
-        self.num_bytes = 0  # sent
+        self.num_bytes = 0  # Bytes sent.
 
     @property
     def label(self) -> str:
-        """Of the newest weights at the server; "": its model's own."""
+        """Label of the newest weights on the server; "" for those of its model."""
         return self.folder.name if self.folder else ""
 
     @property
     def has_weights(self) -> bool:
-        """Whether load() has something to load. Else it needs an update."""
+        """False if load() needs another take() first."""
         return True
 
     def take(self, named_weights: NamedWeights) -> None:
-        """Before load(). Every rank exhausts the weights."""
+        """Prepares the weights for load(). Every rank exhausts them."""
         if self.folder:
             self.files.remove(self.folder)
         buckets = enumerate(in_buckets(on_host(named_weights, self.spec.dtype)))
         self.folder = self.files.write(
-            (f"{n:05d}.safetensors", safetensors.torch.save(part)) for n, part in buckets
+            (f"{n:05d}.safetensors", safetensors.torch.save(bucket)) for n, bucket in buckets
         )
 
     async def load(self) -> None:
-        """The server gets the newest weights."""
+        """Loads the newest weights into the server."""
         body = {"model_path": str(self.folder), "load_format": "safetensors"}
-        # Each answer repeats the label.
+        # SGLang returns the label with each completion.
         body |= {"flush_cache": False, "weight_version": self.label}
         await self.ask("update_weights_from_disk", body)
         self.num_bytes += sum(file.stat().st_size for file in self.folder.iterdir())
 
     def drop(self) -> None:
-        """After load(), also if it failed."""
+        """Called after load(), even if it failed."""
 
     def close(self) -> None:
         self.files.close()
 
 
 class BucketsWay:
-    """Buckets on the device, which the server reads before the next but one is made. No copy is
-    kept: if the server dies, or wakes without weights, the learner is asked for them again."""
+    """Buckets on the device. The server reads a bucket before the second one after it is made. No
+    copy is kept: the learner sends weights again to a server that restarts or wakes up."""
 
-    is_whole = False
+    is_atomic = False
 
     def __init__(self, spec: EngineSpec, ask: Ask):
         self.spec, self.ask, self.label = spec, ask, ""
-        self.num_bytes = 0  # sent
-        self.files = Files(spec)  # of adapters
+        self.num_bytes = 0  # Bytes sent.
+        self.files = WeightFiles(spec)  # Adapters.
         self.coming: Iterator[tuple[str, Tensor]] | None = None
         sizes = (p.numel() * spec.dtype.itemsize for p in spec.module.state_dict().values())
         self.bucket_bytes = min(spec.bucket_bytes, max(1, sum(sizes)))
@@ -134,7 +133,7 @@ class BucketsWay:
         self.label, self.coming = uuid.uuid4().hex, iter(named_weights)
 
     async def load(self) -> None:
-        """Raises RunError if nobody has the weights any more."""
+        """Sends the newest weights. Raises RunError if no learner can send them again."""
         if not self.label:
             await self.ask("update_weights_from_disk", {"model_path": self.spec.model})
             return
@@ -149,8 +148,8 @@ class BucketsWay:
         if self.spec.resend is None:
             raise RunError(
                 f"the server of engine {self.spec.name} died, and nobody can send its weights "
-                f"again: --engine_weights={self.spec.weights} keeps no copy. Go on with --resume; "
-                "--engine_weights files keeps one"
+                f"again: --engine_weights={self.spec.weights} keeps no copy. Continue with "
+                "--resume; --engine_weights files keeps a copy"
             )
         return iter(self.spec.resend())
 
@@ -162,7 +161,7 @@ class BucketsWay:
         body["weight_version"] = self.label
         for bucket in in_flat_buckets(weights, spec.dtype, spec.device, self.bucket_bytes):
             if spec.device.type == "cuda":
-                torch.cuda.synchronize(spec.device)  # Another process reads it.
+                torch.cuda.synchronize(spec.device)  # Another process reads the bucket.
             await self.send_bucket(bucket, body)
             self.num_bytes += bucket.num_bytes
         if has_session:
@@ -188,24 +187,24 @@ class DeviceWay(BucketsWay):
     """The run's own server maps the bucket's memory: CUDA IPC, or shared memory on a CPU."""
 
     async def send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
-        # Each rank of the server opens a handle of its own: handles are counted.
+        # Each rank of the server opens a separate handle: handles are counted.
         blobs = [bucket.blob() for _ in range(self.spec.tp)]
         await self.ask("update_weights_from_tensor", body | {"serialized_named_tensors": blobs})
 
 
 def address_towards(url: str) -> str:
-    """By which the server at this URL reaches this machine."""
+    """Address at which the server at this URL reaches this machine."""
     parts = urlsplit(url)
-    found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-    family, kind, *_, address = found[0]
+    infos = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    family, kind, *_, address = infos[0]
     with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects.
         probe.connect(address)
         return probe.getsockname()[0]
 
 
 async def both(sending: Awaitable[Any], asking: Awaitable[Any]) -> list[Any]:
-    """What the two return. If the server refuses or dies, its error is raised at once: nobody waits
-    for the broadcast, which ends at its deadline."""
+    """Results of the two. Raises the server's error at once, without waiting for the broadcast,
+    which would end at its deadline."""
     tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(asking)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -213,7 +212,7 @@ async def both(sending: Awaitable[Any], asking: Awaitable[Any]) -> list[Any]:
             tasks[1].result()
         return [task.result() for task in tasks]
     finally:
-        for task in tasks:  # Nobody hears of the other one any more.
+        for task in tasks:  # Nobody awaits the other one any more.
             task.cancel()
 
 
@@ -227,7 +226,7 @@ class BroadcastWay(BucketsWay):
         self.group_name = ""
 
     async def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """With a new group each time that the one before was broken off."""
+        """Sends in a new process group if the previous broadcast was interrupted."""
         try:
             if self.group is None:
                 await self.join()
@@ -237,7 +236,8 @@ class BroadcastWay(BucketsWay):
             raise
 
     async def join(self) -> None:
-        """The server connects to a store of this process."""
+        """Makes a process group with the server's ranks, which connect to a store of this
+        process."""
         spec, timeout = self.spec, timedelta(seconds=self.spec.start_timeout_s)
         size = 1 + (await self.ask("server_info", None))["tp_size"]
         host = address_towards(spec.url)
@@ -272,21 +272,21 @@ class BroadcastWay(BucketsWay):
 WAYS = {"files": FilesWay, "device": DeviceWay, "broadcast": BroadcastWay}
 
 
-class Files:
+class WeightFiles:
     """Folders that the server reads. For the run's own server each file is a link to memory of this
-    process, which the system frees however the process ends. A server that somebody else runs may
-    not see these: it reads spec.folder, or /dev/shm."""
+    process, which the system frees when the process ends. Another server may not see these links:
+    it reads files in spec.folder or /dev/shm."""
 
     def __init__(self, spec: EngineSpec):
         remove_orphans("/dev/shm", *filter(None, [spec.folder]))
-        place = spec.folder or ("/dev/shm" if spec.url and os.access("/dev/shm", os.W_OK) else None)
-        self.home, self.are_links = (
-            tempfile.TemporaryDirectory(prefix=scratch_prefix("weights"), dir=place),
-            not spec.url,
-        )
+        parent = spec.folder
+        if parent is None and spec.url and os.access("/dev/shm", os.W_OK):
+            parent = "/dev/shm"
+        self.home = tempfile.TemporaryDirectory(prefix=scratch_prefix("weights"), dir=parent)
+        self.are_links = not spec.url
 
     def write(self, files: Iterable[tuple[str, bytes]], prefix: str = "") -> Path:
-        """A new folder with these files, and a name that no other has."""
+        """A new folder with these files and a unique name."""
         folder = Path(self.home.name) / f"{prefix}{uuid.uuid4().hex}"
         folder.mkdir()
         for name, data in files:
@@ -298,7 +298,7 @@ class Files:
     def remove(self, folder: Path) -> None:
         for file in folder.glob("*") if self.are_links else ():
             os.close(int(file.readlink().name))
-        # It is gone if the weights of an update did not fit.
+        # The folder is missing if the weights of an update did not fit.
         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:

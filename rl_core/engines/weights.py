@@ -18,9 +18,9 @@ NamedWeights = Iterable[tuple[str, Tensor]]
 def arriving(
     named_weights: NamedWeights, targets: Mapping[str, Tensor], needed: Iterable[str], owner: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields (name, weight, the target that it replaces). Raises ValueError on an unknown name,
-    another shape, or, at the end, one that is needed and did not come. Of a tied head and its
-    embedding, which are one target, the first comes."""
+    """Yields (name, weight, target to overwrite). Raises ValueError on an unknown name, a wrong
+    shape, or, at the end, a missing weight of `needed`. A tied head and its embedding are one
+    target: only the first of them is yielded."""
     loaded = set()
     for name, weight in named_weights:
         if name not in targets:
@@ -44,7 +44,7 @@ def arriving(
 def arriving_at(
     model: PreTrainedModel, named_weights: NamedWeights
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """As `arriving`, for the parameters and buffers of a model, which may be on "meta"."""
+    """Same as `arriving`, for the parameters and buffers of a model, which may be on "meta"."""
     needed = [name for name, _ in model.named_parameters()]
     return arriving(
         named_weights, model.state_dict(keep_vars=True), needed, owner=type(model).__name__
@@ -53,21 +53,21 @@ def arriving_at(
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, named_weights: NamedWeights) -> None:
-    """Copies every weight into the model. Raises as `arriving`."""
+    """Copies every weight into the model. Raises the errors of `arriving`."""
     for _, weight, target in arriving_at(model, named_weights):
         target.copy_(weight)
 
 
 def on_host(named_weights: NamedWeights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The weights on the CPU, floating-point ones in dtype, ready for a file."""
+    """Contiguous weights on the CPU, floating-point ones in dtype, ready to be saved."""
     for name, weight in named_weights:
-        own_dtype = dtype if weight.is_floating_point() else weight.dtype
-        yield name, weight.detach().to("cpu", own_dtype).contiguous()
+        saved_dtype = dtype if weight.is_floating_point() else weight.dtype
+        yield name, weight.detach().to("cpu", saved_dtype).contiguous()
 
 
 def checkpoint_weights(hf: PreTrainedModel, named: NamedWeights) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names that published checkpoints of this model have, such as one tensor
-    for each expert. Weights of one layer must come together, as named_weights() gives them."""
+    """The weights under the names of published checkpoints of this model, such as one tensor per
+    expert. Weights of one layer must be consecutive, as in named_weights()."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -80,4 +80,4 @@ def checkpoint_weights(hf: PreTrainedModel, named: NamedWeights) -> Iterator[tup
 
 
 def layer_number(name: str) -> str:
-    return next((part for part in name.split(".") if part.isdigit()), "")
+    return next((word for word in name.split(".") if word.isdigit()), "")

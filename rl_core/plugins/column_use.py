@@ -181,7 +181,7 @@ def name_columns(
 def hook_columns(env: Env) -> set[str]:
     """Columns that hooks and system prompts of an environment name."""
     names = set().union(*(hook.named - hook.ours for hook in env.hooks.values()))
-    return names.union(*(prompt.columns for prompt in env.dialogue.system_prompts.values()))
+    return names.union(*(prompt.columns for prompt in env.turn_loop.system_prompts.values()))
 
 
 def roots(row: dict[str, Any], columns: dict[str, str]) -> set[str]:

@@ -109,10 +109,10 @@ def column_warnings(
                     f"of {', '.join(use.prompt)}; {fix_of(column, use)}"
                 )
         replaced = [column for column in SYSTEM_COLUMNS if column in use.prompt]
-        if env and env.dialogue.system_prompts and replaced and is_new(source, "system_prompts"):
+        if env and env.turn_loop.system_prompts and replaced and is_new(source, "system_prompts"):
             yield (
                 f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "
-                f"actors {', '.join(env.dialogue.system_prompts)} do not read it"
+                f"actors {', '.join(env.turn_loop.system_prompts)} do not read it"
             )
 
 

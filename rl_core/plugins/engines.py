@@ -23,7 +23,7 @@ from rl_core.types import counter_seed
 HERE = (None, "127.0.0.1", "localhost", "::1")
 
 
-class EngineMaker:
+class EngineFactory:
     def __init__(
         self,
         config: Config,

@@ -146,8 +146,8 @@ def check_names(module: ModuleType, path: str) -> None:
         for close in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
             if close not in has:  # else it is a helper of that hook
                 raise ValueError(
-                    f"{path}: {name!r} is no hook; did you mean {close!r}? Begin a helper's name "
-                    "with _"
+                    f"{path}: {name!r} is not a hook; did you mean {close!r}? Begin a helper's "
+                    "name with _"
                 )
     if "agent" in has and "tools" in has:
         raise ValueError(
@@ -243,7 +243,7 @@ def speakers(env: Env, names: Sequence[str] = ()) -> list[str] | None:
     of the file decides. Raises ValueError for a schedule that names others."""
     if "rollout" in env.hooks:
         return None
-    turns = env.dialogue.turns
+    turns = env.turn_loop.turns
     return list(names) if turns is None else turns.speakers(names)
 
 
@@ -262,7 +262,7 @@ def check_columns(
     wanted = []
     for hook in env.hooks.values():
         wanted.append((f"{hook.name}()", hook.required - hook.ours, hook.ours))
-    for name, prompt in env.dialogue.system_prompts.items():
+    for name, prompt in env.turn_loop.system_prompts.items():
         wanted.append((f"system_prompts[{name!r}]", prompt.columns, ()))
     columns = getattr(rows, "column_names", None)
     if columns is not None:  # a table's rows all have the same
@@ -289,9 +289,9 @@ def check_columns(
 
 def check_actors(env: Env, names: Sequence[str]) -> None:
     """Raises ValueError unless these actors can play."""
-    for name in env.dialogue.system_prompts:
+    for name in env.turn_loop.system_prompts:
         check_name(env.path, name, names, "system_prompts")
-    if speakers(env, names) and env.dialogue.turns is None and len(names) > 1:
+    if speakers(env, names) and env.turn_loop.turns is None and len(names) > 1:
         raise ValueError(
             f"{env.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says "
             f'whose turn it is; add turns = "{names[0]}" if hooks ask the others, as a judge, or '

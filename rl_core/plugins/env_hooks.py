@@ -1,7 +1,7 @@
 """A user's environment file -> an Env, whose rollout() plays an episode.
 
 A file with a rollout() plays its episodes itself. All others are compiled to one: episode.py's
-Dialogue, in which actors take turns, and hooks answer and score. Nobody above asks which it was.
+TurnLoop, in which actors take turns, and hooks answer and score. Nobody above asks which it was.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_core.data.env_names import env_path
 from rl_core.data.rows import JSON, TABLES, check_exists, suffix_of
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SPOKEN, Env
-from rl_core.sampling.episode import Dialogue, checked
+from rl_core.sampling.episode import TurnLoop, checked
 from rl_core.sampling.hooks import Hook, describe_error
 from rl_core.types import Task, Trajectory
 
@@ -63,7 +63,7 @@ def make_env(
     else:
         longest = 8 if hooks.keys() & {"interact", "rollout"} else 1
         turns_from = f"the default of {path}"
-    dialogue = Dialogue(
+    turn_loop = TurnLoop(
         path=path,
         hooks=hooks,
         rewards=[hooks[name] for name in rewards if name in hooks],
@@ -76,15 +76,15 @@ def make_env(
     return Env(
         name=Path(path.partition("?")[0]).stem,
         path=path,
-        rollout=partial(play, hooks["rollout"]) if "rollout" in hooks else dialogue.rollout,
+        rollout=partial(play, hooks["rollout"]) if "rollout" in hooks else turn_loop.rollout,
         hooks=hooks,
-        dialogue=dialogue,
+        turn_loop=turn_loop,
         load_tasks=compiled["load_tasks"],
         advantage_fn=compiled["advantage_fn"],
         row_to_prompt=has.get("row_to_prompt"),
         max_turns=longest,
         turns_from=turns_from,
-        tools=dialogue.tools,
+        tools=turn_loop.tools,
         check_machine=machine_check(has),
         code=module.heard_code if "://" in path else partial(str, hash_of(module)),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.engines.remote import RemoteEngine, Server, engines_at, received_metrics
+from rl_core.engines.remote import EngineClient, RemoteEngine, engines_at, received_metrics
 from rl_core.learning.minibatches import from_bytes, to_bytes
 from rl_core.plugin import Plugin
 from rl_core.plugins.place_rules import Place
@@ -48,7 +48,7 @@ class Places(Plugin):
         self.copies: dict[str, None] = {}
         self.waited_for: list[Place] = []  # they learn in this step
 
-    def servers(self, place: Place) -> list[Server]:
+    def servers(self, place: Place) -> list[EngineClient]:
         """One on each rank of the place."""
         return self.trainer.actors[place.actors[0]].engine.servers
 
@@ -121,13 +121,13 @@ class Places(Plugin):
             raise RunError(error)
         return answers
 
-    def pairs(self, place: Place) -> Iterator[tuple[int, Server]]:
+    def pairs(self, place: Place) -> Iterator[tuple[int, EngineClient]]:
         """(number of the pair, the other's server) of the pairs that this rank is in."""
         ranks, servers = self.trainer.ranks, self.servers(place)
         for number in pairs_of(ranks.rank, ranks.size, ranks.size, len(servers)):
             yield number, servers[number % len(servers)]
 
-    async def ask(self, server: Server, verb: str, **body: Any) -> Any:
+    async def ask(self, server: EngineClient, verb: str, **body: Any) -> Any:
         return await server.ask(verb, timeout_s=self.trainer.config.timeout_s, **body)
 
     @contextmanager

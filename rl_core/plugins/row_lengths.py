@@ -80,13 +80,13 @@ def is_fit(
         return bool(sft_dataset.samples(task))
     env, limit, longest, bound = envs[task.env], config.max_prompt_tokens, 0, ""
     try:
-        tools, variables = env.dialogue.tools_of(task), row_variables(task.row)
+        tools, variables = env.turn_loop.tools_of(task), row_variables(task.row)
         for name, chat in chats.items():
             chat.check_variables(variables, "column 'chat_template_kwargs'")
             variant = chat.with_variables(variables)
             if row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
                 variant.tool_calls.check(tools, "column 'tools'")
-            messages = env.dialogue.opening(task, name)
+            messages = env.turn_loop.opening(task, name)
             length = variant.least_tokens(messages)
             if length > limit:  # It is not encoded.
                 bound = "at least "

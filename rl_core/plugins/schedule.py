@@ -197,7 +197,7 @@ class Reader:
         if self.actors and self.token not in self.actors:
             near = nearest(self.token, sorted(self.actors))
             more = f"--actors.{self.token}.model PATH adds one"
-            self.refuse(f"{self.token!r} is no actor; {near} ({more})")
+            self.refuse(f"{self.token!r} is not an actor; {near} ({more})")
         self.index += 1
         return self.tokens[self.index - 1][0]
 

@@ -246,7 +246,7 @@ def required_columns(env: Env) -> set[str]:
     columns: set[str] = set()
     for hook in env.hooks.values():
         columns |= set(hook.required - hook.ours)
-    for prompt in env.dialogue.system_prompts.values():
+    for prompt in env.turn_loop.system_prompts.values():
         columns |= set(prompt.columns)
     return columns
 

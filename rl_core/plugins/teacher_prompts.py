@@ -16,7 +16,7 @@ from rl_core.data.tasks import row_variables
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
 from rl_core.sampling.hooks import wait_for_all
-from rl_core.sampling.rollout import Group, GroupPlayer
+from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.types import Message, Task, Trajectory, Turn
 
 HOOK = "teacher_prompt"
@@ -53,7 +53,7 @@ def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
             )
 
 
-def taught_player(base: type[GroupPlayer], limits: Limits) -> type[GroupPlayer]:
+def taught_player(base: type[EpisodeRunner], limits: Limits) -> type[EpisodeRunner]:
     """A player of groups that also asks what teachers read."""
 
     class TaughtPlayer(base):
@@ -75,7 +75,7 @@ def taught_player(base: type[GroupPlayer], limits: Limits) -> type[GroupPlayer]:
                 messages = await asyncio.wait_for(asking, self.config.episode_timeout_s)
                 if messages:
                     chat = self.actors[t.actor].chat.with_variables(row_variables(task.row))
-                    ids = prompt_ids(chat, t, messages, env.dialogue.tools_of(task))
+                    ids = prompt_ids(chat, t, messages, env.turn_loop.tools_of(task))
                     check_length(t, ids, *limits[t.actor, t.env])
                     t.teacher_messages, t.teacher_ids = messages, ids
             except Exception as error:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from rl_core.data.rows import read_json
 from rl_core.sampling.actor import Conversation, EpisodeActors
 from rl_core.sampling.env import Env
-from rl_core.sampling.rollout import Group, GroupPlayer, Key, RolloutWorker
+from rl_core.sampling.rollout import EpisodeRunner, Group, Key, RolloutWorker
 from rl_core.types import Completion, Message, SamplingParams, Trajectory
 
 FILE = "under_way.rank_"  # begins the name of each rank's file in a checkpoint
@@ -84,7 +84,7 @@ class RecordedConversation(Conversation):
         return dict(answer.reply), answer.completion
 
 
-class RecordingPlayer(GroupPlayer):
+class RecordingPlayer(EpisodeRunner):
     conversation = RecordedConversation
 
     def __init__(self, *args: Any):

@@ -26,11 +26,11 @@ from rl_core.types import (
     counter_seed,
 )
 
-# The learner assumes how a trainable actor samples: a reply that overrides one of these is not
-# trained.
+# The learner assumes the sampling parameters of a trainable actor: a reply that overrides one of
+# these is not trained.
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
-SAMPLING = ("max_tokens", "stop", *DRAWING)  # what a call of respond() may override
-MAX_REVIVALS = 3  # times that one piece of work may lose an engine
+SAMPLING = ("max_tokens", "stop", *DRAWING)  # Arguments of respond() that override the defaults.
+MAX_REVIVALS = 3  # Attempts at a task whose engine dies.
 
 
 class Conversation:
@@ -51,21 +51,21 @@ class Conversation:
         self.params = replace(speaker.params, **sampling) if sampling else speaker.params
         self.turn_params = self.params
         self.overridden = [name for name in DRAWING if name in sampling]
-        self.state_key = ""  # of the turn under way
+        self.state_key = ""  # Key of the current turn.
         self.history = list(messages)
         self.turns = []
-        self.marks: list[tuple[int, TokenStream | None]] = []  # after each reply
-        self.text = ""  # of the actor's last turn; "" if the context was full
+        self.marks: list[tuple[int, TokenStream | None]] = []  # One entry after each reply.
+        self.text = ""  # Text of the actor's last turn; "" if the context was full.
         if tools and speaker.chat:
             speaker.chat.tool_calls.check(tools, f"actor {speaker.name}")
-        self.is_full = False  # Messages came that cannot fit; they were not encoded.
+        self.is_full = False  # True after messages that cannot fit; they were not encoded.
         if speaker.chat:
             least = speaker.chat.least_tokens(self.history)
             check_room(least, speaker.max_context_tokens, "at least ")
         self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
-        self.calls: Message | None = None  # the last turn as a message, if it called tools
+        self.calls: Message | None = None  # The last turn as a message, if it called tools.
         self.metrics: dict[str, float] = {"tool_parse_failed": 0.0} if tools and self.stream else {}
-        self.truncated = self.room < 1  # a turn hit max_tokens, or the context is full
+        self.truncated = self.room < 1  # True if a turn hit max_tokens, or the context is full.
         self.num_replies = 0
         self.num_forks = 0
         self.is_busy = False
@@ -76,22 +76,22 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """A copy, the last reply at its end."""
+        """A copy of the messages up to the last reply."""
         return copy.deepcopy(self.history)
 
     @property
     def answer(self) -> str:
-        """The text without the thoughts before it."""
+        """The text without thoughts."""
         return without_thoughts(self.text)
 
     @property
     def last_text(self) -> str:
-        """Text of the actor's last turn. `text` is "" if the context was full then."""
+        """Text of the actor's last turn, also if the context is full and `text` is ""."""
         return next((m["content"] for m in reversed(self.history) if m["role"] == "assistant"), "")
 
     @property
     def room(self) -> float:
-        """Tokens that fit into the context."""
+        """Number of tokens that still fit into the context."""
         if self.stream is None:
             return math.inf
         if self.is_full:
@@ -100,21 +100,22 @@ class Conversation:
 
     @property
     def next_turn(self) -> str:
-        """The name of the turn that is to come, unique in the run."""
+        """Name of the next turn, unique in the run."""
         return f"{self.session}#{self.num_replies}"
 
     async def respond(
         self, messages: str | Sequence[Message] = (), state_key: Any = None, **limits: Any
     ) -> Conversation:
-        """This conversation, continued by the actor's next turn after `messages` from others. If
-        the context is full, its text is "" and it is truncated. Raises ValueError if the first
-        prompt fills the context. `state_key`: as the hook of that name returns. `limits`:
-        max_tokens and stop of this turn."""
+        """Continues this conversation with `messages` and the actor's next turn, and returns it.
+        If the context is full, the text is "" and the conversation is truncated. Raises ValueError
+        if the first prompt fills the context. `state_key`: a value that the hook state_key could
+        return. `limits`: max_tokens and stop of this turn."""
         self._check_idle()
         self.state_key = key_text(state_key)
         self.turn_params = replace(self.params, **limits) if limits else self.params
         messages = as_messages(messages) if messages else []
-        self.is_busy = True  # for good if this raises: tokens and messages may differ
+        # Stays True after an error, because tokens and messages may differ then.
+        self.is_busy = True
         if self.num_replies:
             self.history += messages
             if self.stream:
@@ -128,7 +129,7 @@ class Conversation:
         return self
 
     async def _hear(self, messages: list[Message]) -> None:
-        """Appends messages of others to the tokens, unless they cannot fit."""
+        """Appends messages to the tokens, unless they cannot fit."""
         self.is_full = self.is_full or self.speaker.chat.least_tokens(messages) >= self.room
         if not self.is_full:
             last = self.turns[-1].completion
@@ -163,7 +164,7 @@ class Conversation:
         return await self._generate(params, seed)
 
     async def _generate(self, params: SamplingParams, seed: int, **begun: Completion) -> Completion:
-        # Nothing is kept for a turn that will not come.
+        # The engine keeps no KV cache after the last turn.
         is_last = len(self.turns) + 1 == self.speaker.max_turns
         session = "" if is_last else self.session
         return await self.speaker.generate(self.stream.prompt_ids, params, seed, session, **begun)
@@ -179,7 +180,7 @@ class Conversation:
         return self.calls or {"role": "assistant", "content": completion.text}
 
     def take_back(self) -> None:
-        """Drops what came after the last reply, such as messages that the chat template refused."""
+        """Drops messages after the last reply, such as those that the chat template refused."""
         num_messages, stream = self.marks[-1]
         del self.history[num_messages:], self.turns[self.num_replies :]
         self.stream = copy.copy(stream)
@@ -202,8 +203,8 @@ class Conversation:
         return self._branch()
 
     def at(self, num_replies: int) -> Conversation:
-        """A branch of the conversation as it stood after so many replies, with the same tokens up
-        to there. The conversation may be under way meanwhile."""
+        """A branch with the tokens and messages up to reply `num_replies`. Also works during a
+        turn."""
         branch = self._branch()
         num_messages, stream = self.marks[num_replies - 1]
         del branch.history[num_messages:], branch.turns[num_replies:], branch.marks[num_replies:]
@@ -239,14 +240,14 @@ class Conversation:
         seat: str = "",
         metrics: dict[str, float] | None = None,
     ) -> Trajectory:
-        """The conversation as it stands, scored. A dict is summed and each part is logged. In a
+        """The scored trajectory of the conversation. A dict is summed and each part is logged. In a
         group, trajectories of one actor and seat share a baseline."""
         self._check_idle()
         if self.overridden and self.speaker.is_trainable:
             name = self.overridden[0]
             raise ValueError(
-                f"a reply of {self.actor} for which {name} was given cannot be trained: the "
-                f"learner assumes --sampling.*; leave {name} out, or return no trajectory of it"
+                f"a reply of {self.actor} with another {name} cannot be trained: the learner "
+                f"assumes --sampling.*; leave {name} out, or return no trajectory of the reply"
             )
         source = f"trajectory(reward=...) of {self.actor}"
         values = reward_values(reward, "rollout", source)
@@ -262,7 +263,7 @@ class Conversation:
         )
 
     def record(self, **more) -> Trajectory:
-        """The conversation as it stands. Who plays the episode fills in task, group and index."""
+        """The trajectory of the conversation. The EpisodeRunner adds task, group and index."""
         return Trajectory(
             actor=self.actor,
             messages=self.messages,
@@ -275,33 +276,34 @@ class Conversation:
         if self.is_busy:
             raise ValueError(
                 f"this reply of {self.actor} is still being continued, or its continuation failed; "
-                "fork() it before each branch"
+                "call fork() before each branch"
             )
 
 
 @dataclass(kw_only=True, slots=True)
 class Actor:
-    """A name with a model. Hooks hold the copy that in_episode() makes, with a seed and its
+    """A model under a name. Hooks get the copy that in_episode() makes, with a seed and its
     conversations."""
 
     name: str
-    engine: Engine | None  # None: another rank samples with this one's device
-    chat: Chat | None  # None: the engine takes messages, and its tokens are unknown
-    stop_token_ids: tuple[int, ...] = ()  # end its turn
-    max_context_tokens: int = 0  # of one conversation
-    max_tokens: int | None = None  # upper bound of one turn
-    is_trainable: bool = True  # it has a learner
-    adapter: str = ""  # LoRA adapter that it samples with
-    lease: Any = None  # an engines.lease.DeviceLease, where engines share a device
-    stale_engine: Engine | None = None  # an engine with stale weights, for a part of the turns
+    engine: Engine | None  # None if another rank samples with this rank's device.
+    chat: Chat | None  # None if the engine takes messages, and its tokens are unknown.
+    stop_token_ids: tuple[int, ...] = ()  # Tokens that end a turn.
+    max_context_tokens: int = 0  # Limit of one conversation.
+    max_tokens: int | None = None  # Limit of one turn.
+    is_trainable: bool = True  # True if the actor has a learner.
+    adapter: str = ""  # LoRA adapter for sampling.
+    lease: Any = None  # An engines.lease.DeviceLease if engines share a device.
+    stale_engine: Engine | None = None  # Samples a fraction of the turns with stale weights.
     stale_frac: float = 0.0
-    open_endpoint: Callable[[Actor], Any] | None = None  # agents/rollout.py's
-    params: SamplingParams | None = None  # of one episode, as all below
+    open_endpoint: Callable[[Actor], Any] | None = None  # Opens an endpoint (agents/rollout.py).
+    # in_episode() sets the fields from here to max_turns.
+    params: SamplingParams | None = None
     seed: int = 0
     session: str = ""
-    max_turns: int = 0  # 0: unknown
+    max_turns: int = 0  # 0 if unknown.
     make_conversation: Callable[..., Conversation] = Conversation
-    # By what respond() was asked. A copy begins with none, and with no conversation.
+    # Hash of the arguments of respond() -> number of replies. Empty in a copy, like conversations.
     num_replies: Counter[str] = field(init=False, default_factory=Counter)
     conversations: list[Conversation] = field(init=False, default_factory=list)
 
@@ -321,16 +323,17 @@ class Actor:
         session: str = "",
         **begun: Completion,
     ) -> Completion:
-        """One completion. Which engine gives it depends on the seed alone."""
+        """One completion. The seed chooses between engine and stale_engine."""
         engine = self.engine
         if self.stale_engine is not None and counter_seed("lagged", seed) < self.stale_frac * 2**32:
             engine = self.stale_engine
-        how = {"seed": seed, "session": session, "adapter": self.adapter}
         async with self.device(engine):
-            return await engine.generate(prompt_ids, params, **how, **begun)
+            return await engine.generate(
+                prompt_ids, params, seed=seed, session=session, adapter=self.adapter, **begun
+            )
 
     async def wake(self) -> None:
-        """Engines that died start again."""
+        """Restarts engines that died."""
         for engine in self.engines:
             async with self.device(engine):
                 await engine.wake()
@@ -346,14 +349,14 @@ class Actor:
         return replace(self, params=params, seed=seed, session=session, max_turns=max_turns)
 
     def endpoint(self) -> AbstractAsyncContextManager[Any]:
-        """An HTTP endpoint at which a program talks to this actor: `async with actor.endpoint() as
-        llm`, then llm.base_url, llm.api_key and llm.trajectories(reward)."""
+        """An HTTP endpoint for programs that use this actor: `async with actor.endpoint() as llm`,
+        then llm.base_url, llm.api_key and llm.trajectories(reward)."""
         return self.open_endpoint(self)
 
     def converse(
         self, messages: list[Message], tools: list | None = None, label: str = "", **sampling
     ) -> Conversation:
-        """A conversation that begins with these messages. Its seeds depend on its label, by default
+        """A conversation that begins with these messages. Its seeds depend on `label`, by default
         its number. Raises ValueError if the chat template refuses the messages."""
         session = f"{self.session}/{label or len(self.conversations)}"
         made = self.make_conversation(self, messages, tools, sampling, session)
@@ -369,8 +372,8 @@ class Actor:
         **sampling,
     ) -> Conversation | list[Conversation]:
         """One reply, or a list of `n` that are sampled concurrently. A string is one user message.
-        `state_key`: as the hook of that name returns. `sampling`: max_tokens and stop; temperature,
-        top_p, top_k and min_p too, but then the reply cannot be trained."""
+        `state_key`: a value that the hook state_key could return. `sampling`: max_tokens and stop;
+        temperature, top_p, top_k and min_p too, but then the reply cannot be trained."""
         for name in sampling.keys() - set(SAMPLING):
             hint = nearest(name, ("n", "tools", "state_key", *SAMPLING))
             raise ValueError(f"respond({name}=...) is unknown; {hint}")
@@ -380,7 +383,7 @@ class Actor:
         messages, tools = as_messages(messages), canonical_tools(tools)
         if self.chat is not None and self.chat.least_tokens(messages) < self.max_context_tokens:
             await self.chat.prepare(messages, tools)
-        # Not a running number: the order of calls may depend on timing.
+        # A hash, because the order of concurrent calls may depend on timing.
         prompt_hash = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
         replies = []
         for _ in range(1 if n is None else n):
@@ -392,8 +395,8 @@ class Actor:
 
 
 async def revived(work: Callable[[], Awaitable[Any]], actors: Iterable[Any], where: str) -> Any:
-    """What `work` returns. Whoever samples calls this: if an engine dies meanwhile, it is started
-    again, and the work is done again. Raises RunError if that does not help; it says `where`."""
+    """The result of work(). If an engine dies meanwhile, restarts it and calls work() again. Raises
+    RunError, which names `where`, if an engine cannot restart or dies again and again."""
     for _ in range(MAX_REVIVALS):
         try:
             return await work()
@@ -401,7 +404,7 @@ async def revived(work: Callable[[], Awaitable[Any]], actors: Iterable[Any], whe
             last = error
         try:
             for actor in actors:
-                if isinstance(actor, Actor):  # an endpoint elsewhere has no engine
+                if isinstance(actor, Actor):  # An API actor has no engine.
                     await actor.wake()
         except EngineDied as error:
             raise RunError(f"an engine died and cannot be started again: {error}") from error
@@ -425,29 +428,26 @@ class EpisodeActors(dict[str, Actor]):
 
     def __missing__(self, name: str) -> Actor:
         known = nearest(str(name), sorted(self))
-        raise KeyError(f"{name!r} is no actor; {known} (--actors.{name}.model PATH adds one)")
+        raise KeyError(f"{name!r} is not an actor; {known} (--actors.{name}.model PATH adds one)")
 
     @property
     def learners(self) -> list[str]:
-        """Names of the trainable actors; of all, if none is."""
+        """Names of the trainable actors, or of all actors if none is trainable."""
         return [name for name, actor in self.items() if actor.is_trainable] or list(self)
 
     @property
     def conversations(self) -> list[Conversation]:
-        found: list[Conversation] = []
-        for actor in self.values():
-            found += actor.conversations
-        return found
+        return [conversation for actor in self.values() for conversation in actor.conversations]
 
     def close(self) -> None:
-        """Engines free what they keep for the episode."""
+        """Frees the KV cache and other state of the episode in all engines."""
         for conversation in self.conversations:
             for engine in conversation.speaker.engines:
                 engine.end_session(conversation.session)
 
 
 def check_room(num_tokens: int, max_context_tokens: int, bound: str = "") -> None:
-    """Raises ValueError if a prompt of this number of tokens leaves no room for a reply."""
+    """Raises ValueError if a prompt of num_tokens leaves no room for a reply."""
     if num_tokens >= max_context_tokens:
         raise ValueError(
             f"a prompt of {bound}{num_tokens} tokens fills the context of {max_context_tokens}; "
@@ -456,7 +456,7 @@ def check_room(num_tokens: int, max_context_tokens: int, bound: str = "") -> Non
 
 
 def without_thoughts(text: str) -> str:
-    """What follows </think>; all of it where that does not stand."""
+    """Text behind the last </think>, or the text itself if it has none."""
     _, ended, answer = text.rpartition("</think>")
     return answer.lstrip("\n") if ended else text
 

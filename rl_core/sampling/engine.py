@@ -1,4 +1,4 @@
-"""What an engine is, and what it is made from."""
+"""The interface of engines, and the specification from which they are made."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ if TYPE_CHECKING:
     from rl_core.metrics import Metric
 
 
-# Ends the name of an actor's second engine, which samples with older weights. No actor's name has a
-# dot.
+# Suffix of the name of an actor's second engine, which samples with stale weights. Names of actors
+# have no dot.
 STALE = ".older"
 
 
 class EngineDied(RunError):
-    """The engine's process ended or does not answer. The message quotes the end of its log."""
+    """Raised if the engine's process ended or does not answer. The message quotes its log."""
 
 
 class Engine:
     """Samples tokens. Knows nothing of messages, rewards or learning.
 
-    A class says what it can; what it does not override does nothing.
+    Class variables declare capabilities. Methods without an implementation do nothing.
     """
 
-    # True: it samples with the learner's own tensors, where those are unsharded.
+    # True if the engine samples with the learner's tensors when they are unsharded.
     shares_weights: ClassVar[bool] = False
-    # True: of EngineSpec.module it needs names and shapes alone, on "meta".
+    # True if EngineSpec.module may be on "meta": only names and shapes are read.
     wants_shapes: ClassVar[bool] = False
-    # True: it runs in processes of its own, or on other machines.
+    # True if the engine runs in other processes or on other machines.
     is_elsewhere: ClassVar[bool] = False
-    # Last names of the linear layers whose adapters it applies beside its weights at no cost. Where
-    # several actors share a model, each engine applies the adapters of all linear layers.
+    # Last names of linear layers whose adapters the engine applies without merging, at no cost. If
+    # several actors share a model, engines apply the adapters of all linear layers.
     serves_lora: ClassVar[frozenset[str]] = frozenset()
 
-    # True: it samples in SamplingParams.json_schema, with logprobs over the allowed tokens.
+    # True if SamplingParams.json_schema is enforced, with logprobs over the allowed tokens.
     has_grammars: ClassVar[bool] = False
 
-    version: int  # of the weights that it holds, adapters aside
-    capacity: int  # requests that it decodes at once
-    weights_way: str = ""  # how new weights get there, if there are several ways
-    shortage: str = ""  # why it has less memory than it was to have
-    lacks_weights: bool = False  # requests wait for an update, which all ranks must agree on
+    version: int  # Policy version of the weights, without adapters.
+    capacity: int  # Number of requests that are decoded concurrently.
+    weights_way: str = ""  # Weight transfer in use, if there are several.
+    shortage: str = ""  # Reason why the engine has fewer slots than requested, or "".
+    lacks_weights: bool = False  # True while requests wait for an update, in which all ranks join.
 
     @staticmethod
     def check(config: Config, name: str, may_lack: bool) -> None:
-        """Raises ValueError if it cannot sample for the actor of this name, or if it is not
-        installed and may not lack."""
+        """Raises ValueError if the engine cannot sample for the actor of this name, or if its
+        package is missing and may_lack is False."""
 
     async def generate(
         self,
@@ -67,13 +67,13 @@ class Engine:
         begun: Completion | None = None,
     ) -> Completion:
         """One completion. `session` names a conversation whose next prompt extends this one.
-        `adapter` names a LoRA adapter; the completion has the version of the adapter. `begun` is
-        continued in place: it has the first tokens, or none. Raises ValueError for an impossible
-        request, EngineDied."""
+        `adapter` names a LoRA adapter, whose version the completion gets. `begun`, a completion
+        with the first tokens or none, is continued in place. Raises ValueError for an impossible
+        request, and EngineDied."""
         raise NotImplementedError
 
     def end_session(self, session: str) -> None:
-        """Frees what is kept for its next turn; an unknown name is ignored."""
+        """Frees the cache kept for the session's next turn. Unknown names are ignored."""
 
     async def update(
         self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int, *, adapter: str = ""
@@ -87,7 +87,7 @@ class Engine:
         """Frees device memory; RuntimeError while requests run unless it is paused."""
 
     async def wake(self) -> None:
-        """Takes the memory again; after EngineDied starts again with the same weights."""
+        """Allocates the memory again. After EngineDied, restarts with the same weights."""
 
     async def pause(self) -> None:
         """Stops between two tokens; requests keep theirs, and new ones wait."""
@@ -96,47 +96,47 @@ class Engine:
         """Continues with the newest weights; each further token has their version."""
 
     async def catch_up(self) -> None:
-        """What generate() was given as `begun` has all tokens that were sampled so far."""
+        """Updates each `begun` of open generate() calls with all tokens sampled up to now."""
 
     async def take_metrics(self) -> dict[str, Metric]:
-        """Since the last call, by their names in metrics.jsonl."""
+        """Metrics since the last call, under their names in metrics.jsonl."""
         return {}
 
     async def close(self) -> None:
-        """Ends what runs and frees everything."""
+        """Cancels open requests and frees all resources."""
 
 
 @dataclass(kw_only=True)
 class EngineSpec:
-    """What any engine is made from."""
+    """Arguments of every engine."""
 
-    name: str  # of its actor, with a suffix if the actor has several engines
-    model: str  # folder or hub name
-    module: PreTrainedModel  # what it samples with, or, on "meta", the shapes of its weights
+    name: str  # Name of the actor, with a suffix if the actor has several engines.
+    model: str  # Folder or hub name.
+    module: PreTrainedModel  # Model to sample with, or, on "meta", the shapes of its weights.
     tokenizer: PreTrainedTokenizerBase | None
-    num_slots: int  # requests that it decodes at once
+    num_slots: int  # Number of requests to decode concurrently.
     max_context_tokens: int
     dtype: torch.dtype
     device: torch.device
     seed: int
-    # What adapter_config.json holds, by actor.
+    # Actor -> content of adapter_config.json.
     adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # The model -> what computes its tokens and keeps their keys and values; embedded engines.
+    # Model -> SlotModel or another sampler with a KV cache. Embedded engines only.
     sampler: Callable[[PreTrainedModel], Any] | None = None
-    # The model -> what keeps each token's experts; None: its completions have none.
+    # Model -> recorder of each token's experts; None if completions have none.
     recorder: Callable[[PreTrainedModel], Any] | None = None
-    owns_weights: bool = False  # they are CPU-offloaded while it sleeps
-    log: Path  # of its process
+    owns_weights: bool = False  # True if sleep() may offload the weights to the CPU.
+    log: Path  # Log of the engine's process.
     start_timeout_s: float
-    tp: int = 1  # devices that it spans
-    args: str = ""  # more of its server's
-    memory_frac: float  # of a GPU
-    url: str = ""  # of a server that runs already
-    folder: str | None = None  # where weights wait for that server
+    tp: int = 1  # Tensor-parallel size.
+    args: str = ""  # --engine_args
+    memory_frac: float  # Fraction of a GPU's memory.
+    url: str = ""  # Address of a running server; "": the engine starts one.
+    folder: str | None = None  # Shared folder for weights of a server on another host.
     weights: str = "auto"  # --engine_weights
     bucket_bytes: int = 512 << 20
-    # The newest weights once more, without other ranks; None: that is impossible.
+    # Yields the newest weights again without other ranks; None if that is impossible.
     resend: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
-    # Without resend(): an engine that lacks weights says so and waits for an update. Otherwise it
-    # is an error.
+    # True if an engine without resend() sets lacks_weights and waits for an update; otherwise it
+    # raises RunError.
     waits_for_weights: bool = False

@@ -1,4 +1,4 @@
-"""An environment: what plays an episode, and what its hooks may name."""
+"""An environment: its episode function, and the arguments of its hooks."""
 
 from __future__ import annotations
 
@@ -8,53 +8,54 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.episode import Dialogue
+from rl_core.sampling.episode import TurnLoop
 from rl_core.sampling.hooks import Hook
 from rl_core.types import Task, Trajectory
 
-# What each hook may name besides the data's columns. `state` joins SPOKEN if there is a start().
+# Arguments that hooks can name in addition to columns of the data. With a start(), `state` is added
+# to SPOKEN.
 BEFORE = frozenset({"messages", "prompt", "task"})
 SPOKEN = BEFORE | {"completion", "trajectory", "actor", "actors"}
 OF_GROUP = frozenset({"trajectories", "prompt", "task", "actor", "actors"})
 ARGUMENTS = {
     "start": BEFORE | {"actor", "actors"},
     "interact": SPOKEN,
-    "state_key": SPOKEN,  # before the actor's turn: what it said last, if it spoke
-    "turns": BEFORE | {"actors"},  # their names: they cannot speak yet
+    "state_key": SPOKEN,  # Called before the actor's turn; `completion` is its last turn, if any.
+    "turns": BEFORE | {"actors"},  # `actors` are names only.
     "rollout": frozenset({"task", "actors"}),
     "agent": frozenset({"task", "llm"}),
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
     "oracle": frozenset({"task"}),
-    # Before a learner's next step, of an episode that is scored.
+    # Called for scored episodes before the learner's next step.
     "teacher_prompt": BEFORE | {"completion", "trajectory", "trajectories", "actor"},
 }
-# Hashes of the files that an episode's sessions at a service began with, the newest last. Two
-# workers may hold two files.
+# Hashes of the environment file in an episode's sessions at a service, the newest last. Workers may
+# hold different files.
 SESSION_CODES: ContextVar[list[str]] = ContextVar("SESSION_CODES")
 
 
 @dataclass(kw_only=True)
 class Env:
-    name: str  # the file's stem
+    name: str  # Stem of the file.
     path: str
-    # One episode.
+    # Plays one episode.
     rollout: Callable[[Task, EpisodeActors], Awaitable[list[Trajectory]]]
-    hooks: dict[str, Hook]  # for who calls one by its name: a service, the curriculum, a check
-    dialogue: Dialogue  # what the file says of turns; of no use to a rollout() of its own
+    hooks: dict[str, Hook]  # Hooks by name, for the service, the curriculum and checks.
+    turn_loop: TurnLoop  # The default episode; unused if the file has a rollout().
     load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None  # split -> rows
     advantage_fn: Callable[[list[float]], list[float]] | None  # rewards of a group -> advantages
     row_to_prompt: Callable[..., Any] | None  # Columns -> the prompt of a row that has none.
-    max_turns: int  # of all actors together
-    turns_from: str  # the source of max_turns, for errors: "of --max_turns"
+    max_turns: int  # Limit for all actors together.
+    turns_from: str  # Source of max_turns, for errors: "of --max_turns".
     tools: list[dict[str, Any]] | None
-    # Raises RuntimeError if this machine makes no boxes for the file, which opens some.
+    # Raises RuntimeError if the file opens boxes and this machine cannot make them.
     check_machine: Callable[[], None] | None
-    # Hash of the file; of a served one, which may change, the last that was heard.
+    # Hash of the file. For a served file, which may change, the last hash received.
     code: Callable[[], str]
 
     @property
     def rewards(self) -> list[Hook]:
-        return self.dialogue.rewards
+        return self.turn_loop.rewards
 
     @property
     def group_rewards(self) -> list[Hook]:
@@ -63,7 +64,7 @@ class Env:
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> Task:
         """The task with the order of speakers in info["turns"], drawn once for a group. Raises
         ValueError, HookError or TimeoutError if `turns` fails."""
-        if self.dialogue.turns is None:
+        if self.turn_loop.turns is None:
             return task
-        order = await self.dialogue.turns.draw(task, names, seed)
+        order = await self.turn_loop.turns.draw(task, names, seed)
         return replace(task, info=task.info | {"turns": order})

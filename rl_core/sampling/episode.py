@@ -1,4 +1,4 @@
-"""One attempt by all actors at one task: turns, each actor's view, and rewards."""
+"""Episodes: one attempt by all actors at one task, with turns, each actor's view, and rewards."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from rl_core.sampling.hooks import (
 )
 from rl_core.types import Message, Task, Trajectory
 
-# Between two turns of one actor: many chat templates, and many servers, refuse two assistants in a
-# row.
+# Separates two turns of one actor, because many chat templates and servers refuse consecutive
+# assistant messages.
 CONTINUE = [{"role": "user", "content": "Continue."}]
 
 
 @dataclass(kw_only=True)
-class Dialogue:
-    """How a file's actors take turns, and its hooks answer and score."""
+class TurnLoop:
+    """The default episode of an environment file: actors take turns, hooks answer and score."""
 
     path: str
     hooks: dict[str, Hook]
-    rewards: list[Hook]  # those that score
-    turns: Any  # a schedule.Schedule, or TurnsFunction; None: the only actor speaks
+    rewards: list[Hook]
+    turns: Any  # A schedule.Schedule or TurnsFunction; None if there is one actor.
     tools: list[dict[str, Any]] | None
-    system_prompts: dict[str, Any]  # actor -> SystemPrompt
+    system_prompts: dict[str, Any]  # Actor -> SystemPrompt.
     name_prefix: bool
     truncated_reward: float | None
 
@@ -61,7 +61,7 @@ class Dialogue:
         return [{"role": "system", "content": text}, *task.messages[has_system:]]
 
     def tools_of(self, task: Task) -> list[dict[str, Any]] | None:
-        """The tools of a task's row; of a row without, those of the file."""
+        """The tools of the task's row, by default those of the file."""
         return row_tools(task.row) or self.tools
 
 
@@ -69,38 +69,38 @@ class Episode:
     """The transcript that hooks see, and the conversation and trajectory of each actor that
     spoke."""
 
-    def __init__(self, dialogue: Dialogue, task: Task, actors: EpisodeActors):
-        self.dialogue = dialogue
+    def __init__(self, turn_loop: TurnLoop, task: Task, actors: EpisodeActors):
+        self.turn_loop = turn_loop
         self.task = task
         self.actors = actors
-        # Then each turn, with its speaker's name if there are several.
+        # The task's messages, then each turn, with the actor's name if there are several.
         self.messages = list(task.messages)
         self.conversations: dict[str, Conversation] = {}
-        # They share messages and turns with the conversations.
+        # Trajectories share messages and turns with the conversations.
         self.trajectories: dict[str, Trajectory] = {}
-        # Messages of the episode that an actor's conversation holds.
-        self.num_heard: dict[str, int] = {}
-        self.speaker = ""  # who spoke last
+        # Actor -> number of messages of the episode in its conversation.
+        self.num_seen: dict[str, int] = {}
+        self.speaker = ""  # Actor of the last turn.
         self.state: Any = None
         self.truncated = False
 
     async def call(self, hook: Hook, actor: str = "") -> Any:
         """A hook's result for an actor, by default the last speaker."""
         name = actor or self.speaker
-        given = {"messages": self.messages, "prompt": self.task.messages, "task": self.task}
-        given |= {"actor": name, "actors": self.actors, "state": self.state}
+        arguments = {"messages": self.messages, "prompt": self.task.messages, "task": self.task}
+        arguments |= {"actor": name, "actors": self.actors, "state": self.state}
         if name in self.conversations:
-            given["completion"] = self.conversations[name].last_text
-            given["trajectory"] = self.trajectories[name]
-        return await hook(self.task, given)
+            arguments["completion"] = self.conversations[name].last_text
+            arguments["trajectory"] = self.trajectories[name]
+        return await hook(self.task, arguments)
 
     async def take_turns(self) -> None:
-        hooks, max_turns = self.dialogue.hooks, self.actors.max_turns
+        hooks, max_turns = self.turn_loop.hooks, self.actors.max_turns
         only = next(iter(self.actors)) if len(self.actors) == 1 else ""
         if "start" in hooks:
             self.state = await self.call(hooks["start"], only)
         order = [only] * (max_turns if "interact" in hooks else 1)
-        if self.dialogue.turns is not None:
+        if self.turn_loop.turns is not None:
             order = self.task.info["turns"][:max_turns]
         for number, name in enumerate(order, 1):
             if not await self.speak(name):
@@ -108,28 +108,28 @@ class Episode:
             if "interact" in hooks and await self.interact(name, is_last=number == len(order)):
                 break
         for name, conversation in self.conversations.items():
-            # For readers of the trajectory: the actor does not answer it, so it has no tokens.
-            conversation.history += self.unheard_by(name)
+            # Messages after the actor's last turn have no tokens; they are kept for readers.
+            conversation.history += self.new_messages_for(name)
 
     async def speak(self, name: str) -> bool:
-        """The actor's next turn. False if it was cut off or the context is full, which ends the
-        episode."""
+        """Samples the actor's next turn. Returns False if the turn was truncated or the context is
+        full, which ends the episode."""
         conversation = self.conversations.get(name) or self.open(name)
         num_replies, key = conversation.num_replies, None
-        if "state_key" in self.dialogue.hooks:
-            key = await self.call(self.dialogue.hooks["state_key"], name)
+        if "state_key" in self.turn_loop.hooks:
+            key = await self.call(self.turn_loop.hooks["state_key"], name)
         if num_replies:
-            heard = self.unheard_by(name) or CONTINUE
+            heard = self.new_messages_for(name) or CONTINUE
             joined = joined_to_tools(heard) if len(self.actors) > 1 else heard
             if len(joined) < len(heard) and not conversation.accepts(heard):
                 heard = joined
             await conversation.respond(heard, state_key=key)
         elif not (conversation.room < 1 and self.speaker):
-            # Where nobody has spoken yet, the task is too long: an error.
+            # A task without room for the first turn raises an error; a later actor is skipped.
             await conversation.respond(state_key=key)
         if conversation.num_replies > num_replies:
             self.add_turn(name, conversation)
-        self.num_heard[name] = len(self.messages)
+        self.num_seen[name] = len(self.messages)
         self.truncated = conversation.truncated
         if self.truncated:
             for trajectory in self.trajectories.values():
@@ -156,36 +156,37 @@ class Episode:
         self.speaker = name
 
     async def interact(self, name: str, is_last: bool) -> bool:
-        """Adds what interact() says after an actor's turn. True if it ends the episode."""
-        answer = await self.call(self.dialogue.hooks["interact"])
-        ends = self.dialogue.turns is None  # with an order only "done" ends the episode
-        messages, reward, is_done = read_answer(answer, self.dialogue.path, ends)
+        """Calls interact() after an actor's turn and adds its messages and reward. Returns True if
+        it ends the episode."""
+        answer = await self.call(self.turn_loop.hooks["interact"])
+        ends = self.turn_loop.turns is None  # With `turns`, only "done" ends the episode.
+        messages, reward, is_done = read_answer(answer, self.turn_loop.path, ends)
         if reward is not None:
             parts = self.trajectories[name].reward_parts
             parts["interact"] = parts.get("interact", 0.0) + reward
             self.trajectories[name].turn_rewards[-1] += reward
-        # Only the reward counts after the last turn, unless it ended the episode: nobody would
-        # answer.
+        # Nobody answers messages after the last turn: they are dropped, unless interact() ended
+        # the episode with them.
         if is_done or not is_last:
             self.messages += messages
         return is_done
 
     def open(self, name: str) -> Conversation:
-        messages = self.dialogue.opening(self.task, name)
-        self.num_heard[name] = len(self.task.messages)
-        messages += self.unheard_by(name)
+        messages = self.turn_loop.opening(self.task, name)
+        self.num_seen[name] = len(self.task.messages)
+        messages += self.new_messages_for(name)
         if len(self.actors) > 1:
             messages = merged(messages)
-        return self.actors[name].converse(messages, self.dialogue.tools_of(self.task))
+        return self.actors[name].converse(messages, self.turn_loop.tools_of(self.task))
 
-    def unheard_by(self, name: str) -> list[Message]:
-        """Messages since the actor's last turn in the actor's view: turns of other actors and the
-        answers to their tool calls are user texts. User texts in a row become one, because many
-        chat templates refuse two."""
-        messages = self.messages[self.num_heard[name] :]
+    def new_messages_for(self, name: str) -> list[Message]:
+        """Messages since the actor's last turn in the actor's view: turns of other actors and
+        responses to their tool calls become user messages. Consecutive user messages are merged,
+        because many chat templates refuse them."""
+        messages = self.messages[self.num_seen[name] :]
         if len(self.actors) == 1:
             return messages
-        prefix, heard, has_spoken = self.dialogue.name_prefix, [], False
+        prefix, heard, has_spoken = self.turn_loop.name_prefix, [], False
         for message in messages:
             if message["role"] == "assistant" and "name" in message:
                 has_spoken = True
@@ -197,10 +198,10 @@ class Episode:
         return merged(heard)
 
     async def score(self, names: Sequence[str]) -> None:
-        """Fills in each actor's reward."""
-        if self.truncated and self.dialogue.truncated_reward is not None:
+        """Sets each actor's reward."""
+        if self.truncated and self.turn_loop.truncated_reward is not None:
             for name in names:
-                self.trajectories[name].reward_parts["truncated"] = self.dialogue.truncated_reward
+                self.trajectories[name].reward_parts["truncated"] = self.turn_loop.truncated_reward
         else:
             await self.call_rewards(names)
         for name in names:
@@ -212,10 +213,10 @@ class Episode:
                 t.turn_rewards = []
 
     async def call_rewards(self, names: Sequence[str]) -> None:
-        """Adds the parts that hooks give. A hook that names `actor` or `trajectory` is called for
-        each actor."""
+        """Adds the reward parts of all hooks. A hook that names `actor` or `trajectory` is called
+        once per actor."""
         calls = []
-        for hook in self.dialogue.rewards:
+        for hook in self.turn_loop.rewards:
             if not hook.batched:
                 calls += [(hook, name) for name in (names if hook.is_per_actor else [""])]
         values = await wait_for_all([self.call(hook, name) for hook, name in calls])
@@ -224,9 +225,9 @@ class Episode:
             for scored in [name] if name else names:
                 t = self.trajectories[scored]
                 add_parts(t.reward_parts, t.metrics, hook, parts, self.actors)
-        if not self.dialogue.rewards:
+        if not self.turn_loop.rewards:
             for name in names:
-                # It never gave one.
+                # interact() returned no reward.
                 self.trajectories[name].reward_parts.setdefault("interact", 0.0)
 
 
@@ -242,15 +243,15 @@ def turn_text(message: Message) -> str:
 
 
 def as_user(message: Message, text: str, name_prefix: bool) -> Message:
-    """The text of another actor or of a tool as a user message, after its name if asked."""
+    """The text of another actor or of a tool as a user message, optionally behind its name."""
     if name_prefix:
         text = f"{message.get('name', message['role'])} says: {text}"
     return {"role": "user", "content": text}
 
 
 def joined_to_tools(messages: Sequence[Message]) -> list[Message]:
-    """The messages; a user text behind a tool's answer becomes the end of that answer, for chat
-    templates in which only an assistant may follow a tool."""
+    """Messages in which each user message behind a tool message is appended to the tool message,
+    for chat templates that allow only an assistant after a tool."""
     result: list[Message] = []
     for message in messages:
         if result and result[-1]["role"] == "tool" and is_user_text(message):
@@ -261,7 +262,7 @@ def joined_to_tools(messages: Sequence[Message]) -> list[Message]:
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:
-    """The messages; user texts in a row become one, with a blank line in between."""
+    """Messages with consecutive user messages merged, separated by a blank line."""
     result: list[Message] = []
     for message in messages:
         if result and is_user_text(result[-1]) and is_user_text(message):
@@ -276,7 +277,7 @@ def is_user_text(message: Message) -> bool:
 
 
 def checked(returned: Any, path: str, actors: EpisodeActors) -> list[Trajectory]:
-    """What the user's rollout() returned. Raises ValueError unless it is a list of scored
+    """Validated result of the user's rollout(). Raises ValueError unless it is a list of scored
     trajectories."""
     if not returned or not is_list(returned, Trajectory):
         raise ValueError(
@@ -290,11 +291,11 @@ def checked(returned: Any, path: str, actors: EpisodeActors) -> list[Trajectory]
         )
     for t in returned:
         check_name(path, t.actor, actors, "a trajectory that rollout() returned")
-        what = f"{path}: a trajectory of {t.actor!r} that rollout() returned"
-        t.reward = finite(t.reward, f"the reward of {what}")
+        source = f"{path}: a trajectory of {t.actor!r} that rollout() returned"
+        t.reward = finite(t.reward, f"the reward of {source}")
         if t.turn_rewards and len(t.turn_rewards) != len(t.turns):
             raise ValueError(
-                f"{what} has {len(t.turn_rewards)} turn_rewards for {len(t.turns)} turns"
+                f"{source} has {len(t.turn_rewards)} turn_rewards for {len(t.turns)} turns"
             )
         # Records and checkpoints are JSON.
         t.turn_rewards = [plain(value) for value in t.turn_rewards]
@@ -307,10 +308,10 @@ def is_list(value: Any, kind: type) -> bool:
 
 
 def check_name(path: str, name: str, names: Sequence[str], where: str) -> None:
-    """Raises ValueError unless it is an actor's."""
+    """Raises ValueError unless `name` is an actor."""
     if name not in names:
         raise ValueError(
-            f"{path}: {where}: {name!r} is no actor; {nearest(str(name), sorted(names))}"
+            f"{path}: {where}: {name!r} is not an actor; {nearest(str(name), sorted(names))}"
         )
 
 
@@ -318,8 +319,8 @@ async def group_rewards(
     hooks: Sequence[Hook], task: Task, trajectories: Sequence[Trajectory], actors: EpisodeActors
 ) -> list[tuple[Hook, list[Trajectory], list[float | None]]]:
     """(hook, trajectories, a value for each) of the batched rewards of one group. Each hook is
-    called once for every actor and player, without what failed. Raises what it raises, ValueError
-    unless it gives one finite number for each."""
+    called once per actor and player, with the trajectories that did not fail. Raises the errors of
+    hooks, and ValueError unless a hook returns one finite number for each trajectory."""
     calls = []
     for group in baseline_groups(trajectories):
         calls += [group_reward(hook, task, group, actors) for hook in hooks]
@@ -329,21 +330,21 @@ async def group_rewards(
 async def group_reward(
     hook: Hook, task: Task, group: list[Trajectory], actors: EpisodeActors
 ) -> tuple[Hook, list[Trajectory], list[float | None]]:
-    given = {"trajectories": group, "task": task, "prompt": task.messages}
-    values = await hook(task, given | {"actor": group[0].actor, "actors": actors})
-    what = f"{hook.path}: what {hook.name}() returned"
+    arguments = {"trajectories": group, "task": task, "prompt": task.messages}
+    values = await hook(task, arguments | {"actor": group[0].actor, "actors": actors})
+    source = f"{hook.path}: what {hook.name}() returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != len(group):
         raise ValueError(
-            f"{what} is {shorten(values)}; it must be a list of {len(group)} numbers, one for each "
-            "trajectory"
+            f"{source} is {shorten(values)}; it must be a list of {len(group)} numbers, one for "
+            "each trajectory"
         )
-    numbers = [v if v is None else finite(v, f"a number in {what}") for v in values]
+    numbers = [v if v is None else finite(v, f"a number in {source}") for v in values]
     return hook, group, numbers
 
 
 def add_group_rewards(rewards: list[tuple[Hook, list[Trajectory], list[float | None]]]) -> None:
-    """Adds what group_rewards() gave to the trajectories."""
+    """Adds the result of group_rewards() to the trajectories."""
     for hook, group, values in rewards:
         for t, value in zip(group, values, strict=True):
             add_parts(t.reward_parts, t.metrics, hook, {hook.name: value})

@@ -1,5 +1,5 @@
-"""Calls functions of a user's file by the names of their parameters, each with a deadline, and
-reads what they return."""
+"""Hooks: functions of a user's file, called by the names of their parameters with a deadline, and
+parsers of their results."""
 
 from __future__ import annotations
 
@@ -32,33 +32,30 @@ from typing import Any
 from rl_core.data.messages import canonical_messages, shorten
 from rl_core.types import Message, Task
 
-BEAT_S = 0.05  # The event loop wakes up at least so often.
-# Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
+BEAT_S = 0.05  # Longest time between two looks of the event loop at deadlines.
+# Few, because hooks that compute share the interpreter lock with the engine, and hooks that wait
+# can be async.
 MAX_THREADS = 16
-MAX_YIELDS = 10_000  # that a hook gives, as turns() does
-SHARED = (
-    "actors",
-    "state",
-    "llm",
-    "result",
-    "box",
-)  # Hooks get these themselves, and copies of all other arguments.
+MAX_YIELDS = 10_000  # Items that are read from a generator, such as turns().
+# Hooks get these arguments themselves, and copies of all others.
+SHARED = ("actors", "state", "llm", "result", "box")
 
 # Metrics of a trajectory that the trainer records itself.
-NOT_APPLIED = "reward_none/"  # Before a part of the reward that was None in an episode.
+NOT_APPLIED = "reward_none/"  # Prefix of a reward part that was None in an episode.
 RECORDED = re.compile(
     rf"tool_parse_failed|agent_(requests|retries|branches|overridden.*)|{NOT_APPLIED}.*"
 )
 
-Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
+Outcome = tuple[Any, BaseException | None]  # Result of a function, or its error.
 
 
 class DeadlineError(Exception):
-    """Ours. A hook may raise TimeoutError itself."""
+    """Raised at the deadline of a hook. Distinct from TimeoutError, which a hook may raise
+    itself."""
 
 
 class HookError(RuntimeError):
-    """A hook of the user's file raised. The message names the hook and the line."""
+    """Raised if a hook of the user's file raised. The message names the hook and the line."""
 
 
 @dataclass(kw_only=True)
@@ -67,14 +64,14 @@ class Hook:
 
     name: str
     function: Callable
-    path: str  # of the user's file
-    timeout_s: float | None  # None: the caller has a deadline
-    ours: frozenset[str]  # arguments that the caller gives; all others are columns
-    weight: float = 1.0  # of a reward; 0: only logged
-    batched: bool = False  # a reward that is called once for a group
-    required: set[str] = field(init=False)  # parameters without a default
-    named: set[str] = field(init=False)  # all parameters but **kwargs
-    takes_all: bool = field(init=False)  # has **kwargs
+    path: str  # Path of the user's file.
+    timeout_s: float | None  # None if the caller has a deadline.
+    ours: frozenset[str]  # Arguments from the caller; all others are columns.
+    weight: float = 1.0  # Weight of a reward; a reward with weight 0 is only logged.
+    batched: bool = False  # True for a reward that is called once per group.
+    required: set[str] = field(init=False)  # Parameters without a default.
+    named: set[str] = field(init=False)  # All parameters but **kwargs.
+    takes_all: bool = field(init=False)  # True if the function has **kwargs.
     is_async: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,40 +85,40 @@ class Hook:
 
     @property
     def is_per_actor(self) -> bool:
-        """A reward that is called for each actor."""
+        """True for a reward that is called once per actor."""
         return self.takes_all or not self.named.isdisjoint(("actor", "trajectory"))
 
-    def arguments(self, row: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Argument -> value. Copies: a hook changes neither the episode nor the row of the next
-        one."""
-        values = row | {name: given.get(name) for name in self.ours}
+    def arguments(self, row: dict[str, Any], context: Mapping[str, Any]) -> dict[str, Any]:
+        """Argument -> value. Values are copies, so that a hook changes neither the episode nor the
+        row for the next episode."""
+        values = row | {name: context.get(name) for name in self.ours}
         names = self.named & values.keys()
         if self.takes_all:
             names |= values.keys() - {"actors"}
         shared = {name: values[name] for name in names.intersection(SHARED)}
         return shared | {name: copy.deepcopy(values[name]) for name in names.difference(SHARED)}
 
-    async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
-        """What the function returns. Of our arguments, those that are not `given` are None. Raises
+    async def __call__(self, task: Task, context: Mapping[str, Any]) -> Any:
+        """The function's result. Arguments of `ours` that are missing in `context` are None. Raises
         HookError, or TimeoutError after timeout_s."""
         try:
-            result, error = await self._outcome(task, given)
+            result, error = await self._outcome(task, context)
         except DeadlineError:
             raise TimeoutError(
                 f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task "
                 f"{task.id}; make it faster or raise --rollout.hook_timeout_s"
             ) from None
         if isinstance(error, HookError):
-            raise error  # A hook that this one called: the message names it and its line.
+            raise error  # The inner hook raised; its message names the hook and the line.
         if error is not None:
             described = describe_error(error, self.path)
             raise HookError(f"{self.name}() failed for task {task.id}: {described}") from error
         return result
 
-    async def _outcome(self, task: Task, given: Mapping[str, Any]) -> Outcome:
+    async def _outcome(self, task: Task, context: Mapping[str, Any]) -> Outcome:
         def call() -> Any:
-            result = self.function(**self.arguments(task.row, given))
-            # A generator runs the file's code too, perhaps for ever.
+            result = self.function(**self.arguments(task.row, context))
+            # Reading a generator runs the file's code too, perhaps for ever.
             return list(islice(result, MAX_YIELDS)) if inspect.isgenerator(result) else result
 
         clock = LoopClock.of_running_loop()
@@ -134,7 +131,7 @@ class Hook:
                 return result, error
             running = asyncio.create_task(outcome(result), name=f"{self.name}() of {self.path}")
             try:
-                # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
+                # wait_for() would wait for ever for a coroutine that ignores its cancellation.
                 await asyncio.wait({running}, timeout=self.timeout_s)
                 if not running.done():
                     raise DeadlineError
@@ -144,7 +141,7 @@ class Hook:
 
 
 async def outcome(awaitable: Awaitable) -> Outcome:
-    """A SystemExit that leaves a task would end the event loop."""
+    """Awaits and catches all errors: a SystemExit that leaves a task would end the event loop."""
     try:
         return await awaitable, None
     except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -152,8 +149,8 @@ async def outcome(awaitable: Awaitable) -> Outcome:
 
 
 class LoopClock:
-    """The clock of an event loop and of all its deadlines, and its threads for sync hooks. It
-    stands still while something blocks the loop's thread, such as a save: nothing that waits could
+    """The clock of an event loop and its deadlines, with a thread pool for sync hooks. The clock
+    stops while something blocks the loop's thread, such as a save, because no coroutine can
     continue meanwhile."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -162,15 +159,15 @@ class LoopClock:
         self.held_s = 0.0
         self.last_s = loop.time()
         self.loop_thread = threading.get_ident()
-        self.queue: SimpleQueue = SimpleQueue()  # of (function, its timeout, its future)
-        self.until_s: dict[asyncio.Future[Outcome], float] = {}  # of those that run
+        self.queue: SimpleQueue = SimpleQueue()  # Items: (function, timeout, future).
+        self.until_s: dict[asyncio.Future[Outcome], float] = {}  # Deadlines of running functions.
         self.ended: deque[tuple[asyncio.Future[Outcome], Outcome]] = deque()
         self.num_threads = 0
-        self.is_waking = False  # The loop will look at what has ended.
-        self.num_running = 0  # hooks
-        self.paths: set[str] = set()  # of files whose hooks were called
-        self.watchdog: Any = None  # plugins/watchdog.py's, which looks when hooks begin or end
-        # All that waits on this loop reads its clock, and its threads end with it.
+        self.is_waking = False  # True if the loop is scheduled to read `ended`.
+        self.num_running = 0  # Running hooks.
+        self.paths: set[str] = set()  # Files whose hooks were called.
+        self.watchdog: Any = None  # plugins/watchdog.py; notified when hooks begin or end.
+        # All timers of this loop read its clock, and its threads end when the loop closes.
         self.close_loop = loop.close
         loop.time = self
         loop.close = self._close
@@ -183,7 +180,7 @@ class LoopClock:
 
     def __call__(self) -> float:
         now = self.real()
-        # The loop reads the clock at least every BEAT_S, unless its thread is blocked.
+        # The loop reads the clock at least every BEAT_S unless its thread is blocked.
         self.held_s += max(0.0, now - self.last_s - 2 * BEAT_S)
         self.last_s = now
         return now - self.held_s
@@ -194,13 +191,13 @@ class LoopClock:
         for future, until_s in self.until_s.copy().items():
             if now > until_s and not future.done():
                 future.set_exception(DeadlineError())
-        # Short functions are cheapest in one thread. Behind a long one they do not wait.
+        # One thread is cheapest for short functions. Functions behind a long one get more threads.
         for _ in range(min(self.queue.qsize(), MAX_THREADS - self.num_threads)):
             self._add_thread()
 
     async def in_thread(self, function: Callable[[], Any], timeout_s: float | None) -> Outcome:
-        """In a daemon thread: a function that hangs outlives its deadline, but blocks neither the
-        event loop nor the interpreter's exit. Raises DeadlineError once it has run for
+        """Runs a function in a daemon thread. A function that hangs outlives its deadline, but
+        blocks neither the event loop nor the interpreter's exit. Raises DeadlineError after
         timeout_s."""
         future = self.loop.create_future()
         self.queue.put((function, timeout_s or math.inf, future))
@@ -209,7 +206,7 @@ class LoopClock:
         try:
             return await future
         finally:
-            if self.until_s.pop(future, None):  # Its thread ends once the function does.
+            if self.until_s.pop(future, None):  # Its thread ends with the function.
                 self.num_threads -= 1
 
     def _add_thread(self) -> None:
@@ -222,10 +219,10 @@ class LoopClock:
             pass
 
     def _run_next(self) -> bool:
-        """Runs a function and tells its future. False if the thread ends."""
+        """Runs the next function and sets its future. Returns False if the thread should end."""
         job = self.queue.get()
         if job is None:
-            self.queue.put(None)  # for the other threads
+            self.queue.put(None)  # Ends the other threads.
             return False
         function, timeout_s, future = job
         if future.cancelled():
@@ -237,13 +234,13 @@ class LoopClock:
             done = None, error
         is_waited_for = self.until_s.pop(future, None) is not None
         self.ended.append((future, done))
-        if not self.is_waking:  # Once for all that end until the loop looks.
+        if not self.is_waking:  # One call for all functions that end before the loop reads `ended`.
             self.is_waking = True
             with suppress(RuntimeError):  # The loop is closed.
-                self.loop.call_soon_threadsafe(self._tell)
+                self.loop.call_soon_threadsafe(self._set_results)
         return is_waited_for
 
-    def _tell(self) -> None:
+    def _set_results(self) -> None:
         self.is_waking = False
         while self.ended:
             future, done = self.ended.popleft()
@@ -256,7 +253,7 @@ class LoopClock:
 
     @contextmanager
     def noting(self, path: str) -> Iterator[None]:
-        """Inside, a hook of this file runs."""
+        """Counts a running hook of this file."""
         self.paths.add(path)
         self._count(1)
         try:
@@ -271,7 +268,8 @@ class LoopClock:
 
 
 async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
-    """Their results. Raises the first error once all have ended, so that none runs on unseen."""
+    """Results of all. Raises the first error after all have ended, so that none continues
+    unseen."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -282,53 +280,53 @@ async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
 def describe_error(error: BaseException, path: str) -> str:
     """`file:line: Type: message` of the innermost line in the user's file."""
     if described := getattr(error, "told_by_service", ""):
-        return described  # by a service, where the file is
+        return described  # The service has the file and described the error.
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     if error.__cause__ is not None:
         frames += traceback.extract_tb(error.__cause__.__traceback__)
     inside = [frame for frame in frames if frame.filename == path] or frames[-1:]
-    place = f"{inside[-1].filename}:{inside[-1].lineno}: " if inside else ""
-    return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"
+    line = f"{inside[-1].filename}:{inside[-1].lineno}: " if inside else ""
+    return f"{line}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def plain(value: Any) -> Any:
-    """A scalar of numpy or torch as a number of Python, which JSON can hold; anything else as it
-    is."""
+    """A scalar of numpy or torch as a Python number, for JSON; any other value unchanged."""
     return value.item() if hasattr(value, "item") else value
 
 
-def finite(value: Any, what: str) -> float:
-    """A Python float of a bool, an int, a float, or a scalar of numpy or torch."""
-    # An array of several numbers, or an int too large.
+def finite(value: Any, label: str) -> float:
+    """The value, a number or a scalar of numpy or torch, as a finite float. Raises ValueError,
+    which begins with `label`, for any other value."""
+    # Errors of an array of several numbers, or of an int that is too large.
     with suppress(ValueError, RuntimeError, OverflowError):
         number = plain(value)
         if isinstance(number, numbers.Real) and math.isfinite(number):
             return float(number)
     raise ValueError(
-        f"{what} is {shorten(value)}; a reward must be a finite number, or a dict of them"
+        f"{label} is {shorten(value)}; a reward must be a finite number, or a dict of them"
     )
 
 
 MAX_PARTS = 100  # Names in a dict of rewards; each becomes a metric of every step.
 
 
-def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
+def finite_parts(value: Any, name: str, label: str) -> dict[str, float]:
     """The parts of a reward: a dict's entries, or one number under `name`."""
     if not isinstance(value, dict):
-        return {name: finite(value, what)}
-    if not value or not all(isinstance(part, str) for part in value):
+        return {name: finite(value, label)}
+    if not value or not all(isinstance(key, str) for key in value):
         raise ValueError(
-            f"{what} is {shorten(value)}; a dict must name each part, as 'format': 0.5"
+            f"{label} is {shorten(value)}; a dict must name each part, as 'format': 0.5"
         )
     if len(value) > MAX_PARTS:
-        raise ValueError(f"{what} has {len(value)} names; give at most {MAX_PARTS}")
-    return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}
+        raise ValueError(f"{label} has {len(value)} names; give at most {MAX_PARTS}")
+    return {key: finite(number, f"{label}: part {key!r}") for key, number in value.items()}
 
 
 def reward_values(value: Any, name: str, source: str) -> dict[str, float | None]:
-    """The parts of a reward as finite_parts() reads them. A part that is None does not apply to the
+    """The parts of a reward, see finite_parts(). A part that is None does not apply to the
     episode."""
     if value is None:
         return {name: None}
@@ -352,12 +350,12 @@ def refuse_unscored(
 
 
 def is_recorded(name: str) -> bool:
-    """True if the trainer records a trajectory's metric of this name itself."""
+    """True if the trainer itself records a trajectory's metric of this name."""
     return RECORDED.fullmatch(name) is not None
 
 
 def env_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """An environment's metrics, with `env_` in front of names that the trainer records itself."""
+    """An environment's metrics; `env_` is prepended to names that the trainer records itself."""
     return {f"env_{k}" if is_recorded(k) else k: value for k, value in metrics.items()}
 
 
@@ -368,49 +366,49 @@ def add_parts(
     parts: Mapping[str, float | None],
     actors: Collection[str] = (),
 ) -> None:
-    """Adds the parts of a reward to the sum's, or to the metrics if the weight is 0. A part that is
-    None is noted among the metrics alone. Raises ValueError."""
-    for part, value in parts.items():
-        if len(actors) > 1 and part in actors:
+    """Adds the parts of a reward to `rewards`, or to `metrics` if the weight is 0. A part that is
+    None adds a metric only. Raises ValueError for an actor's name or a repeated name."""
+    for name, value in parts.items():
+        if len(actors) > 1 and name in actors:
             raise ValueError(
-                f"{hook.path}: {hook.name}() returned a part named {part!r}, which is an actor; "
+                f"{hook.path}: {hook.name}() returned a part named {name!r}, which is an actor; "
                 "parts are summed. For a reward of each actor name `actor` among its arguments"
             )
         if value is None:
-            metrics[NOT_APPLIED + part] = 1.0
+            metrics[NOT_APPLIED + name] = 1.0
         elif not hook.weight:
-            metrics.update(env_metrics({part: value}))
-        elif part in rewards:
+            metrics.update(env_metrics({name: value}))
+        elif name in rewards:
             raise ValueError(
-                f"{hook.path}: two hooks give the reward part {part!r}; rename it in one of them"
+                f"{hook.path}: two hooks give the reward part {name!r}; rename it in one of them"
             )
         else:
-            rewards[part] = hook.weight * value
+            rewards[name] = hook.weight * value
 
 
 def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
-    """(messages, reward, is_done) of what interact returned. `ends`: the episode ends without
-    messages."""
-    what = f"{path}: what interact() returned"
+    """(messages, reward, is_done) from the result of interact(). `ends`: True if the episode ends
+    without messages."""
+    source = f"{path}: what interact() returned"
     if not isinstance(answer, dict):
         answer = {"messages": answer}
     for key in answer.keys() - {"messages", "reward", "done"}:
-        raise ValueError(f"{what} has an unknown key {key!r}; known: messages, reward, done")
+        raise ValueError(f"{source} has an unknown key {key!r}; known: messages, reward, done")
     reward = answer.get("reward")
     if reward is not None:
-        reward = finite(reward, f"the reward in {what}")
+        reward = finite(reward, f"the reward in {source}")
     messages = answer.get("messages")
     if messages is None or messages in ([], ()):
         return [], reward, bool(answer.get("done")) or ends
     try:
         return canonical_messages(messages), reward, bool(answer.get("done"))
     except ValueError as error:
-        raise ValueError(f"{what} {error}") from None
+        raise ValueError(f"{source} {error}") from None
 
 
 def key_text(value: Any) -> str:
-    """A state's key as text: itself, or its JSON; "" for None. Raises ValueError for what JSON
-    cannot hold: two equal values could have two texts."""
+    """A state's key as text: the text itself, JSON of any other value, or "" for None. Raises
+    ValueError for values that are not JSON, because equal values could have different texts."""
     if value is None or isinstance(value, str):
         return value or ""
     try:

@@ -1,5 +1,5 @@
-"""Groups of episodes with their deadlines and failures, run side by side: training and evaluation
-get trajectories here."""
+"""Concurrent groups of episodes, with deadlines and failures. Training and evaluation get their
+trajectories here."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_se
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
 
-POLL_S = 0.05  # between looks at other ranks, while groups of this rank are running
-# Of a group in a worker: its label, and its number among those submitted with that label.
+POLL_S = 0.05  # Interval of polling other ranks.
+# Key of a group in a worker: (label, number among the groups submitted with that label).
 Key = tuple[str, int]
-# Of training samples' limits an endpoint gets its own alone: many refuse top_k and min_p.
+# API actors ignore --sampling.top_k, top_p and min_p, because many endpoints reject them.
 NO_LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-SCORING = "group"  # in the place of an episode's number: what scores the whole group
+SCORING = "group"  # Replaces the episode's number in sessions that score the group.
 CUT_OFF = (
     "; the episode was truncated, which may be the reason: a turn was cut off, as by --max_tokens"
 )
@@ -40,20 +40,21 @@ class Group:
     """All episodes of one task, for example number 3 of the batch "train/000012"."""
 
     task: Task
-    batch: str  # with `number` it makes seeds
-    number: int  # place in the batch
+    batch: str  # Seeds depend on `batch` and `number`.
+    number: int  # Index in the batch.
     size: int
     params: SamplingParams
-    seed: int  # of the run
-    # Of an evaluation. It begins the id instead of `batch`, which all evaluations have in common,
-    # and so their seeds.
+    seed: int  # Seed of the run.
+    # Label of an evaluation. Replaces `batch` in the id: all evaluations share `batch`, and so
+    # seeds.
     label: str = ""
-    position: int = 0  # of the task in the order of the data
-    version: int = -1  # of the weights by which it began
-    # Actor -> what it draws by in the place of `params`.
+    position: int = 0  # Position of the task in the order of the data.
+    version: int = -1  # Policy version at the start; -1 before it.
+    # Actor -> sampling parameters that replace those of `params`.
     own_params: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ended: dict[int, list[Trajectory]] = field(default_factory=dict)  # episodes, by number
-    trajectories: list[Trajectory] = field(default_factory=list)  # once all have ended
+    # Index of an ended episode -> its trajectories.
+    ended: dict[int, list[Trajectory]] = field(default_factory=dict)
+    trajectories: list[Trajectory] = field(default_factory=list)  # Filled after all have ended.
 
     @property
     def id(self) -> str:
@@ -65,32 +66,34 @@ class Group:
 
 
 def make_group(
-    config: Config, task: Task, drawn: dict[str, float] | None = None, **place: Any
+    config: Config, task: Task, drawn: dict[str, float] | None = None, **fields: Any
 ) -> Group:
-    """`drawn`: how tokens are; None: as in training, by each actor's own flags. `place`: size
-    of the group, and its place in a batch."""
-    max_tokens, own = config.max_tokens, config.envs.get(task.env)
-    if own and own.max_tokens:
-        max_tokens = own.max_tokens
-    how = drawn
-    if how is None:
-        how = {name: getattr(config.sampling, name) for name in DRAWING} | {"keeps_ids": True}
-    params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **how)
-    group = Group(task=task, params=params, seed=config.seed, **place)
+    """`drawn`: sampling parameters of an evaluation; None uses each actor's training parameters.
+    `fields`: further fields of the Group, such as size, batch and number."""
+    max_tokens, env = config.max_tokens, config.envs.get(task.env)
+    if env and env.max_tokens:
+        max_tokens = env.max_tokens
+    sampling = drawn
+    if sampling is None:
+        sampling = {name: getattr(config.sampling, name) for name in DRAWING}
+        sampling["keeps_ids"] = True
+    params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **sampling)
+    group = Group(task=task, params=params, seed=config.seed, **fields)
     for name, actor in config.actors.items():
-        own = dict(actor.sampling)
-        if "stop" in own:
-            own["stop"] = tuple(own["stop"])
+        overrides = dict(actor.sampling)
+        if "stop" in overrides:
+            overrides["stop"] = tuple(overrides["stop"])
         if actor.api and drawn is None:
-            own = NO_LIMITS | own
+            overrides = NO_LIMITS | overrides
         if drawn is not None:
-            own = {flag: value for flag, value in own.items() if flag not in DRAWING}
-        group.own_params[name] = own
+            overrides = {flag: v for flag, v in overrides.items() if flag not in DRAWING}
+        group.own_params[name] = overrides
     return group
 
 
-class GroupPlayer:
-    """Plays groups. What goes wrong in an episode is a failed trajectory with its reason."""
+class EpisodeRunner:
+    """Runs the episodes of groups. An error in an episode gives a failed trajectory with its
+    reason."""
 
     def __init__(self, envs: Mapping[str, Env], actors: Mapping[str, Any], config: RolloutConfig):
         self.envs = envs
@@ -99,22 +102,22 @@ class GroupPlayer:
 
     @property
     def max_episodes(self) -> int:
-        """Episodes that this rank plays at once; 0 if the engine is on another rank."""
-        # Engines of actors that learn; requests beyond the capacity of the others wait there.
+        """Limit of concurrent episodes on this rank; 0 if the engine is on another rank."""
+        # Engines of frozen actors set no limit: requests beyond their capacity wait there.
         capacities = [actor.capacity for actor in self.actors.values() if actor.is_trainable]
         return min([self.config.max_concurrent, *capacities])
 
     async def play(self, group: Group) -> list[Trajectory]:
-        """The trajectories of a group. If an engine dies it is started again, and so are the
-        episodes that had not ended. Raises RunError if that does not help."""
+        """The trajectories of a group. If an engine dies, restarts it and the unfinished episodes.
+        Raises RunError if the engine cannot restart or dies again and again."""
         play = partial(self.play_once, group)
         return await revived(play, self.actors.values(), f"one group of {group.batch}")
 
     async def play_once(self, group: Group) -> list[Trajectory]:
-        """Raises EngineDied once all episodes have ended."""
+        """One attempt of play(). Raises EngineDied after all episodes have ended."""
         env = self.envs[group.task.env]
-        LoopClock.of_running_loop()  # a save or an update of the weights is not an episode's time
-        # Once for all episodes: a file's turns() may draw by chance.
+        LoopClock.of_running_loop()  # Deadlines exclude saves and weight updates.
+        # Once for all episodes, because turns() may be random.
         drawing = env.draw(group.task, list(self.actors), group.seed_of("schedule"))
         drawn = asyncio.ensure_future(drawing)
         missing = [index for index in range(group.size) if index not in group.ended]
@@ -129,8 +132,8 @@ class GroupPlayer:
     async def play_episode(
         self, env: Env, group: Group, index: int, drawn: asyncio.Future[Task]
     ) -> None:
-        """One attempt at the task, which has ended then. What goes wrong in it ends here, but for
-        the death of an engine, which is no fault of the episode: EngineDied."""
+        """Runs one episode and stores its trajectories in group.ended. Errors become failed
+        trajectories, except EngineDied, which is not the episode's fault."""
         players = self.players(env, group, index, group.seed_of(group.task.id, index))
         codes: list[str] = []
         SESSION_CODES.set(codes)
@@ -153,7 +156,7 @@ class GroupPlayer:
         group.ended[index] = trajectories
 
     def players(self, env: Env, group: Group, name: int | str, seed: int) -> EpisodeActors:
-        """The actors in one episode, or in what scores the group."""
+        """The actors of one episode, or of the scoring of the group."""
         session = f"{group.batch}/{group.number:06d}/{name}"
         players = EpisodeActors(self.actors, group.params, seed, session, env.max_turns)
         variables = row_variables(group.task.row)
@@ -161,7 +164,7 @@ class GroupPlayer:
             if actor.chat is not None:
                 actor.chat = actor.chat.with_variables(variables)
             actor.params = replace(actor.params, **group.own_params.get(speaker, {}))
-            if group.label:  # An evaluation is of the newest weights.
+            if group.label:  # Evaluations use the newest weights only.
                 actor.stale_engine = None
         return players
 
@@ -172,13 +175,13 @@ class GroupPlayer:
         drawn: asyncio.Future[Task],
         trajectories: list[Trajectory],
     ) -> None:
-        """Adds group rewards. If they raise, the whole group has failed."""
+        """Adds group rewards. If they raise, all trajectories of the group fail."""
         seed = counter_seed(group.seed_of("schedule"), "group")
         players = self.players(env, group, SCORING, seed)
         try:
             scoring = group_rewards(env.group_rewards, await drawn, trajectories, players)
             rewards = await asyncio.wait_for(scoring, self.config.episode_timeout_s)
-            # From here on nothing waits: no checkpoint has a group that is scored and goes on.
+            # No await follows, so that no checkpoint holds a scored group that is still running.
             add_group_rewards(rewards)
             check_scored(env, trajectories)
         except Exception as error:
@@ -208,7 +211,7 @@ class GroupPlayer:
 
 
 def truncation_note(env: Env) -> str:
-    """Text behind the reason of an episode that failed and was truncated."""
+    """Text appended to the reason of an episode that failed and was truncated."""
     return CUT_OFF + ("; interact() was not called after it" if "interact" in env.hooks else "")
 
 
@@ -219,8 +222,8 @@ def check_scored(env: Env, trajectories: Iterable[Trajectory]) -> None:
 
 
 def failures(players: EpisodeActors, task: Task, reason: str) -> list[Trajectory]:
-    """An episode that failed: all conversations so far, and at least one trajectory of each actor
-    that would have learned from it."""
+    """Failed trajectories of all conversations, with at least one for each actor that would have
+    learned from the episode."""
     failed = [talk.record() for talk in players.conversations if talk.num_replies]
     spoken = {t.actor for t in failed}
     for name in players.learners:
@@ -232,42 +235,47 @@ def failures(players: EpisodeActors, task: Task, reason: str) -> list[Trajectory
 
 
 class RolloutWorker:
-    """Plays submitted groups in the background, oldest first, but those with a label before those
-    without. Ranks draw groups from a shared counter for each label, so that fast ranks play more.
+    """Runs submitted groups in the background, evaluations first, then the oldest.
 
-    Training submits the groups of `1 + max_staleness` steps ahead and collects one step's. With
-    max_staleness 0 that is the synchronous loop; above it is the bound of AReaL (Fu et al. 2025,
-    arXiv:2505.24298, section 5.1). An evaluation submits its groups and collects all of them.
-    """
+        submit() -> pending -> _fill() -> running -> _run() -> done -> collect()
 
-    def __init__(self, player: GroupPlayer, ranks: Ranks, timeout_s: float):
+    _fill() starts pending groups while this rank has room; submit() and the end of a group call it.
+    Ranks draw group numbers from a shared counter per label, so that fast ranks run more groups.
+    collect() waits for the groups of one step on all ranks; the end of a group, on any rank, wakes
+    it.
+
+    Training submits `1 + max_staleness` steps ahead and collects one step. max_staleness 0 is the
+    synchronous loop; larger values are the bound of AReaL (Fu et al. 2025, arXiv:2505.24298,
+    section 5.1). An evaluation submits its groups and collects all of them."""
+
+    def __init__(self, player: EpisodeRunner, ranks: Ranks, timeout_s: float):
         self.player = player
         self.ranks = ranks
         self.timeout_s = timeout_s
-        self.version = 0  # of the weights by which groups begin
-        self.num_submitted: Counter[str] = Counter()  # groups, by their label
-        self.pending: dict[Key, Group] = {}  # submitted and not collected, on any rank
-        self.running: dict[Key, asyncio.Task] = {}  # on this rank
-        self.done: list[Key] = []  # on this rank
-        # By label, this rank's next group, which begins once it is submitted and there is room.
+        self.version = 0  # Policy version of groups that start.
+        self.num_submitted: Counter[str] = Counter()  # Label -> submitted groups.
+        self.pending: dict[Key, Group] = {}  # Groups of all ranks that are not collected yet.
+        self.running: dict[Key, asyncio.Task] = {}  # This rank's running groups.
+        self.done: list[Key] = []  # This rank's complete groups.
+        # Label -> number of this rank's next group, which starts once it is submitted and fits.
         self.next_number: dict[str, int] = {}
         self.num_collects = 0
-        self.meeting: Any = None  # of all ranks, where one may need the others to go on
-        self.num_collected: Counter[str] = Counter()  # groups, by their label
+        self.meeting: Any = None  # Collective that a rank may need during collect(); see meet_by().
+        self.num_collected: Counter[str] = Counter()  # Label -> collected groups.
 
     def meet_by(self, meeting: Any) -> None:
-        """While collect() waits, all ranks call meeting.meet() once one has meeting.is_wanted."""
+        """Makes all ranks call meeting.meet() during collect() once one has meeting.is_wanted."""
         self.meeting = meeting
 
     def submit(self, groups: Iterable[Group]) -> None:
-        """Every rank must submit the same groups."""
+        """Queues groups. Every rank must submit the same groups."""
         for group in groups:
             self.pending[group.label, self.num_submitted[group.label]] = group
             self.num_submitted[group.label] += 1
         self._fill()
 
     def _fill(self) -> None:
-        # Evaluations first: "" is the label of training groups.
+        # Evaluations first: training groups have the label "".
         for label in sorted({label for label, _ in self.pending}, reverse=True):
             while self._has_room(label):
                 if label not in self.next_number:
@@ -279,7 +287,8 @@ class RolloutWorker:
                 del self.next_number[label]
 
     def _has_room(self, label: str) -> bool:
-        """At most an even share of a label, so that no rank takes all before the others begin."""
+        """True if a group of this label can start. A rank runs at most an even share of a label, so
+        that no rank takes all groups before the others begin."""
         num_running = num_pending = 0
         for key in self.pending:
             if key[0] == label:
@@ -297,12 +306,12 @@ class RolloutWorker:
 
     def _begin(self, key: Key) -> None:
         group = self.pending[key]
-        if group.version < 0:  # no run before this one has begun it
+        if group.version < 0:  # Not started by a previous run.
             group.version = self.version
         self.running[key] = asyncio.create_task(self._run(key, group))
 
     async def _run(self, key: Key, group: Group) -> None:
-        if not group.trajectories:  # a run before this one may have played it
+        if not group.trajectories:  # Not completed by a previous run.
             group.trajectories = await self.player.play(group)
         del self.running[key]
         self.done.append(key)
@@ -310,11 +319,11 @@ class RolloutWorker:
         self._fill()
 
     async def collect(self, num_groups: int, oldest: int = -1, label: str = "") -> list[Group]:
-        """This rank's part of the `num_groups` oldest complete groups with this label, on all ranks
-        together. Waits too for each group that began by the weights of version `oldest` or before,
-        because it would be too stale for the next step. Every rank must call it. Raises RunError if
-        an engine cannot go on, or other ranks do not."""
-        # Imports torch, which rl-core check does without.
+        """This rank's share of the `num_groups` oldest complete groups with this label over all
+        ranks. Also waits for each group of policy version `oldest` or older, which would be too
+        stale for the next step. A collective: every rank must call it. Raises RunError if an engine
+        fails for good or other ranks hang."""
+        # Imported here because it imports torch, which rl-core check does not need.
         from rl_core.distributed import all_gather_json
 
         while True:
@@ -327,23 +336,23 @@ class RolloutWorker:
             if key[0] == label:
                 complete.append((self.pending[key].version, key[1]))
         oldest_first = []
-        for of_rank in all_gather_json(complete, self.ranks):
-            oldest_first += map(tuple, of_rank)
+        for complete_on_rank in all_gather_json(complete, self.ranks):
+            oldest_first += map(tuple, complete_on_rank)
         oldest_first.sort()
         keys = [(label, number) for _, number in oldest_first[:num_groups]]
-        taken = {key: self.pending.pop(key) for key in keys}
+        collected = {key: self.pending.pop(key) for key in keys}
         self.num_collected[label] += num_groups
         groups, left = [], []
         for key in self.done:
-            if key in taken:
-                groups.append(taken[key])
+            if key in collected:
+                groups.append(collected[key])
             else:
                 left.append(key)
         self.done = left
         return groups
 
     async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
-        """Waits for this rank's groups that the next step may not take."""
+        """Waits for this rank's groups that would be too stale for the next step."""
         while any(self.pending[key].version <= oldest for key in self.running):
             if self._is_called():
                 return
@@ -353,7 +362,8 @@ class RolloutWorker:
         return self.meeting is not None and self.meeting.is_wanted
 
     async def _wait_for_ranks(self, num_groups: int, label: str) -> None:
-        """Waits until all ranks are here, and so many groups are complete or they are to meet."""
+        """Waits until all ranks are here and num_groups are complete, or until a rank calls for the
+        meeting."""
         here = f"collect/{self.num_collects}"
         self.num_collects += 1
         num_here, num_ready = self._count(here, 1), self.num_ready(label)
@@ -363,7 +373,7 @@ class RolloutWorker:
             await self._wait(POLL_S * max(1, self.ranks.size // 32))
             before = num_ready
             num_here, num_ready = self._count(here, 0), self.num_ready(label)
-            # Episodes of this rank have deadlines of their own.
+            # Episodes of this rank have their own deadlines.
             if self.running or num_ready > before:
                 until = time.monotonic() + self.timeout_s
             elif time.monotonic() > until:
@@ -374,7 +384,8 @@ class RolloutWorker:
                 )
 
     async def _wait(self, timeout_s: float) -> None:
-        """Until a group of this rank ends, at most so long. Raises what a group raised."""
+        """Waits for the end of a group of this rank, at most timeout_s. Raises the group's
+        error."""
         if not self.running:
             await asyncio.sleep(timeout_s)
             return
@@ -384,7 +395,7 @@ class RolloutWorker:
             task.result()
 
     def num_ready(self, label: str = "") -> int:
-        """Groups that are complete, on all ranks, and not collected."""
+        """Number of complete groups on all ranks that are not collected."""
         return self._count(f"finished/{label}", 0) - self.num_collected[label]
 
     def _count(self, name: str, n: int) -> int:

@@ -42,17 +42,17 @@ class LocalEnv:
     def describe(self, has: dict[str, Any]) -> pb.Environment:
         env = self.env
         path = self.path
-        dialogue = env.dialogue
+        turn_loop = env.turn_loop
         described = pb.Environment(
-            name=env.name, max_turns=env.max_turns, name_prefix=dialogue.name_prefix
+            name=env.name, max_turns=env.max_turns, name_prefix=turn_loop.name_prefix
         )
         described.tools = to_json(env.tools, f"{path}: tools") if env.tools else ""
         described.code = env.code()
-        described.turns = dialogue.turns.text if dialogue.turns else ""
+        described.turns = turn_loop.turns.text if turn_loop.turns else ""
         if has.get("system_prompts"):
             described.system_prompts = to_json(has["system_prompts"], f"{path}: system_prompts")
-        if dialogue.truncated_reward is not None:
-            described.truncated_reward = dialogue.truncated_reward
+        if turn_loop.truncated_reward is not None:
+            described.truncated_reward = turn_loop.truncated_reward
         rewards = {hook.name for hook in env.rewards}
         for hook in env.hooks.values():
             described.hooks.add(

@@ -86,7 +86,7 @@ class Session:
                 "actors": self.cast,
             }
             self.state = await self.run(self.env.hooks["start"], arguments | {"actor": only})
-        tools = self.env.dialogue.tools_of(self.task) or ""
+        tools = self.env.turn_loop.tools_of(self.task) or ""
         tools = tools and to_json(tools, f"{self.env.path}: tools")
         messages = to_json(self.task.messages, "the task's messages")
         return pb.StartReply(messages=messages, tools=tools, code=self.env.code())
@@ -285,7 +285,7 @@ class Session:
         self.num_turns += 1
         self.count_interaction()
         hook = self.env.hooks.get("interact")
-        ends = self.env.dialogue.turns is None
+        ends = self.env.turn_loop.turns is None
         reply = pb.InteractReply(messages="[]", done=ends)
         if hook:
             arguments = self.arguments(hook, news, news.actor, trajectory)

@@ -72,7 +72,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
     check_boxes({env.name: env})
     say("environment", [path, *map(describe_hook, env.hooks.values())])
-    named = [name for name in (*(speakers(env) or ()), *env.dialogue.system_prompts) if name != "*"]
+    named = [name for name in (*(speakers(env) or ()), *env.turn_loop.system_prompts) if name != "*"]
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
     check_actors(env, names)
     tasks = load_tasks(env, options)
@@ -313,14 +313,14 @@ async def play(
     from rl_core import registry
     from rl_core.engines.scripted import ScriptedActor
     from rl_core.plugins.teacher_prompts import taught_player
-    from rl_core.sampling.rollout import Group, GroupPlayer
+    from rl_core.sampling.rollout import EpisodeRunner, Group
     from rl_core.types import SamplingParams
 
     scripted = {"chat": chat, "replies": replies, "open_endpoint": registry.endpoints(None)}
     actors = {name: ScriptedActor(name=name, **scripted) for name in names}
     size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
-    player_class = taught_player(GroupPlayer, {(name, env.name): (UNLIMITED, "") for name in names})
+    player_class = taught_player(EpisodeRunner, {(name, env.name): (UNLIMITED, "") for name in names})
     return await player_class({env.name: env}, actors, RolloutConfig()).play(group)
 
 
@@ -429,9 +429,9 @@ def describe_truncated(env: Env, cut: Trajectory) -> list[str]:
         ]
     if "interact" in env.hooks:
         lines.append("interact() is not called after it: no tool answers, and no message comes")
-    if env.dialogue.truncated_reward is not None:
+    if env.turn_loop.truncated_reward is not None:
         lines.append(
-            f"truncated_reward = {env.dialogue.truncated_reward:g} is the reward, other rewards are not "
+            f"truncated_reward = {env.turn_loop.truncated_reward:g} is the reward, other rewards are not "
             "called"
         )
     elif env.rewards:

@@ -154,7 +154,7 @@ async def player(
     from rl_core.engines.lease import DeviceLease
     from rl_core.plan import make_chats
     from rl_core.plugins.row_lengths import check_lengths
-    from rl_core.sampling.rollout import GroupPlayer, RolloutWorker
+    from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
 
     chats, endpoints = make_chats(config)
     for source in sources if chats else ():
@@ -170,7 +170,7 @@ async def player(
         adapter = maker.adapter_of(name)
         speakers[name] = make_speaker(config, name, chat, lease, engines[name], adapter)
     actors = {name: speakers[name] for name in config.actors}
-    group_player = GroupPlayer(envs, actors, config.rollout)
+    group_player = EpisodeRunner(envs, actors, config.rollout)
     worker = RolloutWorker(group_player, ranks, config.timeout_s)
     try:
         for engine in dict.fromkeys(engines.values()):

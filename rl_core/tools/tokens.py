@@ -129,10 +129,10 @@ class RowReports:
             return [as_data(each, algorithm) for each in self.dataset.samples(task)]
         from rl_core.data.tasks import row_variables
 
-        dialogue, samples = self.envs[task.env].dialogue, []
+        turn_loop, samples = self.envs[task.env].turn_loop, []
         for name, chat in self.chats.items():
-            chat, tools = chat.with_variables(row_variables(task.row)), dialogue.tools_of(task)
-            ids = chat.prompt_ids(dialogue.opening(task, name), tools)
+            chat, tools = chat.with_variables(row_variables(task.row)), turn_loop.tools_of(task)
+            ids = chat.prompt_ids(turn_loop.opening(task, name), tools)
             zeros = [0] * len(ids)
             samples.append({"actor": name, "ids": ids, "mask": zeros, "weight": zeros})
         return samples

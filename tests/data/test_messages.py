@@ -42,7 +42,7 @@ from rl_core.plugins.streaming import StreamedTasks, open_stream
 from rl_core.plugins.tables import load_other
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling.hooks import read_answer
-from rl_core.sampling.rollout import GroupPlayer
+from rl_core.sampling.rollout import EpisodeRunner
 from rl_core.train import main as train
 from rl_core.types import SamplingParams
 
@@ -387,7 +387,7 @@ def prompt_of_rl(env, chat, row):
     """What the actor reads first in an episode."""
     actors = {"policy": ScriptedActor(name="policy", chat=chat, replies=["fennel"])}
     (group,) = make_groups([make_task(row, 0, env.name, "train")])
-    (trajectory,) = asyncio.run(GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group))
+    (trajectory,) = asyncio.run(EpisodeRunner({env.name: env}, actors, RolloutConfig()).play(group))
     assert trajectory.status == "ok", trajectory.error
     return trajectory.turns[0].new_ids
 
@@ -903,7 +903,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_at_every_entry(label,
     (tmp_path / "env.py").write_text(SAYS.format(said=[user("e"), lost]))
     env = load_env(str(tmp_path / "env.py"))
     (group,) = make_groups([make_task({"prompt": "a"}, 0, env.name, "train")])
-    player = GroupPlayer({env.name: env}, {"policy": actor}, RolloutConfig())
+    player = EpisodeRunner({env.name: env}, {"policy": actor}, RolloutConfig())
     (trajectory,) = asyncio.run(player.play(group))
     assert trajectory.status == "failed" and "message 4 of [user assist" in trajectory.error
     assert label in trajectory.error

@@ -1,5 +1,4 @@
-"""API actors against a real HTTP server: what they ask, what comes of failures, and that their key
-stays theirs."""
+"""API actors against a real HTTP server: requests, failures, and secrecy of the key."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ GIVE_UP = "give up"  # a step of a script: close the connection without an answe
 
 def reply(text="hi", finish_reason="stop", **message):
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-    said = {"role": "assistant", "content": text, **message}
+    message_sent = {"role": "assistant", "content": text, **message}
     return {
-        "choices": [{"index": 0, "message": said, "finish_reason": finish_reason}],
+        "choices": [{"index": 0, "message": message_sent, "finish_reason": finish_reason}],
         "usage": usage,
     }
 
@@ -232,7 +231,7 @@ BAD = [
     {"choices": ["hi"]},
     reply([1]),
 ]
-FAILURES = [  # an answer, what it becomes, what the error says, how often it is asked
+FAILURES = [  # (response, class of the error, text of the error, number of requests)
     (
         (502, b"<html>bad gateway</html>", {"Content-Type": "text/html"}),
         ConnectionError,
@@ -302,7 +301,7 @@ def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_i
     hang = lambda _: (ends.wait(60), (200, reply()))[1]  # noqa: E731
     with serving(hang, hang, (200, reply("next"))) as server:
         done = asyncio.run(run(judge(server, max_concurrent=2)))
-        assert server.most <= 4  # two that hang on for the server, and two at a time beside them
+        assert server.most <= 4  # Two abandoned requests and two concurrent ones.
         ends.set()
     assert [d.text for d in done] == ["next"] * 20
 
@@ -497,8 +496,8 @@ TALK = [
     {"role": "tool", "content": "7", "tool_call_id": "c1"},
     {"role": "user", "content": "thanks"},
 ]
-# What each API's reference says of TALK and ADD; the type of its official client for a request;
-# and an answer with a text and a call that was cut, and its type.
+# TALK and ADD in the format of each API's reference; the official client's type of a request; and a
+# truncated response with a text and a call, and its type.
 APIS = {
     "/responses": (
         "openai.types.responses.response_create_params.ResponseCreateParamsNonStreaming",
@@ -628,14 +627,14 @@ def test_an_actor_speaks_the_api_that_its_url_names(path, monkeypatch):
             finally:
                 await actor.close()
 
-        said = asyncio.run(run())
+        replies = asyncio.run(run())
         [(asked_path, headers, asked)] = server.requests
     assert asked_path == f"/v1{path}"
     assert asked == {"model": "m"} | body
     sent = {headers["Authorization"], headers["X-Api-Key"]} - {None}
     assert sent <= {f"Bearer {KEY}", KEY} and sent
-    assert said.text == "More." and said.truncated
-    calls = said.messages[-1]["tool_calls"]
+    assert replies.text == "More." and replies.truncated
+    calls = replies.messages[-1]["tool_calls"]
     assert [call["function"]["name"] for call in calls] == ["add"]
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 5}
     counts = values(actor)

@@ -1,5 +1,5 @@
-"""Decode steps of rounded shapes give what steps of their own shapes do. On a CPU the calls of a
-step are recorded, and computed again on the same memory."""
+"""Decode steps of rounded shapes equal steps of exact shapes. On a CPU the calls of a step are
+recorded, and replayed on the same memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Recording(TorchDispatchMode):
-    """Each call inside, with what it returned."""
+    """Records each call inside, with its output."""
 
     def __init__(self):
         super().__init__()
@@ -36,14 +36,14 @@ class Recording(TorchDispatchMode):
 
 
 def record_on_cpu(compute, pool):
-    """As capture_on_gpu: Python runs once, and what it computes has its memory for good."""
+    """Same as capture_on_gpu: Python runs once, and outputs keep their memory."""
     with Recording() as recording:
         out = compute()
 
     def replay():
         for func, args, kwargs, known in recording.calls:
-            found = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(known), tree_leaves(found), strict=True):
+            output = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(known), tree_leaves(output), strict=True):
                 if old.data_ptr() != new.data_ptr():  # neither a view nor in place
                     old.copy_(new)
         return out
@@ -56,12 +56,12 @@ def captured(monkeypatch):
     """Shapes that were captured. They are small, and captured at their second step."""
     monkeypatch.setattr(decode_graphs, "LENGTHS", 16)
     monkeypatch.setattr(decode_graphs, "FIRST_STEPS", 1)
-    found = []
+    kernels = []
 
-    def remembering(how):
+    def remembering(captured):
         def capture(compute, pool):
-            found.append(compute().shape)
-            replay = how(compute, pool)
+            kernels.append(compute().shape)
+            replay = captured(compute, pool)
 
             def counted():
                 remembering.num_replays += 1
@@ -72,43 +72,43 @@ def captured(monkeypatch):
         return capture
 
     remembering.num_replays = 0
-    return found, remembering
+    return kernels, remembering
 
 
 async def converse(engine, prompts, temperature):
     """Three turns of each, of which the second begins while others have the rows."""
 
     async def one(index, prompt):
-        said = []
+        texts = []
         for turn in range(3):
             params = SamplingParams(max_tokens=3 + (5 * index + turn) % 23, temperature=temperature)
             done = await engine.generate(prompt, params, seed=7 * index + turn, session=f"s{index}")
-            said.append(done)
+            texts.append(done)
             prompt = [*prompt, *done.token_ids, 5, 6]
-        return said
+        return texts
 
     return await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
 
 
 def graphs(remembering, device="cpu"):
-    how = capture_on_gpu if device == "cuda" else record_on_cpu
-    return lambda model: DecodeGraphs(model, remembering(how))
+    capture = capture_on_gpu if device == "cuda" else record_on_cpu
+    return lambda model: DecodeGraphs(model, remembering(capture))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_slots", [3, 20])
 def test_steps_that_are_replayed_sample_what_others_do(any_model, captured, num_slots, device):
     shapes, remembering = captured
-    how = {"num_slots": num_slots, "device": torch.device(device)}
+    options = {"num_slots": num_slots, "device": torch.device(device)}
     model, prompts = load(any_model).to(device), random_prompts(17, seed=3)
-    plain = embedded(model, **how, sampler=LlamaSlots)
+    plain = embedded(model, **options, sampler=LlamaSlots)
     expected = asyncio.run(converse(plain, prompts, 0.9))
-    graphed = embedded(model, **how, sampler=graphs(remembering, device))
-    found = asyncio.run(converse(graphed, prompts, 0.9))
+    graphed = embedded(model, **options, sampler=graphs(remembering, device))
+    result = asyncio.run(converse(graphed, prompts, 0.9))
     assert len(shapes) > 3
     assert remembering.num_replays > 10 * len(shapes) / num_slots
     assert graphed.stats == plain.stats
-    for a, b in zip(chain(*found), chain(*expected), strict=True):
+    for a, b in zip(chain(*result), chain(*expected), strict=True):
         assert a.token_ids == b.token_ids
         torch.testing.assert_close(
             torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0
@@ -150,17 +150,17 @@ def test_few_rows_are_a_power_of_two_and_many_a_multiple_of_sixteen():
 def test_short_rows_are_padded_and_go_on_to_the_end_of_a_context(any_model, captured, device):
     """It is longer than the positions that their first steps know, and no multiple of LENGTHS."""
     shapes, remembering = captured
-    how = {"device": torch.device(device), "max_context_tokens": 300}
+    options = {"device": torch.device(device), "max_context_tokens": 300}
     model, params = load(any_model).to(device), SamplingParams(max_tokens=300)
 
     async def sample(engine):
         jobs = (engine.generate([3, 4 + i], params, seed=i) for i in range(3))
         return await asyncio.gather(*jobs)
 
-    expected = asyncio.run(sample(embedded(model, **how, sampler=LlamaSlots)))
-    found = asyncio.run(sample(embedded(model, **how, sampler=graphs(remembering, device))))
+    expected = asyncio.run(sample(embedded(model, **options, sampler=LlamaSlots)))
+    result = asyncio.run(sample(embedded(model, **options, sampler=graphs(remembering, device))))
     assert len(shapes) == 18
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert [c.token_ids for c in result] == [c.token_ids for c in expected]
 
 
 @pytest.mark.parametrize("num_branches", [1, 5])
@@ -171,9 +171,9 @@ def test_branches_and_turns_are_read_beside_replayed_steps(any_model, captured, 
     decode_graphs.FIRST_STEPS = 0  # until the fixture puts it back
     model, branches = load(any_model), [[*range(8, 78), i] for i in range(num_branches)]
     expected = asyncio.run(converse(embedded(model, sampler=LlamaSlots), branches, 0.9))
-    found = asyncio.run(converse(embedded(model, sampler=graphs(remembering)), branches, 0.9))
+    result = asyncio.run(converse(embedded(model, sampler=graphs(remembering)), branches, 0.9))
     assert shapes
-    for a, b in zip(chain(*found), chain(*expected), strict=True):
+    for a, b in zip(chain(*result), chain(*expected), strict=True):
         assert a.token_ids == b.token_ids
 
 
@@ -187,7 +187,7 @@ def with_rotary_that_changes(model):
 
 
 def with_quantised_weights(model):
-    model.is_quantized = True  # as transformers marks it
+    model.is_quantized = True  # Set by transformers.
 
 
 @pytest.mark.parametrize("change", [with_hook, with_rotary_that_changes, with_quantised_weights])
@@ -243,9 +243,9 @@ def test_in_bf16_graphs_stay_and_read_weights_that_arrive(tiny_model, captured):
     for each in (plain, engine):
         asyncio.run(each.update(others, 1))
     expected = asyncio.run(converse(plain, prompts, 0.0))
-    found = asyncio.run(converse(engine, prompts, 0.0))
+    result = asyncio.run(converse(engine, prompts, 0.0))
     assert next(iter(engine._slots.graphs.values())) is graph
-    for (a, *_), (b, *_) in zip(found, expected, strict=True):
+    for (a, *_), (b, *_) in zip(result, expected, strict=True):
         assert a.token_ids[:3] == b.token_ids[:3]
         torch.testing.assert_close(
             torch.tensor(a.logprobs[:3]), torch.tensor(b.logprobs[:3]), atol=0.05, rtol=0
@@ -276,8 +276,8 @@ def test_where_nothing_can_be_captured_steps_are_computed_as_ever(tiny_model, ca
     prompts = random_prompts(3, seed=1)
     expected = asyncio.run(converse(embedded(load(tiny_model)), prompts, 1.0))
     engine = embedded(load(tiny_model), sampler=lambda m: DecodeGraphs(m, failing))
-    found = asyncio.run(converse(engine, prompts, 1.0))
-    for a, b in zip(chain(*found), chain(*expected), strict=True):
+    result = asyncio.run(converse(engine, prompts, 1.0))
+    for a, b in zip(chain(*result), chain(*expected), strict=True):
         assert a.token_ids == b.token_ids
     assert len(decode_graphs_of) == 1
     assert "without CUDA graphs: operation not permitted" in capfd.readouterr().err
@@ -292,8 +292,8 @@ def test_the_oldest_of_many_graphs_goes(tiny_model, captured, monkeypatch):
     assert [length for _, length in engine._slots.graphs] == [96, 112]
 
 
-@pytest.mark.parametrize("how", ["pause", "close"])
-def test_no_graph_is_left_where_an_engine_stops_between_two_tokens(tiny_model, captured, how):
+@pytest.mark.parametrize("call", ["pause", "close"])
+def test_no_graph_is_left_where_an_engine_stops_between_two_tokens(tiny_model, captured, call):
     shapes, remembering = captured
     engine = embedded(load(tiny_model), sampler=graphs(remembering))
 
@@ -303,7 +303,7 @@ def test_no_graph_is_left_where_an_engine_stops_between_two_tokens(tiny_model, c
         while not (shapes or task.done()):  # noqa: ASYNC110 - an event would serve tests alone
             await asyncio.sleep(0)
         assert engine._slots.graphs
-        await getattr(engine, how)()
+        await getattr(engine, call)()
         task.cancel()
 
     asyncio.run(stop())

@@ -11,7 +11,7 @@ import torch
 from kit import ROOT, metrics, run, words
 
 from rl_core.distributed import local
-from rl_core.engines.sglang_server import Server
+from rl_core.engines.sglang_server import SGLangServer
 from rl_core.learning.learner import Learner
 from rl_core.learning.policy import Policy
 from rl_core.train import main
@@ -44,30 +44,30 @@ def diary(own_server, monkeypatch):
     noted(Learner, "__init__", learners.append)
     noted(Learner, "on_device", lambda learner: own_server.note("learner enters"))
     noted(Policy, "forward", lambda policy: own_server.note("learner computes"))
-    noted(Server, "start", starts)
+    noted(SGLangServer, "start", starts)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: own_server.note("emptied"))
     return own_server
 
 
 def breaches(lines: list[str]) -> list[str]:
-    """Where a learner had the device beside an engine, or left its cache to one."""
-    awake, is_clean, found = {}, True, []
+    """Lines at which a learner used the device together with an engine, or left it a cache."""
+    awake, is_clean, periods = {}, True, []
     for number, line in enumerate(lines):
-        server, _, what = line.partition(" ")
-        verb, *tags = what.split() or [""]
+        server, _, call = line.partition(" ")
+        verb, *tags = call.split() or [""]
         if line == "emptied":
             is_clean = True
         elif server == "learner":
             is_clean = False
             if any(awake.values()):
-                found.append(f"{number}: {line}, and engines have {awake}")
+                periods.append(f"{number}: {line}, and engines have {awake}")
         elif verb in ("start", "resume_memory_occupation"):
             awake[server] = awake.get(server, set()) | (MEMORY if verb == "start" else set(tags))
             if not is_clean:
-                found.append(f"{number}: {line}, and torch keeps a learner's memory")
+                periods.append(f"{number}: {line}, and torch keeps a learner's memory")
         elif verb == "release_memory_occupation":
             awake[server] = awake[server] - set(tags)
-    return found
+    return periods
 
 
 # Rewards differ: the stand-in says another digit each time.
@@ -86,11 +86,11 @@ ONE = "--model {model} --eval_every 1 --keep_best greedy_score"
 TWO = "--actors.up.model {model} --actors.down.model {model}"
 RUNS = {
     "evaluations, saving, CPU offload": f"{ONE} --learner.offload phase",
-    "episodes that go on": f"{ONE} --max_staleness 1",
+    "episodes across steps": f"{ONE} --max_staleness 1",
     "two engines, one awake": f"{TWO} --learner.offload phase",
     "two engines awake": f"{TWO} --rollout.engines_awake all",
     "older weights": f"{ONE} --rollout.lagged 0.5,2",
-    "older weights, episodes that go on": f"{ONE} --rollout.lagged 0.5,2 --max_staleness 1",
+    "older weights, episodes across steps": f"{ONE} --rollout.lagged 0.5,2 --max_staleness 1",
 }
 SIZES = (
     "--tasks_per_step 2 --group_size 2 --max_tokens 8 --max_prompt_tokens 16 --eval.num_tasks 2 "
@@ -102,29 +102,29 @@ SIZES = (
 def test_no_learner_has_the_device_beside_an_engine_or_leaves_its_cache_to_one(
     name, diary, tiny_model, tmp_path
 ):
-    given = RUNS[name].format(model=tiny_model)
-    (tmp_path / "env.py").write_text(ENV + SPEAKERS * ("actors.up" in given))
+    flags = RUNS[name].format(model=tiny_model)
+    (tmp_path / "env.py").write_text(ENV + SPEAKERS * ("actors.up" in flags))
     rest = (
         f"--env_path {tmp_path}/env.py --out {tmp_path}/run --engine sglang --canary_tolerance "
         "1000 --learner.dtype bfloat16"
     )
-    assert main(words(given, rest, SIZES, "--num_steps 3")) == 0
+    assert main(words(flags, rest, SIZES, "--num_steps 3")) == 0
     if name == "evaluations, saving, CPU offload":
         diary.learners.clear()
-        assert main(words(given, rest, SIZES, "--num_steps 4 --resume")) == 0
+        assert main(words(flags, rest, SIZES, "--num_steps 4 --resume")) == 0
     lines = diary.lines()
     assert not breaches(lines), "\n".join(breaches(lines))
     assert lines.count("learner computes") >= 3 and [
         line for line in lines if "resume_memory" in line
     ]
     for line in lines:
-        if "--learner.offload phase" in given and " start " in line:
+        if "--learner.offload phase" in flags and " start " in line:
             assert line.endswith(" start 0"), (
                 "learners left the device before an engine was started"
             )
 
 
-# Beside actors.py: what the lease enters, what is called inside of it, and a tool without engines.
+# Besides actors.py: code that the lease enters, code called inside of it, and a tool without engines.
 MAY_ENTER = {
     "engines.py",  # For a server that died, before it takes the rest of the device.
     "learner.py",
@@ -138,7 +138,7 @@ MAY_ENTER = {
 
 
 def test_the_lease_alone_brings_a_learner_to_the_device():
-    found = Counter()
+    counts = Counter()
     for file in (ROOT / "rl_core").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.With):
@@ -147,9 +147,9 @@ def test_the_lease_alone_brings_a_learner_to_the_device():
                 entered = node.args
             else:
                 continue
-            found[file.name] += sum(".on_device()" in ast.unparse(e) for e in entered)
-    assert {name for name, number in found.items() if number} == MAY_ENTER | {"actors.py"}
-    assert found["actors.py"] == 1, "in ActorRuntime.learning(), where engines sleep"
+            counts[file.name] += sum(".on_device()" in ast.unparse(e) for e in entered)
+    assert {name for name, number in counts.items() if number} == MAY_ENTER | {"actors.py"}
+    assert counts["actors.py"] == 1, "in ActorRuntime.learning(), where engines sleep"
 
 
 def test_rows_are_evaluated_by_a_learner_that_was_cpu_offloaded(tiny_model, sort_data, tmp_path):
@@ -157,6 +157,6 @@ def test_rows_are_evaluated_by_a_learner_that_was_cpu_offloaded(tiny_model, sort
     sizes = (
         "--num_steps 2 --tasks_per_step 2 --max_tokens 8 --max_prompt_tokens 16 --eval.num_tasks 2"
     )
-    how = f"--algorithm sft --model {tiny_model} --learner.offload phase --learner.dtype bfloat16"
-    out = run(tmp_path / "run", words(how, data, sizes))
+    flags = f"--algorithm sft --model {tiny_model} --learner.offload phase --learner.dtype bfloat16"
+    out = run(tmp_path / "run", words(flags, data, sizes))
     assert [row for row in metrics(out) if "eval/loss" in row]

@@ -1,5 +1,5 @@
-"""What every engine promises (tokens, logprobs, seeds, stops, weights), and how the embedded one
-keeps it cheap."""
+"""The embedded engine: promises of every engine (tokens, logprobs, seeds, stops, weights), and its
+cost."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def has_decoded(engine, num_steps):
         await asyncio.sleep(0)
 
 
-# What is sampled
+# Sampling
 
 
 ENDS = (1, 5)  # ids
@@ -229,7 +229,7 @@ def test_samples_follow_the_softmax_of_the_tokens_that_the_limits_leave(model, l
 
 
 def expected_probs(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """The definition, one token at a time: top-k, top-p of what is left, min-p of the most
+    """The definition, one token at a time: top-k, top-p of the rest, min-p of the most
     likely."""
     ranked = sorted(range(len(logits)), key=lambda token: -logits[token].item())[: top_k or None]
     probs = logits[ranked].softmax(0).tolist()
@@ -258,7 +258,7 @@ def test_one_requests_limits_leave_the_others_alone(model):
     assert_logprobs(model, prompts[2:], [greedy])
 
 
-# What it costs
+# Cost
 
 
 def test_a_groups_prompt_is_prefilled_once_while_one_of_the_group_has_a_slot(model):
@@ -295,7 +295,7 @@ TAILS = [[99 - i, *range(i, i + 7)] for i in range(8)]
 
 
 async def ask_branches(engine, params, adapter: str = "", tails=TAILS) -> list:
-    """Completions of all branches of the trunk at once, each a session of its own."""
+    """Completions of all branches of the trunk at once, each in a separate session."""
     asked = []
     for i, tail in enumerate(tails):
         more = {"seed": i, "session": f"branch {i}", "adapter": adapter}
@@ -366,7 +366,7 @@ def test_a_rewound_conversation_prefills_what_comes_after_the_turn(tiny_model):
     actor = actor.in_episode(SamplingParams(max_tokens=8), 0, "episode")
 
     async def talk():
-        reply = await actor.respond("what is 1 + 2, and why? " * 4)
+        reply = await actor.respond("how much is 1 + 2, and why? " * 4)
         await reply.respond("and 3 + 4?")
         branch, before = reply.at(1), engine.stats["prefill_tokens"]
         return await branch.respond("and 5 + 6?"), engine.stats["prefill_tokens"] - before
@@ -512,17 +512,17 @@ def test_weights_that_change_in_a_pause_sample_what_follows(model):
             parameter.data = 1.5 * parameter.data
 
     engine = embedded(model)
-    found = asyncio.run(interrupted(engine, prompts, params, [6], change))
-    for prompt, completion in zip(prompts, found, strict=True):
+    result = asyncio.run(interrupted(engine, prompts, params, [6], change))
+    for prompt, completion in zip(prompts, result, strict=True):
         expected = logprobs_of(model, prompt, completion.token_ids)
-        given = torch.tensor(completion.logprobs)
-        torch.testing.assert_close(given[8:], expected[8:], atol=1e-5, rtol=0)
-        assert (given[:5] - expected[:5]).abs().max() > 1e-3
+        sampled = torch.tensor(completion.logprobs)
+        torch.testing.assert_close(sampled[8:], expected[8:], atol=1e-5, rtol=0)
+        assert (sampled[:5] - expected[:5]).abs().max() > 1e-3
 
 
 async def interrupted(engine, prompts, params, at: list[int], change) -> list:
-    """Completions of all prompts at once, with a pause after so many decode steps each, in which
-    `change` runs."""
+    """Completions of all prompts at once. After each number of decode steps in `at` the engine is
+    paused, and `change` runs."""
     tasks = [asyncio.create_task(engine.generate(p, params, seed=i)) for i, p in enumerate(prompts)]
     for number, num_steps in enumerate(at):
         await has_decoded(engine, num_steps)
@@ -600,9 +600,9 @@ def test_a_context_ends_where_the_models_positions_do():
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     engine, prompt = embedded(model), [5] * 28
-    found = run(engine, [prompt] * 3, SamplingParams(max_tokens=50))
-    assert [(len(c.token_ids), c.finish_reason) for c in found] == [(4, "length")] * 3
-    assert_logprobs(model, [prompt] * 3, found)
+    result = run(engine, [prompt] * 3, SamplingParams(max_tokens=50))
+    assert [(len(c.token_ids), c.finish_reason) for c in result] == [(4, "length")] * 3
+    assert_logprobs(model, [prompt] * 3, result)
     with pytest.raises(ValueError, match="prompt of 40 tokens"):
         run(engine, [[5] * 40] * 3, SamplingParams(max_tokens=1))
 
@@ -704,7 +704,7 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_ch
         asyncio.run(engine.update(weights[name].items(), 1, adapter=name))
 
     async def talk(name: str, update_of: str, begun_by: str = "bob") -> tuple[int, list[int]]:
-        """(tokens prefilled, prompt) of a conversation that `name` goes on with."""
+        """(tokens prefilled, prompt) of a conversation that `name` continues."""
         prompt, params = [7] * 20, SamplingParams(max_tokens=12)
         first = await engine.generate(prompt, params, seed=0, session="s", adapter=begun_by)
         if update_of:
@@ -721,8 +721,8 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_ch
         if update_of:
             await engine.update(weights[update_of].items(), 2, adapter=update_of)
         before = engine.stats["prefill_tokens"]
-        found = await ask_branches(engine, params, adapter=name)
-        assert_logprobs(models[name], [TRUNK + tail for tail in TAILS], found)
+        result = await ask_branches(engine, params, adapter=name)
+        assert_logprobs(models[name], [TRUNK + tail for tail in TAILS], result)
         for session in ("s", *(f"branch {i}" for i in range(8))):
             engine.end_session(session)
         return engine.stats["prefill_tokens"] - before
@@ -781,15 +781,15 @@ def test_the_memory_of_a_token_is_that_of_its_keys_and_values(model):
 
 @pytest.mark.parametrize(("rows", "num_slots"), [(0, 1), (4, 3), (12, 8), (40, 8)])
 def test_slots_and_parked_sessions_fit_in_the_memory_that_the_flag_gives(model, rows, num_slots):
-    """8 slots are wanted, and memory is that of the weights and so many slots."""
+    """8 slots are wanted, and memory holds the weights and `rows` slots."""
     weights = sum(p.nbytes for p in model.parameters())
     of_token = bytes_per_token(SlotModel(model))
-    given = weights + (rows * 65 + 0.5) * of_token
-    frac = given / device_memory(torch.device("cpu"))
+    memory = weights + (rows * 65 + 0.5) * of_token
+    frac = memory / device_memory(torch.device("cpu"))
     engine = embedded(model, num_slots=8, max_context_tokens=64, memory_frac=frac)
     assert engine.capacity == num_slots
-    said = f"policy: {num_slots} of 8 slots of 64 tokens fit beside the weights in "
-    assert engine.shortage.startswith(said if num_slots < 8 else "") and bool(engine.shortage) == (
+    note = f"policy: {num_slots} of 8 slots of 64 tokens fit next to the weights in "
+    assert engine.shortage.startswith(note if num_slots < 8 else "") and bool(engine.shortage) == (
         num_slots < 8
     )
 
@@ -804,7 +804,7 @@ def test_slots_and_parked_sessions_fit_in_the_memory_that_the_flag_gives(model, 
     async def turns() -> None:
         await speak(1)
         one_slot = 65 * of_token
-        assert cache_bytes(engine) <= max(given - weights, one_slot) + of_token
+        assert cache_bytes(engine) <= max(memory - weights, one_slot) + of_token
         for i, second in enumerate(await speak(2)):
             assert_logprobs(model, [[i + 1] * 60], [second])
 
@@ -818,9 +818,9 @@ def test_a_run_with_little_memory_has_fewer_slots_and_says_so_in_its_first_lines
         'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
         "def reward_fn(completion): return sum(map(ord, completion)) % 7\n"
     )
-    given = ["--model", tiny_model, "--env_path", tmp_path / "env.py"]
+    flags = ["--model", tiny_model, "--env_path", tmp_path / "env.py"]
     sizes = "--tasks_per_step 2 --group_size 2 --max_tokens 8 --max_prompt_tokens 16 --num_steps 1"
-    run_command(tmp_path / "run", words(*given, sizes, "--engine_memory_frac 1e-6"))
+    run_command(tmp_path / "run", words(*flags, sizes, "--engine_memory_frac 1e-6"))
     first = capfd.readouterr().out.splitlines()[:4]
-    assert first[3].startswith("policy: 1 of 4 slots of 24 tokens fit beside the weights in ")
+    assert first[3].startswith("policy: 1 of 4 slots of 24 tokens fit next to the weights in ")
     assert metrics(tmp_path / "run")[0]["rollout/policy/failed"] == 0

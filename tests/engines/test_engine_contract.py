@@ -1,5 +1,5 @@
-"""What every engine promises: the embedded one and SGLang pass the same tests. SGLang's run where
-it is installed: bash scripts/test_sglang.sh."""
+"""Promises of every engine: the embedded one and SGLang pass the same tests. Tests of SGLang run
+where it is installed: bash scripts/test_sglang.sh."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Subject:
             # At once, as a run does.
             for begin in (self.engine.wake, self.engine.sleep, self.engine.wake):
                 self.run(begin())
-        self.held_first = self.held()  # by itself, from the folder
+        self.held_first = self.held()  # Loaded from the folder by the engine.
 
     def run(self, coroutine):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 600))
@@ -155,7 +155,7 @@ class Subject:
         return ((name, p.detach()) for name, p in self.hf.named_parameters())
 
     def change(self, factor: float = 1.3) -> None:
-        """Of the weights that it should have."""
+        """Changes the expected weights."""
         with torch.no_grad():
             for parameter in self.hf.parameters():
                 parameter.mul_(factor)
@@ -198,9 +198,9 @@ class Subject:
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=needs_sglang)])
 def subject(request, tiny_model, tmp_path_factory):
-    found = Subject(request.param, tiny_model, tmp_path_factory.mktemp("log") / "engine.log")
-    yield found
-    found.close()
+    made = Subject(request.param, tiny_model, tmp_path_factory.mktemp("log") / "engine.log")
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def fresh(subject):
     return subject.load_first_weights()
 
 
-# What is sampled
+# Sampling
 
 
 def test_greedy_tokens_are_the_most_likely_and_come_again(fresh):
@@ -236,11 +236,11 @@ REQUESTS = [(name, prompt) for prompt in random_prompts(5) for name in ("", *LOR
 def test_logprobs_of_many_requests_with_each_its_own_adapter_are_those_of_plain_forwards(
     fresh, temperature
 ):
-    found = fresh.speak(REQUESTS, SamplingParams(max_tokens=13, temperature=temperature))
-    fresh.check_all(REQUESTS, found, temperature or 1.0)
-    assert {(len(c.token_ids), c.finish_reason) for c in found} == {(13, "length")}
-    assert len({tuple(round(x, 2) for x in c.logprobs) for c in found[:4]}) == 4, (
-        "adapters too weak to be told apart"
+    result = fresh.speak(REQUESTS, SamplingParams(max_tokens=13, temperature=temperature))
+    fresh.check_all(REQUESTS, result, temperature or 1.0)
+    assert {(len(c.token_ids), c.finish_reason) for c in result} == {(13, "length")}
+    assert len({tuple(round(x, 2) for x in c.logprobs) for c in result[:4]}) == 4, (
+        "adapters too weak to be distinguished"
     )
 
 
@@ -263,9 +263,9 @@ def test_only_the_stop_tokens_that_are_asked_for_end_a_completion(fresh):
         SamplingParams(max_tokens=200, stop_token_ids=(103,)),
         fresh.tokenizer.eos_token_id,
     )
-    found = fresh.ask(random_prompts(8, seed=4), params)
-    assert end != 103 and any(end in c.token_ids[:-1] for c in found)
-    for completion in found:
+    result = fresh.ask(random_prompts(8, seed=4), params)
+    assert end != 103 and any(end in c.token_ids[:-1] for c in result)
+    for completion in result:
         is_over = completion.token_ids[-1] == 103
         assert is_over or len(completion.token_ids) == 200
         assert completion.finish_reason == ("stop" if is_over else "length")
@@ -273,7 +273,7 @@ def test_only_the_stop_tokens_that_are_asked_for_end_a_completion(fresh):
 
 def test_a_stop_string_ends_the_completion_and_stays_in_its_text(fresh):
     prompt = random_prompts(1, seed=4)[0]
-    fresh.change(1.2)  # so that greedy tokens are not all the same
+    fresh.change(1.2)  # Greedy tokens are not all equal.
     fresh.update()
     [free] = fresh.ask([prompt], SamplingParams(max_tokens=40, temperature=0))
     ids = free.token_ids
@@ -399,13 +399,13 @@ def test_who_is_cancelled_disturbs_nobody(fresh):
     async def cancel_some():
         tasks = fresh.start(prompts, params)
         await fresh.has_begun()
-        for i in (0, 3, 11):  # of which the last waits for a slot
+        for i in (0, 3, 11):  # The last one waits for a slot.
             tasks[i].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    found = fresh.run(cancel_some())
-    assert [i for i, r in enumerate(found) if isinstance(r, asyncio.CancelledError)] == [0, 3, 11]
-    for prompt, completion in zip(prompts, found, strict=True):
+    results = fresh.run(cancel_some())
+    assert [i for i, r in enumerate(results) if isinstance(r, asyncio.CancelledError)] == [0, 3, 11]
+    for prompt, completion in zip(prompts, results, strict=True):
         if not isinstance(completion, asyncio.CancelledError):
             fresh.check(prompt, completion)
             assert len(completion.token_ids) == 400
@@ -429,11 +429,11 @@ def test_paused_requests_go_on_with_newer_weights_after_a_sleep(fresh, num_steps
         return await asyncio.gather(*tasks)
 
     fresh.change()
-    *found, late = fresh.run(change())
+    *early, late = fresh.run(change())
     fresh.version += 1
     fresh.check([3, 4], late)
     assert late.policy_versions == [fresh.version] * 12
-    for prompt, completion in zip(prompts, found, strict=True):
+    for prompt, completion in zip(prompts, early, strict=True):
         versions = completion.policy_versions
         assert len(versions) == 400 and versions == sorted(versions)
         assert (
@@ -464,9 +464,9 @@ def test_what_was_begun_is_continued(fresh, num_tokens):
         )
 
     for params in (GREEDY, replace(GREEDY, temperature=1.0)):
-        whole = fresh.ask(prompts, params)
-        found = fresh.run(go_on(params, [continued(c, num_tokens) for c in whole]))
-        for prompt, completion, before in zip(prompts, found, whole, strict=True):
+        complete = fresh.ask(prompts, params)
+        result = fresh.run(go_on(params, [continued(c, num_tokens) for c in complete]))
+        for prompt, completion, before in zip(prompts, result, complete, strict=True):
             fresh.check(prompt, completion)
             is_repeated = params is GREEDY or fresh.kind == "embedded"  # SGLang's seeds are its own
             assert len(completion.token_ids) == 12
@@ -518,12 +518,12 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(fresh):
         await fresh.engine.resume()
         return await asyncio.gather(*tasks)
 
-    found = fresh.run(with_a_pause())
-    for (name, _), completion in zip(requests, found, strict=True):
+    results = fresh.run(with_a_pause())
+    for (name, _), completion in zip(requests, results, strict=True):
         before = {fresh.versions.get(name, fresh.version)}
         assert set(completion.policy_versions) == before | ({99} if name == "alice" else set())
         completion.newer_versions.clear()
-    fresh.check_all(requests, found)  # alice's adapter came again as it was
+    fresh.check_all(requests, results)  # alice's adapter came again as it was
 
 
 def test_it_sleeps_and_wakes_again_and_again_with_the_same_weights_and_takes_adapters_meanwhile(
@@ -539,7 +539,7 @@ def test_it_sleeps_and_wakes_again_and_again_with_the_same_weights_and_takes_ada
     fresh.engine.end_session("never seen")
 
 
-# What a run knows of it
+# Engines in a run
 
 
 class Renamed(EmbeddedEngine):
@@ -551,8 +551,8 @@ def test_an_engine_is_known_by_what_it_can_and_not_by_its_name(tiny_model, flags
     monkeypatch.setitem(registry.ENGINES, "renamed", lambda: Renamed)
     has_copy = []
     for name in ("embedded", "renamed"):
-        given = words("--model", tiny_model, "--env_path x.py --out x --max_tokens 16", flags)
-        config = choose_engine(parse_config([*given, "--engine", name]), 1)
+        flags_of = words("--model", tiny_model, "--env_path x.py --out x --max_tokens 16", flags)
+        config = choose_engine(parse_config([*flags_of, "--engine", name]), 1)
         learner = make_learner(tiny_model, flags, "--engine", name)
         chat = make_chats(config)[0]["policy"]
         engine = registry.engine_maker(config).make("policy", chat, learner, learner.ranks)
@@ -565,15 +565,17 @@ def test_nothing_is_decided_by_an_engines_name():
     for file in (ROOT / "rl_core").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Compare):
-                found = {getattr(part, "value", None) for part in (node.left, *node.comparators)}
-                assert not found & registry.ENGINES.keys(), f"{file}: {ast.unparse(node)}"
+                values = {
+                    getattr(operand, "value", None) for operand in (node.left, *node.comparators)
+                }
+                assert not values & registry.ENGINES.keys(), f"{file}: {ast.unparse(node)}"
 
 
 # SGLang's process
 
 
 def processes_of(group: int) -> list[str]:
-    """Of a process group, those that have ended and wait to be reaped left out."""
+    """Processes of a group, without zombies."""
     rows = subprocess.run(
         ["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True
     ).stdout.splitlines()
@@ -612,9 +614,9 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(
     wait_until(lambda: not processes_of(group), "all processes of the server have ended")
 
     subject.run(subject.engine.wake())
-    found = subject.run(subject.engine.take_metrics())
-    assert found["rollout/policy/engine_restarts"] == Sum(1)
-    subject.check_all(REQUESTS, subject.speak(REQUESTS))  # with what it had, which was kept
+    metrics = subject.run(subject.engine.take_metrics())
+    assert metrics["rollout/policy/engine_restarts"] == Sum(1)
+    subject.check_all(REQUESTS, subject.speak(REQUESTS))  # The weights were kept.
     subject.update_adapter("carol", 7)
     subject.check_all(REQUESTS, subject.speak(REQUESTS))
     group = subject.engine.server.process.pid

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core import registry
-from rl_core.engines import onednn
+from rl_core.engines import llama_cpu
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.engines.slots import SlotModel
 
@@ -22,7 +22,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 OTHERS = {
-    "llama": {"attention_bias": True, "mlp_bias": True, "sliding_window": 5},  # which has none
+    "llama": {"attention_bias": True, "mlp_bias": True, "sliding_window": 5},  # Ignored by Llama.
     "mistral": {"sliding_window": 5},
     "qwen2": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -38,31 +38,31 @@ def model(request):
     torch.manual_seed(3)
     config = AutoConfig.for_model(request.param, **SIZES, **OTHERS[request.param])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    for parameter in model.parameters():  # Norms too differ from 1, and biases from 0.
+    for parameter in model.parameters():  # Norms differ from 1, and biases from 0.
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
 
 @torch.inference_mode()
 def hidden_states(sampler):
-    """Of a padded prefill of three rows, and of five tokens after them."""
-    cache, found = sampler.make_cache(3, 30), []
+    """Hidden states of a padded prefill of three rows, and of five decode steps."""
+    cache, states = sampler.make_cache(3, 30), []
     draw = torch.Generator().manual_seed(0)
     sizes = torch.tensor([9, 4, 7])
     with sampler.borrowed():
         tokens = torch.randint(61, (3, 9), generator=draw)
         first = sampler.forward(cache, slice(0, 3), tokens, None, 9, sizes)
-        found += [row[:size] for row, size in zip(first, sizes, strict=True)]
+        states += [row[:size] for row, size in zip(first, sizes, strict=True)]
         for step in range(5):
             tokens = torch.randint(61, (3, 1), generator=draw)
-            found += sampler.forward(cache, slice(0, 3), tokens, sizes + step, 10 + step)
-    return torch.cat(found)
+            states += sampler.forward(cache, slice(0, 3), tokens, sizes + step, 10 + step)
+    return torch.cat(states)
 
 
 @pytest.mark.parametrize("large_from", [1, 2**40])
 def test_hidden_states_are_the_models(model, large_from, monkeypatch):
     """All products by oneDNN, where there is AVX512, and none."""
-    monkeypatch.setattr(onednn, "LARGE_PRODUCT", large_from)
+    monkeypatch.setattr(llama_cpu, "LARGE_PRODUCT", large_from)
     torch.testing.assert_close(
         hidden_states(LlamaSlots(model)), hidden_states(SlotModel(model)), atol=2e-5, rtol=2e-5
     )

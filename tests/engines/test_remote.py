@@ -30,17 +30,17 @@ NUM_ENGINES = 2
 
 
 def in_threads(function, arguments) -> list:
-    found = [None] * len(arguments)
+    results = [None] * len(arguments)
 
     def run(number: int) -> None:
-        found[number] = function(arguments[number])
+        results[number] = function(arguments[number])
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(arguments))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return found
+    return results
 
 
 @pytest.fixture
@@ -60,20 +60,22 @@ def served(ranks, tiny_model):
     engines = [make_embedded(tiny_model) for _ in range(NUM_ENGINES)]
 
     def serve(number: int) -> None:
-        own = ranks[1 + number]
-        channel = make_weight_channel(own, 60)
-        asyncio.run(EngineServer({"policy": engines[number]}, DeviceLease(), own, channel).serve())
+        server_ranks = ranks[1 + number]
+        channel = make_weight_channel(server_ranks, 60)
+        asyncio.run(
+            EngineServer({"policy": engines[number]}, DeviceLease(), server_ranks, channel).serve()
+        )
 
     threads = [threading.Thread(target=serve, args=(number,)) for number in range(NUM_ENGINES)]
     for thread in threads:
         thread.start()
-    found = connect(["policy"], ranks[0], torch.float32, 60)["policy"]
-    asyncio.run(found.wake())
-    yield found, engines
-    asyncio.run(found.close())
+    engine = connect(["policy"], ranks[0], torch.float32, 60)["policy"]
+    asyncio.run(engine.wake())
+    yield engine, engines
+    asyncio.run(engine.close())
     for thread in threads:
         thread.join(60)
-        assert not thread.is_alive(), "it goes on serving after stop"
+        assert not thread.is_alive(), "the server still runs after stop"
 
 
 def changed(folder, factor: float):
@@ -111,9 +113,10 @@ def test_it_answers_as_an_engine_here(served, tiny_model):
             far.finish_reason,
         )
         assert far.logprobs == pytest.approx(local.logprobs, abs=1e-5)
-    found = asyncio.run(engine.take_metrics())
+    metrics = asyncio.run(engine.take_metrics())
     assert (
-        found.keys() == {"time/engines_idle_frac"} and 0 < found["time/engines_idle_frac"].value < 1
+        metrics.keys() == {"time/engines_idle_frac"}
+        and 0 < metrics["time/engines_idle_frac"].value < 1
     )
 
 
@@ -127,9 +130,9 @@ def test_new_weights_reach_all_of_them_while_requests_go_on(served, tiny_model):
         await engine.update(changed(tiny_model, 1.3).items(), version=7)
         return await asyncio.gather(*tasks, engine.generate([3, 4], GREEDY, seed=0))
 
-    *found, late = asyncio.run(run())
+    *completions, late = asyncio.run(run())
     assert late.policy_versions == [7] * 12
-    for completion in found:  # each goes on where it stopped, or had not begun
+    for completion in completions:  # Continued after the pause, or started after it.
         assert len(completion.token_ids) == LONG.max_tokens and completion.policy_versions[-1] == 7
     for one in others:
         held = dict(one.model.named_parameters())
@@ -165,13 +168,13 @@ def test_a_conversation_stays_where_its_keys_and_values_are(served):
     async def talk():
         for name in ("a", "b"):
             [first] = await all_of([engine.generate([1, 2, 3], GREEDY, seed=0, session=name)])
-            place = engine.places[name]
+            server = engine.session_servers[name]
             await all_of(
                 [engine.generate([1, 2, 3, *first.token_ids, 4], GREEDY, seed=0, session=name)]
             )
-            assert engine.places[name] is place
+            assert engine.session_servers[name] is server
             engine.end_session(name)
-        assert not engine.places
+        assert not engine.session_servers
 
     asyncio.run(talk())
 
@@ -232,9 +235,9 @@ def test_every_weight_arrives_in_the_dtype_of_compute(ranks, monkeypatch, dtype)
         else:
             return {name: value.clone() for name, value in channel.receive()}
 
-    for found in in_threads(run, channels)[1:]:
-        assert list(found) == list(weights)
-        assert all(torch.equal(found[name], value.to(dtype)) for name, value in weights.items())
+    for received in in_threads(run, channels)[1:]:
+        assert list(received) == list(weights)
+        assert all(torch.equal(received[name], value.to(dtype)) for name, value in weights.items())
 
 
 def test_buckets_hold_as_much_as_they_may_and_a_larger_tensor_is_alone(monkeypatch):

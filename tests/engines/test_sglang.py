@@ -41,8 +41,8 @@ ENV = ROOT / "envs/sort_digits.py"
 
 
 class Standin:
-    """Answers as SGLang does, with tokens that it is told to give. `held`, `adapters`: the weights
-    that it has read."""
+    """Answers in SGLang's format, with tokens set by the test. `held`, `adapters`: the weights that
+    it has read."""
 
     def __init__(self):
         self.answers, self.held, self.label, self.requests = (
@@ -77,7 +77,7 @@ class Standin:
         self.requests.append((path, body))
         self.counts[path] += 1
         if (path, self.counts[path]) in self.deaths:
-            self.held, self.label = {}, "default"  # as somebody starts it anew, at once
+            self.held, self.label = {}, "default"  # Restarted at once by somebody.
             request.transport.close()
         while path in self.wait_for and not self.wait_for[path].is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -107,9 +107,9 @@ class Standin:
 
 @pytest.fixture
 def standin():
-    found = Standin()
-    yield found
-    found.loop.call_soon_threadsafe(found.loop.stop)
+    server = Standin()
+    yield server
+    server.loop.call_soon_threadsafe(server.loop.stop)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def ask(engine: SGLangEngine, params: SamplingParams = GREEDY, adapter: str = ""
 def restart(engine: SGLangEngine, standin: Standin) -> None:
     """Somebody starts the server anew, and the engine finds out."""
     standin.held, standin.label = {}, "default"
-    with pytest.raises(EngineDied, match="answered with other weights than it was given"):
+    with pytest.raises(EngineDied, match="sampled with other weights than rl_core sent"):
         ask(engine)
     asyncio.run(engine.wake())
 
@@ -156,7 +156,7 @@ def is_same(held, sent) -> bool:
     return held.keys() == sent.keys() and all(torch.equal(held[name], sent[name]) for name in sent)
 
 
-# What the server answers
+# Responses of the server
 
 
 def test_a_request_that_the_server_cuts_off_is_a_completion_of_that_length(make, standin):
@@ -187,7 +187,7 @@ def test_the_server_draws_as_it_is_asked_to(make, standin):
         {"temperature": 0.0},
     ):
         ask(engine, SamplingParams(max_tokens=8, stop_token_ids=(9,), **asked))
-        told = [body for path, body in standin.requests if path == "generate"][-1][
+        sent = [body for path, body in standin.requests if path == "generate"][-1][
             "sampling_params"
         ]
         off = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}  # SGLang's
@@ -197,7 +197,7 @@ def test_the_server_draws_as_it_is_asked_to(make, standin):
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
-        assert {name: told[name] for name in off | same} == off | same | asked
+        assert {name: sent[name] for name in off | same} == off | same | asked
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(
 
 
 def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
-    def adapter(*given, model=tiny_model, name="policy") -> str:
-        config = parse_config(words("--model", model, "--env_path x.py --out x", *given))
+    def adapter(*changes, model=tiny_model, name="policy") -> str:
+        config = parse_config(words("--model", model, "--env_path x.py --out x", *changes))
         config = replace(config, engine=config.engine.replace("auto", "sglang"))
         return engine_maker(config).adapter_of(name)
 
@@ -305,8 +305,8 @@ def test_a_run_goes_on_whoever_meets_the_death_of_its_server(tiny_model, standin
         "--save_every",
         4,
     ]
-    given = ["--model", tiny_model, "--env_path", tmp_path / "env.py", *url, *sizes]
-    assert main([str(f) for f in (*given, "--out", tmp_path / "run")]) == 0
+    flags = ["--model", tiny_model, "--env_path", tmp_path / "env.py", *url, *sizes]
+    assert main([str(f) for f in (*flags, "--out", tmp_path / "run")]) == 0
     asked = [body["input_ids"] for path, body in standin.requests if path == "generate"]
     assert asked[canary[1] - 1] in asked[:4] and asked[episode[1] - 1] not in asked[:4]
     assert all(standin.counts[path] >= number for path, number in standin.deaths)
@@ -337,16 +337,15 @@ def test_a_death_in_a_pause_is_no_error_of_the_pause(make, standin, deaths):
         )
         await engine.resume()
         await reviving
-        [found] = await asyncio.gather(request, return_exceptions=True)
-        assert isinstance(found, EngineDied) or found.token_ids[-1] == 6
+        [error] = await asyncio.gather(request, return_exceptions=True)
+        assert isinstance(error, EngineDied) or error.token_ids[-1] == 6
         assert (await engine.generate([1, 2], GREEDY, seed=0)).token_ids == [6]
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(make, standin):
-    """Each learner asks for the tokens of its own requests, which one pause of the server gives to
-    all."""
+    """One pause of the server returns tokens of all requests, when several learners ask for them."""
     held, engine = threading.Event(), make()
     standin.answers = [([5], {"type": "abort"}), ([6], {"type": "length"})]
     standin.wait_for["generate"] = held
@@ -402,8 +401,8 @@ def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_upda
             "update_weights_from_disk",
             str(engine.way.folder),
         ]
-        found = await engine.take_metrics()
-        assert found["rollout/policy/engine_restarts"] == Sum(3)
+        metrics = await engine.take_metrics()
+        assert metrics["rollout/policy/engine_restarts"] == Sum(3)
         assert (
             await engine.generate([1, 2], replace(GREEDY, max_tokens=1), seed=0)
         ).policy_version == engine.version
@@ -474,8 +473,8 @@ def test_a_server_that_does_not_start_quotes_its_log(tiny_model, tmp_path):
 HOLD = """
 import sys
 from types import SimpleNamespace
-from rl_core.engines.weight_ways import Files
-files = Files(SimpleNamespace(folder=None, url=""))
+from rl_core.engines.weight_ways import WeightFiles
+files = WeightFiles(SimpleNamespace(folder=None, url=""))
 print(files.write([("model", b"weights")]), flush=True)
 sys.stdin.read()
 """
@@ -507,7 +506,7 @@ def free_port() -> int:
 
 
 def flags(model, data, out, *more) -> list[str]:
-    found = [
+    files = [
         "--model",
         model,
         "--env_path",
@@ -528,19 +527,19 @@ def flags(model, data, out, *more) -> list[str]:
         "--group_size",
         8,
     ]
-    return [str(f) for f in (*found, *lengths)]
+    return [str(f) for f in (*files, *lengths)]
 
 
 def test_ranks_that_servers_do_not_divide_are_refused(tiny_model, sort_data, tmp_path):
-    given = ["--actors.policy.engine_urls", "http://localhost:3,http://localhost:4"]
+    urls = ["--actors.policy.engine_urls", "http://localhost:3,http://localhost:4"]
     with pytest.raises(ValueError, match=r"engine_urls \(2\) must divide the 1 ranks"):
-        make_plan(parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), *given]))
+        make_plan(parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), *urls]))
 
 
 def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny_model, tmp_path):
-    given = "--quantization fp8 --kv-cache-dtype=fp8_e5m2 --json-model-override-args '{\"a\": 1}'"
+    extra = "--quantization fp8 --kv-cache-dtype=fp8_e5m2 --json-model-override-args '{\"a\": 1}'"
     spec = replace(
-        spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None), args=given
+        spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None), args=extra
     )
     assert server_args(spec)[-4:] == [
         "fp8",
@@ -549,7 +548,7 @@ def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny
         '{"a": 1}',
     ]
     base = ["--model", "m", "--env_path", "x.py", "--out", "x"]
-    assert parse_config([*base, "--engine_args", given, "--num_steps", "3"]).engine_args == given
+    assert parse_config([*base, "--engine_args", extra, "--num_steps", "3"]).engine_args == extra
     with pytest.raises(ValueError, match="--engine_args=--x needs --engine sglang"):
         choose_engine(parse_config([*base, "--engine", "embedded", "--engine_args=--x"]), 1)
     for flag, ours in {
@@ -569,8 +568,7 @@ def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_server_of_our_own_is_told_to_compute_logits_in_fp32(device, tiny_model, tmp_path):
-    """As the learner does; real servers of other tests may be left out where SGLang is not
-    installed."""
+    """Logits are in fp32 like the learner's. Also runs where SGLang is not installed."""
     spec = spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None)
     assert "--enable-fp32-lm-head" in server_args(replace(spec, device=torch.device(device)))
 
@@ -583,9 +581,9 @@ def test_a_running_server_that_does_not_answer_is_named(tiny_model, sort_data, t
         "1",
     ]
     assert main([*flags(tiny_model, sort_data, tmp_path / "run"), *url]) == 1
-    said = capfd.readouterr().err
-    assert f"error: engine policy at http://127.0.0.1:{port} did not answer within 1 s" in said
-    assert "Traceback" not in said
+    printed = capfd.readouterr().err
+    assert f"error: engine policy at http://127.0.0.1:{port} did not answer within 1 s" in printed
+    assert "Traceback" not in printed
 
 
 def test_auto_is_the_embedded_engine_without_a_gpu(tiny_model, sort_data, tmp_path, monkeypatch):
@@ -601,8 +599,8 @@ def test_auto_is_the_embedded_engine_without_a_gpu(tiny_model, sort_data, tmp_pa
 
 def two_ways(model, out, *more) -> list[str]:
     """Flags of two actors over one model that learn opposite tasks."""
-    found = ["--actors.up.model", model, "--actors.up.lora.rank", 16, "--actors.down.share", "up"]
-    found += [
+    flags = ["--actors.up.model", model, "--actors.up.lora.rank", 16, "--actors.down.share", "up"]
+    flags += [
         "--env_path",
         ENV.parent / "sort_two_ways.py",
         "--out",
@@ -611,7 +609,7 @@ def two_ways(model, out, *more) -> list[str]:
         "sglang",
         *more,
     ]
-    return [str(f) for f in (*found, "--max_tokens", 8, "--max_prompt_tokens", 16)]
+    return [str(f) for f in (*flags, "--max_tokens", 8, "--max_prompt_tokens", 16)]
 
 
 @needs_sglang
@@ -688,10 +686,10 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, way, tmp_
     spec = spec_of(tmp_path / "export", log, skeleton, None, weights=way, bucket_bytes=30_000)
 
     def logprobs(prompt, done) -> torch.Tensor:
-        said = sample(
+        results = sample(
             [*prompt, *done.token_ids], [0] * len(prompt) + [1] * len(done.token_ids), 1.0
         )
-        [minibatch], _ = learner.shard([said])
+        [minibatch], _ = learner.shard([results])
         with torch.no_grad():
             return learner.forward(minibatch.batches[0])[0]
 
@@ -702,11 +700,11 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, way, tmp_
             for version in range(2):
                 done = await asyncio.gather(*(engine.generate(p, GREEDY, seed=0) for p in prompts))
                 for prompt, one in zip(prompts, done, strict=True):
-                    found = torch.tensor(one.logprobs)
-                    torch.testing.assert_close(found, logprobs(prompt, one), atol=1e-4, rtol=0)
+                    sampled = torch.tensor(one.logprobs)
+                    torch.testing.assert_close(sampled, logprobs(prompt, one), atol=1e-4, rtol=0)
                     if not version:
                         of_plain = logprobs_of(plain, prompt, one.token_ids)
-                        torch.testing.assert_close(found, of_plain, atol=1e-4, rtol=0)
+                        torch.testing.assert_close(sampled, of_plain, atol=1e-4, rtol=0)
                 for weight_name, weight in learner.policy.hf.state_dict().items():
                     weight.mul_(-9 if "correction_bias" in weight_name else 1.2)
                 await engine.update(learner.named_weights(), version + 1)
@@ -803,11 +801,11 @@ def children_of(pid: int | str, *more: str) -> list[str]:
     "ranks",
     [
         pytest.param(["1"], id="in step"),
-        pytest.param(["2", "--engine_ranks", "1"], id="rank of its own"),
+        pytest.param(["2", "--engine_ranks", "1"], id="engine rank"),
         pytest.param(["1", "--engine_weights", "device"], id="no copy", marks=pytest.mark.slow),
         pytest.param(
             ["2", "--engine_ranks", "1", "--engine_weights", "device", "--max_staleness", "1"],
-            id="no copy, rank of its own",
+            id="no copy, engine rank",
             marks=pytest.mark.slow,
         ),
     ],
@@ -828,10 +826,10 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(
         "-m",
         "rl_core.train",
     ]
-    given = flags(
+    argv = flags(
         warm_model, sort_data, tmp_path / "run", "--num_steps", 6, "--engine", "sglang", *ranks[1:]
     )
-    rows_of_run_with_a_death([*command, *given], tmp_path / "run", kill)
+    rows_of_run_with_a_death([*command, *argv], tmp_path / "run", kill)
 
 
 @needs_sglang
@@ -842,7 +840,7 @@ def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew
     out, port, servers = tmp_path / "run", free_port(), []
 
     def serve(_=None) -> None:
-        """As somebody starts a server on a CPU, with a key; the one before is killed."""
+        """Starts a server on a CPU with a key, and kills the previous one."""
         for server in servers:
             os.killpg(server.pid, signal.SIGKILL)
         limits = (
@@ -862,8 +860,8 @@ def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew
         command += [*limits.split(), *kernels.split()]
         env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
         with open(tmp_path / "server.log", "a") as file:
-            how = {"stdout": file, "stderr": file, "env": env, "start_new_session": True}
-            servers[:] = [subprocess.Popen(command, **how)]
+            pipes = {"stdout": file, "stderr": file, "env": env, "start_new_session": True}
+            servers[:] = [subprocess.Popen(command, **pipes)]
 
     url = [
         "--actors.policy.engine_urls",

@@ -86,7 +86,7 @@ def test_two_learners_send_their_shards_again_to_servers_that_died(
     if not more:
         assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-6
     sent = [row["sync/policy/device_mib"] for row in rows]
-    once = sent[0]  # to both servers
+    once = sent[0]  # Both servers.
     # The sixth update is not in a row of metrics.
     assert sum(sent) > 7 * once, "five updates, both deaths, and after the save"
 
@@ -105,11 +105,11 @@ def test_two_learners_broadcast_their_shards_to_a_server_each(
     learn += ["--actors.policy.engine_urls", ",".join(urls)]
     try:
         with open(tmp_path / "servers.log", "w") as log:
-            how = {"stdout": log, "stderr": log, "env": env, "start_new_session": True}
+            pipes = {"stdout": log, "stderr": log, "env": env, "start_new_session": True}
             for port in ports:
-                servers.append(subprocess.Popen([*command, str(port)], **how))
-            given = flags(warm_model, sort_data, tmp_path / "run", *learn)
-            torchrun(2, "-m", "rl_core.train", *given, timeout_s=900)
+                servers.append(subprocess.Popen([*command, str(port)], **pipes))
+            argv = flags(warm_model, sort_data, tmp_path / "run", *learn)
+            torchrun(2, "-m", "rl_core.train", *argv, timeout_s=900)
     finally:
         for server in servers:
             os.killpg(server.pid, signal.SIGKILL)

@@ -37,7 +37,7 @@ ALICE = "--actors.alice.lora.rank 3 --actors.alice.lora.targets q_proj,up_proj"
 
 @pytest.fixture
 def talk(tiny_model, tmp_path) -> list[str]:
-    """Flags of bob and alice, who share his model, each with an adapter of its own size."""
+    """Flags of bob and alice, who share his model, with adapters of different sizes."""
     (tmp_path / "talk.py").write_text(TALK)
     flags = words(
         "--actors.bob.model", tiny_model, "--actors.bob.lora.rank 4 --actors.alice.share bob", ALICE
@@ -65,7 +65,7 @@ def logprobs(learner, policy=None, adapter=None) -> torch.Tensor:
     return (policy or learner.policy)(batch, 1.0, adapter)[0]
 
 
-def said(run, name: str) -> list[tuple[list[int], list[float]]]:
+def sampled_by(run, name: str) -> list[tuple[list[int], list[float]]]:
     async def gather():
         asked = (run.actors[name].speaker.generate([1, 9 + i, 20], GREEDY, i) for i in range(4))
         return [(c.token_ids, c.logprobs) for c in await asyncio.gather(*asked)]
@@ -74,12 +74,12 @@ def said(run, name: str) -> list[tuple[list[int], list[float]]]:
 
 
 def test_one_set_of_weights_serves_both_learners_and_their_engine(talk, tiny_model, tmp_path):
-    given = make_run(tmp_path / "run", talk)
-    assert len(given.actors) == 2
-    [engine] = given.device.engines
+    run = make_run(tmp_path / "run", talk)
+    assert len(run.actors) == 2
+    [engine] = run.device.engines
     models = [
         engine.model,
-        *(model.hf for learner in given.learners.values() for model in learner.models()),
+        *(model.hf for learner in run.learners.values() for model in learner.models()),
     ]
     storages = {
         p.data_ptr(): p.numel()
@@ -90,19 +90,19 @@ def test_one_set_of_weights_serves_both_learners_and_their_engine(talk, tiny_mod
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     assert sum(storages.values()) == sum(p.numel() for p in plain.parameters())
     bob, alice = (
-        {p.data_ptr() for _, p in given.learners[name].trained_parameters()}
+        {p.data_ptr() for _, p in run.learners[name].trained_parameters()}
         for name in ("bob", "alice")
     )
     assert len(bob) == 2 * 2 * 7 and len(alice) == 2 * 2 * 2 and not bob & alice
-    assert all(p.requires_grad for x in given.learners.values() for _, p in x.trained_parameters())
+    assert all(p.requires_grad for x in run.learners.values() for _, p in x.trained_parameters())
     assert not any(p.requires_grad for p in engine.model.parameters())
 
 
 def test_a_step_of_one_leaves_the_other_and_the_base_bit_for_bit(talk, tiny_model, tmp_path):
-    given = with_random_adapters(make_run(tmp_path / "run", talk))
-    bob, alice = given.learners["bob"], given.learners["alice"]
-    plain = logprobs(bob, make_policy(str(tiny_model), torch.float32, given.ranks))
-    before = {name: logprobs(learner) for name, learner in given.learners.items()}
+    run = with_random_adapters(make_run(tmp_path / "run", talk))
+    bob, alice = run.learners["bob"], run.learners["alice"]
+    plain = logprobs(bob, make_policy(str(tiny_model), torch.float32, run.ranks))
+    before = {name: logprobs(learner) for name, learner in run.learners.items()}
     assert torch.equal(logprobs(alice, adapter=""), plain)  # the reference
     for _ in range(2):
         alice.step(alice.shard(ragged_samples())[0], 0)
@@ -110,23 +110,24 @@ def test_a_step_of_one_leaves_the_other_and_the_base_bit_for_bit(talk, tiny_mode
         logprobs(alice), before["alice"]
     )
     assert not torch.equal(before["alice"], before["bob"])
-    for learner in given.learners.values():
+    for learner in run.learners.values():
         assert torch.equal(logprobs(learner, adapter=""), plain)
     assert all(p.grad is None for p in bob.policy.parameters())
 
 
 @pytest.mark.parametrize("flags", ["", "--learner.activations recompute"])
 def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
-    """With activation checkpointing a backward computes anew what the forward did, with the same
-    adapter."""
+    """With activation checkpointing the backward recomputes the forward with the same adapter."""
     shared = make_run(tmp_path / "shared", talk, flags)
-    own = words(
+    changed = words(
         "--actors.bob.model",
         tiny_model,
         "--actors.bob.lora.rank 4 --actors.alice.model",
         tiny_model,
     )
-    alone = make_run(tmp_path / "alone", own, talk[talk.index("--actors.alice.lora.rank") :], flags)
+    alone = make_run(
+        tmp_path / "alone", changed, talk[talk.index("--actors.alice.lora.rank") :], flags
+    )
     for runs in (shared, alone):
         for step in range(4):
             for learner in runs.learners.values():
@@ -144,20 +145,20 @@ def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said
     talk, tmp_path
 ):
     judge = "--actors.judge.share bob --actors.judge.train false"
-    given = make_run(tmp_path / "run", talk, judge, "--actors.bob.lr 0 --algo.kl_coef 0.01")
-    assert "judge" not in given.learners and len(given.device.engines) == 1
-    for name, learner in given.learners.items():
+    shared = make_run(tmp_path / "run", talk, judge, "--actors.bob.lr 0 --algo.kl_coef 0.01")
+    assert "judge" not in shared.learners and len(shared.device.engines) == 1
+    for name, learner in shared.learners.items():
         for i, parameter in enumerate(p for _, p in learner.trained_parameters()):
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
         asyncio.run(
-            given.actors[name].engine.update(
-                learner.engine_weights(True), 0, adapter=given.actors[name].adapter
+            shared.actors[name].engine.update(
+                learner.engine_weights(True), 0, adapter=shared.actors[name].adapter
             )
         )
-    before = {name: said(given, name) for name in given.actors}
+    before = {name: sampled_by(shared, name) for name in shared.actors}
     assert before["judge"] != before["bob"]
-    asyncio.run(given.fit())
-    after = {name: said(given, name) for name in given.actors}
+    asyncio.run(shared.fit())
+    after = {name: sampled_by(shared, name) for name in shared.actors}
     assert {name: before[name] == after[name] for name in before} == {
         "bob": True,
         "alice": False,
@@ -165,7 +166,7 @@ def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said
     }
     rows = metrics(tmp_path / "run")
     assert rows[0]["learn/alice/ref_kl_nats"] > 0 and not any("judge" in key for key in rows[0])
-    # What the engine samples by is what the learner computes: a difference of 1e-5 nats is 5e-11 of
+    # The engine samples with the learner's logprobs: a difference of 1e-5 nats is 5e-11 of
     # KL.
     assert (
         max(row[f"learn/{name}/mismatch_kl_nats_max"] for row in rows for name in ("bob", "alice"))
@@ -213,8 +214,8 @@ def test_who_shares_takes_what_is_not_given_and_a_saved_configuration_is_the_sam
     alice = parse_config(words(bob, "--actors.bob.lora.alpha 8")).actors["alice"]
     assert alice.model == "m" and (alice.lora.rank, alice.lora.alpha) == (4, 8)
     more = "--actors.bob.lora.quantize nf4 --actors.alice.lora.rank 2"
-    own = parse_config(words(bob, more)).actors["alice"].lora
-    assert (own.rank, own.alpha, own.quantize) == (2, 32.0, "nf4")
+    alices = parse_config(words(bob, more)).actors["alice"].lora
+    assert (alices.rank, alices.alpha, alices.quantize) == (2, 32.0, "nf4")
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Engines that share a device: who has it when, what goes wrong, and that what they say stays the
-same."""
+"""Engines that share a device: order of use, failures, and unchanged samples."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ from rl_core.types import SamplingParams
 
 
 class Sleeper:
-    """Knows whether it is awake, and fails when told to."""
+    """Tracks whether it is awake, and fails on demand."""
 
     def __init__(self, name: str, diary: list[tuple[str, str]]):
         self.name, self.diary, self.is_awake, self.errors = name, diary, False, {}
 
-    async def _turn(self, what: str) -> None:
+    async def _turn(self, event: str) -> None:
         await asyncio.sleep(0)
-        if what in self.errors:
-            raise self.errors.pop(what)
-        self.is_awake = what == "wake"
-        self.diary.append((what, self.name))
+        if event in self.errors:
+            raise self.errors.pop(event)
+        self.is_awake = event == "wake"
+        self.diary.append((event, self.name))
 
     async def sleep(self):
         await self._turn("sleep")
@@ -61,7 +60,7 @@ class Desk:
 
     @property
     def woken(self) -> str:
-        return "".join(name for what, name in self.diary if what == "wake")
+        return "".join(name for event, name in self.diary if event == "wake")
 
 
 async def settle() -> None:
@@ -110,18 +109,18 @@ def test_after_its_slice_the_holder_admits_nobody_while_others_queue():
     run(main())
 
 
-@pytest.mark.parametrize("what", ["wake", "sleep"])
-def test_a_switch_that_fails_reaches_all_who_wait_for_it_and_others_are_served(what):
+@pytest.mark.parametrize("method", ["wake", "sleep"])
+def test_a_switch_that_fails_reaches_all_who_wait_for_it_and_others_are_served(method):
     async def main():
         desk = Desk("abc")
         first = desk.enter("a")
         await settle()
-        desk.engines["b" if what == "wake" else "a"].errors[what] = OSError("no room")
+        desk.engines["b" if method == "wake" else "a"].errors[method] = OSError("no room")
         calls = [first, *(desk.enter(name) for name in "bbc")]
         await settle()
         desk.gate.set()
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        assert [str(x) for x in found] == ["a", "no room", "no room", "c"]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [str(x) for x in results] == ["a", "no room", "no room", "c"]
         assert await asyncio.gather(desk.enter("b"), desk.enter("a")) == ["b", "a"]
 
     run(main())
@@ -147,8 +146,10 @@ def test_random_arrivals_and_cancellations_are_all_served_with_one_awake():
                 return "cancelled"
 
         names = [draw.choice("aaabbc") for _ in range(150)]
-        said = await asyncio.gather(*map(one, names))
-        assert all(text in (name, "cancelled") for name, text in zip(names, said, strict=True))
+        completions = await asyncio.gather(*map(one, names))
+        assert all(
+            text in (name, "cancelled") for name, text in zip(names, completions, strict=True)
+        )
         assert set(desk.woken) == set("abc") and not desk.lease.queue and not desk.lease.inside
 
     for seed in range(6):
@@ -179,9 +180,9 @@ def test_real_engines_that_share_a_device_say_what_they_say_alone(make_model, ma
         return sum(p.untyped_storage().nbytes() for p in engine.model.parameters())
 
     async def talk(engines, lease):
-        async def speak(name, prompt, **how):
+        async def speak(name, prompt, **changes):
             async with lease.of(engines[name]):
-                completion = await engines[name].generate(prompt, params, **how)
+                completion = await engines[name].generate(prompt, params, **changes)
                 assert not lease.holder or [n for n, e in engines.items() if size(e)] == [name]
                 return completion
 
@@ -194,8 +195,8 @@ def test_real_engines_that_share_a_device_say_what_they_say_alone(make_model, ma
 
         return await asyncio.gather(*(one(i, *request) for i, request in enumerate(requests)))
 
-    def load(name, **how):
-        return embedded(whole_model(folders[name]), num_slots=3, max_context_tokens=32, **how)
+    def load(name, **changes):
+        return embedded(whole_model(folders[name]), num_slots=3, max_context_tokens=32, **changes)
 
     class NoLease:
         holder = None
@@ -207,15 +208,15 @@ def test_real_engines_that_share_a_device_say_what_they_say_alone(make_model, ma
     shared = {name: load(name, owns_weights=True) for name in "abc"}
     assert not any(map(size, shared.values()))
     lease = DeviceLease(max_slice_s)
-    found = run(talk(shared, lease))
+    completions = run(talk(shared, lease))
     assert lease.num_switches >= 3
-    for pairs in zip(expected, found, strict=True):
+    for pairs in zip(expected, completions, strict=True):
         for a, b in zip(*pairs, strict=True):
             assert a.token_ids == b.token_ids and a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
 def test_paused_engines_lend_the_device_for_new_weights_and_go_on_where_they_stopped(make_model):
-    """What asynchronous training does between two tokens, with one engine awake at a time."""
+    """Asynchronous training updates between two tokens, with one engine awake at a time."""
     prompt, params = [1, 2, 3], SamplingParams(max_tokens=40)
     new = whole_model(make_model(seed=2))
 
@@ -275,7 +276,7 @@ def talk(make_model, tmp_path, *flags: str):
         "--tasks_per_step 4 --group_size 4 --num_steps 2 --optim.lr 1e-3 --max_tokens 60 "
         "--max_prompt_tokens 60"
     )
-    stop = json.dumps(list("abcdefghijklmnopqrstuvwxyz"))  # what is cut short ends the episode
+    stop = json.dumps(list("abcdefghijklmnopqrstuvwxyz"))  # A truncated turn ends the episode.
     return [
         *models,
         "--env_path",
@@ -293,9 +294,9 @@ def test_a_run_of_engines_that_take_turns_learns_what_one_without_does(make_mode
     from rl_core.train import main
 
     flags = [*talk(make_model, tmp_path), "--actors.alice.train", "false"]
-    for how in ("all", "one"):
-        assert main([*flags, "--out", str(tmp_path / how), "--rollout.engines_awake", how]) == 0
-    a, b = (weights(tmp_path / how, "bob") for how in ("all", "one"))
+    for awake in ("all", "one"):
+        assert main([*flags, "--out", str(tmp_path / awake), "--rollout.engines_awake", awake]) == 0
+    a, b = (weights(tmp_path / awake, "bob") for awake in ("all", "one"))
     assert all(torch.allclose(a[key], b[key], atol=1e-5) for key in a)
     assert metrics(tmp_path / "one")[-1]["rollout/engine_switches"] >= 2
     assert "rollout/engine_switches" not in metrics(tmp_path / "all")[-1]

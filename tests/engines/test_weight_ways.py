@@ -36,23 +36,23 @@ VERSIONS = {"server_info": {"version": "0.5.23", "tp_size": 1}}
 
 
 def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Of several dtypes and sizes, one of them empty, one larger than a bucket of 400 bytes."""
+    """Weights of several dtypes and sizes, one empty, one larger than a bucket of 400 bytes."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(7, 5), (3,), (64, 9), (), (0, 4), (2, 2, 2), (33,)]
-    found = {f"w{n}": torch.randn(shape, generator=draw) for n, shape in enumerate(shapes)}
-    found["ids"] = torch.randint(100, (5,), generator=draw)
-    found["last"] = torch.randn(6, generator=draw, dtype=torch.float64)
-    return found
+    weights = {f"w{n}": torch.randn(shape, generator=draw) for n, shape in enumerate(shapes)}
+    weights["ids"] = torch.randint(100, (5,), generator=draw)
+    weights["last"] = torch.randn(6, generator=draw, dtype=torch.float64)
+    return weights
 
 
 def unpacked(flat: torch.Tensor, metadata) -> dict[str, torch.Tensor]:
-    """As SGLang takes tensors out of a bucket."""
+    """Tensors of a bucket, split by SGLang's rule."""
     return {m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in metadata}
 
 
 def read_blob(blob: str) -> dict[str, torch.Tensor]:
-    found = pickle.loads(base64.b64decode(blob))
-    return unpacked(found["flattened_tensor"], found["metadata"])
+    content = pickle.loads(base64.b64decode(blob))
+    return unpacked(content["flattened_tensor"], content["metadata"])
 
 
 # Buckets
@@ -62,16 +62,16 @@ def read_blob(blob: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_buckets_hold_every_tensor_cast_and_are_no_larger_than_asked(bucket_bytes, dtype):
     weights = some_weights()
-    found, sizes = {}, []
+    received, sizes = {}, []
     for bucket in in_flat_buckets(weights.items(), dtype, CPU, bucket_bytes):
-        found |= {name: value.clone() for name, value in read_blob(bucket.blob()).items()}
+        received |= {name: value.clone() for name, value in read_blob(bucket.blob()).items()}
         sizes.append((bucket.num_bytes, sum(shape.numel() > 0 for shape in bucket.shapes.values())))
-    assert list(found) == list(weights), "in their order"
+    assert list(received) == list(weights), "in their order"
     for name, value in weights.items():
         expected = value.to(dtype) if value.is_floating_point() else value
-        assert torch.equal(found[name], expected) and found[name].dtype == expected.dtype
+        assert torch.equal(received[name], expected) and received[name].dtype == expected.dtype
     assert all(size <= bucket_bytes or count == 1 for size, count in sizes)
-    assert sum(size for size, _ in sizes) == sum(v.nbytes for v in found.values())
+    assert sum(size for size, _ in sizes) == sum(v.nbytes for v in received.values())
 
 
 def test_a_bucket_is_as_full_as_the_next_tensor_allows():
@@ -100,9 +100,9 @@ class Gathered:
 class Watched(torch.Tensor):
     @staticmethod
     def of(value: torch.Tensor, owner: Gathered) -> Watched:
-        found = value.as_subclass(Watched)
-        found.owner = owner
-        return found
+        watched = value.as_subclass(Watched)
+        watched.owner = owner
+        return watched
 
     def __del__(self):
         if owner := getattr(self, "owner", None):
@@ -129,10 +129,10 @@ class CountedCopies(TorchDispatchMode):
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **kwargs or {})
+        output = func(*args, **kwargs or {})
         if func.name().endswith(("copy_", "_to_copy", "clone", "cat")):
-            self.num_bytes += found.nbytes
-        return found
+            self.num_bytes += output.nbytes
+        return output
 
 
 def test_files_copy_each_weight_twice_on_the_host_and_buckets_once_on_the_device():
@@ -295,7 +295,7 @@ for line in sys.stdin:
 
 
 class Receiver:
-    """A server's rank in a process of its own; a new one joins each group."""
+    """A server's rank in a separate process; a new one joins each group."""
 
     def __init__(self, dies_at: int = 0):
         self.held, self.num_buckets, self.num_groups, self.dies_at = {}, 0, 0, dies_at
@@ -343,7 +343,7 @@ def test_a_broadcast_brings_every_value_and_a_new_group_comes_after_a_death():
         way.close()
 
 
-# Which way
+# Choice of the way
 
 
 def some_spec(device: str, **more):
@@ -396,8 +396,8 @@ URL = ["--actors.policy.engine_urls", "http://a:1"]
     ],
 )
 def test_a_way_that_cannot_be_is_refused_at_the_start(flags, says, tiny_model):
-    given = ["--model", str(tiny_model), "--env_path", "x.py", "--out", "x", *flags]
-    config = parse_config(given)
+    arguments = ["--model", str(tiny_model), "--env_path", "x.py", "--out", "x", *flags]
+    config = parse_config(arguments)
     with pytest.raises(ValueError, match=says):
         ENGINES[config.engine]().check(config, "policy", may_lack=True)
 
@@ -428,8 +428,8 @@ class Model:
 
     def held(self) -> list[dict[str, str]]:
         """Hashes of the tensors at each of the server's ranks."""
-        found = self.run(self.engine._ask("weights_checker", {"action": "checksum"}))
-        return [rank["checksums"] for rank in found["ranks"]]
+        answer = self.run(self.engine._ask("weights_checker", {"action": "checksum"}))
+        return [rank["checksums"] for rank in answer["ranks"]]
 
     def check_logprobs(self) -> None:
         for prompt in random_prompts(3):
@@ -467,7 +467,7 @@ def test_a_servers_ranks_read_the_buckets_and_get_them_again_after_a_death_betwe
         assert all(not a.items() & b.items() for a, b in zip(first, changed, strict=True))
         model.check_logprobs()
         model.update(2, factor=0.5)
-        assert model.held() == first, "hash for hash what the server read from the folder"
+        assert model.held() == first, "every hash equals that of the folder's weights"
 
         model.run(model.engine.sleep())
         model.run(model.engine._ask("weights_checker", {"action": "reset_tensors"}))
@@ -542,18 +542,18 @@ def test_a_server_that_runs_already_gets_weights_by_a_broadcast(tiny_model, tmp_
 
 @pytest.mark.gpu
 def test_another_process_reads_the_buckets_on_the_gpu(tmp_path):
-    """By a handle of CUDA IPC: the sums of what it reads are those of the weights."""
+    """Reads by a handle of CUDA IPC: sums equal those of the weights."""
     weights = {f"w{n}": torch.randn(100, 30, device="cuda") for n in range(5)}
     code = (
         "import base64, pickle, sys, torch; f = pickle.loads(base64.b64decode(sys.stdin.read())); "
         "m = f['metadata']; t = f['flattened_tensor']; assert t.is_cuda; "
         "print(sum(t[p.start_idx:p.end_idx].view(p.dtype).double().sum().item() for p in m))"
     )
-    found = 0.0
+    total = 0.0
     for bucket in in_flat_buckets(weights.items(), torch.float32, torch.device("cuda"), 30_000):
         torch.cuda.synchronize()
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, input=bucket.blob(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        found += float(done.stdout)
-    assert found == pytest.approx(sum(w.double().sum().item() for w in weights.values()))
+        total += float(done.stdout)
+    assert total == pytest.approx(sum(w.double().sum().item() for w in weights.values()))

@@ -11,8 +11,8 @@ from test_learner import assert_same, gradients, make_learner, ragged_samples
 from test_lora import make_lora_learner, with_random_adapters
 from test_memory import save_model
 
-from rl_core.engines import onednn
-from rl_core.plugins.llama_decoder import OneDNNLinear, RMSNorm, Rotary
+from rl_core.engines import llama_cpu
+from rl_core.engines.llama_cpu import OneDNNLinear, RMSNorm, Rotary
 
 
 def both_gradients(learner) -> list[dict[str, torch.Tensor]]:
@@ -41,7 +41,7 @@ WINDOWS = {
 @pytest.fixture(params=[0, math.inf], ids=["onednn", "mkl"])
 def products(request, monkeypatch):
     """Products of all sizes by oneDNN, on CPUs where any is, and of none."""
-    monkeypatch.setattr(onednn, "LARGE_PRODUCT", request.param)
+    monkeypatch.setattr(llama_cpu, "LARGE_PRODUCT", request.param)
 
 
 @pytest.mark.parametrize("arch", WINDOWS)

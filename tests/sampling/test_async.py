@@ -29,7 +29,7 @@ def load_tasks(split):
     return [{"messages": [{"role": "user", "content": str(n)}], "n": n} for n in range(64)]
 
 def interact(messages, n, state):
-    return [{"role": "user", "content": "go on"}] if state.random() < 0.2 + 0.7 * (n % 4 == 0) else None
+    return [{"role": "user", "content": "go up"}] if state.random() < 0.2 + 0.7 * (n % 4 == 0) else None
 
 def start(task):
     return random.Random(task.id)
@@ -66,7 +66,7 @@ def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(
             await asyncio.sleep(0)
 
     async def steps():
-        worker, taken, ages = worker_of(run), [], []
+        worker, positions, ages = worker_of(run), [], []
         worker.submit(group_of(n) for n in range(4 * max_staleness))
         for version in range(10):
             worker.version = version
@@ -74,15 +74,15 @@ def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(
             worker.submit(group_of(n) for n in range(first, min(first + 4, 40)))
             groups = await worker.collect(4, oldest=version - max_staleness)
             assert len(begun) <= 4 * (version + 1 + max_staleness)
-            taken += [g.position for g in groups]
+            positions += [g.position for g in groups]
             ages += [version - g.version for g in groups]
             for _ in range(5):
                 await asyncio.sleep(0)
         assert not worker.running and not worker.pending
-        return taken, ages
+        return positions, ages
 
-    taken, ages = asyncio.run(steps())
-    assert sorted(taken) == sorted(begun) == list(range(40))
+    positions, ages = asyncio.run(steps())
+    assert sorted(positions) == sorted(begun) == list(range(40))
     assert max(ages) == max_staleness, (
         "what may be older is, where some groups take thirty times as long as others"
     )
@@ -152,18 +152,18 @@ def uneven(tmp_path, tiny_model):
 
 def steps_of(out: Path) -> list[list[dict]]:
     """The trajectories of each step, of all ranks."""
-    found: dict[str, list[dict]] = {}
+    by_step: dict[str, list[dict]] = {}
     for file in sorted((out / "rollouts").glob("step_*.zst")):
-        found.setdefault(file.name[:11], []).extend(trajectories(file))
-    return list(found.values())
+        by_step.setdefault(file.name[:11], []).extend(trajectories(file))
+    return list(by_step.values())
 
 
 def ages_of(out: Path) -> list[int]:
-    """Of every turn's tokens, the oldest and the newest."""
+    """(oldest, newest) policy version of every turn's tokens."""
     done = [
         (n, turn["completion"])
-        for n, found in enumerate(steps_of(out))
-        for t in found
+        for n, rows in enumerate(steps_of(out))
+        for t in rows
         for turn in t["turns"]
     ]
     return [
@@ -172,7 +172,7 @@ def ages_of(out: Path) -> list[int]:
 
 
 def tasks_of(out: Path) -> list[int]:
-    return sorted(int(t["task_id"].split("/")[1]) for found in steps_of(out) for t in found)
+    return sorted(int(t["task_id"].split("/")[1]) for rows in steps_of(out) for t in rows)
 
 
 def learning(out: Path) -> list[dict]:
@@ -208,9 +208,9 @@ async def reward_fn(n):
 """
 
 
-def taken(ranks, num_evaluated: str, *positions: str) -> list[list[int]]:
-    """Positions of the groups under way that this rank goes on with, and those whose answers it
-    reads from the checkpoint. An evaluation of so many groups comes first."""
+def collected(ranks, num_evaluated: str, *positions: str) -> list[list[int]]:
+    """Positions of the unfinished groups that this rank continues, and of those whose completions it
+    reads from the checkpoint. An evaluation of num_evaluated groups comes first."""
 
     class Player:
         max_episodes = 8
@@ -234,9 +234,9 @@ def taken(ranks, num_evaluated: str, *positions: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_evaluated", [0, 4])
 def test_a_rank_goes_on_with_the_groups_whose_answers_it_has_read(num_evaluated):
-    found = of_ranks(3, __file__, "taken", num_evaluated, 3, 7, 8, 9, 11, 12)
-    assert all(begins == reads for begins, reads in found)
-    assert sorted(n for begins, _ in found for n in begins) == [3, 7, 8, 9, 11, 12]
+    positions = of_ranks(3, __file__, "collected", num_evaluated, 3, 7, 8, 9, 11, 12)
+    assert all(begins == reads for begins, reads in positions)
+    assert sorted(n for begins, _ in positions for n in begins) == [3, 7, 8, 9, 11, 12]
 
 
 def test_a_step_waits_for_a_group_that_would_be_too_old_for_the_next(tiny_model, tmp_path):
@@ -261,7 +261,7 @@ def test_tasks_under_way_at_a_checkpoint_come_first_when_the_run_resumes(uneven,
     for step in (4, 6):
         shutil.rmtree(out / f"checkpoints/step_{step:06d}")
     state = json.loads((out / "checkpoints/step_000002/state.json").read_text())
-    before = {t["task_id"] for found in steps_of(out)[:2] for t in found}
+    before = {t["task_id"] for rows in steps_of(out)[:2] for t in rows}
     assert state["position"] == 16 and len(state["pending"]) == 8
     assert {f"train/{p}" for p in state["pending"]} == {f"train/{p}" for p in range(16)} - before
     assert main([*flags, "--resume"]) == 0
@@ -375,4 +375,4 @@ def test_a_profiled_step_is_a_chrome_trace(uneven, tmp_path):
 
 
 if __name__ == "__main__":
-    answer({"taken": taken})
+    answer({"collected": collected})

@@ -1,5 +1,4 @@
-"""A user's file: its hooks and what they get, return and raise; deadlines; what is refused at
-start-up."""
+"""A user's file: arguments, results and errors of hooks; deadlines; errors at start-up."""
 
 from __future__ import annotations
 
@@ -298,8 +297,8 @@ def test_a_prompt_that_fills_the_context_is_an_error(env_of):
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        ("'go on'", 'must be a list of {"role": ..., "content": ...}, is \'go on\''),
-        ("['go on']", "message 1 is 'go on'"),
+        ("'go up'", 'must be a list of {"role": ..., "content": ...}, is \'go up\''),
+        ("['go up']", "message 1 is 'go up'"),
         ("[{'role': 'user', 'content': 3}]", "message 1 is {'role': 'user', 'content': 3}"),
         ("{'mesages': []}", "has an unknown key 'mesages'; known: messages, reward, done"),
         ("{'messages': [], 'reward': float('nan')}", "a reward must be a finite number"),
@@ -383,7 +382,7 @@ def test_a_hook_that_raises_is_named_with_the_line_and_its_reply_is_kept(env_of,
         import json
         def check(text):
             return json.loads(text)
-        def interact(completion): return [{{"role": "user", "content": "go on"}}]
+        def interact(completion): return [{{"role": "user", "content": "go up"}}]
         {kind} reward_fn(completion):
             return check(completion)
     """)
@@ -393,7 +392,7 @@ def test_a_hook_that_raises_is_named_with_the_line_and_its_reply_is_kept(env_of,
         "reward_fn() failed for task train/0: x.py:4: JSONDecodeError: Exp"
     )
     assert [turn.completion.text for turn in failed.turns] == ["first", "no json"]
-    assert talk(failed.messages) == ["u:2+2", "a:first", "u:go on", "a:no json"]
+    assert talk(failed.messages) == ["u:2+2", "a:first", "u:go up", "a:no json"]
 
 
 @pytest.mark.parametrize(
@@ -414,8 +413,8 @@ def test_a_hook_that_fails_in_a_truncated_episode_says_truncated(env_of, hook):
         says += "; interact() was not called after it"
     [cut] = run(env_of(hook), cast(policy="a long reply"), max_turns=2, max_tokens=5)
     assert cut.status == "failed" and cut.error.endswith(says)
-    [whole] = run(env_of(hook.replace("[3]", "[9]")), cast(policy="a long reply"), max_turns=2)
-    assert whole.status == "failed" and "truncated" not in whole.error
+    [trajectory] = run(env_of(hook.replace("[3]", "[9]")), cast(policy="a long reply"), max_turns=2)
+    assert trajectory.status == "failed" and "truncated" not in trajectory.error
 
 
 @pytest.mark.parametrize(
@@ -432,13 +431,13 @@ def test_a_hook_that_fails_in_a_truncated_episode_says_truncated(env_of, hook):
 def test_a_reward_of_a_truncated_episode_that_is_no_number_says_truncated(env_of, hook):
     [cut] = run(env_of(hook), cast(policy="a long reply"), max_tokens=5)
     assert "must be a finite number" in cut.error and "; the episode was truncated, " in cut.error
-    [whole] = run(env_of(hook), cast(policy="a long reply"))
-    assert "must be a finite number" in whole.error and "truncated" not in whole.error
+    [trajectory] = run(env_of(hook), cast(policy="a long reply"))
+    assert "must be a finite number" in trajectory.error and "truncated" not in trajectory.error
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize(
-    "what",
+    "raised",
     [
         "SystemExit(3)",
         "StopIteration",
@@ -447,14 +446,14 @@ def test_a_reward_of_a_truncated_episode_that_is_no_number_says_truncated(env_of
         "asyncio.CancelledError",
     ],
 )
-def test_whatever_a_hook_raises_fails_its_episode_alone(env_of, kind, what):
+def test_whatever_a_hook_raises_fails_its_episode_alone(env_of, kind, raised):
     env = env_of(
         f"import asyncio\n{kind} reward_fn(messages, answer):\n    if answer == 'bad': raise "
-        f"{what}\n    return 1"
+        f"{raised}\n    return 1"
     )
-    found = run(env, cast(policy="a"), rows=[ROW | {"answer": "bad"}, ROW])
-    assert [t.status for t in found] == ["failed", "ok"]
-    assert "reward_fn() failed for task train/0: " in found[0].error
+    trajectories = run(env, cast(policy="a"), rows=[ROW | {"answer": "bad"}, ROW])
+    assert [t.status for t in trajectories] == ["failed", "ok"]
+    assert "reward_fn() failed for task train/0: " in trajectories[0].error
 
 
 @pytest.mark.parametrize(
@@ -492,17 +491,18 @@ def test_a_hook_has_failed_that_ends_after_its_deadline():
         await asyncio.sleep(1.9)
 
     async def main():
-        task, how = (
+        task, message = (
             Task(id="train/0", env="x", row={}, messages=[]),
             {"path": __file__, "timeout_s": 1.0},
         )
         functions = (waits, lambda: waits(), lambda: time.sleep(1.9))
         hooks = [
-            Hook(name="hook", function=function, ours=frozenset(), **how) for function in functions
+            Hook(name="hook", function=function, ours=frozenset(), **message)
+            for function in functions
         ]
         return await asyncio.gather(*(hook(task, {}) for hook in hooks), return_exceptions=True)
 
-    assert [type(found) for found in asyncio.run(main())] == [TimeoutError] * 3
+    assert [type(error) for error in asyncio.run(main())] == [TimeoutError] * 3
 
 
 HANGING = """
@@ -599,7 +599,7 @@ def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
     assert "await an async client (AsyncOpenAI, not OpenAI), or write it as def, which runs" in line
 
 
-# What is refused at start-up
+# Errors at start-up
 
 
 @pytest.mark.parametrize(
@@ -640,9 +640,9 @@ GOOD = "def reward_fn(): return 1\n"
 @pytest.mark.parametrize(
     ("code", "match"),
     [
-        ("def rewardfn(messages): return 1", "'rewardfn' is no hook; did you mean 'reward_fn'"),
+        ("def rewardfn(messages): return 1", "'rewardfn' is not a hook; did you mean 'reward_fn'"),
         ("def reward_function(messages): return 1", "did you mean 'reward_fn'"),
-        (GOOD + "def interract(messages): pass", "'interract' is no hook; did you mean 'interact'"),
+        (GOOD + "def interract(messages): pass", "'interract' is not a hook; did you mean 'interact'"),
         (GOOD + "maxturns = 3", "did you mean 'max_turns'"),
         (GOOD + "def load_task(split): pass", "did you mean 'load_tasks'"),
         (GOOD + "system_prompt = 'x'", "did you mean 'system_prompts'"),
@@ -680,17 +680,17 @@ def test_a_bad_file_is_refused(env_of, code, match):
         (
             "turns = 'bob -> alise'",
             ["alice", "bob"],
-            r"x\.py: turns: 'alise' is no actor; did you mean 'alice'\? .* in bob -> >>>alise$",
+            r"x\.py: turns: 'alise' is not an actor; did you mean 'alice'\? .* in bob -> >>>alise$",
         ),
         (
             "turns = ['bob', 'alise']",
             ["alice", "bob"],
-            r"x\.py: turns: 'alise' is no actor; did you mean 'alice'",
+            r"x\.py: turns: 'alise' is not an actor; did you mean 'alice'",
         ),
         (
             "system_prompts = {'bobb': 'x'}",
             ["bob"],
-            r"system_prompts: 'bobb' is no actor; did you mean 'bob'",
+            r"system_prompts: 'bobb' is not an actor; did you mean 'bob'",
         ),
         (
             "",
@@ -731,12 +731,12 @@ def test_a_missing_file_is_refused_with_the_nearest_name(env_of):
         load_env("sort1ng.py")
 
 
-def test_a_file_may_have_dataclasses_and_import_what_lies_beside_it(env_of):
-    Path("beside_me.py").write_text("HALF = 0.5")
+def test_a_file_may_have_dataclasses_and_import_what_lies_next_to_it(env_of):
+    Path("next_to_me.py").write_text("HALF = 0.5")
     env = env_of("""
         from __future__ import annotations
         from dataclasses import dataclass
-        from beside_me import HALF
+        from next_to_me import HALF
         @dataclass
         class Game:
             score: float = HALF
@@ -808,7 +808,7 @@ def test_sorting_is_rewarded_by_right_positions(reply, reward):
 
 
 @pytest.mark.parametrize(
-    ("replies", "said", "reward"),
+    ("replies", "scores_", "reward"),
     [
         (["<call>37*8</call>", "296"], "296", 1),
         (["<call> 37 * 8 </call>", "295"], "296", 0),
@@ -820,10 +820,10 @@ def test_sorting_is_rewarded_by_right_positions(reply, reward):
         (["<call>37*8</call>", "<call>37*8</call>"], "296", 0),
     ],
 )
-def test_the_calculator_answers_calls_and_scores_the_last_reply(replies, said, reward):
+def test_the_calculator_answers_calls_and_scores_the_last_reply(replies, scores_, reward):
     row = {"messages": [{"role": "user", "content": "37*8"}], "answer": 296}
     t = play(load_env(str(ENVS / "calculator.py")), *replies, row=row)
     assert (t.reward, [m["content"] for m in t.messages if m["role"] == "tool"]) == (
         reward,
-        [said] if said else [],
+        [scores_] if scores_ else [],
     )

@@ -40,8 +40,8 @@ TEMPLATES = sorted((Path(__file__).parents[1] / "templates").glob("*.jinja"))
 
 DEBATE = "turns = 'bob -> alice -> carol -> bob'\ndef reward_fn(messages): return len(messages)\n"
 THOUGHT = "<think>hm</think>\n\nB"
-# What each actor says, and what each sees in the end: its own turns as "a", all others as "u". What
-# follows an actor's last turn stands in its messages, but not among its tokens.
+# Replies of each actor, and its final view: its own turns as "a", all others as "u". Messages after
+# an actor's last turn have no tokens.
 VIEWS = {
     "others are users": (
         DEBATE,
@@ -59,7 +59,7 @@ VIEWS = {
         5,
         {"bob": "u:2+2|a:B|u:alice says: A\n\ncarol says: C|a:B"},
     ),
-    "what an actor thought is for itself and for hooks": (
+    "thoughts are for the actor itself and for hooks": (
         "turns = 'bob -> alice'\ndef reward_fn(messages): return 'hm' in messages[1]['content']",
         {"bob": THOUGHT},
         1,
@@ -133,14 +133,14 @@ def test_calls_and_their_answers_are_text_for_other_actors(env_of, template, say
     code = CALLED + f"name_prefix = {bool(says)}\n"
     rules = {"bob": [CALL, "B"], "alice": "A"}
     env, actors = env_of(code), cast(template=template, **rules)
-    found = run(env, actors, max_tokens=200)
-    bob, alice = one(found, "bob").messages, one(found, "alice").messages
+    trajectories = run(env, actors, max_tokens=200)
+    bob, alice = one(trajectories, "bob").messages, one(trajectories, "alice").messages
     tool = says and "add says: "
     call = f'2+2\n\n{says}add({{"a": 2, "b": 2}})\n\n{tool}4'
     assert talk(alice) == [f"u:{call}", "a:A", f"u:{says}B", "a:A"]
-    said = f"{says and 'alice says: '}A"
-    between = ["t:4", f"u:{said}"] if template is None else [f"t:4\n\n{said}"]
-    assert talk(bob)[2:] == [*between, "a:B", f"u:{said}"]
+    heard = f"{says and 'alice says: '}A"
+    between = ["t:4", f"u:{heard}"] if template is None else [f"t:4\n\n{heard}"]
+    assert talk(bob)[2:] == [*between, "a:B", f"u:{heard}"]
     assert bob[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 2}
     tokenizer = copy.deepcopy(chat_of().tokenizer)
     tokenizer.bos_token = "<|end|>"
@@ -164,8 +164,8 @@ def test_hooks_see_one_transcript_with_names(env_of):
             assert [s[:2] for s in state] == [("bob", "B"), ("alice", "A")]
             return 1
     """)
-    found = run(env, cast(bob="B", alice="A"))
-    assert talk(one(found, "alice").messages) == ["u:2+2\n\nB\n\nnext", "a:A"]
+    trajectories = run(env, cast(bob="B", alice="A"))
+    assert talk(one(trajectories, "alice").messages) == ["u:2+2\n\nB\n\nnext", "a:A"]
 
 
 def test_system_prompts_are_templates_over_the_columns_and_replace_the_rows_own(env_of):
@@ -179,9 +179,9 @@ def test_system_prompts_are_templates_over_the_columns_and_replace_the_rows_own(
         "messages": [{"role": "system", "content": "Own."}, *ROW["messages"]],
         "hint": "{{ answer }}",
     }
-    found = run(env, cast(bob="B", alice="A"), rows=[row])
-    assert talk(one(found, "bob").messages)[:2] == ["s:You know 4!.", "u:2+2"]
-    assert talk(one(found, "alice").messages)[:2] == ["s:Own.", "u:2+2\n\nB"]
+    trajectories = run(env, cast(bob="B", alice="A"), rows=[row])
+    assert talk(one(trajectories, "bob").messages)[:2] == ["s:You know 4!.", "u:2+2"]
+    assert talk(one(trajectories, "alice").messages)[:2] == ["s:Own.", "u:2+2\n\nB"]
 
 
 def test_a_system_prompt_cannot_reach_into_python(env_of):
@@ -201,11 +201,11 @@ def test_all_episodes_of_a_group_have_one_order_and_groups_differ(env_of):
     for t in run(env, cast(bob="B", alice="A"), group_size=4, rows=[ROW] * 8):
         # The whole transcript as this actor sees it, whose own turns are "a".
         mine, other = ("B", "A") if t.actor == "bob" else ("A", "B")
-        said = "".join(re.findall("[AB]", " ".join(m["content"] for m in t.messages)))
-        assert said.count(mine) == len(t.turns) and len(said) == 6, (said, other)
-        orders.setdefault(t.group_id, set()).add(said)
-    assert len(orders) == 8 and all(len(found) == 1 for found in orders.values())
-    assert len({min(found) for found in orders.values()}) > 2
+        order = "".join(re.findall("[AB]", " ".join(m["content"] for m in t.messages)))
+        assert order.count(mine) == len(t.turns) and len(order) == 6, (order, other)
+        orders.setdefault(t.group_id, set()).add(order)
+    assert len(orders) == 8 and all(len(drawn) == 1 for drawn in orders.values())
+    assert len({min(drawn) for drawn in orders.values()}) > 2
 
 
 def test_turns_may_be_a_function_that_yields_for_ever_and_max_turns_ends_it(env_of):
@@ -217,7 +217,7 @@ def test_turns_may_be_a_function_that_yields_for_ever_and_max_turns_ends_it(env_
     """)
     assert {t.reward for t in run(env, cast(bob="B", alice="A"), max_turns=5)} == {6.0}
     for body, match in (
-        ("yield 'bobb'", r"turns\(\) for task train/0: 'bobb' is no actor; did you mean 'bob'"),
+        ("yield 'bobb'", r"turns\(\) for task train/0: 'bobb' is not an actor; did you mean 'bob'"),
         ("return 'bob'", r"turns\(\) gave 'bob'; it must yield names"),
         ("yield 1 / 0", "ZeroDivisionError"),
     ):
@@ -246,17 +246,20 @@ def test_a_hook_that_names_actor_is_called_for_each_that_learns_and_others_give_
         @reward(weight=0)
         def seen(actors_seen=3): return actors_seen
     """)
-    found = run(env, cast(bob="BBB", alice="A", judge=("J", False)))
-    assert [t.actor for t in found] == ["alice", "bob"]
-    assert one(found, "bob").reward_parts == {"mine": 1.0, "said": 3.0, "together": 4.0}
-    assert one(found, "alice").reward_parts == {"mine": -1.0, "said": 1.0, "together": 4.0}
-    assert (one(found, "bob").reward, one(found, "bob").metrics) == (8.0, {"seen": 3.0})
+    trajectories = run(env, cast(bob="BBB", alice="A", judge=("J", False)))
+    assert [t.actor for t in trajectories] == ["alice", "bob"]
+    assert one(trajectories, "bob").reward_parts == {"mine": 1.0, "said": 3.0, "together": 4.0}
+    assert one(trajectories, "alice").reward_parts == {"mine": -1.0, "said": 1.0, "together": 4.0}
+    assert (one(trajectories, "bob").reward, one(trajectories, "bob").metrics) == (
+        8.0,
+        {"seen": 3.0},
+    )
 
 
 def test_where_no_actor_learns_all_that_spoke_are_scored(env_of):
     env = env_of("turns = 'bob -> judge'\ndef reward_fn(actor): return len(actor)")
-    found = run(env, cast(bob=("B", False), judge=("J", False)))
-    assert [(t.actor, t.reward) for t in found] == [("bob", 3.0), ("judge", 5.0)]
+    trajectories = run(env, cast(bob=("B", False), judge=("J", False)))
+    assert [(t.actor, t.reward) for t in trajectories] == [("bob", 3.0), ("judge", 5.0)]
 
 
 def test_a_dict_by_actor_is_refused_where_it_could_be_read_as_parts(env_of):
@@ -272,8 +275,8 @@ def test_rewards_of_interact_stand_on_the_turns_that_they_follow(env_of):
         def interact(messages): return {"reward": len(messages)}
         def reward_fn(): return 0.5
     """)
-    found = run(env, cast(bob="B", alice="A"))
-    bob, alice = one(found, "bob"), one(found, "alice")
+    trajectories = run(env, cast(bob="B", alice="A"))
+    bob, alice = one(trajectories, "bob"), one(trajectories, "alice")
     assert (bob.turn_rewards, bob.reward, bob.reward_parts) == (
         [2.0, 4.5],
         6.5,
@@ -291,11 +294,11 @@ def test_a_cut_turn_ends_the_episode_for_all_and_may_have_a_reward_of_its_own(en
         ("", 1.0, {"reward_fn": 1.0}),
         ("truncated_reward = -2", -2.0, {"truncated": -2.0}),
     ):
-        found = run(env_of(code + more), cast(bob="B", alice="A" * 99), max_tokens=20)
-        assert [(t.actor, t.status, t.reward, len(t.turns)) for t in found] == [
+        trajectories = run(env_of(code + more), cast(bob="B", alice="A" * 99), max_tokens=20)
+        assert [(t.actor, t.status, t.reward, len(t.turns)) for t in trajectories] == [
             ("alice", "truncated", reward, 1), ("bob", "truncated", reward, 1)
         ]  # fmt: skip
-        assert found[0].reward_parts == parts
+        assert trajectories[0].reward_parts == parts
 
 
 @pytest.mark.parametrize(
@@ -311,20 +314,20 @@ def test_a_cut_turn_ends_the_episode_for_all_and_may_have_a_reward_of_its_own(en
     ids=["one turn", "the third of three", "of another actor"],
 )
 def test_an_episode_is_truncated_where_its_last_allowed_turn_is_cut(env_of, code, actors):
-    found = run(env_of(code), cast(**actors), max_tokens=20)
-    assert [t.status for t in found] == ["truncated"] * len(actors)
-    assert sum(len(t.turns) for t in found) == (3 if "max_turns" in code else len(actors))
-    assert rollout_metrics(found)["truncated_frac"].value == 1
-    whole = run(env_of(code), cast(**dict.fromkeys(actors, "B")), max_tokens=20)
-    assert [t.status for t in whole] == ["ok"] * len(actors)
+    trajectories = run(env_of(code), cast(**actors), max_tokens=20)
+    assert [t.status for t in trajectories] == ["truncated"] * len(actors)
+    assert sum(len(t.turns) for t in trajectories) == (3 if "max_turns" in code else len(actors))
+    assert rollout_metrics(trajectories)["truncated_frac"].value == 1
+    complete = run(env_of(code), cast(**dict.fromkeys(actors, "B")), max_tokens=20)
+    assert [t.status for t in complete] == ["ok"] * len(actors)
 
 
 def test_a_view_that_no_longer_fits_ends_the_episode_and_is_no_failure(env_of):
     env = env_of("turns = '(bob -> alice)*9'\ndef reward_fn(messages): return len(messages)")
-    found = run(
+    trajectories = run(
         env, cast(limits={"max_context_tokens": 60}, bob="B" * 9, alice="A" * 9), max_tokens=20
     )
-    assert {t.status for t in found} == {"truncated"} and len(found) == 2
+    assert {t.status for t in trajectories} == {"truncated"} and len(trajectories) == 2
     only_bob = run(
         env, cast(limits={"max_context_tokens": 11}, bob="B" * 3, alice="A"), max_tokens=20
     )
@@ -345,11 +348,11 @@ def test_a_group_is_scored_at_once_by_actor_and_without_those_that_failed(env_of
         @reward(weight=0.5, batched=True)
         async def size(trajectories): return [len(trajectories)] * len(trajectories)
     """)
-    found = run(
+    trajectories = run(
         env, cast(bob=lambda p, s: f"b{s % 10}", alice=lambda p, s: f"a{s % 10}"), group_size=12
     )
-    fine = [t for t in found if t.status == "ok"]
-    failed = [t for t in found if t.status == "failed"]
+    fine = [t for t in trajectories if t.status == "ok"]
+    failed = [t for t in trajectories if t.status == "failed"]
     assert (
         fine
         and failed
@@ -389,12 +392,12 @@ def test_a_group_is_scored_at_once_by_actor_and_without_those_that_failed(env_of
 )
 def test_a_group_that_cannot_be_scored_has_failed_as_a_whole(env_of, body, match):
     env = env_of(f"def group_reward_fn(trajectories):\n    {body}", hook_timeout_s=0.2)
-    found = run(env, cast(bob="B"), group_size=2)
-    assert [(t.status, t.reward, t.index) for t in found] == [
+    trajectories = run(env, cast(bob="B"), group_size=2)
+    assert [(t.status, t.reward, t.index) for t in trajectories] == [
         ("failed", None, 0),
         ("failed", None, 1),
     ]
-    assert all(re.search(match, t.error) for t in found), found[0].error
+    assert all(re.search(match, t.error) for t in trajectories), trajectories[0].error
 
 
 def test_what_scores_a_group_has_the_deadline_of_an_episode(env_of):
@@ -416,8 +419,8 @@ def test_a_reward_may_ask_another_actor_and_that_leaves_no_trajectory(env_of):
             return [len(replies)] * len(trajectories)
     """)
     actors = cast(bob="fine", judge="0.25")
-    found = run(env, actors, group_size=2)
-    assert [(t.actor, t.reward) for t in found] == [("bob", 2.25), ("bob", 2.25)]
+    trajectories = run(env, actors, group_size=2)
+    assert [(t.actor, t.reward) for t in trajectories] == [("bob", 2.25), ("bob", 2.25)]
     prompt, _, params = actors["judge"].engine.asked[0]
     assert "Is fine good?" in prompt and (params.temperature, params.max_tokens) == (0, 9)
     assert not {s for s in actors["judge"].engine.sessions if s}  # all closed
@@ -428,7 +431,7 @@ def test_a_reward_may_ask_another_actor_and_that_leaves_no_trajectory(env_of):
     [
         (
             "actors['juge'].respond('x')",
-            r"'juge' is no actor; did you mean 'judge'.* \(--actors.juge.model PATH adds one\)",
+            r"'juge' is not an actor; did you mean 'judge'.* \(--actors.juge.model PATH adds one\)",
         ),
         (
             "actors['judge'].respond('x', temprature=1)",
@@ -470,15 +473,18 @@ def test_a_rollout_continues_and_branches_conversations_with_exact_tokens(env_of
                     third.trajectory(True, seat="third", metrics={"depth": 3})] + [r.trajectory(0) for r in replies]
     """)
     actors = cast(bob=lambda prompt, seed: f"b{seed}", alice=lambda prompt, seed: f"a{seed}")
-    found = run(env, actors)
-    bob, alice = [t for t in found if t.actor == "bob"], [t for t in found if t.actor == "alice"]
+    trajectories = run(env, actors)
+    bob, alice = (
+        [t for t in trajectories if t.actor == "bob"],
+        [t for t in trajectories if t.actor == "alice"],
+    )
     assert [(t.seat, t.reward, len(t.turns)) for t in bob] == [
         ("", 1.0, 2),
         ("right", 0.75, 2),
         ("third", 1.0, 3),
     ]
     assert bob[1].reward_parts == {"a": 0.5, "b": 0.25} and bob[2].metrics == {"depth": 3}
-    assert len({t.turns[0].completion.text for t in alice}) == 3  # each with a seed of its own
+    assert len({t.turns[0].completion.text for t in alice}) == 3  # Seeds differ.
     assert {(p.max_tokens, p.stop) for _, _, p in actors["alice"].engine.asked} == {(30, ("!",))}
     assert (
         bob[0].turns[0] == bob[1].turns[0] and len({t.turns[1].completion.text for t in bob}) == 2
@@ -487,11 +493,11 @@ def test_a_rollout_continues_and_branches_conversations_with_exact_tokens(env_of
     for t in bob:
         [sample] = samples_from_turns(t.turns, 1.0)
         begin = actors["bob"].chat.prompt_ids(ROW["messages"])
-        said = [t.messages[0]["content"], *(m["content"] for m in t.messages[1:])]
+        texts = [t.messages[0]["content"], *(m["content"] for m in t.messages[1:])]
         text = actors["bob"].chat.tokenizer.decode(sample.token_ids)
         assert sample.token_ids[: len(begin)].tolist() == begin
         roles = ["user", "assistant"] * 3
-        assert text == "".join(f"<|{r}|>{s}<|end|>" for r, s in zip(roles, said, strict=False))
+        assert text == "".join(f"<|{r}|>{s}<|end|>" for r, s in zip(roles, texts, strict=False))
     assert not {s for a in actors.values() for s in a.engine.sessions if s}
 
 
@@ -508,9 +514,11 @@ def test_replies_do_not_hang_on_who_answers_first(env_of):
     """)
 
     def texts(wait_s):
-        found = run(env, cast(wait_s=wait_s, bob=lambda prompt, seed: f"{seed}"), group_size=3)
-        assert {t.status for t in found} == {"ok"}
-        return sorted((t.index, talk(t.messages)) for t in found)
+        trajectories = run(
+            env, cast(wait_s=wait_s, bob=lambda prompt, seed: f"{seed}"), group_size=3
+        )
+        assert {t.status for t in trajectories} == {"ok"}
+        return sorted((t.index, talk(t.messages)) for t in trajectories)
 
     assert texts(0.0) == texts(0.03)
 
@@ -537,11 +545,11 @@ def test_a_conversation_without_room_gives_an_empty_truncated_reply(env_of):
         ("return reply.trajectory(1.0)", "it must be a list"),
         ("return [reply.trajectory(float('nan'))]", r"x\.py:4: .*trajectory\(reward=\.\.\.\) of bob is nan"),
         ("t = reply.trajectory(1); t.reward = None; return [t]", "the reward of x.py: a trajectory of 'bob' .* is None"),
-        ("t = reply.trajectory(1); t.actor = 'bobb'; return [t]", "'bobb' is no actor; did you mean 'bob'"),
+        ("t = reply.trajectory(1); t.actor = 'bobb'; return [t]", "'bobb' is not an actor; did you mean 'bob'"),
         ("t = reply.trajectory(1); t.turn_rewards = [1, 2]; return [t]", "has 2 turn_rewards for 1 turns"),
         ("again = await reply.respond('x'); return [reply.trajectory(1), again.trajectory(0)]", "end in the same reply; fork"),
         ("cold = await actors['bob'].respond('x', temperature=0.5); return [cold.trajectory(1)]",
-         "for which temperature was given cannot be trained"),
+         "with another temperature cannot be trained"),
         ("return await asyncio.gather(reply.respond('x'), reply.respond('y'))", r"still being continued, .* fork\(\) it"),
         ("await asyncio.sleep(1.9)", r"the episode took longer than --rollout\.episode_timeout_s=1"),
         ("raise RuntimeError", r"rollout\(\) failed for task train/0: x\.py:4: RuntimeError"),
@@ -607,9 +615,9 @@ def test_documented_level_3(documented):
     env = documented("hints")
     check_actors(env, ["bob", "alice"])
     check_columns(env, [ROW])
-    found = run(env, cast(bob="no", alice="4"))
-    assert (one(found, "bob").reward, one(found, "alice").reward) == (0.0, 1.0)
-    assert talk(one(found, "bob").messages)[:2] == [
+    trajectories = run(env, cast(bob="no", alice="4"))
+    assert (one(trajectories, "bob").reward, one(trajectories, "alice").reward) == (0.0, 1.0)
+    assert talk(one(trajectories, "bob").messages)[:2] == [
         "s:The answer is 4. Give hints, never the answer.",
         "u:2+2",
     ]
@@ -628,12 +636,12 @@ def test_documented_race_of_a_proposer_and_solvers(documented):
             False,
         ),
     )
-    found = run(env, actors, group_size=6)
+    trajectories = run(env, actors, group_size=6)
     proposed, solved = (
-        [t for t in found if t.actor == "proposer"],
-        [t for t in found if t.actor == "solver"],
+        [t for t in trajectories if t.actor == "proposer"],
+        [t for t in trajectories if t.actor == "solver"],
     )
-    assert {t.status for t in found} == {"ok"} and (len(proposed), len(solved)) == (6, 24)
+    assert {t.status for t in trajectories} == {"ok"} and (len(proposed), len(solved)) == (6, 24)
     assert (
         {t.seat for t in solved} == {t.messages[-1]["content"] for t in proposed} == {"0+1", "1+1"}
     )
@@ -660,11 +668,11 @@ def test_documented_game_of_one_actor_in_two_seats(documented):
         ("1", -1.0, 1.0),
         ("3", 1.0, -1.0),
     ):
-        found = {t.seat: t for t in run(env, cast(policy=say))}
-        assert {seat: t.reward for seat, t in found.items()} == {"first": first} | (
+        by_name = {t.seat: t for t in run(env, cast(policy=say))}
+        assert {name: t.reward for name, t in by_name.items()} == {"first": first} | (
             {"second": second} if second else {}
         )
-        assert all(len(samples_from_turns(t.turns, 1.0)) == 1 for t in found.values())
+        assert all(len(samples_from_turns(t.turns, 1.0)) == 1 for t in by_name.values())
 
 
 # Exactness
@@ -688,7 +696,7 @@ def trio(tmp_path_factory):
     """Name -> (actor, model): three architectures, tokenizers and templates."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    found = {}
+    states = {}
     for seed, (name, (arch, template, _, _)) in enumerate(KINDS.items()):
         folder = tmp_path_factory.mktemp(name)
         tokenizer = (
@@ -707,13 +715,13 @@ def trio(tmp_path_factory):
             stop_token_ids=chat.stop_token_ids,
             max_context_tokens=600,
         )
-        found[name] = (actor, model)
-    return found
+        states[name] = (actor, model)
+    return states
 
 
 def naive_ids(name: str, chat: Chat, messages: list[dict], turns: list) -> list[int]:
-    """What the actor must have seen before its next turn: its sampled tokens as they were, all else
-    as its template writes it, letter by letter."""
+    """The expected prompt of the actor's next turn: its sampled tokens unchanged, all other text in
+    the format of its template."""
     _, _, after_role, after_end = KINDS[name]
     end, text, ids, turns = chat.tokenizer.convert_tokens_to_ids("<|end|>"), "", [], iter(turns)
     for message in messages:
@@ -728,14 +736,14 @@ def naive_ids(name: str, chat: Chat, messages: list[dict], turns: list) -> list[
 
 
 def check_sample(t: Trajectory, model: torch.nn.Module) -> None:
-    """What is trained of it: sampled tokens alone, with the model's logprobs."""
+    """Checks that only sampled tokens are trained, with the model's logprobs."""
     [sample] = samples_from_turns(t.turns, 1.0)  # its stream only grew
-    prompts, said = prompts_of(t.turns), [turn.completion.token_ids for turn in t.turns]
-    assert sample.token_ids.tolist() == prompts[-1] + said[-1]
-    num_tokens = sum(len(turn.new_ids + ids) for turn, ids in zip(t.turns, said, strict=True))
+    prompts, replies = prompts_of(t.turns), [turn.completion.token_ids for turn in t.turns]
+    assert sample.token_ids.tolist() == prompts[-1] + replies[-1]
+    num_tokens = sum(len(turn.new_ids + ids) for turn, ids in zip(t.turns, replies, strict=True))
     assert num_tokens == len(sample.token_ids)
     sampled: list[int] = []
-    for ids, new in zip(prompts, said, strict=True):
+    for ids, new in zip(prompts, replies, strict=True):
         sampled += range(len(ids), len(ids + new))
     assert [i for i, m in enumerate(sample.loss_mask) if m] == sampled
     with torch.no_grad():
@@ -746,14 +754,14 @@ def check_sample(t: Trajectory, model: torch.nn.Module) -> None:
 
 
 def check_views(views: list[Trajectory]) -> None:
-    """What one actor said is what the others heard, in the same order."""
+    """Checks that every turn of an actor is in the views of the others, in the same order."""
     heard = {t.actor: [m["content"] for m in t.messages if m["role"] == "user"] for t in views}
     for t in views:
-        said = [turn.completion.text for turn in t.turns]
+        texts = [turn.completion.text for turn in t.turns]
         for other in views:
             if other is not t:
                 text = "\n\n".join(heard[other.actor])
-                positions = [text.find(content) for content in said if len(content) > 5]
+                positions = [text.find(content) for content in texts if len(content) > 5]
                 assert -1 not in positions and positions == sorted(positions)
 
 
@@ -772,25 +780,25 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
     stop = tuple("aeiou0123456789tT. ")
     tasks = [make_task(dict(ROW), i, env.name, "train") for i in range(3)]
     groups = make_groups(tasks, 2, seed=5, max_tokens=60, stop=stop)
-    found = asyncio.run(
+    trajectories = asyncio.run(
         rollout(
             {env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=0.0), init_ranks(60)
         )
     )
     episodes: dict[tuple, list] = {}
-    for t in found:
+    for t in trajectories:
         episodes.setdefault((t.group_id, t.index), []).append(t)
     assert len(episodes) == 6 and {len(e) for e in episodes.values()} == {3}
     num_without_end = 0
-    for t in found:
+    for t in trajectories:
         actor, model = trio[t.actor]
-        said = [m["content"] for m in t.messages if m["role"] == "assistant"]
-        assert said == [turn.completion.text for turn in t.turns]
+        texts = [m["content"] for m in t.messages if m["role"] == "assistant"]
+        assert texts == [turn.completion.text for turn in t.turns]
         places = [i for i, m in enumerate(t.messages) if m["role"] == "assistant"]
-        for number, (turn, prompt, place) in enumerate(
+        for number, (turn, prompt, position) in enumerate(
             zip(t.turns, prompts_of(t.turns), places, strict=True)
         ):
-            assert prompt == naive_ids(t.actor, actor.chat, t.messages[:place], t.turns[:number])
+            assert prompt == naive_ids(t.actor, actor.chat, t.messages[:position], t.turns[:number])
             num_without_end += turn.completion.token_ids[-1] not in actor.stop_token_ids
         check_sample(t, model)
     assert num_without_end > 5

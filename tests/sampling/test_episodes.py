@@ -1,5 +1,4 @@
-"""What compares or counts is over episodes: one that returned several conversations weighs as
-one."""
+"""Comparisons and counts are over episodes: an episode with several conversations weighs as one."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from rl_core.types import Trajectory
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("group_mean", "group_norm", "group_norm_unbiased", "rloo", "none", "custom")
-# Comprehensions over conversations that read what was earned or said, and why each may.
+# Comprehensions over conversations that read rewards or texts, with the reason for each.
 READERS = {
     "agents/chat_completions.py usage": "tokens of one request's replies",
     "data/episodes.py episode_rewards": "the law itself",
@@ -58,7 +57,7 @@ NAMES = {"reward", "reward_parts", "num_tokens"}
 def readers(path: Path) -> set[str]:
     """The functions of a file that read, in a comprehension, what conversations earned or how long
     they are."""
-    found = set()
+    read_by = set()
 
     def visit(node: ast.AST, names: tuple[str, ...], is_list: bool) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -68,17 +67,17 @@ def readers(path: Path) -> set[str]:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             is_read = node.slice.value in NAMES
         if is_list and is_read:
-            found.add(f"{path.relative_to(ROOT / 'rl_core').as_posix()} {'.'.join(names)}")
+            read_by.add(f"{path.relative_to(ROOT / 'rl_core').as_posix()} {'.'.join(names)}")
         for child in ast.iter_child_nodes(node):
             visit(child, names, is_list)
 
     visit(ast.parse(path.read_text(encoding="utf-8")), (), False)
-    return found
+    return read_by
 
 
 def test_whatever_lists_rewards_is_known_to_keep_the_law():
-    found = set().union(*map(readers, (ROOT / "rl_core").rglob("*.py")))
-    unknown = sorted(found - READERS.keys())
+    names = set().union(*map(readers, (ROOT / "rl_core").rglob("*.py")))
+    unknown = sorted(names - READERS.keys())
     rule = (
         "take episode_rewards() or episode_means() of data/episodes.py, or say in READERS why it "
         "keeps the law"
@@ -103,7 +102,7 @@ def played(copies: int) -> list[Trajectory]:
 
 
 def failed(copies: int) -> list[Trajectory]:
-    """What an episode leaves that failed after its conversations."""
+    """Trajectories of an episode that failed after its conversations."""
     return [conversation(3, 0.0, status="failed", error="no") for _ in range(copies)]
 
 
@@ -120,10 +119,12 @@ def advantages(kind: str, turn_discount: float | None, copies: int) -> dict[int,
         if turn_discount is None
         else list
     )
-    found = {}
-    for t, own in zip(group, turn_advantages(group, [0.0] * len(group), row, custom), strict=True):
-        assert found.setdefault(t.index, own) == pytest.approx(own)
-    return found
+    values = {}
+    for t, expected in zip(
+        group, turn_advantages(group, [0.0] * len(group), row, custom), strict=True
+    ):
+        assert values.setdefault(t.index, expected) == pytest.approx(expected)
+    return values
 
 
 def viewed(copies: int, folder: Path) -> dict[int, float]:
@@ -166,17 +167,17 @@ def test_an_episode_counts_the_same_however_many_conversations_it_returns(name):
     assert as_numbers[0] == as_numbers[1]
 
 
-def plain(found):
+def plain(values):
     """The same with numbers of ten digits."""
-    if dataclasses.is_dataclass(found):
+    if dataclasses.is_dataclass(values):
         return plain(
-            {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+            {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
         )
-    if isinstance(found, dict):
-        return {str(name): plain(value) for name, value in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [plain(value) for value in found]
-    return f"{found + 0.0:.10g}" if isinstance(found, (int, float)) else found
+    if isinstance(values, dict):
+        return {str(name): plain(value) for name, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [plain(value) for value in values]
+    return f"{values + 0.0:.10g}" if isinstance(values, (int, float)) else values
 
 
 def test_the_viewers_advantage_is_over_episodes_too(tmp_path):
@@ -216,16 +217,15 @@ def test_conversations_of_a_groups_only_episode_are_compared_with_each_other(kin
 
 
 def test_each_turn_weighs_the_same_however_many_its_episode_has():
-    """The baseline of turns is the mean over all turns of the group, whose episodes are told apart
-    here."""
+    """The baseline of turns is the mean over all turns of the group, whose episodes differ here."""
     row = dataclasses.replace(PRESETS["dr_grpo"], turn_discount=1.0)
     group = [
         conversation(0, 1.0, turn_rewards=[0.0, 1.0]),
         conversation(1, 0.0, turn_rewards=[0.0]),
     ]
     group[1].turns = group[1].turns[:1]
-    found = turn_advantages(group, [0.0, 0.0], row, None)
-    assert found == [pytest.approx([1 / 3, 1 / 3]), pytest.approx([-2 / 3])]
+    advantages = turn_advantages(group, [0.0, 0.0], row, None)
+    assert advantages == [pytest.approx([1 / 3, 1 / 3]), pytest.approx([-2 / 3])]
 
 
 def test_a_group_has_signal_where_one_episode_alone_has_a_later_turn():
@@ -241,8 +241,11 @@ def test_a_group_has_signal_where_one_episode_alone_has_a_later_turn():
 
 def test_episodes_are_told_apart_by_environment_group_actor_and_seat():
     others = ({"env": "b"}, {"group_id": "b"}, {"actor": "b"}, {"seat": "b"})
-    found = [trajectory(0, reward=1.0), *(trajectory(0, reward=1.0, **more) for more in others)]
-    assert by_episode(found) == [[t] for t in found] == baseline_groups(found)
+    trajectories = [
+        trajectory(0, reward=1.0),
+        *(trajectory(0, reward=1.0, **more) for more in others),
+    ]
+    assert by_episode(trajectories) == [[t] for t in trajectories] == baseline_groups(trajectories)
     twice = [trajectory(0, reward=1.0), trajectory(0, reward=0.0)]
     assert by_episode(twice) == [twice] == baseline_groups(twice)
 
@@ -303,8 +306,8 @@ def test_a_run_and_collect_count_episodes(places, tmp_path, capsys):
 
     rewards = by_task(out / "rollouts/step_000001.jsonl.zst")
     every = [r for group in rewards.values() for r in group]
-    told = len(trajectories(out / "rollouts/step_000001.jsonl.zst"))
-    assert len(every) == 16 < told, "some episodes returned three conversations"
+    num_trajectories = len(trajectories(out / "rollouts/step_000001.jsonl.zst"))
+    assert len(every) == 16 < num_trajectories, "some episodes returned three conversations"
     assert (
         step["rollout/policy/reward_mean"]
         == step["rollout/policy/good"]
@@ -384,7 +387,7 @@ def test_a_group_is_refilled_unless_actors_that_learn_differ(places, tmp_path):
 
 def by_task(file: Path) -> dict[str, list[float]]:
     """Task -> the reward of each of its episodes, whose conversations earn the same here."""
-    found: dict[str, dict[int, float]] = {}
+    means: dict[str, dict[int, float]] = {}
     for row in trajectories(file):
-        found.setdefault(row["task_id"], {})[row["index"]] = row["reward"]
-    return {task: list(rewards.values()) for task, rewards in found.items()}
+        means.setdefault(row["task_id"], {})[row["index"]] = row["reward"]
+    return {task: list(rewards.values()) for task, rewards in means.items()}

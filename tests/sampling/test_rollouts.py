@@ -56,7 +56,7 @@ def test_256_conversations_at_once_end_whatever_their_hooks_do(env_of):
         def interact(task, messages):
             if kind(task) == 1: raise ValueError("broken interact")
             if kind(task) == 2 and len(messages) == 4: time.sleep(30)
-            return [{"role": "user", "content": "go on"}]
+            return [{"role": "user", "content": "go up"}]
         async def reward_fn(task, actors, actor):
             if kind(task) == 3: await asyncio.sleep(60)
             if kind(task) == 4: return float("nan")
@@ -68,7 +68,7 @@ def test_256_conversations_at_once_end_whatever_their_hooks_do(env_of):
         """,
         hook_timeout_s=2,
     )
-    found = run(
+    trajectories = run(
         env, cast(wait_s=0.02, bob="B", alice="A", carol="C"), group_size=4, rows=[ROW] * 64
     )
     reasons = {
@@ -78,8 +78,8 @@ def test_256_conversations_at_once_end_whatever_their_hooks_do(env_of):
         4: "is nan; a reward must be a finite",
         5: r"group_reward_fn\(\) returned is \[\]",
     }
-    assert len({(t.group_id, t.index) for t in found}) == 256
-    for t in found:
+    assert len({(t.group_id, t.index) for t in trajectories}) == 256
+    for t in trajectories:
         number = int(t.task_id.split("/")[1])
         kind = number % 8
         if kind in reasons and (kind != 2 or number < 16):
@@ -124,10 +124,10 @@ class MortalEngine(RuleEngine):
 
     async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
         self.is_dead |= len(self.asked) in self.dies_at
-        found = await super().generate(prompt_ids, params, seed=seed, session=session)
+        completion = await super().generate(prompt_ids, params, seed=seed, session=session)
         if self.is_dead:
             raise EngineDied("engine bob has died (exit status -9)")
-        return found
+        return completion
 
     async def wake(self):
         if self.stays_dead:

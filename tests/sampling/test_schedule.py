@@ -93,7 +93,7 @@ def test_orders_of_random_schedules_are_those_of_the_grammar():
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "why"),
+    ("text", "column", "why"),
     [
         ("bob -> -> alice", 7, "expected an actor's name"),
         ("bob ->", 6, "expected an actor's name"),
@@ -110,14 +110,14 @@ def test_orders_of_random_schedules_are_those_of_the_grammar():
         ("(bob -> alice)/carol", 14, "expected '->' or the end"),
         ("(bob*1/alice)", 6, "expected ')'"),
         ("(bob/*)", 5, "expected an actor's name"),
-        ("bob -> alise", 7, "'alise' is no actor; did you mean 'alice'?"),
-        ("(bob/Alice)", 5, "'Alice' is no actor; did you mean 'alice'?"),
+        ("bob -> alise", 7, "'alise' is not an actor; did you mean 'alice'?"),
+        ("(bob/Alice)", 5, "'Alice' is not an actor; did you mean 'alice'?"),
     ],
 )
-def test_what_does_not_parse_is_refused_with_its_place_marked(text, place, why):
+def test_what_does_not_parse_is_refused_with_its_place_marked(text, column, why):
     with pytest.raises(ValueError, match=re.escape(why)) as error:
         parse_schedule(text, ACTORS)
-    assert str(error.value).endswith(f"; at >>> in {text[:place]}>>>{text[place:]}")
+    assert str(error.value).endswith(f"; at >>> in {text[:column]}>>>{text[column:]}")
 
 
 def test_an_actor_that_is_not_there_can_be_added():
@@ -138,4 +138,4 @@ def test_a_schedule_has_at_least_one_turn_and_not_too_many(text, turns):
 
 
 def test_what_nobody_says_is_not_repeated():
-    assert drawn("bob -> (((alice*0)*9999)*9999)*9999") == "bob"  # and within a lifetime
+    assert drawn("bob -> (((alice*0)*9999)*9999)*9999") == "bob"  # Ends at all.

@@ -1,4 +1,4 @@
-"""state_key(): what a turn's state is told by, at every level of an environment."""
+"""state_key(): the key of a turn's state, at every level of an environment."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_each_turn_gets_the_key_of_the_state_in_which_it_began(env_of):
             return [state["steps"], answer, messages[-1]["content"], actor]
         def interact(messages, state):
             state["steps"] += 1
-            return [{"role": "user", "content": "go on"}]
+            return [{"role": "user", "content": "go up"}]
         def reward_fn(): return 1.0
     """)
     t = play(env, "a", "b", "c")
-    known = [[0, "4", "2+2"], [1, "4", "go on"], [2, "4", "go on"]]
+    known = [[0, "4", "2+2"], [1, "4", "go up"], [2, "4", "go up"]]
     assert [json.loads(key) for key in keys_of(t)] == [[*key, "policy"] for key in known]
 
 
@@ -42,8 +42,8 @@ def test_the_hook_is_told_whose_turn_begins(env_of):
         def state_key(actor, messages): return f"{actor}{len(messages)}" if actor == "bob" else None
         def reward_fn(): return 1.0
     """)
-    found = {t.actor: keys_of(t) for t in run(env, cast(bob="B", alice="A"))}
-    assert found == {"bob": ["bob1", "bob3"], "alice": [""]}
+    keys = {t.actor: keys_of(t) for t in run(env, cast(bob="B", alice="A"))}
+    assert keys == {"bob": ["bob1", "bob3"], "alice": [""]}
 
 
 def test_a_rollout_gives_keys_to_respond(env_of):
@@ -99,7 +99,7 @@ def test_it_is_refused_where_nobody_would_call_it(env_of, code, why):
 
 
 def test_its_name_and_its_arguments_are_checked_at_start_up(env_of):
-    with pytest.raises(ValueError, match="'state_keys' is no hook; did you mean 'state_key'"):
+    with pytest.raises(ValueError, match="'state_keys' is not a hook; did you mean 'state_key'"):
         env_of("def reward_fn(): return 1\ndef state_keys(messages): return 1")
 
 
@@ -125,10 +125,10 @@ def test_a_recorded_step_is_learned_again_by_its_keys(places, tmp_path):
     rows = trajectories(out / "rollouts/step_000002.jsonl.zst")
     keys = {turn["state_key"] for row in rows for turn in row["turns"]}
     assert "[1, " in "".join(keys) and len(keys) > 2
-    found = replay(out, 2, [])
-    assert found.replayed == found.recorded
+    result = replay(out, 2, [])
+    assert result.replayed == result.recorded
     off = replay(out, 2, ["--algo.state_coef", "0"])
-    assert off.replayed["learn/policy/grad_norm"] != found.replayed["learn/policy/grad_norm"]
+    assert off.replayed["learn/policy/grad_norm"] != result.replayed["learn/policy/grad_norm"]
 
 
 def test_the_environment_of_the_page_says_where_a_turn_begins(env_of):

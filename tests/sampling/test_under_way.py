@@ -1,5 +1,4 @@
-"""What a checkpoint keeps of episodes that have not ended: the run that goes on samples nothing a
-second time."""
+"""Unfinished episodes in a checkpoint: the resumed run samples nothing twice."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from rl_core.types import Completion, SamplingParams
 @pytest.fixture
 def flags(tmp_path, tiny_model):
     (tmp_path / "uneven.py").write_text(UNEVEN)
-    given = words(
+    argv = words(
         "--model",
         tiny_model,
         "--env_path",
@@ -42,7 +41,7 @@ def flags(tmp_path, tiny_model):
     sizes = (
         "--max_prompt_tokens 16 --tasks_per_step 4 --group_size 4 --optim.lr 1e-3 --max_staleness 2"
     )
-    return words(given, sizes, "--num_steps 6 --save_every 2 --keep_checkpoints 0")
+    return words(argv, sizes, "--num_steps 6 --save_every 2 --keep_checkpoints 0")
 
 
 def back_to_step_2(out: Path) -> Path:
@@ -58,22 +57,22 @@ def turns_of(group: dict) -> dict[tuple[str, int], list[list[dict]]]:
         *group["trajectories"],
         *(t for e in group["episodes"].values() for t in e["trajectories"] or ()),
     ]
-    found = {
+    turns_by_group = {
         (t["group_id"], t["index"]): [turn["completion"] for turn in t["turns"]] for t in ended
     }
     for episode in group["episodes"].values():
         for turn, answer in episode["answers"].items():
             batch, number, step, index, *_ = turn.split("/")
-            found.setdefault((f"{batch}/{number}/{step}", int(index)), []).append(
+            turns_by_group.setdefault((f"{batch}/{number}/{step}", int(index)), []).append(
                 answer["completion"]
             )
-    return found
+    return turns_by_group
 
 
-def is_start(kept: dict, whole: dict) -> bool:
+def is_start(kept: dict, full: dict) -> bool:
     names, num = ("token_ids", "logprobs", "kept_ids"), len(kept["token_ids"])
-    return all(kept[name] == whole[name][:num] for name in names) and (
-        not num or kept["policy_version"] == whole["policy_version"]
+    return all(kept[name] == full[name][:num] for name in names) and (
+        not num or kept["policy_version"] == full["policy_version"]
     )
 
 
@@ -93,8 +92,8 @@ def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(
     out = run(tmp_path / "run", flags, more, ranks=ranks)
     checkpoint = back_to_step_2(out)
     kept = read_groups(checkpoint, range(99), 0).values()
-    found = {key: turns for group in kept for key, turns in turns_of(group).items()}
-    completions = [completion for turns in found.values() for completion in turns]
+    turns_by_key = {key: turns for group in kept for key, turns in turns_of(group).items()}
+    completions = [completion for turns in turns_by_key.values() for completion in turns]
     assert sum(bool(c["finish_reason"]) for c in completions) > 4
     assert any(c["token_ids"] and not c["finish_reason"] for c in completions), (
         "turns that were cut off in the middle"
@@ -106,7 +105,7 @@ def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(
             (t["group_id"], t["index"]): [turn["completion"] for turn in t["turns"]]
             for t in trajectories(file)
         }
-    for key, turns in found.items():
+    for key, turns in turns_by_key.items():
         assert all(is_start(*pair) for pair in zip(turns, played[key], strict=False)), key
 
 
@@ -192,11 +191,11 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
     )
 
     player = RecordingPlayer({env.name: env}, actors, RolloutConfig())
-    whole = asyncio.run(player.play(new_group(env)))
+    full = asyncio.run(player.play(new_group(env)))
     num_turns = len(engine.asked)
 
     async def until(num_answers: int) -> dict:
-        """The group's row once so many turns were answered, and others wait."""
+        """The group's row after num_answers turns, while others wait."""
         engine.asked.clear()
         engine.limit = num_answers
         group = new_group(env)
@@ -225,8 +224,8 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         player, group = RecordingPlayer({env.name: env}, actors, RolloutConfig()), new_group(env)
         player.restore(group, row)
         again = asyncio.run(player.play(group))
-        assert [t.turns for t in again] == [t.turns for t in whole]
-        assert [t.reward for t in again] == [t.reward for t in whole]
+        assert [t.turns for t in again] == [t.turns for t in full]
+        assert [t.reward for t in again] == [t.reward for t in full]
         assert len(engine.asked) == num_turns - len(known) - sum(len(t["turns"]) for t in ended)
         assert len(scored) == 4 - len(ended), (
             "hooks of an episode that has ended are not called again"
@@ -251,13 +250,13 @@ class Endpoint:
 
 @pytest.mark.parametrize("has_tokens", [True, False])
 def test_who_asks_otherwise_than_before_is_answered_anew(has_tokens):
-    said, record = iter("1234"), EpisodeRecord()
-    bob = actor("bob", RuleEngine(chat_of(), lambda prompt, seed: next(said)))
+    replies, record = iter("1234"), EpisodeRecord()
+    bob = actor("bob", RuleEngine(chat_of(), lambda prompt, seed: next(replies)))
     if not has_tokens:
         bob = replace(bob, engine=Endpoint(), chat=None)
 
     def episode(*prompts) -> list[str]:
-        """What conversations of one label are answered."""
+        """Replies to conversations with one label."""
         record.taken.clear()
         make = partial(RecordedConversation, None, "g", record)
         params = SamplingParams(max_tokens=9)

@@ -45,7 +45,7 @@ from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import HookError, read_answer
-from rl_core.sampling.rollout import Group, GroupPlayer
+from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
 from rl_core.types import SamplingParams, Task
@@ -388,7 +388,7 @@ def play(
         )
         options = {"size": size, "params": SamplingParams(max_tokens=100), "seed": 0}
         group = Group(task=task, batch="t", number=0, **options)
-        return await GroupPlayer({env.name: env}, actors, RolloutConfig()).play(group)
+        return await EpisodeRunner({env.name: env}, actors, RolloutConfig()).play(group)
 
     return asyncio.run(group())
 

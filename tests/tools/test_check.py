@@ -235,7 +235,7 @@ def test_check_of_a_rollout_of_ones_own(check):
     status, report, _ = check(code.replace('"7"}]', '"7"}] * 3'))
     assert (
         status == 1
-        and "'bob' is no actor; known: policy (--actors adds one)" in report["episodes"][1]
+        and "'bob' is not an actor; known: policy (--actors adds one)" in report["episodes"][1]
     )
     assert [o.split()[::2][:2] for o in report["episodes"][1:]] == [
         ["plain", "3"],
