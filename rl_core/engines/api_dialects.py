@@ -219,11 +219,7 @@ def spoken(text: Any, calls: list[dict[str, Any]] | None = None) -> Message:
 
 
 def called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def counted(answer: Any) -> dict[str, int]:

@@ -45,10 +45,7 @@ class DeviceLease:
 
     def take_metrics(self) -> dict[str, Metric]:
         """Number and seconds of switches since the last call."""
-        metrics = {
-            "engine_switches": Sum(self.num_switches),
-            "engine_switch_s": Sum(self.switch_s),
-        }
+        metrics = {"engine_switches": Sum(self.num_switches), "engine_switch_s": Sum(self.switch_s)}
         self.num_switches, self.switch_s = 0, 0.0
         return metrics
 

@@ -182,13 +182,7 @@ class DecodeParts:
         self.num_heads = attn.q_proj.out_features // attn.head_dim
 
     def step(
-        self,
-        cache: LlamaCache,
-        rows: slice,
-        x: Tensor,
-        starts: Tensor,
-        length: int,
-        is_even: bool,
+        self, cache: LlamaCache, rows: slice, x: Tensor, starts: Tensor, length: int, is_even: bool
     ) -> DecodeStep:
         targets = cache.firsts[rows] + starts[:, None]
         num_rows, num_stored = targets.shape

@@ -57,10 +57,7 @@ class AdapterSlot:
 
 # (condition, message of the error). c: the configuration; a: the actor.
 OF_SGLANG = [
-    (
-        lambda c, a: c.rollout.fixed_order,
-        ": --rollout.fixed_order=true needs --engine embedded",
-    ),
+    (lambda c, a: c.rollout.fixed_order, ": --rollout.fixed_order=true needs --engine embedded"),
     (
         lambda c, a: c.engine_weights == "device" and a.servers,
         ".engine_urls: --engine_weights=device needs a server that the run itself starts on its "

@@ -1,14 +1,10 @@
-"""SGLang's HTTP server: the child process (main) and its handle in the rank (SGLangServer).
-
-`python -m rl_core.engines.sglang_server` reads its arguments as JSON from standard input. Only this
-file imports sglang.
-"""
+"""SGLang's HTTP server as the handle of a child process, and the arguments of that process
+(sglang_server_main.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -31,7 +27,6 @@ POLL_S = 0.5
 POLLS_PER_NOTE = 60  # Polls between two messages about a server that does not answer yet.
 LOG_LINES = 12  # Lines of the log that an error quotes.
 DYING_S = 1.0  # Time from a closed connection to the end of the process.
-PR_SET_PDEATHSIG = 1
 # Flag of the server that --engine_args may not set -> the flag of rl_core that sets it.
 OWN_FLAGS = {
     "--model-path": "--model",
@@ -172,7 +167,7 @@ class SGLangServer:
         }
         log = os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rl_core.engines.sglang_server"],
+            [sys.executable, "-m", "rl_core.engines.sglang_server_main"],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -248,26 +243,3 @@ def server_args(spec: EngineSpec) -> list[str]:
         args += "--enable-memory-saver "
         args += "--enable-weights-cpu-backup" if keeps_backup(spec) else ""
     return ["--model-path", spec.model, *args.split(), *shlex.split(spec.args)]
-
-
-def main() -> None:
-    # Read from stdin, because every user of the machine can read arguments, and the order has the
-    # key.
-    order = json.load(sys.stdin)
-    # The kernel kills this process when the thread that started it ends.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != order["parent"]:
-        sys.exit("the process that started this one is gone")
-    current_process().authkey = bytes.fromhex(order["authkey"])
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    try:
-        run_server(prepare_server_args([*order["args"], "--api-key", order["key"]]))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
-
-
-if __name__ == "__main__":
-    main()

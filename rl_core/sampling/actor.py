@@ -17,14 +17,7 @@ from rl_core.data.messages import canonical_messages, canonical_tools, shorten
 from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_values, wait_for_all
-from rl_core.types import (
-    Completion,
-    Message,
-    RunError,
-    SamplingParams,
-    Trajectory,
-    counter_seed,
-)
+from rl_core.types import Completion, Message, RunError, SamplingParams, Trajectory, counter_seed
 
 # The learner assumes the sampling parameters of a trainable actor: a reply that overrides one of
 # these is not trained.

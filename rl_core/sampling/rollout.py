@@ -169,11 +169,7 @@ class EpisodeRunner:
         return players
 
     async def score(
-        self,
-        env: Env,
-        group: Group,
-        drawn: asyncio.Future[Task],
-        trajectories: list[Trajectory],
+        self, env: Env, group: Group, drawn: asyncio.Future[Task], trajectories: list[Trajectory]
     ) -> None:
         """Adds group rewards. If they raise, all trajectories of the group fail."""
         seed = counter_seed(group.seed_of("schedule"), "group")

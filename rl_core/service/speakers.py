@@ -34,7 +34,7 @@ class Voice:
     conversation: Conversation | Exception
     # (messages before the turn as JSON, the reply, its Turn) for each turn.
     past: list[tuple[str, pb.Spoken, Turn | None]] = field(default_factory=list)
-    num_seen: int = 0  # Turns that this session has got.
+    num_heard: int = 0  # Turns that this session has got.
 
 
 class Speakers:
@@ -49,7 +49,7 @@ class Speakers:
         # Voices by conversation number; turns by ask number.
         self.unheard, self.voices, self.turns = list(self.known), {}, {}
         for _, voice in self.known:
-            voice.num_seen = 0
+            voice.num_heard = 0
 
     def described(self) -> str:
         """The `cast` of a StartRequest."""
@@ -63,25 +63,25 @@ class Speakers:
     def open(self, opening: pb.Opening) -> None:
         parent = self.voices.get(opening.fork_of)
         number = opening.conversation
-        num_seen = opening.replies or (parent.num_seen if parent else 0)
+        num_heard = opening.replies or (parent.num_heard if parent else 0)
         opening.conversation = opening.fork_of = 0
         key = (
             opening.SerializeToString(deterministic=True),
-            parent and (id(parent), num_seen),
+            parent and (id(parent), num_heard),
         )
         voice = next((voice for known, voice in self.unheard if known == key), None)
         if voice:
             self.unheard.remove((key, voice))
-        elif parent and not opening.replies and parent.num_seen < len(parent.past):
+        elif parent and not opening.replies and parent.num_heard < len(parent.past):
             raise differs()  # The conversation is ahead of this session.
         else:
             try:
                 voice = Voice(conversation=self.begun(opening, parent))
             except Exception as error:  # Raised in the hook at the first turn.
                 voice = Voice(conversation=error)
-            voice.past = parent.past[:num_seen] if parent else []
+            voice.past = parent.past[:num_heard] if parent else []
             self.known += [(key, voice)] if self.is_replaying else []
-        voice.num_seen = num_seen
+        voice.num_heard = num_heard
         self.voices[number] = voice
 
     def begun(self, opening: pb.Opening, parent: Voice | None) -> Conversation:
@@ -102,8 +102,8 @@ class Speakers:
         """The actor's next turn, or its error. Raises EngineDied, which hooks do not see: the run
         repeats the group."""
         voice = self.voices[ask.conversation]
-        number = voice.num_seen
-        voice.num_seen = voice.num_seen + 1
+        number = voice.num_heard
+        voice.num_heard = voice.num_heard + 1
         if number < len(voice.past):
             messages, spoken, turn = voice.past[number]
             if messages != ask.messages:
@@ -143,7 +143,7 @@ class Speakers:
 
     def check_replay(self) -> None:
         """Raises ServiceError if the session has not repeated all asks of the lost one."""
-        if any(voice.num_seen < len(voice.past) for _, voice in self.known):
+        if any(voice.num_heard < len(voice.past) for _, voice in self.known):
             raise differs()
 
     def trajectories(self, value: str) -> list[Trajectory]:

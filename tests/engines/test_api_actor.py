@@ -409,18 +409,9 @@ def run_judged(env, model, folder, server) -> int:
         "--out",
         folder / "run",
     ]
-    flags += [
-        "--max_tokens",
-        8,
-        "--max_prompt_tokens",
-        64,
-        "--tasks_per_step",
-        2,
-        "--group_size",
-        2,
-        "--num_steps",
-        3,
-    ]
+    flags += (
+        "--max_tokens 8 --max_prompt_tokens 64 --tasks_per_step 2 --group_size 2 --num_steps 3"
+    ).split()
     return main([str(flag) for flag in [*flags, "--actors.judge.api", server.url]])
 
 
@@ -459,16 +450,7 @@ def test_a_run_whose_judge_refuses_the_key_stops_and_shows_it_nowhere(tiny_model
 
 def test_an_endpoints_limits_are_flags():
     pytest.importorskip("openai")
-    base = [
-        "--actors.bob.model",
-        "m",
-        "--env_path",
-        "x.py",
-        "--out",
-        "x",
-        "--actors.judge.model",
-        "m",
-    ]
+    base = "--actors.bob.model m --env_path x.py --out x --actors.judge.model m".split()
     base += ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.api_key_env", ""]
     usual = make_api_actor(parse_config(base), "judge")
     judge = make_api_actor(parse_config([*base, "--actors.judge.max_tokens", "7"]), "judge")
@@ -577,13 +559,7 @@ APIS = {
                     ],
                 },
             ],
-            "tools": [
-                {
-                    "name": "add",
-                    "description": "Adds.",
-                    "input_schema": ADD["parameters"],
-                }
-            ],
+            "tools": [{"name": "add", "description": "Adds.", "input_schema": ADD["parameters"]}],
             "max_tokens": 9,
             "temperature": 1.0,
         },

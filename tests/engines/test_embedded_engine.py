@@ -690,9 +690,7 @@ def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
     assert not engine._cache.layers
 
 
-def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_changes(
-    tiny_model,
-):
+def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_changes(tiny_model):
     configs = {name: peft.LoraConfig(**LORAS[name]).to_dict() for name in ("bob", "alice")}
     engine, models, weights = embedded(load(tiny_model), adapters=configs), {}, {}
     for seed, name in enumerate(configs):

@@ -16,13 +16,7 @@ from test_engine_contract import GREEDY, LONG, load, make_embedded
 from rl_core.engines import remote
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.lease import DeviceLease
-from rl_core.engines.remote import (
-    EngineServer,
-    ask,
-    connect,
-    in_buckets,
-    make_weight_channel,
-)
+from rl_core.engines.remote import EngineServer, ask, connect, in_buckets, make_weight_channel
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 

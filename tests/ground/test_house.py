@@ -101,7 +101,7 @@ BELOW = {
     "command": {"ground", "shared", "registry", "roof", "tools"},
 }
 ROOM_OF = {name: room for room, names in ROOMS.items() for name in names}
-ONLY_IN = {"sglang": {"rl_core.engines.sglang_server"}}
+ONLY_IN = {"sglang": {"rl_core.engines.sglang_server_main"}}
 # Modules that the pure floor and the ground must do without.
 NEEDS_RANKS = {"torch.distributed"}
 

@@ -762,10 +762,7 @@ def test_load_tasks_gives_checked_rows(env_of):
 def test_advantage_fn_must_give_a_finite_number_for_each_reward(env_of):
     assert env_of(GOOD + "def advantage_fn(rewards): return [r - 1 for r in rewards]").advantage_fn(
         [1.0, 3.0]
-    ) == [
-        0,
-        2,
-    ]
+    ) == [0, 2]
     for body, match in (
         ("[1]", "gave 1 values; it must give one for each reward"),
         ("[float('nan')] * len(rewards)", "an advantage is nan"),
