@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from kit import words
 from pydantic import TypeAdapter
 
 from rl_core.config import parse_config
@@ -409,9 +410,9 @@ def run_judged(env, model, folder, server) -> int:
         "--out",
         folder / "run",
     ]
-    flags += (
+    flags += words(
         "--max_tokens 8 --max_prompt_tokens 64 --tasks_per_step 2 --group_size 2 --num_steps 3"
-    ).split()
+    )
     return main([str(flag) for flag in [*flags, "--actors.judge.api", server.url]])
 
 
@@ -450,7 +451,7 @@ def test_a_run_whose_judge_refuses_the_key_stops_and_shows_it_nowhere(tiny_model
 
 def test_an_endpoints_limits_are_flags():
     pytest.importorskip("openai")
-    base = "--actors.bob.model m --env_path x.py --out x --actors.judge.model m".split()
+    base = words("--actors.bob.model m --env_path x.py --out x --actors.judge.model m")
     base += ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.api_key_env", ""]
     usual = make_api_actor(parse_config(base), "judge")
     judge = make_api_actor(parse_config([*base, "--actors.judge.max_tokens", "7"]), "judge")

@@ -293,9 +293,9 @@ def test_a_run_goes_on_whoever_meets_the_death_of_its_server(tiny_model, standin
     standin.answers = [([24 + n % 10], {"type": "length"}) for n in range(200)]
     (tmp_path / "env.py").write_text(DIGITS)
     url = ["--actors.policy.engine_urls", standin.url, "--canary_tolerance", 1000, "--num_steps", 4]
-    sizes = (
+    sizes = words(
         "--tasks_per_step 4 --group_size 2 --max_tokens 8 --max_prompt_tokens 16 --save_every 4"
-    ).split()
+    )
     flags = ["--model", tiny_model, "--env_path", tmp_path / "env.py", *url, *sizes]
     assert main([str(f) for f in (*flags, "--out", tmp_path / "run")]) == 0
     asked = [body["input_ids"] for path, body in standin.requests if path == "generate"]
@@ -508,7 +508,7 @@ def flags(model, data, out, *more) -> list[str]:
         out,
         *more,
     ]
-    lengths = "--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 16 --group_size 8".split()
+    lengths = words("--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 16 --group_size 8")
     return [str(f) for f in (*files, *lengths)]
 
 
@@ -617,7 +617,7 @@ def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights
 def test_a_lone_adapters_server_has_its_learners_weights_after_updates(
     torchrun, warm_model, sort_data, tmp_path
 ):
-    learn = "--engine sglang --actors.policy.lora.rank 4 --num_steps 3 --optim.lr 5e-3".split()
+    learn = words("--engine sglang --actors.policy.lora.rank 4 --num_steps 3 --optim.lr 5e-3")
     torchrun(
         1,
         "-m",
@@ -692,7 +692,7 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, way, tmp_
 def test_reward_rises_with_sglang_and_nothing_of_it_is_left(
     torchrun, warm_model, sort_data, tmp_path
 ):
-    learn = "--num_steps 30 --optim.lr 6e-4 --optim.warmup_steps 3 --algo.clip_high 0.28".split()
+    learn = words("--num_steps 30 --optim.lr 6e-4 --optim.warmup_steps 3 --algo.clip_high 0.28")
     out = tmp_path / "run"
     torchrun(
         1,

@@ -550,7 +550,7 @@ def test_a_conversation_without_room_gives_an_empty_truncated_reply(env_of):
         ("again = await reply.respond('x'); return [reply.trajectory(1), again.trajectory(0)]", "end in the same reply; fork"),
         ("cold = await actors['bob'].respond('x', temperature=0.5); return [cold.trajectory(1)]",
          "with another temperature cannot be trained"),
-        ("return await asyncio.gather(reply.respond('x'), reply.respond('y'))", r"still being continued, .* fork\(\) it"),
+        ("return await asyncio.gather(reply.respond('x'), reply.respond('y'))", r"still being continued, .* fork\(\) before"),
         ("await asyncio.sleep(1.9)", r"the episode took longer than --rollout\.episode_timeout_s=1"),
         ("raise RuntimeError", r"rollout\(\) failed for task train/0: x\.py:4: RuntimeError"),
     ],

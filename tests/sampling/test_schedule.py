@@ -122,7 +122,7 @@ def test_what_does_not_parse_is_refused_with_its_place_marked(text, column, why)
 
 def test_an_actor_that_is_not_there_can_be_added():
     with pytest.raises(
-        ValueError, match=r"'alise' is no .* \(--actors.alise.model PATH adds one\)"
+        ValueError, match=r"'alise' is not an .* \(--actors.alise.model PATH adds one\)"
     ):
         parse_schedule("bob -> alise", ACTORS)
 
