@@ -1,4 +1,4 @@
-"""What flags of actors contradict each other: adapters, shared models, endpoints, servers that run
+"""Rules between the flags of actors: adapters, shared models, endpoints, servers that run
 already."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rl_core.rules import nearest, refuse, require, split
 OF_LEARNER = {"algorithm", "algo", "critic", "learner", "optim"}
 OF_MODEL = {"activations", "offload", "dtype"}  # flags of a learner
 URL = r"https?://[^/\s]+/?"
-# (is it broken?, message). c: the configuration; a: the actor.
+# (condition that breaks the rule, message). c: the configuration; a: the actor.
 OF_ACTOR = [
     (
         lambda c, name, a: not re.fullmatch(r"[A-Za-z][\w-]*", name),
@@ -27,12 +27,13 @@ OF_ACTOR = [
     ),
     (
         lambda c, name, a: (a.lora.rank or a.own.keys() & OF_LEARNER) and not a.is_trained,
-        ": lora.rank, lr, algorithm, algo, critic, learner and optim are of an actor that learns; "
-        "leave them out",
+        ": lora.rank, lr, algorithm, algo, critic, learner and optim belong to an actor that "
+        "learns; leave them out",
     ),
     (
         lambda c, name, a: not a.lora.rank and a.lora != type(a.lora)(),
-        ".lora.rank is missing beside other flags of adapters; give --actors.{name}.lora.rank 16",
+        ".lora.rank is missing, but other flags of the adapter are set; give "
+        "--actors.{name}.lora.rank 16",
     ),
     (
         lambda c, name, a: a.lora.rank and c.algorithm == "rm",
@@ -43,12 +44,12 @@ OF_ACTOR = [
             a.lora.quantize != "none"
             and (c.learner.kernels == "compile" or c.learner.offload == "always")
         ),
-        ".lora.quantize={a.lora.quantize} has no --learner.kernels=compile and no "
-        "--learner.offload=always; leave one out",
+        ".lora.quantize={a.lora.quantize} cannot be combined with --learner.kernels=compile or "
+        "--learner.offload=always; remove one",
     ),
     (
         lambda c, name, a: a.servers and not (c.is_rl and a.is_trained),
-        ".engine_urls is for an actor that learns by RL; a frozen one is an endpoint: "
+        ".engine_urls is for an actor that learns by RL; a frozen actor is an endpoint: "
         "--actors.{name}.api URL/v1",
     ),
     (
@@ -68,12 +69,13 @@ OF_ACTOR = [
     ),
     (
         lambda c, name, a: a.learn_every > 1 and c.rollout.lagged[0],
-        ".learn_every={a.learn_every} has no --rollout.lagged, whose older weights are renewed by "
-        "updates; leave one out",
+        ".learn_every={a.learn_every} and --rollout.lagged cannot be combined: stale weights are "
+        "refreshed by updates; remove one",
     ),
     (
         lambda c, name, a: a.learn_every > max(1, c.num_steps),
-        ".learn_every={a.learn_every}: it would not learn in --num_steps={c.num_steps}; lower it",
+        ".learn_every={a.learn_every}: the actor would not learn in --num_steps={c.num_steps}; "
+        "lower learn_every",
     ),
 ]
 # a: an actor that shares the model of o.
@@ -87,7 +89,7 @@ OF_SHARER = [
     ),
     (
         lambda c, name, a, o: o.share or not o.is_trained or not o.lora.rank,
-        ".share={a.share}: what is shared is a frozen model beside adapters; give "
+        ".share={a.share}: a shared model is frozen and has adapters; give "
         "--actors.{a.share}.lora.rank 16",
     ),
     (
@@ -115,14 +117,14 @@ OF_SHARER = [
 
 
 def check_actors(config: Config) -> None:
-    """Raises ValueError with what was given, the rule and the fix."""
+    """Raises ValueError with the value, the rule and the fix."""
     for name, actor in config.actors.items():
         prefix = f"--actors.{name}"
-        others = {other: part for other, part in config.actors.items() if other != name}
+        others = {other: config.actors[other] for other in config.actors if other != name}
         if actor.share:
             if actor.share not in others:
                 near = nearest(actor.share, others)
-                raise ValueError(f"{prefix}.share={actor.share} is no other actor; {near}")
+                raise ValueError(f"{prefix}.share={actor.share} is not another actor; {near}")
             refuse(OF_SHARER, prefix, c=config, name=name, a=actor, o=others[actor.share])
         if not actor.model:
             near = f"; of the actors, {nearest(name, others)}" if others else ""

@@ -1,4 +1,4 @@
-"""What parts of an algorithm contradict each other, or would do nothing."""
+"""Rules between the settings of an algorithm: contradictions, and settings without an effect."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rl_core.plugins.state_groups import compares_states
 from rl_core.plugins.teacher_prompts import self_taught
 from rl_core.rules import refuse
 
-# (is it broken?, message). c: the configuration; a: the preset with the parts that were
-# given; f: whether advantage_fn is defined.
+# (condition that breaks the rule, message). c: the configuration; a: the preset with the flags
+# applied; f: True if the environment defines advantage_fn.
 OF_ALGORITHM = [
     (
         lambda c, a, f: f and a.has_critic and c.algo.advantage is None,
@@ -56,19 +56,19 @@ OF_ALGORITHM = [
     ),
     (
         lambda c, a, f: c.algo.state_coef and not compares_states(a),
-        "--algo.state_coef={c.algo.state_coef}: turns that began in equal states are compared as "
-        "episodes are, and --algo.advantage {a.advantage} compares none; leave it out, or take "
-        "--algorithm grpo",
+        "--algo.state_coef={c.algo.state_coef}: turns from equal states are compared with the "
+        "advantage of episodes, and --algo.advantage {a.advantage} compares none; leave it out, "
+        "or take --algorithm grpo",
     ),
     (
         lambda c, a, f: c.algo.state_discount is not None and not compares_states(a),
-        "--algo.state_discount={c.algo.state_discount} is of the returns by which turns of equal "
-        "states are compared; leave it out, or take --algo.state_coef 1 and an advantage that "
-        "compares, as group_norm",
+        "--algo.state_discount={c.algo.state_discount} discounts returns that are compared between "
+        "turns from equal states; leave it out, or take --algo.state_coef 1 and an advantage that "
+        "compares, such as group_norm",
     ),
     (
         lambda c, a, f: a.objective == "cispo" and a.dual_clip,
-        "--algo.objective=cispo has no --algo.dual_clip; take objective clip",
+        "--algo.objective=cispo ignores --algo.dual_clip; leave it out, or take objective clip",
     ),
     (
         lambda c, a, f: 0 < a.dual_clip <= 1,
@@ -121,8 +121,8 @@ OF_ALGORITHM = [
     ),
     (
         lambda c, a, f: self_taught(c) and a.teacher_loss != "sampled" and c.cp > 1,
-        "--algo.teacher_loss={a.teacher_loss}: --cp={c.cp} cuts what the teacher self reads "
-        "otherwise; take sampled, or leave --cp out",
+        "--algo.teacher_loss={a.teacher_loss}: --cp={c.cp} splits the sequences, and the teacher "
+        "self reads other prompts; take sampled, or leave --cp out",
     ),
     (
         lambda c, a, f: c.algo.teacher_loss and not a.teacher,
@@ -134,8 +134,8 @@ OF_ALGORITHM = [
         "--cp={c.cp}: a teacher of some environments cannot read parts of sequences; take --cp 1",
     ),
     (
-        lambda c, a, f: has_server(c) and a.teacher_loss != "sampled" and not a.teacher_top_k,
-        "--algo.teacher_loss={a.teacher_loss} by a server compares its likeliest tokens: give "
+        "--algo.teacher_loss={a.teacher_loss} needs the teacher server's most likely tokens: give "
+        "--algo.teacher_top_k; 20 is usual",
         "--algo.teacher_top_k, 20 is usual",
     ),
     (
@@ -154,8 +154,8 @@ OF_ALGORITHM = [
     ),
     (
         lambda c, a, f: not 0 < a.teacher_beta < 1,
-        "--algo.teacher_beta={a.teacher_beta} must be between 0 and 1; at these the divergence is "
-        "--algo.teacher_loss forward_kl or reverse_kl",
+        "--algo.teacher_beta={a.teacher_beta} must be between 0 and 1; at the bounds the "
+        "divergence is --algo.teacher_loss forward_kl or reverse_kl",
     ),
     (
         lambda c, a, f: (
@@ -191,7 +191,7 @@ OF_ALGORITHM = [
 ]
 
 
-# Of a reference model, which DPO has too.
+# Rules of the reference model, which DPO has too.
 OF_REFERENCE = [
     (
         lambda c, a: c.algo.reference and not a.needs_reference,
@@ -199,23 +199,23 @@ OF_REFERENCE = [
     ),
     (
         lambda c, a: (a.reference_every or a.reference_decay) and not a.needs_reference,
-        "--algo.reference_every and reference_decay renew a reference: give --algo.kl_coef above "
+        "--algo.reference_every and reference_decay update a reference: give --algo.kl_coef above "
         "0, another KL, or --algo.log_kl",
     ),
     (
         lambda c, a: (a.reference_every or a.reference_decay) and a.reference,
-        "--algo.reference={a.reference}: a reference that is renewed begins as the actor's model; "
+        "--algo.reference={a.reference}: a reference that is updated starts as the actor's model; "
         "leave out --algo.reference, or reference_every and reference_decay",
     ),
     (
         lambda c, a: a.reference_decay == 1,
-        "--algo.reference_decay=1 would never renew the reference; take less, such as 0.99",
+        "--algo.reference_decay=1 would never update the reference; take less, such as 0.99",
     ),
 ]
 
 
 def has_server(config: Config) -> bool:
-    """Whether a teacher is behind a URL."""
+    """True if a teacher is behind a URL."""
     names = [config.algo.teacher, *(env.teacher for env in config.envs.values())]
     return any(name and is_url(name) for name in names)
 
@@ -225,7 +225,7 @@ def is_url(name: str) -> bool:
 
 
 def check_algorithm(config: Config, algorithm: Algorithm, has_advantage_fn: bool) -> None:
-    """Raises ValueError with what was given, the rule and the fix."""
+    """Raises ValueError with the value, the rule and the fix."""
     refuse(OF_REFERENCE, c=config, a=algorithm)
     if algorithm.is_rl:
         refuse(OF_ALGORITHM, c=config, a=algorithm, f=has_advantage_fn)

@@ -1,5 +1,5 @@
-"""Attention kernels of a GPU, torch's and flash-attn's: each run of queries with its segment of
-keys, separate forward and backward, with the log-sum-exp.
+"""Attention kernels for GPUs, from torch and flash-attn: variable-length attention over segments,
+with separate forward and backward and the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from rl_core.plugins.dense_attention import dense_backward, dense_forward
 
 
 def find_kernel(name: str, device: torch.device) -> Kernel:
-    """Raises ValueError if its library does not import here. "auto": flash-attn's on a GPU where it
-    imports, else torch's."""
+    """Raises ValueError if the library does not import. "auto": flash-attn on a GPU where it
+    imports, else torch."""
     error = ""
     if name == "flash_attn" or (name == "auto" and device.type == "cuda"):
         error = import_error()
@@ -28,11 +28,11 @@ def find_kernel(name: str, device: torch.device) -> Kernel:
 
 
 def import_error() -> str:
-    """Why flash-attn does not import; "" if it does. A folder of that name is not the library:
-    flash-attn-4, which SGLang requires, has none of flash-attn 2's functions."""
+    """Reason why flash-attn does not import; "" if it does. A folder of that name is not enough:
+    flash-attn-4, which SGLang requires, lacks the functions of flash-attn 2."""
     try:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # noqa: F401
-    except Exception as error:  # whatever a library does when it is imported
+    except Exception as error:  # An import may raise anything.
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -46,7 +46,7 @@ def sizes(segments: Segments) -> tuple:
 
 
 def windows(segments: Segments) -> dict[str, int]:
-    """How many keys before and after its own a query sees; -1 for all."""
+    """Number of keys before and after a query's position that it sees; -1 for all."""
     left, right = -1, -1
     if segments.is_causal:
         right = 0
@@ -60,13 +60,13 @@ def is_plainly_causal(segments: Segments) -> bool:
 
 
 def torch_forward(q, k, v, segments, scale, cap=None):
-    """Of torch.nn.attention.varlen.varlen_attn, whose own backward ignores the gradient of the
-    log-sum-exp."""
+    """Calls the operator below torch.nn.attention.varlen.varlen_attn, because the backward of
+    varlen_attn ignores the gradient of the log-sum-exp."""
     if cap is not None or not has_flash(q):
         return dense_forward(q, k, v, segments, scale, cap)
-    how = 0.0, is_plainly_causal(segments), False
+    options = 0.0, is_plainly_causal(segments), False  # dropout, causal, debug mask
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *sizes(segments), *how, scale=scale, **windows(segments)
+        q, k, v, *sizes(segments), *options, scale=scale, **windows(segments)
     )
     assert lse.shape == (q.shape[1], len(q)), lse.shape
     return out, lse
@@ -75,12 +75,12 @@ def torch_forward(q, k, v, segments, scale, cap=None):
 def torch_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     if cap is not None or not has_flash(q):
         return dense_backward(dout, q, k, v, out, lse, segments, scale, cap)
-    # No dropout.
+    # Dropout is 0, so that its random state is unused.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    how = 0.0, is_plainly_causal(segments), seed, torch.empty(0, device=q.device)
+    options = 0.0, is_plainly_causal(segments), seed, torch.empty(0, device=q.device)
     tensors = dout.contiguous(), q, k, v, out, lse.contiguous()
     return torch.ops.aten._flash_attention_backward(
-        *tensors, *sizes(segments), *how, scale=scale, **windows(segments)
+        *tensors, *sizes(segments), *options, scale=scale, **windows(segments)
     )
 
 
@@ -100,8 +100,8 @@ def flash_attn_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     tensors = dout.contiguous(), q, k, v, out, lse.contiguous(), *grads
     more = {"softcap": cap or 0.0, "alibi_slopes": None} | windows(segments)
     more["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    how = 0.0, scale, segments.is_causal
-    _flash_attn_varlen_backward(*tensors, *sizes(segments), *how, **more)
+    options = 0.0, scale, segments.is_causal
+    _flash_attn_varlen_backward(*tensors, *sizes(segments), *options, **more)
     return grads
 
 

@@ -1,12 +1,13 @@
-"""--eval.background DEVICE: evaluations in a process of their own, while the run goes on learning.
+"""--eval.background DEVICE: evaluations in a separate process while training continues.
 
     evaluations/step_000010/config.yaml, hf/ACTOR/   the weights of that step
-                            played/                  what rl-core eval keeps, see eval_folder.py
-                            log                      what it printed
+                            played/                  the folder of rl-core eval, see eval_folder.py
+                            log                      stderr of the process
 
-The process is `rl-core eval` of that folder. One evaluation is under way at a time: where the next
-one is due, and where the run ends, the run waits for it. Its line in metrics.jsonl has the step
-whose weights played, and comes when it is done. A run that goes on takes up what is under way.
+The process is `rl-core eval` of that folder. One evaluation runs at a time: the run waits for it
+before the next one, and before the run ends. The evaluation's row in metrics.jsonl has the step
+whose weights were evaluated, and is written when the evaluation is done. A resumed run starts an
+unfinished evaluation again.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from rl_core.types import Trajectory
 
 POLL_S = 0.2
 REASON_CHARS = 600
-# What torchrun tells its ranks. The process is none.
+# Variables that torchrun sets for ranks. The evaluation process is not a rank.
 OF_RANKS = re.compile(r"TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
-# (is it broken?, message). c: the configuration. used: how many GPUs of this machine ranks have.
-# num: how many this process sees.
+# (condition that breaks the rule, message). c: the configuration. used: number of this machine's
+# GPUs that ranks use. num: number of GPUs that this process sees.
 RULES = [
     (
         lambda c, used, num: not re.fullmatch(r"cpu|cuda:\d+", c.eval.background),
@@ -52,13 +53,13 @@ RULES = [
     ),
     (
         lambda c, used, num: c.eval.background != "cpu" and int(c.eval.background[5:]) < used,
-        "--eval.background={c.eval.background} is a GPU that a rank of the run has; start fewer "
-        "ranks (--nproc_per_node) and name one that is left, or leave the flag out",
+        "--eval.background={c.eval.background} is a GPU that a rank of the run uses; start fewer "
+        "ranks (--nproc_per_node) and name a free GPU, or leave the flag out",
     ),
     (
         lambda c, used, num: c.eval.background != "cpu" and int(c.eval.background[5:]) >= num,
-        "--eval.background={c.eval.background} is no GPU of this machine, which shows {num}; name "
-        "one of them, or cpu",
+        "--eval.background={c.eval.background} is not a GPU of this machine, which shows {num}; "
+        "name one of them, or cpu",
     ),
     (
         lambda c, used, num: not c.is_rl,
@@ -66,24 +67,25 @@ RULES = [
     ),
     (
         lambda c, used, num: c.keep_best,
-        "--eval.background is done when the weights are other ones; leave out --keep_best",
+        "--eval.background ends after the weights have changed; leave out --keep_best",
     ),
     (
         lambda c, used, num: "wandb" in split(c.trackers),
-        "--eval.background is logged at steps that are over, which W&B does not take; leave it "
-        "out, or take another tracker",
+        "--eval.background is logged at earlier steps, which W&B does not accept; leave it out, or "
+        "take another tracker",
     ),
     (
         lambda c, used, num: any(
             not ("://" in p or p in env_files() or Path(p).exists()) for p in c.env_paths.values()
         ),
-        "--eval.background reads the files of environments again; give files, no values of Python",
+        "--eval.background reads the environments' files again; give files, not Python values",
     ),
 ]
 
 
 class BackgroundEvaluation(Evaluation):
-    """On the rank that writes are the files and the process. All ranks know which is under way."""
+    """The writer rank owns the files and the process. All ranks know which evaluation is
+    running."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -92,13 +94,13 @@ class BackgroundEvaluation(Evaluation):
             used = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         refuse(RULES, c=config, used=used, num=torch.cuda.device_count())
         self.folder = trainer.out / "evaluations"
-        self.under_way: int | None = None  # the step
+        self.under_way: int | None = None  # the step of the running evaluation
         self.process: subprocess.Popen | None = None
         self.failure = ""
         self.began_at = 0.0
 
     async def start(self) -> None:
-        """Goes on with what a run before this one left under way."""
+        """Starts evaluations again that an earlier process of the run left unfinished."""
         left = self.steps_left() if self.trainer.ranks.is_writer else []
         for step in all_gather_json(left, self.trainer.ranks)[0]:
             self.launch(step)
@@ -106,8 +108,8 @@ class BackgroundEvaluation(Evaluation):
         await super().start()
 
     def steps_left(self) -> list[int]:
-        """Steps whose evaluation is to be played yet. Removes what is logged already, what comes
-        after the checkpoint, and what is not whole."""
+        """Steps whose evaluation is still to be done. Removes folders of evaluations that are
+        logged already, that come after the checkpoint, or that are incomplete."""
         logged = set()
         if self.trainer.log.path.exists():
             for row in read_json(self.trainer.log.path):
@@ -125,7 +127,7 @@ class BackgroundEvaluation(Evaluation):
         return left
 
     def agree(self) -> dict[str, Metric]:
-        """The rank that writes tells whether the process has ended."""
+        """The writer rank reports whether the process has ended."""
         return {"evaluated": Max(float(self.trainer.ranks.is_writer and self.has_ended()))}
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
@@ -136,15 +138,15 @@ class BackgroundEvaluation(Evaluation):
     async def evaluate(self, step: int) -> None:
         await self.wait()
         trainer, folder = self.trainer, self.folder_of(step)
-        beside = folder.with_name(folder.name + ".tmp")
+        scratch = folder.with_name(folder.name + ".tmp")
         try:
-            await export(trainer, beside / "hf")
+            await export(trainer, scratch / "hf")
             if trainer.ranks.is_writer:
-                (beside / "config.yaml").write_text(to_yaml(self.config_of_process()))
-                rename_into_place(beside, folder)
-        except OSError as error:  # A full disk, on the rank that writes.
+                (scratch / "config.yaml").write_text(to_yaml(self.config_of_process()))
+                rename_into_place(scratch, folder)
+        except OSError as error:  # A full disk, on the writer rank.
             self.failure = str(error)
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
         await trainer.resume()
         self.launch(step)
         self.is_left = False
@@ -153,7 +155,7 @@ class BackgroundEvaluation(Evaluation):
         await self.wait()
 
     async def close(self) -> None:
-        """What is under way is left to the run that goes on."""
+        """Kills a running evaluation; a resumed run starts the evaluation again."""
         if self.process is not None:
             end_process(self.process.pid)
             self.process.wait()
@@ -168,7 +170,7 @@ class BackgroundEvaluation(Evaluation):
         return replace(config, engine_tp=1, eval=replace(config.eval, background=None))
 
     def launch(self, step: int) -> None:
-        """Every rank must call it."""
+        """Starts the process on the writer rank. Every rank must call this method."""
         self.under_way = step
         if not self.trainer.ranks.is_writer or self.failure:
             return
@@ -191,7 +193,8 @@ class BackgroundEvaluation(Evaluation):
             self.failure = str(error)
 
     def has_ended(self) -> bool:
-        """Ends a process that plays nothing for longer than an episode may take."""
+        """True after the process ended. Kills a process that finished no episode within the time
+        limit of one episode."""
         if self.under_way is None or self.process is None:
             return self.under_way is not None
         if self.process.poll() is not None:
@@ -199,7 +202,7 @@ class BackgroundEvaluation(Evaluation):
         config, folder = self.trainer.config, self.folder_of(self.under_way)
         limit = config.rollout.episode_timeout_s + config.timeout_s
         written = [path.stat().st_mtime for path in folder.glob("played/episodes/*")]
-        # Files of an evaluation that is taken up may be old.
+        # A resumed evaluation may have old files.
         idle_s = min(time.time() - max(written, default=0.0), time.monotonic() - self.began_at)
         if idle_s > limit:
             self.failure = f"no episode ended within {limit:g} s (episode_timeout_s + timeout_s)"
@@ -209,7 +212,7 @@ class BackgroundEvaluation(Evaluation):
         return False
 
     async def wait(self) -> None:
-        """Until what is under way is recorded. Every rank must call it."""
+        """Waits until the running evaluation is recorded. Every rank must call this method."""
         if self.under_way is None:
             return
         self.trainer.begin_phase("wait for the evaluation")
@@ -223,18 +226,19 @@ class BackgroundEvaluation(Evaluation):
         await self.record()
 
     async def record(self) -> None:
-        """Logs the step whose weights played. Every rank must call it."""
+        """Logs metrics at the step whose weights were evaluated. Every rank must call this
+        method."""
         trainer, step = self.trainer, self.under_way
         metrics: dict[str, Metric] = {}
         if trainer.ranks.is_writer:
-            took = Mean(time.monotonic() - self.began_at, 1.0)
-            metrics = {"time/eval_s": took, "eval/background_failed": Sum(0.0)}
+            duration = Mean(time.monotonic() - self.began_at, 1.0)
+            metrics = {"time/eval_s": duration, "eval/background_failed": Sum(0.0)}
             reason = self.reason_of_failure()
             if reason:
                 metrics["eval/background_failed"] = Sum(1.0)
                 trainer.log.say(f"the evaluation of step {step} failed: {reason}")
             else:
-                add_metrics(metrics, self.played(step))
+                add_metrics(metrics, self.collect(step))
             shutil.rmtree(self.folder_of(step), ignore_errors=True)
         self.under_way, self.process, self.failure = None, None, ""
         values = trainer.log.write(step, metrics)
@@ -242,15 +246,15 @@ class BackgroundEvaluation(Evaluation):
         await trainer.call("after_evaluation", step, values)
 
     def reason_of_failure(self) -> str:
-        """The end of what it printed; "" if it succeeded."""
+        """The end of the process's log; "" if the process succeeded."""
         if self.failure or self.process is None or self.process.returncode == 0:
             return self.failure
         text = (self.folder_of(self.under_way) / "log").read_text(errors="replace")
         text = " ".join(text.split())[-REASON_CHARS:]
         return f"status {self.process.returncode}: {text}"
 
-    def played(self, step: int) -> dict[str, Metric]:
-        """Metrics of all episodes, which are then in rollouts/ as those of other evaluations."""
+    def collect(self, step: int) -> dict[str, Metric]:
+        """Metrics of all episodes. Writes the episodes to rollouts/, as other evaluations do."""
         trainer, config, folder = self.trainer, self.trainer.config, self.folder_of(step)
         metrics: dict[str, Metric] = {}
         for source in trainer.plan.eval:
@@ -271,24 +275,25 @@ class BackgroundEvaluation(Evaluation):
 
 
 def environment_of(device: str) -> dict[str, str]:
-    """Variables of a process that sees this device alone, and is no rank."""
-    found = {name: value for name, value in os.environ.items() if not OF_RANKS.fullmatch(name)}
+    """Environment variables of a process that sees only this device and is not a rank."""
+    variables = {name: v for name, v in os.environ.items() if not OF_RANKS.fullmatch(name)}
     gpu = device.removeprefix("cpu").removeprefix("cuda:")
     visible = split(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpu and visible:
         gpu = visible[int(gpu)]
-    found["CUDA_VISIBLE_DEVICES"] = gpu
-    return found
+    variables["CUDA_VISIBLE_DEVICES"] = gpu
+    return variables
 
 
 def end_process(pid: int) -> None:
-    """And all that it started."""
+    """Kills the process group: the process and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def end_orphan(folder: Path) -> None:
-    """Ends the process of a run that was killed itself. Another one may have its number by now."""
+    """Kills an evaluation whose run was killed. Checks the command line, because another process
+    may have the number by now."""
     with suppress(OSError, ValueError):
         pid = int((folder / "pid").read_text())
         if str(folder) in Path(f"/proc/{pid}/cmdline").read_text():

@@ -1,4 +1,4 @@
-"""Checks that engines sample with their learners' weights: compares logprobs of both on short fixed
+"""Checks that engines sample with their learners' weights: compares both logprobs on short fixed
 prompts."""
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, RunError, SamplingParams, TrainingSample, Turn, counter_seed
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
-# Nats; kernels of engine and learner round differently.
+# In nats. Kernels of engine and learner round differently.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 class Canary(Plugin):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.answers: dict[str, list[TrainingSample]] = {}  # that learners still check
+        # Actor -> the engine's completions, until the learner checks their logprobs.
+        self.answers: dict[str, list[TrainingSample]] = {}
 
     async def before_rollout(self, step: int) -> None:
-        """Lets each engine with a learner continue the fixed prompts. One that shares the learner's
-        weights cannot miss an update: it is checked once, when a run starts or resumes."""
+        """Lets each engine with a learner continue the fixed prompts. An engine that shares the
+        learner's weights cannot miss an update, so it is checked once, at the start of a run."""
         ranks, is_first = self.trainer.ranks, step == self.trainer.first_step
         for name in self.trainer.learners:
             actor = self.trainer.actors[name]
             if actor.shares_weights and not is_first:
                 continue
-            # One learner samples from all engines on other ranks.
+            # With separate engine ranks, rank 0 samples from all engines.
             is_asked = actor.engine and (not ranks.engine_ranks or ranks.rank == 0)
             self.answers[name] = await self._ask(actor) if is_asked else []
 
@@ -44,7 +45,7 @@ class Canary(Plugin):
         self.check(actor)
 
     async def finish(self) -> None:
-        """Checks the engines' weights after the last update, which no next step checks."""
+        """Checks the engines' weights after the last update, since no later step does."""
         await self.before_rollout(self.trainer.step)
         for name in self.trainer.learners:
             async with self.trainer.actors[name].learning():
@@ -64,21 +65,22 @@ class Canary(Plugin):
 
         async def speak() -> list[Completion]:
             if speaker.engine.lacks_weights:
-                return []  # It died just now. The next step checks what other ranks send it.
+                # The engine died just now. The next step checks the weights that other ranks send.
+                return []
             asked = [speaker.generate(prompt, params, i) for i, prompt in enumerate(prompts)]
             return await wait_for_all(asked)
 
         samples = []
         answers = await revived(speak, [speaker], "the canary")
-        for prompt, said in zip(prompts, answers, strict=bool(answers)):
-            turn = Turn(new_ids=prompt, is_fresh=True, completion=said)
+        for prompt, completion in zip(prompts, answers, strict=bool(answers)):
+            turn = Turn(new_ids=prompt, is_fresh=True, completion=completion)
             samples += samples_from_turns([turn], 1.0)
         return samples
 
     def check(self, name: str) -> None:
-        """Raises RunError, on every rank alike, if a token's logprob in the engine is not the
-        learner's. Every rank must call it, with the learner on its device and the weights that the
-        engine was given last."""
+        """Raises RunError on every rank if a token's logprob in the engine is not the learner's.
+        Every rank must call it, with the learner on its device and the weights that the engine
+        received last."""
         if name not in self.answers:
             return
         trainer, actor = self.trainer, self.trainer.actors[name]
@@ -97,13 +99,13 @@ class Canary(Plugin):
 
     @torch.no_grad()
     def _largest_difference(self, learner: Learner, samples: list[TrainingSample]) -> float:
-        """In nats, over all ranks; NaN if one is."""
+        """Largest difference in nats over all ranks; NaN if any difference is NaN."""
         minibatches, _ = learner.shard(samples)
         differences = [0.0]
         for minibatch in minibatches:
             for batch in minibatch.batches:
                 logprobs = learner.forward(batch)[0]
                 differences += (logprobs - batch.rollout_logprobs).abs().tolist()
-        # Unlike max(), which may pass over NaN.
+        # np.max returns NaN if a value is NaN; max() may skip it.
         largest = float(np.max(differences))
         return float(np.max(all_gather_json(largest, self.trainer.ranks)))

@@ -1,11 +1,11 @@
-"""What a run saves: every rank writes its own shards, which any number of ranks reads; and each
-model as a Hugging Face folder.
+"""Checkpoints: every rank writes its shards, which any number of ranks can read; and each model as
+a Hugging Face folder.
 
 checkpoints/step_000010/manifest.json      written last: every file with its size and checksum
                         state.json         step, data position
-                        policy/*.safetensors  trained weights and the optimizer's state, by
+                        policy/*.safetensors  trained weights and optimizer state, by
                                            torch.distributed.checkpoint
-                        policy_reference/*.safetensors  a copy of weights that is renewed
+                        policy_reference/*.safetensors  a weight snapshot that is updated
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ if TYPE_CHECKING:
     from rl_core.plugins.weights_copy import WeightsCopy
 
 NAME = re.compile(r"step_[0-9]{6,}")
-# Of an optimizer's state: a count, and tables that bitsandbytes makes alike for all parameters.
+# Optimizer state that is not saved: a count, and bitsandbytes' tables, equal for all parameters.
 NOT_SAVED = ("step", "qmap1", "qmap2")
 
 
 def trained_learners(learners: dict[str, Learner]) -> dict[str, Learner]:
-    """All that actors' learners train, critics included."""
+    """Name -> each learner of the actors, critics included."""
     return {learner.name: learner for owner in learners.values() for learner in owner.trained()}
 
 
 def renewed_copies(learners: dict[str, Learner]) -> dict[str, WeightsCopy]:
-    """Folder -> each copy of weights that differs from those at the start."""
+    """Folder -> each weight snapshot that differs from the weights at the start."""
     copies = {}
     for learner in learners.values():
-        for part in learner.extensions:
-            copies |= {kept.name: kept for kept in part.copies if kept.every}
+        for extension in learner.extensions:
+            copies |= {kept.name: kept for kept in extension.copies if kept.every}
     return copies
 
 
 def copied_tensors(kept: WeightsCopy) -> dict[str, Tensor]:
-    """Name -> weight, as this rank holds it, inside kept.in_place()."""
+    """Name -> this rank's shard of the weight, inside kept.in_place()."""
     weights = kept.policy.trained(kept.adapter)
     return {f"param/{name}": weight.detach() for name, weight in weights}
 
 
 def saved_tensors(learner: Learner, has_optimizer: bool = True) -> dict[str, Tensor]:
-    """Name -> trained weight or optimizer state, as this rank holds it."""
+    """Name -> this rank's shard of the trained weight or optimizer state."""
     if learner.policy.is_sharded:
         # After a forward without a backward some parameters are still gathered.
         learner.policy.reshard()
@@ -72,7 +72,7 @@ def saved_tensors(learner: Learner, has_optimizer: bool = True) -> dict[str, Ten
 
 
 def optimizer_tensors(learner: Learner, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """State in 8 bits cannot be cut for another number of ranks: its names tell whose it is."""
+    """8-bit state cannot be resharded for another number of ranks, so its names hold the rank."""
     tensors = {}
     for group in learner.optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -93,65 +93,65 @@ def save_checkpoint(
     keep: int,
     files: Iterable[Path] = (),
 ) -> None:
-    """checkpoints/step_N, complete or not there at all: all that each actor's learner trains, and
-    further files of rank 0, of which folders are moved. `state` may have the facts of learners in
-    these. Then deletes those before the newest `keep`. Every rank must call it. Raises RunError on
-    all of them, and writes nothing, if a weight is not finite."""
-    beside = folder.with_name(f".{folder.name}.tmp")
+    """Writes checkpoints/step_N atomically: the state of all learners, and further files of rank 0,
+    of which folders are moved. `state` may have the learners' facts that engine ranks sent. Then
+    deletes all but the newest `keep` checkpoints. Every rank must call it. Raises RunError on all
+    ranks, and writes nothing, if a weight is not finite."""
+    scratch = folder.with_name(f".{folder.name}.tmp")
     if ranks.rank == 0:
-        shutil.rmtree(beside, ignore_errors=True)
-    barrier(ranks)  # what a run that was killed left is gone
-    optimizers, copies = save_learners(beside, learners, ranks, str(folder))
+        shutil.rmtree(scratch, ignore_errors=True)
+    barrier(ranks)  # Files of a killed run are gone.
+    optimizers, copies = save_learners(scratch, learners, ranks, str(folder))
     optimizers |= state.get("optimizers", {})
     copies += state.get("copies", [])
     if ranks.rank == 0:
         for file in files:
             if file.is_dir():
-                shutil.move(file, beside / file.name)
+                shutil.move(file, scratch / file.name)
             else:
-                shutil.copy(file, beside)
+                shutil.copy(file, scratch)
         state = state | {"optimizers": optimizers, "copies": copies}
-        (beside / "state.json").write_text(json.dumps(state, indent=1))
-    barrier(ranks)  # every rank has written
-    manifest = make_manifest(beside, ranks)
+        (scratch / "state.json").write_text(json.dumps(state, indent=1))
+    barrier(ranks)  # Every rank has written.
+    manifest = make_manifest(scratch, ranks)
     if ranks.rank == 0:
-        (beside / "manifest.json").write_text(json.dumps({"files": manifest}, indent=1))
-        rename_into_place(beside, folder)
+        (scratch / "manifest.json").write_text(json.dumps({"files": manifest}, indent=1))
+        rename_into_place(scratch, folder)
         # While updates are skipped the weights may be ruined, and an older checkpoint the only way
         # back.
         trained = trained_learners(learners).values()
         if keep and not any(learner.nonfinite_in_a_row for learner in trained):
             delete_old(folder, keep)
-    barrier(ranks)  # no rank goes on before the checkpoint stands
+    barrier(ranks)  # No rank continues before the checkpoint exists.
 
 
 def save_learners(
-    beside: Path, learners: dict[str, Learner], ranks: Ranks, what: str
+    folder: Path, learners: dict[str, Learner], ranks: Ranks, target: str
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """(what a run that resumes must know of each optimizer, by name; names of copies that are
-    renewed). Writes all that learners train, and these copies, into folders of their names. Every
-    rank must call it. Raises RunError on all of them, and writes nothing, if a weight is not
-    finite; `what` is not written then."""
+    """(facts of each optimizer by name, for a resumed run; names of the snapshots that are
+    updated). Writes the state of all learners and these snapshots into folders of their names.
+    Every rank must call it. Raises RunError on all ranks, and writes nothing, if a weight is not
+    finite; `target` names the checkpoint in the error."""
     trained, copies = trained_learners(learners), renewed_copies(learners)
-    refuse_nonfinite(broken_weights(trained), f"{what} is not written", ranks)
+    refuse_nonfinite(broken_weights(trained), f"{target} is not written", ranks)
     if ranks.rank == 0:
-        beside.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for name in (*trained, *copies):
-            shutil.rmtree(beside / name, ignore_errors=True)
-            (beside / name).mkdir()
-    barrier(ranks)  # the folders are there
-    optimizers = {name: save_learner(beside / name, learner) for name, learner in trained.items()}
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / name).mkdir()
+    barrier(ranks)  # The folders exist.
+    optimizers = {name: save_learner(folder / name, learner) for name, learner in trained.items()}
     for name, weights in copies.items():
         with weights.policy.on_device(), weights.in_place():
-            write_shards(beside / name, copied_tensors(weights))
+            write_shards(folder / name, copied_tensors(weights))
     return optimizers, [*copies]
 
 
 def broken_weights(trained: dict[str, Learner]) -> list[str]:
-    """Names of trained weights of which this rank holds a number that is NaN or infinite."""
+    """Names of trained weights with a NaN or infinite number in this rank's shard."""
     names = []
     for actor, learner in trained.items():
-        with learner.on_device():  # elsewhere its memory may be given back
+        with learner.on_device():  # Elsewhere its memory may be released.
             for name, parameter in learner.trained_parameters():
                 if not is_finite(local(parameter)):
                     names.append(f"{actor}: {name}")
@@ -159,7 +159,7 @@ def broken_weights(trained: dict[str, Learner]) -> list[str]:
 
 
 def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
-    """Writes this rank's part. What a run that resumes must know of the optimizer."""
+    """Writes this rank's shard. Returns facts of the optimizer that a resumed run needs."""
     is_saved = learner.config.save_optimizer
     with learner.on_device(), learner.state_on_device():
         write_shards(folder, saved_tensors(learner, is_saved))
@@ -170,24 +170,24 @@ def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about a single process
+        warnings.simplefilter("ignore")  # torch warns about a single process.
         dcp.save(tensors, storage_writer=writer)
 
 
 def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """File -> its size and checksum. Each rank reads a part of the files. Every rank must call
+    """File -> its size and checksum. Each rank reads a share of the files. Every rank must call
     it."""
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    names = all_gather_json(names, ranks)[0]  # a shared file system may show others later
-    own = {name: facts_of(folder / name) for name in names[ranks.rank :: ranks.size]}
+    names = all_gather_json(names, ranks)[0]  # A shared file system may show other ranks less.
+    local_facts = {name: facts_of(folder / name) for name in names[ranks.rank :: ranks.size]}
     manifest = {}
-    for part in all_gather_json(own, ranks):
-        manifest |= part
+    for facts in all_gather_json(local_facts, ranks):
+        manifest |= facts
     return manifest
 
 
 def facts_of(file: Path) -> dict[str, Any]:
-    """Size and checksum of a file; the checksum finds damage at the speed of the disk, and no
+    """Size and checksum of a file. The checksum is as fast as the disk; it detects damage, not
     forgery."""
     checksum = xxhash.xxh3_64()
     with open(file, "rb") as opened:
@@ -197,20 +197,20 @@ def facts_of(file: Path) -> dict[str, Any]:
 
 
 def delete_old(folder: Path, keep: int) -> None:
-    """Deletes those before the newest `keep`, of which `folder` is the last: later ones were
-    damaged when the run resumed."""
+    """Deletes all but the newest `keep` checkpoints up to `folder`. Later checkpoints were damaged
+    when the run resumed."""
     saved = checkpoints_in(folder.parent)
     for old in saved[: saved.index(folder) + 1][:-keep]:
         shutil.rmtree(old)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. Other names are a user's own."""
-    found = []
+    """Complete checkpoints, oldest first. Folders with other names belong to the user."""
+    checkpoints = []
     for manifest in folder.glob("step_*/manifest.json"):
         if NAME.fullmatch(manifest.parent.name):
-            found.append(manifest.parent)
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+            checkpoints.append(manifest.parent)
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 # Files that transformers' AutoProcessor reads, except the tokenizer's. chat_template.json, and the
@@ -233,14 +233,14 @@ def export_policy(
     base: str = "",
     end_token_ids: Sequence[int | None] = (),
 ) -> None:
-    """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, the
-    adapter merged; the adapter also on its own in FOLDER_adapter. An old export stays until the new
-    one is complete. Raises RunError on all ranks, and leaves it as it was, if a weight is not
+    """Writes a Hugging Face folder that from_pretrained loads, in the dtype of the original model,
+    the adapter merged; the adapter alone goes into FOLDER_adapter. An old export stays until the
+    new one is complete. Raises RunError on all ranks, and leaves the old export, if a weight is not
     finite in that dtype. `base`: the model whose processor files are copied. `end_token_ids`: ends
-    of turns, which generation_config.json gets before those that it has."""
+    of turns, written to generation_config.json before the ends that it has."""
     weights = {}
     broken = []
-    buffers = dict(policy.hf.named_buffers())  # a mask may be infinite
+    buffers = dict(policy.hf.named_buffers())  # A mask may be infinite.
     for name, value in policy.named_weights(adapter, policy.checkpoint_dtype):
         if ranks.rank == 0:
             if name not in buffers and not is_finite(value):
@@ -253,21 +253,21 @@ def export_policy(
     config = copy.deepcopy(policy.hf.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    if policy.is_scoring:  # the classifier's forward finds a sequence's end by it
+    if policy.is_scoring:  # The classifier's forward finds the end of a sequence by this id.
         config.pad_token_id = tokenizer.pad_token_id
-    with torch.device("meta"):  # a plain model of this kind: not sharded, quantized or adapted
+    with torch.device("meta"):  # A plain model of this class: not sharded, quantized or adapted.
         plain = type(policy.hf)(config).to(policy.checkpoint_dtype)
     if not policy.is_scoring:
         plain.generation_config = with_ends(policy.hf.generation_config, end_token_ids)
-    with replaced(folder) as beside:
-        # By the names that checkpoints of it have.
-        plain.save_pretrained(beside, state_dict=weights)
-        tokenizer.save_pretrained(beside)
-        copy_processor_files(base, beside)
+    with replaced(folder) as scratch:
+        # save_pretrained() restores the names of the original checkpoint.
+        plain.save_pretrained(scratch, state_dict=weights)
+        tokenizer.save_pretrained(scratch)
+        copy_processor_files(base, scratch)
 
 
 def with_ends(generation: Any, end_token_ids: Sequence[int | None]) -> Any:
-    """A copy of a GenerationConfig that ends at these tokens, and at those that it has."""
+    """A copy of a GenerationConfig that ends at these tokens and at its previous ones."""
     generation, has = copy.deepcopy(generation), generation.eos_token_id
     has = has if isinstance(has, list) else [has]
     ends = list(dict.fromkeys(i for i in [*end_token_ids, *has] if i is not None))
@@ -289,52 +289,52 @@ def copy_processor_files(base: str, folder: Path) -> None:
 
 
 def is_finite(value: Tensor) -> bool:
-    """Whether all numbers are: in one pass, where isfinite() makes several copies."""
+    """True if all numbers are finite. One pass over the data; isfinite() makes several copies."""
     return not value.numel() or bool(torch.stack(value.aminmax()).isfinite().all())
 
 
 def refuse_nonfinite(names: list[str], what_stays: str, ranks: Ranks) -> None:
-    """Raises RunError on all ranks if one of them has such weights."""
+    """Raises RunError on all ranks if `names` is not empty on one of them."""
     for broken in all_gather_json(names, ranks):
         if broken:
             raise RunError(
-                f"weights are NaN or infinite ({broken[0]}): {what_stays}; go on from the newest "
+                f"weights are NaN or infinite ({broken[0]}): {what_stays}; resume from the newest "
                 "checkpoint by --resume, with a lower --optim.lr"
             )
 
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` once it is complete."""
-    beside = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    yield beside
-    rename_into_place(beside, folder)
+    """Yields a new folder that replaces `folder` once it is complete."""
+    scratch = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    yield scratch
+    rename_into_place(scratch, folder)
 
 
-def rename_into_place(beside: Path, folder: Path) -> None:
-    """`beside` becomes `folder`, which is complete, or as it was before, after a crash of the
-    machine too. A crash between the two renames leaves what was before as `.NAME.old`."""
-    for path in beside.rglob("*"):
+def rename_into_place(scratch: Path, folder: Path) -> None:
+    """Replaces `folder` by `scratch`. After a crash, also of the machine, `folder` is either
+    complete or as it was. A crash between the two renames leaves the old folder as `.NAME.old`."""
+    for path in scratch.rglob("*"):
         flush_to_disk(path)
-    flush_to_disk(beside)
+    flush_to_disk(scratch)
     before = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(before, ignore_errors=True)
     if folder.exists():
         os.rename(folder, before)
-    os.rename(beside, folder)
+    os.rename(scratch, folder)
     flush_to_disk(folder.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object of a file that a run has written. Raises ValueError with its name if it holds
-    none."""
+    """The JSON object of a file that a run has written. Raises ValueError with the file's name if
+    it holds none."""
     try:
-        found = json.loads(file.read_bytes())
+        value = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{file} is damaged: it is empty or no JSON ({error})") from None
-    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged: it is empty or not JSON ({error})") from None
+    if not isinstance(value, dict):
         raise ValueError(f"{file} is damaged: it must hold a JSON object")
-    return found
+    return value

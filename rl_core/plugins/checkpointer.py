@@ -1,4 +1,4 @@
-"""What a run saves: checkpoints, each model as a Hugging Face folder, and the best by an
+"""Saving: checkpoints, each model as a Hugging Face folder, and the best models by an
 evaluation."""
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rl_core.plugins.evaluation import task_metrics
 from rl_core.run_folder import naming
 from rl_core.types import RunError, Trajectory
 
-# Names of sets and actors before a metric. A part of the reward keeps its greedy_reward/.
+# Names of sets and actors before a metric. A component of the reward keeps its greedy_reward/.
 ROOM = r"^eval/(?:(?!greedy_|sampled_)[^/]+/)*(?=.)"
-# A run of fewer steps in which nothing was learned is no error.
+# A run of fewer steps without an update is not an error.
 MIN_STEPS = 10
 
 
 class Checkpointer(Plugin):
-    """Saves every --save_every steps, by the clock, and when the run ends. Each rank notes the age
-    of its last checkpoint beside a step's metrics: all ranks decide alike."""
+    """Saves every --save_every steps, by the clock, and when the run ends. Ranks agree on the age
+    of the last checkpoint, so that all of them save at the same step."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -66,13 +66,13 @@ class Checkpointer(Plugin):
             await self.save()
 
     async def give_up(self) -> None:
-        """Saves what was learned before too many failures end the run."""
+        """Saves the learned weights before too many failures end the run."""
         if self.trainer.step > self.trainer.first_step:
             await self.save()
 
     async def finish(self) -> None:
-        """Exports what a run before this one saved, if no step was left: it may have been killed
-        between the two."""
+        """Exports the last checkpoint if no step was left: an earlier process may have been killed
+        between checkpoint and export."""
         if self.trainer.first_step and self.saved_step < 0:
             await export(self.trainer, self.trainer.out / "hf")
 
@@ -103,20 +103,19 @@ class Checkpointer(Plugin):
         trainer.log.say(f"saved step {step} to {folder.parent} and {exported}")
 
     def refuse_ruined(self) -> None:
-        """Raises RunError before the last save if no update was finite since this process began:
-        the weights, which are no other ones, may be ruined, and must not take the place of what was
-        exported before."""
+        """Raises RunError before the last save if no update was finite since this process started:
+        the weights have not changed, may be ruined, and must not replace the earlier export."""
         for name, learner in trained_learners(self.trainer.learners).items():
             if learner.nonfinite_in_a_row and learner.num_updates == self.updates_before[name]:
                 raise RunError(
                     f"every update of {name} was skipped, because its loss or gradient was NaN or "
-                    "infinite: its weights may be ruined, and nothing is saved; go on from an "
+                    "infinite: its weights may be ruined, and nothing is saved; resume from an "
                     "earlier checkpoint or model"
                 )
 
     def after_run(self) -> None:
-        """Warns if nothing was learned from the first step to the last; raises RunError if these
-        were MIN_STEPS or more. Learners on other ranks are not known here."""
+        """Warns if no step made an update; raises RunError if the run had at least MIN_STEPS steps.
+        Knows only this rank's learners."""
         num_steps = self.trainer.config.num_steps
         trained = trained_learners(self.trainer.learners).values()
         has_learned = any(learner.num_updates for learner in trained)
@@ -143,8 +142,8 @@ class Checkpointer(Plugin):
 
 class BestKeeper(Plugin):
     """--keep_best: exports the models when an evaluation's metric, such as greedy_score, is better
-    than all before. Two evaluations are compared over the tasks that have a value in both: episodes
-    of others failed."""
+    than in all evaluations before. Compares two evaluations over the tasks that have a value in
+    both, because episodes of other tasks failed."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -155,15 +154,15 @@ class BestKeeper(Plugin):
         self.sign = -1 if self.metric.endswith("loss") else 1
         self.best = None
         self.of_best: dict[str, dict[str, float]] = {}  # metric -> task -> value
-        # The same of this evaluation, on this rank.
+        # The same for the current evaluation, on this rank.
         self.of_this: dict[str, dict[str, float]] = {}
         with suppress(FileNotFoundError):
             state = read_object(self.folder / "best.json")
             self.best, self.of_best = state.get(self.metric), state.get("tasks", {})
 
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
-        """Notes each task's value of the metric. `name` is eval/STEP/greedy or sampled, then the
-        set if there are several."""
+        """Records each task's value of the metric. `name` is eval/STEP/greedy or sampled, followed
+        by the set if there are several."""
         if not name.startswith("eval/"):
             return
         config = self.trainer.config
@@ -202,7 +201,7 @@ class BestKeeper(Plugin):
         if not values:
             names = sorted({re.sub(ROOM, "", name) for name in known})
             raise RunError(
-                f"--keep_best {self.metric} is no metric of this evaluation; it has "
+                f"--keep_best {self.metric} is not a metric of this evaluation; it has "
                 f"{', '.join(names)}"
             )
         value = sum(values) / len(values)
@@ -235,13 +234,13 @@ def common_means(
 
 
 async def export(trainer: Any, folder: Path) -> None:
-    """Each model as a Hugging Face folder."""
+    """Exports each model as a Hugging Face folder."""
     await export_local(trainer, folder)
     await trainer.call("export", folder)
 
 
 async def export_local(trainer: Any, folder: Path) -> None:
-    """Those of this rank's learners."""
+    """Exports the models of this rank's learners."""
     for name in trainer.learners:
         async with trainer.actors[name].learning() as learner:
             with naming(folder / name):
@@ -253,6 +252,6 @@ async def export_local(trainer: Any, folder: Path) -> None:
                     trainer.ranks,
                     learner.adapter,
                     base=trainer.plan.config.actors[name].model,
-                    # The template's own end first.
+                    # The template's end token comes first.
                     end_token_ids=(chat.end_token_id, *chat.stop_token_ids),
                 )

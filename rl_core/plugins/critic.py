@@ -1,8 +1,9 @@
-"""PPO's critic: its loss, advantages and metrics. M trained tokens; a value is the reward still to
-come.
+"""PPO's critic: its loss, advantages and metrics. A value predicts the remaining reward.
 
-The critic is a classifier of one label with weights and an optimizer of its own: a Learner with the
-loss of values.
+The critic is a classifier with one label, separate weights and a separate optimizer: a Learner with
+the value loss.
+
+Legend: M trained tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rl_core.plugins.normalise import deviation
 from rl_core.plugins.reference import sums_to_go
 from rl_core.types import PackedBatch
 
-# Of the learner that trains the critic.
+# Algorithm of the learner that trains the critic.
 CRITIC = Algorithm(learns_from="rows")
 
 
@@ -39,23 +40,23 @@ class Critic(LearnerExtension):
         make_learner: Callable[..., Learner],
         name: str = "policy",
     ):
-        """`policy`: a classifier. --optim with --critic.lr trains it. `make_learner` makes one as
-        Learner() does. `algorithm`, `name`: the actor's."""
-        own = dataclasses.replace(
+        """`policy`: a classifier, trained by --optim with --critic.lr. `make_learner` has the
+        signature of Learner(). `algorithm`, `name`: the actor's."""
+        critic_config = dataclasses.replace(
             config,
             optim=dataclasses.replace(config.optim, lr=config.critic.lr),
             critic=dataclasses.replace(config.critic, warmup_steps=0),
         )
         self.learner = make_learner(
-            own, CRITIC, policy, ranks, loss=losses_of_values, name=f"{name}_critic"
+            critic_config, CRITIC, policy, ranks, loss=losses_of_values, name=f"{name}_critic"
         )
         self.learners = (self.learner,)
         self.config, self.algorithm = config.critic, algorithm
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
-        """Turns the batches' rewards into advantages by GAE."""
+        """Turns the rewards of the batches into advantages by GAE."""
         sums: dict[str, Metric] = {}
-        if not batches:  # on any rank
+        if not batches:  # Then no rank has any.
             return {}
         for batch in batches:
             rewards = token_rewards(self.algorithm, batch)
@@ -80,8 +81,8 @@ class Critic(LearnerExtension):
 
 
 def make_critic(learner: LearnerContext) -> Critic:
-    """Sharded as the policy is: --critic.model, or the actor's model with a value of 0
-    everywhere."""
+    """A critic that is sharded like the policy: --critic.model, or the actor's model with a new
+    head that gives 0 everywhere."""
     config = learner.config
     path = config.critic.model or config.actors[learner.name].model
     model = learner.load(path, learner=config.learner, is_scoring=True)
@@ -89,14 +90,14 @@ def make_critic(learner: LearnerContext) -> Critic:
 
 
 def is_last(sequences: Tensor) -> Tensor:
-    """[M] bool, the last trained token of its sequence."""
+    """[M] bool, True at the last trained token of each sequence."""
     return pad(sequences[1:], (0, 1), value=-1) != sequences
 
 
 def token_rewards(a: Algorithm, batch: PackedBatch) -> Tensor:
-    """[M] the reward of each trained token: the sample's, which batch.advantages holds, at its last
-    one, less the coefficient times the KL of each if that is in the reward (Ziegler et al. 2019,
-    arXiv:1909.08593)."""
+    """[M] reward of each trained token: the sample's reward, from batch.advantages, at the last
+    token, minus the coefficient times each token's KL if the KL is in the reward (Ziegler et al.
+    2019, arXiv:1909.08593)."""
     rewards = torch.where(is_last(batch.sequences), batch.advantages, 0.0)
     if "reward" in a.kl_terms:
         kind, coef = a.kl_terms["reward"]
@@ -108,9 +109,9 @@ def gae_advantages(
     rewards: Tensor, values: Tensor, sequences: Tensor, gamma: float, lam: float
 ) -> Tensor:
     """[M] sum over l of (gamma lam)^l d(t+l), with d(t) = r(t) + gamma V(t+1) - V(t) and V = 0
-    after a sequence's last token (Schulman et al. 2016, arXiv:1506.02438, eq. 16). Steps are
-    trained tokens: what an environment said between two turns is none, so that a turn's last token
-    is followed by the next turn's first. values[t] is V of the state in which token t was
+    after a sequence's last token (Schulman et al. 2016, arXiv:1506.02438, eq. 16). Only trained
+    tokens are steps: the last token of a turn is followed by the first of the next turn, without
+    the environment's tokens between them. values[t] is V of the state in which token t was
     chosen."""
     following = torch.where(is_last(sequences), 0.0, pad(values[1:], (0, 1)))
     return sums_to_go(rewards + gamma * following - values, sequences, gamma * lam)
@@ -126,9 +127,9 @@ def losses_of_values(
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """([M] losses, [M] bool whether the bound decides): max((V - R)^2, (V' - R)^2) / 2 with V' = V
-    clipped to old - clip .. old + clip; clip 0 is no bound. As in OpenAI's PPO2, whose paper does
-    not have it."""
+    """([M] losses, [M] bool, True where clipping decides): max((V - R)^2, (V' - R)^2) / 2 with V' =
+    V clipped to old - clip .. old + clip; clip 0 disables it. From OpenAI's PPO2 code; the paper
+    does not have it."""
     losses = (values - returns).square() / 2
     if not clip:
         return losses, torch.zeros_like(losses, dtype=torch.bool)
@@ -137,7 +138,7 @@ def value_losses(
 
 
 def value_sums(values: Tensor, rewards_to_go: Tensor) -> dict[str, Metric]:
-    """For value_metrics(); they add up over batches and ranks."""
+    """Sums for value_metrics(), which add up over batches and ranks."""
     goal, error = rewards_to_go.double(), (rewards_to_go - values).double()
     numbers = {"goal": goal, "goal_square": goal.square()}
     numbers |= {"error": error, "error_square": error.square()}
@@ -146,8 +147,8 @@ def value_sums(values: Tensor, rewards_to_go: Tensor) -> dict[str, Metric]:
 
 def value_metrics(means: dict[str, float]) -> dict[str, Metric]:
     """Mean value, and the explained variance 1 - Var(G - V) / Var(G): 0 for a constant V, 1 for a
-    perfect one. G is the discounted sum of rewards from the token on; lambda-returns contain V
-    itself. Missing if G is constant."""
+    perfect V. G is the discounted sum of rewards from the token on; lambda-returns would contain V.
+    The explained variance is missing if G is constant."""
     goal, error = means["goal"], means["error"]
     metrics: dict[str, Metric] = {"critic_value_mean": Mean(goal - error)}
     if of_goal := deviation(goal, means["goal_square"]):

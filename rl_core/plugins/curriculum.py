@@ -1,5 +1,5 @@
-"""task_weight(): training tasks drawn by weights that depend on how often each was solved, not each
-once an epoch."""
+"""task_weight(): draws training tasks by weights that depend on each task's success rate so far,
+instead of each task once an epoch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from rl_core.types import RunError, Trajectory, counter_seed
 
 @dataclass(slots=True)
 class Progress:
-    """Results of a task so far. In both means the newest group counts half, and all before it the
-    other half."""
+    """Results of a task so far. Both means are exponential: the newest group counts half."""
 
     tries: int = 0  # groups of episodes
     # Fraction of a group's episodes that passed; 0.5 before the first group.
@@ -38,29 +37,29 @@ class Progress:
 
 
 class WeightedOrder:
-    """The task at each position, as in a RowOrder. Between two calls of draw() the positions are a
+    """The task at each position, like RowOrder. Between two calls of draw() the positions are a
     weighted permutation: each next task is drawn by weight among the remaining ones (Efraimidis and
-    Spirakis 2006), so that none comes twice before all with a weight came once. It depends on the
-    seed, the weights and its first position alone."""
+    Spirakis 2006), so that no task comes twice before all with a weight came once. Depends only on
+    the seed, the weights and the first position."""
 
     def __init__(
         self, source: TaskSource, weigh: Callable[[int, Progress], float], is_by_row: bool
     ):
         """`weigh` gives the weight of a row by its number. Unless is_by_row, all untried rows have
-        the same weight."""
+        equal weights."""
         self.source, self.weigh = source, weigh
         self.rows = np.asarray(source.kept)  # [tasks] in ascending order
         untried = source.kept if is_by_row else source.kept[:1]
         self.weights = np.full(len(self.rows), [weigh(row, Progress()) for row in untried])
-        self.tried: dict[int, Progress] = {}  # by the number of the row
+        self.tried: dict[int, Progress] = {}  # row number -> progress
         self.draw(0)
 
     def row_index(self, position: int) -> int:
-        return int(self.places[(position - self.start) % len(self.places)])
+        return int(self.drawn[(position - self.start) % len(self.drawn)])
 
     def record(self, results: Iterable[tuple[int, float, float]], start: int) -> None:
-        """(row, success rate, mean reward) of each group; positions from `start` on are drawn anew.
-        Raises ValueError if the weights are unfit."""
+        """Adds (row, success rate, mean reward) of each group and draws the positions from `start`
+        on anew. Raises ValueError if no task has a weight."""
         for row, success_rate, mean_reward in results:
             progress = self.tried.setdefault(row, Progress())
             progress.add(success_rate, mean_reward)
@@ -68,23 +67,23 @@ class WeightedOrder:
         self.draw(start)
 
     def weigh_again(self, row: int) -> None:
-        place = np.searchsorted(self.rows, row)
-        if place < len(self.rows) and self.rows[place] == row:  # else it is left out by now
-            self.weights[place] = self.weigh(row, self.tried[row])
+        index = np.searchsorted(self.rows, row)
+        if index < len(self.rows) and self.rows[index] == row:  # Else the row is left out by now.
+            self.weights[index] = self.weigh(row, self.tried[row])
 
     def draw(self, start: int) -> None:
-        """Weights decide which place in `rows` each position from `start` on has."""
-        [places] = np.nonzero(self.weights)
-        if not len(places):
+        """Draws the index into `rows` for each position from `start` on, by weight."""
+        [indices] = np.nonzero(self.weights)
+        if not len(indices):
             raise ValueError(
                 f"{self.source.env}: task_weight() gives 0 for all {len(self.rows)} tasks, so that "
                 "none can be drawn; let it give some a weight above 0, such as 0.01"
             )
         random = np.random.RandomState(counter_seed(self.source.seed, "weights", start))
-        luck = -np.log1p(-random.random_sample(len(self.weights)))  # exponential, for every task
+        luck = -np.log1p(-random.random_sample(len(self.weights)))  # Exponential, for every task.
         with np.errstate(over="ignore"):
-            order = np.argsort(luck[places] / self.weights[places])
-        self.places, self.start = places[order], start
+            order = np.argsort(luck[indices] / self.weights[indices])
+        self.drawn, self.start = indices[order], start
 
     def state(self) -> dict[str, Any]:
         return {"start": self.start, "tried": {row: astuple(p) for row, p in self.tried.items()}}
@@ -97,7 +96,7 @@ class WeightedOrder:
 
 
 class Curriculum(Plugin):
-    """Tells the orders of training tasks, the same on every rank, what each step has shown."""
+    """Records each step's results in the orders of training tasks, the same on every rank."""
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         trainer, config = self.trainer, self.trainer.config
@@ -115,7 +114,7 @@ class Curriculum(Plugin):
         return {"curriculum": {env: order.state() for env, order in orders.items()}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """An environment that is not in it begins anew."""
+        """Environments that are missing in `state` begin anew."""
         before = state.get("curriculum", {})
         for env, order in weighted_orders(self.trainer.plan.train).items():
             if env in before:
@@ -123,7 +122,7 @@ class Curriculum(Plugin):
 
 
 def weighted_orders(train: TaskSource) -> dict[str, WeightedOrder]:
-    """By the name of the environment, of those with task_weight()."""
+    """Environment -> order, for environments with task_weight()."""
     orders = {source.env: source.order for source in train.sources}
     return {env: order for env, order in orders.items() if isinstance(order, WeightedOrder)}
 
@@ -131,23 +130,23 @@ def weighted_orders(train: TaskSource) -> dict[str, WeightedOrder]:
 def record(
     train: TaskSource, results: Iterable[tuple[str, str, float, float]], position: int
 ) -> None:
-    """(environment, task id, success rate, mean reward) of each group of a step, alike on every
-    rank. Tasks from `position` on, which counts as `train.task` does, are drawn by what is known
-    now. Raises ValueError if the weights are unfit."""
+    """Records (environment, task id, success rate, mean reward) of each group of a step, equal on
+    every rank. Tasks from `position` on, which counts as `train.task` does, are drawn with the new
+    weights. Raises ValueError if no task has a weight."""
     envs = [source.env for source in train.sources]
     starts = dict(zip(envs, train.drawn_before(position), strict=True))
     for env, order in weighted_orders(train).items():
-        own = [result[1:] for result in results if result[0] == env]
-        rows = [(int(task.rpartition("/")[2]), *means) for task, *means in own]
+        of_env = [result[1:] for result in results if result[0] == env]
+        rows = [(int(task.rpartition("/")[2]), *means) for task, *means in of_env]
         order.record(rows, starts[env])
 
 
 def group_results(
     trajectories: list[Trajectory], trained: Iterable[str], pass_reward: float, ranks: Ranks
 ) -> list[tuple[str, str, float, float]]:
-    """(environment, task id, share of episodes that passed, mean reward) of each group that was
-    rolled out on any rank, in the order of the groups and alike on all: over the episodes of actors
-    that learn, but for those that failed."""
+    """(environment, task id, fraction of passed episodes, mean reward) of each group of all ranks,
+    in the order of the groups and equal on all ranks. Over successful episodes of trained
+    actors."""
     groups: dict[str, list[Trajectory]] = {}
     for t in succeeded(trajectories):
         if t.actor in trained:
@@ -159,29 +158,29 @@ def group_results(
         means = passed / len(rewards), sum(rewards) / len(rewards)
         results.append((group_id, group[0].env, group[0].task_id, *means))
     every = []
-    for part in all_gather_json(results, ranks):
-        every += part
+    for results_of_rank in all_gather_json(results, ranks):
+        every += results_of_rank
     return [tuple(result[1:]) for result in sorted(every)]
 
 
 def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) -> float:
-    """The weight that the user's hook gives for a task. Raises ValueError unless it is a finite
+    """The weight that the user's hook returns for a task. Raises ValueError unless it is a finite
     number of at least 0."""
     values = asdict(known)
-    given = ", ".join(f"{name}={value:.4g}" for name, value in values.items())
-    what = f"{hook.path}: task_weight() for task {task_id} with {given}"
+    facts = ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+    call = f"{hook.path}: task_weight() for task {task_id} with {facts}"
     try:
         weight = hook.function(**hook.arguments(row, values))
     except Exception as error:
-        raise ValueError(f"{what} failed: {describe_error(error, hook.path)}") from error
+        raise ValueError(f"{call} failed: {describe_error(error, hook.path)}") from error
     with suppress(ValueError):
-        if finite(weight, what) >= 0:
+        if finite(weight, call) >= 0:
             return float(weight)
-    raise ValueError(f"{what} gave {shorten(weight)}; it must give a finite number of at least 0")
+    raise ValueError(f"{call} gave {shorten(weight)}; it must give a finite number of at least 0")
 
 
 def draw_by_weight(envs: dict[str, Env], train: TaskSource) -> None:
-    """Gives an order of its own to each environment with task_weight()."""
+    """Gives each environment with task_weight() a weighted order."""
     for source in train.sources:
         if hook := envs[source.env].hooks.get("task_weight"):
             source.draw_by(weighted_order(source, hook))

@@ -1,10 +1,10 @@
 """Decode steps of the embedded engine on a GPU, captured as CUDA graphs and replayed.
 
 A decode step of a few hundred rows takes Python and the driver longer to launch than the GPU to
-compute. A graph is launched at once. It is of fixed shapes, so that rows and cached tokens are
-rounded up, and each pair of numbers has a graph of its own. A graph reads and writes memory, not
-tensors: all graphs go where the cache is made anew or weights lie elsewhere. Weights that arrive in
-their old place are read.
+compute; a graph launches at once. A graph has fixed shapes, so rows and cached tokens are rounded
+up, and each pair of numbers has a separate graph. A graph reads and writes addresses, not tensors:
+all graphs are dropped when the cache is made anew or the weights move. New weights at the old
+addresses are read.
 
 Legend: n rows, L cached tokens, E hidden size.
 """
@@ -27,15 +27,15 @@ from rl_core.host_copies import release_cached_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Rounded up to multiples of these. Few rows are a power of two. Long rows are at most an eighth
-# longer.
+# Row counts and lengths are rounded up to multiples of these. Below MANY_ROWS the number of rows is
+# a power of two. Long rows grow by at most an eighth.
 MANY_ROWS, LENGTHS = 16, 256
-MAX_GRAPHS = 64  # The oldest goes.
-# Steps of one shape that run without a graph before it is captured. To capture it takes as long as
-# two more.
+MAX_GRAPHS = 64  # The oldest graph is dropped.
+# Steps of one shape that run without a graph before it is captured. A capture takes as long as two
+# more steps.
 FIRST_STEPS = 4
 
-Replay = Callable[[], Tensor]  # the same tensor each time, computed again
+Replay = Callable[[], Tensor]  # Computes the same tensor again and returns it.
 Capture = Callable[[Callable[[], Tensor], Any], Replay]
 
 
@@ -52,18 +52,18 @@ def rounded_length(num: int) -> int:
 
 @cache
 def capture_stream() -> torch.cuda.Stream:
-    """One for all graphs: cuBLAS keeps 32 MiB for each stream that it has seen."""
+    """One stream for all graphs: cuBLAS keeps 32 MiB for each stream that it has seen."""
     return torch.cuda.Stream()
 
 
 def capture_on_gpu(compute: Callable[[], Tensor], pool: Any) -> Replay:
-    """The kernels of compute(), launched at once. It runs once before: what it makes at its first
-    use, such as tables of positions, is no part of the graph."""
+    """A graph of the kernels of compute(). Runs compute() once before the capture, so that objects
+    made at its first use, such as tables of positions, stay outside of the graph."""
     graph, stream = torch.cuda.CUDAGraph(), capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         compute()
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device at the same time.
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             out = compute()
@@ -79,17 +79,17 @@ def capture_on_gpu(compute: Callable[[], Tensor], pool: Any) -> Replay:
 
 
 class DecodeGraphs(LlamaSlots):
-    """Its decode steps are replayed. A model with hooks, such as those of adapters of several
-    actors, runs without graphs."""
+    """LlamaSlots with replayed decode steps. A model with hooks, such as those of adapters of
+    several actors, runs without graphs."""
 
     def __init__(self, model: PreTrainedModel, capture: Capture = capture_on_gpu):
         super().__init__(model)
         self.capture = capture
-        self.uses: Counter[tuple[int, int]] = Counter()  # by (n, L), rounded
-        # By (n, L): tokens [n, 1] and columns [n] to be filled, and what computes with them.
+        self.uses: Counter[tuple[int, int]] = Counter()  # Rounded (n, L) -> steps.
+        # (n, L) -> input tokens [n, 1], input columns [n], and the graph that reads both.
         self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Replay]] = {}
-        self.pool: Any = None  # memory that the graphs share, since one runs at a time
-        self.weights_at: list[int] = []  # addresses
+        self.pool: Any = None  # Memory that the graphs share, since one runs at a time.
+        self.weights_at: list[int] = []  # Addresses.
         self.can_replay = self.can_capture = True
 
     def make_cache(self, num_slots: int, max_tokens: int) -> LlamaCache:
@@ -105,7 +105,7 @@ class DecodeGraphs(LlamaSlots):
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """As LlamaSlots'."""
+        """Decides whether graphs are usable, and drops them if the weights moved."""
         is_quantized = getattr(self.model, "is_quantized", False)
         is_changing = self.decoder.rotary_emb.rope_type in CHANGING_ROTARY
         has_hooks = any(module._forward_hooks for module in self.decoder.modules())
@@ -118,7 +118,8 @@ class DecodeGraphs(LlamaSlots):
             try:
                 yield
             finally:
-                if self.model.dtype == torch.float32:  # whose norms are made for each loan
+                # In fp32 the norms are made for each loan, at new addresses.
+                if self.model.dtype == torch.float32:
                     self.drop()
 
     def forward(
@@ -131,7 +132,7 @@ class DecodeGraphs(LlamaSlots):
         sizes: Tensor | None = None,
         is_even: bool = False,
     ) -> Tensor:
-        """As LlamaSlots'. What it returns is overwritten by the next step."""
+        """Like LlamaSlots.forward(). The next step overwrites the returned tensor."""
         is_decode = starts is not None and tokens.shape[1] == 1 and rows.start == 0
         if is_decode and self.can_replay:
             num_rows = min(rounded_rows(len(tokens)), cache.num_slots)
@@ -149,7 +150,7 @@ class DecodeGraphs(LlamaSlots):
         forward = super().forward
         ids = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
         columns = torch.full((num_rows,), cache.max_tokens, device=device)
-        if not self.graphs:  # positions up to the last column are made outside of a graph
+        if not self.graphs:  # Positions up to the last column are made outside of a graph.
             forward(cache, slice(0, 1), ids[:1], columns[:1], cache.max_tokens + 1)
             if device.type == "cuda":
                 self.pool = torch.cuda.graph_pool_handle()
@@ -170,7 +171,7 @@ class DecodeGraphs(LlamaSlots):
     def replayed(
         self, cache: LlamaCache, shape: tuple[int, int], tokens: Tensor, starts: Tensor
     ) -> Tensor:
-        """[n, 1, E]. Rows behind the last one write where padding does, and are read by nobody."""
+        """[n, 1, E]. The added rows write to the padding column, and nobody reads them."""
         ids, columns, replay = self.graphs[shape]
         ids[: len(tokens)] = tokens
         columns[: len(starts)] = starts

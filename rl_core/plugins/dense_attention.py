@@ -1,7 +1,8 @@
-"""Attention of dense blocks, for CPUs and for what flash kernels do not take: caps on a GPU without
-flash-attn, fp32. Runs of queries with their segments of keys are padded to blocks of one length.
+"""Attention over dense blocks, for CPUs and for cases that flash kernels do not support: caps on a
+GPU without flash-attn, and fp32. Sequences of queries, with their segments of keys, are padded to
+blocks of one length.
 
-T tokens, H heads of queries, G of keys (H is a multiple of G), D head dim.
+Legend: T tokens, H heads of queries, G of keys (H is a multiple of G), D head dim.
 """
 
 from __future__ import annotations
@@ -18,87 +19,88 @@ from torch.nn.functional import embedding
 
 from rl_core.learning.attention import Kernel, Segments
 
-# What a block, and a token that is copied to one and back, cost beside their attention: in pairs of
-# a query and a key, forward and backward.
+# Cost of a block, and of copying a token to a block and back, in (query, key) pairs of the forward
+# and backward.
 BLOCK_PAIRS, TOKEN_PAIRS = 2000, 8
-HIDDEN = 1e9  # log-sum-exp of a padded query: all its probabilities are 0
+HIDDEN = 1e9  # Log-sum-exp of a padded query, so that all its probabilities are 0.
 
 
 def is_fused(q: Tensor, cap: float | None) -> bool:
-    """Whether torch's flash kernel for CPUs computes it."""
+    """True if torch's flash kernel for CPUs computes this."""
     return q.device.type == "cpu" and cap is None
 
 
 @dataclass(kw_only=True, slots=True)
 class Layout:
-    """Runs of one length, or padded to it, as blocks that a kernel for dense tensors takes."""
+    """Sequences as blocks of one length, with or without padding, for kernels of dense tensors."""
 
-    blocks: list[tuple[int, int, int]]  # number of runs, queries and keys of each
-    tokens: Tensor | None = None  # the token in each place of the blocks; None: all in their order
-    places: Tensor | None = None  # [T] each token's place
+    blocks: list[tuple[int, int, int]]  # (sequences, queries, keys) of each block
+    tokens: Tensor | None = None  # token at each position of the blocks; None: all, in their order
+    places: Tensor | None = None  # [T] position of each token in the blocks
 
 
 def layout_of(segments: Segments) -> Layout:
-    """That of least cost: neighbours of one length as blocks, which copies nothing, or with others
-    padded to theirs."""
+    """The layout of least cost: neighbours of equal length as blocks, which copies nothing, or
+    sequences padded to a common length."""
     same = itertools.groupby(segments.lengths)
-    alone = [(len(list(runs)), *pair) for pair, runs in same]
+    alone = [(len(list(sequences)), *pair) for pair, sequences in same]
     queries, keys = np.array(segments.lengths).T
     if segments.is_causal and (queries == keys).all():
-        groups = alike(queries)
-        padded = sum(len(runs) * queries[runs].max() ** 2 for runs in groups)
+        groups = similar_lengths(queries)
+        padded = sum(len(members) * queries[members].max() ** 2 for members in groups)
         padding = (padded - (queries**2).sum()) / 2 + TOKEN_PAIRS * queries.sum()
         if padding < BLOCK_PAIRS * (len(alone) - len(groups)):
             return padded_layout(queries, groups, segments.cu_q.device)
     return Layout(blocks=alone)
 
 
-def alike(lengths: np.ndarray) -> list[np.ndarray]:
-    """Which runs share a block: as many as are padded to the longest for the price of a block."""
+def similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
+    """Indices of the sequences of each block. A block takes shorter sequences until their padding
+    costs as much as one more block."""
     groups: list[list[int]] = []
     longest = padding = 0
-    for run in np.argsort(-lengths, kind="stable").tolist():
-        padding += (longest**2 - lengths[run] ** 2) / 2
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        padding += (longest**2 - lengths[index] ** 2) / 2
         if not groups or padding > BLOCK_PAIRS:
             groups.append([])
-            longest, padding = lengths[run], 0
-        groups[-1].append(run)
+            longest, padding = lengths[index], 0
+        groups[-1].append(index)
     return [np.sort(group) for group in groups]
 
 
 def padded_layout(lengths: np.ndarray, groups: list[np.ndarray], device: torch.device) -> Layout:
-    """Padding at its end changes nothing under a causal mask: no token sees it."""
+    """Pads at the end, which changes nothing under a causal mask: no token sees the padding."""
     starts = lengths.cumsum() - lengths
     tokens = []
     blocks = []
-    for runs in groups:
-        column = np.arange(lengths[runs].max())
-        places = np.where(column < lengths[runs, None], starts[runs, None] + column, -1)
+    for members in groups:
+        column = np.arange(lengths[members].max())
+        places = np.where(column < lengths[members, None], starts[members, None] + column, -1)
         tokens.append(places.ravel())
-        blocks.append((len(runs), len(column), len(column)))
+        blocks.append((len(members), len(column), len(column)))
     flat = np.concatenate(tokens)
-    places = flat.argsort()[len(flat) - lengths.sum() :]  # padding, -1, is sorted first
+    places = flat.argsort()[len(flat) - lengths.sum() :]  # Padding, -1, is sorted first.
     flat, places = (torch.from_numpy(x).to(device) for x in (flat.clip(0), places))
     return Layout(blocks=blocks, tokens=flat, places=places)
 
 
 def rows(x: Tensor, places: Tensor | None) -> Tensor:
-    """Those rows of x; None: all. embedding() copies rows several times faster than index_select()
-    does."""
+    """The rows of x at `places`; None: all. embedding() copies rows several times faster than
+    index_select()."""
     return x if places is None else embedding(places, x.flatten(1)).view(-1, *x.shape[1:])
 
 
 def unpadded(blocks: list[Tensor], layout: Layout) -> Tensor:
-    """[T, H, D] of blocks [runs, H, length, D]."""
+    """[T, H, D] from blocks [sequences, H, length, D]."""
     parts = [x.transpose(1, 2).flatten(0, 1) for x in blocks]
-    # A single one is not copied.
+    # A single block is not copied.
     return rows(parts[0] if len(parts) == 1 else torch.cat(parts), layout.places)
 
 
 def blocks_of(
     layout: Layout, segments: Segments, queries: list[Tensor], keys: list[Tensor]
 ) -> Iterator[tuple]:
-    """(is causal, mask, the block of each of `queries`, and of each of `keys`)"""
+    """(is_causal, mask, the block of each of `queries` and of each of `keys`)"""
     num_queries = [num * m for num, m, _ in layout.blocks]
     num_keys = [num * n for num, _, n in layout.blocks]
     parts = [x.split(num_queries) for x in queries] + [x.split(num_keys) for x in keys]
@@ -133,7 +135,7 @@ def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     if is_fused(q, cap):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lse = lse.T
-    if layout.places is not None:  # padded queries have no probabilities, and so no gradient
+    if layout.places is not None:  # Padded queries have no probabilities and no gradient.
         hidden = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN)
         lse = hidden.index_copy_(0, layout.places, lse)
     dout, q, k, v, out = (rows(x, layout.tokens) for x in (dout, q, k, v, out))
@@ -148,14 +150,14 @@ def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
 
 
 def math_forward(q, k, v, dropout, is_causal, attn_mask=None, scale=1.0, cap=None):
-    """Attention written out, where no fused kernel fits; fp32 inside, or fp64."""
+    """Attention without a fused kernel; fp32 or fp64 inside."""
     scores = math_scores(q, k, is_causal, attn_mask, scale, cap)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ repeated(v, q)).to(q.dtype), lse
 
 
 def math_backward(dout, q, k, v, out, lse, dropout, is_causal, attn_mask=None, scale=1.0, cap=None):
-    """With p = e^(score - lse) for the given lse: d loss / d score = p (dp - sum(dout * out))."""
+    """With p = e^(score - lse): d loss / d score = p (dp - sum(dout * out))."""
     with torch.enable_grad():
         inputs = q, k, v = [x.detach().requires_grad_() for x in (q, k, v)]
         scores = math_scores(q, k, is_causal, attn_mask, scale, cap)
@@ -180,7 +182,7 @@ def math_scores(
 
 
 def repeated(x: Tensor, q: Tensor) -> Tensor:
-    """[B, H, length, D]: the heads of keys or values, each as often as heads of queries share it,
+    """[B, H, length, D]: heads of keys or values repeated for the heads of queries that share them,
     in fp32 or fp64."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)

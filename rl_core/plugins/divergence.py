@@ -1,10 +1,11 @@
-"""How far a student's distribution of each token is from a teacher's: over the whole vocabulary, or
-over the teacher's likeliest tokens with all others as one. Never [tokens, vocabulary] of either.
+"""Divergences between a student's and a teacher's distribution of each token: over the whole
+vocabulary, or over the teacher's top K tokens with all others as one bucket. Neither materializes
+[tokens, vocabulary].
 
 p is the student's distribution and q the teacher's. Each divergence D is a sum over tokens v of the
 vocabulary, whose gradient in the student's logits is s_v - p_v sum(s) with s_v = p_v dD/dp_v.
 
-M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one tile, K likeliest
+Legend: M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one tile, K top
 tokens, B = K + 1 of them and the rest.
 """
 
@@ -32,10 +33,10 @@ from rl_core.learning.logprobs import (
 # (hidden states [M, D], weight [V, D], temperature, cap), as head_factors() gives.
 Factors = tuple[Tensor, Tensor, float, float | None]
 Tiles = tuple[list[slice], list[slice]]
-# (log p, log q) of tokens -> (their terms of the divergence, their s).
+# (log p, log q) of tokens -> (their terms of the divergence, their s_v).
 Form = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# What others than the teacher's likeliest tokens have at least: their probability is 1 less those
-# of the likeliest, which a server rounds.
+# Least probability of the tokens outside of the teacher's top K: 1 minus the sum of the top K,
+# which a server rounds.
 LEAST_REST = 1e-6
 
 
@@ -60,16 +61,16 @@ def jsd(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def make_form(name: str, beta: float) -> Form:
-    """`beta`: of jsd."""
+    """The divergence `name`. `beta` is the weight in jsd."""
     forms = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": partial(jsd, beta=beta)}
     return forms[name]
 
 
 def fused_divergence(student: Factors, target: Any, num_ids: int, split: Any = None) -> Tensor:
-    """[M] nats, of the target from the student over the first `num_ids` rows of the student's
-    weight, in fp64 if the hidden states are, else fp32. Differentiable, once, in the student's
-    hidden states and weight. `target`: WholeVocabulary or TopTokens. `split`: merges sums with
-    those of ranks that have other vocabulary ids."""
+    """[M] nats, divergence between target and student over the first `num_ids` rows of the
+    student's weight, in fp64 if the hidden states are, else fp32. Differentiable, once, in the
+    student's hidden states and weight. `target`: WholeVocabulary or TopTokens. `split`: merges sums
+    with those of ranks that have other vocabulary ids."""
     hidden_MD, weight_VD, temperature, cap = student
     tile_bytes = CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
     width = max(hidden_MD.shape[1], target.width)
@@ -79,27 +80,27 @@ def fused_divergence(student: Factors, target: Any, num_ids: int, split: Any = N
 
 
 class FusedDivergence(torch.autograd.Function):
-    """The backward computes each tile of logits again."""
+    """The backward recomputes each tile of logits."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, target, how):
-        temperature, cap, split, tiles = how
+    def forward(ctx, hidden_MD, weight_VD, target, options):
+        temperature, cap, split, tiles = options
         student = hidden_MD, weight_VD, temperature, cap
         values, stats = target.measure(student, tiles, split)
         ctx.save_for_backward(hidden_MD, weight_VD, *stats)
-        ctx.target, ctx.how = target, how
+        ctx.target, ctx.options = target, options
         return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_values):
         hidden_MD, weight_VD, *stats = ctx.saved_tensors
-        temperature, cap, split, tiles = ctx.how
+        temperature, cap, split, tiles = ctx.options
 
         def gradient_of(h_CD: Tensor, w_SD: Tensor, rows: slice, ids: slice) -> Tensor:
             z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
             of_rows = [value[rows] for value in stats]
-            # Of the logits before they are divided.
+            # The gradient in the logits before they are divided by the temperature.
             scale = grad_values[rows, None] / temperature
             grad_CS = scale * ctx.target.gradient(z_CS, rows, ids, *of_rows)
             if cap is not None:
@@ -112,7 +113,7 @@ class FusedDivergence(torch.autograd.Function):
 
 
 class WholeVocabulary:
-    """The teacher's distribution by its own hidden states and head, whose rows are the student's
+    """The teacher's distribution from its hidden states and head, whose rows are the student's
     first ones."""
 
     def __init__(self, teacher: Factors, form: Form):
@@ -120,15 +121,16 @@ class WholeVocabulary:
         self.width = teacher[0].shape[1]
 
     def measure(self, student: Factors, tiles: Tiles, split: Any) -> tuple[Tensor, list[Tensor]]:
-        """([M] divergences, what gradient() needs)"""
+        """([M] divergences, statistics for gradient())"""
         own_lse = merged_lse(log_partition(student, tiles), split)
         lse = merged_lse(log_partition(self.teacher, tiles), split)
         sums = torch.zeros(2, len(lse), dtype=lse.dtype, device=lse.device)
         for rows, ids in each_tile(tiles):
             logp_CS = logits(student, rows, ids) - own_lse[rows, None]
             logq_CS = logits(self.teacher, rows, ids) - lse[rows, None]
-            for total, part in zip(sums, self.form(logp_CS, logq_CS), strict=True):
-                total[rows] += part.sum(-1)
+            terms = self.form(logp_CS, logq_CS)
+            for total, values in zip(sums, terms, strict=True):
+                total[rows] += values.sum(-1)
         if split is not None:
             split.add_up(sums)
         values, slopes = sums
@@ -137,14 +139,14 @@ class WholeVocabulary:
     def gradient(
         self, z_CS: Tensor, rows: slice, ids: slice, own_lse: Tensor, lse: Tensor, slopes: Tensor
     ) -> Tensor:
-        """[C, S] of the divided logits."""
+        """[C, S], the gradient in the divided logits."""
         logp_CS = z_CS - own_lse[:, None]
         logq_CS = logits(self.teacher, rows, ids) - lse[:, None]
         return self.form(logp_CS, logq_CS)[1] - logp_CS.exp() * slopes[:, None]
 
 
 class TopTokens:
-    """The teacher's K likeliest tokens, and all others as one bucket."""
+    """The teacher's top K tokens, and all others as one bucket."""
 
     width = 1
 
@@ -155,15 +157,15 @@ class TopTokens:
         self.logq_MB = torch.cat([logq_MK, rest], 1)
 
     def measure(self, student: Factors, tiles: Tiles, split: Any) -> tuple[Tensor, list[Tensor]]:
-        """([M] divergences, what gradient() needs)"""
+        """([M] divergences, statistics for gradient())"""
         dtype = sum_dtype(student[0])
         z_MK = torch.zeros_like(self.logq_MB[:, :-1], dtype=dtype)
         rest = torch.full_like(z_MK[:, 0], -math.inf)
         for rows, ids in each_tile(tiles):
             z_CS = logits(student, rows, ids)
-            place, is_here = self.places(rows, ids, z_CS)
-            z_MK[rows] += z_CS.gather(1, place).where(is_here, 0.0)
-            others = without(z_CS, place, is_here).logsumexp(-1)
+            columns, is_here = self.columns(rows, ids, z_CS)
+            z_MK[rows] += z_CS.gather(1, columns).where(is_here, 0.0)
+            others = without(z_CS, columns, is_here).logsumexp(-1)
             rest[rows] = torch.logaddexp(rest[rows], others)
         if split is not None:
             split.add_up(z_MK)
@@ -176,23 +178,24 @@ class TopTokens:
     def gradient(
         self, z_CS: Tensor, rows: slice, ids: slice, rest: Tensor, grad_CB: Tensor
     ) -> Tensor:
-        """[C, S] of the divided logits: the bucket's is shared as the student's probability is."""
-        place, is_here = self.places(rows, ids, z_CS)
-        others_CS = without(z_CS, place, is_here) - rest[:, None]
+        """[C, S], the gradient in the divided logits: the bucket's is divided in proportion to the
+        student's probabilities."""
+        columns, is_here = self.columns(rows, ids, z_CS)
+        others_CS = without(z_CS, columns, is_here) - rest[:, None]
         grad_CS = others_CS.exp_().mul_(grad_CB[:, -1:])
-        return grad_CS.scatter_add_(1, place, grad_CB[:, :-1].where(is_here, 0.0))
+        return grad_CS.scatter_add_(1, columns, grad_CB[:, :-1].where(is_here, 0.0))
 
-    def places(self, rows: slice, ids: slice, z_CS: Tensor) -> tuple[Tensor, Tensor]:
-        """([C, K] where the likeliest tokens stand in a tile, whether they do)"""
+    def columns(self, rows: slice, ids: slice, z_CS: Tensor) -> tuple[Tensor, Tensor]:
+        """([C, K] column of each top token in a tile, [C, K] True if the token is in the tile)"""
         wanted = self.ids_MK[rows] - ids.start
-        place = wanted.clamp(0, z_CS.shape[1] - 1)
-        return place, place == wanted
+        columns = wanted.clamp(0, z_CS.shape[1] - 1)
+        return columns, columns == wanted
 
 
-def without(z_CS: Tensor, place: Tensor, is_here: Tensor) -> Tensor:
-    """The logits with -inf at these places, if they are here."""
-    lowest = torch.full_like(place, math.inf, dtype=z_CS.dtype).masked_fill_(is_here, -math.inf)
-    return z_CS.scatter_reduce(1, place, lowest, "amin")
+def without(z_CS: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
+    """The logits with -inf in these columns where is_here."""
+    lowest = torch.full_like(columns, math.inf, dtype=z_CS.dtype).masked_fill_(is_here, -math.inf)
+    return z_CS.scatter_reduce(1, columns, lowest, "amin")
 
 
 def each_tile(tiles: Tiles) -> Iterator[tuple[slice, slice]]:

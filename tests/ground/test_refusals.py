@@ -427,9 +427,13 @@ FLAGS = [
     (BOB, f"{NF4} --learner.offload always", "leave one out"),
     (BOB, f"{NF4} --learner.kernels compile", "leave one out"),
     # shared models
-    (BOB, "--actors.alice.share bop", "share=bop is no other actor; did you mean 'bob'"),
-    (BOB, "--actors.bob.share bob", "share=bob is no other actor"),
-    (BOB, "--actors.alice.share bob --actors.carol.share alice", "a frozen model beside adapters"),
+    (BOB, "--actors.alice.share bop", "share=bop is not another actor; did you mean 'bob'"),
+    (BOB, "--actors.bob.share bob", "share=bob is not another actor"),
+    (
+        BOB,
+        "--actors.alice.share bob --actors.carol.share alice",
+        "a shared model is frozen and has adapters",
+    ),
     (BOB, "--actors.alice.share bob --actors.bob.lora.rank 0", "give --actors.bob.lora.rank 16"),
     (
         BOB,

@@ -277,14 +277,14 @@ def test_dpo_with_a_reference_of_the_last_step_is_dpo_around_the_policy(tmp_path
     [
         ("--algo.kl_reward k1,0.1 --algo.kl_coef 0.1 --algo.kl_in reward", "two KLs in the reward"),
         ("--algo.kl_loss k3,0.1 --algo.kl_coef 0.1", "two KLs in the loss"),
-        ("--algo.reference_every 3", "renew a reference: give --algo.kl_coef"),
-        ("--algo.reference_decay 0.9", "renew a reference: give --algo.kl_coef"),
+        ("--algo.reference_every 3", "update a reference: give --algo.kl_coef"),
+        ("--algo.reference_decay 0.9", "update a reference: give --algo.kl_coef"),
         (
             "--algo.kl_coef 1 --algo.reference_every 3 --algo.reference m",
             "begins as the actor's model; leave out --algo.reference",
         ),
-        ("--algo.kl_coef 1 --algo.reference_decay 1", "would never renew the reference"),
-        ("--algorithm dpo --algo.reference_decay 1", "would never renew the reference"),
+        ("--algo.kl_coef 1 --algo.reference_decay 1", "would never update the reference"),
+        ("--algorithm dpo --algo.reference_decay 1", "would never update the reference"),
     ],
 )
 def test_flags_of_a_reference_that_contradict_each_other_are_refused(flags, said):

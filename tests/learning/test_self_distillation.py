@@ -420,7 +420,10 @@ def test_a_misspelled_hook_and_an_unknown_argument_are_refused_with_the_nearest(
             "--algo.teacher self --algo.teacher_update ema --algo.teacher_decay 1",
             "must be below 1",
         ),
-        ("--algo.teacher self --algo.teacher_loss jsd --cp 2", "--cp=2 cuts what the teacher self"),
+        (
+            "--algo.teacher self --algo.teacher_loss jsd --cp 2",
+            "--cp=2 splits the sequences, and the teacher self",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags, said):

@@ -142,7 +142,7 @@ def test_a_frozen_actor_of_the_run_may_be_the_teacher_of_one_actor(tmp_path, tin
         ),
         (
             "--algo.teacher http://h:1 --algo.teacher_loss jsd",
-            "by a server compares its likeliest tokens: give --algo.teacher_top_k",
+            "needs the teacher server's most likely tokens: give --algo.teacher_top_k",
         ),
         ("--algo.teacher t --algo.teacher_top_k 5", "is for a teacher behind a URL"),
         (

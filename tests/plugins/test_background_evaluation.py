@@ -148,7 +148,7 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(places, tmp_p
 
 @pytest.mark.parametrize("flags, says", [
     ("--eval.background gpu", "--eval.background=gpu must be cpu, or a GPU such as cuda:7"),
-    ("--eval.background cuda:99", "is no GPU of this machine, which shows"),
+    ("--eval.background cuda:99", "is not a GPU of this machine, which shows"),
     (f"{BESIDE} --keep_best greedy_score", "leave out --keep_best"),
     (f"{BESIDE} --trackers wandb", "which W&B does not take"),
 ])  # fmt: skip

@@ -78,7 +78,7 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
         ("--actors.policy.algorithm sft", "--actors.policy.algorithm=sft"),
         ("--actors.policy.learner.minibatches 3", "actor policy: --learner.minibatches=3 must"),
         ("--actors.policy.learner.kernels liger", "all actors have the same"),
-        ("--actors.policy.learn_every 200", "it would not learn in --num_steps=100"),
+        ("--actors.policy.learn_every 200", "the actor would not learn in --num_steps=100"),
         (
             "--actors.policy.learn_every 2 --rollout.lagged 0.5,2",
             ".learn_every=2 has no --rollout.lagged",
