@@ -378,9 +378,9 @@ def kl_penalty(learner: Any):
 
 
 def batch_normalised(learner: Any):
-    from rl_core.plugins.normalise import BatchNormalised
+    from rl_core.plugins.normalise import BatchWhitening
 
-    return BatchNormalised(learner.ranks)
+    return BatchWhitening(learner.ranks)
 
 
 def experts(learner: Any):
@@ -396,9 +396,9 @@ def replay(routers: Any):
 
 
 def kept_ids(learner: Any):
-    from rl_core.plugins.truncation import KeptIds
+    from rl_core.plugins.truncation import TruncationSupport
 
-    return KeptIds(learner.name)
+    return TruncationSupport(learner.name)
 
 
 def sequence_shards(learner: Any):
@@ -541,9 +541,11 @@ def placed_engines(plan: Any, ranks: Any) -> dict[str, Any]:
 def engine_rank(plan: Any, ranks: Any, make_learners: Any, make_actors: Any):
     """A rank that plays no episodes: its engines are asked by those that do."""
     if plan.places:
-        from rl_core.plugins.place_rank import PlaceRank
+        from rl_core.plugins.place_rank import RankGroupTrainer
 
-        return PlaceRank(plan, ranks, make_learners, make_actors, signal_handler, make_checks)
+        return RankGroupTrainer(
+            plan, ranks, make_learners, make_actors, signal_handler, make_checks
+        )
     from rl_core.engines.remote import EngineRank
 
     return EngineRank(plan, ranks, make_actors, signal_handler)
@@ -552,13 +554,13 @@ def engine_rank(plan: Any, ranks: Any, make_learners: Any, make_actors: Any):
 def rollout_classes(config: Config):
     """(class that plays groups, class that runs them concurrently). None: the default."""
     if config.rollout.fixed_order:
-        from rl_core.plugins.fixed_order import FixedOrderWorker, GatedPlayer
+        from rl_core.plugins.fixed_order import DeterministicPlayer, DeterministicWorker
 
-        return GatedPlayer, FixedOrderWorker
+        return DeterministicPlayer, DeterministicWorker
     if config.max_staleness:
-        from rl_core.plugins.under_way import RecordingPlayer, RecordingWorker
+        from rl_core.plugins.under_way import ResumablePlayer, ResumableWorker
 
-        return RecordingPlayer, RecordingWorker
+        return ResumablePlayer, ResumableWorker
     return None
 
 
@@ -615,9 +617,9 @@ def curriculum(trainer: Any):
 
 
 def weights_again(trainer: Any):
-    from rl_core.plugins.weights_again import WeightsAgain
+    from rl_core.plugins.weights_again import WeightRecovery
 
-    return WeightsAgain(trainer)
+    return WeightRecovery(trainer)
 
 
 def may_lack_weights(trainer: Any) -> bool:
@@ -763,9 +765,9 @@ def stream_state(trainer: Any):
 
 
 def learning_elsewhere(trainer: Any):
-    from rl_core.plugins.places import Places
+    from rl_core.plugins.places import RankGroupClient
 
-    return Places(trainer)
+    return RankGroupClient(trainer)
 
 
 # In the order in which they are called.

@@ -41,7 +41,7 @@ class LearnerExtension:
 
     models: tuple[Policy, ...] = ()  # Frozen models.
     learners: tuple[Learner, ...] = ()  # Learners of further models.
-    copies: tuple[Any, ...] = ()  # WeightsCopy of the trained weights.
+    copies: tuple[Any, ...] = ()  # WeightSnapshot of the trained weights.
     forward_pass: PackedForward | None = None  # Replaces the policy's forward.
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:

@@ -34,7 +34,7 @@ from rl_core.learning.policy import Policy
 from rl_core.types import RunError
 
 if TYPE_CHECKING:
-    from rl_core.plugins.weights_copy import WeightsCopy
+    from rl_core.plugins.weights_copy import WeightSnapshot
 
 NAME = re.compile(r"step_[0-9]{6,}")
 # Optimizer state that is not saved: a count, and bitsandbytes' tables, equal for all parameters.
@@ -46,7 +46,7 @@ def trained_learners(learners: dict[str, Learner]) -> dict[str, Learner]:
     return {learner.name: learner for owner in learners.values() for learner in owner.trained()}
 
 
-def renewed_copies(learners: dict[str, Learner]) -> dict[str, WeightsCopy]:
+def renewed_copies(learners: dict[str, Learner]) -> dict[str, WeightSnapshot]:
     """Folder -> each weight snapshot that differs from the weights at the start."""
     copies = {}
     for learner in learners.values():
@@ -55,7 +55,7 @@ def renewed_copies(learners: dict[str, Learner]) -> dict[str, WeightsCopy]:
     return copies
 
 
-def copied_tensors(kept: WeightsCopy) -> dict[str, Tensor]:
+def copied_tensors(kept: WeightSnapshot) -> dict[str, Tensor]:
     """Name -> this rank's shard of the weight, inside kept.in_place()."""
     weights = kept.policy.trained(kept.adapter)
     return {f"param/{name}": weight.detach() for name, weight in weights}

@@ -1,5 +1,5 @@
-"""The engines of a run on this rank: what each is made from, and which adapters it applies beside
-its weights."""
+"""The engines of a run on this rank: their arguments, and the adapters that they apply next to
+their weights."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ class EngineFactory:
         choose_sampler: Callable[[nn.Module], Any],
         local: Iterable[str],
     ):
-        """`classes`: of each actor that has a model here. `local`: the actors of this rank."""
+        """`classes`: engine class of each actor whose model runs here. `local`: actors of this
+        rank."""
         self.config, self.classes, self.choose_sampler = config, classes, choose_sampler
         self.local = [name for name in classes if name in local]
-        # Actors with an engine on this device; those that share a model have one.
+        # Actors with an engine on this device; actors that share a model have one engine.
         self.owners = [
             name for name in self.local if not (config.actors[name].share or self.servers(name))
         ]
 
     def servers(self, name: str) -> list[str]:
-        """Addresses of engines that run already."""
+        """URLs of engine servers that run already."""
         return self.config.actors[name].servers
 
     def check(self, num_ranks: int, is_planned: bool, places: Iterable[Any] = ()) -> None:
-        """Raises ValueError if engines cannot do what the flags ask, here or, if it is only
-        planned, anywhere. `places`: ranks and their actors, if some have their own."""
+        """Raises ValueError if engines do not support the flags: on this machine or, if
+        is_planned, on any. `places`: rank groups, if actors have separate ranks."""
         sizes: dict[str, int] = {}
-        for place in places:
-            sizes |= dict.fromkeys(place.actors, len(place.ranks))
+        for group in places:
+            sizes |= dict.fromkeys(group.actors, len(group.ranks))
         for name, cls in self.classes.items():
             config, size = self.config.of(name), sizes.get(name, num_ranks)
             if config.agents.response_format == "enforce" and not cls.has_grammars:
@@ -70,17 +71,18 @@ class EngineFactory:
 
     @property
     def lagged(self) -> list[str]:
-        """Actors with a second engine, for weights of an earlier version: all that learn."""
+        """Trained actors, which have a second engine with stale weights; [] without
+        --rollout.lagged."""
         return list(self.config.trained) if self.config.rollout.lagged[0] else []
 
     @property
     def stale_names(self) -> list[str]:
-        """Names of these second engines."""
+        """Names of the second engines."""
         return [name + STALE for name in self.lagged]
 
     @property
     def takes_turns(self) -> bool:
-        """Whether one engine of a device is awake at a time. Otherwise they divide
+        """True if one engine of a device is awake at a time. Otherwise engines divide
         --engine_memory_frac."""
         awake = self.config.rollout.engines_awake
         if len(self.owners) < 2 or awake == "all":
@@ -88,39 +90,40 @@ class EngineFactory:
         return awake == "one" or self.classes[self.owners[0]].is_elsewhere
 
     def learns_alone(self, ranks: Ranks) -> bool:
-        """Whether this rank's learners can give their weights whenever an engine lacks them: no
-        other rank has a shard, and none learns while engines sample."""
+        """True if this rank's learners can send their weights whenever an engine lacks them: no
+        other rank has a shard, and learners are idle while engines sample."""
         return ranks.size == 1 and not self.config.max_staleness and not ranks.engine_ranks
 
     def can_agree(self, ranks: Ranks) -> bool:
-        """Whether all ranks send weights again together where an engine lacks them
-        (plugins/weights_again.py). Ranks with actors of their own meet nowhere, and engines that
-        take turns would lack them at each turn."""
-        is_place = ranks.is_engine and not ranks.engine_ranks
-        return not (self.learns_alone(ranks) or is_place or self.takes_turns)
+        """True if all ranks resend weights together when an engine lacks them
+        (plugins/weights_again.py). Separate rank groups have no common collective, and engines that
+        take turns would lack weights at each turn."""
+        is_separate = ranks.is_engine and not ranks.engine_ranks
+        return not (self.learns_alone(ranks) or is_separate or self.takes_turns)
 
     def may_lack_weights(self, ranks: Ranks) -> bool:
-        """Whether engines here may want weights that only all ranks together can send again."""
+        """True if an engine here may lose weights that only all ranks together can resend."""
         is_elsewhere = any(cls.is_elsewhere for cls in self.classes.values())
         keeps_none = self.config.engine_weights != "files"
         return is_elsewhere and keeps_none and self.can_agree(ranks)
 
     def adapter_of(self, name: str) -> str:
-        """The adapter with which an actor samples beside its engine's weights: where several share
-        a model, and where the engine serves adapters. "": the engine has its weights merged."""
+        """The adapter that the actor's engine applies to its weights: if several actors share a
+        model, or if the engine serves adapters. "": the engine's weights have the adapter
+        merged."""
         actor, layers = self.config.actors[name], self.classes[name].serves_lora
         if not actor.is_trained:
             return ""
-        is_beside = actor.share or self.config.sharers(name)
-        # Servers that run already were not told to serve adapters.
-        if layers and actor.lora.rank and not is_beside and not actor.servers:
+        is_unmerged = actor.share or self.config.sharers(name)
+        # Servers that run already were not started to serve adapters.
+        if layers and actor.lora.rank and not is_unmerged and not actor.servers:
             from rl_core.plugins.lora import is_served
 
-            is_beside = is_served(actor.model, actor.lora, layers)
-        return name if is_beside else ""
+            is_unmerged = is_served(actor.model, actor.lora, layers)
+        return name if is_unmerged else ""
 
     def shares_weights(self, learner: Learner | None) -> bool:
-        """Whether this actor's engine samples with the learner's own tensors."""
+        """True if this actor's engine samples with the learner's tensors."""
         if learner is None or learner.ranks.engine_ranks:
             return False
         return learner.policy.shares_weights and self.classes[learner.name].shares_weights
@@ -128,8 +131,8 @@ class EngineFactory:
     def make_all(
         self, chats: dict[str, Chat], learners: dict[str, Learner], ranks: Ranks
     ) -> dict[str, Engine | None]:
-        """Each local actor's engines: by its name, and by its name and STALE the second one. Actors
-        that share a model have one. None: another rank's engine has this one's device."""
+        """Engines of the local actors by name, and second engines by name + STALE. Actors that
+        share a model have one engine. None: another rank's engine uses this rank's device."""
         by_owner: dict[str, Engine | None] = {}
         for name in self.local:
             owner = self.config.actors[name].share or name
@@ -143,21 +146,21 @@ class EngineFactory:
     def make(
         self, name: str, chat: Chat, learner: Learner | None, ranks: Ranks, role: str = ""
     ) -> Engine | None:
-        """`learner`: whose weights it may read. `role`: which of several engines of the actor."""
+        """`learner`: may share its weights. `role`: suffix of the actor's second engine."""
         config, actor = self.config.of(name), self.config.actors[name]
         module = self.make_module(name, learner, ranks)
-        # The first of each --engine_tp neighbours, or of those that share a server that runs
-        # already, has the engine.
+        # The first of --engine_tp neighbours, or of the ranks that share a running server, has the
+        # engine.
         servers = actor.servers
         stride = ranks.size // len(servers) if servers else config.engine_tp
         if ranks.rank % stride:
             return None
         url = servers[ranks.rank // stride] if servers else ""
-        # A rank has at most its share at once, of all that may be under way.
+        # Most groups that one rank may have at once.
         groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
         num_slots = min(config.rollout.max_concurrent, groups * config.group_size)
         num_awake = 1 if self.takes_turns else max(1, len(self.owners))
-        if name in self.lagged:  # A second one has older weights.
+        if name in self.lagged:  # The second engine takes half.
             num_awake *= 2
         share = config.engine_memory_frac / num_awake
         spec = EngineSpec(
@@ -189,7 +192,7 @@ class EngineFactory:
         return self.classes[name](spec)
 
     def adapters(self, name: str, module: nn.Module) -> dict[str, dict[str, Any]]:
-        """What adapter_config.json holds of each adapter that the engine applies."""
+        """adapter_config.json of each adapter that the engine applies."""
         adapters = {}
         for user in (name, *self.config.sharers(name)):
             if self.adapter_of(user):
@@ -200,9 +203,9 @@ class EngineFactory:
         return adapters
 
     def make_module(self, name: str, learner: Learner | None, ranks: Ranks) -> nn.Module:
-        """What an engine samples with: the learner's own model where it is unsharded, or its
-        weights where several actors share them, else a copy in the dtype of compute. Shapes alone
-        where the engine loads the weights itself."""
+        """The module that an engine samples with: the learner's model where it is unsharded, or its
+        weights where several actors share them, else a copy in the compute dtype. Only shapes where
+        the engine loads the weights itself."""
         path, policy = self.config.actors[name].model, learner and learner.policy
         if self.classes[name].wants_shapes:
             return on_meta(load_model_config(path))
@@ -214,13 +217,14 @@ class EngineFactory:
             return second_model(policy.hf)
         module = load_hf_model(path, compute_dtype(self.config.of(name)), ranks.device)
         if policy is not None and policy.is_served and policy.is_quantized:
-            load_weights(module, policy.named_weights())  # what its adapters learn beside
+            # The adapters are trained on the dequantized weights.
+            load_weights(module, policy.named_weights())
         return module
 
 
 def resend_of(learner: Learner | None) -> Callable[[], Iterator[tuple[str, Tensor]]] | None:
-    """What gives the learner's weights again. No other rank may have a shard of them, and they may
-    not change while engines sample."""
+    """A function that yields the learner's weights again. No other rank may have a shard of them,
+    and the weights may not change while engines sample."""
 
     def resend() -> Iterator[tuple[str, Tensor]]:
         with learner.on_device():

@@ -1,5 +1,4 @@
-"""An environment's file: read, and refused where it does not fit itself, or the rows or the actors
-of a run."""
+"""Loads an environment's file. Refuses a file that contradicts itself, the rows or the actors."""
 
 from __future__ import annotations
 
@@ -30,18 +29,18 @@ if TYPE_CHECKING:
 
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
 FUNCTIONS += ("row_to_prompt",)
-# A file's own rollout() plays without them.
+# Hooks and settings that a file's rollout() replaces.
 OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "agent", "task_weight", "oracle", "teacher_prompt"}
 OF_DIALOGUE |= {"system_prompts", "name_prefix", "truncated_reward"}
 UNUSED_BY_AGENT = OF_DIALOGUE | {"rollout"}
 
 
-# Arguments of rewards in TRL and verl, and the rewards' signatures here.
+# Arguments of reward functions in TRL and verl, and the equivalent signature.
 ONE_REPLY = "a reward is called for one reply: def reward_fn(completion, prompt, answer)"
 OF_PEERS = {
-    "completions": f"TRL gives lists, here {ONE_REPLY} -> float",
-    "prompts": f"TRL gives lists, here {ONE_REPLY} -> float",
-    "completion_ids": f"TRL gives lists of ids, here {ONE_REPLY} -> float",
+    "completions": f"TRL passes lists, rl_core one reply: {ONE_REPLY} -> float",
+    "prompts": f"TRL passes lists, rl_core one reply: {ONE_REPLY} -> float",
+    "completion_ids": f"TRL passes lists of ids, rl_core one reply: {ONE_REPLY} -> float",
     "solution_str": f"verl's solution_str is `completion`: {ONE_REPLY} -> float",
 }
 
@@ -62,7 +61,7 @@ def is_finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-# Setting -> (whether a value is good, what it must be).
+# Setting -> (True if a value is valid, the rule).
 SETTINGS = {
     "agent": (is_agent, "a function, or a command: a list of texts"),
     "box": (lambda v: v is True or isinstance(v, dict), "True, or a dict of a box's settings"),
@@ -85,10 +84,10 @@ def load_env(
     agents: AgentsConfig | None = None,
     **limits: Any,
 ) -> Env:
-    """The environment of a Python file, of a name in env_names, or of `module`, such as that of a
-    URL. `agents`: the address at which programs reach this process. `limits`: passed to make_env().
-    Raises ValueError for an exception in the file, with its line, and for hooks that are missing,
-    misspelled or of the wrong kind."""
+    """The environment of a Python file, of a name in env_names, or of `module`, such as one behind
+    a URL. `agents`: the address at which programs reach this process. `limits`: passed to
+    make_env(). Raises ValueError for an exception in the file, with its line, and for hooks that
+    are missing, misspelled or of the wrong kind."""
     if module is None:
         path = env_path(path)
         module = execute_file(path)
@@ -114,8 +113,8 @@ def load_env(
 def compile_setting(
     name: str, value: Any, path: str, hooks: dict[str, Hook], of_agent: dict[str, Any]
 ) -> Any:
-    """What one of COMPILED says, as an Env holds it; of an agent, the file's hooks. `of_agent`:
-    agent_hooks()' arguments. Raises ValueError."""
+    """Compiles one of COMPILED for an Env; for an agent, returns the file's hooks. `of_agent`:
+    arguments of agent_hooks(). Raises ValueError."""
     if name == "load_tasks":
         return partial(rows_of, value, path=path)
     if name == "advantage_fn":
@@ -134,17 +133,17 @@ def compile_setting(
 
 
 def check_names(module: ModuleType, path: str) -> None:
-    """Raises ValueError for misspelled hooks, settings of the wrong kind, and a file without a hook
+    """Raises ValueError for misspelled hooks, settings of the wrong type, and a file without a hook
     that scores."""
     has = vars(module)
     for name, value in has.items():
         is_imported = callable(value) and getattr(value, "__module__", "") != module.__name__
-        # Constants and what begins with _ may have any name.
+        # Constants and names with a leading _ are free.
         if name.startswith("_") or name.isupper() or inspect.ismodule(value) or is_imported:
             continue
         known = FUNCTIONS if callable(value) else SETTINGS
         for close in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
-            if close not in has:  # else it is a helper of that hook
+            if close not in has:  # Else the name is a helper of that hook.
                 raise ValueError(
                     f"{path}: {name!r} is not a hook; did you mean {close!r}? Begin a helper's "
                     "name with _"
@@ -152,18 +151,18 @@ def check_names(module: ModuleType, path: str) -> None:
     if "agent" in has and "tools" in has:
         raise ValueError(
             f"{path}: tools is a setting of conversations without an agent; an agent sends its "
-            "tools with its requests. Rename the variable, as _tools"
+            "tools with its requests. Rename the variable, for example to _tools"
         )
     rules = dict.fromkeys(FUNCTIONS, (callable, "a function")) | SETTINGS
     for name, (is_good, rule) in rules.items():
         if has.get(name) is not None and not is_good(has[name]):
             if name == "tools" and "rollout" in has:
-                rule += "; rename a variable of the rollout's, as _tools"
+                rule += "; rename a variable of the rollout's, for example to _tools"
             raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
     if "box" in has and (not has.get("agent") or callable(has["agent"])):
         raise ValueError(
-            f"{path}: box is where an agent's command runs; write agent = [...], or open a box in "
-            "a hook: from rl_core.sandbox import boxes"
+            f"{path}: box configures where an agent's command runs; write agent = [...], or open a "
+            "box in a hook: from rl_core.sandbox import boxes"
         )
     rewards = marked_rewards(module)
     if not rewards and has.keys().isdisjoint(("interact", "rollout", "agent")):
@@ -183,13 +182,15 @@ def check_names(module: ModuleType, path: str) -> None:
                 f"{path}: agent replaces {name!r}, which nobody would call; drop one of them"
             )
         if not rewards:
-            raise ValueError(f"{path}: an agent needs a hook that scores, as def reward_fn(result)")
+            raise ValueError(
+                f"{path}: an agent needs a hook that scores, such as def reward_fn(result)"
+            )
     elif "rollout" in has:
         single = {name for name, (_, _, batched) in rewards.items() if not batched}
         if "state_key" in has:
             raise ValueError(
-                f"{path}: rollout() replaces 'state_key', which nobody would call; it gives a turn "
-                "its key itself: respond(messages, state_key=...)"
+                f"{path}: rollout() replaces 'state_key', which nobody would call; it sets the "
+                "key of a turn itself: respond(messages, state_key=...)"
             )
         for name in sorted(OF_DIALOGUE & has.keys() | single):
             raise ValueError(
@@ -198,7 +199,7 @@ def check_names(module: ModuleType, path: str) -> None:
 
 
 def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, Any]]:
-    """What the user's load_tasks(split) gives: a table of `datasets`, or a list of rows."""
+    """Rows of the user's load_tasks(split): a table of `datasets`, or a list of rows."""
     try:
         takes_split = inspect.signature(load_tasks).parameters
     except (TypeError, ValueError):  # A builtin has no signature.
@@ -219,14 +220,14 @@ def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, A
         ) from error
     if isinstance(rows, list) and not is_list(rows, dict):
         raise ValueError(
-            f"{path}: load_tasks({split!r}) must give dictionaries, gives {shorten(rows)}"
+            f"{path}: load_tasks({split!r}) must return dictionaries, not {shorten(rows)}"
         )
     return rows
 
 
 def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> list[float]:
-    """What the user's advantage_fn(rewards) gives for a group. Raises RunError unless it is a
-    finite number for each."""
+    """Advantages of a group by the user's advantage_fn(rewards). Raises RunError unless the hook
+    returns a finite number for each reward."""
     try:
         values = [finite(value, "an advantage") for value in advantage_fn(list(rewards))]
         if len(values) != len(rewards):
@@ -239,8 +240,8 @@ def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> li
 
 
 def speakers(env: Env, names: Sequence[str] = ()) -> list[str] | None:
-    """Names of actors that may speak; without `names`, those in the file. None if only a function
-    of the file decides. Raises ValueError for a schedule that names others."""
+    """Names of actors that may speak, out of `names`, or all names in the file. None if only a
+    function of the file decides. Raises ValueError if the schedule has other names."""
     if "rollout" in env.hooks:
         return None
     turns = env.turn_loop.turns
@@ -253,11 +254,11 @@ def check_columns(
     files: Sequence[tuple[str, int]] = (),
     split: str = "train",
 ) -> None:
-    """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of
-    every row, and for a run's episodes in the place of rows."""
+    """Raises ValueError if a hook or a system prompt names an argument that neither we nor every
+    row has, and for a file of a run's episodes."""
     if files and is_trajectory(rows[0]):
         raise ValueError(
-            f"{files[0][0]} holds a run's episodes, which are for --algorithm sft; name rows"
+            f"{files[0][0]} holds a run's episodes, which only --algorithm sft reads; name rows"
         )
     wanted = []
     for hook in env.hooks.values():
@@ -265,25 +266,25 @@ def check_columns(
     for name, prompt in env.turn_loop.system_prompts.items():
         wanted.append((f"system_prompts[{name!r}]", prompt.columns, ()))
     columns = getattr(rows, "column_names", None)
-    if columns is not None:  # a table's rows all have the same
+    if columns is not None:  # All rows of a table have the same columns.
         rows = [dict.fromkeys(columns)]
     limit = len(rows) if isinstance(rows, list) else CHECKED_ROWS
     for index, row in enumerate(itertools.islice(rows, limit)):
-        for what, names, ours in wanted:
+        for user, names, ours in wanted:
             for name in sorted(names - row.keys(), key=lambda name: (name not in OF_PEERS, name)):
                 hint = OF_PEERS.get(name) or nearest(name, sorted({*ours, *row}))
                 if name == "state":
                     hint = "it needs start(task)"
                 if files and name not in OF_PEERS:
                     hint += f"; read another column by --data.columns {name}=COLUMN, or COLUMN.KEY"
-                place = row_place(index, files, split)
+                source = row_place(index, files, split)
                 has_prompt = first_column(row, PROMPT_COLUMNS) is not None
                 if not has_prompt and name not in PROMPT_COLUMNS:
-                    # Raises: what lacks the prompt too is rarely meant for these hooks.
-                    make_task(row, index, env.name, split, place=place)
+                    # Raises: a row without a prompt is rarely meant for these hooks.
+                    make_task(row, index, env.name, split, place=source)
                 raise ValueError(
-                    f"{env.path}: {what} names {name!r}, which is neither one of its arguments "
-                    f"nor a column of {place}; {hint}"
+                    f"{env.path}: {user} names {name!r}, which is neither one of its arguments "
+                    f"nor a column of {source}; {hint}"
                 )
 
 
@@ -300,7 +301,7 @@ def check_actors(env: Env, names: Sequence[str]) -> None:
 
 
 def check_boxes(envs: dict[str, Env]) -> None:
-    """Raises ValueError if an environment opens boxes and this machine makes none."""
+    """Raises ValueError if an environment opens boxes and this machine cannot run them."""
     for env in envs.values():
         try:
             if env.check_machine is not None:
@@ -310,8 +311,8 @@ def check_boxes(envs: dict[str, Env]) -> None:
 
 
 def check_environments(config: Config, envs: dict[str, Env]) -> None:
-    """Raises ValueError unless the actors can play in these environments, and each that should
-    learn can speak in one that is trained in."""
+    """Raises ValueError unless the actors can play in these environments, and each trained actor
+    can speak in an environment that is trained in."""
     frozen = [name for name in config.actors if name not in config.trained]
     for env in envs.values():
         check_actors(env, [*config.trained, *frozen])
@@ -325,28 +326,29 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
                 f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or "
                 f"give --actors.{name}.train false"
             )
-        own = config.of(name)
-        if own.algo.teacher:
+        settings = config.of(name)
+        if settings.algo.teacher:
             from rl_core.plugins.teacher_prompts import check_taught
 
-            check_taught(own, name, envs)
-        if own.algo.state_coef or own.algo.state_discount:
+            check_taught(settings, name, envs)
+        if settings.algo.state_coef or settings.algo.state_discount:
             from rl_core.plugins.state_groups import check_keys
 
-            check_keys(own, envs)
+            check_keys(settings, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(
-            f"of {config.env_path} some define advantage_fn and some do not; let all do, or none"
+            f"of {config.env_path} some define advantage_fn and others do not; let all do, or none"
         )
 
 
 def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:
-    """Raises ValueError if calls of an actor that gets an environment's tools are not read. Others,
-    such as a judge that hooks ask, get none."""
+    """Raises ValueError if an actor that gets an environment's tools has a template whose tool
+    calls cannot be parsed. Other actors, such as a judge that hooks ask, get no tools."""
     for env in envs.values():
         names = speakers(env, list(config.actors))
         if names is None:
-            names = config.trained  # A function of the file decides; these speak somewhere.
+            # A function of the file decides; trained actors speak somewhere.
+            names = config.trained
         for name in names:
             if name in chats and env.tools:
                 chats[name].tool_calls.check(env.tools, env.path)

@@ -1,4 +1,4 @@
-"""A user's environment file -> an Env, whose rollout() plays an episode.
+"""Makes an Env from a user's environment file. Its rollout() plays an episode.
 
 A file with a rollout() plays its episodes itself. All others are compiled to one: episode.py's
 TurnLoop, in which actors take turns, and hooks answer and score. Nobody above asks which it was.
@@ -23,10 +23,10 @@ from rl_core.sampling.episode import TurnLoop, checked
 from rl_core.sampling.hooks import Hook, describe_error
 from rl_core.types import Task, Trajectory
 
-AGENT_TURNS = 64  # Turns of an agent whose file has no max_turns, where as many fit.
-# Those without a mark: weight, whether batched.
+AGENT_TURNS = 64  # Default max_turns of agents, if as many turns fit into the context.
+# Rewards without the decorator: weight, and True if batched.
 REWARDS = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}
-# What a file may say beside hooks, and plugins/env_file.py compiles.
+# Settings of a file that plugins/env_file.py compiles.
 COMPILED = ("turns", "tools", "system_prompts", "load_tasks", "advantage_fn")
 
 
@@ -91,7 +91,7 @@ def make_env(
 
 
 def machine_check(has: dict[str, Any]) -> Callable[[], None] | None:
-    """Looks for the boxes that a file wants: by `box`, by an import of `boxes`, or by an import of
+    """A check for the boxes that a file uses: by `box`, by an import of `boxes`, or by an import of
     a function whose module has that import."""
     from rl_core.sandbox import boxes
 
@@ -104,7 +104,7 @@ def machine_check(has: dict[str, Any]) -> Callable[[], None] | None:
 
 
 async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:
-    """An episode by the file's own rollout()."""
+    """Plays an episode by the file's rollout()."""
     returned = await hook(task, {"task": task, "actors": actors})
     return checked(returned, hook.path, actors)
 
@@ -123,7 +123,7 @@ def make_hooks(
             ours = ours | {"state"}
         if "agent" in has and ours is SPOKEN:
             ours = ours | {"result", "box"}
-        # An episode has its own deadline, and a served hook that of its service.
+        # An episode has a deadline, and a served hook that of the service.
         has_deadline = (
             name not in ("rollout", "agent", "task_weight", "oracle") and "://" not in path
         )
@@ -159,13 +159,14 @@ def execute_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_loader(name, loader=None, origin=path)
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(file.resolve())
-    sys.modules[name] = module  # dataclasses and pickle look a class up there
-    # Files beside it can be imported, as in a script; last, so that they hide no library.
+    sys.modules[name] = module  # dataclasses and pickle look up classes there.
+    # Files in the same folder can be imported, as in a script. The folder comes last, so that it
+    # hides no library.
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        # compile() gets the path as the user wrote it: errors show that one.
+        # compile() gets the path as the user wrote it, since errors show it.
         exec(compile(file.read_bytes(), path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         hint = ""
@@ -176,7 +177,7 @@ def execute_file(path: str) -> ModuleType:
 
 
 def marked_rewards(module: ModuleType) -> dict[str, tuple[Callable, float, bool]]:
-    """Name -> (function, weight, whether it is batched). One that has two names counts once."""
+    """Name -> (function, weight, True if batched). A function with two names counts once."""
     rewards: dict[str, tuple[Callable, float, bool]] = {}
     known: set[int] = set()
     for name, value in vars(module).items():

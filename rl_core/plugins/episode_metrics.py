@@ -21,16 +21,16 @@ from rl_core.types import Trajectory
 
 
 class EpisodeMetrics(Plugin):
-    """Of each step, and how many tokens a second are sampled and learned."""
+    """Metrics of the episodes of each step, and sampled and trained tokens per second."""
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         trainer, trajectories = self.trainer, in_order(groups)
         for name in trainer.config.trained:
-            own = [t for t in trajectories if t.actor == name]
-            trainer.note(f"rollout/{name}/", rollout_metrics(own))
+            of_actor = [t for t in trajectories if t.actor == name]
+            trainer.note(f"rollout/{name}/", rollout_metrics(of_actor))
             if len(trainer.plan.envs) > 1:
                 for env in trainer.plan.envs:
-                    of_env = [t for t in own if t.env == env]
+                    of_env = [t for t in of_actor if t.env == env]
                     trainer.note(f"rollout/{name}/{env}/", rollout_metrics(of_env))
         for name, endpoint in trainer.plan.endpoints.items():
             trainer.note(f"rollout/{name}/", endpoint.take_metrics())
@@ -45,7 +45,7 @@ class EpisodeMetrics(Plugin):
         for phase, names in (("generate", spoken), ("learn", ["pack/tokens"])):
             tokens = sum(metrics[name].value for name in names if name in metrics)
             if tokens:
-                # Learners on ranks of their own may go on when those here have learned.
+                # Learners on separate ranks may still learn when those here are done.
                 phases = (f"time/{phase}_s", "time/places_s")[: 1 + (phase == "learn")]
                 seconds = sum(metrics[name].value for name in phases if name in metrics)
                 speed = Sum(tokens / seconds)
@@ -56,8 +56,8 @@ class EpisodeMetrics(Plugin):
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Means over the episodes that did not fail. One that returned several conversations counts
-    with their mean."""
+    """Means over the episodes that did not fail. An episode with several conversations counts with
+    their mean."""
     done = succeeded(trajectories)
     lengths = episode_means(done, lambda t: t.num_tokens)
     all_lengths = [t.num_tokens for t in done]
@@ -90,8 +90,8 @@ def held_out_metrics(
     trajectories: list[Trajectory], score: str, passed: str, pass_reward: float, count: int = 1
 ) -> dict[str, Metric]:
     """Means over the tasks: `score` is the mean reward of a task's episodes, `passed` is 1 if any
-    of its `count` episodes passes. Tasks with fewer episodes, because some failed, are left out of
-    `passed`."""
+    of its `count` episodes passes. `passed` leaves out tasks with fewer episodes, because some
+    failed."""
     tasks = [episode_rewards(group) for group in baseline_groups(trajectories)]
     scores = [sum(rewards) / len(rewards) for rewards in tasks]
     passes = [float(max(rewards) >= pass_reward) for rewards in tasks if len(rewards) >= count]
@@ -105,13 +105,13 @@ def num_failed(trajectories: list[Trajectory]) -> Sum:
 
 
 def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Means of each part of the reward and of each metric that the environment gives, over the
-    episodes that have it; the number of episodes to which a part does not apply."""
+    """Means of each component of the reward and of each metric of the environment, over the
+    episodes that have them; the number of episodes to which a component does not apply."""
     values: dict[str, list[float]] = {}
     for episode in by_episode(trajectories):
         of_episode: dict[str, list[float]] = {}
         for t in episode:
-            parts = {f"reward/{part}": value for part, value in t.reward_parts.items()}
+            parts = {f"reward/{name}": value for name, value in t.reward_parts.items()}
             metrics = {logged_name(name): value for name, value in t.metrics.items()}
             for name, value in [*parts.items(), *metrics.items()]:
                 of_episode.setdefault(name, []).append(value)
@@ -126,8 +126,8 @@ def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
 
 @cache
 def logged_name(name: str) -> str:
-    """The name under which a trajectory's metric is logged: with `env_` in front if a metric of the
-    trainer has the same name in training or in evaluations."""
+    """The name under which a trajectory's metric is logged: with the prefix `env_` if a metric of
+    the trainer has that name in training or in evaluations."""
     if is_recorded(name):
         return name
     for prefix in ("rollout/ACTOR/", "eval/SET/greedy_", "eval/SET/sampled_"):

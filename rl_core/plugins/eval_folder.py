@@ -1,9 +1,9 @@
-"""rl-core eval --folder DIR: every episode of every model and environment is kept there as it ends.
-A command that was killed goes on where it stopped.
+"""rl-core eval --folder DIR: keeps every episode of every model and environment as it ends. A
+killed command resumes where it stopped.
 
-    DIR/settings.yaml                      the flags that all of it was played with
-    DIR/episodes/MODEL_ENVIRONMENT.jsonl   a group of episodes a line
-    DIR/scores.json, DIR/table.md          written when all is played
+    DIR/settings.yaml                      the flags of all episodes
+    DIR/episodes/MODEL_ENVIRONMENT.jsonl   a group of episodes per line
+    DIR/scores.json, DIR/table.md          written at the end
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from rl_core.plugins.run_files import jsonable, keep_first
 from rl_core.sampling.rollout import Group
 from rl_core.types import Trajectory
 
-# What says where results go, and how fast they come, not which they are.
+# Settings of where results go and how fast they come, which do not change the results.
 MAY_DIFFER = re.compile(r"out|timeout_s|env_path|envs\..*|(.*\.)?(model|api)|rollout\..*|engine.*")
 TRAJECTORIES = TypeAdapter(list[Trajectory])
 
 
 class EvalFolder:
     def __init__(self, folder: str | Path, config: Config):
-        """Raises ValueError if what is in the folder was played with other flags."""
+        """Raises ValueError if the folder's episodes were played with other flags."""
         self.folder = Path(folder)
         (self.folder / "episodes").mkdir(parents=True, exist_ok=True)
         kept = {}
         for name, value in flat(yaml.safe_load(to_yaml(config))).items():
             if not MAY_DIFFER.fullmatch(name):
                 kept[name] = value
-        # As text, so that an entry that only one of the commands has is a difference too.
+        # As text, so that an entry that only one of the commands has differs too.
         kept["eval.sampling"] = json.dumps(config.eval.sampling, sort_keys=True)
         kept["data.columns"] = json.dumps(config.data.columns, sort_keys=True)
         for name, (was, value) in keep_first(
@@ -59,18 +59,18 @@ class EvalFolder:
 
 
 def cell_of(folder: Path, model: str, env: str) -> Cell:
-    # Two models may have one name in different folders.
+    # Two models in different folders may have one name.
     name = "_".join([*Path(model).parts[-2:], f"{crc32(model.encode()):08x}", env])
     return Cell(folder / "episodes" / (re.sub(r"[^\w.-]", "_", name) + ".jsonl"))
 
 
 class Cell:
     def __init__(self, file: Path):
-        """A line that was cut short is left out. The last line of a group counts."""
+        """Leaves out lines that were cut short. The last line of a group counts."""
         self.file = file
         self.groups: dict[tuple[str, int, str], list[Trajectory]] = {}
         lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-        whole = []
+        complete = []
         for line in lines:
             try:
                 row = json.loads(line)
@@ -78,19 +78,19 @@ class Cell:
             except (ValueError, KeyError, TypeError):
                 continue
             self.groups[row["label"], row["number"], row["task"]] = played
-            whole.append(line + "\n")
-        if len(whole) < len(lines) or not "".join(whole).endswith("\n"):
-            write_whole(file, "".join(whole))
+            complete.append(line + "\n")
+        if len(complete) < len(lines) or not "".join(complete).endswith("\n"):
+            write_whole(file, "".join(complete))
 
     def find(self, group: Group) -> list[Trajectory] | None:
-        """What was played of a group before; None if nothing was, or if an episode of it failed."""
+        """Saved episodes of a group; None if there are none, or if one of them failed."""
         played = self.groups.get((group.label, group.number, group.task.id))
         if played is None or any(t.status == "failed" for t in played):
             return None
         return played
 
     def add(self, group: Group) -> None:
-        """Returns once the disk has it."""
+        """Appends the group. Returns once the data is on disk."""
         row: dict[str, Any] = {"label": group.label, "number": group.number, "task": group.task.id}
         row["trajectories"] = group.trajectories
         with open(self.file, "a") as file:

@@ -1,4 +1,4 @@
-"""--eval_every: scores of held-out tasks, before the first step, every so many steps, and after the
+"""--eval_every N: scores held-out tasks before the first step, every N steps, and after the
 last."""
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rl_core.plugins.episode_metrics import held_out_metrics, num_failed, part_m
 from rl_core.sampling.rollout import in_order, make_group
 from rl_core.types import Task, Trajectory
 
-# Others are in metrics.jsonl alone.
+# Pattern of the metrics that are printed. metrics.jsonl has all.
 IS_SHOWN = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass|failed)$))")
 
 
 class Evaluation(Plugin):
-    """The greedy score, avg@k and pass@k of episodes; of rows, their loss."""
+    """Greedy score, avg@k and pass@k of episodes; the loss of rows."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.is_left = False  # for the run that goes on, or begins
+        self.is_left = False  # True: a resumed run evaluates this step.
 
     def load(self, state: dict[str, Any]) -> None:
         self.is_left = bool(state["to_evaluate"])
@@ -51,7 +51,7 @@ class Evaluation(Plugin):
 
     async def evaluate(self, step: int) -> None:
         trainer, config = self.trainer, self.trainer.config.eval
-        self.is_left = True  # if too many episodes fail
+        self.is_left = True  # Stays if too many episodes fail.
         trainer.metrics.clear()
         with trainer.timed("eval"):
             for name, source in trainer.plan.eval.items():
@@ -97,15 +97,15 @@ class Evaluation(Plugin):
         count: int,
         drawn: dict[str, float],
     ) -> None:
-        """`count` episodes of each task."""
+        """Plays `count` episodes of each task and records their metrics."""
         trainer, config = self.trainer, self.trainer.config
         name = f"eval/{step:06d}/{label}"
         if len(trainer.plan.eval) > 1:
             name += f"/{source}"
-        place = {"batch": f"eval/{source}", "label": name, "size": count}
+        common = {"batch": f"eval/{source}", "label": name, "size": count}
         groups = []
         for number, task in enumerate(tasks):
-            groups.append(make_group(config, task, drawn, number=number, position=number, **place))
+            groups.append(make_group(config, task, drawn, number=number, position=number, **common))
         trainer.worker.submit(groups)
         played = in_order(await trainer.worker.collect(len(groups), label=name))
         await trainer.call("on_episodes", step, name, played)
@@ -115,7 +115,7 @@ class Evaluation(Plugin):
 def task_metrics(
     config: Config, source: str, label: str, count: int, played: list[Trajectory]
 ) -> dict[str, Metric]:
-    """Metrics of `count` episodes of each task of a held-out set, and how many of them failed."""
+    """Metrics of `count` episodes of each task of a held-out set, and the number of failures."""
     score, passed = f"avg@{count}", f"pass@{count}"
     if label == "greedy":
         score, passed = "greedy_score", "greedy_pass"
@@ -134,7 +134,7 @@ def task_metrics(
 
 @torch.no_grad()
 def loss_of_rows(learner: Learner, minibatches: list[Minibatch]) -> dict[str, Metric]:
-    """The mean loss of samples that are not trained on; of pairs with their metrics."""
+    """The mean loss of samples that are not trained on; for pairs also their metrics."""
     metrics: dict[str, Metric] = {}
     for minibatch in minibatches:
         for batch in minibatch.batches:

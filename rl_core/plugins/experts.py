@@ -1,8 +1,7 @@
-"""Mixtures of experts: which experts their routers choose, how even the load is, and the loss that
-evens it.
+"""Mixture of experts: router choices, load balance, and the auxiliary loss that balances the load.
 
-T tokens that a forward reads, R routers (one for each layer with experts), E experts, K that a
-token goes to.
+Legend: T tokens of a forward, R routers (one for each layer with experts), E experts, K experts
+that a token is routed to.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ TOPK = (torch.topk, Tensor.topk)
 SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
 
 
-class Choice(TorchFunctionMode):
-    """Inside, a router's choice of experts is seen, and replaced where `forced` [T, K] is not
-    negative. What it computes from the choice, such as the weights of these experts, stays its
-    own."""
+class RouterChoice(TorchFunctionMode):
+    """Records a router's top-k choice of experts, and replaces it where `forced` [T, K] is not
+    negative. The router computes everything else from the choice, such as the weights of experts.
+    """
 
     def __init__(self, num_experts: int, forced: Tensor | None):
         super().__init__()
@@ -57,19 +56,19 @@ class Choice(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a model. While it is open, a forward leaves here what they computed."""
+    """The routers of a model. While open, records the outputs of a forward."""
 
     def __init__(self, hf: nn.Module):
         recorder, self.modules = find_routers(hf)
         self.logits_at = recorder and recorder.index
-        # Where transformers has a loss of its own, it is that of a softmax.
+        # A family for which transformers has an auxiliary loss uses a softmax.
         self.has_loss = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
         self.is_open, self.is_sigmoid = False, False
         self.logits: list[Tensor] = []  # R of [T, E]
         self.experts: list[Tensor] = []  # R of [T, K]
-        # [T, R, K] that take the place of its choices; -1: none does.
+        # [T, R, K] experts that replace the routers' choices; -1: the router chooses.
         self.forced: Tensor | None = None
-        self.choices: list[Choice] = []  # of the router that computes
+        self.choices: list[RouterChoice] = []  # Of the router that is computing now.
         for number, module in enumerate(self.modules):
             module.register_forward_pre_hook(partial(self.begin, number))
             module.register_forward_hook(self.end, always_call=True)
@@ -78,7 +77,7 @@ class Routers:
         if not self.is_open and self.forced is None:
             return
         forced = None if self.forced is None else self.forced[:, number].long()
-        self.choices.append(Choice(router.num_experts, forced))
+        self.choices.append(RouterChoice(router.num_experts, forced))
         self.choices[-1].__enter__()
 
     def end(self, router: nn.Module, inputs: tuple, output: tuple) -> None:
@@ -101,8 +100,8 @@ class Routers:
         self.logits, self.experts, self.forced = [], [], None
 
     def probabilities(self) -> Tensor:
-        """[R, T, E] fp32 of the last forward. Of sigmoids (DeepSeek-V3, arXiv:2412.19437, eq. 15
-        and 19): over their sum."""
+        """[R, T, E] fp32, routing probabilities of the last forward. Sigmoids are normalized by
+        their sum (DeepSeek-V3, arXiv:2412.19437, eq. 15 and 19)."""
         logits = torch.stack(self.logits).float()
         if not self.is_sigmoid or self.has_loss:
             return logits.softmax(-1)
@@ -110,8 +109,8 @@ class Routers:
 
 
 def find_routers(hf: nn.Module) -> tuple[OutputRecorder | None, list[nn.Module]]:
-    """What transformers says of their output, and the routers by layer; (None, []) of a model
-    without experts."""
+    """(transformers' recorder of router outputs, routers by layer); (None, []) for a model without
+    experts."""
     text = backbone(hf)
     recorder = (getattr(text, "_can_record_outputs", None) or {}).get("router_logits")
     if not isinstance(recorder, OutputRecorder):
@@ -121,16 +120,15 @@ def find_routers(hf: nn.Module) -> tuple[OutputRecorder | None, list[nn.Module]]
 
 
 def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> None:
-    """Raises ValueError if the actor's flags of routers cannot be had, before any weight is
-    read."""
+    """Raises ValueError if the actor's router flags cannot be used, before any weight is read."""
     actor = config.actors[name]
-    given = f"--actors.{name}.router_aux_loss_coef={actor.router_aux_loss_coef}"
+    flag = f"--actors.{name}.router_aux_loss_coef={actor.router_aux_loss_coef}"
     if actor.router_replay:
-        given = f"--actors.{name}.router_replay=true"
+        flag = f"--actors.{name}.router_replay=true"
     if not actor.is_trained:
-        raise ValueError(f"{given} is of an actor that learns; leave it out")
+        raise ValueError(f"{flag} needs an actor that learns; leave it out")
     if config.learner.kernels == "compile":
-        raise ValueError(f"{given} has no --learner.kernels=compile; leave one out")
+        raise ValueError(f"{flag} cannot be combined with --learner.kernels=compile; remove one")
     routers = Routers(on_meta(model_config))
     if routers.modules:
         size, dtype = model_config.get_text_config().hidden_size, routers.modules[0].weight.dtype
@@ -138,14 +136,14 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
         routers.modules[0](torch.empty(2, size, dtype=dtype, device="meta"))
     if not routers.experts or routers.experts[0] is None:
         raise ValueError(
-            f"{given} is of mixtures of experts; {model_config.model_type} has no routers: leave "
+            f"{flag} needs a mixture of experts; {model_config.model_type} has no routers: leave "
             "it out"
         )
 
 
 def make_experts(learner: LearnerContext, make_replay: Callable) -> LearnerExtension:
-    """What tells the load of the model's experts, and evens it; a part that does nothing for a
-    model without some. `make_replay`: for --router_replay."""
+    """The extension for expert load and auxiliary loss; one without an effect for a model without
+    experts. `make_replay`: for --router_replay."""
     actor = learner.config.actors[learner.name]
     if not find_routers(learner.policy.hf)[1]:
         return LearnerExtension()
@@ -154,8 +152,8 @@ def make_experts(learner: LearnerContext, make_replay: Callable) -> LearnerExten
 
 
 class Experts(LearnerExtension):
-    """Load and auxiliary loss of a policy's experts. Each sample's tokens count once, but for its
-    last, which no forward reads: a prompt that several share counts for each of them."""
+    """Load and auxiliary loss of a policy's experts. Each sample's tokens count once, except the
+    last, which no forward reads: a shared prompt counts for each of its samples."""
 
     def __init__(
         self, policy: Policy, ranks: Ranks, coef: float, make_replay: Callable | None = None
@@ -163,19 +161,19 @@ class Experts(LearnerExtension):
         self.policy, self.ranks, self.coef = policy, ranks, coef
         self.routers = Routers(policy.hf)
         self.replay = make_replay(self.routers) if make_replay else None
-        self.weights: Tensor | None = None  # [T] of the last forward: how often each token counts
-        # [R, E] tokens of the minibatch; of all ranks if is_whole.
+        self.weights: Tensor | None = None  # [T] count of each token of the last forward
+        # [R, E] tokens of the minibatch; summed over ranks if is_summed.
         self.counts: Tensor | None = None
-        self.is_whole = False
-        self.aux_loss: Tensor | float = 0.0  # of the minibatch's tokens on this rank
+        self.is_summed = False
+        self.aux_loss: Tensor | float = 0.0  # The minibatch's tokens on this rank.
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         return self.replay.place(batch, samples) if self.replay else batch
 
     @contextmanager
     def around(self, batch: PackedBatch) -> Iterator[None]:
-        """Around a forward of this batch. What is replayed stays until the next, for what the
-        backward recomputes."""
+        """Context of a forward of this batch. Forced experts stay until the next forward, because
+        the backward recomputes."""
         tokens = self.policy.forward_pass.tokens(batch)
         self.weights = token_weights(batch, tokens, self.policy.forward_pass.repeats_prompts)
         self.routers.forced = None if batch.experts is None else batch.experts[tokens.clamp(0)]
@@ -190,9 +188,9 @@ class Experts(LearnerExtension):
     def before_update(
         self, learner: Learner, minibatch: Minibatch, step: float
     ) -> dict[str, Metric]:
-        """The loss needs the load of the whole minibatch: of several batches by one more
+        """Counts the load of the minibatch, which the loss needs: with several batches by one more
         forward."""
-        self.counts, self.aux_loss, self.is_whole = None, 0.0, False
+        self.counts, self.aux_loss, self.is_summed = None, 0.0, False
         if self.coef and len(minibatch.batches) > 1:
             with torch.no_grad():
                 for batch in minibatch.batches:
@@ -202,7 +200,7 @@ class Experts(LearnerExtension):
         return {}
 
     def count(self) -> None:
-        """Adds the last forward's tokens."""
+        """Adds the tokens of the last forward."""
         experts = torch.stack(self.routers.experts)  # [R, T, K]
         num_routers, _, top_k = experts.shape
         if self.counts is None:
@@ -211,17 +209,17 @@ class Experts(LearnerExtension):
         self.counts.scatter_add_(1, experts.flatten(1), weights)
 
     def sum_counts(self) -> None:
-        """Over the ranks, on the device."""
-        if not self.is_whole and self.ranks.size > 1:
+        """Sums the counts over the ranks, on the device."""
+        if not self.is_summed and self.ranks.size > 1:
             dist.all_reduce(self.counts)
-        self.is_whole = True
+        self.is_summed = True
 
     def loss(self) -> Tensor | float:
-        """The part of the last forward's tokens in coef * E * sum_i f_i P_i, differentiable: f_i is
-        the share of the tokens of the minibatch that go to expert i, and P_i their mean probability
-        of it, both over all layers and ranks (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6, for K
-        experts as transformers has it: sum_i f_i = K)."""
-        if not self.is_whole:
+        """The last forward's share of coef * E * sum_i f_i P_i, differentiable: f_i is the fraction
+        of the minibatch's tokens that are routed to expert i, and P_i their mean routing
+        probability, both over all layers and ranks (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6,
+        for K experts as in transformers: sum_i f_i = K)."""
+        if not self.is_summed:
             self.count()
         if not self.coef:
             return 0.0
@@ -234,9 +232,9 @@ class Experts(LearnerExtension):
         return self.coef * loss
 
     def metrics(self) -> dict[str, Metric]:
-        """After an update, still on the device. expert_load_maxvio: tokens of the fullest expert
-        over the mean, less 1, averaged over layers (MaxVio of Wang et al. 2024, arXiv:2408.15664,
-        eq. 4); 0 is even, E / K - 1 the worst."""
+        """Metrics after an update, still on the device. expert_load_maxvio: tokens of the fullest
+        expert divided by the mean, minus 1, averaged over layers (MaxVio of Wang et al. 2024,
+        arXiv:2408.15664, eq. 4); 0 is balanced, E / K - 1 the worst."""
         self.routers.forget()
         self.sum_counts()
         violation = self.counts.amax(1) / self.counts.mean(1) - 1
@@ -247,8 +245,8 @@ class Experts(LearnerExtension):
 
 
 def token_weights(batch: PackedBatch, tokens: Tensor, repeats_prompts: bool) -> Tensor:
-    """[n] fp32, how often each token of a forward counts; `tokens` [n]: which of the batch's each
-    is, -1 padding."""
+    """[n] fp32, count of each token of a forward. `tokens` [n]: index of each in the batch, -1 for
+    padding."""
     device = batch.input_ids.device
     read = sent(torch.from_numpy(np.concatenate([np.arange(0), *batch.paths])), device)
     counts = torch.zeros(len(batch.input_ids), device=device)
@@ -259,5 +257,5 @@ def token_weights(batch: PackedBatch, tokens: Tensor, repeats_prompts: bool) -> 
 
 
 def sent(value: Tensor, device: torch.device) -> Tensor:
-    """On the device, which nothing waits for."""
+    """The value on the device, copied asynchronously."""
     return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)

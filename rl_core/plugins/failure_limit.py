@@ -1,4 +1,4 @@
-"""A run in which too many episodes fail ends (--rollout.max_failed_fraction)."""
+"""--rollout.max_failed_fraction: ends a run in which too many episodes fail."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.plugin import Plugin
 from rl_core.types import RunError, Trajectory
 
-MAX_REASONS, MAX_REASON_CHARS = 20, 600  # that ranks tell each other of one step
-# Max_failed_fraction is of the newest WINDOW_ROWS rows, and of at least MIN_ROWS.
+MAX_REASONS, MAX_REASON_CHARS = 20, 600  # Limits of the reasons that ranks exchange.
+# max_failed_fraction applies to the newest WINDOW_ROWS rows, and to at least MIN_ROWS.
 WINDOW_ROWS, MIN_ROWS = 200, 50
 
 
 class FailureLimit(Plugin):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.rows: dict[tuple[str, str], float] = {}  # see refuse_failures()
-        # Episodes of this process, and those that failed.
+        self.rows: dict[tuple[str, str], float] = {}  # See refuse_failures().
+        # Numbers of episodes, and of failed ones, in this process.
         self.tallies: dict[str, Counter[str]] = {"train": Counter(), "eval": Counter()}
 
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
-        """Tells plugins why episodes failed. Raises RunError if too many did, once the plugins know
-        of it."""
+        """Reports the reasons of failures to plugins. Raises RunError if too many failed, after the
+        plugins saved."""
         trainer, config = self.trainer, self.trainer.config.rollout
         limit, rows, min_rows, tally = config.max_failed_fraction, self.rows, MIN_ROWS, "train"
         if name.startswith("eval/"):
@@ -43,12 +43,12 @@ class FailureLimit(Plugin):
         await trainer.call("on_failures", step, reasons)
 
     def after_run(self) -> None:
-        """How many episodes of this process failed, and the command that counts why."""
+        """Logs the number of failed episodes, and the command that counts the reasons."""
         for kind, tally in self.tallies.items():
             if not tally["failed"]:
                 continue
-            of, flag = (" of evaluations", " --eval") if kind == "eval" else ("", "")
-            line = f"  {tally['failed']} of {tally['episodes']} episodes{of} failed"
+            kinds, flag = (" of evaluations", " --eval") if kind == "eval" else ("", "")
+            line = f"  {tally['failed']} of {tally['episodes']} episodes{kinds} failed"
             if self.trainer.config.rollout.save:
                 line += f": rl-core show {self.trainer.out} --reasons{flag}"
             self.trainer.log.say(line)
@@ -63,17 +63,17 @@ def refuse_failures(
     min_rows: int = MIN_ROWS,
     tally: Counter[str] | None = None,
 ) -> dict[str, int]:
-    """Reason -> how many of these episodes failed for it, on all ranks. Raises RunError on all
-    ranks alike if all of these episodes failed, or more than the limit among the newest rows.
-    `rows` holds the failed part of each row's last group, the newest last, and is updated. A row
-    counts once, however often it was drawn: one bad row of twenty is a twentieth. Adds to `tally`
-    how many "episodes" there were, and how many "failed"."""
+    """Reason -> number of episodes that failed for it, on all ranks. Raises RunError on all ranks
+    if all of these episodes failed, or a larger fraction than the limit among the newest rows.
+    `rows` holds the failed fraction of each row's last group, newest last, and is updated. A row
+    counts once, even if it was drawn often: one bad row in twenty is a twentieth. Adds the numbers
+    of "episodes" and of "failed" to `tally`."""
     counts, firsts = [], []
     reasons: Counter[str] = Counter()
-    for of_rank, first, own in all_gather_json(count_failures(trajectories), ranks):
+    for of_rank, first, commonest in all_gather_json(count_failures(trajectories), ranks):
         counts += of_rank
         firsts += [first] if first else []
-        reasons.update(dict(own))
+        reasons.update(dict(commonest))
     failed = sum(row[2] for row in counts)
     total = sum(row[3] for row in counts)
     for env, task, bad, num in sorted(counts):
@@ -87,15 +87,15 @@ def refuse_failures(
     counted = max(min_rows, len(rows))
     are_too_many = bad_rows > limit * counted
     if failed and (failed == total or are_too_many):
-        rule = ", all that there were"
+        rule = ", which is all of them"
         if are_too_many:
             rule = (
                 f", and more than --rollout.max_failed_fraction={limit} allows: of the last "
-                f"{len(rows)} rows {bad_rows:.4g} failed, where a row counts by its failed part, "
-                f"and {limit * counted:.4g} may"
+                f"{len(rows)} rows {bad_rows:.4g} failed, where a row counts by its failed "
+                f"fraction, and {limit * counted:.4g} may"
             )
             if counted > len(rows):
-                rule += f", {limit} of {counted} rows, of which it is taken at the start of a run"
+                rule += f", {limit} of {counted} rows, the least number that the limit applies to"
         raise RunError(
             f"{failed} of {total} episodes of {name} failed{rule}. The first: {firsts[0]}"
         )
@@ -103,8 +103,8 @@ def refuse_failures(
 
 
 def count_failures(trajectories: list[Trajectory]) -> list[Any]:
-    """[[environment, task, episodes that failed, episodes] of each row, the first failure, the
-    commonest reasons]."""
+    """[[environment, task, number of failed episodes, number of episodes] of each row, the first
+    failure, the commonest reasons]."""
     episodes = {(t.env, t.task_id, t.group_id, t.index): None for t in trajectories}
     for t in trajectories:
         if t.status == "failed":

@@ -1,11 +1,11 @@
-"""--rollout.fixed_order: which weights sample which tokens, and which groups a step takes, depends
-on nothing but counters. So a run with --max_staleness or --engine_ranks can be compared, bit for
-bit, with one that was stopped. For tests: it is slow.
+"""--rollout.fixed_order: sampled tokens and the groups of a step depend only on counters. So a run
+with --max_staleness or --engine_ranks can be compared, bit for bit, with one that was stopped. For
+tests: it is slow.
 
-A step takes the oldest groups, complete or not, and waits for them. Each conversation of a group of
-later steps gets at most half of a turn's tokens meanwhile. Then all wait until the next step.
+A step takes the oldest groups, complete or not, and waits for them. Meanwhile each conversation of
+a group of later steps gets at most half of a turn's tokens. Then all wait until the next step.
 Requests are sampled one at a time, without a KV cache of earlier turns, so that no token depends on
-what is computed beside it. Groups go to ranks in turn.
+other requests of its batch. Groups are assigned to ranks round-robin.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from rl_core.plugins.under_way import RecordedConversation, RecordingPlayer, RecordingWorker
+from rl_core.plugins.under_way import ResumableConversation, ResumablePlayer, ResumableWorker
 from rl_core.sampling.rollout import Group
 from rl_core.types import Completion, SamplingParams
 
-LOOK_S = 0.002  # between looks at this rank's groups
+LOOK_S = 0.002  # Interval of polls of this rank's groups.
 
 
-class FixedOrderWorker(RecordingWorker):
+class DeterministicWorker(ResumableWorker):
     def _fill(self) -> None:
         begun = {*self.running, *self.done}
         for key, group in self.pending.items():
@@ -29,7 +29,7 @@ class FixedOrderWorker(RecordingWorker):
                 self._begin(key)
 
     async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
-        """Waits until the oldest groups are done, and all others of this rank rest."""
+        """Waits until the oldest groups are done, and all other groups of this rank rest."""
         due = [key for key in self.pending if key[0] == label]
         due = due[:num_groups]
         self.player.open({self.pending[key].id for key in due}, has_parts=not label)
@@ -38,9 +38,9 @@ class FixedOrderWorker(RecordingWorker):
         self.player.open(set(), has_parts=False)
 
 
-class GatedConversation(RecordedConversation):
+class DeterministicConversation(ResumableConversation):
     def limit(self, num_tokens: int, max_tokens: int) -> int:
-        """How many tokens a turn may have by now. 0: it waits."""
+        """Tokens that a turn may have now; 0: it waits."""
         player = self.player
         if self.group in player.due:
             return max_tokens
@@ -50,8 +50,7 @@ class GatedConversation(RecordedConversation):
         return min(max_tokens, num_tokens + (max_tokens + 1) // 2)
 
     async def go_on(self, params: SamplingParams, seed: int, begun: Completion) -> Completion:
-        """The turn with the tokens that it may have now. Without a finish_reason it has more to
-        come."""
+        """The turn with the tokens that it may have now. Without a finish_reason more follow."""
         episode, most = self.episode, params.max_tokens
         while not (limit := self.limit(len(begun.token_ids), most)):
             episode.held_in = self.player.window
@@ -67,27 +66,27 @@ class GatedConversation(RecordedConversation):
         return done
 
 
-class GatedPlayer(RecordingPlayer):
-    """Between two steps nothing is sampled."""
+class DeterministicPlayer(ResumablePlayer):
+    """Samples nothing between two steps."""
 
-    conversation = GatedConversation
+    conversation = DeterministicConversation
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.window = 0  # counts the times that it was opened
+        self.window = 0  # Number of calls of open().
         self.open(set(), has_parts=False)
 
     def open(self, due: set[str], has_parts: bool) -> None:
-        """`due`: ids of the groups that the step takes. `has_parts`: other conversations get
-        theirs."""
+        """`due`: ids of the groups that the step takes. `has_parts`: other conversations get half
+        of a turn."""
         self.window += 1
         self.due = due
         self.has_parts = has_parts
         self.had_part: set[str] = set()
 
     def rests(self, group: Group) -> bool:
-        """Whether all its episodes wait for the next time. One whose hook does something else is
-        waited for."""
+        """True if all its episodes wait for the next open(). An episode whose hook does something
+        else does not rest."""
         ended = {str(index) for index in group.ended}
         records = self.records[group.id]
         live = [records[name] for name in records.keys() - ended]

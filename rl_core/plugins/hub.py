@@ -1,5 +1,5 @@
-"""--push_to_hub ORG/NAME: the exported model goes to the Hugging Face hub. With several actors each
-has ORG/NAME-ACTOR."""
+"""--push_to_hub ORG/NAME: uploads the exported model to the Hugging Face hub. With several actors
+each model goes to ORG/NAME-ACTOR."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def repositories(config: Config) -> dict[str, str]:
 
 class Hub(Plugin):
     def __init__(self, trainer: Any):
-        """A name or token that is wrong is refused now, not after days. Raises ValueError."""
+        """Creates the repositories at the start, so that a wrong name or token fails before
+        training. Raises ValueError."""
         super().__init__(trainer)
         if not trainer.ranks.is_writer:
             return
         for repository in repositories(trainer.config).values():
             try:
                 HfApi().create_repo(repository, exist_ok=True)
-            except Exception as error:  # of the network, the hub, the name
+            except Exception as error:  # Errors of the network, the hub or the name.
                 raise ValueError(
                     f"--push_to_hub {repository}: {error}; log in by `hf auth login` or HF_TOKEN"
                 ) from error
@@ -39,7 +40,7 @@ class Hub(Plugin):
 
 
 def push(config: Config) -> None:
-    """Raises RunError with the command that does it again: the export stays where it is."""
+    """Raises RunError with the command that repeats the upload. The export stays where it is."""
     for name, repository in repositories(config).items():
         folder = Path(config.out) / "hf" / name
         try:

@@ -1,5 +1,5 @@
 """--learner.inference_tokens: larger microbatches for forwards without gradient: old logprobs, the
-reference's, a teacher's, the critic's values."""
+reference's and the teacher's logprobs, the critic's values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_core.learning.minibatches import Minibatch
 from rl_core.rules import refuse
 from rl_core.types import PackedBatch
 
-# Filled in without gradients: a value for each trained token.
+# Fields that are filled in without gradients: a value for each trained token.
 ANNOTATED = ("old_logprobs", "ref_logprobs", "values", "returns", "advantages")
 # c: the configuration, with the actor's own settings.
 OF_INFERENCE = [
@@ -34,39 +34,39 @@ OF_INFERENCE = [
     ),
     (
         lambda c: c.cp > 1,
-        "--learner.inference_tokens joins no sequences that --cp={c.cp} cuts; leave one out",
+        "--learner.inference_tokens cannot join sequences that --cp={c.cp} splits; leave one out",
     ),
     (
         lambda c: c.algo.teacher == "self" or c.algo.teacher_loss not in (None, "sampled"),
-        "--learner.inference_tokens has no --algo.teacher self and no --algo.teacher_loss but "
-        "sampled; leave it out",
+        "--learner.inference_tokens cannot be combined with --algo.teacher self, nor with an "
+        "--algo.teacher_loss other than sampled; leave it out",
     ),
     (
         lambda c: any(env.teacher for env in c.envs.values()),
-        "--learner.inference_tokens has no --envs.NAME.teacher; leave it out",
+        "--learner.inference_tokens cannot be combined with --envs.NAME.teacher; leave it out",
     ),
 ]
 
 
 def check_inference(config: Config) -> None:
-    """Raises ValueError with what was given, the rule and the fix."""
+    """Raises ValueError with the value, the rule and the fix."""
     refuse(OF_INFERENCE, c=config)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Widths:
-    """Of a model's blocks, which say what a token takes in memory."""
+    """Widths of a model's blocks, which decide the memory per token."""
 
     layers: int  # L
     hidden: int  # D
     intermediate: int  # I
-    queries: int  # Q, of all heads
-    keys: int  # K, of all heads
+    queries: int  # Q, summed over heads
+    keys: int  # K, summed over heads
 
 
 def widths(text: Any) -> Widths:
     """`text`: transformers' configuration of the language model."""
-    heads = getattr(text, "num_attention_heads", 0)  # Mamba has none
+    heads = getattr(text, "num_attention_heads", 0)  # Mamba has no heads.
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     return Widths(
         layers=text.num_hidden_layers,
@@ -78,15 +78,15 @@ def widths(text: Any) -> Widths:
 
 
 def block_bytes(size: Any, w: int, tp: int) -> float:
-    """Bytes of a token that one block keeps for its backward: norms, attention, MLP. `size`: has
-    the fields of Widths. w: bytes of a number in compute."""
+    """Bytes per token that one block keeps for its backward: norms, attention, MLP. `size` has the
+    fields of Widths. w: bytes of a number in the compute dtype."""
     norms, attention = 2 * (4 + 2 * w) * size.hidden, 2 * w * (size.queries + size.keys)
     return norms + (attention + 4 * w * size.intermediate) / tp
 
 
 def activation_bytes(size: Any, w: int, tp: int, recomputes: bool) -> float:
-    """Bytes of a token's activations at the end of a forward with gradient. Recomputed, the input
-    of each block is kept, and all of one block."""
+    """Bytes per token of the activations at the end of a forward with gradient. With recomputation
+    only the input of each block is kept, and all activations of one block."""
     block = block_bytes(size, w, tp)
     kept = size.layers * block
     if recomputes:
@@ -95,46 +95,46 @@ def activation_bytes(size: Any, w: int, tp: int, recomputes: bool) -> float:
 
 
 def around_blocks(size: Any, w: int) -> float:
-    """Bytes of a token before the first and after the last block."""
+    """Bytes per token before the first and after the last block."""
     return 2 * (4 + w) * size.hidden
 
 
 def num_joined(learner: Learner) -> int:
-    """Microbatches in one forward without gradient. auto: as many as take the memory of one with
-    gradient. Without gradient one block's activations are alive at a time."""
-    own = learner.config.learner
-    if own.inference_tokens != "auto":
-        return own.inference_tokens // own.microbatch_tokens
+    """Microbatches in one forward without gradient. auto: as many as fit into the memory of one
+    microbatch with gradient. Without gradient one block's activations are alive at a time."""
+    settings = learner.config.learner
+    if settings.inference_tokens != "auto":
+        return settings.inference_tokens // settings.microbatch_tokens
     policy, tp = learner.policy, learner.ranks.mesh.tp
     w = policy.compute_dtype.itemsize
     size = widths(policy.hf.config.get_text_config())
-    with_gradient = activation_bytes(size, w, tp, own.activations == "recompute")
+    with_gradient = activation_bytes(size, w, tp, settings.activations == "recompute")
     return max(1, int(with_gradient / (block_bytes(size, w, tp) + around_blocks(size, w))))
 
 
 def joining(learner_class: type[Learner]) -> type[Learner]:
-    """The class with larger forwards without gradient."""
+    """A subclass whose forwards without gradient are larger."""
 
     class JoiningLearner(learner_class):
         @torch.no_grad()
         def annotate(self, minibatches: list[Minibatch]) -> Metrics:
-            """As Learner's. Ranks have as many batches each, and so as many joined ones."""
+            """Annotates joined batches. All ranks have equally many batches, joined or not."""
             batches: list[PackedBatch] = []
             for minibatch in minibatches:
                 batches += minibatch.batches
             num = num_joined(self)
-            parts = [batches[i : i + num] for i in range(0, len(batches), num)]
-            joined = [join_batches(part) for part in parts]
+            groups = [batches[i : i + num] for i in range(0, len(batches), num)]
+            joined = [join_batches(group) for group in groups]
             metrics = super().annotate([dataclasses.replace(minibatches[0], batches=joined)])
-            for batch, part in zip(joined, parts, strict=True):
-                split_annotations(batch, part)
+            for batch, group in zip(joined, groups, strict=True):
+                split_annotations(batch, group)
             return metrics
 
     return JoiningLearner
 
 
 def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
-    """One batch with the sequences of all, none of which sees another's tokens."""
+    """One batch with the sequences of all batches. No sequence sees another's tokens."""
     if len(batches) == 1:
         return dataclasses.replace(batches[0])
     tokens = before([len(batch.input_ids) for batch in batches])
@@ -160,7 +160,7 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def before(counts: Iterable[int]) -> list[int]:
-    """The sum of the counts before each."""
+    """The sum of the counts before each count."""
     return list(itertools.accumulate(counts, initial=0))[:-1]
 
 
@@ -169,7 +169,7 @@ def shifted(columns: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:
 
 
 def joined_labels(columns: Sequence[Tensor]) -> Tensor:
-    """[M], or [M, K] with -1 behind rows of fewer ids."""
+    """[M], or [M, K] with -1 after the ids of shorter rows."""
     if columns[0].ndim > 1:
         width = max(column.shape[1] for column in columns)
         columns = [pad(column, (0, width - column.shape[1]), value=-1) for column in columns]
@@ -177,7 +177,7 @@ def joined_labels(columns: Sequence[Tensor]) -> Tensor:
 
 
 def split_annotations(joined: PackedBatch, batches: Sequence[PackedBatch]) -> None:
-    """Each batch gets its part of what was filled in."""
+    """Splits the annotations of `joined` into its batches."""
     counts = [len(batch.labels) for batch in batches]
     for name in ANNOTATED:
         column = getattr(joined, name)

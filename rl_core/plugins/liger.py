@@ -1,7 +1,7 @@
-"""Liger's Triton kernels for a model's norms, gated MLPs and rotary positions, in place of
-transformers' own code.
+"""Liger's Triton kernels for a model's norms, gated MLPs and rotary positions, instead of
+transformers' code.
 
-Its losses are left out: they take padded rows with one advantage each, give no entropy, and reduce
+Its losses are unused: they take padded rows with one advantage each, give no entropy, and reduce
 over all ranks.
 """
 
@@ -37,7 +37,7 @@ def check_liger(model_config: PretrainedConfig) -> None:
 
 def apply_liger(models: list[nn.Module]) -> None:
     """Gives each model's modules Liger's forward, where Liger has one for the architecture; weights
-    stay. It also replaces functions and classes in the architecture's module of transformers:
+    stay. Also replaces functions and classes in transformers' module of the architecture: the
     rotary positions of every such model in this process, and all modules of models that are built
     later."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance as patch
@@ -50,7 +50,7 @@ def apply_liger(models: list[nn.Module]) -> None:
 
 
 def apply_liger_to_all(learners: dict[str, Learner], engines: Iterable[Any]) -> None:
-    """To the models of these learners, and of engines in this process."""
+    """Applies Liger to the models of these learners, and of engines in this process."""
     models = [model.hf for learner in learners.values() for model in learner.models()]
     models += [engine.model for engine in engines if hasattr(engine, "model")]
     apply_liger(models)

@@ -11,7 +11,7 @@ from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
 from rl_core.types import PackedBatch
 
 
-class BatchNormalised(LearnerExtension):
+class BatchWhitening(LearnerExtension):
     """Advantages less their mean, over their deviation, of the tokens of all ranks; 0 where all are
     equal (REINFORCE++, arXiv:2501.03262)."""
 

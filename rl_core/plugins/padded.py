@@ -51,7 +51,7 @@ class PaddedForward:
         return padded_rows(batch)[0].flatten()
 
 
-class OwnForward(PaddedForward):
+class FullLogitsForward(PaddedForward):
     """The same by its own head too, with all logits at once."""
 
     def __call__(
@@ -71,7 +71,7 @@ class OwnForward(PaddedForward):
         return logprobs_MV.gather(1, batch.labels[:, None])[:, 0], entropy
 
 
-class Headless:
+class HeadlessPolicy:
     """A policy whose outputs are the hidden states."""
 
     def __init__(self, policy: Policy):
@@ -94,7 +94,7 @@ def choose_forward(policy: Policy, ranks: Ranks) -> None:
         if not policy.is_scoring:
             return policy(batch, 1.0, adapter, forward_pass)[0]
         # A new head is 0 everywhere.
-        headless = lambda _, *args: forward_pass(Headless(policy), *args)  # noqa: E731
+        headless = lambda _, *args: forward_pass(HeadlessPolicy(policy), *args)  # noqa: E731
         return policy(batch, 1.0, adapter, headless)[0]
 
     def difference(forward_pass: Any, implementation: str) -> str:
@@ -114,10 +114,10 @@ def choose_forward(policy: Policy, ranks: Ranks) -> None:
     with on_device, torch.compiler.set_stance("force_eager"):
         # A head that is split over ranks has no logits of its own.
         has_no_logits = policy.is_scoring or ranks.mesh.tp > 1
-        expected = outputs(padded if has_no_logits else OwnForward(), own)
+        expected = outputs(padded if has_no_logits else FullLogitsForward(), own)
         reason = own_layers(hf) or difference(packed, attention.NAME)
         if reason:
-            policy.use_forward(OwnForward() if difference(padded, own) else padded)
+            policy.use_forward(FullLogitsForward() if difference(padded, own) else padded)
         if policy.is_sharded:
             policy.reshard()  # FSDP leaves it to the backward
     if reason and ranks.mesh.cp > 1:

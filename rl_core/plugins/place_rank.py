@@ -24,7 +24,7 @@ from rl_core.sampling.engine import Engine
 from rl_core.types import RunError, TrainingSample
 
 
-class PlaceRank:
+class RankGroupTrainer:
     """What a Trainer is, to its plugins, without episodes and logs."""
 
     signal = 0
@@ -59,7 +59,7 @@ class PlaceRank:
         engines = {name: self.actors[name].engine for name in plan.local}
         num_playing = len(plan.places[0].ranks)
         num_senders = len(pairs_of(ranks.rank, ranks.size, num_playing, ranks.size))
-        self.server = PlaceServer(self, engines, self.device.lease, ranks, num_senders)
+        self.server = RankGroupServer(self, engines, self.device.lease, ranks, num_senders)
 
     async def fit(self) -> None:
         """Until the run ends. Raises what learning raised, which was told already."""
@@ -109,10 +109,10 @@ class PlaceRank:
             await actor.sync(step + 1)
 
 
-class PlaceServer(EngineServer):
+class RankGroupServer(EngineServer):
     def __init__(
         self,
-        place: PlaceRank,
+        place: RankGroupTrainer,
         engines: dict[str, Engine | None],
         lease: Any,
         ranks: Ranks,

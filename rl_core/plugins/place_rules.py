@@ -46,7 +46,7 @@ OF_RANKS = [
 
 
 @dataclass(kw_only=True)
-class Place:
+class RankGroup:
     """Ranks that are a process group of their own, and the actors that sample and learn there."""
 
     ranks: tuple[int, ...]
@@ -112,7 +112,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def places_of(config: Config, num_ranks: int) -> list[Place]:
+def places_of(config: Config, num_ranks: int) -> list[RankGroup]:
     """All ranks with their actors. Those that play episodes are first: they have the actors without
     ranks of their own. Raises ValueError for ranks that do not exist, that overlap in part, or that
     the mesh does not divide."""
@@ -143,7 +143,7 @@ def places_of(config: Config, num_ranks: int) -> list[Place]:
     main = tuple(rank for rank in range(num_ranks) if rank not in owner)
     places = []
     for ranks, names in ({main: left} | by_ranks).items():
-        places.append(Place(ranks=ranks, actors=names, mesh=mesh_of(config, ranks, names)))
+        places.append(RankGroup(ranks=ranks, actors=names, mesh=mesh_of(config, ranks, names)))
     return places
 
 
@@ -156,5 +156,5 @@ def mesh_of(config: Config, ranks: tuple[int, ...], names: list[str]) -> Mesh:
         copies = num_copies(config, len(ranks), trained)
         return make_mesh(len(ranks), dp_replicate=copies, cp=config.cp, tp=config.tp)
     except ValueError as error:
-        place: Any = Place(ranks=ranks, actors=names, mesh=Mesh())
+        place: Any = RankGroup(ranks=ranks, actors=names, mesh=Mesh())
         raise ValueError(f"{place}: {error}") from None

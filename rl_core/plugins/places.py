@@ -17,7 +17,7 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.engines.remote import EngineClient, RemoteEngine, engines_at, received_metrics
 from rl_core.learning.minibatches import from_bytes, to_bytes
 from rl_core.plugin import Plugin
-from rl_core.plugins.place_rules import Place
+from rl_core.plugins.place_rules import RankGroup
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import RunError, TrainingSample
 
@@ -36,17 +36,17 @@ def pairs_of(first: int, step: int, num_playing: int, num_learning: int) -> rang
     return range(first, max(num_playing, num_learning), step)
 
 
-class Places(Plugin):
+class RankGroupClient(Plugin):
     """Sends samples when they are made. Learners here learn meanwhile, and the step ends when the
     others have learned, too."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.places: list[Place] = trainer.plan.places[1:]
+        self.places: list[RankGroup] = trainer.plan.places[1:]
         # Of the learners that were saved last, and of their copies that are renewed.
         self.optimizers: dict[str, dict[str, Any]] = {}
         self.copies: dict[str, None] = {}
-        self.waited_for: list[Place] = []  # they learn in this step
+        self.waited_for: list[RankGroup] = []  # they learn in this step
 
     def servers(self, place: Place) -> list[EngineClient]:
         """One on each rank of the place."""
@@ -131,7 +131,7 @@ class Places(Plugin):
         return await server.ask(verb, timeout_s=self.trainer.config.timeout_s, **body)
 
     @contextmanager
-    def explained(self, place: Place) -> Iterator[None]:
+    def explained(self, place: RankGroup) -> Iterator[None]:
         try:
             yield
         except EngineDied as error:

@@ -9,7 +9,7 @@ from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.learning.learner import LearnerContext, LearnerExtension
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric
-from rl_core.plugins.weights_copy import WeightsCopy
+from rl_core.plugins.weights_copy import WeightSnapshot
 from rl_core.types import PackedBatch
 
 
@@ -29,7 +29,7 @@ class Reference(LearnerExtension):
 class RenewedReference(LearnerExtension):
     """The policy of some steps ago, or the exponential mean over its steps."""
 
-    def __init__(self, copy: WeightsCopy, temperature: float):
+    def __init__(self, copy: WeightSnapshot, temperature: float):
         self.copy, self.temperature = copy, temperature
         self.copies = (copy,)
 
@@ -52,7 +52,7 @@ def make_reference(learner: LearnerContext) -> LearnerExtension:
     temperature = learner.config.sampling.temperature if learner.algorithm.is_rl else 1.0
     if every := renewal(learner.algorithm):
         decay = learner.algorithm.reference_decay
-        return RenewedReference(WeightsCopy(learner, "reference", every, decay), temperature)
+        return RenewedReference(WeightSnapshot(learner, "reference", every, decay), temperature)
     if path or not model.adapters:
         model = frozen_model(learner, path or learner.config.actors[learner.name].model)
     return Reference(model, temperature)

@@ -96,7 +96,7 @@ def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
     """The pieces of a schedule. Raises ValueError with the place marked if it does not parse, names
     an actor that is not one of `actors`, has no turn, or may last longer than MAX_TURNS. Without
     `actors` any name is allowed, and `*` stays."""
-    reader = Reader(text, actors)
+    reader = ScheduleParser(text, actors)
     tree = reader.schedule()
     if reader.token:
         reader.refuse("expected '->' or the end")
@@ -133,7 +133,7 @@ def speakers_of(tree: Sequence[Piece]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-class Reader:
+class ScheduleParser:
     """Goes through a schedule's tokens from left to right."""
 
     def __init__(self, text: str, actors: Sequence[str]):

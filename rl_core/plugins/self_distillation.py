@@ -19,9 +19,9 @@ from rl_core.learning.advantages import MakeSamples
 from rl_core.learning.learner import LearnerContext
 from rl_core.learning.minibatches import to_device
 from rl_core.plugins.sequence_shards import shard_sequences
-from rl_core.plugins.teacher import ModelTeacher, OwnBatch, Reading
+from rl_core.plugins.teacher import ModelTeacher, OwnBatch, TeacherOutput
 from rl_core.plugins.teacher_prompts import self_taught, turns_as_read
-from rl_core.plugins.weights_copy import WeightsCopy
+from rl_core.plugins.weights_copy import WeightSnapshot
 from rl_core.types import PackedBatch, TrainingSample, Trajectory
 
 
@@ -38,9 +38,9 @@ class SelfTeacher(ModelTeacher):
         is_start = algorithm.teacher_update == "start"
         self.adapter = "" if is_start else spec.adapter
         if algorithm.teacher_update == "ema":
-            self.copies = (WeightsCopy(spec, "teacher", 1, algorithm.teacher_decay),)
+            self.copies = (WeightSnapshot(spec, "teacher", 1, algorithm.teacher_decay),)
         elif is_start and not spec.policy.adapters:
-            self.copies = (WeightsCopy(spec, "teacher"),)
+            self.copies = (WeightSnapshot(spec, "teacher"),)
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> OwnBatch:
         """The samples that have a teacher, behind what it reads."""
@@ -54,7 +54,7 @@ class SelfTeacher(ModelTeacher):
             read = dataclasses.replace(read, shard=to_device(read.shard, device))
         return to_device(read, device), rows.to(device)
 
-    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[Reading]:
+    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[TeacherOutput]:
         with ExitStack() as stack:
             for weights in self.copies:
                 stack.enter_context(weights.in_place())

@@ -16,7 +16,7 @@ from rl_core.types import Task
 
 
 class StaleGroups(Plugin):
-    """The run's worker is a RecordingWorker."""
+    """The run's worker is a ResumableWorker."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)

@@ -19,7 +19,7 @@ from rl_core.types import Trajectory
 
 
 @dataclass(kw_only=True, slots=True)
-class Visit:
+class StateVisit:
     """A turn that began in a state."""
 
     episode: tuple[str, int]
@@ -77,14 +77,14 @@ def state_advantages(
     """Of each trajectory's turns: the advantage of its return over those of all turns of the group
     with its state key. 0 without a key, and where no other turn has it. The return is r_k + g
     r_{k+1} + ... with g = state_discount."""
-    states: dict[str, dict[str, Visit]] = defaultdict(dict)
-    visits_of: list[list[Visit]] = []
+    states: dict[str, dict[str, StateVisit]] = defaultdict(dict)
+    visits_of: list[list[StateVisit]] = []
     for number, (t, penalty) in enumerate(zip(group, penalties, strict=True)):
         returns = turn_returns(t, penalty, algorithm.state_discount)
         own = []
         # A conversation without turns has a return too.
         for place, (turn, value) in enumerate(zip(t.turns, returns, strict=False)):
-            visit = Visit(episode=(t.task_id, t.index))
+            visit = StateVisit(episode=(t.task_id, t.index))
             if turn.state_key:
                 name = turn.name or f"{number}/{place}"
                 visit = states[turn.state_key].setdefault(name, visit)
@@ -97,7 +97,7 @@ def state_advantages(
     return [[visit.advantage for visit in own] for own in visits_of]
 
 
-def compare(visits: list[Visit], kind: str, advantage_fn: AdvantageFn | None) -> None:
+def compare(visits: list[StateVisit], kind: str, advantage_fn: AdvantageFn | None) -> None:
     """Fills in the advantages of visits to one state. A conversation's visits weigh 1 each, as in
     the paper; an episode's conversations weigh as one."""
     conversations: dict[tuple[str, int], set[int]] = defaultdict(set)

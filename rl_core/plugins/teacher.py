@@ -33,7 +33,7 @@ from rl_core.types import PackedBatch, RunError, TrainingSample
 
 
 @dataclass(kw_only=True, slots=True)
-class Reading:
+class TeacherOutput:
     """What a teacher makes of trained tokens of a batch, of this rank's with --cp where it has
     whole distributions."""
 
@@ -72,11 +72,11 @@ OwnBatch = tuple[PackedBatch, Tensor]
 
 
 @dataclass(kw_only=True, slots=True)
-class OfTeachers:
+class TeacherBatch:
     """What a batch has of each teacher."""
 
     own: list[OwnBatch | None]  # that it reads in the place of the batch
-    readings: list[Reading] = field(default_factory=list)  # once it has read
+    readings: list[TeacherOutput] = field(default_factory=list)  # once it has read
 
 
 class ModelTeacher:
@@ -98,13 +98,13 @@ class ModelTeacher:
         """What it reads instead of the batch of these samples; None: the batch."""
         return None
 
-    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[Reading]:
+    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[TeacherOutput]:
         if not self.is_fixed:
             self.weight_VD = None
         with self.policy.on_device():
             return [self.read(batch, is_exact) for batch in batches]
 
-    def read(self, batch: PackedBatch, is_exact: bool = False) -> Reading:
+    def read(self, batch: PackedBatch, is_exact: bool = False) -> TeacherOutput:
         """`is_exact`: with what whole distributions are computed from. Every rank must call it,
         with the policy on the device. Raises RunError for a model whose head is not a product."""
         view = HeadInputs(self.policy)
@@ -115,7 +115,7 @@ class ModelTeacher:
         how = self.temperature, self.adapter, forward if is_exact else None
         logprobs = self.policy(batch, *how)[0]
         if not is_exact:
-            return Reading(logprobs=logprobs)
+            return TeacherOutput(logprobs=logprobs)
         check_factors(view)
         hidden_MD, weight_VD, *scale = view.factors
         if self.weight_VD is None:
@@ -126,7 +126,7 @@ class ModelTeacher:
             is_kept = self.is_fixed and stays
             self.weight_VD = whole.cpu() if is_kept else whole.clone().cpu()
         factors = hidden_MD.detach().cpu(), self.weight_VD, *scale
-        return Reading(logprobs=logprobs, factors=factors)
+        return TeacherOutput(logprobs=logprobs, factors=factors)
 
 
 class ActorTeacher(ModelTeacher):
@@ -149,7 +149,7 @@ class ActorTeacher(ModelTeacher):
         return self.learners[self.name].adapter
 
 
-class OfEnvironments:
+class TeacherRouter:
     """A teacher that reads the samples of some environments alone."""
 
     def __init__(self, teacher: Any, envs: list[str], ranks: Ranks):
@@ -184,7 +184,7 @@ class Compared(HeadInputs):
     """A policy with a third output: [m] the divergence of trained tokens from what teachers
     read."""
 
-    def __init__(self, policy: Policy, readings: list[Reading], form: Form):
+    def __init__(self, policy: Policy, readings: list[TeacherOutput], form: Form):
         super().__init__(policy)
         self.readings, self.form = readings, form
 
@@ -240,11 +240,11 @@ class SampledTeacher(LearnerExtension):
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         own = [teacher.packed(batch, samples) for teacher in self.teachers]
-        return replace(batch, teacher=OfTeachers(own=own))
+        return replace(batch, teacher=TeacherBatch(own=own))
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {}
-        readings: list[list[Reading]] = [[] for _ in batches]
+        readings: list[list[TeacherOutput]] = [[] for _ in batches]
         for number, teacher in enumerate(self.teachers):
             own = [batch.teacher.own[number] for batch in batches]
             asked = list(map(asked_of, batches, own))

@@ -20,7 +20,7 @@ import torch
 
 from rl_core.data.tasks import shorten
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.plugins.teacher import Reading
+from rl_core.plugins.teacher import TeacherOutput
 from rl_core.types import PackedBatch, RunError
 
 PING_TIMEOUT_S = 10.0
@@ -136,7 +136,7 @@ class ServerTeacher:
     def packed(self, batch: PackedBatch, samples: list) -> None:
         """It reads the batch itself."""
 
-    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[Reading]:
+    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[TeacherOutput]:
         """Raises RunError on all ranks alike if any could not be read."""
         deadline = time.monotonic() + self.timeout_s
         asked = [requests_of(batch) for batch in batches]
@@ -157,14 +157,14 @@ class ServerTeacher:
 
     def reading(
         self, batch: PackedBatch, requests: list[Request], scores: list[Scores], is_exact: bool
-    ) -> Reading:
+    ) -> TeacherOutput:
         device = batch.labels.device
         where = []  # (sequence, index of its scores) of each trained token
         for number, place in zip(batch.sequences.tolist(), trained_places(batch), strict=True):
             where.append((number, place - requests[number].first))
         logprobs = torch.tensor([scores[n].logprobs[i] for n, i in where], dtype=torch.float32)
         if not is_exact:
-            return Reading(logprobs=logprobs.to(device))
+            return TeacherOutput(logprobs=logprobs.to(device))
         if batch.shard is not None:
             where = [where[i] for i in batch.shard.trained.tolist()]
         rows = [scores[n].top[i] for n, i in where]
@@ -172,7 +172,7 @@ class ServerTeacher:
         top = torch.tensor([[item[0] for item in row] for row in rows]).view(shape)
         ids = torch.tensor([[item[1] for item in row] for row in rows], dtype=torch.long)
         likeliest = ids.view(shape).to(device), top.float().to(device)
-        return Reading(logprobs=logprobs.to(device), top=likeliest)
+        return TeacherOutput(logprobs=logprobs.to(device), top=likeliest)
 
     def ask(self, request: Request, deadline: float) -> Scores:
         """Raises RunError for what the server refuses, for what is no logprob, and if there is no

@@ -18,8 +18,8 @@ from rl_core.plugins.teacher import (
     ActorTeacher,
     ExactTeacher,
     ModelTeacher,
-    OfEnvironments,
     SampledTeacher,
+    TeacherRouter,
 )
 from rl_core.plugins.teacher_prompts import SELF, envs_by_teacher
 from rl_core.rules import require
@@ -34,7 +34,7 @@ def make_teacher(learner: LearnerContext) -> SampledTeacher:
         teacher = make_reader(learner, name)
         # What the policy reads as its own teacher says which samples it reads.
         if len(envs) < len(config.env_paths) and name != SELF:
-            teacher = OfEnvironments(teacher, envs, learner.ranks)
+            teacher = TeacherRouter(teacher, envs, learner.ranks)
         teachers.append(teacher)
     if algorithm.teacher_loss == "sampled":
         return SampledTeacher(teachers, algorithm.teacher_coef)

@@ -31,7 +31,7 @@ from rl_core.types import PackedBatch, TrainingSample
 TILE_BYTES = 64 << 20  # of the head's rows that are gathered at once, in fp32
 
 
-class KeptIds(LearnerExtension):
+class TruncationSupport(LearnerExtension):
     """Brings the ids that tokens were drawn from to the batches of a learner."""
 
     def __init__(self, name: str):

@@ -46,10 +46,10 @@ class EpisodeRecord:
     held_in: int = -1  # the window in which one was held last
 
 
-class RecordedConversation(Conversation):
+class ResumableConversation(Conversation):
     """What was answered before the run was stopped is not sampled again."""
 
-    def __init__(self, player: RecordingPlayer, group: str, episode: EpisodeRecord, *args: Any):
+    def __init__(self, player: ResumablePlayer, group: str, episode: EpisodeRecord, *args: Any):
         super().__init__(*args)
         self.player = player
         self.group = group
@@ -134,8 +134,8 @@ class RecordingPlayer(EpisodeRunner):
                 self.records[group.id][name] = EpisodeRecord(answers=answers)
 
 
-class RecordingWorker(RolloutWorker):
-    """Its player is a RecordingPlayer. It begins with the groups that were under way when a run
+class ResumableWorker(RolloutWorker):
+    """Its player is a ResumablePlayer. It begins with the groups that were under way when a run
     ended."""
 
     restored: Callable[[Group], Group]

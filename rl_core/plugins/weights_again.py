@@ -11,7 +11,7 @@ from rl_core.plugin import Plugin
 from rl_core.sampling.actor import revived
 
 
-class WeightsAgain(Plugin):
+class WeightRecovery(Plugin):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.versions: dict[str, int] = {}  # of the weights that engines were given, by actor

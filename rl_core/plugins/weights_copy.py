@@ -14,7 +14,7 @@ from rl_core.learning.learner import LearnerContext
 from rl_core.types import PackedBatch
 
 
-class WeightsCopy:
+class WeightSnapshot:
     """After every `every`-th step it becomes decay * copy + (1 - decay) * policy; 0: it stays.
 
     The copy waits on the host, each rank's shards there, in the dtype in which they are trained: an
@@ -66,7 +66,7 @@ class WeightsCopy:
             before = kept.to(shard.device)
             kept.copy_(self.decay * before + (1 - self.decay) * shard)
 
-    def take(self, other: WeightsCopy) -> None:
+    def take(self, other: WeightSnapshot) -> None:
         """Becomes as another one."""
         for kept, value in zip(self.tensors, other.tensors, strict=True):
             kept.copy_(value)

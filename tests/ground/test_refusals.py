@@ -128,7 +128,7 @@ BAD_FILES = {
     "a reward as TRL has": (
         "def reward_fn(prompts, completions, **kwargs): return [1.0] * len(completions)\n",
         ROW,
-        "names 'completions' ... TRL gives lists, here a reward is called for one reply: def "
+        "names 'completions' ... TRL passes lists, rl_core one reply: a reward is called for one reply: def "
         "reward_fn(completion, prompt, answer) -> float",
     ),
     "a reward with verl's arguments": (
@@ -415,7 +415,7 @@ FLAGS = [
     (PAIR, "--actors.bob.train false --actors.alice.train false", "none of the actors learns"),
     (PAIR, "--actors.bob.api http://x/v1 --actors.bob.train true", "an endpoint cannot learn"),
     (PAIR, "--actors.carol.train false", "--actors.carol.model is missing"),
-    (PAIR, "--actors.alice.train false --actors.alice.lr 1", "of an actor that learns"),
+    (PAIR, "--actors.alice.train false --actors.alice.lr 1", "to an actor that learns"),
     (
         PAIR,
         "--actors.bob.max_tokens 999",
@@ -459,7 +459,7 @@ FLAGS = [
     (
         BOB,
         "--actors.j.share bob --actors.j.train false --actors.j.lora.rank 4",
-        "of an actor that learns",
+        "to an actor that learns",
     ),
     (BOB, f"{NF4} --actors.alice.share bob --engine_ranks 1", "leave out --engine_ranks"),
     (BOB, f"{NF4} --actors.alice.share bob --engine sglang", "take --engine embedded"),

@@ -28,8 +28,8 @@ from rl_core.learning import logprobs as fused
 from rl_core.learning.policy import Policy
 from rl_core.plugins import divergence
 from rl_core.plugins.divergence import TopTokens, WholeVocabulary, fused_divergence, make_form
-from rl_core.plugins.padded import OwnForward, choose_forward
-from rl_core.plugins.teacher import ModelTeacher, Reading
+from rl_core.plugins.padded import FullLogitsForward, choose_forward
+from rl_core.plugins.teacher import ModelTeacher, TeacherOutput
 from rl_core.types import RunError
 
 FORMS = ("reverse_kl", "forward_kl", "jsd")
@@ -246,7 +246,9 @@ def likeliest_gradient(ranks, model: str, teacher: str, out: str) -> None:
     for batch in minibatch.batches:
         [reading] = batch.teacher.readings
         top = log_softmax(reading.factors).topk(7)
-        batch.teacher.readings = [Reading(logprobs=reading.logprobs, top=(top.indices, top.values))]
+        batch.teacher.readings = [
+            TeacherOutput(logprobs=reading.logprobs, top=(top.indices, top.values))
+        ]
     learner.step([minibatch], 0)
     found = {name: before[name] - weight for name, weight in learner.named_weights()}
     torch.save(found, f"{out}.{ranks.rank}")
@@ -361,7 +363,7 @@ def test_a_head_that_is_not_a_product_is_refused(tiny_model, teacher, whose):
     policy = learner.policy
     if whose == "teacher":
         [policy] = part_of(learner, "ExactTeacher").models
-    policy.use_forward(OwnForward())
+    policy.use_forward(FullLogitsForward())
     policy.hf.set_attn_implementation("sdpa")
     with pytest.raises(RunError, match=r"has a head of its own, .* take sampled"):
         learn(learner, SAMPLES)

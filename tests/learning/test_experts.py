@@ -219,16 +219,16 @@ def test_ranks_give_one_loss_load_and_gradient(family, tmp_path):
 @pytest.mark.parametrize(
     "model, flags, why",
     [
-        ("qwen3", "", "is of mixtures of experts; qwen3 has no routers: leave it out"),
+        ("qwen3", "", "needs a mixture of experts; qwen3 has no routers: leave it out"),
         (
             "qwen3_moe",
             "--learner.kernels compile",
-            "has no --learner.kernels=compile; leave one out",
+            "cannot be combined with --learner.kernels=compile; remove one",
         ),
         (
             "qwen3_moe",
             "--actors.policy.train false --actors.b.model x",
-            "is of an actor that learns; leave it out",
+            "needs an actor that learns; leave it out",
         ),
         ("qwen3_moe", "", ""),
     ],

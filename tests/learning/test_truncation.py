@@ -30,7 +30,7 @@ from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.slots import RowParams, sample
 from rl_core.plan import choose_algorithm, choose_engine
 from rl_core.plugins import truncation
-from rl_core.plugins.padded import OwnForward, PaddedForward
+from rl_core.plugins.padded import FullLogitsForward, PaddedForward
 from rl_core.plugins.truncation import support_labels, support_logprobs
 from rl_core.plugins.under_way import read_groups
 from rl_core.sampling.rollout import make_group
@@ -264,7 +264,7 @@ def test_microbatches_give_the_same_gradient(played):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("forward", [PaddedForward, OwnForward])
+@pytest.mark.parametrize("forward", [PaddedForward, FullLogitsForward])
 def test_padded_rows_give_the_same(played, forward):
     model, samples = played
     learner = make_learner(model, TOP, "--sampling.temperature 0.7")
@@ -522,7 +522,7 @@ def test_an_actor_behind_an_api_gets_its_own_limits_alone(places):
 
 def test_without_limits_no_part_and_no_ids(places):
     learner = make_learner(places["model"])
-    assert part_of(learner, "KeptIds") is None
+    assert part_of(learner, "TruncationSupport") is None
     plain = AutoModelForCausalLM.from_pretrained(places["model"], dtype=torch.float32)
     samples = conversations(plain)
     assert all(one.kept_ids is None for one in samples)

@@ -22,7 +22,7 @@ from test_runs import COMPARED, assert_same_weights, lasting
 
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.distributed import Mesh
-from rl_core.plugins.place_rules import Place, numbers, places_of
+from rl_core.plugins.place_rules import RankGroup, numbers, places_of
 from rl_core.plugins.places import from_text, to_text
 from rl_core.registry import check_options
 from rl_core.types import PER_TOKEN, TrainingSample
@@ -283,9 +283,9 @@ def test_places_have_what_is_left_first():
     flags = "--actors.bob.lora.rank 4 --actors.alice.ranks 2-3 --actors.carol.share bob"
     config = parse_config(words(MODEL, flags, "--actors.bob.ranks 5,7 --tp 2"))
     assert places_of(config, 8) == [
-        Place(ranks=(0, 1, 4, 6), actors=[], mesh=Mesh(dp_shard=4)),
-        Place(ranks=(5, 7), actors=["bob", "carol"], mesh=Mesh(tp=2)),
-        Place(ranks=(2, 3), actors=["alice"], mesh=Mesh(tp=2)),
+        RankGroup(ranks=(0, 1, 4, 6), actors=[], mesh=Mesh(dp_shard=4)),
+        RankGroup(ranks=(5, 7), actors=["bob", "carol"], mesh=Mesh(tp=2)),
+        RankGroup(ranks=(2, 3), actors=["alice"], mesh=Mesh(tp=2)),
     ]
     assert isinstance(config, Config)
 

@@ -183,8 +183,8 @@ def test_the_error_for_too_many_failures_names_its_rule():
         refuse_failures(episodes, {}, 0.1, "the step", ranks)
     rule = (
         "more than --rollout.max_failed_fraction=0.1 allows: of the last 20 rows 8 failed, where a "
-        "row counts by its failed part, and 5 may, 0.1 of 50 rows, of which it is taken at the "
-        "start of a run. The first"
+        "row counts by its failed fraction, and 5 may, 0.1 of 50 rows, the least number that the "
+        "limit applies to. The first"
     )
     assert rule in str(error.value)
 

@@ -14,7 +14,7 @@ from kit import RanksProcess, answer, metrics, of_ranks, run_ranks, trajectories
 from stage import make_groups
 
 from rl_core.distributed import init_ranks
-from rl_core.plugins.under_way import RecordingWorker
+from rl_core.plugins.under_way import ResumableWorker
 from rl_core.sampling.rollout import RolloutWorker
 from rl_core.train import main
 from rl_core.types import RunError, Task, Trajectory
@@ -225,7 +225,7 @@ def collected(ranks, num_evaluated: str, *positions: str) -> list[list[int]]:
         worker.submit(map(group_of, positions))
         return [group.position for group in await worker.collect(len(positions))]
 
-    worker = RecordingWorker(Player(), ranks, 20.0)
+    worker = ResumableWorker(Player(), ranks, 20.0)
     positions = [int(position) for position in positions]
     worker.go_on(positions, lambda group: group)
     read = [position for position in positions if worker.is_own(position)]

@@ -21,8 +21,8 @@ from rl_core.data.tasks import make_task
 from rl_core.plugins.run_files import jsonable
 from rl_core.plugins.under_way import (
     EpisodeRecord,
-    RecordedConversation,
-    RecordingPlayer,
+    ResumableConversation,
+    ResumablePlayer,
     read_groups,
 )
 from rl_core.types import Completion, SamplingParams
@@ -221,7 +221,7 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         ]
         ended = [t for e in row["episodes"].values() for t in e["trajectories"] or ()]
         engine.asked.clear(), scored.clear()
-        player, group = RecordingPlayer({env.name: env}, actors, RolloutConfig()), new_group(env)
+        player, group = ResumablePlayer({env.name: env}, actors, RolloutConfig()), new_group(env)
         player.restore(group, row)
         again = asyncio.run(player.play(group))
         assert [t.turns for t in again] == [t.turns for t in full]
@@ -258,7 +258,7 @@ def test_who_asks_otherwise_than_before_is_answered_anew(has_tokens):
     def episode(*prompts) -> list[str]:
         """Replies to conversations with one label."""
         record.taken.clear()
-        make = partial(RecordedConversation, None, "g", record)
+        make = partial(ResumableConversation, None, "g", record)
         params = SamplingParams(max_tokens=9)
         player = replace(bob.in_episode(params, 0, "s"), make_conversation=make)
         asked = [player.converse([{"role": "user", "content": p}], label="l") for p in prompts]
@@ -285,7 +285,7 @@ async def rollout(task, actors):
 def test_numbers_of_numpy_and_torch_are_the_same_after_a_checkpoint(env_of):
     env, engine = env_of(SCALARS), RuleEngine(chat_of(), saying(["a"]))
     group = new_group(env)
-    player = RecordingPlayer({env.name: env}, {"policy": actor("policy", engine)}, RolloutConfig())
+    player = ResumablePlayer({env.name: env}, {"policy": actor("policy", engine)}, RolloutConfig())
     group.trajectories = asyncio.run(player.play(group))
     again = new_group(env)
     player.restore(again, row_of(player, group))

@@ -251,7 +251,7 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     )
     refused(
         ValueError,
-        "names 'completions', .*; TRL gives lists, here a reward is called for one reply",
+        "names 'completions', .*; TRL passes lists, rl_core one reply: a reward is called for one reply",
         config_of("a"),
         env=lambda prompts, completions, **columns: [0.0],
         data=ROWS,
