@@ -157,9 +157,13 @@ class Tree:
         self.num_begun[asked] += 1
         label = f"{asked}-{self.num_begun[asked]}"
         try:
-            return self.actor.converse(request.messages, request.tools, label)
+            talk = self.actor.converse(request.messages, request.tools, label)
         except ValueError as error:
             raise Refusal(str(error)) from error
+        chat = self.actor.chat
+        if chat is not None and chat.unread_tools(request.messages, request.tools):
+            self.overridden["tools"] += 1
+        return talk
 
     async def speak(
         self, talk: Conversation, new: Sequence[Message], request: Request, keys: list[Key]

@@ -32,6 +32,8 @@ from rl_core.types import Completion, Message, Turn
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 _MARK = "\ufdd0"
+# Name of a tool that no template mentions.
+TOOL = "q7x0z"
 # Longer texts are encoded in a thread: a tokenizer encodes about half a megabyte per second.
 LONG_CHARS = 1 << 16
 # Limit of cached chats with other variables.
@@ -161,6 +163,15 @@ class Chat:
             text = text_of(message).rpartition("</think>")[2].strip()
             num += len(text) if text.isascii() else len(text) // 3
         return int(num / self._facts.longest_token)
+
+    def unread_tools(self, messages: list[Message], tools: list | None) -> list[str]:
+        """Names of tools that the model does not read of: the template renders no tools, and no
+        message of these that others wrote contains the name."""
+        if not tools or self._renders_tools:
+            return []
+        texts = "\n".join(text_of(each) for each in messages if each["role"] != "assistant")
+        names = [tool["function"]["name"] for tool in tools if "function" in tool]
+        return [name for name in names if name not in texts]
 
     def check(
         self,
@@ -308,6 +319,17 @@ class Chat:
             return self._shows([user, reply | {"tool_calls": [call]}])
 
         return not is_shown(call) and is_shown(with_text_arguments(call))
+
+    @cached_property
+    def _renders_tools(self) -> bool:
+        """True if the template renders tools, or refuses the messages that would show it."""
+        function = {"name": TOOL, "description": TOOL, "parameters": {"type": "object"}}
+        function["parameters"]["properties"] = {}
+        user = self._with_parts({"role": "user", "content": "x"})
+        try:
+            return TOOL in self._apply([user], [{"type": "function", "function": function}], True)
+        except ValueError:
+            return True
 
     def _render_unmarked(self, messages: list[Message]) -> str:
         """The template's text, without marks and a generation prompt."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import row_place
-from rl_core.data.tasks import SYSTEM_COLUMNS, TaskSource
+from rl_core.data.tasks import SYSTEM_COLUMNS, TaskSource, row_tools, row_variables
 from rl_core.plugins.column_use import column_use, fix_of
 from rl_core.sampling.env import Env
 
@@ -81,6 +81,7 @@ def row_warnings(
             )
     chat = next((chats[name] for name in config.trained if name in chats), None)
     yield from column_warnings(config, sources, envs, chat)
+    yield from tool_warnings(config, sources, envs, chats)
 
 
 def column_warnings(
@@ -114,6 +115,35 @@ def column_warnings(
                 f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "
                 f"actors {', '.join(env.turn_loop.system_prompts)} do not read it"
             )
+
+
+def tool_warnings(
+    config: Config,
+    sources: Sequence[TaskSource],
+    envs: Mapping[str, Env],
+    chats: Mapping[str, Chat],
+) -> Iterator[str]:
+    """Warnings about tools that a trained actor does not read of, one by environment and actor."""
+    warned: set[tuple[str, str]] = set()
+    for source in sources:
+        env = envs.get(source.env)
+        if env is not None and "rollout" in env.hooks:
+            continue  # The function writes its own messages, which may describe the tools.
+        for task, name in product(islice(source, NUM_ROWS), config.trained):
+            if name not in chats or (source.env, name) in warned:
+                continue
+            tools, messages = row_tools(task.row), task.messages
+            if env is not None:
+                tools, messages = env.dialogue.tools_of(task), env.dialogue.opening(task, name)
+            chat = chats[name].with_variables(row_variables(task.row))
+            if unread := chat.unread_tools(messages, tools):
+                warned.add((source.env, name))
+                yield (
+                    f"{task.place}: the chat template of actor {name} renders no tools, and no "
+                    f"message names {unread[0]!r}: the model does not know its tools; describe "
+                    "them in a message, or give another template with "
+                    "--actors.NAME.chat_template FILE"
+                )
 
 
 def row_hashes(source: TaskSource, num: int) -> list[int]:

@@ -92,6 +92,7 @@ CONSTANT = (
     "has been {value:.4g} since the first step: this reward seems constant; check reward_fn with "
     "rl-core check, and whether an episode can earn another one"
 )
+OVERRIDDEN = "is {value:.3g} per episode: requests set"
 RULES = (
     Rule(
         "truncated",
@@ -114,12 +115,28 @@ RULES = (
     ),
     Rule(
         "overridden",
-        "rollout/[^/]+/agent_overridden_.+",
+        "rollout/[^/]+/agent_overridden_(?!response_format$|tools$).+",
         1,
         is_in_first_step,
-        "is {value:.3g} per episode: requests set this, and the run decides it "
-        "(--sampling.temperature, --seed, --agents.response_format); check that the program can do "
-        "without",
+        f"{OVERRIDDEN} this, and the run decides it (--sampling.temperature, --seed); check that "
+        "the program can do without",
+    ),
+    Rule(
+        "overridden",
+        "rollout/[^/]+/agent_overridden_response_format",
+        1,
+        is_in_first_step,
+        f"{OVERRIDDEN} a JSON schema, and nothing makes replies fit it: check that the program "
+        "asks again for another reply, or give --agents.response_format enforce",
+    ),
+    Rule(
+        "overridden",
+        "rollout/[^/]+/agent_overridden_tools",
+        1,
+        is_in_first_step,
+        f"{OVERRIDDEN} tools that the model does not read of: a server would run them, or the chat "
+        "template renders no tools; try functions of the program, another template with "
+        "--actors.NAME.chat_template FILE, or a message that names the tools",
     ),
     Rule(
         "no signal",

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 END_S = 3.0  # for what hooks left running
 HELD_MARGIN_S = 10.0  # beyond two deadlines of a hook
 BEAT_S = 1.0
-BLOCKED_S = 1.0  # An async hook that blocks the event loop for so long is named.
+BLOCKED_S = 1.0  # An async hook that blocks the event loop for this time is named.
+NUM_LOOKS = 4  # Looks at the event loop's thread in BLOCKED_S.
+IDLE_FRAC = 0.05  # A thread that uses a smaller fraction of a processor waits for an answer.
 # What holds text or bytes that are not in a file yet.
 WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
@@ -64,15 +67,24 @@ def run_hooks(work: Coroutine, hook_timeout_s: float | None = None) -> Any:
 
 def name_what_blocks(clock: LoopClock) -> None:
     """From now on each async hook that blocks the event loop for BLOCKED_S is named on stderr,
-    once."""
+    once. A hook whose thread waits for a processor meanwhile, on a busy machine, is not named: it
+    neither computes for BLOCKED_S nor waits for an answer."""
+    cpu_time = cpu_clock_of(clock.loop_thread)
 
     def watch() -> None:
-        told: set[str] = set()
+        warned: set[str] = set()
+        last_beat_s, beat_cpu_s = clock.last_s, cpu_time()
+        cpu_s = deque([beat_cpu_s], maxlen=NUM_LOOKS + 1)  # At the last looks.
         while not clock.loop.is_closed():
-            time.sleep(BLOCKED_S / 4)
-            inside = frames_that_block(clock)
-            if inside and (name := inside[-1].f_code.co_name) not in told:
-                told.add(name)
+            time.sleep(BLOCKED_S / NUM_LOOKS)
+            if clock.last_s != last_beat_s:  # The event loop has turned.
+                last_beat_s, beat_cpu_s = clock.last_s, cpu_time()
+            cpu_s.append(cpu_time())
+            computes = cpu_s[-1] - beat_cpu_s >= BLOCKED_S
+            waits = cpu_s[-1] - cpu_s[0] < IDLE_FRAC * BLOCKED_S
+            inside = frames_that_block(clock) if computes or waits else []
+            if inside and (name := inside[-1].f_code.co_name) not in warned:
+                warned.add(name)
                 print(
                     f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has "
                     f"blocked the event loop for {BLOCKED_S:g} s, so that all episodes and "
@@ -83,6 +95,22 @@ def name_what_blocks(clock: LoopClock) -> None:
                 )
 
     threading.Thread(target=watch, name="what blocks", daemon=True).start()
+
+
+def cpu_clock_of(thread: int) -> Callable[[], float]:
+    """A clock of the seconds that a thread has computed. The clock stands still without Linux's
+    clocks, and after the thread's end."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return lambda: 0.0
+    clock = time.pthread_getcpuclockid(thread)
+
+    def computed_s() -> float:
+        try:
+            return time.clock_gettime(clock)
+        except OSError:
+            return 0.0
+
+    return computed_s
 
 
 def frames_that_block(clock: LoopClock) -> list[FrameType]:

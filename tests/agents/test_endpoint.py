@@ -569,6 +569,21 @@ DIALECTS = {
 }
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_tools_that_the_template_does_not_render_are_counted(dialect):
+    tokenizer = copy.deepcopy(CHAT.tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
+    without_tools = Chat(tokenizer, tool_reader=registry.tool_calls)
+
+    async def play(chat):
+        async with endpoint(CALL, chat=chat) as (llm, _):
+            await DIALECTS[dialect][0](llm)
+            return llm.trajectories(1.0)[0].metrics
+
+    assert asyncio.run(play(without_tools))["agent_overridden_tools"] == 1
+    assert asyncio.run(play(CHAT))["agent_overridden"] == 0
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_turn_that_is_cut_after_a_whole_call_says_so(dialect, is_streamed):
@@ -807,6 +822,26 @@ def test_the_official_client_reads_text_and_several_calls(dialect, is_streamed):
     assert num_tokens == len(CHAT.encode(said)) + 1  # the end token
 
 
+LAST_EVENTS = {
+    "chat/completions": "data: [DONE]",
+    "responses": "event: response.completed",
+    "messages": "event: message_stop",
+}
+
+
+@pytest.mark.parametrize("path", LAST_EVENTS)
+def test_a_stream_ends_with_the_last_event_of_its_dialect(path):
+    async def play():
+        async with endpoint("one") as (llm, _):
+            body = {"input": "hi"} if path == "responses" else {"messages": HI}
+            headers = {"Authorization": f"Bearer {llm.api_key}"}
+            async with httpx.AsyncClient(headers=headers) as client:
+                url = f"{llm.base_url}/{path}"
+                return (await client.post(url, json=body | {"stream": True})).text
+
+    assert asyncio.run(play()).strip().split("\n\n")[-1].startswith(LAST_EVENTS[path])
+
+
 class City(pydantic.BaseModel):
     name: str
     people: int
@@ -850,6 +885,8 @@ def test_a_wanted_schema_is_not_enforced_and_counted(dialect, is_streamed):
     async def play():
         async with endpoint('{"name": "Rome", "people": 3}', "Rome") as (llm, tree):
             parsed = await PARSED[dialect](llm, is_streamed)
+            assert all(request.schema is None for request in llm.stored.values())
+            assert len(llm.stored) == (dialect == "responses")
             tree.answered.clear()  # The same request again would be a retry.
             with pytest.raises(ValueError):
                 await PARSED[dialect](llm, is_streamed)
@@ -899,6 +936,11 @@ def test_a_schema_is_enforced_by_engines_with_grammars_alone():
             tree.actor.engine.generate = note
             await chat(client, HI, **asked, tools=TOOLS, tool_choice="none")
             await chat(client, HI)
+            prompt = "{{- '<|start|>assistant\n<think>\n' }}"
+            template = CHAT.chat_template.replace("{{- '<|start|>assistant\n' }}", prompt)
+            tree.actor.chat = Chat(copy.deepcopy(CHAT.tokenizer), template)
+            with pytest.raises(openai.BadRequestError, match="begins each reply with thoughts"):
+                await chat(client, HI, **asked)
             return sampled, llm.trajectories(1.0)[0].metrics["agent_overridden"]
 
     assert asyncio.run(play()) == (['{"type": "object"}', ""], 0)
@@ -998,6 +1040,13 @@ def test_items_of_earlier_responses_are_named_by_their_ids():
             unknown = [{"type": "item_reference", "id": "msg_1"}]
             with pytest.raises(openai.BadRequestError, match="'msg_1' is no item of this episode"):
                 await client.responses.create(input=unknown, **asked)
+            async with endpoint("one") as (of_other, _):
+                for more, error in (
+                    ({"input": [{"type": "item_reference", "id": said.id}]}, "is no item of this"),
+                    ({"input": "x", "previous_response_id": first.id}, "is no reply of this"),
+                ):
+                    with pytest.raises(openai.BadRequestError, match=error):
+                        await openai_client(of_other).responses.create(**more, **asked)
             return second.output_text, llm.trajectories(1.0)
 
     said, (trajectory,) = asyncio.run(play())
@@ -1118,6 +1167,10 @@ def test_threads_branch_repeat_and_end(monkeypatch):
             left, right = [await continued(first, text) for text in ("left", "right")]
             again = await continued(first, "left")
             assert again.id == left.id and tree.num_retries == 1
+            said = {"role": "assistant", "content": "one"}
+            sent = [*HI, said, {"role": "user", "content": "left"}]
+            again = await create(messages=sent, system="Hm.")
+            assert again.id == left.id and tree.num_retries == 2
             with pytest.raises(anthropic.BadRequestError, match="system is the thread's") as error:
                 await continued(left, "x", system="Ho.")
             assert error.value.body["error"]["details"]["error_code"].endswith("mismatch")
@@ -1170,6 +1223,19 @@ def test_fields_are_refused_or_counted_by_name(dialect):
         assert dialect.read(body | {name: 0.5}).overridden == [name]
     with pytest.raises(Refusal, match="is not the name of a field"):
         dialect.read(body | {"a b": 1})
+
+
+@pytest.mark.parametrize(
+    "dialect, fields, error",
+    [
+        (chat_completions, {"audio": {"id": "a"}}, "audio of a message is not supported"),
+        (chat_completions, {"function_call": {"name": "f"}}, "function_call of a message is not"),
+        (messages, {"clear_at": "next_user_message"}, "clear_at is not supported"),
+    ],
+)
+def test_fields_of_a_message_are_refused(dialect, fields, error):
+    with pytest.raises(Refusal, match=error):
+        dialect.read({"messages": [*HI, {"role": "assistant", "content": "x"} | fields]})
 
 
 def test_edits_of_the_context_are_refused_but_those_of_thinking():
@@ -1329,19 +1395,27 @@ def test_a_refused_request_leaves_no_trace():
     assert asyncio.run(play("bad", "bad")) == asyncio.run(play())
 
 
-def test_an_engine_that_dies_fails_the_request_and_is_kept_for_the_run():
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_engine_that_dies_fails_the_request_and_is_kept_for_the_run(is_streamed):
+    """A stream has begun when its engine dies."""
+
     async def play():
         async with endpoint("one") as (llm, tree):
 
             async def die(*args, **kwargs):
+                await asyncio.sleep(0.3 * is_streamed)
                 raise EngineDied("gone")
 
             tree.actor.engine.generate = die
-            with pytest.raises(openai.InternalServerError, match="begins again"):
-                await chat(openai_client(llm), HI)
-            return llm.failure
+            with pytest.raises(openai.APIError, match="begins again") as error:
+                async for _ in await openai_client(llm).chat.completions.create(
+                    model="m", messages=HI, stream=is_streamed
+                ):
+                    pass
+            assert isinstance(error.value, openai.InternalServerError) != is_streamed
+            return str(llm.failure), llm.refused
 
-    assert str(asyncio.run(play())) == "gone"
+    assert asyncio.run(play()) == ("gone", "the engine died; the episode begins again")
 
 
 def test_episodes_do_not_see_each_other():

@@ -710,6 +710,14 @@ BROKEN = {
 }
 
 
+@every_template
+def test_tools_of_which_the_model_does_not_read_are_known(path):
+    chat = chat_of(path)
+    text = unmarked(chat.render([user("hello")], TOOLS))
+    assert chat.unread_tools([user("hello")], TOOLS) == ([] if "weather" in text else ["weather"])
+    assert chat.unread_tools([user("Ask weather().")], TOOLS) == []
+
+
 def tool_chat(name):
     if name == "minimax":
         return Chat(make_tokenizer(), MINIMAX, tool_reader=ToolCalls)

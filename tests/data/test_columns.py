@@ -7,13 +7,16 @@ import json
 import pytest
 
 from rl_core.algorithms import make_algorithm
-from rl_core.config import Config
+from rl_core.config import ActorConfig, Config
+from rl_core.data.chat import Chat
 from rl_core.data.tasks import TaskSource, make_task
+from rl_core.engines.scripted import PLAIN_TEMPLATE, plain_chat
 from rl_core.plugins.column_use import column_use, read_messages
 from rl_core.plugins.data_warnings import data_warnings
 from rl_core.plugins.env_file import load_env
 from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
 
+WITHOUT_TOOLS = PLAIN_TEMPLATE[PLAIN_TEMPLATE.index("{%- for message") :]
 SYSTEM = "Be terse."
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
 SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "It is 4."}]
@@ -138,6 +141,30 @@ def warnings_of(config, env, *sources, chats=None):
     algorithm = make_algorithm(config.algorithm, config.algo)
     envs = {"env": env} if config.is_rl else {}
     return list(data_warnings(config, algorithm, train, evals, envs=envs, chats=chats))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("of_file", [True, False])
+def test_tools_that_the_template_does_not_render_are_warned_of_once(algorithm, of_file, tmp_path):
+    tools = json.loads(CLOCK)
+    code = f"tools = {tools}\n" if of_file else ""
+    (tmp_path / "env.py").write_text(f"{code}def reward_fn(completion): return 1.0")
+    config = Config(algorithm=algorithm, tasks_per_step=1, actors={"policy": ActorConfig()})
+    env = load_env(str(tmp_path / "env.py"))
+    row = {"messages": TALK} if of_file else {"messages": TALK, "tools": CLOCK}
+    is_read = algorithm == "sft" and of_file  # SFT reads tools of rows alone.
+    for template, text, num in (
+        (PLAIN_TEMPLATE, "2+2?", 0),
+        (WITHOUT_TOOLS, "2+2?", 0 if is_read else 1),
+        (WITHOUT_TOOLS, "Call clock(). 2+2?", 0),
+    ):
+        chat = Chat(plain_chat().tokenizer, template)
+        asked = row | {"messages": [{"role": "user", "content": text}, TALK[1]]}
+        source = source_of([asked, dict(asked)])
+        lines = warnings_of(config, env, source, source, chats={"policy": chat})
+        warned = [line for line in lines if "renders no tools" in line]
+        assert len(warned) == num
+        assert all("row 1" in line and "'clock'" in line for line in warned)
 
 
 CASES = [(name, algorithm) for name, row in PUBLISHED.items() for algorithm in row[0]]

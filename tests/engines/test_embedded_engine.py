@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rl_core.engines.embedded
 from rl_core.data.chat import Chat
+from rl_core.engines.grammars import Grammars, masked_logits
 from rl_core.engines.slots import SlotModel, bytes_per_token, device_memory
 from rl_core.learning.logprobs import logit_change
 from rl_core.plugins.row_sampling import choose_sampler
@@ -103,6 +104,26 @@ def test_a_token_is_drawn_from_the_ids_with_which_the_schema_continues(model, ki
             if limits:
                 kept = {int(number) for number in done.kept_ids[at].split()}
                 assert kept == set(probs.nonzero()[:, 0].tolist())
+
+
+def test_masks_of_begun_texts_bound_spaces_and_have_no_added_tokens(model):
+    pytest.importorskip("llguidance")
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    params = SamplingParams(max_tokens=9, json_schema=json.dumps(schema), stop_token_ids=ENDS)
+    grammars = Grammars(tokenizer, VOCAB_SIZE)
+
+    def allowed(begun):
+        matcher = grammars.matcher(params, tokenizer.encode(begun, add_special_tokens=False))
+        [row] = masked_logits(torch.zeros(1, VOCAB_SIZE), [matcher])
+        return set(row.isfinite().nonzero()[:, 0].tolist())
+
+    [newline, space, quote] = tokenizer.encode('\n "', add_special_tokens=False)
+    assert allowed("{" + " " * 31) == {newline, space, quote}
+    assert allowed("{" + " " * 32) == {quote}
+    in_text = allowed('{"a": "x')
+    assert len(in_text) > 80 and not in_text & tokenizer.added_tokens_decoder.keys()
+    assert allowed('{"a": "x"}') - {newline, space} == set(ENDS)
 
 
 def test_a_schema_that_cannot_be_enforced_is_an_error_of_its_request(model):

@@ -208,13 +208,18 @@ async def reward_fn(n):
 def test_what_programs_set_and_the_run_decides_is_told_once_for_each_name(tmp_path):
     first = row(agent_overridden=12.0, agent_overridden_temperature=8.0)
     later = first | row(agent_overridden_seed=4.0)
+    later |= row(agent_overridden_response_format=2.0, agent_overridden_tools=1.0)
     without = [row(reward_mean=0.01 * n) for n in range(20)]
     assert told([first, first, later, *without, later], tmp_path) == [
         (1, "overridden", "agent_overridden_temperature"),
         (3, "overridden", "agent_overridden_seed"),
+        (3, "overridden", "agent_overridden_response_format"),
+        (3, "overridden", "agent_overridden_tools"),
     ]
-    line = json.loads((tmp_path / "warnings.jsonl").read_text().splitlines()[0])
-    assert "agent_overridden_temperature is 8 per episode: requests set this" in line["text"]
+    lines = (tmp_path / "warnings.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    assert "agent_overridden_temperature is 8 per episode: requests set this" in texts[0]
+    assert "--agents.response_format enforce" in texts[2] and "chat_template FILE" in texts[3]
 
 
 def test_each_reason_of_failed_episodes_is_told_once_with_its_count_also_by_a_run_that_goes_on(

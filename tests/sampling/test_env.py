@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -582,21 +583,35 @@ def test_deadlines_stand_still_while_the_event_loop_is_blocked():
     assert asyncio.run(main()) == "done"
 
 
-def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(env_of, capfd):
-    env_of("""
+@pytest.mark.parametrize(
+    "work, is_named",
+    [
+        ("time.sleep(1.6)", True),  # A client waits for an answer.
+        ("compute(1.6)", True),
+        # A thread that computes on a busy machine waits for a processor.
+        ("[(compute(0.05), time.sleep(0.05)) for _ in range(16)]", False),
+    ],
+)
+def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
+    env_of, capfd, work, is_named
+):
+    env_of(f"""
         import time
-        waits = [1.6]
-        def load_tasks(split): return [{"prompt": "2+2"}]
-        def slow():
-            time.sleep(waits.pop() if waits else 0)
+        works = [1]
+        def load_tasks(split): return [{{"prompt": "2+2"}}]
+        def compute(duration_s):
+            end_s = time.thread_time() + duration_s
+            while time.thread_time() < end_s: pass
         async def reward_fn():
-            slow()
+            if works: works.pop(); {work}
             return 1
     """)
     assert rl_core(["check", "x.py"]) == 0
-    [line] = [x for x in capfd.readouterr().err.splitlines() if "blocked" in x]
-    assert line.startswith("x.py:6: async reward_fn() has blocked the event loop for 1 s")
-    assert "await an async client (AsyncOpenAI, not OpenAI), or write it as def, which runs" in line
+    lines = [x for x in capfd.readouterr().err.splitlines() if "blocked" in x]
+    assert len(lines) == is_named
+    for line in lines:
+        assert re.match(r"x.py:\d: async reward_fn\(\) has blocked the event loop for 1 s", line)
+        assert "await an async client (AsyncOpenAI, not OpenAI), or write it as def, wh" in line
 
 
 # Errors at start-up
