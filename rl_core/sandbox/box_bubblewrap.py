@@ -42,7 +42,7 @@ ETC = {
     "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
-# What names and certificates need.
+# Files by which names are resolved and certificates checked.
 ETC_OF_NETWORK = ["/etc/resolv.conf", "/etc/ssl", "/etc/pki", "/etc/ca-certificates"]
 # An agent's programs serve and connect inside the box.
 ALLOWED = {"socket", "connect", "bind", "listen", "pidfd_open"}
@@ -137,7 +137,8 @@ def memory_file(stack: ExitStack, data: bytes) -> int:
 
 
 def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
-    """Arguments of bwrap: what a box sees. `files`: path in /etc -> a descriptor with its text."""
+    """Arguments of bwrap for the files that a box sees. `files`: path in /etc -> a descriptor with
+    its text."""
     paths = [path for path in isolation.visible_paths() if not path.startswith("/etc/")]
     in_etc = [path for path in isolation.SYSTEM if path.startswith("/etc/")]
     if settings.network and settings.root is None:
@@ -157,7 +158,7 @@ def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
         if settings.root.changes:
             binds["/build"] = f"{settings.root.changes}:rw"
     parents = {str(folder) for path in [*shown, *binds] for folder in Path(path).parents}
-    # Of a closed folder such as /root bubblewrap makes a closed copy.
+    # Bubblewrap would make a closed copy of a closed folder such as /root.
     for folder in sorted(parents - {"/"} - mounts):
         line += ["--perms", "0755", "--dir", folder]
     for inside, path in shown.items():
@@ -387,12 +388,12 @@ class BubblewrapBox:
             "cwd": cwd,
         }
         async with self.request("exec", timeout_s) as channel:
-            found = await self.wait(channel.exchange([to_json(wanted)], 3), timeout_s + GRACE_S)
-        if len(found) < 3:
+            frames = await self.wait(channel.exchange([to_json(wanted)], 3), timeout_s + GRACE_S)
+        if len(frames) < 3:
             self.check_alive()
             text = "the command killed or stopped what watched it: all in the box was killed"
             return ExecResult(code=137, stdout="", stderr=text)
-        head, stdout, stderr = found
+        head, stdout, stderr = frames
         stdout, stderr = (text.decode(errors="replace") for text in (stdout, stderr))
         return ExecResult(stdout=stdout, stderr=stderr, **json.loads(head))
 
@@ -428,17 +429,17 @@ class BubblewrapBox:
         return data
 
     async def ask(self, verb: str, frames: list[bytes], num: int) -> list[bytes]:
-        """So many frames of an answer. Raises the error that it tells."""
+        """The first `num` frames of an answer. Raises the error that the answer names."""
         async with self.request(verb, TRANSFER_S) as channel:
-            found = await self.wait(channel.exchange(frames, num), TRANSFER_S + GRACE_S)
-        if not found:
+            answers = await self.wait(channel.exchange(frames, num), TRANSFER_S + GRACE_S)
+        if not answers:
             self.check_alive()
             raise OSError(f"{verb}: a process of the box killed what did it")
-        answer = json.loads(found[0])
+        answer = json.loads(answers[0])
         if "error" in answer:
             kind, text = answer["error"]
             raise ERRORS.get(kind, OSError)(text)
-        return found
+        return answers
 
     async def end_processes(self) -> None:
         """Kills everything that runs in the box."""
@@ -465,27 +466,27 @@ class Channel:
         self.loop = asyncio.get_running_loop()
 
     async def exchange(self, frames: list[bytes], num: int) -> list[bytes]:
-        """At most `num` frames: fewer if the other end closes or tells an error."""
+        """At most `num` frames: fewer if the other end closes or sends an error."""
         with suppress(ConnectionError):  # It answers before it has read all: the disk is full, say.
             for data in frames:
                 await self.loop.sock_sendall(self.end, len(data).to_bytes(4, "big") + data)
-        found: list[bytes] = []
-        while len(found) < num:
+        received: list[bytes] = []
+        while len(received) < num:
             head = await self.read(4)
             size = int.from_bytes(head, "big")
             if len(head) < 4 or size > MAX_FRAME:
                 break
-            found.append(await self.read(size))
-            if found[0][:8] == b'{"error"':
+            received.append(await self.read(size))
+            if received[0][:8] == b'{"error"':
                 break
-        return found
+        return received
 
     async def read(self, size: int) -> bytes:
         data = bytearray()
         with suppress(ConnectionError):
             while len(data) < size:
-                part = await self.loop.sock_recv(self.end, min(size - len(data), 1 << 20))
-                if not part:
+                piece = await self.loop.sock_recv(self.end, min(size - len(data), 1 << 20))
+                if not piece:
                     break
-                data += part
+                data += piece
         return bytes(data)

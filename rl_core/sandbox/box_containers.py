@@ -35,9 +35,9 @@ from rl_core.sandbox.output import MAX_OUTPUT_BYTES, Output
 
 OPEN_S = 300.0  # an image may have to be pulled
 TRANSFER_S = 120.0
-DRAIN_S = 2.0  # for what a command wrote before it ended
+DRAIN_S = 2.0  # Output that is still in the pipes at a command's end is awaited so long.
 SHM = "64m"
-# What installers and shells of images need of root's rights.
+# Installers and shells of images need these rights of root.
 RIGHTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID", "KILL"]
 # The first process: it ends with its stdin, which is its owner's, and cannot be killed from inside.
 KEEP = (
@@ -106,7 +106,7 @@ class ContainerBox:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=tempfile.gettempdir(),  # where podman leaves a file `oom` when memory runs out
+            cwd=tempfile.gettempdir(),  # Podman leaves a file `oom` here if memory runs out.
             start_new_session=True,  # Ctrl-C is for the owner
         )
 
@@ -116,12 +116,12 @@ class ContainerBox:
         box = await asyncio.to_thread(cls, settings)
         try:
             ready = asyncio.to_thread(box.client.stdout.readline)
-            said = await asyncio.wait_for(ready, OPEN_S)
-            if not said:
+            hello = await asyncio.wait_for(ready, OPEN_S)
+            if not hello:
                 reason = await asyncio.to_thread(box.client.stderr.read)
                 raise OSError(reason.decode(errors="replace").strip()[-2000:])
         except BaseException:
-            # Else a thread waits for what an engine that hangs says.
+            # Otherwise a thread waits for the output of an engine that hangs.
             box.client.kill()
             await asyncio.to_thread(box.finalizer)
             raise
@@ -182,16 +182,16 @@ class ContainerBox:
             stderr=pipe,
             start_new_session=True,
         )
-        beside = [
+        transfers = [
             asyncio.ensure_future(pump(process.stdout, stdout)),
             asyncio.ensure_future(pump(process.stderr, stderr)),
             asyncio.ensure_future(feed(process.stdin, stdin)),
         ]
         try:
             code = await process.wait()
-            await asyncio.wait(beside[:2], timeout=DRAIN_S)
+            await asyncio.wait(transfers[:2], timeout=DRAIN_S)
         finally:
-            for task in beside:
+            for task in transfers:
                 task.cancel()
             if process.returncode is None:
                 process.kill()

@@ -1,7 +1,7 @@
 """Process 1 of a box. It waits inside for requests; each is answered by a fork of it. Standard
 library only.
 
-A request comes over the control socket with a socket of its own: a frame says what is wanted, the
+A request comes over the control socket with a second socket: a frame there holds the request, the
 answer goes back there, and closing it cancels the command. Process 1 cannot be killed or stopped
 from inside. A fork can: then everything in the box is killed.
 """
@@ -28,7 +28,7 @@ from rl_core.sandbox.output import Output
 from rl_core.sandbox.reaper import kill_descendants
 from rl_core.sandbox.values import read_frame, receive, send, write_frame
 
-SHM_MIB = 64  # of /dev/shm
+SHM_MIB = 64  # The size of /dev/shm.
 INODES_PER_MIB = 256
 FOLDERS = {"/app": 0o755, "/tmp": 0o1777, "/root": 0o700, "/var/tmp": 0o1777, "/run": 0o755}
 # Debian's, empty.
@@ -245,16 +245,16 @@ def make_folders() -> None:
 def snapshot(folder: str) -> dict[str, int]:
     """The mode of every file below the folder on the same disk."""
     device = os.lstat(folder).st_dev
-    found = {folder: os.lstat(folder).st_mode}
+    modes = {folder: os.lstat(folder).st_mode}
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         status = os.lstat(path)
         if status.st_dev != device:
             continue
-        found[path] = status.st_mode
+        modes[path] = status.st_mode
         if stat.S_ISDIR(status.st_mode):
-            found |= snapshot(path)
-    return found
+            modes |= snapshot(path)
+    return modes
 
 
 class Init:
@@ -265,7 +265,7 @@ class Init:
         self.settings = settings
         self.remaining = remaining
         # Process ids of forks, and when each is overdue. None: its command has ended. It answers as
-        # fast as the owner reads, and waits for what the command left behind.
+        # fast as the owner reads, and waits for processes that the command left behind.
         self.forks: dict[int, float | None] = {}
         self.ended, self.tell_ended = os.pipe()
         self.first_state = own_state()
@@ -276,7 +276,7 @@ class Init:
             end.setblocking(False)
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Of the other signals from inside the kernel keeps off those that have no handler.
+        # The kernel keeps off other signals from inside, unless they have a handler.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         waiting = select.poll()
         owner = self.settings["owner"]
@@ -388,7 +388,7 @@ def reap_all() -> None:
 
 
 def own_state() -> list[Any]:
-    """Of process 1, what every command inherits and a program of its user can change."""
+    """The state of process 1 that commands inherit and programs of its user can change."""
     limits = [resource.getrlimit(number) for number in range(NUM_LIMITS)]
     priority = os.getpriority(os.PRIO_PROCESS, 0)
     return [limits, priority, os.sched_getscheduler(0), os.sched_getaffinity(0)]
@@ -448,12 +448,12 @@ class Command:
         return {"code": code if code >= 0 else 128 - code, "timed_out": "timed out" in reasons}
 
     def pump(self, timeout_s: float, is_draining: bool = False) -> set[str]:
-        """Moves what the pipes hold. Returns what else happened; while draining, whether a pipe
-        held something."""
-        found = set()
+        """Moves the content of the pipes. Returns the other events; while draining, "data" if a
+        pipe held something."""
+        events = set()
         for key, _ in self.selector.select(timeout_s):
             if isinstance(key.data, str):
-                found.add(key.data)
+                events.add(key.data)
             elif key.data == self.feed:
                 self.feed(key.fd)
             else:
@@ -462,8 +462,8 @@ class Command:
                 if not data:
                     self.close_pipe(key.fd)
                 elif is_draining and key.data.num_bytes < (64 << 20):
-                    found.add("data")
-        return found
+                    events.add("data")
+        return events
 
     def feed(self, pipe: int) -> None:
         try:
@@ -480,7 +480,7 @@ class Command:
         os.close(pipe)
 
     def outlast(self) -> None:
-        """Waits for what the command left in the background, which may still write."""
+        """Waits for processes that the command left in the background, which may still write."""
         while True:
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -572,28 +572,28 @@ def put(channel: socket.socket) -> None:
 def write_file(path: str, data: bytes, mode: int) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with replacing(path) as beside:
-        with open(os.open(beside, flags, mode), "wb") as file:
+    with replacing(path) as draft:
+        with open(os.open(draft, flags, mode), "wb") as file:
             file.write(data)
-        os.chmod(beside, mode)
+        os.chmod(draft, mode)
 
 
 def write_link(path: str, target: str) -> None:
-    with replacing(path) as beside:
-        os.symlink(target, beside)
+    with replacing(path) as draft:
+        os.symlink(target, draft)
 
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """A name beside the path. What is made there takes the path's place; nothing of it stays if
-    that fails."""
-    beside = f"{path}.{os.getpid()}.part"
+    """A second name in the path's folder. A file that is made there replaces the path, and is
+    removed if that fails."""
+    draft = f"{path}.{os.getpid()}.part"
     try:
-        yield beside
-        os.replace(beside, path)
+        yield draft
+        os.replace(draft, path)
     except OSError:
         with suppress(OSError):
-            os.unlink(beside)
+            os.unlink(draft)
         raise
 
 

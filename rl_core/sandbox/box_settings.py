@@ -1,4 +1,4 @@
-"""What boxes of every driver share: their settings and results."""
+"""Settings and results of boxes, the same for every driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-MAX_FILE_BYTES = 64 << 20  # of one file that is put or got
+MAX_FILE_BYTES = 64 << 20  # The limit of one file that is put or got.
 
 
 class BoxEnded(RuntimeError):
@@ -17,7 +17,7 @@ class BoxEnded(RuntimeError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Limits:
-    """Of one box. docs/sandbox.md says what each driver enforces."""
+    """Limits of one box. docs/sandbox.md lists those that each driver enforces."""
 
     memory_mib: int = 2048
     processes: int = 256
@@ -52,7 +52,7 @@ class BoxSettings:
 
 @dataclass(kw_only=True, slots=True)
 class ExecResult:
-    """How a command ended. `code`: 128 + its number if a signal ended it, as shells say."""
+    """The result of a command. `code`: 128 + its number if a signal ended it, as shells say."""
 
     code: int
     stdout: str
@@ -61,7 +61,7 @@ class ExecResult:
 
 
 class Box(Protocol):
-    """A private place with files and processes of its own."""
+    """A private set of files and processes."""
 
     async def exec(
         self,

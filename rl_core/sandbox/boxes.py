@@ -1,4 +1,4 @@
-"""Boxes: private places where agents' commands run, with files of their own. docs/sandbox.md
+"""Boxes: agents' commands run in these, each with private files and processes. docs/sandbox.md
 
 from rl_core.sandbox import boxes
 
@@ -81,7 +81,7 @@ KEPT = KeptBoxes()
 
 
 class OpenBox:
-    """What open() returns: the box of one episode. At close() it may be emptied and kept."""
+    """The box of one episode, from open(). At close() the box may be emptied and kept."""
 
     def __init__(self, box: BubblewrapBox | ContainerBox, reuse: bool):
         self.box = box

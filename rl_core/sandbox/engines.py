@@ -15,19 +15,19 @@ ENGINES = ("docker", "podman")
 OWNER = "rl_core.owner"  # label: HOST PID START of the process that asked for the container
 HARDENED = ["--rm", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
 HARDENED += ["--log-driver", "none"]
-ENGINE_S = 60.0  # that an engine may take to list, or to remove
+ENGINE_S = 60.0  # The deadline of an engine that lists or removes containers.
 
 
 def run_line(engine: str, *, network: bool = False, processes: int = 512) -> list[str]:
-    """How the command of every container begins: no rights, no network unless asked for, and a
-    label with its owner."""
+    """The beginning of the command of every container: no rights, no network unless asked for, and
+    a label with its owner."""
     line = [engine, "run", *HARDENED, "--pids-limit", str(processes)]
     line += ["--network", "bridge" if network else "none"]
     return [*line, "--label", f"{OWNER}={owner()}"]
 
 
 def memory_flags(memory: str) -> list[str]:
-    """`memory` without swap beside it."""
+    """Flags for this much memory, and no swap."""
     return ["--memory", memory, "--memory-swap", memory]
 
 
@@ -41,7 +41,7 @@ def remove_line(engine: str, names: list[str]) -> list[str]:
 
 
 def ask_engine(engine: str, args: list[str]) -> str:
-    """What the engine prints. Raises OSError with its complaint."""
+    """The output of the engine. Raises OSError with its stderr."""
     done = subprocess.run(
         [engine, *args], capture_output=True, text=True, timeout=ENGINE_S, check=False
     )
@@ -57,8 +57,8 @@ def reap(engine: str) -> None:
         engine, ["ps", "--all", "--filter", f"label={OWNER}", "--format", "{{.ID}} {{.Labels}}"]
     )
     # docker writes owner=X,other=Y and podman map[owner:X other:Y]
-    found = re.findall(rf"^(\S+) .*\b{re.escape(OWNER)}[=:](\S+ \d+ \d*)", listed, re.MULTILINE)
-    dead = [id for id, label in found if is_dead(label)]
+    labels = re.findall(rf"^(\S+) .*\b{re.escape(OWNER)}[=:](\S+ \d+ \d*)", listed, re.MULTILINE)
+    dead = [id for id, label in labels if is_dead(label)]
     if dead:
         with suppress(OSError):  # Another process that starts removes the same.
             ask_engine(engine, remove_line(engine, dead)[1:])
@@ -85,14 +85,14 @@ def owner() -> str:
 
 
 def is_dead(label: str) -> bool:
-    """Whether the label's owner ran on this host and is no more."""
+    """True if the label's owner ran on this host and has ended."""
     host, _, rest = label.partition(" ")
     pid, _, began = rest.partition(" ")
     return host == socket.gethostname() and pid.isdecimal() and start_time(int(pid)) != began
 
 
 def start_time(pid: int) -> str:
-    """When a process began, in ticks of the kernel; "" if there is none."""
+    """The start of a process, in ticks of the kernel; "" if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
