@@ -501,9 +501,9 @@ def places(config: Config, num_ranks: int) -> list[Any]:
     """Ranks with their actors, those that play episodes first; none if no actor has its own."""
     if not any(actor.ranks for actor in config.actors.values()):
         return []
-    from rl_core.plugins.place_rules import places_of
+    from rl_core.plugins.place_rules import rank_groups_of
 
-    return places_of(config, num_ranks)
+    return rank_groups_of(config, num_ranks)
 
 
 def engine_maker(config: Any, local: Any = None, own_parts: Any = None):

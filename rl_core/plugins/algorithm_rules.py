@@ -134,9 +134,9 @@ OF_ALGORITHM = [
         "--cp={c.cp}: a teacher of some environments cannot read parts of sequences; take --cp 1",
     ),
     (
+        lambda c, a, f: has_server(c) and a.teacher_loss != "sampled" and not a.teacher_top_k,
         "--algo.teacher_loss={a.teacher_loss} needs the teacher server's most likely tokens: give "
         "--algo.teacher_top_k; 20 is usual",
-        "--algo.teacher_top_k, 20 is usual",
     ),
     (
         lambda c, a, f: a.teacher_top_k and (a.teacher_loss == "sampled" or not has_server(c)),

@@ -8,17 +8,17 @@ from rl_core.plugin import Plugin
 from rl_core.rules import printable
 from rl_core.types import Trajectory
 
-CHARS = 300  # of a message
+CHARS = 300  # Longest message that is printed whole.
 
 
 class LogSamples(Plugin):
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
-        """Some of this rank's, spread evenly."""
+        """Prints some of this rank's episodes, evenly spread."""
         if "/greedy" not in name:
             return
         say, num = self.trainer.log.say, self.trainer.config.log_samples
         for t in trajectories[:: max(1, len(trajectories) // num)][:num]:
-            parts = [f"{part} {value:.4g}" for part, value in t.reward_parts.items()]
+            parts = [f"{name} {value:.4g}" for name, value in t.reward_parts.items()]
             result = f"reward {t.reward} ({', '.join(parts)}), {t.status} {cut(t.error)}"
             say(f"-- {t.task_id} {t.actor}: {result.rstrip()}")
             for message in t.messages:
@@ -26,6 +26,6 @@ class LogSamples(Plugin):
 
 
 def cut(content: Any) -> str:
-    """One line, short."""
+    """The content as one short line."""
     text = printable(" ".join(str(content or "").split()))
     return text if len(text) <= CHARS else f"{text[: CHARS // 2]} [...] {text[-CHARS // 2 :]}"

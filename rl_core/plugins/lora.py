@@ -1,4 +1,4 @@
-"""Adapters beside a frozen model, through peft: y = W x + alpha/rank B A x (LoRA, Hu et al. 2021,
+"""LoRA adapters on a frozen model, through peft: y = W x + alpha/rank B A x (Hu et al. 2021,
 arXiv:2106.09685). W may be held in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rl_core.types import PackedBatch, counter_seed
 if TYPE_CHECKING:
     import peft
 
-EXPERTS = "experts"  # a target beside linear layers
+EXPERTS = "experts"  # A target in addition to linear layers.
 NAMED_AS_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
-# For which peft refuses out_proj.
+# Model types for which peft refuses out_proj.
 STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
@@ -46,7 +46,7 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
     for name in split(lora.targets):
         if name not in known:
             raise ValueError(
-                f"--actors.policy.lora.targets={lora.targets}: {name!r} is no linear layer of a "
+                f"--actors.policy.lora.targets={lora.targets}: {name!r} is not a linear layer of a "
                 f"block of this model; take some of {', '.join(sorted(known))}"
             )
 
@@ -56,7 +56,7 @@ def last_name(name: str) -> str:
 
 
 def experts_of(model: nn.Module) -> list[str]:
-    """Names of the weights of experts in a layer."""
+    """Names of the expert weights in a layer."""
     names = set()
     for name, weight in backbone(model).named_parameters():
         if EXPERTS in name and weight.ndim == 3:
@@ -65,15 +65,15 @@ def experts_of(model: nn.Module) -> list[str]:
 
 
 def plain(name: str) -> str:
-    """A weight's name without adapters beside it."""
+    """A weight's name in the model without adapters."""
     return name.replace(".base_layer", "")
 
 
 def is_served(path: str, lora: LoraConfig, served: frozenset[str]) -> bool:
-    """Whether an engine that serves the adapters of these layers applies such an adapter beside
-    the weights of the model at `path`."""
+    """True if an engine that serves adapters of the layers `served` can apply such an adapter to
+    the model at `path`."""
     config = load_model_config(path)
-    # A multimodal model's have names of their own in servers.
+    # In servers the layers of a multimodal model have other names.
     if config.get_text_config() is not config or has_experts(lora) or lora.quantize != "none":
         return False
     return served.issuperset(target_names(lora, linear_layers(on_meta(config))))
@@ -81,8 +81,8 @@ def is_served(path: str, lora: LoraConfig, served: frozenset[str]) -> bool:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Name -> layer of the language model that may have an adapter. Not the head, since logprobs
-    use its plain weight; not experts, nor what has their names, which peft takes for theirs; not
-    routers and gates of one number."""
+    use its plain weight; not experts, nor layers with their names, which peft mistakes for experts;
+    not routers and gates of one number."""
     inside, left_out = set(backbone(model).modules()), set()
     if experts_of(model):
         left_out |= NAMED_AS_EXPERTS
@@ -126,8 +126,8 @@ def quantization(
 
 
 class AdapterPolicy(Policy):
-    """A frozen model with fp32 adapters beside its layers, several by name; draw_adapter() fills
-    them. `is_served`: its engine applies them beside the model's weights."""
+    """A frozen model with fp32 adapters on its layers, several by name; draw_adapter() initializes
+    them. `is_served`: its engine applies adapters to the model's weights."""
 
     def __init__(
         self,
@@ -144,21 +144,22 @@ class AdapterPolicy(Policy):
         self.is_served = is_served
         self.adapters = {n: peft_config(lora, hf, path) for n, (lora, _) in adapters.items()}
         with warnings.catch_warnings():
-            # A second actor's adapter, on purpose.
+            # The second actor's adapter is intended.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             for name, config in self.adapters.items():
                 peft.inject_adapter_in_model(config, hf, name)
         for name in adapters:
             for _, parameter in adapter_parameters(hf, name):
                 parameter.data = torch.zeros(parameter.shape, device=parameter.device)
-                parameter.requires_grad_(True)  # peft's versions differ in this for a second one
+                parameter.requires_grad_(True)  # Versions of peft differ for a second adapter.
         self.layers = [m for m in hf.modules() if hasattr(m, "_disable_adapters")]
 
     def forward(
         self, batch: PackedBatch, temperature: float, adapter: str = "", *args: Any
     ) -> tuple[Tensor, Tensor]:
-        """With this adapter, or none. It stays active, for what the backward recomputes."""
-        # peft's own switches change requires_grad, which FSDP must not see.
+        """Forward with this adapter, or none. The adapter stays active, since the backward
+        recomputes."""
+        # peft's switches change requires_grad, which FSDP must not see.
         for layer in self.layers:
             layer._disable_adapters = not adapter
             if adapter:
@@ -171,11 +172,11 @@ class AdapterPolicy(Policy):
 
     @property
     def shares_weights(self) -> bool:
-        """Not with an adapter merged, which is slow to apply at every token."""
+        """True with a served adapter. A merged one would be slow to apply at every token."""
         return self.is_served and not self.is_quantized and not self.is_sharded
 
     def trained(self, adapter: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-        """One adapter, named as if there were no other."""
+        """The weights of one adapter, named as if it were the only one."""
         return adapter_parameters(self, adapter)
 
     def unsharded_weights(
@@ -186,30 +187,30 @@ class AdapterPolicy(Policy):
     def engine_weights(
         self, adapter: str = "", in_place: bool = True
     ) -> Iterator[tuple[str, Tensor]] | None:
-        """The adapter alone, by peft's names, if the engine applies it."""
+        """The adapter alone, with peft's names, if the engine applies it."""
         if self.is_served:
             return adapter_weights(self.hf, adapter)
         return super().engine_weights(adapter, in_place)
 
     def export_adapter(self, adapter: str, folder: Path, ranks: Ranks) -> None:
-        """A folder that peft loads beside the model it began with."""
+        """Writes a folder that peft loads on top of the base model."""
         weights = {}
         for name, value in adapter_weights(self.hf, adapter):
             weights[name] = value.cpu().contiguous()
         if ranks.rank == 0:
-            with replaced(folder) as beside:
-                self.adapters[adapter].save_pretrained(beside)
-                save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+            with replaced(folder) as scratch:
+                self.adapters[adapter].save_pretrained(scratch)
+                save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfig:
-    """peft's configuration of an adapter for the model at `path`, which has none yet."""
+    """peft's configuration of an adapter for the model at `path`, which has no adapter yet."""
     import peft
 
     text = backbone(model)
     inside = next(name for name, module in model.named_modules() if module is text)
     return peft.LoraConfig(
-        # The rest of a multimodal model.
+        # Excludes the rest of a multimodal model.
         exclude_modules=None if text is model.base_model else rf"(?!{inside}\.).*",
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -221,8 +222,8 @@ def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfi
 
 
 def draw_adapter(model: nn.Module, seed: int, adapter: str) -> None:
-    """Initialises an adapter: A is random, B is 0. The same for any number of ranks and of other
-    adapters."""
+    """Initializes an adapter: A is random, B is 0. Does not depend on the number of ranks or on
+    other adapters."""
     for name, parameter in adapter_parameters(model, adapter):
         draw = torch.zeros(parameter.shape)
         if ".lora_A." in name:
@@ -235,7 +236,7 @@ def draw_adapter(model: nn.Module, seed: int, adapter: str) -> None:
 def adapter_parameters(
     model: nn.Module, adapter: str = "default"
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Weights of one adapter, named as if there were no other."""
+    """Weights of one adapter, named as if it were the only one."""
     for name, parameter in model.named_parameters():
         if f".lora_A.{adapter}." in name or f".lora_B.{adapter}." in name:
             yield name.replace(f".{adapter}.", ".default."), parameter
@@ -250,8 +251,8 @@ def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tenso
 def merged_weights(
     model: nn.Module, adapter: str, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(transformers' name, unsharded tensor) with an adapter added, W + alpha/rank B A, and nothing
-    in 4 bits; a tied weight comes once. Every rank must exhaust it."""
+    """(transformers' name, unsharded tensor) with an adapter merged, W + alpha/rank B A, and 4-bit
+    weights dequantized; a tied weight comes once. Every rank must exhaust it."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
@@ -275,7 +276,7 @@ def adapter_delta(layer: nn.Module, adapter: str, shape: torch.Size) -> Tensor:
     """alpha/rank B A of a layer, in the shape of its weight. Every rank must call it."""
     a_RD = unsharded(layer.lora_A[adapter].weight.detach())
     b_DR = unsharded(layer.lora_B[adapter].weight.detach())
-    if len(shape) == 3:  # rows of A expert by expert; columns of B rank by rank
+    if len(shape) == 3:  # Rows of A are ordered by expert, columns of B by LoRA rank.
         a_RD = a_RD.view(shape[0], -1, a_RD.shape[1])
         b_DR = b_DR.view(len(b_DR), -1, shape[0]).permute(2, 0, 1)
     delta = layer.scaling[adapter] * (b_DR @ a_RD)

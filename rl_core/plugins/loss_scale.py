@@ -21,8 +21,8 @@ FIRST_SCALE, GROWTH_UPDATES = 2.0**16, 2_000
 
 
 class ScaledLearner(Learner):
-    """A Learner whose losses are multiplied by `scale` before the backward, and its gradients
-    divided by it after."""
+    """A Learner that multiplies its losses by `scale` before the backward, and divides the
+    gradients by it after."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -44,8 +44,8 @@ class ScaledLearner(Learner):
         return super().clip_gradients()
 
     def skip(self, metrics: Metrics, grad_norm: float, step: float) -> Metrics:
-        """A finite loss whose gradient is not overflowed: the next update has half the scale. At a
-        scale of 1 it is an update like any that is not finite."""
+        """Halves the scale of the next update if the loss is finite, since then the gradient
+        overflowed. At a scale of 1 the update counts as not finite."""
         self.finite_in_a_row = 0
         loss = reduce_metrics({"loss": metrics["loss"]}, self.ranks)["loss"]
         if self.scale <= 1 or not math.isfinite(loss):
@@ -57,6 +57,6 @@ class ScaledLearner(Learner):
         return {"scale": self.scale, "finite_in_a_row": self.finite_in_a_row}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Of a run in another dtype there is none."""
+        """Restores the scale. `state` is empty after a run in another dtype."""
         self.scale = state.get("scale", self.scale)
         self.finite_in_a_row = int(state.get("finite_in_a_row", 0))

@@ -1,9 +1,9 @@
-"""What each metric is, its unit, and which values are healthy, as metric_table.yaml says: for
-docs/metrics.md (`python -m rl_core.plugins.metric_table` prints it), `rl-core info metrics`, the
-viewer and warnings.
+"""Meaning, unit and healthy range of each metric, from metric_table.yaml: for docs/metrics.md
+(`python -m rl_core.plugins.metric_table` prints it), `rl-core info metrics`, the viewer and
+warnings.
 
-In a name ACTOR, ENV, SET, PART and METRIC stand for a user's names, K for a number; [...] may be
-missing; {a,b} is either.
+In a name ACTOR, ENV, SET, PART and METRIC stand for a user's names, and K for a number; [...] is
+optional; {a,b} is either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     name: str
-    what: str
+    meaning: str
     unit: str = ""
     healthy: str = ""
     above: float | None = None
@@ -31,12 +31,12 @@ class Row:
         text = re.escape(self.name).replace(r"\[", "(?:").replace(r"\]", ")?")
         text = re.sub(r"\\\{(.+?)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", text)
         text = re.sub(r"\b(ACTOR|ENV)\b", "[^/]+", text)
-        text = re.sub(r"\bSET\b", "[^/]+(?:/[^/]+)?", text)  # a name, or ENV/NAME
+        text = re.sub(r"\bSET\b", "[^/]+(?:/[^/]+)?", text)  # NAME or ENV/NAME.
         return re.compile(re.sub(r"(PART|METRIC)\b", ".+", text.replace("@K", r"@\d+")))
 
     @property
     def short_names(self) -> list[str]:
-        """The name after its last slash, once for each of {a,b}; none where a user gives it."""
+        """The name after its last slash, once for each of {a,b}; [] if the user chooses it."""
         start, choices, end = re.fullmatch(
             r"(?:[^{]*[]/])?([^{]*)(?:\{(.+)\})?(.*)", self.name
         ).groups()
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def is_of_user(self) -> bool:
-        """The environment names it."""
+        """True if the environment names the metric."""
         return self.name.endswith("METRIC")
 
 
@@ -65,18 +65,24 @@ def rows() -> list[Row]:
 
 @cache
 def describe(name: str) -> Row | None:
-    """The row of a metric by its name in metrics.jsonl. None for an unknown one; one that may be an
-    environment's own has METRIC's row."""
+    """The row of a metric by its name in metrics.jsonl; None for an unknown metric. A metric that
+    an environment may define has METRIC's row."""
     return next((row for row in rows() if row.pattern.fullmatch(name)), None)
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """The text of docs/metrics.md."""
     lines = ["# Metrics", "", *INTRO.strip().splitlines()]
     for title, section in sections().items():
-        lines += ["", f"## {title}", "", "| metric | what | unit | healthy |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| metric | meaning | unit | healthy |",
+            "|---|---|---|---|",
+        ]
         for row in section:
-            cells = [f"`{row.name}`", row.what, row.unit, row.healthy]
+            cells = [f"`{row.name}`", row.meaning, row.unit, row.healthy]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

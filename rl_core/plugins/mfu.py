@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of a learner, on GPUs whose peak is known. Recomputed activations do not
+"""Model FLOPs utilization of a learner, on GPUs with a known peak. Recomputed activations do not
 count (PaLM, arXiv:2204.02311, appendix B)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Mfu(Plugin):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.peak = peak_flops(torch.cuda.get_device_name())
-        self.before = (0.0, 0.0)  # work and seconds of the actors that learned before this one
+        self.before = (0.0, 0.0)  # Work and seconds of the actors that learned before this one.
 
     async def before_learn(self, actor: str, step: int) -> None:
         self.before = self.so_far()
@@ -39,31 +39,31 @@ class Mfu(Plugin):
             self.trainer.note(f"learn/{actor}/", mfu(learner, work, seconds, self.peak))
 
     def so_far(self) -> tuple[float, float]:
-        """Work of all ranks in this step, in tokens that see no other, and the seconds that it
-        took."""
+        """(work of all ranks in this step, in tokens without attention, and its duration in
+        seconds)."""
         metrics = self.trainer.metrics
         work = metrics.get("pack/fill_frac", Mean()).total
         return work, metrics.get("time/learn_s", Mean()).total
 
 
 def mfu(learner: Learner, work: float, seconds: float, peak: float | None) -> dict[str, Metric]:
-    """Of one step; nothing where the peak is not known, or computes in float32."""
+    """MFU of one step; {} if the peak is unknown, or in float32."""
     if peak is None or learner.config.learner.dtype == "float32":
         return {}
     parameters = active_parameters(learner.policy.hf)
     forwards = learner.algorithm.is_rl and learner.updates_per_step > 1
     forwards += learner.algorithm.needs_reference
-    backward = 2 if learner.adapter else 4  # frozen weights have no gradient
+    backward = 2 if learner.adapter else 4  # Frozen weights have no gradient.
     passes = 2 * forwards + (2 + backward) * learner.config.learner.epochs
     flops = passes * parameters + 2 * read_parameters(learner)
     return {"mfu": Mean(flops * work / (seconds * peak * learner.ranks.size))}
 
 
 def read_parameters(learner: Learner) -> float:
-    """Parameters that a token meets in the teachers of an actor: where environments have their own,
-    on average."""
+    """Parameters that a token passes in an actor's teachers; the mean over the teachers of
+    environments."""
     sizes = []
-    for part in learner.extensions:
-        if isinstance(part, SampledTeacher):
-            sizes += [active_parameters(model.hf) for model in part.models]
+    for extension in learner.extensions:
+        if isinstance(extension, SampledTeacher):
+            sizes += [active_parameters(model.hf) for model in extension.models]
     return sum(sizes) / max(1, len(sizes))

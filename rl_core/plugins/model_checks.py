@@ -1,4 +1,4 @@
-"""The chat of an actor's model. What the model cannot do is told before it loads."""
+"""Checks of an actor's model against the flags, before it loads; and its chat template."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
-    """The chat template of an actor whose model is here. Raises ValueError if the model cannot do
-    what is asked of it."""
+    """The chat template of an actor with a local model. Raises ValueError if the model does not
+    support the flags."""
     actor = config.actors[name]
     model_config = read_config(actor.model)
     is_scoring = "ForSequenceClassification" in str(model_config.architectures)
@@ -42,22 +42,22 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
         check_lora(actor.lora, model_config)
     check_kernels(config, model_config, actor.lora if actor.is_trained else None)
     num_rows = model_config.get_text_config().vocab_size
-    own = config.of(name)
-    critic_model = own.critic.model
+    settings = config.of(name)
+    critic_model = settings.critic.model
     if actor.is_trained and critic_model:
-        num_values = read_beside(config, critic_model).get_text_config().vocab_size
+        num_values = read_other(config, critic_model).get_text_config().vocab_size
         if num_values != num_rows:
             raise ValueError(
                 f"--critic.model={critic_model} has a vocabulary of {num_values} tokens, "
                 f"that of {name} has {num_rows}: a critic reads the actor's tokens; take a model "
                 "of the same family"
             )
-    if actor.is_trained and (own.algo.teacher or own.algo.reference):
-        from rl_core.plugins.teachers import check_teachers, judges
+    if actor.is_trained and (settings.algo.teacher or settings.algo.reference):
+        from rl_core.plugins.teachers import check_teachers, frozen_models
 
-        for path in judges(own).values():
-            read_beside(config, path)
-        check_teachers(own, name)
+        for path in frozen_models(settings).values():
+            read_other(config, path)
+        check_teachers(settings, name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
     chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
     chat.check_variables(chat.variables, "--chat_template_kwargs")
@@ -85,9 +85,9 @@ def read_config(path: str) -> PretrainedConfig:
     return config
 
 
-def read_beside(config: Config, path: str) -> PretrainedConfig:
-    """The config.json of a model that computes an actor's episodes beside its own. Raises
-    ValueError if it cannot."""
+def read_other(config: Config, path: str) -> PretrainedConfig:
+    """The config.json of a model that also computes an actor's episodes, such as a reference.
+    Raises ValueError if the model cannot."""
     model_config = read_config(path)
     check_positions(config, path, model_config)
     check_kernels(config, model_config, LoraConfig())
@@ -110,8 +110,8 @@ def check_is_decoder(config: PretrainedConfig, path: str) -> None:
 
 
 def check_positions(config: Config, path: str, model_config: PretrainedConfig) -> None:
-    """Raises ValueError if an episode, or a row of data, may have more tokens than the model
-    reads."""
+    """Raises ValueError if an episode, or a row of data, may have more tokens than the model has
+    positions."""
     positions, key = max_positions(model_config)
     if positions and config.max_context_tokens > positions:
         raise ValueError(
@@ -122,7 +122,7 @@ def check_positions(config: Config, path: str, model_config: PretrainedConfig) -
 
 
 def num_positions(path: str | None) -> int | None:
-    """Positions of a model; None where they are unlimited or the model cannot be read."""
+    """Positions of a model; None if they are unlimited or the model cannot be read."""
     try:
         model_config = read_config(path or "")
     except ValueError:  # make_plan() reads the model again and raises this.
@@ -131,7 +131,7 @@ def num_positions(path: str | None) -> int | None:
 
 
 def teacher_limits(config: Config) -> Limits:
-    """How long a reply may be behind what its teacher reads."""
+    """(actor, environment) -> (most tokens that a self-teacher reads, the limit's name)."""
     from rl_core.plugins.teacher_prompts import self_taught
 
     limits = {}
@@ -148,7 +148,8 @@ def teacher_limits(config: Config) -> Limits:
 
 
 def check_kernels(config: Config, model_config: PretrainedConfig, lora: LoraConfig | None) -> None:
-    """`lora`: of a model that is trained."""
+    """Raises ValueError if the kernels or tensor parallelism do not support the model. `lora`: of a
+    trained model, else None."""
     if config.tp > 1 and lora is not None:
         from rl_core.plugins.tensor_parallel import check_tensor_parallel
 
@@ -160,12 +161,12 @@ def check_kernels(config: Config, model_config: PretrainedConfig, lora: LoraConf
 
 
 def check_vocabulary(chat: Chat, num_rows: int, path: str) -> None:
-    """Raises ValueError if text, the template or an end of turn can give an id that the embedding
-    has no row for."""
+    """Raises ValueError if text, the template or an end of turn can have an id without a row in the
+    embedding."""
     written = {*chat.prompt_ids([{"role": "user", "content": "x"}]), *chat.stop_token_ids}
     for token, token_id in chat.tokenizer.get_vocab().items():
-        # Special tokens that are not written in a text's conversation, such as an image's, may lack
-        # a row.
+        # Special tokens that do not occur in a text conversation, such as an image's, may lack a
+        # row.
         is_used = token not in chat.special_ids or token_id in written
         if token_id >= num_rows and is_used:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What is wrong with a path that holds no model, and what to name instead."""
+"""Errors of model paths: the reason why a path is not a model, and a better path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.request import getproxies
 
 
 def check_path(name: str) -> None:
-    """Raises ValueError for a path that means a folder here, which does not exist."""
+    """Raises ValueError for a local folder that does not exist, or a hub that is not reachable."""
     path = Path(name)
     if is_local(name) and not path.exists():
         raise ValueError(f"model {path}: no such folder{nearest_folder(path)}")
@@ -27,7 +27,7 @@ def check_path(name: str) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Raises ValueError for a file of weights that is shorter or longer than its header says."""
+    """Raises ValueError for a weights file that is shorter or longer than its header says."""
     for file in sorted(folder.glob("model*.safetensors")):
         size = file.stat().st_size
         with open(file, "rb") as opened:
@@ -53,13 +53,13 @@ def is_cached(name: str) -> bool:
 
     try:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except ValueError:  # The hub has no such names.
+    except ValueError:  # The name is not valid on the hub.
         return False
 
 
 @cache
 def is_hub_reachable() -> bool:
-    """False if nothing listens at the hub's address, which libraries try for half a minute."""
+    """False if nothing listens at the hub's address; libraries would retry for half a minute."""
     from huggingface_hub import constants
 
     if getproxies() or constants.HF_HUB_OFFLINE:
@@ -74,22 +74,21 @@ def is_hub_reachable() -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name that is no folder here means one. Names of the hub are org/name."""
+    """True if a name that is not an existing folder means one. Names on the hub are org/name."""
     path = Path(name)
     is_written_so = path.is_absolute() or name.startswith(("./", "../", "~"))
     return is_written_so or len(path.parts) > 2 or (path.parent.name != "" and path.parent.is_dir())
 
 
 def check_plays(model: str) -> None:
-    """Raises ValueError for a folder or a run that has no model that speaks, before anything else
-    is asked of it."""
+    """Raises ValueError for a folder or run without a model that generates, before other checks."""
     if "://" in model:
         return
     check_path(model)
     for folder in (Path(model), *Path(model).glob("hf/*")):
         file = folder / "config.json"
         architectures = None
-        with suppress(ValueError, OSError):  # What is wrong with it is told when the model loads.
+        with suppress(ValueError, OSError):  # Other errors are raised when the model loads.
             architectures = json.loads(file.read_text()).get("architectures")
         if "ForSequenceClassification" in str(architectures):
             refuse_reward_model(str(folder))
@@ -97,27 +96,28 @@ def check_plays(model: str) -> None:
 
 def refuse_reward_model(path: str) -> NoReturn:
     raise ValueError(
-        f"model {path} looks like a reward model, which scores replies and says none; name the "
-        "model that it was trained from, and score with this one by RewardModel in a reward_fn "
-        "(docs/rewards.md)"
+        f"model {path} looks like a reward model, which scores replies and generates none; name "
+        "the model that it was trained from, and score with this one by RewardModel in a "
+        "reward_fn (docs/rewards.md)"
     )
 
 
 def why_no_model(name: str, error: Exception) -> str:
-    """`error`: what transformers says of its config.json."""
-    path = Path(name)  # without the ./ of the name
+    """The text of an error for a path without a model. `error`: transformers' error for its
+    config.json."""
+    path = Path(name)  # Drops a leading ./ of the name.
     reason = str(error).splitlines()[0].rstrip(".")
     if (path / "hf").exists():
-        found = exported(path / "hf")
-        return f"model {path} is a run's folder; name the model that it exported: {found}"
+        models = exported(path / "hf")
+        return f"model {path} is a run's folder; name the model that it exported: {models}"
     if (path / "manifest.json").exists():
-        found = exported(path.parent.parent / "hf")
-        return f"model {path} is a checkpoint; name the model of its run: {found}"
+        models = exported(path.parent.parent / "hf")
+        return f"model {path} is a checkpoint; name the model of its run: {models}"
     if (path / "adapter_config.json").exists():
         return f"model {path} is an adapter; name a whole model, such as {merged_model(path)}"
     if path.is_dir():
         return f"model {name!r} cannot be loaded: {reason}"
-    # "org/name" may mean a folder too, of which transformers says nothing.
+    # "org/name" may also mean a folder, which transformers' error does not mention.
     return (
         f"model {name!r} is not a folder and cannot be loaded from the hub: {reason}; name a "
         f"model's folder, or write a tiny one by rl-core init{nearest_folder(path)}"
@@ -142,7 +142,7 @@ def exported(folder: Path) -> str:
 
 
 def nearest_folder(path: Path) -> str:
-    """`; did you mean models/qwen3?`, or nothing if no folder beside it has a name like that."""
+    """`; did you mean models/qwen3?`, or "" if no neighbouring folder has a similar name."""
     names = []
     if path.parent.is_dir():
         names = [folder.name for folder in path.parent.iterdir() if folder.is_dir()]

@@ -1,5 +1,6 @@
-"""--algo.normalize: advantages of all tokens of a step with mean 0 and deviation 1 (batch), or of
-those of each environment (task), or only divided by the deviation of their environment (env)."""
+"""--algo.normalize: scales advantages to mean 0 and deviation 1 over all tokens of a step (batch)
+or over the tokens of each environment (task), or only divides by the environment's deviation
+(env)."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from rl_core.types import PackedBatch
 
 
 class BatchWhitening(LearnerExtension):
-    """Advantages less their mean, over their deviation, of the tokens of all ranks; 0 where all are
-    equal (REINFORCE++, arXiv:2501.03262)."""
+    """Subtracts the mean of the advantages and divides by their deviation, over the tokens of all
+    ranks; 0 if all are equal (REINFORCE++, arXiv:2501.03262)."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         sums: dict[str, Metric] = {}
-        if not batches:  # on any rank
+        if not batches:  # Then no rank has any.
             return {}
         for batch in batches:
             values = batch.advantages.double()
@@ -33,10 +34,10 @@ class BatchWhitening(LearnerExtension):
         return {}
 
 
-def normalised(how: str, ranks: Ranks, judged: Judged) -> Judged:
-    """Advantages scaled by all sampled tokens of their environment in the step, on all ranks, those
-    of groups without signal included; tokens that branches share count once. env: A / deviation, so
-    that groups without signal stay 0. task: (A - mean) / deviation, and 0 where all are equal
+def normalised(kind: str, ranks: Ranks, judged: Judged) -> Judged:
+    """Advantages scaled over all sampled tokens of their environment in the step, on all ranks,
+    groups without signal included; tokens that branches share count once. env: A / deviation, so
+    that groups without signal stay 0. task: (A - mean) / deviation, and 0 if all are equal
     (AgentRL, arXiv:2510.04206)."""
     means: dict[str, Metric] = {}
     squares: dict[str, Metric] = {}
@@ -52,19 +53,19 @@ def normalised(how: str, ranks: Ranks, judged: Judged) -> Judged:
             add_metrics(squares, {t.env: Mean(n * a**2, n)})
     mean_of_env = reduce_metrics(means, ranks)
     square_of_env = reduce_metrics(squares, ranks)
-    found = []
+    scaled = []
     for t, values in judged:
         scale = 1.0
         if t.env in mean_of_env:  # An episode without turns has no tokens.
             mean = mean_of_env[t.env]
             scale = deviation(mean, square_of_env[t.env])
-            if how == "task":
+            if kind == "task":
                 values = [a - mean if scale else 0.0 for a in values]
-        found.append((t, [a / (scale or 1.0) for a in values]))
-    return found
+        scaled.append((t, [a / (scale or 1.0) for a in values]))
+    return scaled
 
 
 def deviation(mean: float, square: float) -> float:
-    """Of a population with this mean, also of its squares; exactly 0 if it is rounding."""
-    found = max(square - mean**2, 0.0) ** 0.5
-    return found if found > NO_SPREAD * max(abs(mean), 1.0) else 0.0
+    """Population deviation for a mean and a mean of squares; exactly 0 if it is rounding error."""
+    value = max(square - mean**2, 0.0) ** 0.5
+    return value if value > NO_SPREAD * max(abs(mean), 1.0) else 0.0

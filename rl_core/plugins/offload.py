@@ -1,4 +1,4 @@
-"""Activations that wait on the CPU between forward and backward."""
+"""Activation offloading: saved tensors wait on the CPU between forward and backward."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-MIN_BYTES = 1024  # of an activation that is worth moving
+MIN_BYTES = 1024  # Smaller tensors are not worth a copy.
 
 
 def activations_on_host() -> saved_tensors_hooks:
-    """A context in which a forward keeps its saved tensors on the CPU, except weights."""
-    # All copies are on the compute stream, which the backward uses too: nothing waits for them
-    # here.
+    """A context in which a forward saves its tensors on the CPU, except weights."""
+    # All copies are on the compute stream, which the backward uses too, so no wait is needed.
     return saved_tensors_hooks(to_host, to_device)
 
 

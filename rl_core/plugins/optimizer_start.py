@@ -1,4 +1,4 @@
-"""--optim.load: a new run begins with the optimizer state of another run, not with its weights."""
+"""--optim.load: starts a new run with the optimizer state of another run, without its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OptimizerStart(Plugin):
                 self.folders[name] = checkpoint_at(Path(path), name)
 
     def load(self, state: dict[str, Any]) -> None:
-        """A run that goes on has the state of its own checkpoint."""
+        """Loads the state, except in a resumed run, whose checkpoint has it."""
         if self.trainer.checkpoint is not None:
             return
         for name, folder in self.folders.items():
@@ -39,15 +39,15 @@ class OptimizerStart(Plugin):
 
 
 def checkpoint_at(path: Path, actor: str) -> Path:
-    """The checkpoint at a path, or the newest of the run there. Raises ValueError unless it has the
-    state of this actor's optimizer."""
-    found = [path] if (path / "manifest.json").exists() else checkpoints_in(path / "checkpoints")
-    if not found:
+    """The checkpoint at a path, or the newest one of the run there. Raises ValueError unless it has
+    this actor's optimizer state."""
+    folders = [path] if (path / "manifest.json").exists() else checkpoints_in(path / "checkpoints")
+    if not folders:
         raise ValueError(
             f"--optim.load={path} has no checkpoint; name a run's folder, or one of its "
             "checkpoints/step_N"
         )
-    folder = found[-1]
+    folder = folders[-1]
     saved = read_object(folder / "state.json")["optimizers"]
     if actor not in saved:
         raise ValueError(
@@ -62,7 +62,8 @@ def checkpoint_at(path: Path, actor: str) -> Path:
 
 
 def load_optimizer(folder: Path, learner: Learner, facts: dict[str, Any]) -> None:
-    """The learner's weights stay, and so does its count of updates: schedules begin anew."""
+    """Loads the optimizer state. The learner keeps its weights and its count of updates, so
+    schedules start anew."""
     check_optimizer(folder, learner, facts["name"], facts["ranks"])
     make_state(learner, facts["steps"])
     fill(folder, optimizer_tensors(learner, dict(learner.trained_parameters())))

@@ -22,8 +22,8 @@ def sgd(named: Named, config: OptimConfig) -> Optimizer:
 
 
 def adamw8bit(named: Named, config: OptimConfig) -> Optimizer:
-    """AdamW of bitsandbytes whose state takes 8 bits a number, in blocks of 256 (Dettmers et al.
-    2021, arXiv:2110.02861)."""
+    """bitsandbytes' AdamW with 8-bit state, in blocks of 256 (Dettmers et al. 2021,
+    arXiv:2110.02861)."""
     import bitsandbytes.optim
 
     views, links = local_views(named)
@@ -32,7 +32,7 @@ def adamw8bit(named: Named, config: OptimConfig) -> Optimizer:
         groups, lr=config.lr, betas=config.betas, eps=config.eps
     )
     optimizer.register_step_pre_hook(lambda *_: refresh_views(links))
-    # A gradient must not live on in a view.
+    # A view must not keep its gradient alive.
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     return optimizer
 
@@ -40,9 +40,9 @@ def adamw8bit(named: Named, config: OptimConfig) -> Optimizer:
 def local_views(
     named: Named,
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """(named plain parameters, pairs (view, sharded)): bitsandbytes knows no DTensor, so a view
-    shares the memory of this rank's shard. A rank without a part of a parameter has no view of
-    it."""
+    """(named plain parameters, pairs (view, sharded)): bitsandbytes does not support DTensor, so a
+    view shares the memory of this rank's shard. A rank without a shard of a parameter has no view
+    of it."""
     views, links = [], []
     for name, parameter in named:
         if isinstance(parameter, DTensor):
@@ -62,11 +62,11 @@ def refresh_views(links: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def parameter_groups(named: Named, weight_decay: float) -> list[dict]:
-    """Weight decay on matrices, not on norms and biases. torch computes with a group's parameters
-    together, which must therefore be sharded over one mesh."""
+    """Applies weight decay to matrices, not to norms and biases. torch computes with a group's
+    parameters together, which must therefore be sharded over one mesh."""
     groups: dict[tuple, dict] = {}
     for name, parameter in named:
-        # Biases of all experts together are a matrix: gpt-oss's gate_up_proj_bias.
+        # gpt-oss stacks the biases of all experts into a matrix: gate_up_proj_bias.
         decays = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
         key = decays, getattr(parameter, "device_mesh", None)
         group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay * decays})

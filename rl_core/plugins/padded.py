@@ -1,10 +1,8 @@
-"""Models that packed attention does not cover: their own forward on padded rows, in the learner.
+"""Models that packed attention does not support: the learner runs their forward on padded rows.
 
-It is slower, and exact: no token sees what is behind it, so that padding on the right changes
-nothing.
+This is slower, and exact: no token sees later ones, so that padding on the right changes nothing.
 
-N rows of at most L tokens, T tokens of a packed batch, M trained tokens, V vocabulary, S new tokens
-of an engine's row.
+Legend: N rows of at most L tokens, T tokens of a packed batch, M trained tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,19 +23,19 @@ from rl_core.learning.policy import Policy
 from rl_core.types import PackedBatch, TrainingSample
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Of the samples by which a model's own attention and its head are found out: tokens before the
-# trained ones, length, and the step between token ids. Samples of one step begin alike.
+# Samples that probe a model's attention and head: tokens before the trained ones, length, and step
+# between token ids. Samples with the same step share a prefix.
 PROBE = ((1, 8, 5), (6, 14, 7), (9, 16, 7), (9, 15, 7))
-# What a forward that is not made for its model raises.
+# Errors of a forward on a model that it does not support.
 ERRORS = (ValueError, TypeError, AttributeError, RuntimeError, KeyError)
-# The largest difference in fp32; the mean one in less.
+# Largest difference in fp32; mean difference in lower precision.
 TOLERANCE_NATS, ROUNDED_TOLERANCE_NATS = 1e-4, 0.25
 
 
 class PaddedForward:
-    """How a policy computes a batch on padded rows, by the model's own layers."""
+    """Computes a batch on padded rows with the model's layers."""
 
-    repeats_prompts = True  # each sequence has its own
+    repeats_prompts = True  # Each sequence has a copy of a shared prompt.
 
     def __call__(
         self, policy: Policy, batch: PackedBatch, temperature: float
@@ -52,7 +50,7 @@ class PaddedForward:
 
 
 class FullLogitsForward(PaddedForward):
-    """The same by its own head too, with all logits at once."""
+    """PaddedForward that also uses the model's head, with all logits at once."""
 
     def __call__(
         self, policy: Policy, batch: PackedBatch, temperature: float
@@ -72,7 +70,7 @@ class FullLogitsForward(PaddedForward):
 
 
 class HeadlessPolicy:
-    """A policy whose outputs are the hidden states."""
+    """A policy that outputs hidden states."""
 
     def __init__(self, policy: Policy):
         self.hidden_states = policy.hidden_states
@@ -83,9 +81,10 @@ class HeadlessPolicy:
 
 @torch.no_grad()
 def choose_forward(policy: Policy, ranks: Ranks) -> None:
-    """Packed, if that gives what the model's own forward gives; else its own forward on padded
-    rows."""
-    hf, adapter, own = policy.hf, next(iter(policy.adapters), ""), own_attention(policy.hf)
+    """Chooses the packed forward if it equals the model's own forward, else the model's forward on
+    padded rows."""
+    hf, adapter = policy.hf, next(iter(policy.adapters), "")
+    kind = own_attention(hf)
     batch = probe_batch(hf.config.get_text_config().vocab_size, ranks.device)
     packed, padded = policy.forward_pass, PaddedForward()
 
@@ -98,12 +97,12 @@ def choose_forward(policy: Policy, ranks: Ranks) -> None:
         return policy(batch, 1.0, adapter, headless)[0]
 
     def difference(forward_pass: Any, implementation: str) -> str:
-        """Why this forward is not the model's; "" if it is."""
+        """Reason why this forward differs from the model's; "" if it does not."""
         try:
             error = (outputs(forward_pass, implementation) - expected).abs()
         except ERRORS as problem:
             return str(problem).splitlines()[0]
-        # Where weights are NaN, both are.
+        # Where weights are NaN, both outputs are.
         if policy.compute_dtype == torch.float32:
             differs = error.max() > TOLERANCE_NATS
         else:
@@ -112,17 +111,17 @@ def choose_forward(policy: Policy, ranks: Ranks) -> None:
 
     on_device = nullcontext() if policy.is_on_device else policy.on_device()
     with on_device, torch.compiler.set_stance("force_eager"):
-        # A head that is split over ranks has no logits of its own.
+        # A head that is split over ranks cannot give all logits.
         has_no_logits = policy.is_scoring or ranks.mesh.tp > 1
-        expected = outputs(padded if has_no_logits else FullLogitsForward(), own)
+        expected = outputs(padded if has_no_logits else FullLogitsForward(), kind)
         reason = own_layers(hf) or difference(packed, attention.NAME)
         if reason:
-            policy.use_forward(FullLogitsForward() if difference(padded, own) else padded)
+            policy.use_forward(FullLogitsForward() if difference(padded, kind) else padded)
         if policy.is_sharded:
-            policy.reshard()  # FSDP leaves it to the backward
+            policy.reshard()  # FSDP reshards only in the backward.
     if reason and ranks.mesh.cp > 1:
         raise ValueError(
-            f"--cp={ranks.mesh.cp} cuts packed sequences, which this model does not allow: "
+            f"--cp={ranks.mesh.cp} splits packed sequences, which this model does not support: "
             f"{reason}; take --cp 1"
         )
     if reason and ranks.rank == 0:
@@ -133,11 +132,11 @@ def choose_forward(policy: Policy, ranks: Ranks) -> None:
 
 
 def own_layers(hf: nn.Module) -> str:
-    """Why no exchanged attention can know the sequences of a batch; "" if it may."""
+    """Reason why custom attention cannot separate the sequences of a batch; "" if it may."""
     kinds = set(getattr(hf.config.get_text_config(), "layer_types", None) or ()) - PACKABLE
     if kinds or hf._is_stateful:
         return f"it has layers of kind {min(kinds, default='recurrent')}"
-    return "" if hf._can_set_attn_implementation() else "its attention cannot be exchanged"
+    return "" if hf._can_set_attn_implementation() else "its attention cannot be replaced"
 
 
 def own_attention(hf: nn.Module) -> str:
@@ -150,7 +149,7 @@ def set_attention(hf: nn.Module, implementation: str) -> None:
 
 
 def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
-    """A sequence, and a tree of three."""
+    """A batch of one sequence and a tree of three."""
     samples = []
     for number, (prompt, length, step) in enumerate(PROBE):
         places, none = np.arange(length), np.zeros(length)
@@ -167,8 +166,8 @@ def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
 
 
 def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """(tokens [N, L] of the batch by sequence, shared ones in each, -1 behind its end; where the
-    token before each trained one is among N * L)."""
+    """(tokens [N, L], the batch's tokens by sequence, shared ones repeated, -1 for padding; [M]
+    index into N * L of the token before each trained token)."""
     rows = [torch.from_numpy(path) for path in batch.paths]
     # A rank without samples computes its untrained token.
     rows = rows or [torch.arange(len(batch.input_ids))]

@@ -1,4 +1,4 @@
-"""What stands below the lines of a run where stdout is a terminal."""
+"""The live panel below the log lines of a run, if stdout is a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFRESH_PER_S = 4
 
 
 class Panel(Terminal):
-    """The same with a panel below the lines."""
+    """Terminal with a panel below the lines."""
 
     live: Live | None = None
 
@@ -25,19 +25,19 @@ class Panel(Terminal):
             get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
         )
         self.live.start()
-        self.live.console.show_cursor(True)  # a run that is killed leaves it
+        self.live.console.show_cursor(True)  # A killed run leaves the cursor visible.
 
     async def close(self) -> None:
         if self.live is not None:
             self.live.stop()
 
     def panel(self) -> Group:
-        """The phase, groups of the step that are done; rewards, tokens per second and time left as
-        of the step before; warnings."""
+        """The phase and the groups of the step that are done; rewards, tokens per second and time
+        left as of the step before; warnings."""
         trainer, config = self.trainer, self.trainer.config
         doing = [f"step {trainer.step}/{config.num_steps}", trainer.phase]
         if trainer.phase == "generate" and config.is_rl:
-            # The store ended with another rank, which the run finds out itself.
+            # If the store's rank has ended, the run notices that elsewhere.
             with suppress(RuntimeError):
                 done = min(trainer.worker.num_ready(), config.tasks_per_step)
                 doing.append(f"{done}/{config.tasks_per_step} groups")

@@ -1,8 +1,8 @@
-"""A rank of a place (--actors.NAME.ranks): it serves the engines of its actors to the ranks that
-play episodes, as a rank that only samples does, and learns from the samples that they send.
+"""A rank of a rank group (--actors.NAME.ranks): serves its actors' engines to the ranks that play
+episodes, as a rank of --engine_ranks does, and learns from the samples that they send.
 
 POST /ACTOR/learn brings samples, /ACTOR/learned waits for the metrics. begin, save, export and
-finish reach all ranks of the place, in the same order.
+finish reach all ranks of the group, in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rl_core.types import RunError, TrainingSample
 
 
 class RankGroupTrainer:
-    """What a Trainer is, to its plugins, without episodes and logs."""
+    """The Trainer that plugins see on this rank, without episodes and logs."""
 
     signal = 0
 
@@ -38,13 +38,13 @@ class RankGroupTrainer:
         signal_handler: Callable,
         make_plugins: Callable[[Any], list[Any]],
     ):
-        """`make_plugins`: of those that see each step of learning."""
+        """`make_plugins`: makes the plugins that observe each learning step."""
         self.plan, self.config, self.ranks = plan, plan.config, ranks
         self.out = Path(self.config.out)
         self.signal_handler = signal_handler(self)
         self.plugins = make_plugins(self)
         self.checkpointer = Checkpointer(self)
-        self.metrics: dict[str, Metric] = {}  # of the step under way
+        self.metrics: dict[str, Metric] = {}  # Metrics of the current step.
         self.learners = make_learners(self.config, plan.local_algorithms, ranks)
         self.checkpoint, state = None, {"step": 0}
         if self.config.resume:
@@ -62,7 +62,7 @@ class RankGroupTrainer:
         self.server = RankGroupServer(self, engines, self.device.lease, ranks, num_senders)
 
     async def fit(self) -> None:
-        """Until the run ends. Raises what learning raised, which was told already."""
+        """Serves until the run ends. Raises errors of learning, which clients already received."""
         await self.signal_handler.start()
         for learner in self.learners.values():
             learner.leave_device()
@@ -83,12 +83,12 @@ class RankGroupTrainer:
         add_metrics(self.metrics, metrics, prefix=prefix)
 
     async def learn(self, step: int, samples: dict[str, list[TrainingSample]]) -> dict[str, Metric]:
-        """The metrics of one step of each actor that has samples. Every rank of the place must call
-        it."""
+        """Learns one step from each actor's samples and returns the metrics. Every rank of the
+        group must call it."""
         timeout_s = self.config.timeout_s
         self.metrics = {}
-        # In a thread, so that this one can answer: samples for other ranks of this place may still
-        # be on their way.
+        # In a thread, so that the event loop can answer: samples for other ranks of this group may
+        # still be in flight.
         with explain_timeouts("generate", self.ranks, timeout_s):
             await asyncio.to_thread(barrier, self.ranks)
         for plugin in self.plugins:
@@ -104,7 +104,7 @@ class RankGroupTrainer:
         async with actor.learning():
             for plugin in self.plugins:
                 await plugin.before_learn(name, step)
-            # In a thread, so that this one can answer.
+            # In a thread, so that the event loop can answer.
             self.note("", await asyncio.to_thread(actor.learn, samples, step))
             await actor.sync(step + 1)
 
@@ -112,44 +112,44 @@ class RankGroupTrainer:
 class RankGroupServer(EngineServer):
     def __init__(
         self,
-        place: RankGroupTrainer,
+        group: RankGroupTrainer,
         engines: dict[str, Engine | None],
         lease: Any,
         ranks: Ranks,
         num_senders: int,
     ):
         super().__init__(engines, lease, ranks, None)
-        self.place, self.num_senders = place, num_senders
-        self.arrived: list[dict[str, str]] = []  # samples of the step to come, by actor
-        self.learned: dict[int, asyncio.Future] = {}  # metrics by step
+        self.group, self.num_senders = group, num_senders
+        self.arrived: list[dict[str, str]] = []  # Samples of the next step, by actor.
+        self.learned: dict[int, asyncio.Future] = {}  # Step -> metrics.
         self.error: Exception | None = None
 
     async def do_begin(self, engine: Engine | None, step: int) -> None:
-        if step != self.place.step:
+        if step != self.group.step:
             raise RunError(
-                f"it goes on from step {self.place.step}, and the others from step {step}: all "
+                f"it continues from step {self.group.step}, and the others from step {step}: all "
                 "ranks must see the same checkpoints"
             )
 
     async def do_learn(
         self, engine: Engine | None, sender: int, step: int, samples: dict[str, str]
     ) -> None:
-        """Learning begins in the background once all senders' samples are there. A sender whose
-        episodes take long has the deadlines of the ranks that play."""
+        """Starts learning in the background once the samples of all senders are here. A sender with
+        long episodes has the deadlines of the ranks that play."""
         self.arrived.append(samples)
         if len(self.arrived) == self.num_senders:
             arrived, self.arrived = self.arrived, []
             merged: dict[str, list[TrainingSample]] = {name: [] for name in samples}
-            for part in arrived:
-                for name, text in part.items():
+            for by_actor in arrived:
+                for name, text in by_actor.items():
                     merged[name] += from_text(text)
             self.task = asyncio.create_task(self.learn(step, merged))
 
     async def learn(self, step: int, samples: dict[str, list[TrainingSample]]) -> None:
         done = self.learning_of(step)
         try:
-            done.set_result(await self.place.learn(step, samples))
-        except Exception as error:  # Whoever asks for the metrics is told, and the run ends.
+            done.set_result(await self.group.learn(step, samples))
+        except Exception as error:  # Requests for the metrics get the error, and the run ends.
             self.error = error
             done.set_exception(error)
 
@@ -159,27 +159,27 @@ class RankGroupServer(EngineServer):
         return self.learned[step]
 
     async def do_learned(self, engine: Engine | None, sender: int, step: int) -> dict[str, list]:
-        """Metrics of this rank, to one of those that ask."""
+        """This rank's metrics, for the sender with the same number."""
         metrics = await asyncio.shield(self.learning_of(step))
         return sent_metrics(metrics) if sender == self.ranks.rank else {}
 
     async def do_save(
         self, engine: Engine | None, folder: str, is_last: bool
     ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        """Writes this rank's part of each learner into a folder of its name; see save_learners."""
-        place = self.place
+        """Writes this rank's shard of each learner into a folder of its name; see save_learners."""
+        group = self.group
         if is_last:
-            place.checkpointer.refuse_ruined()
-        await place.device.sleep()
-        return save_learners(Path(folder), place.learners, place.ranks, "the checkpoint")
+            group.checkpointer.refuse_ruined()
+        await group.device.sleep()
+        return save_learners(Path(folder), group.learners, group.ranks, "the checkpoint")
 
     async def do_export(self, engine: Engine | None, folder: str) -> None:
-        await export_local(self.place, Path(folder))
+        await export_local(self.group, Path(folder))
 
     async def do_finish(self, engine: Engine | None) -> None:
-        for plugin in self.place.plugins:
+        for plugin in self.group.plugins:
             await plugin.finish()
 
     async def do_take_metrics(self, engine: Engine) -> dict[str, list]:
-        """Its ranks are idle by turns, as all that sample and learn."""
+        """The engine's metrics."""
         return sent_metrics(await engine.take_metrics())

@@ -1,5 +1,5 @@
-"""Ranks of an actor's own (--actors.NAME.ranks): which ranks have which actors, and what flags
-cannot go with it."""
+"""Rank groups (--actors.NAME.ranks): the actors of each rank, and the flags that a rank group
+cannot be combined with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_core.plugins.whole_copies import num_copies
 from rl_core.rules import refuse, split
 
 RANKS = r"\d+(-\d+)?(,\d+(-\d+)?)*"
-# (is it broken?, message). c: the configuration; a: an actor with ranks.
+# (condition that breaks the rule, message). c: the configuration; a: an actor with ranks.
 OF_RANKS = [
     (
         lambda c, a: not re.fullmatch(RANKS, a.ranks) or not numbers(a.ranks),
@@ -21,33 +21,34 @@ OF_RANKS = [
     ),
     (
         lambda c, a: 0 in numbers(a.ranks),
-        ".ranks={a.ranks}: rank 0 plays the episodes and writes; give higher ones",
+        ".ranks={a.ranks}: rank 0 plays the episodes and writes files; give higher ranks",
     ),
     (
         lambda c, a: a.share,
-        ".ranks={a.ranks}: it shares the model of {a.share}, and is on its ranks; give them to "
+        ".ranks={a.ranks}: the actor shares the model of {a.share} and its ranks; give ranks to "
         "{a.share}",
     ),
     (
         lambda c, a: a.api or a.engine_urls,
-        ".ranks={a.ranks} has no api and no engine_urls: its engine is on these ranks; leave one "
-        "out",
+        ".ranks={a.ranks} cannot be combined with api or engine_urls: the engine is on these "
+        "ranks; leave one out",
     ),
     (
         lambda c, a: c.engine_ranks or c.max_staleness or c.rollout.lagged[0],
-        ".ranks={a.ranks} has no --engine_ranks, --max_staleness and --rollout.lagged; leave one "
-        "out",
+        ".ranks={a.ranks} cannot be combined with --engine_ranks, --max_staleness or "
+        "--rollout.lagged; leave one out",
     ),
     (
         lambda c, a: a.router_replay,
-        ".ranks={a.ranks} has no router_replay, whose experts do not travel; leave one out",
+        ".ranks={a.ranks} cannot be combined with router_replay: experts are not sent over HTTP; "
+        "leave one out",
     ),
 ]
 
 
 @dataclass(kw_only=True)
 class RankGroup:
-    """Ranks that are a process group of their own, and the actors that sample and learn there."""
+    """Ranks that form a separate process group, and the actors that sample and learn there."""
 
     ranks: tuple[int, ...]
     actors: list[str]
@@ -68,18 +69,18 @@ class RankGroup:
 
 
 def check_ranks(config: Config) -> None:
-    """Raises ValueError with what was given, the rule and the fix."""
+    """Raises ValueError with the value, the rule and the fix."""
     for name, actor in config.actors.items():
         if actor.ranks:
             refuse(OF_RANKS, f"--actors.{name}", c=config, a=actor)
     for name in config.trained:
-        own = config.of(name)
-        if own.algo.teacher or any(env.teacher for env in config.envs.values()):
+        settings = config.of(name)
+        if settings.algo.teacher or any(env.teacher for env in config.envs.values()):
             check_teachers_are_near(config, name)
 
 
 def check_teachers_are_near(config: Config, name: str) -> None:
-    """Raises ValueError for a teacher that learns on other ranks than its pupil."""
+    """Raises ValueError for a teacher that learns on other ranks than its student."""
     from rl_core.plugins.teacher_prompts import envs_by_teacher
 
     for teacher in envs_by_teacher(config.of(name)):
@@ -91,31 +92,31 @@ def check_teachers_are_near(config: Config, name: str) -> None:
 
 
 def ranks_of(config: Config, name: str) -> tuple[int, ...]:
-    """None: those that are left."""
+    """Ranks of an actor; () for the ranks that are left."""
     actor = config.actors[name]
     owner = config.actors[actor.share] if actor.share else actor
     return numbers(owner.ranks or "")
 
 
 def without_ranks(config: Config) -> Config:
-    """All actors share the ranks that there are."""
+    """The configuration with all actors on all ranks."""
     actors = {name: replace(actor, ranks=None) for name, actor in config.actors.items()}
     return replace(config, actors=actors)
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """4-6,8 -> 4, 5, 6, 8. None where a range runs backwards."""
-    found: set[int] = set()
-    for part in split(text):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(found))
+    """4-6,8 -> 4, 5, 6, 8. A range that runs backwards has no numbers."""
+    ranks: set[int] = set()
+    for item in split(text):
+        first, _, last = item.partition("-")
+        ranks.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(ranks))
 
 
-def places_of(config: Config, num_ranks: int) -> list[RankGroup]:
-    """All ranks with their actors. Those that play episodes are first: they have the actors without
-    ranks of their own. Raises ValueError for ranks that do not exist, that overlap in part, or that
-    the mesh does not divide."""
+def rank_groups_of(config: Config, num_ranks: int) -> list[RankGroup]:
+    """All rank groups with their actors. The first one plays the episodes and has the actors
+    without --actors.NAME.ranks. Raises ValueError for ranks that do not exist, that overlap partly,
+    or that the mesh does not divide."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     left: list[str] = []
     for name in config.actors:
@@ -136,19 +137,19 @@ def places_of(config: Config, num_ranks: int) -> list[RankGroup]:
             if rank in owner:
                 other = config.actors[owner[rank]].ranks
                 raise ValueError(
-                    f"{flag} and --actors.{owner[rank]}.ranks={other} overlap in part; give both "
+                    f"{flag} and --actors.{owner[rank]}.ranks={other} overlap partly; give both "
                     "actors the same ranks, or different ones"
                 )
             owner[rank] = names[0]
     main = tuple(rank for rank in range(num_ranks) if rank not in owner)
-    places = []
+    groups = []
     for ranks, names in ({main: left} | by_ranks).items():
-        places.append(RankGroup(ranks=ranks, actors=names, mesh=mesh_of(config, ranks, names)))
-    return places
+        groups.append(RankGroup(ranks=ranks, actors=names, mesh=mesh_of(config, ranks, names)))
+    return groups
 
 
 def mesh_of(config: Config, ranks: tuple[int, ...], names: list[str]) -> Mesh:
-    """The mesh flags hold in each place where an actor learns."""
+    """The mesh of a rank group: the mesh flags apply to each group in which an actor learns."""
     if not any(name in config.trained for name in names):
         return Mesh(dp_shard=len(ranks))
     trained = [name for name in names if name in config.trained]
@@ -156,5 +157,5 @@ def mesh_of(config: Config, ranks: tuple[int, ...], names: list[str]) -> Mesh:
         copies = num_copies(config, len(ranks), trained)
         return make_mesh(len(ranks), dp_replicate=copies, cp=config.cp, tp=config.tp)
     except ValueError as error:
-        place: Any = RankGroup(ranks=ranks, actors=names, mesh=Mesh())
-        raise ValueError(f"{place}: {error}") from None
+        group: Any = RankGroup(ranks=ranks, actors=names, mesh=Mesh())
+        raise ValueError(f"{group}: {error}") from None

@@ -1,7 +1,7 @@
-"""Actors with ranks of their own (--actors.NAME.ranks), as the ranks that play episodes see them.
+"""Actors with separate ranks (--actors.NAME.ranks), from the side of the ranks that play episodes.
 
-A place is a process group of its own: no collective spans two places. Its engines and its learners
-are asked over HTTP (place_rank.py). Samples travel as safetensors in JSON, metrics as JSON.
+A rank group is a separate process group: no collective spans two of them. Its engines and learners
+answer HTTP requests (place_rank.py). Samples are sent as safetensors in JSON, metrics as JSON.
 """
 
 from __future__ import annotations
@@ -23,73 +23,73 @@ from rl_core.types import RunError, TrainingSample
 
 
 def connect_places(plan: Any, ranks: Ranks) -> dict[str, RemoteEngine]:
-    """The engine of each actor with ranks of its own. Waits until these ranks have loaded it."""
+    """The engine of each actor with separate ranks. Waits until these ranks have loaded it."""
     engines, timeout_s = {}, plan.config.timeout_s
-    for number, place in enumerate(plan.places[1:], 1):
-        engines |= engines_at(number, len(place.ranks), place.actors, ranks, timeout_s)
+    for number, group in enumerate(plan.places[1:], 1):
+        engines |= engines_at(number, len(group.ranks), group.actors, ranks, timeout_s)
     return engines
 
 
 def pairs_of(first: int, step: int, num_playing: int, num_learning: int) -> range:
-    """Numbers of the pairs of a rank that plays and a rank that learns, from `first` on. Pair n is
-    n % num_playing and n % num_learning: each rank is in one at least."""
+    """Numbers of the (playing rank, learning rank) pairs from `first` on. Pair n has the ranks
+    n % num_playing and n % num_learning, so each rank is in at least one."""
     return range(first, max(num_playing, num_learning), step)
 
 
 class RankGroupClient(Plugin):
-    """Sends samples when they are made. Learners here learn meanwhile, and the step ends when the
-    others have learned, too."""
+    """Sends samples as soon as they are made. Local learners learn in the meantime, and the step
+    ends when the other groups have learned too."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.places: list[RankGroup] = trainer.plan.places[1:]
-        # Of the learners that were saved last, and of their copies that are renewed.
+        self.groups: list[RankGroup] = trainer.plan.places[1:]
+        # Facts of the learners that were saved last, and of their snapshots that are updated.
         self.optimizers: dict[str, dict[str, Any]] = {}
         self.copies: dict[str, None] = {}
-        self.waited_for: list[RankGroup] = []  # they learn in this step
+        self.waited_for: list[RankGroup] = []  # Groups that learn in this step.
 
-    def servers(self, place: Place) -> list[EngineClient]:
-        """One on each rank of the place."""
-        return self.trainer.actors[place.actors[0]].engine.servers
+    def servers(self, group: RankGroup) -> list[EngineClient]:
+        """The server on each rank of the group."""
+        return self.trainer.actors[group.actors[0]].engine.servers
 
     async def start(self) -> None:
-        """They have the same checkpoint."""
-        await self.tell_all("begin", step=self.trainer.step)
+        """Checks that all groups have the same checkpoint."""
+        await self.ask_all("begin", step=self.trainer.step)
 
     async def on_samples(self, step: int, samples: dict[str, list[TrainingSample]]) -> None:
         config = self.trainer.config
         self.waited_for = []
-        for place in self.places:
-            names = [name for name in place.actors if name in samples]
+        for group in self.groups:
+            names = [name for name in group.actors if name in samples]
             names = [name for name in names if not (step + 1) % config.actors[name].learn_every]
             if not names:
                 continue
-            self.waited_for.append(place)
-            # All in the first message; what further ranks of a place get is empty.
+            self.waited_for.append(group)
+            # The group's first rank gets all samples; the others get an empty list.
             sent = [to_text(samples[name]) for name in names]
             empty = [to_text([]) for _ in names]
             asked = []
-            for number, server in self.pairs(place):
-                own = sent if number == self.trainer.ranks.rank else empty
-                content = dict(zip(names, own, strict=True))
+            for number, server in self.pairs(group):
+                content = sent if number == self.trainer.ranks.rank else empty
+                content = dict(zip(names, content, strict=True))
                 asked.append(self.ask(server, "learn", sender=number, step=step, samples=content))
-            with self.explained(place):
+            with self.naming(group):
                 await asyncio.gather(*asked)
 
     async def after_learn(self, step: int) -> None:
-        for place in self.waited_for:
-            with self.trainer.timed("places"), self.explained(place):
+        for group in self.waited_for:
+            with self.trainer.timed("places"), self.naming(group):
                 asked = []
-                for number, server in self.pairs(place):
+                for number, server in self.pairs(group):
                     asked.append(self.ask(server, "learned", sender=number, step=step))
                 for answer in await asyncio.gather(*asked):
                     self.trainer.note("", received_metrics(answer))
 
     async def files(self, scratch: Path) -> list[Path]:
-        """The folder of each learner, and of each copy."""
+        """The folder of each learner and of each snapshot."""
         is_last = self.trainer.step == self.trainer.config.num_steps
         self.optimizers, self.copies = {}, {}
-        for optimizers, copies in await self.tell_all("save", folder=str(scratch), is_last=is_last):
+        for optimizers, copies in await self.ask_all("save", folder=str(scratch), is_last=is_last):
             self.optimizers |= optimizers
             self.copies |= dict.fromkeys(copies)
         return [scratch / name for name in (*self.optimizers, *self.copies)]
@@ -98,21 +98,21 @@ class RankGroupClient(Plugin):
         return {"optimizers": self.optimizers, "copies": [*self.copies]}
 
     async def export(self, folder: Path) -> None:
-        await self.tell_all("export", folder=str(folder))
+        await self.ask_all("export", folder=str(folder))
 
     async def finish(self) -> None:
-        await self.tell_all("finish")
+        await self.ask_all("finish")
 
-    async def tell_all(self, verb: str, **body: Any) -> list[Any]:
-        """What the ranks of all places answer to the first rank here. Every rank must call it.
-        Raises RunError on all of them."""
+    async def ask_all(self, verb: str, **body: Any) -> list[Any]:
+        """The answers of all groups' ranks to rank 0, on all ranks. Every rank must call it. Raises
+        RunError on all ranks."""
         answers: list[Any] = []
         error = ""
         if self.trainer.ranks.rank == 0:
             try:
-                for place in self.places:
-                    with self.explained(place):
-                        asked = [self.ask(server, verb, **body) for server in self.servers(place)]
+                for group in self.groups:
+                    with self.naming(group):
+                        asked = [self.ask(server, verb, **body) for server in self.servers(group)]
                         answers += await asyncio.gather(*asked)
             except (RunError, ValueError) as failure:
                 error = str(failure)
@@ -121,9 +121,9 @@ class RankGroupClient(Plugin):
             raise RunError(error)
         return answers
 
-    def pairs(self, place: Place) -> Iterator[tuple[int, EngineClient]]:
-        """(number of the pair, the other's server) of the pairs that this rank is in."""
-        ranks, servers = self.trainer.ranks, self.servers(place)
+    def pairs(self, group: RankGroup) -> Iterator[tuple[int, EngineClient]]:
+        """(number of the pair, server of its other rank) of the pairs that this rank is in."""
+        ranks, servers = self.trainer.ranks, self.servers(group)
         for number in pairs_of(ranks.rank, ranks.size, ranks.size, len(servers)):
             yield number, servers[number % len(servers)]
 
@@ -131,20 +131,21 @@ class RankGroupClient(Plugin):
         return await server.ask(verb, timeout_s=self.trainer.config.timeout_s, **body)
 
     @contextmanager
-    def explained(self, place: RankGroup) -> Iterator[None]:
+    def naming(self, group: RankGroup) -> Iterator[None]:
+        """Adds the group's name to errors."""
         try:
             yield
         except EngineDied as error:
             raise RunError(
-                f"{place}: gone, or without an answer for "
+                f"{group}: gone, or without an answer for "
                 f"--timeout_s={self.trainer.config.timeout_s:g}: {error}"
             ) from error
         except (RunError, ValueError) as error:
-            raise type(error)(f"{place}: {error}") from error
+            raise type(error)(f"{group}: {error}") from error
 
 
 def to_text(samples: list[TrainingSample]) -> str:
-    """As from_text() reads them."""
+    """Samples as text for from_text()."""
     return base64.b64encode(to_bytes(samples)).decode()
 
 

@@ -1,6 +1,9 @@
-"""Losses of preference pairs. M trained tokens, P pairs. `replies` [M] is each token's reply: 2p
-for pair p's chosen one, 2p + 1 for its rejected one. A loss comes with rewards [P, 2]: those of
-both replies, as the model ranks them."""
+"""Losses of preference pairs. `replies` [M] is each token's reply: 2p for the chosen reply of pair
+p, 2p + 1 for the rejected one. A loss comes with rewards [P, 2], the implicit rewards of both
+replies.
+
+Legend: M trained tokens, P pairs.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from rl_core.types import PackedBatch
 def losses_of_replies(
     config: Config, batch: PackedBatch, logprobs: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """DPO's losses of the pairs of a batch, [P], from its tokens' logprobs [M]. Its samples are
-    chosen and rejected in turn."""
+    """DPO losses of a batch's pairs, [P], from the logprobs [M] of its tokens. Its samples
+    alternate: chosen, rejected."""
     pairs = batch.sequences, len(batch.paths) // 2
     losses, rewards = dpo_losses(logprobs, batch.ref_logprobs, *pairs, config.preference)
     return losses, pair_metrics(rewards)
@@ -26,15 +29,15 @@ def losses_of_replies(
 def losses_of_scores(
     config: Config, batch: PackedBatch, scores: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """A reward model's losses of the pairs of a batch, [P], from its tokens' scores [M]. A chosen
-    sample's advantage is the margin."""
+    """Reward model losses of a batch's pairs, [P], from the scores [M] of its tokens. The advantage
+    of a chosen sample is the margin."""
     pairs = batch.sequences, len(batch.paths) // 2
     losses, rewards = rm_losses(scores, batch.advantages, *pairs)
     return losses, pair_metrics(rewards)
 
 
 def pair_metrics(rewards: Tensor) -> dict[str, Metric]:
-    """A pair with equal rewards counts as half right."""
+    """Accuracy, margin and rewards. A pair with equal rewards counts as half right."""
     chosen, rejected = rewards.detach().T
     values = {
         "accuracy": ((chosen > rejected).float() + (chosen >= rejected)) / 2,
@@ -74,14 +77,14 @@ def dpo_losses(
 def rm_losses(
     scores: Tensor, margins: Tensor, replies: Tensor, num_pairs: int
 ) -> tuple[Tensor, Tensor]:
-    """-log sigma(s(chosen) - s(rejected) - margin), with the score s at a reply's last token and
-    the margin that its chosen side carries, all [M] (Ouyang et al. 2022, arXiv:2203.02155, eq. 1;
-    the margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2)."""
+    """-log sigma(s(chosen) - s(rejected) - margin), all [M], with the score s at a reply's last
+    token and the margin at its chosen reply (Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the
+    margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2)."""
     places = torch.arange(len(replies), device=replies.device)
     last = places.new_zeros(2 * num_pairs).scatter_reduce(0, replies, places, "amax")
     rewards, margin = scores[last].view(-1, 2), margins[last].view(-1, 2)[:, 0]
     return -logsigmoid(rewards[:, 0] - rewards[:, 1] - margin), rewards
 
 
-# By the preset that it is the loss of.
+# Preset -> loss.
 LOSSES = {"dpo": losses_of_replies, "rm": losses_of_scores}

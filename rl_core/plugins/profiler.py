@@ -1,4 +1,4 @@
-"""--profile_step: what each rank does in one step, as a Chrome trace."""
+"""--profile_step: a Chrome trace of one step on each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Profiler(Plugin):
         self.write(step)
 
     async def close(self) -> None:
-        """A step that fails is written too."""
+        """Writes the trace of a step that failed, too."""
         self.write(self.trainer.step + 1)
 
     def write(self, step: int) -> None:

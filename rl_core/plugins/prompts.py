@@ -1,4 +1,4 @@
-"""What a file gives its actors besides messages: system prompts and tools."""
+"""System prompts and tools of an environment file."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rl_core.types import Task
 
 @dataclass(kw_only=True, slots=True)
 class SystemPrompt:
-    """Jinja2 over the columns of the data, in a sandbox."""
+    """A sandboxed Jinja2 template over the columns of the data."""
 
     template: Any
-    columns: set[str]  # that it names
+    columns: set[str]  # Columns that the template names.
     where: str
 
     def render(self, task: Task) -> str:
         try:
             return self.template.render(task.row)
-        except Exception as error:  # a template is a hook too: filters raise what they like
+        except Exception as error:  # A template is a hook: its filters may raise anything.
             raise ValueError(
                 f"{self.where} fails for task {task.id}: {type(error).__name__}: {error}"
             ) from error
 
 
 def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, SystemPrompt]:
-    """Actor -> its prompt. Raises ValueError for a template that does not parse."""
+    """Actor -> system prompt. Raises ValueError for a template that does not parse."""
     sandbox = SandboxedEnvironment(undefined=StrictUndefined)
     prompts = {}
     for actor, text in texts.items():
@@ -46,13 +46,13 @@ def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, SystemPrompt]
 
 
 def tool_schemas(tools: Sequence[dict | Callable], path: str) -> list[dict[str, Any]]:
-    """The tools as templates read them. Raises ValueError for a function that lacks type hints or a
-    docstring."""
-    found = []
+    """Schemas of the tools for chat templates. Raises ValueError for a function without type hints
+    or a docstring."""
+    schemas = []
     for tool in tools:
         try:
-            found.append(tool if isinstance(tool, dict) else schema_of(tool))
-        except ModuleNotFoundError as error:  # environments are served without transformers
+            schemas.append(tool if isinstance(tool, dict) else schema_of(tool))
+        except ModuleNotFoundError as error:  # Environments are served without transformers.
             raise ValueError(
                 f"{path}: tools: {error}; pip install transformers, or write the OpenAI schemas"
             ) from error
@@ -60,11 +60,11 @@ def tool_schemas(tools: Sequence[dict | Callable], path: str) -> list[dict[str, 
             name = getattr(tool, "__name__", tool)
             raise ValueError(
                 f"{path}: tools: {name}(): {' '.join(str(error).split())}; a tool needs a type "
-                "hint for each argument and a docstring in Google's format, with what it does and "
-                "`Args:` with each argument"
+                "hint for each argument and a docstring in Google's format, with its purpose and "
+                "`Args:` for each argument"
             ) from error
     try:
-        return canonical_tools(found) or []
+        return canonical_tools(schemas) or []
     except ValueError as error:
         raise ValueError(f"{path}: tools {error}") from None
 

@@ -1,5 +1,5 @@
-"""The model to which KL penalties and DPO compare: frozen as at the start of the run, or renewed
-from the policy."""
+"""The reference model of KL penalties and DPO: frozen as at the start of the run, or updated from
+the policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_core.types import PackedBatch
 
 class Reference(LearnerExtension):
     def __init__(self, policy: Policy, temperature: float):
-        """`policy`: a frozen model, or the one that trains adapters, which is here without them."""
+        """`policy`: a frozen model, or the policy itself without its adapters."""
         self.policy, self.temperature = policy, temperature
         self.models = (policy,)
 
@@ -27,7 +27,7 @@ class Reference(LearnerExtension):
 
 
 class RenewedReference(LearnerExtension):
-    """The policy of some steps ago, or the exponential mean over its steps."""
+    """The policy of some steps ago, or an exponential moving average (EMA) over its steps."""
 
     def __init__(self, copy: WeightSnapshot, temperature: float):
         self.copy, self.temperature = copy, temperature
@@ -44,10 +44,10 @@ class RenewedReference(LearnerExtension):
 
 
 def make_reference(learner: LearnerContext) -> LearnerExtension:
-    """A frozen copy of --algo.reference, by default of the actor's model at the start, in the dtype
-    of compute, sharded as the policy is; of a policy with adapters itself, without them. On a GPU a
-    copy is CPU-offloaded to pinned memory while it is not used. One that --algo.reference_every or
-    reference_decay renew is a copy of what the actor trains."""
+    """A frozen copy of --algo.reference, by default of the actor's initial model, in the compute
+    dtype, sharded like the policy; for a policy with adapters the policy itself, without them. On a
+    GPU a copy is CPU-offloaded to pinned memory while it is not used. --algo.reference_every and
+    reference_decay update a snapshot of the trained weights."""
     model, path = learner.policy, learner.config.algo.reference
     temperature = learner.config.sampling.temperature if learner.algorithm.is_rl else 1.0
     if every := renewal(learner.algorithm):
@@ -59,15 +59,15 @@ def make_reference(learner: LearnerContext) -> LearnerExtension:
 
 
 def renewal(algorithm: Algorithm) -> int:
-    """Steps between two renewals of the reference, 0 if it stays: a mean is taken after each."""
+    """Steps between two updates of the reference, 0 for none. An EMA is updated after each step."""
     return algorithm.reference_every or int(algorithm.reference_decay > 0)
 
 
 def frozen_model(learner: LearnerContext, path: str) -> Policy:
-    """A model that a part only reads."""
+    """A model that an extension only reads."""
     model = learner.load(path, is_frozen=True)
     with model.on_device():
-        pass  # it leaves the device at the end
+        pass  # The model leaves the device at the end.
     return model
 
 
@@ -84,27 +84,27 @@ class KLPenalty(LearnerExtension):
 
 
 def kl_penalised(a: Algorithm, batch: PackedBatch) -> Tensor:
-    """[M] advantages less the KL of the sampled tokens, by the logprobs that they were sampled
-    with. In the reward: the sum from the token on, its return (REINFORCE++, arXiv:2501.03262),
-    without a baseline; a critic's rewards have it already. In the advantage: its own alone."""
+    """[M] advantages minus the KL of the sampled tokens, by the logprobs of the engine. KL in the
+    reward: the sum from the token on, its return (REINFORCE++, arXiv:2501.03262), without a
+    baseline; a critic's rewards have the KL already. KL in the advantage: the token's KL alone."""
     advantages = batch.advantages
-    for place, (kind, coef) in a.kl_terms.items():
+    for target, (kind, coef) in a.kl_terms.items():
         kl = kl_estimate(kind, batch.rollout_logprobs, batch.ref_logprobs)
-        if place == "reward" and not a.has_critic:
+        if target == "reward" and not a.has_critic:
             advantages = advantages - coef * sums_to_go(kl, batch.sequences)
-        elif place == "advantage":
+        elif target == "advantage":
             advantages = advantages - coef * kl
     return advantages
 
 
 def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
-    """[M] for each token the sum of its sequence's values from it on, the one l trained tokens
-    later times decay^l. Without a gradient."""
+    """[M] for each token the sum of its sequence's values from that token on, where the value l
+    trained tokens later is weighted by decay^l. Without a gradient."""
     sums = values.detach().double().clone()
     reach = 1
     while reach < len(sums):
-        # Sums over `reach` tokens become sums over twice as many: log2 passes over all sequences at
-        # once.
+        # Sums over `reach` tokens become sums over twice as many, in log2 passes over all sequences
+        # at once.
         is_same = sequences[reach:] == sequences[:-reach]
         sums[:-reach] += decay**reach * sums[reach:].where(is_same, 0.0)
         reach *= 2

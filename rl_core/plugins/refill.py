@@ -1,5 +1,5 @@
-"""Groups whose rewards are all alike teach nothing: further ones take their place (DAPO's dynamic
-sampling, arXiv:2503.14476, section 3.2)."""
+"""DAPO's dynamic sampling: replaces groups whose rewards are all equal, which teach nothing
+(arXiv:2503.14476, section 3.2)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Refill(Plugin):
         return more
 
     def num_missing(self, groups: list[Group]) -> int:
-        """Groups with signal that the step lacks, on all ranks."""
+        """Number of groups with signal that the step lacks, over all ranks."""
         trainer, with_signal = self.trainer, set()
         asking = {name: a for name, a in trainer.plan.algorithms.items() if a.refill_rounds}
         learned = [t for t in in_order(groups) if t.actor in asking]
@@ -45,8 +45,8 @@ class Refill(Plugin):
 
 
 def has_signal(group: list[Trajectory], algorithm: Algorithm) -> bool:
-    """Whether the episodes' rewards differ, or, where turns have advantages of their own, the
-    returns of their turns, or of those that began in equal states."""
+    """True if the episodes' rewards differ; with advantages per turn, if the returns of turns or of
+    turns from equal states differ."""
     if compares_states(algorithm):
         centred = replace(algorithm, advantage="group_mean")
         of_states = state_advantages(group, [0.0] * len(group), centred, None)

@@ -84,7 +84,7 @@ def pupils_first(config: Config) -> list[str]:
     return order
 
 
-def judges(config: Config) -> dict[str, str]:
+def frozen_models(config: Config) -> dict[str, str]:
     """What it is -> path of the models that an actor is compared with and that are loaded beside
     its own."""
     paths = {}

@@ -75,7 +75,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     `plan`: with the settings of this actor."""
     from rl_core.learning.loading import compute_dtype
     from rl_core.plugins.inference_batches import activation_bytes
-    from rl_core.plugins.teachers import judges
+    from rl_core.plugins.teachers import frozen_models
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
     learner = config.learner
@@ -100,7 +100,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         "activations": (0.0, tokens * kept),
         "logprobs": (0.0, logits + 4 * size.vocabulary * size.hidden / mesh.tp),
     }
-    compared_with = judges(config)
+    compared_with = frozen_models(config)
     algorithm = plan.algorithm
     is_renewed = algorithm.reference_every or algorithm.reference_decay  # It waits on the host.
     if algorithm.needs_reference and not size.adapters and not is_renewed:

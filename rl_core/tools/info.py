@@ -81,7 +81,7 @@ def metrics(name: str | None, as_json: bool) -> str:
         return json.dumps([dataclasses.asdict(row) for row in lines], indent=2)
     texts = []
     for row in lines:
-        texts += [f"{row.name}  ({row.unit})" if row.unit else row.name, f"  {row.what}"]
+        texts += [f"{row.name}  ({row.unit})" if row.unit else row.name, f"  {row.meaning}"]
         texts += [f"  healthy: {row.healthy}"] if row.healthy else []
     return "\n".join(texts)
 

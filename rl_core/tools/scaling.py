@@ -183,7 +183,7 @@ def works(plan: Plan) -> Iterator[Work]:
     """The work of each actor that learns."""
     from rl_core.learning.loading import compute_dtype, load_model_config, on_meta
     from rl_core.learning.minibatches import active_parameters
-    from rl_core.plugins.teachers import judges
+    from rl_core.plugins.teachers import frozen_models
 
     for name in plan.config.trained:
         config, algorithm = plan.config.of(name), plan.algorithms[name]
@@ -198,7 +198,7 @@ def works(plan: Plan) -> Iterator[Work]:
             group_size=config.group_size if config.is_rl else num_replies,
             prompt_tokens=config.max_prompt_tokens,
             context_tokens=config.max_context_tokens,
-            forwards=is_old + bool(algorithm.needs_reference) + len(judges(config)),
+            forwards=is_old + bool(algorithm.needs_reference) + len(frozen_models(config)),
             epochs=learner.epochs,
             is_recomputed=learner.activations == "recompute",
             microbatch_tokens=learner.microbatch_tokens,

@@ -46,7 +46,7 @@ FORWARDS = {
     "gpt_oss": "packed",  # attention sinks
     "lfm2": "padded",  # convolutions
     "mamba": "padded",  # no attention
-    "falcon": "padded",  # attention that cannot be exchanged
+    "falcon": "padded",  # attention that cannot be replaced
 }
 RUNS = ("sft", "grpo", "lora")
 FROZEN = ("correction_bias", "vision", "visual", "multi_modal_projector")

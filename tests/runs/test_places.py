@@ -22,7 +22,7 @@ from test_runs import COMPARED, assert_same_weights, lasting
 
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.distributed import Mesh
-from rl_core.plugins.place_rules import RankGroup, numbers, places_of
+from rl_core.plugins.place_rules import RankGroup, numbers, rank_groups_of
 from rl_core.plugins.places import from_text, to_text
 from rl_core.registry import check_options
 from rl_core.types import PER_TOKEN, TrainingSample
@@ -268,7 +268,7 @@ def test_what_ranks_of_an_actors_own_do_not_go_with_is_refused(flags, message):
     with pytest.raises(ValueError) as refused:
         config = parse_config(words(MODEL, flags))
         check_options(config)
-        places_of(config, 4)
+        rank_groups_of(config, 4)
     assert message in str(refused.value)
 
 
@@ -282,7 +282,7 @@ def test_places_have_what_is_left_first():
     assert numbers("4-6,8") == (4, 5, 6, 8)
     flags = "--actors.bob.lora.rank 4 --actors.alice.ranks 2-3 --actors.carol.share bob"
     config = parse_config(words(MODEL, flags, "--actors.bob.ranks 5,7 --tp 2"))
-    assert places_of(config, 8) == [
+    assert rank_groups_of(config, 8) == [
         RankGroup(ranks=(0, 1, 4, 6), actors=[], mesh=Mesh(dp_shard=4)),
         RankGroup(ranks=(5, 7), actors=["bob", "carol"], mesh=Mesh(tp=2)),
         RankGroup(ranks=(2, 3), actors=["alice"], mesh=Mesh(tp=2)),

@@ -89,6 +89,6 @@ def descriptions(names: frozenset[str]) -> dict[str, str]:
     """Metric -> its meaning, unit and healthy values."""
     rows = {name: row for name in names if (row := describe(name))}
     return {
-        name: f"{row.what} ({row.unit})" + (f"; healthy: {row.healthy}" if row.healthy else "")
+        name: f"{row.meaning} ({row.unit})" + (f"; healthy: {row.healthy}" if row.healthy else "")
         for name, row in rows.items()
     }
