@@ -168,7 +168,7 @@ class Experts(LearnerExtension):
         self.aux_loss: Tensor | float = 0.0  # The minibatch's tokens on this rank.
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
-        return self.replay.place(batch, samples) if self.replay else batch
+        return self.replay.add_experts(batch, samples) if self.replay else batch
 
     @contextmanager
     def around(self, batch: PackedBatch) -> Iterator[None]:

@@ -1,5 +1,5 @@
-"""--resume: the newest checkpoint that is intact, and learners as they were when it was saved, on
-any number of ranks."""
+"""--resume: finds the newest intact checkpoint and restores the learners, on any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from rl_core.plugins.checkpoint import (
 
 
 def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
-    """The newest checkpoint whose files are as they were written; None where there is none at all.
-    Says which are damaged. Every rank must call it. Raises ValueError if all are damaged."""
+    """The newest checkpoint whose files are intact; None if there is no checkpoint. Prints the
+    damaged ones. Every rank must call it. Raises ValueError if all are damaged."""
     damages = []
     for name in reversed(all_gather_json([path.name for path in checkpoints_in(folder)], ranks)[0]):
         damage = find_damage(folder / name, ranks)
         if not damage:
             for text in damages:
                 if ranks.is_writer:
-                    print(f"warning: {text}; goes on from {name}, the one before it", flush=True)
+                    print(f"warning: {text}; resumes from {name}, the one before it", flush=True)
             return folder / name
         damages.append(damage)
     if damages:
         raise ValueError(
-            f"{damages[0]}; no checkpoint before it is whole: remove them, to begin at step 0"
+            f"{damages[0]}; no earlier checkpoint is intact: remove them, to begin at step 0"
         )
     return None
 
 
 def find_damage(folder: Path, ranks: Ranks) -> str:
-    """What is wrong with a checkpoint's files; "" if nothing is. Each rank reads a part of them.
-    Every rank must call it."""
+    """The damage of a checkpoint's files; "" if there is none. Each rank reads a share of the
+    files. Every rank must call it."""
     manifest = folder / "manifest.json"
     damage = ""
     try:
         read_object(folder / "state.json")
         files = read_object(manifest)["files"]
         for name in sorted(files)[ranks.rank :: ranks.size]:
-            # Old manifests have sizes alone.
+            # Manifests of older versions have only sizes.
             if not files[name].items() <= facts_of(folder / name).items():
                 damage = (
                     f"{folder / name} is damaged: its size or checksum is not that of {manifest}"
@@ -64,13 +64,13 @@ def find_damage(folder: Path, ranks: Ranks) -> str:
 
 
 def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: bool = False) -> dict:
-    """Fills the learners and returns the saved state. Raises ValueError if a file is damaged,
-    unless that `is_verified`, or if the checkpoint is of another model."""
+    """Restores the learners and returns the saved state. Raises ValueError if a file is damaged,
+    unless `is_verified`, or if the checkpoint belongs to another model."""
     trained = trained_learners(learners)
     if not is_verified:
         ranks = next(iter(trained.values())).ranks
         if damage := find_damage(folder, ranks):
-            raise ValueError(f"{damage}; go on from another checkpoint")
+            raise ValueError(f"{damage}; resume from another checkpoint")
     state = read_object(folder / "state.json")
     known = state["optimizers"]
     for name, learner in trained.items():
@@ -95,8 +95,8 @@ def load_learner(
     is_saved: bool = True,
     state: dict[str, float] | None = None,
 ) -> None:
-    """`is_saved`: the checkpoint has the optimizer's state, not weights alone. `state`: the
-    learner's own; checkpoints of older versions have none."""
+    """Restores one learner. `is_saved`: the checkpoint has the optimizer's state. `state`: state of
+    the learner class; None in checkpoints of older versions."""
     if is_saved and steps:
         check_optimizer(folder, learner, name, ranks)
         make_state(learner, steps)
@@ -112,30 +112,30 @@ def load_learner(
 
 
 def check_optimizer(folder: Path, learner: Learner, name: str, ranks: int) -> None:
-    """Raises ValueError unless the learner's optimizer can use the state of one of this name, saved
-    by so many ranks."""
-    own = type(learner.optimizer).__name__
-    if name != own:
+    """Raises ValueError unless the learner's optimizer can use the state of optimizer `name` that
+    `ranks` ranks saved."""
+    current = type(learner.optimizer).__name__
+    if name != current:
         raise ValueError(
-            f"{folder} holds the state of {name}, which {own} cannot use; resume with the "
+            f"{folder} holds the state of {name}, which {current} cannot use; resume with the "
             "--optim.name that it was saved with"
         )
     if name.endswith("8bit") and ranks != learner.ranks.size:
         raise ValueError(
-            f"{folder} holds 8-bit optimizer state of {ranks} ranks, which cannot be cut for "
+            f"{folder} holds 8-bit optimizer state of {ranks} ranks, which cannot be resharded for "
             f"{learner.ranks.size}; resume with as many ranks"
         )
 
 
 def fill(folder: Path, wanted: dict[str, Tensor]) -> None:
-    """Reads these tensors from a learner's part of a checkpoint."""
+    """Reads these tensors from a learner's folder of a checkpoint."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
     for key, value in wanted.items():
         if key not in saved or saved[key].size != value.shape:
             raise ValueError(
-                f"{folder}: {key} is missing or has another shape; is it of another model, or of "
-                "one with other adapters?"
+                f"{folder}: {key} is missing or has another shape; does the checkpoint belong to "
+                "another model, or to one with other adapters?"
             )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -143,7 +143,7 @@ def fill(folder: Path, wanted: dict[str, Tensor]) -> None:
 
 
 def make_state(learner: Learner, steps: int) -> None:
-    """Lets the optimizer create its state, which it does at its first step, as after `steps`."""
+    """Creates the optimizer's state as after `steps` steps, by a step with learning rate 0."""
     for _, parameter in learner.trained_parameters():
         parameter.grad = torch.zeros_like(parameter)
     for group in learner.optimizer.param_groups:

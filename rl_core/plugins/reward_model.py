@@ -1,16 +1,16 @@
-"""A reward model scores conversations: in this process, or asked for over HTTP.
+"""Reward models: score conversations in this process or over HTTP.
 
 model = RewardModel("runs/rm/hf/policy")
-model.score([[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]])     #
-[1.25]
+model.score([[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]])
+# [1.25]
 
 python -m rl_core.plugins.reward_model --model runs/rm/hf/policy --port 8001
-await remote_scores("http://127.0.0.1:8001", [messages])                                         #
-[1.25]
+await remote_scores("http://127.0.0.1:8001", [messages])
+# [1.25]
 
-POST /classify {"messages": [...] or [[...], ...], "tools": [...]} -> {"data": [{"index": 0,
-"score": 1.25}], ...} GET  /health                                                       ->
-{"status": "ok", "model": "..."}
+POST /classify  {"messages": [...] or [[...], ...], "tools": [...]}
+                -> {"data": [{"index": 0, "score": 1.25}], ...}
+GET  /health    -> {"status": "ok", "model": "..."}
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rl_core.data.pretrained import load_pretrained
 from rl_core.http_door import MAX_LOCAL_STRANGERS, HttpServer, read_json
 from rl_core.types import Message
 
-MAX_PAUSE_S = 5.0  # between two attempts at a server
+MAX_PAUSE_S = 5.0  # Longest pause between two attempts at a server.
 
 
 class RewardModel:
-    """A sequence classifier with one label, such as --algorithm rm exports. Threads may share it;
-    they take turns."""
+    """A sequence classifier with one label, such as --algorithm rm exports. Threads may share one
+    instance; they take turns."""
 
     def __init__(
         self,
@@ -48,10 +48,9 @@ class RewardModel:
         chat_template: str | None = None,
         batch_tokens: int = 16384,
     ):
-        """batch_tokens bounds one forward, padding included. Weights are held in fp32 on a CPU,
-        elsewhere in the folder's dtype. Raises ValueError if the folder holds no trained reward
-        model."""
-        import torch  # takes seconds to import, which --help does not wait for
+        """`batch_tokens`: limit of one forward, padding included. Weights are fp32 on a CPU, else
+        in the folder's dtype. Raises ValueError if the folder holds no trained reward model."""
+        import torch  # The import takes seconds, which --help avoids.
 
         from rl_core.learning.loading import max_positions
 
@@ -63,18 +62,17 @@ class RewardModel:
         self.model = load_classifier(path, self.device)
         self.chat = load_chat(path, chat_template)
         self.max_tokens = max_positions(self.model.config)[0] or math.inf
-        self.lock = threading.Lock()  # tokenizers are not thread-safe
+        self.lock = threading.Lock()  # Tokenizers are not thread-safe.
 
     def score(
         self, conversations: Sequence[list[Message]], tools: list | None = None
     ) -> list[float]:
-        """A finite score of each conversation: the higher, the better its last reply. Raises
-        ValueError for messages that the chat template refuses, and for more tokens than the model
-        reads."""
+        """A finite score of each conversation; higher means a better last reply. Raises ValueError
+        for messages that the chat template refuses, and for more tokens than the model reads."""
         return self.score_ids([self.token_ids(messages, tools) for messages in conversations])
 
     def token_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
-        """The tokens that training scored: the conversation as the chat template renders it."""
+        """The conversation's tokens as training scored them: rendered by the chat template."""
         messages, tools = canonical_messages(messages), canonical_tools(tools)
         with self.lock:
             ids = self.chat.prompt_ids(messages, tools, add_generation_prompt=False)
@@ -85,16 +83,16 @@ class RewardModel:
         return ids
 
     def score_ids(self, conversations: Sequence[list[int]]) -> list[float]:
-        """As score(), of token ids. Conversations of similar length share a forward."""
+        """Like score(), for token ids. Conversations of similar length share a forward."""
         scores = [math.nan] * len(conversations)
         waiting = sorted(range(len(conversations)), key=lambda i: len(conversations[i]))
         with self.lock:
             while waiting:
-                # The longest, and as many below it as fit once they are padded to it.
+                # The longest, and as many shorter ones as fit when padded to its length.
                 num = max(1, self.batch_tokens // len(conversations[waiting[-1]]))
                 batch, waiting = waiting[-num:], waiting[:-num]
-                found = self.forward([conversations[i] for i in batch])
-                for i, score in zip(batch, found, strict=True):
+                batch_scores = self.forward([conversations[i] for i in batch])
+                for i, score in zip(batch, batch_scores, strict=True):
                     scores[i] = score
         if not all(map(math.isfinite, scores)):
             raise ValueError(
@@ -112,35 +110,37 @@ class RewardModel:
         last = torch.tensor([len(ids) - 1 for ids in conversations], device=self.device)
         input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = (torch.arange(input_ids.shape[1], device=self.device) <= last[:, None]).long()
-        # The classifier's own forward finds the end by a padding token, in which a conversation may
-        # end.
+        # The classifier's forward would look for a padding token, which may also end a
+        # conversation.
         with torch.inference_mode():
-            found = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False)
-            hidden = found.last_hidden_state[torch.arange(len(rows), device=self.device), last]
+            out = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False)
+            hidden = out.last_hidden_state[torch.arange(len(rows), device=self.device), last]
             return scores_of(self.model, hidden).tolist()
 
 
 def load_classifier(path: str, device: Any) -> Any:
-    """The model with its head in fp32. Weights come from safetensors alone, code from transformers
-    alone."""
+    """The model with its head in fp32. Loads weights only from safetensors, and code only from
+    transformers."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    how = {"use_safetensors": True, "output_loading_info": True}
+    options = {"use_safetensors": True, "output_loading_info": True}
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model, found = load_pretrained(AutoModelForSequenceClassification, path, dtype=dtype, **how)
+        model, info = load_pretrained(
+            AutoModelForSequenceClassification, path, dtype=dtype, **options
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"model {path!r} cannot score: {str(error).splitlines()[0]}") from None
-    why = [f"it lacks {name}" for name in sorted(found["missing_keys"])]
+    why = [f"it lacks {name}" for name in sorted(info["missing_keys"])]
     if model.config.num_labels != 1:
         why.append(f"it has {model.config.num_labels} labels")
     if not hasattr(model, "score"):
-        why.append("its head is no linear score")
+        why.append("its head is not a linear score")
     if why:
         raise ValueError(
-            f"model {path!r} is no trained reward model, {why[0]}: give a sequence classifier with "
-            "one label, such as the folder hf/policy of a run with --algorithm rm"
+            f"model {path!r} is not a trained reward model, {why[0]}: give a sequence classifier "
+            "with one label, such as the folder hf/policy of a run with --algorithm rm"
         )
     model.score.float()
     return model.to(device).eval()
@@ -152,8 +152,8 @@ async def remote_scores(
     tools: list | None = None,
     timeout_s: float = 30.0,
 ) -> list[float]:
-    """Scores as RewardModel.score(), by the server at `url`. A server that is not there or busy is
-    asked again until timeout_s is over, then ConnectionError says why. Raises ValueError for what
+    """Scores of the server at `url`, like RewardModel.score(). Retries until timeout_s if the
+    server is busy or not there, then raises ConnectionError. Raises ValueError for requests that
     the server refuses."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(
@@ -182,10 +182,10 @@ async def remote_scores(
 
 @web.middleware
 async def refuse_pages(request: web.Request, handler: Callable) -> web.StreamResponse:
-    """Pages in a browser, which tells where they are from, would have the model of whoever runs the
-    server work for them."""
+    """Refuses pages in a browser, which send their origin: they would use the model in the name of
+    the server's user."""
     if "Origin" in request.headers:
-        return web.json_response({"error": "pages in a browser may not ask"}, status=403)
+        return web.json_response({"error": "browser pages may not use this server"}, status=403)
     return await handler(request)
 
 
@@ -222,7 +222,7 @@ class ScoreServer:
                     scores = iter(await asyncio.to_thread(self.model.score_ids, asked))
                     for conversations, future in jobs:
                         future.set_result([next(scores) for _ in conversations])
-                except Exception as error:  # whoever asked is told; the server goes on
+                except Exception as error:  # Every caller gets the error; the server continues.
                     for _, future in jobs:
                         future.set_exception(error)
         return await answer
@@ -244,7 +244,7 @@ async def serve(model: RewardModel, host: str, port: int, max_bytes: int) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Loads the model once and serves until Ctrl-C. Gives the exit status."""
+    """Loads the model once and serves until Ctrl-C. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m rl_core.plugins.reward_model", allow_abbrev=False
     )

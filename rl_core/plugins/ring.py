@@ -1,8 +1,9 @@
-"""Sequences that are cut over ranks (--cp): Ring Attention (arXiv 2310.01889).
+"""Context parallelism (--cp): Ring Attention over sequences that are split over ranks
+(arXiv:2310.01889).
 
 With cp ranks, sequence n is padded at its end to 2 * cp * c_n tokens and cut into 2 * cp chunks.
 Rank r holds, for each sequence in order, chunk r and then chunk 2cp-1-r: all ranks have the same
-work under a causal mask. Keys and values travel round the ring while the segments at hand are
+work under a causal mask. Keys and values travel around the ring while the current segments are
 computed.
 
     keys from           segments        seen by the queries
@@ -10,7 +11,7 @@ computed.
     a lower rank        first chunk     both: it ends before either begins
     a higher rank       both chunks     the second only: it begins after either ends
 
-T local tokens, G heads of keys, D head dim, M trained tokens of a batch.
+Legend: T local tokens, G heads of keys, D head dim, M trained tokens of a batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rl_core.types import PackedBatch
 
 
 class RingForward(PackedForward):
-    """What a rank computes of a batch that `group` computes together."""
+    """Computes this rank's shard of a batch that the ranks of `group` compute together."""
 
     def __init__(self, kernel: Kernel, group: dist.ProcessGroup):
         super().__init__(kernel)
@@ -38,7 +39,7 @@ class RingForward(PackedForward):
     def __call__(
         self, policy: Policy, batch: PackedBatch, temperature: float
     ) -> tuple[Tensor, ...]:
-        if batch.shard is None:  # each rank has all of it
+        if batch.shard is None:  # Each rank computes the whole batch.
             return super().__call__(policy, batch, temperature)
         shard, ids = batch.shard, batch.input_ids
         plan = RingPlan(shard.cu_seqlens, self.kernel, ids.device, self.group)
@@ -56,7 +57,7 @@ class RingForward(PackedForward):
 
 
 class RingPlan(AttentionPlan):
-    """Its pieces are this rank's parts of whole sequences."""
+    """An attention plan whose pieces are this rank's chunks of whole sequences."""
 
     def __init__(
         self, cu_seqlens: Tensor, kernel: Kernel, device: torch.device, group: dist.ProcessGroup
@@ -72,15 +73,15 @@ class RingPlan(AttentionPlan):
         self.by_source += [[higher]] * (self.size - 1 - self.rank)
 
     def window_runs(self, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Keys are rows of the keys of all ranks, rank by rank."""
+        """Keys are rows of all ranks' keys, in the order of the ranks."""
         runs, size = [], self.size
         for piece in self.pieces:
             length = len(piece) // 2
             if not length:
                 continue
-            chunk, place = divmod(np.arange(2 * size * length), length)
+            chunk, offset = divmod(np.arange(2 * size * length), length)
             owner = np.minimum(chunk, 2 * size - 1 - chunk)
-            rows = owner * self.num_tokens + piece[0] + (chunk >= size) * length + place
+            rows = owner * self.num_tokens + piece[0] + (chunk >= size) * length + offset
             for n, chunk in enumerate((self.rank, 2 * size - 1 - self.rank)):
                 first = chunk * length
                 keys = rows[max(0, first - window + 1) : first + length]
@@ -88,8 +89,8 @@ class RingPlan(AttentionPlan):
         return runs
 
     def sources(self, kv: list[Tensor], window: int | None) -> Iterator[tuple[list, list]]:
-        """Of each rank, this one first. The next travel while the caller works. With a window, the
-        keys of all ranks at once."""
+        """(keys and values, segments) of each rank, this rank first. The next ones travel while the
+        caller computes. With a window, the keys of all ranks at once."""
         if window is not None:
             yield [self.gathered(x) for x in kv], self.near(window)
             return
@@ -101,8 +102,8 @@ class RingPlan(AttentionPlan):
                 kv = arrived()
 
     def passed_on(self, kv_grads: list) -> Callable[[], list]:
-        """The gradient of these keys so far arrives from the rank before, which has just added its
-        own part."""
+        """Receives the gradient of these keys from the previous rank, which has just added its
+        share."""
         return super().passed_on(kv_grads) if kv_grads[0] is None else self.shifted(kv_grads)
 
     def returned(self, kv_grads: list[Tensor], window: int | None) -> list[Tensor]:
@@ -111,8 +112,8 @@ class RingPlan(AttentionPlan):
         return [self.scattered(x) for x in kv_grads]
 
     def shifted(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """One step round the ring: the tensors leave for the next rank; waits for those of the rank
-        before."""
+        """Starts one step around the ring: sends the tensors to the next rank. The returned
+        function waits for those of the previous rank."""
         to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         sent = [x.contiguous() for x in tensors]
         received = [torch.empty_like(x) for x in sent]
@@ -124,19 +125,19 @@ class RingPlan(AttentionPlan):
         def wait() -> list[Tensor]:
             while works:
                 works.pop().wait()
-            sent.clear()  # not until this is called again
+            sent.clear()  # The buffers must live until the sends are done.
             return received
 
         return wait
 
     def gathered(self, x: Tensor) -> Tensor:
-        """[cp * T, G, D]: rank by rank."""
+        """[cp * T, G, D], in the order of the ranks."""
         out = x.new_empty(self.size * len(x), *x.shape[1:])
         dist.all_gather(list(out.chunk(self.size)), x.contiguous(), group=self.group)
         return out
 
     def scattered(self, grad: Tensor) -> Tensor:
-        """[T, G, D]: this rank's part of the sum over ranks, in fp32 or fp64."""
+        """[T, G, D], this rank's rows of the sum over ranks, in fp32 or fp64."""
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         summed = grad.new_empty(len(grad) // self.size, *grad.shape[1:])
         dist.reduce_scatter(summed, list(grad.chunk(self.size)), group=self.group)
@@ -144,9 +145,9 @@ class RingPlan(AttentionPlan):
 
 
 class FromShards(torch.autograd.Function):
-    """[n, m] values of this rank's trained tokens -> [n, M] those of the whole batch. Every rank
-    goes on to compute the same loss from all of them; a gradient goes back to this rank's tokens
-    alone, since the other ranks send theirs."""
+    """[n, m] values of this rank's trained tokens -> [n, M] values of the whole batch. Every rank
+    then computes the same loss from all values; a gradient flows back only to this rank's tokens,
+    since the other ranks handle theirs."""
 
     @staticmethod
     def forward(ctx, shard, group, values):
@@ -154,8 +155,8 @@ class FromShards(torch.autograd.Function):
         padded = pad(values, (0, max(shard.counts) - values.shape[1]))
         gathered = [torch.empty_like(padded) for _ in shard.counts]
         dist.all_gather(gathered, padded, group=group)
-        parts = [part[:, :n] for part, n in zip(gathered, shard.counts, strict=True)]
-        return torch.cat(parts, 1)[:, shard.places]
+        shards = [values[:, :n] for values, n in zip(gathered, shard.counts, strict=True)]
+        return torch.cat(shards, 1)[:, shard.places]
 
     @staticmethod
     def backward(ctx, grad):

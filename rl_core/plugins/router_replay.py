@@ -1,10 +1,10 @@
-"""Router replay: the learner's routers choose the experts that the engine's chose (R3, Ma et al.
-2025, arXiv:2510.11370).
+"""Router replay: the learner's routers use the experts that the engine's routers chose (R3, Ma et
+al. 2025, arXiv:2510.11370).
 
-A token's experts [R, K] travel with its completion and sample, for every token that the engine
+A token's experts [R, K] are stored with its completion and sample, for every token that the engine
 read.
 
-R routers, K experts that a token goes to, n rows of S tokens in a forward of the engine.
+Legend: R routers, K experts that a token is routed to, n rows of S tokens in an engine's forward.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from rl_core.plugins.experts import Routers
 from rl_core.plugins.row_sampling import CACHE_NAMES
 from rl_core.types import PackedBatch, TrainingSample
 
-KEPT = "experts"  # where they stand in a cache
-OWN = -1  # a token whose experts the learner chooses
+KEPT = "experts"  # Name of the experts in a cache.
+OWN = -1  # Marks a token whose experts the learner chooses.
 
 
 def check_replay(config: Config, name: str) -> None:
-    """Raises ValueError for what an actor's --router_replay cannot go with."""
+    """Raises ValueError for flags that --router_replay cannot be combined with."""
     actor = config.actors[name]
     for is_given, flag in (
         (
             config.max_staleness,
             f"--max_staleness={config.max_staleness}",
-        ),  # older tokens get the experts of newer weights
+        ),  # Older tokens would get the experts of newer weights.
         (config.engine_ranks, f"--engine_ranks={config.engine_ranks}"),
         (config.rollout.lagged[0], "--rollout.lagged"),
         (actor.share or config.sharers(name), "share"),
     ):
         if is_given:
-            raise ValueError(f"--actors.{name}.router_replay=true has no {flag}; leave one out")
+            raise ValueError(
+                f"--actors.{name}.router_replay=true cannot be combined with {flag}; leave one out"
+            )
 
 
 class Recorder:
-    """Keeps the experts of each token beside its keys and values, in the cache of an embedded
+    """Stores the experts of each token next to its keys and values, in the cache of an embedded
     engine."""
 
     def __init__(self, model: nn.Module):
@@ -51,22 +53,22 @@ class Recorder:
         decoder.register_forward_hook(self.keep, with_kwargs=True)
 
     def begin(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Not the learner, which may have the same model.
+        # Skips forwards of the learner, which may have the same model.
         if kwargs.get("slot_plan") or kwargs.get("use_cache"):
             self.routers.open()
 
-    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, Any], found: Any) -> None:
+    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
         if not self.routers.is_open:
             return
         self.routers.close()
-        # [R, n * S, K].
+        # Shape [R, n * S, K].
         experts, plan = torch.stack(self.routers.experts).short(), kwargs.get("slot_plan")
-        if plan is None:  # one row, in transformers' own cache
-            cache = next(found[name] for name in CACHE_NAMES if name in found)
+        if plan is None:  # One row, in transformers' cache.
+            cache = next(outputs[name] for name in CACHE_NAMES if name in outputs)
             before = getattr(cache, KEPT, experts[:, :0])
             setattr(cache, KEPT, torch.cat([before, experts], 1))
         else:
-            # [n, R, S, K].
+            # Shape [n, R, S, K].
             experts = experts.unflatten(1, (plan.rows.stop - plan.rows.start, -1)).transpose(0, 1)
             plan.write(KEPT, experts, experts[:, :1, :, :1])
 
@@ -77,18 +79,19 @@ class Recorder:
             if hasattr(cache, "layers")
             else getattr(cache.rows[row], KEPT)
         )
-        return kept[:, :length].transpose(0, 1).cpu().numpy().copy()  # the row gets other tokens
+        # A copy, because the row is reused.
+        return kept[:, :length].transpose(0, 1).cpu().numpy().copy()
 
 
 class Replay:
-    """Brings what the engine recorded to the batches of a learner."""
+    """Adds the recorded experts to the batches of a learner."""
 
     def __init__(self, routers: Routers):
         self.shape = len(routers.modules), routers.modules[0].top_k
 
-    def place(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
-        """The batch with the experts of its tokens. Those that several samples share get those of
-        the first."""
+    def add_experts(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
+        """The batch with the experts of its tokens. A token that several samples share gets the
+        experts of the first sample."""
         experts = np.full((len(batch.input_ids), *self.shape), OWN, np.int16)
         read = list(zip(batch.paths, samples, strict=True))
         for path, sample in reversed(read):

@@ -1,7 +1,7 @@
-"""Models that the embedded engine's slots do not cover: they sample by their own layers, row by
-row.
+"""Sampling for models that the embedded engine's slots do not support: by the model's own layers,
+row by row.
 
-It is slower, and exact. S new tokens of an engine's row.
+This is slower, and exact. Legend: n rows, S new tokens of an engine's row.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from rl_core.learning import attention
 from rl_core.learning.policy import backbone
 from rl_core.plugins.padded import ERRORS, own_attention, own_layers, set_attention
 
-# What models call the cache that they read and return: since transformers 5.24, and before.
+# Names of the cache argument in models: since transformers 5.24, and before.
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
 def choose_sampler(
     model: nn.Module, slot_model: type[SlotModel] = SlotModel
 ) -> SlotModel | RowModel:
-    """A `slot_model` if its logits are those of the model, else a RowModel. Raises ValueError if
-    neither has these logits."""
-    own = OwnHeadModel(model)
-    samplers = [RowModel(model), own]
+    """A `slot_model` if its logits equal the model's, else a RowModel. Raises ValueError if neither
+    has these logits."""
+    exact = OwnHeadModel(model)
+    samplers = [RowModel(model), exact]
     if not own_layers(model):
         samplers = [slot_model(model), *samplers]
     for sampler in samplers:
-        problem = problem_of(sampler, own)
+        problem = problem_of(sampler, exact)
         if not problem:
             return sampler
     raise ValueError(
-        f"{type(model).__name__} does not sample token by token as it reads: {problem}; use "
-        "another engine"
+        f"{type(model).__name__} gives other logits token by token than for whole sequences: "
+        f"{problem}; use another engine"
     )
 
 
 @torch.inference_mode()
-def problem_of(sampler: SlotModel | RowModel, own: RowModel) -> str:
-    """How the third token's logits differ from those of the model's own forward; "" if they do
-    not."""
+def problem_of(sampler: SlotModel | RowModel, exact: RowModel) -> str:
+    """The difference of the third token's logits from the model's own forward; "" if they are
+    equal."""
     model, cache = sampler.model, sampler.make_cache(1, 3)
     ids = torch.tensor([[1, 2, 3]], device=model.device) % model.config.get_text_config().vocab_size
     start = torch.full((1,), 2, device=model.device)
-    with own.borrowed():
+    with exact.borrowed():
         expected = model(input_ids=ids, use_cache=False).logits[0, -1].float()
     try:
         with sampler.borrowed():
@@ -60,19 +60,19 @@ def problem_of(sampler: SlotModel | RowModel, own: RowModel) -> str:
     except ERRORS as problem:
         return str(problem).splitlines()[0]
     tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * expected.abs().max()
-    # Where weights are NaN, both are.
+    # Where weights are NaN, both outputs are.
     return f"its logits differ by {error:.2g}" if error > tolerance else ""
 
 
 class RowCaches:
-    """transformers' cache of each row. It is never cut: recurrent layers keep a state, not
-    tokens."""
+    """transformers' cache of each row. The cache is never cut, because recurrent layers keep a
+    state, not tokens."""
 
     def __init__(self, *_) -> None:
         self.rows: dict[int, Any] = {}
 
     def swap(self, row: int, other: int, length: int) -> None:
-        """Moves the second one. What was in its place is not used again."""
+        """Moves row `other` to `row`, whose cache is not used again."""
         self.rows[row] = self.rows.pop(other)
 
     def snapshot(self, row: int, length: int) -> Any:
@@ -87,7 +87,7 @@ class RowModel:
     """A causal language model that samples by its own layers, row by row."""
 
     make_cache = RowCaches
-    is_batched = False  # each prompt is forwarded in one piece, and no cache outlives its request
+    is_batched = False  # Each prompt is one forward, and no cache outlives its request.
 
     def __init__(self, model: nn.Module):
         self.model, self.decoder = model, backbone(model)
@@ -96,8 +96,7 @@ class RowModel:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Inside, the model is in evaluation mode and has its own attention; then it is put back as
-        it was."""
+        """A context in which the model is in evaluation mode and has its own attention."""
         before = self.model.config._attn_implementation
         if before == attention.NAME:
             set_attention(self.model, own_attention(self.model))
@@ -117,19 +116,19 @@ class RowModel:
         sizes: Tensor | None = None,
         is_even: bool = False,
     ) -> Tensor:
-        """[n, S, hidden size], the hidden states of each row's last token everywhere."""
+        """[n, S, hidden size]; every position has the hidden state of the row's last token."""
         sizes = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()
-        found = []
+        hidden = []
         for row, ids, size in zip(range(rows.start, rows.stop), tokens, sizes, strict=True):
             kept = None if starts is None else cache.rows[row]
             last, cache.rows[row] = self.read(
                 input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept}
             )
-            found.append(last)
-        return torch.stack(found)[:, None].expand(-1, tokens.shape[1], -1)
+            hidden.append(last)
+        return torch.stack(hidden)[:, None].expand(-1, tokens.shape[1], -1)
 
     def read(self, **inputs: Any) -> tuple[Tensor, Any]:
-        """([hidden size] of the last token, the cache)"""
+        """([hidden size] of the last token, the updated cache)"""
         out = self.decoder(**inputs)
         return out.last_hidden_state[0, -1], out[self.cache_name]
 
@@ -138,8 +137,8 @@ class RowModel:
 
 
 class OwnHeadModel(RowModel):
-    """A RowModel whose head computes what no other does. In place of hidden states are logits, in
-    the model's dtype."""
+    """A RowModel for a head that cannot be computed outside of the model. Its hidden states are
+    logits, in the model's dtype."""
 
     def read(self, **inputs: Any) -> tuple[Tensor, Any]:
         out = self.model(**inputs)

@@ -1,5 +1,5 @@
-"""What a run says when it ends: steps and time, scores before and after, how to look at it, and how
-it goes on."""
+"""The last lines of a run: steps and time, scores before and after, and commands to view and resume
+the run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 from rl_core.data.rows import read_json
 
 Row = Mapping[str, float | None]
-# The first of these that a run measured at least twice is told.
+# The first pattern with a metric that was measured at least twice is printed.
 SCORES = (
     r"eval/((?:[^/]+/)*(?:greedy_score|avg@\d+|pass@\d+|accuracy|loss))",
     r"rollout/([^/]+/reward)_mean",
     r"learn/([^/]+/loss)",
 )
-MOST_STEPS = 10  # whose mean is told, of values that are of a step's own tasks
+MOST_STEPS = 10  # Most steps to average for metrics of training, whose tasks differ.
 
 
 def tell_end(trainer: Any) -> None:
     """Prints the lines. The run's files are complete."""
     config, say, done = trainer.config, trainer.log.say, trainer.step
-    taken = timedelta(seconds=int(time.monotonic() - trainer.began_at))
-    how = "done" if done >= config.num_steps and not trainer.signal else trainer.ended_by
-    say(f"{how}: step {done} of {config.num_steps} in {taken}")
+    duration = timedelta(seconds=int(time.monotonic() - trainer.began_at))
+    reason = "done" if done >= config.num_steps and not trainer.signal else trainer.ended_by
+    say(f"{reason}: step {done} of {config.num_steps} in {duration}")
     file = trainer.out / "metrics.jsonl"
     for line in before_and_after(list(read_json(file)) if file.exists() else []):
         say(f"  {line}")
@@ -50,20 +50,20 @@ def before_and_after(rows: Sequence[Row]) -> list[str]:
         for name, values in sorted(curves.items()):
             match = re.fullmatch(pattern, name)
             if match and len(values) > 1:
-                # Evaluations are of the same tasks each time; a step's value is mostly the luck of
-                # its tasks.
+                # Evaluations repeat the same tasks; a step's value depends on the luck of its
+                # tasks.
                 count = 1 if name.startswith("eval/") else min(MOST_STEPS, len(values) // 2)
-                of = f" (means of {count} steps)" if count > 1 else ""
+                note = f" (means of {count} steps)" if count > 1 else ""
                 first, last = fmean(values[:count]), fmean(values[-count:])
-                of += failed_note(curves, name)
-                lines.append(f"{match[1]} {first:.4g} -> {last:.4g}{of}")
+                note += failed_note(curves, name)
+                lines.append(f"{match[1]} {first:.4g} -> {last:.4g}{note}")
         if lines:
             return lines
     return []
 
 
 def failed_note(curves: Mapping[str, Sequence[float]], name: str) -> str:
-    """A note where episodes of the first or the last evaluation failed: the scores are then of
+    """A note if episodes of the first or the last evaluation failed, since the scores then cover
     different tasks. "" for other metrics."""
     room, _, score = name.rpartition("/")
     label = "greedy" if score == "greedy_score" else "sampled"

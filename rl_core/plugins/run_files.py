@@ -1,4 +1,4 @@
-"""What a run writes into its folder: config.yaml and env_code.yaml when it begins, and
+"""Files of a run's folder: config.yaml and env_code.yaml, written at the start, and
 rollouts/*.jsonl.zst."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAY_DIFFER = ("resume", "out", "num_steps")
 class RunFiles(Plugin):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.writing: asyncio.Future | None = None  # the file of rollouts under way
+        self.writing: asyncio.Future | None = None  # The file of rollouts that is being written.
         if trainer.ranks.is_writer:
             self.begin()
 
@@ -40,7 +40,7 @@ class RunFiles(Plugin):
         for line in keep_config(out, plan.config):
             print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
         codes = {env.path.partition("?")[0]: env.code() for env in plan.envs.values()}
-        # A run without an environment has none.
+        # A run without an environment has no such file.
         for name in keep_first(out / "env_code.yaml", yaml.safe_dump(codes)) if codes else ():
             print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
         spelled = plan.sft_dataset and plan.sft_dataset.spelled
@@ -51,7 +51,7 @@ class RunFiles(Plugin):
             write_tokenizers(out / "rollouts", plan.chats)
 
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
-        """Writes in a thread. The file is complete before the next one begins, or when the run
+        """Writes in a thread. The file is complete before the next one is written, and when the run
         ends."""
         await self.close()
         if self.trainer.config.rollout.save:
@@ -72,32 +72,32 @@ class RunFiles(Plugin):
 
 
 def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
-    """Beside rollouts: in which tokenizer each actor's tokens are."""
+    """Writes the name of each actor's tokenizer next to the rollouts."""
     (folder / TOKENIZERS).write_text(
         json.dumps({name: fingerprint(chat) for name, chat in chats.items()})
     )
 
 
 def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:
-    beside = file.with_name(f".{file.name}.tmp")
+    scratch = file.with_name(f".{file.name}.tmp")
     compressor = zstandard.ZstdCompressor(level=3)
-    with open(beside, "wb") as raw, compressor.stream_writer(raw) as writer:
+    with open(scratch, "wb") as raw, compressor.stream_writer(raw) as writer:
         for trajectory in trajectories:
             writer.write((json.dumps(trajectory, default=jsonable) + "\n").encode())
-    os.replace(beside, file)
+    os.replace(scratch, file)
 
 
 def jsonable(value: Any) -> Any:
-    """A dataclass as a dictionary, without fields that are not shown (repr=False); what JSON does
-    not know, as text."""
+    """A dataclass as a dictionary, without fields with repr=False; other objects that JSON does not
+    support as text."""
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
     return str(value)
 
 
 def keep_config(out: Path, config: Config) -> list[str]:
-    """Writes config.yaml, or leaves that of the first run. Gives the settings that differ from it,
-    as `name was -> is`."""
+    """Writes config.yaml, or leaves the file of the first run. Returns the settings that differ, as
+    `name was -> is`."""
     text = STARTED.format(Path.cwd()) + to_yaml(without_largest_top_k(config))
     changes = keep_first(out / "config.yaml", text)
     return [
@@ -108,8 +108,8 @@ def keep_config(out: Path, config: Config) -> list[str]:
 
 
 def without_largest_top_k(config: Config) -> Config:
-    """The configuration without the top_k that other limits alone were given: a run that reads it
-    may have other limits, and is given the same top_k for these."""
+    """The configuration without the top_k that other limits imply: a resumed run may have other
+    limits, and derives top_k from them."""
     actors = {}
     for name, actor in config.actors.items():
         if actor.sampling.get("top_k") == MAX_TOP_K and config.limits_ids(name):
@@ -119,8 +119,8 @@ def without_largest_top_k(config: Config) -> Config:
 
 
 def check_resumed(config: Config) -> None:
-    """Raises ValueError if --resume cannot continue the run in this folder: its checkpoints are of
-    an algorithm with other data or another critic, or have more steps than are asked for."""
+    """Raises ValueError if --resume cannot continue the run in this folder: its checkpoints belong
+    to an algorithm with other data or another critic, or have more steps than --num_steps."""
     from rl_core.plugins.checkpoint import checkpoints_in
 
     out = Path(config.out)
@@ -142,13 +142,13 @@ def check_resumed(config: Config) -> None:
     if config.num_steps < done:
         raise ValueError(
             f"--num_steps={config.num_steps} is less than the {done} steps that {out} has done; "
-            "give more of them, or nothing is left to do"
+            "give more, or nothing is left to do"
         )
 
 
 def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:
-    """Writes a file of YAML, or leaves that of the first run. Name -> (was, is) of what differs
-    from it; what it lacks is new in this version."""
+    """Writes a YAML file, or leaves the file of the first run. Returns name -> (was, is) of
+    settings that differ; settings that the file lacks are new in this version."""
     if not path.exists():
         write_whole(path, text)
         return {}
@@ -162,12 +162,12 @@ def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:
 def read_config(path: Path) -> dict[str, Any]:
     """The flags of a run's config.yaml. Raises ValueError if it holds none."""
     try:
-        found = yaml.safe_load(path.read_bytes())
+        flags = yaml.safe_load(path.read_bytes())
     except (yaml.YAMLError, UnicodeDecodeError):
-        found = None
-    if not isinstance(found, dict):
+        flags = None
+    if not isinstance(flags, dict):
         raise ValueError(
-            f"{path} is damaged: it is empty or no YAML of flags; remove it, and --resume writes "
-            "it anew"
+            f"{path} is damaged: it is empty or not a YAML file of flags; remove it, and --resume "
+            "writes it anew"
         )
-    return found
+    return flags

@@ -1,8 +1,8 @@
-"""What is going wrong in a run, in plain words and with what to try: told once when it begins, and
-kept in warnings.jsonl.
+"""Warnings about problems of a run, in plain words with a suggestion: printed once when a problem
+begins, and kept in warnings.jsonl.
 
-Each warning is a row of RULES. It depends on the lines of metrics.jsonl alone, so that a resumed
-run, which reads them again, repeats none.
+Each warning is a row of RULES. Warnings depend only on the rows of metrics.jsonl, so that a resumed
+run, which reads these again, repeats none.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rl_core.algorithms import ADVANTAGES, make_algorithm
 from rl_core.config import Config
 from rl_core.data.rows import write_whole
 
-SHORT, LONG = 5, 20  # steps over which a value is judged
-AGAIN = 10  # steps without it before a warning is told again
-COLLAPSE = 0.1  # of its start that is left of the entropy
-MOST = 0.5  # of the episodes of the first step
-# As `above` in metric_table.yaml, which takes long to read.
+SHORT, LONG = 5, 20  # Steps over which a value is judged.
+AGAIN = 10  # Steps without the problem before its warning is printed again.
+COLLAPSE = 0.1  # Entropy below this fraction of its start has collapsed.
+MOST = 0.5  # Fraction of the episodes of the first step.
+# Equal to `above` in metric_table.yaml, which is slow to read.
 TRUNCATED, MISMATCH = 0.2, 0.01
-OFF_POLICY = 10.0  # times the bound of the mismatch, where older weights sample
+OFF_POLICY = 10.0  # Factor of the mismatch bound where stale weights sample.
 
-FAILED = "failed episodes"  # the kind of what failures() tells
-MAX_REASONS = 50  # of one run; the viewer and rl-core show have all
+FAILED = "failed episodes"  # Kind of the warnings of failures().
+MAX_REASONS = 50  # Most reasons that are printed in a run; the viewer and rl-core show have all.
 
 
-# Whether a rule holds: `values` of its metric `name` in the last steps, all of them finite.
+# Conditions of rules. `values`: the metric's values in the last steps, all finite.
 
 
 def is_most_of_first_step(values: list[float], run: RunWarnings, name: str) -> bool:
@@ -51,7 +51,7 @@ def is_without_signal(values: list[float], run: RunWarnings, name: str) -> bool:
 
 
 def is_constant(values: list[float], run: RunWarnings, name: str) -> bool:
-    # What one seat of a game wins the other loses: their mean is constant.
+    # In a zero-sum game the mean reward of both players is constant.
     signal = run.history.get(name.replace("reward_mean", "zero_signal_frac"), [1.0])
     return len(set(run.history[name])) == 1 and signal[-1] == 1.0
 
@@ -74,7 +74,7 @@ def is_collapsed(values: list[float], run: RunWarnings, name: str) -> bool:
     if len(rewards) < SHORT:
         return False
     start, goal = fmean(rewards[:SHORT]), run.config.eval.pass_reward
-    # A policy that has learned the task is sure of what it says too.
+    # A policy that has learned the task has low entropy too.
     is_learned = fmean(rewards[-SHORT:]) - start >= (goal - start) / 2
     return fmean(values) < COLLAPSE * fmean(run.history[name][:SHORT]) and not is_learned
 
@@ -82,15 +82,15 @@ def is_collapsed(values: list[float], run: RunWarnings, name: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Rule:
     kind: str
-    metric: str  # a pattern of its name
-    num_steps: int  # the last, of whose values it judges
+    metric: str  # regular expression of the metric's name
+    num_steps: int  # number of last steps whose values are judged
     holds: Callable[[list[float], RunWarnings, str], bool]
     text: str  # follows the metric's name; {value} is the mean
 
 
 CONSTANT = (
     "has been {value:.4g} since the first step: this reward seems constant; check reward_fn with "
-    "rl-core check, and whether an episode can earn another one"
+    "rl-core check, and whether an episode can earn another reward"
 )
 OVERRIDDEN = "is {value:.3g} per episode: requests set"
 RULES = (
@@ -99,10 +99,9 @@ RULES = (
         "rollout/[^/]+/truncated_frac",
         1,
         is_most_of_first_step,
-        "is {value:.2f} in the first step: most turns are cut off in their middle. After such a "
-        "turn nothing answers, and rewards are of what there is by then; try a larger "
-        "--max_tokens, or truncated_reward in the environment, and read what is said (rl-core "
-        "show)",
+        "is {value:.2f} in the first step: most turns are cut off in the middle. After such a turn "
+        "no hook answers, and the reward is for the episode so far; try a larger --max_tokens, or "
+        "truncated_reward in the environment, and read some replies (rl-core show)",
     ),
     Rule(
         "truncated",
@@ -111,7 +110,7 @@ RULES = (
         is_often_truncated,
         f"is {{value:.2f}} over {SHORT} steps: these episodes hit a length limit before they "
         "ended; try a larger --max_tokens, --max_turns or a --sampling.stop, --algo.overlong soft, "
-        "and read what is said (rl-core show)",
+        "and read some replies (rl-core show)",
     ),
     Rule(
         "overridden",
@@ -169,28 +168,28 @@ RULES = (
         "learn/[^/]+/entropy_nats",
         SHORT,
         is_collapsed,
-        "fell to {value:.2g}, under a tenth of its start, without a reward that pays for it: the "
-        "policy hardly tries anything else; try a smaller --optim.lr, --algo.clip_high 0.28, "
-        "--algo.entropy_coef 0.001, or a checkpoint from before",
+        "fell to {value:.2g}, under a tenth of its start, without a gain in reward: the policy "
+        "hardly explores; try a smaller --optim.lr, --algo.clip_high 0.28, --algo.entropy_coef "
+        "0.001, or an earlier checkpoint",
     ),
 )
 WATCHED = re.compile("|".join(rule.metric for rule in RULES))
 
 
 class RunWarnings:
-    """Of the run in the folder `out`, after the steps that its metrics.jsonl has."""
+    """Warnings of the run in the folder `out`, up to the steps in its metrics.jsonl."""
 
     def __init__(self, config: Config, out: Path):
         self.config, self.file = config, out / "warnings.jsonl"
         self.compares_groups = all(compares_groups(config.of(name)) for name in config.trained)
-        # Metric -> its finite values of all steps, of those that a rule reads.
+        # Metric -> its finite values of all steps, for metrics that a rule reads.
         self.history: dict[str, list[float]] = {}
         # (kind, metric) -> the last step at which the warning held, its text.
         self.now: dict[tuple[str, str], tuple[int, str]] = {}
         last_step = -1
         for row in read_lines(out / "metrics.jsonl"):
             last_step = row["step"]
-            if "time/step_s" in row:  # no evaluation
+            if "time/step_s" in row:  # Not an evaluation.
                 self.look(last_step, row)
         lines = [line for line in read_lines(self.file) if line["step"] <= last_step]
         if self.file.exists():
@@ -198,13 +197,14 @@ class RunWarnings:
         self.reasons = {line["reason"] for line in lines if line["kind"] == FAILED}
 
     def step(self, step: int, values: dict[str, float]) -> list[str]:
-        """The warnings that begin with this step. `values`: its metrics."""
+        """Warnings that begin with this step. `values`: the step's metrics."""
         began = self.look(step, values)
         return self.keep(step, began) if began else []
 
     def failures(self, step: int, reasons: dict[str, int]) -> list[str]:
-        """A warning for each reason for which no episode had failed. `reasons`: reason -> episodes
-        that failed for it."""
+        """A warning for each new reason of failures. `reasons`: reason -> number of failed
+        episodes.
+        """
         lines = []
         for reason, num in reasons.items():
             if reason not in self.reasons and len(self.reasons) < MAX_REASONS:
@@ -219,7 +219,7 @@ class RunWarnings:
         return [line["text"] for line in lines]
 
     def look(self, step: int, values: dict[str, float | None]) -> list[dict[str, str]]:
-        """What begins to go wrong with this step."""
+        """Problems that begin with this step."""
         watched = []
         for name, value in values.items():
             if WATCHED.fullmatch(name) and value is not None and math.isfinite(value):
@@ -235,24 +235,24 @@ class RunWarnings:
                 if (rule.kind, name) not in self.now:
                     began.append({"kind": rule.kind, "metric": name, "text": text})
                 self.now[rule.kind, name] = step, text
-        self.now = {key: told for key, told in self.now.items() if step - told[0] < AGAIN}
+        self.now = {key: held for key, held in self.now.items() if step - held[0] < AGAIN}
         return began
 
 
 def compares_groups(config: Config) -> bool:
-    """Whether an actor with these settings learns nothing from groups of equal rewards. Others
-    learn from the batch, a critic, a teacher, or the turns' own rewards too."""
+    """True if an actor with these settings learns nothing from groups of equal rewards. Other
+    actors also learn from the batch, a critic, a teacher, or the rewards of turns."""
     algorithm = make_algorithm(config.algorithm, config.algo)
     has_others = algorithm.turn_discount is not None or algorithm.teacher
     return ADVANTAGES[algorithm.advantage].needs_group and not has_others
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The objects of a .jsonl file, but for a line that a kill cut short. None if there is none."""
-    found = []
+    """The objects of a .jsonl file, without a line that a kill cut short; [] without a file."""
+    rows = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
-            found.append(json.loads(line))
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return found
+    return rows

@@ -1,11 +1,11 @@
-"""Who speaks when, in a few characters: "bob -> alice -> (bob/alice)*5".
+"""Turn orders in a short notation: "bob -> alice -> (bob/alice)*5".
 
 schedule := piece ("->" piece)*
 piece    := item [ "*" INT | "*" "(" INT ".." INT ")" ]          # inclusive; 0 means no turn
 item     := NAME | "*" | "(" NAME ("/" NAME)+ ")" | "(" schedule ")"
 
-`*` is any actor. A choice is drawn anew for every repetition. Names are case-sensitive, spaces are
-free.
+`*` is any actor. A choice is drawn anew for every repetition. Names are case-sensitive; spaces are
+ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_core.sampling.episode import check_name, is_list
 from rl_core.sampling.hooks import Hook
 from rl_core.types import Task
 
-MAX_TURNS = 10_000  # of one episode
+MAX_TURNS = 10_000  # Most turns of one episode.
 TOKEN = re.compile(r"->|\.\.|\d+|[^\W\d]\w*(?:-\w+)*|\S")
 NAME = re.compile(r"[^\W\d]")
 
@@ -30,7 +30,7 @@ NAME = re.compile(r"[^\W\d]")
 def make_turns(
     turns: str | Sequence[str] | Callable, path: str, hooks: dict[str, Hook]
 ) -> Schedule | TurnsFunction:
-    """What an environment file's `turns` say. Raises ValueError for a text that does not parse."""
+    """Compiles an environment file's `turns`. Raises ValueError for a text that does not parse."""
     if callable(turns):
         return TurnsFunction(hooks["turns"])
     return Schedule(turns if isinstance(turns, str) else " -> ".join(turns), path)
@@ -67,15 +67,15 @@ class TurnsFunction:
         self.hook = hook
 
     def speakers(self, names: Sequence[str]) -> None:
-        """Only the function knows."""
+        """None: only the function knows."""
 
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> list[str]:
-        given = {"messages": task.messages, "prompt": task.messages, "task": task}
-        order = await self.hook(task, given | {"actors": list(names)})
+        arguments = {"messages": task.messages, "prompt": task.messages, "task": task}
+        order = await self.hook(task, arguments | {"actors": list(names)})
         if not is_list(order, str):
             raise ValueError(
                 f"{self.hook.path}: turns() gave {shorten(order)}; it must yield names, or return "
-                "a list of them"
+                "a list of names"
             )
         for name in order:
             check_name(self.hook.path, name, names, f"turns() for task {task.id}")
@@ -84,7 +84,7 @@ class TurnsFunction:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Piece:
-    """One of `names`, or all of `pieces` one after the other, from `low` to `high` times."""
+    """One of `names`, or all of `pieces` in order, `low` to `high` times."""
 
     names: tuple[str, ...] = ()
     pieces: tuple[Piece, ...] = ()
@@ -93,9 +93,9 @@ class Piece:
 
 
 def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
-    """The pieces of a schedule. Raises ValueError with the place marked if it does not parse, names
-    an actor that is not one of `actors`, has no turn, or may last longer than MAX_TURNS. Without
-    `actors` any name is allowed, and `*` stays."""
+    """The pieces of a schedule. Raises ValueError with a mark at the error if the text does not
+    parse, names an actor that is not one of `actors`, has no turn, or may last longer than
+    MAX_TURNS. Without `actors` any name is allowed, and `*` stays."""
     reader = ScheduleParser(text, actors)
     tree = reader.schedule()
     if reader.token:
@@ -120,12 +120,12 @@ def draw(tree: Sequence[Piece], rng: random.Random) -> list[str]:
 
 
 def num_turns(tree: Sequence[Piece]) -> int:
-    """Turns of the longest order that may be drawn."""
+    """Turns of the longest order."""
     return sum(piece.high * (num_turns(piece.pieces) if piece.pieces else 1) for piece in tree)
 
 
 def speakers_of(tree: Sequence[Piece]) -> list[str]:
-    """Names that an order may contain, in the order of the text."""
+    """Names that an order may have, as ordered in the text."""
     names = []
     for piece in tree:
         if piece.high:
@@ -134,7 +134,7 @@ def speakers_of(tree: Sequence[Piece]) -> list[str]:
 
 
 class ScheduleParser:
-    """Goes through a schedule's tokens from left to right."""
+    """A recursive-descent parser of schedules."""
 
     def __init__(self, text: str, actors: Sequence[str]):
         self.text, self.actors = text, tuple(actors)
@@ -148,7 +148,7 @@ class ScheduleParser:
         return self.tokens[self.index][0]
 
     def accept(self, token: str) -> bool:
-        """Whether this is the current token; moves on if it is."""
+        """True if this is the current token; then moves on."""
         is_current = self.token == token
         self.index += is_current
         return is_current
@@ -160,7 +160,7 @@ class ScheduleParser:
     def refuse(self, why: str) -> NoReturn:
         start = self.tokens[self.index][1]
         shown = re.sub(r"\s", " ", self.text)
-        # Errors are told in one line, in which a caret below the text would be lost.
+        # Errors are printed as one line, in which a caret below the text would be lost.
         raise ValueError(f"{why}; at >>> in {shown[:start]}>>>{shown[start:]}")
 
     def schedule(self) -> tuple[Piece, ...]:
@@ -173,7 +173,7 @@ class ScheduleParser:
         names, pieces = self.item()
         low, high = self.times() if self.accept("*") else (1, 1)
         if pieces and not num_turns(pieces):
-            low = high = 0  # no turn, however often repeated
+            low = high = 0  # Repeating no turn gives no turn.
         return Piece(names=names, pieces=pieces, low=low, high=high)
 
     def item(self) -> tuple[tuple[str, ...], tuple[Piece, ...]]:
@@ -214,6 +214,6 @@ class ScheduleParser:
 
     def number(self) -> int:
         if not self.token.isdecimal() or len(self.token) > 5:
-            self.refuse(f"expected how often, a number up to {MAX_TURNS}")
+            self.refuse(f"expected a number of repetitions, up to {MAX_TURNS}")
         self.index += 1
         return int(self.tokens[self.index - 1][0])

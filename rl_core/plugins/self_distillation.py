@@ -1,6 +1,6 @@
-"""Self-distillation: the policy is its own teacher, which reads more than it did when it answered,
-such as the solution or what its environment said (OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802).
-"""
+"""Self-distillation: the policy is its own teacher and reads a longer prompt than the student, such
+as one with the solution or the environment's feedback (OPSD, arXiv:2601.18734; SDPO,
+arXiv:2601.20802)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from rl_core.types import PackedBatch, TrainingSample, Trajectory
 
 
 class SelfTeacher(ModelTeacher):
-    """The policy of the start, the newest one, or the exponential mean over its steps."""
+    """The initial policy, the newest one, or an exponential moving average (EMA) over its steps."""
 
     is_fixed = False
-    models = ()  # the learner has it
+    models = ()  # The learner owns the model.
 
     def __init__(self, spec: LearnerContext):
         super().__init__(spec.policy, spec.config.sampling.temperature)
         algorithm, self.ranks = spec.algorithm, spec.ranks
-        # A policy that trains an adapter is without it what it was at the start.
+        # A policy with adapters is the initial policy without them.
         is_start = algorithm.teacher_update == "start"
         self.adapter = "" if is_start else spec.adapter
         if algorithm.teacher_update == "ema":
@@ -43,12 +43,12 @@ class SelfTeacher(ModelTeacher):
             self.copies = (WeightSnapshot(spec, "teacher"),)
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> OwnBatch:
-        """The samples that have a teacher, behind what it reads."""
+        """The samples that have a teacher's prompt, with that prompt."""
         is_taught = [sample.teacher_ids is not None for sample in samples]
-        own = [as_teacher_reads(sample) for sample in samples if sample.teacher_ids is not None]
+        read_samples = [as_teacher_reads(s) for s in samples if s.teacher_ids is not None]
         rows = torch.tensor(is_taught, dtype=torch.bool)[batch.sequences].nonzero()[:, 0]
         mesh, device = self.ranks.mesh, self.ranks.device
-        read = pack_samples(own, mesh.cp)
+        read = pack_samples(read_samples, mesh.cp)
         if mesh.cp > 1:
             read = shard_sequences(read, mesh.cp, self.ranks.cp_rank)
             read = dataclasses.replace(read, shard=to_device(read.shard, device))
@@ -62,7 +62,8 @@ class SelfTeacher(ModelTeacher):
 
 
 def as_teacher_reads(sample: TrainingSample) -> TrainingSample:
-    """The sample's trained tokens, and what stands between them, behind what its teacher reads."""
+    """The sample with the teacher's prompt before its trained tokens and the tokens between
+    them."""
     first, before = int(sample.loss_mask.argmax()), sample.teacher_ids
     ids, mask = sample.token_ids[first:], sample.loss_mask[first:]
     zeros = np.zeros(len(before) + len(ids))
@@ -87,17 +88,18 @@ def taught_samples(
     envs: list[str],
     is_teacher_alone: bool,
 ) -> list[TrainingSample]:
-    """The trajectory's samples, each with what its teacher reads. In `envs` the policy is its own
-    teacher: where the teacher alone says what is good, an episode without one has no sample."""
+    """The trajectory's samples, each with the prompt of its teacher. In `envs` the policy is its
+    own teacher: if the loss is the teacher's alone, an episode without a teacher's prompt has no
+    sample."""
     if is_teacher_alone and t.env in envs and not t.teacher_ids:
         return []
     before = set(trained)
     samples = samples_from_turns(t.turns, advantages, t.group_id, trained)
     if not t.teacher_ids:
         return samples
-    found = []
+    taught = []
     read = samples_from_turns(turns_as_read(t), 0.0, t.group_id, before)
     for sample, same in zip(samples, read, strict=True):
         ids = same.token_ids[: int(same.loss_mask.argmax())]
-        found.append(dataclasses.replace(sample, teacher_ids=ids))
-    return found
+        taught.append(dataclasses.replace(sample, teacher_ids=ids))
+    return taught

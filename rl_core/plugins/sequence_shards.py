@@ -1,4 +1,4 @@
-"""--cp: each of cp ranks computes a part of every sequence of a batch."""
+"""--cp: each of cp ranks computes a shard of every sequence of a batch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SequenceShards(LearnerExtension):
 
 
 def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
-    """The batch with the shard of one of cp ranks; it knows the shards of all ranks."""
+    """The batch with one rank's shard; the shard has the token counts of all cp ranks."""
     lengths = batch.cu_seqlens.long().diff()
-    # [T] of its sequence.
+    # [T] index of each token's chunk in its sequence.
     chunk = batch.position_ids // (lengths // (2 * cp)).repeat_interleave(lengths)
-    owners = torch.minimum(chunk, 2 * cp - 1 - chunk)  # [T]
+    owners = torch.minimum(chunk, 2 * cp - 1 - chunk)  # [T] rank of each token
     tokens = (owners == rank).nonzero()[:, 0]
     here = torch.full_like(owners, -1).index_put((tokens,), torch.arange(len(tokens)))
     by_owner = [(owners[batch.logit_indices] == r).nonzero()[:, 0] for r in range(cp)]
@@ -36,7 +36,7 @@ def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
         cu_seqlens=batch.cu_seqlens // cp,
         logit_indices=here[batch.logit_indices[by_owner[rank]]],
         trained=by_owner[rank],
-        counts=[len(part) for part in by_owner],
+        counts=[len(tokens) for tokens in by_owner],
         places=torch.cat(by_owner).argsort(),
     )
     return dataclasses.replace(batch, shard=shard)

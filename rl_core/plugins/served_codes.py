@@ -1,5 +1,5 @@
-"""From which step which file of a served environment scored the episodes of a run: a service may
-load another file while the run goes on."""
+"""Hashes of a served environment's file, with the first step that each scored: a service may reload
+the file during the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE = "served_env_code.jsonl"
 
 
 class ServedCodes(Plugin):
-    """Writes each hash with the first step in which this rank saw it; client.py warns of it."""
+    """Writes each hash with the first step in which this rank saw it; client.py logs a warning."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -35,7 +35,7 @@ class ServedCodes(Plugin):
 def new_codes(
     known: dict[str, set[str]], step: int, trajectories: Iterable[Trajectory]
 ) -> list[dict[str, Any]]:
-    """A line for each hash that `known` lacks, which gets it."""
+    """A line for each hash that `known` lacks. Adds the hashes to `known`."""
     lines = []
     for t in trajectories:
         codes = known.setdefault(t.env, set())
@@ -46,7 +46,7 @@ def new_codes(
 
 
 def described(run: Path) -> list[str]:
-    """Lines of a run's folder: each environment's hashes, and from which step any rank saw them."""
+    """Lines for a run's folder: each environment's hashes, with the first step on any rank."""
     file = run / FILE
     if not file.is_file():
         return []
@@ -54,7 +54,7 @@ def described(run: Path) -> list[str]:
     for text in file.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         steps[line["env"], line["env_code"]].append(line["step"])
-    found = []
+    firsts = []
     for (env, code), seen in steps.items():
-        found.append((env, min(seen), code))
-    return [f"  {env} {code} from step {step}" for env, step, code in sorted(found)]
+        firsts.append((env, min(seen), code))
+    return [f"  {env} {code} from step {step}" for env, step, code in sorted(firsts)]

@@ -1,8 +1,8 @@
-"""A model that is split over ranks, and its weights from files: transformers maps them, the model
-becomes an empty one on torch's meta device, and each rank reads the slices that it holds.
+"""FSDP: shards a model over ranks and loads its weights from files. transformers maps the files,
+the model is created empty on torch's meta device, and each rank reads the slices of its shards.
 
-A weight that transformers makes of several, such as all experts of a layer, is made of the slices'
-parts alone.
+A weight that transformers merges from several, such as all experts of a layer, is merged from the
+slices alone.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ CONVERT = WeightConverter.convert
 def shard_policy(
     policy: Policy, dtype: torch.dtype, ranks: Ranks, cpu_offload: bool = False
 ) -> None:
-    """Each block and the rest split over the ranks of a copy of the weights (FSDP2; HSDP with
-    several copies), after what the policy splits itself; compute in `dtype`, sums of gradients in
-    fp32."""
+    """Shards each block and the rest of the policy (FSDP2; HSDP with several replicas), after the
+    policy's own split. Computes in `dtype` and reduces gradients in fp32."""
     placement = policy.split(ranks.weights_mesh)
     dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
     offload = OffloadPolicy()
@@ -75,8 +74,8 @@ def load_on_meta(
 def load_shards(
     policy: Policy, weights: dict[str, Any], device: torch.device, weights_on: torch.device
 ) -> None:
-    """Copies the weights, adapters excepted, to `weights_on`. A rank reads only the slices that it
-    holds."""
+    """Copies the weights, adapters excepted, to `weights_on`. A rank reads only the slices of its
+    shards."""
 
     def placed(t: Tensor) -> Tensor:
         if t.is_meta:
@@ -84,10 +83,11 @@ def load_shards(
         # Adapters, and a tied weight that comes a second time, have memory already.
         return t.to(weights_on if isinstance(t, nn.Parameter) else device)
 
-    # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
+    # to_empty() would destroy the buffers. FSDP notices through its _apply.
     policy._apply(placed)
     for name, parameter in policy.hf.named_parameters():
-        weight = weights.get(name.replace(".base_layer", ""))  # beside it are adapters
+        # Layers with adapters keep the weight in base_layer.
+        weight = weights.get(name.replace(".base_layer", ""))
         if weight is not None:
             local, slices = local_slices(parameter)
             local.copy_(weight[slices])
@@ -96,7 +96,7 @@ def load_shards(
 
 
 def local_slices(value: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of a parameter, and which part of the unsharded one it is."""
+    """(this rank's shard of a parameter, the shard's slices in the unsharded parameter)."""
     value = value.detach()
     if not isinstance(value, DTensor):
         return value, tuple(slice(0, n) for n in value.shape)
@@ -107,7 +107,7 @@ def local_slices(value: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def forget_pages(*weights: Tensor) -> None:
-    """Gives back the files' pages, which count as this process's memory once they are read
+    """Releases pages of mapped files, which count as this process's memory once they are read
     (Linux)."""
     page = mmap.PAGESIZE
     for weight in weights:
@@ -119,8 +119,8 @@ def forget_pages(*weights: Tensor) -> None:
 
 
 class FusedWeight:
-    """What transformers would make of weights in files. An index reads only the experts that it
-    names."""
+    """A weight that transformers would merge from weights in files. Indexing reads only the experts
+    in the slice."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class FusedWeight:
         self.is_by_expert &= all(isinstance(op, Concatenate) and op.dim != 0 for op in rest)
 
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
-        if not self.like[slices].numel():  # more ranks than experts
+        if not self.like[slices].numel():  # More ranks than experts.
             return torch.empty(self.like[slices].shape)
         experts, rest = slice(None), slices
         if self.is_by_expert:
@@ -160,12 +160,11 @@ def converted(
 
 @contextmanager
 def fused_later() -> Iterator[dict[str, FusedWeight]]:
-    """Inside, what transformers converts while it loads stays on "meta". Gives its names with a
-    FusedWeight each."""
+    """A context in which transformers converts weights only on "meta". Yields name -> FusedWeight."""
     fused: dict[str, FusedWeight] = {}
 
     def convert(converter: WeightConverter, layer_name: str, **options) -> dict[str, Tensor]:
-        parts = converter.materialize_tensors()  # from files that are mapped
+        parts = converter.materialize_tensors()  # Views of mapped files.
         forget_pages(*itertools.chain(*parts.values()))
         shapes = {}
         for pattern, tensors in parts.items():

@@ -1,7 +1,7 @@
-"""A signal ends a run once its step is done and saved.
+"""Ends a run on a signal, once its step is done and saved.
 
-Each rank notes its signal beside a step's metrics, so that all ranks decide alike without one more
-exchange.
+Each rank reduces its signal with the step's metrics, so that all ranks decide the same without
+another collective.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ WATCH_S = 0.2
 
 
 class SignalHandler(Plugin):
-    """A rank that only samples leaves a signal to the learners."""
+    """Handles signals of a run. A rank that only samples leaves signals to the learners."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.received = 0  # the signal that this rank got
+        self.received = 0  # The signal that this rank received.
         self.before: dict[int, object] = {}
         self.sees_others = False
 
     async def start(self) -> None:
-        """From now on a signal is for the end of the step. Two of them, one of which is Ctrl-C, end
+        """From now on a signal ends the run after the step. Two signals, one of them Ctrl-C, kill
         this process."""
-        # Not where each rank has a parent of its own, such as a wrapper.
+        # False if each rank has a separate parent, such as a wrapper.
         self.sees_others = not has_lost_a_neighbour()
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
@@ -48,12 +48,12 @@ class SignalHandler(Plugin):
             self.trainer.end(f"ended by {name}", is_interrupted=True)
 
     async def close(self) -> None:
-        """Signals are again what they were before."""
+        """Restores the previous signal handlers."""
         while self.before:
             signal.signal(*self.before.popitem())
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received:  # schedulers, srun and torchrun may all send theirs
+        if self.received:  # Schedulers, srun and torchrun may each send a signal.
             if signal.SIGINT in (self.received, number):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -68,7 +68,7 @@ class SignalHandler(Plugin):
             threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        """Ends this rank if another one has ended: then there is nothing to wait for."""
+        """Kills this rank if another one has ended, since collectives would wait for it."""
         while self.before:
             if has_lost_a_neighbour():
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -76,8 +76,8 @@ class SignalHandler(Plugin):
 
 
 def has_lost_a_neighbour() -> bool:
-    """Whether torchrun has fewer ranks than it started here: then it signals because one failed
-    (Linux)."""
+    """True if torchrun has fewer live ranks than it started here: then its signal means that a rank
+    failed (Linux)."""
     parent, size = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

@@ -1,5 +1,5 @@
-"""Groups that go on over several versions of the weights (--max_staleness, --rollout.fixed_order):
-a checkpoint keeps what they were answered so far."""
+"""Groups that span several policy versions (--max_staleness, --rollout.fixed_order): checkpoints
+keep the completions so far."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rl_core.types import Task
 
 
 class StaleGroups(Plugin):
-    """The run's worker is a ResumableWorker."""
+    """Saves and restores unfinished groups. The run's worker is a ResumableWorker."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.kept: dict[int, dict[str, Any]] = {}  # by position, of this rank's groups
+        self.kept: dict[int, dict[str, Any]] = {}  # Position -> saved group of this rank.
 
     def load(self, state: dict[str, Any]) -> None:
         trainer = self.trainer
         trainer.worker.go_on(trainer.pending, self.restored)
-        own = {position for position in trainer.pending if trainer.worker.is_own(position)}
-        if own:
+        local = {position for position in trainer.pending if trainer.worker.is_own(position)}
+        if local:
             oldest = trainer.first_step - trainer.config.max_staleness
-            self.kept = read_groups(trainer.checkpoint, own, oldest)
+            self.kept = read_groups(trainer.checkpoint, local, oldest)
 
     def restored(self, group: Group) -> Group:
-        """The group as a run before left it, if that had begun it."""
+        """The group with the saved completions, if an earlier process started it."""
         row = self.kept.pop(group.position, None) if not group.label else None
         task = row and self.task_of(row)
         if not task:
@@ -41,8 +41,8 @@ class StaleGroups(Plugin):
         return group
 
     def task_of(self, row: dict[str, Any]) -> Task | None:
-        """The task of a group that was under way: a curriculum draws another for the same position
-        by now. None if the data no longer have it."""
+        """The task of a saved group; a curriculum would now draw another for the position. None if
+        the data lack the task."""
         number = int(row["task"].rpartition("/")[2])
         for source in self.trainer.plan.train.sources:
             if source.env == row["env"] and number < len(source.rows):
@@ -57,17 +57,17 @@ class StaleGroups(Plugin):
             self.trainer.note("rollout/", {"staleness": staleness, "staleness_max": most})
 
     async def files(self, scratch: Path) -> list[Path]:
-        """Each rank writes its own, and rank 0 copies them all."""
+        """Writes this rank's groups; rank 0 copies the files of all ranks."""
         trainer, worker = self.trainer, self.trainer.worker
         if not worker.pending:
             return []
         for engine in trainer.device.engines:
             await engine.catch_up()
         names = [f"{FILE}{rank:05d}.jsonl.zst" for rank in range(trainer.ranks.size)]
-        own = scratch / names[trainer.ranks.rank]
+        file = scratch / names[trainer.ranks.rank]
         rows = []
         for key in (*worker.done, *worker.running):
             rows.append(worker.player.row_of(worker.pending[key]))
-        with naming(own):
-            write_trajectories(own, rows)
+        with naming(file):
+            write_trajectories(file, rows)
         return [scratch / name for name in names]

@@ -1,6 +1,6 @@
-"""Stale weights: a second engine of each actor that learns, which gets the newest weights every few
-versions only. A part of the actor's turns goes to it (Actor.generate), so that episodes mix
-policies."""
+"""Stale weights: each actor that learns has a second engine, whose weights are updated only every
+few versions. A fraction of the actor's turns is sampled by it (Actor.generate), so that episodes
+mix policies."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class StalePolicy(Plugin):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.every: int = trainer.config.rollout.lagged[1]  # versions between two renewals
+        self.every: int = trainer.config.rollout.lagged[1]  # Versions between two updates.
         self.folder = trainer.out / "older"
 
     async def start(self) -> None:
-        """A run that goes on between two renewals has the stale weights of its checkpoint, or the
-        newest where that has none."""
+        """Loads the stale weights of the checkpoint if the run resumes between two updates, or the
+        newest weights if the checkpoint has none."""
         trainer, version = self.trainer, self.trainer.first_step
         if version % self.every == 0:
             return
@@ -54,11 +54,11 @@ class StalePolicy(Plugin):
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         trajectories = in_order(groups)
         for name in self.trainer.learners:
-            own = [t for t in trajectories if t.actor == name]
-            self.trainer.note(f"rollout/{name}/", lag_metrics(own, step))
+            of_actor = [t for t in trajectories if t.actor == name]
+            self.trainer.note(f"rollout/{name}/", lag_metrics(of_actor, step))
 
     async def files(self, scratch: Path) -> list[Path]:
-        """Weights that are older than the checkpoint's own."""
+        """Files of weights that are older than those of the checkpoint."""
         trainer = self.trainer
         if trainer.ranks.rank or trainer.step % self.every == 0:
             return []
@@ -86,14 +86,14 @@ class StalePolicy(Plugin):
         if is_writer:
             file = file_of(self.folder, actor.name)
             self.folder.mkdir(parents=True, exist_ok=True)
-            beside = file.with_name(f".{file.name}.tmp")
-            save_file(kept, beside, metadata={"version": str(version)})
-            os.replace(beside, file)
+            scratch = file.with_name(f".{file.name}.tmp")
+            save_file(kept, scratch, metadata={"version": str(version)})
+            os.replace(scratch, file)
 
 
 def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metric]:
-    """Fraction of sampled tokens by weights older than `version`, and the mean age of these in
-    versions."""
+    """Fraction of tokens sampled by weights older than `version`, and the mean age of these tokens
+    in versions."""
     lags = []
     for trajectory in succeeded(trajectories):
         for turn in trajectory.turns:
@@ -106,4 +106,4 @@ def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metri
 
 
 def file_of(folder: Path, name: str) -> Path:
-    return folder / f"{name}.lagged.safetensors"  # no actor's folder has such a name
+    return folder / f"{name}.lagged.safetensors"  # Actors' folders have no such names.

@@ -1,5 +1,5 @@
-"""GiGPO: turns of a group that began in equal states share a baseline, beside the episodes' (Feng
-et al. 2025, arXiv:2505.10978)."""
+"""GiGPO: turns of a group that began in equal states share a baseline, in addition to the episodes'
+(Feng et al. 2025, arXiv:2505.10978)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StateVisit:
     """A turn that began in a state."""
 
     episode: tuple[str, int]
-    # By conversation: those that branched off later share the turn.
+    # Return by conversation: conversations that branched off later share the turn.
     returns: dict[int, float] = field(default_factory=dict)
     advantage: float = 0.0
 
@@ -33,14 +33,14 @@ class StateVisit:
 
 
 def compares_states(algorithm: Algorithm) -> bool:
-    """Whether its advantage is one among others: a critic's, a teacher's and a reward itself are
-    not."""
+    """True if the algorithm compares turns from equal states. Advantages of a critic, a teacher or
+    the plain reward are not comparisons."""
     is_compared = ADVANTAGES[algorithm.advantage].needs_group or algorithm.advantage == "custom"
     return is_compared and algorithm.state_coef > 0
 
 
 def check_keys(config: Config, envs: dict[str, Env]) -> None:
-    """Raises ValueError for flags of equal states where no environment tells states."""
+    """Raises ValueError if flags compare equal states, but no environment defines states."""
     if not envs or any(env.hooks.keys() & {"state_key", "rollout"} for env in envs.values()):
         return
     for flag in ("state_coef", "state_discount"):
@@ -48,7 +48,7 @@ def check_keys(config: Config, envs: dict[str, Env]) -> None:
         if value:
             raise ValueError(
                 f"--algo.{flag}={value} is for turns that begin in equal states, and "
-                f"{config.env_path} says of none; add def state_key(messages, state)"
+                f"{config.env_path} defines none; add def state_key(messages, state)"
             )
 
 
@@ -58,14 +58,16 @@ def turn_advantages(
     algorithm: Algorithm,
     advantage_fn: AdvantageFn | None,
 ) -> list[list[float]]:
-    """Of each trajectory's turns: what advantages.py gives, plus state_coef times the turn's
-    advantage among those that began in its state."""
-    found = advantages.turn_advantages(group, penalties, algorithm, advantage_fn)
+    """Advantages of each trajectory's turns: those of advantages.py plus state_coef times the
+    turn's advantage among the turns from its state."""
+    of_episodes = advantages.turn_advantages(group, penalties, algorithm, advantage_fn)
     if not compares_states(algorithm):
-        return found
+        return of_episodes
     of_states = state_advantages(group, penalties, algorithm, advantage_fn)
-    pairs = zip(found, of_states, strict=True)
-    return [(np.array(own) + algorithm.state_coef * np.array(more)).tolist() for own, more in pairs]
+    sums = []
+    for first, second in zip(of_episodes, of_states, strict=True):
+        sums.append((np.array(first) + algorithm.state_coef * np.array(second)).tolist())
+    return sums
 
 
 def state_advantages(
@@ -74,32 +76,32 @@ def state_advantages(
     algorithm: Algorithm,
     advantage_fn: AdvantageFn | None,
 ) -> list[list[float]]:
-    """Of each trajectory's turns: the advantage of its return over those of all turns of the group
-    with its state key. 0 without a key, and where no other turn has it. The return is r_k + g
+    """Advantages of each trajectory's turns: the turn's return compared with those of all turns of
+    the group with its state key. 0 without a key, or if no other turn has it. The return is r_k + g
     r_{k+1} + ... with g = state_discount."""
     states: dict[str, dict[str, StateVisit]] = defaultdict(dict)
     visits_of: list[list[StateVisit]] = []
     for number, (t, penalty) in enumerate(zip(group, penalties, strict=True)):
         returns = turn_returns(t, penalty, algorithm.state_discount)
-        own = []
+        visits = []
         # A conversation without turns has a return too.
-        for place, (turn, value) in enumerate(zip(t.turns, returns, strict=False)):
+        for index, (turn, value) in enumerate(zip(t.turns, returns, strict=False)):
             visit = StateVisit(episode=(t.task_id, t.index))
             if turn.state_key:
-                name = turn.name or f"{number}/{place}"
+                name = turn.name or f"{number}/{index}"
                 visit = states[turn.state_key].setdefault(name, visit)
             visit.returns[number] = value
-            own.append(visit)
-        visits_of.append(own)
-    for visits in states.values():
-        if len(visits) > 1:
-            compare(list(visits.values()), algorithm.advantage, advantage_fn)
-    return [[visit.advantage for visit in own] for own in visits_of]
+            visits.append(visit)
+        visits_of.append(visits)
+    for by_turn in states.values():
+        if len(by_turn) > 1:
+            compare(list(by_turn.values()), algorithm.advantage, advantage_fn)
+    return [[visit.advantage for visit in visits] for visits in visits_of]
 
 
 def compare(visits: list[StateVisit], kind: str, advantage_fn: AdvantageFn | None) -> None:
-    """Fills in the advantages of visits to one state. A conversation's visits weigh 1 each, as in
-    the paper; an episode's conversations weigh as one."""
+    """Fills in the advantages of visits to one state. Each visit of a conversation has weight 1, as
+    in the paper; an episode's conversations together weigh as one."""
     conversations: dict[tuple[str, int], set[int]] = defaultdict(set)
     for visit in visits:
         conversations[visit.episode].update(visit.returns)
@@ -109,22 +111,23 @@ def compare(visits: list[StateVisit], kind: str, advantage_fn: AdvantageFn | Non
         episodes.append(names.index(visit.episode))
         weights.append(len(visit.returns) / len(conversations[visit.episode]))
     if kind == "custom":
-        episodes = weights = None  # advantage_fn gets the return of each visit
+        episodes = weights = None  # advantage_fn gets the return of each visit.
     returns = [visit.mean_return for visit in visits]
-    found = group_advantages(returns, kind, advantage_fn, episodes, weights)
-    for visit, advantage in zip(visits, found, strict=True):
+    values = group_advantages(returns, kind, advantage_fn, episodes, weights)
+    for visit, advantage in zip(visits, values, strict=True):
         visit.advantage = advantage
 
 
 def state_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Of turns with a state key, the fraction whose state another turn of the group began in."""
+    """Fraction of the turns with a state key whose state is shared with another turn of the
+    group."""
     num_turns = num_shared = 0
     for group in baseline_groups(t for t in trajectories if t.has_state_keys):
         keys = {}
         for number, t in enumerate(group):
-            for place, turn in enumerate(t.turns):
+            for index, turn in enumerate(t.turns):
                 if turn.state_key:
-                    keys[turn.name or (number, place)] = turn.state_key
+                    keys[turn.name or (number, index)] = turn.state_key
         visits = Counter(keys.values())
         num_turns += len(keys)
         num_shared += sum(n for n in visits.values() if n > 1)

@@ -166,8 +166,8 @@ def test_what_is_no_conversation_is_refused_in_the_process_and_by_the_server(
 @pytest.mark.parametrize(
     "kind, error",
     [
-        ("causal", "no trained reward model, it lacks score.weight"),
-        ("labels", "no trained reward model, it has 2 labels"),
+        ("causal", "not a trained reward model, it lacks score.weight"),
+        ("labels", "not a trained reward model, it has 2 labels"),
         ("pickle", "cannot score"),
         ("missing", "cannot score"),
     ],

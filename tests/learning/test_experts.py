@@ -379,12 +379,12 @@ def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, 
         (
             "qwen3_moe",
             "up_proj",
-            "'up_proj' is no linear layer of a block of this model; take some of all-linear, experts",
+            "'up_proj' is not a linear layer of a block of this model; take some of all-linear, experts",
         ),
         (
             "qwen3",
             "experts",
-            "'experts' is no linear layer of a block of this model; take some of all-linear, down",
+            "'experts' is not a linear layer of a block of this model; take some of all-linear, down",
         ),
         (
             "qwen3_moe",

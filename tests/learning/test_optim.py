@@ -199,7 +199,7 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
     assert main([*map(str, parts), "--num_steps", "4", "--resume"]) == 1
     error = capsys.readouterr().err
     assert (
-        "8-bit optimizer state of 2 ranks, which cannot be cut for 1; resume with as many ranks"
+        "8-bit optimizer state of 2 ranks, which cannot be resharded for 1; resume with as many ranks"
         in error
     )
     torchrun(2, "-m", "rl_core.train", *parts, "--num_steps", 4, "--resume")

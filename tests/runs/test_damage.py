@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_and_never_loaded(
                 and f"goes on from {before}" in line
             )
     with pytest.raises(
-        ValueError, match="no checkpoint before it is whole: remove them, to begin at step 0"
+        ValueError, match="no earlier checkpoint is intact: remove them, to begin at step 0"
     ):
         newest_intact(checkpoints, learner.ranks)
 

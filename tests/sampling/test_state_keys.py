@@ -112,7 +112,7 @@ FLAGS = "--model m --out runs/x --env_path x.py"
 def test_flags_of_states_need_an_environment_that_tells_them(env_of, flag):
     config = parse_config(words(FLAGS, flag))
     without = env_of("def reward_fn(): return 1")
-    with pytest.raises(ValueError, match=r"says of none; add def state_key\(messages, state\)"):
+    with pytest.raises(ValueError, match=r"defines none; add def state_key\(messages, state\)"):
         check_environments(config, {"x": without})
     with_hook = env_of("def reward_fn(): return 1\ndef state_key(): return 1")
     check_environments(config, {"x": with_hook})
