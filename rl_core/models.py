@@ -136,7 +136,7 @@ def learner_with(config: Config, num_ranks: int) -> Callable[..., Learner]:
     if config.learner.inference_tokens:
         learner_class = registry.joining(learner_class)
     if num_ranks > 1:
-        learner_class = registry.with_whole_copies(learner_class)
+        learner_class = registry.with_replicas(learner_class)
     return partial(learner_class, make_optimizer=registry.OPTIMIZERS[config.optim.name]())
 
 

@@ -366,9 +366,9 @@ def learning_order(config: Config) -> list[str]:
     """The actors that learn, as they do one after the other."""
     if not any(config.of(name).algo.teacher for name in config.trained):
         return config.trained
-    from rl_core.plugins.teachers import pupils_first
+    from rl_core.plugins.teachers import order_by_teacher
 
-    return pupils_first(config)
+    return order_by_teacher(config)
 
 
 def kl_penalty(learner: Any):
@@ -564,15 +564,15 @@ def rollout_classes(config: Config):
     return None
 
 
-def taught_player(config: Config, player_class: Any):
-    """The class, or a subclass that also asks for the prompt of a self-teacher."""
+def with_teacher_prompts(config: Config, player_class: Any):
+    """The class, or one that also asks what the policy reads as its own teacher."""
     if not any(config.of(name).algo.teacher for name in config.trained):
         return player_class
     from rl_core.plugins.model_checks import teacher_limits
-    from rl_core.plugins.teacher_prompts import taught_player
+    from rl_core.plugins.teacher_prompts import with_teacher_prompts
 
     limits = teacher_limits(config)
-    return taught_player(player_class, limits) if limits else player_class
+    return with_teacher_prompts(player_class, limits) if limits else player_class
 
 
 def make_samples(plan: Any, name: str):
@@ -698,10 +698,10 @@ def signal_handler(trainer: Any):
     return SignalHandler(trainer)
 
 
-def tell_end(trainer: Any):
-    from rl_core.plugins.run_end import tell_end
+def print_summary(trainer: Any):
+    from rl_core.plugins.run_end import print_summary
 
-    tell_end(trainer)
+    print_summary(trainer)
 
 
 def served_codes(trainer: Any):
@@ -730,10 +730,10 @@ def num_copies(config: Any, num_ranks: int, actors: Any) -> int:
     return num_copies(config, num_ranks, actors)
 
 
-def with_whole_copies(learner_class: Any):
-    from rl_core.plugins.whole_copies import with_whole_copies
+def with_replicas(learner_class: Any):
+    from rl_core.plugins.whole_copies import with_replicas
 
-    return with_whole_copies(learner_class)
+    return with_replicas(learner_class)
 
 
 def scaled_learner():

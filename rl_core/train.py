@@ -79,7 +79,7 @@ def run_command(argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        registry.under_torchrun().tell_failure(error, ranks)
+        registry.under_torchrun().report_failure(error, ranks)
         return 1
 
 

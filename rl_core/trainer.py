@@ -71,7 +71,7 @@ class Trainer:
     def make_worker(self) -> RolloutWorker:
         classes = registry.rollout_classes(self.config) or (EpisodeRunner, RolloutWorker)
         player_class, worker_class = classes
-        player_class = registry.taught_player(self.config, player_class)
+        player_class = registry.with_teacher_prompts(self.config, player_class)
         player = player_class(self.plan.envs, self.speakers, self.config.rollout)
         return worker_class(player, self.ranks, self.config.timeout_s)
 
@@ -261,7 +261,7 @@ class Trainer:
 
     def after_run(self) -> None:
         """On the rank that writes, once ranks have parted: none waits for what follows."""
-        registry.tell_end(self)
+        registry.print_summary(self)
         for plugin in self.plugins:
             plugin.after_run()
 

@@ -49,7 +49,9 @@ class DeterministicConversation(ResumableConversation):
         player.had_part.add(self.session)
         return min(max_tokens, num_tokens + (max_tokens + 1) // 2)
 
-    async def go_on(self, params: SamplingParams, seed: int, begun: Completion) -> Completion:
+    async def continue_turn(
+        self, params: SamplingParams, seed: int, begun: Completion
+    ) -> Completion:
         """The turn with the tokens that it may have now. Without a finish_reason more follow."""
         episode, most = self.episode, params.max_tokens
         while not (limit := self.limit(len(begun.token_ids), most)):

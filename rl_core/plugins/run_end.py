@@ -22,7 +22,7 @@ SCORES = (
 MOST_STEPS = 10  # Most steps to average for metrics of training, whose tasks differ.
 
 
-def tell_end(trainer: Any) -> None:
+def print_summary(trainer: Any) -> None:
     """Prints the lines. The run's files are complete."""
     config, say, done = trainer.config, trainer.log.say, trainer.step
     duration = timedelta(seconds=int(time.monotonic() - trainer.began_at))

@@ -19,7 +19,7 @@ from rl_core.learning.advantages import MakeSamples
 from rl_core.learning.learner import LearnerContext
 from rl_core.learning.minibatches import to_device
 from rl_core.plugins.sequence_shards import shard_sequences
-from rl_core.plugins.teacher import ModelTeacher, OwnBatch, TeacherOutput
+from rl_core.plugins.teacher import ModelTeacher, ReadBatch, TeacherOutput
 from rl_core.plugins.teacher_prompts import self_taught, turns_as_read
 from rl_core.plugins.weights_copy import WeightSnapshot
 from rl_core.types import PackedBatch, TrainingSample, Trajectory
@@ -42,7 +42,7 @@ class SelfTeacher(ModelTeacher):
         elif is_start and not spec.policy.adapters:
             self.copies = (WeightSnapshot(spec, "teacher"),)
 
-    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> OwnBatch:
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> ReadBatch:
         """The samples that have a teacher's prompt, with that prompt."""
         is_taught = [sample.teacher_ids is not None for sample in samples]
         read_samples = [as_teacher_reads(s) for s in samples if s.teacher_ids is not None]

@@ -160,7 +160,7 @@ def converted(
 
 @contextmanager
 def fused_later() -> Iterator[dict[str, FusedWeight]]:
-    """A context in which transformers converts weights only on "meta". Yields name -> FusedWeight."""
+    """A context in which transformers converts weights on "meta". Yields name -> FusedWeight."""
     fused: dict[str, FusedWeight] = {}
 
     def convert(converter: WeightConverter, layer_name: str, **options) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ class StaleGroups(Plugin):
 
     def load(self, state: dict[str, Any]) -> None:
         trainer = self.trainer
-        trainer.worker.go_on(trainer.pending, self.restored)
+        trainer.worker.resume_groups(trainer.pending, self.restored)
         local = {position for position in trainer.pending if trainer.worker.is_own(position)}
         if local:
             oldest = trainer.first_step - trainer.config.max_staleness

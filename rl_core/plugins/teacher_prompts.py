@@ -1,5 +1,5 @@
-"""What the policy reads as its own teacher, before the same reply: teacher_prompt() of the
-environment's file is asked once an episode is scored."""
+"""Prompts of self-teachers, which replace the student's prompt before the same reply. The hook
+teacher_prompt() returns one after an episode is scored."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.types import Message, Task, Trajectory, Turn
 
 HOOK = "teacher_prompt"
-SELF = "self"  # the policy, as the name of a teacher
-# (actor, environment) -> most tokens of a reply behind what its teacher reads, and which limit it
-# is.
+SELF = "self"  # Name of the policy as a teacher.
+# (actor, environment) -> (most tokens of prompt and reply that its teacher reads, the limit's
+# name).
 Limits = Mapping[tuple[str, str], tuple[int, str]]
 
 
@@ -30,12 +30,12 @@ def envs_by_teacher(config: Config) -> dict[str, list[str]]:
     """Name of a teacher -> the environments whose samples it reads."""
     if not config.algo.teacher:
         return {}
-    found: dict[str, list[str]] = {}
+    by_teacher: dict[str, list[str]] = {}
     for env in config.env_paths:
         name = config.env(env).teacher or config.algo.teacher
         if name != "none":
-            found.setdefault(name, []).append(env)
-    return found
+            by_teacher.setdefault(name, []).append(env)
+    return by_teacher
 
 
 def self_taught(config: Config) -> list[str]:
@@ -44,23 +44,23 @@ def self_taught(config: Config) -> list[str]:
 
 
 def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
-    """Raises ValueError unless an actor that is its own teacher has something to read as such."""
+    """Raises ValueError if a self-taught actor plays in an environment without teacher_prompt()."""
     for env in self_taught(config):
         if env in envs and config.env(env).weight and HOOK not in envs[env].hooks:
             raise ValueError(
-                f"{envs[env].path}: --algo.teacher self needs def {HOOK}(task, trajectory) here: "
-                f"what the teacher of {name} reads before its reply"
+                f"{envs[env].path}: --algo.teacher self needs def {HOOK}(task, trajectory), which "
+                f"returns the prompt of {name}'s teacher; define it"
             )
 
 
-def taught_player(base: type[EpisodeRunner], limits: Limits) -> type[EpisodeRunner]:
-    """A player of groups that also asks what teachers read."""
+def with_teacher_prompts(base: type[EpisodeRunner], limits: Limits) -> type[EpisodeRunner]:
+    """A subclass that also asks for the teachers' prompts."""
 
-    class TaughtPlayer(base):
+    class TeacherPromptPlayer(base):
         async def play_once(self, group: Group) -> list[Trajectory]:
             trajectories = await super().play_once(group)
             env = self.envs[group.task.env]
-            if HOOK in env.hooks and not group.label:  # which an evaluation has
+            if HOOK in env.hooks and not group.label:  # Evaluations have a label.
                 scored = [t for t in succeeded(trajectories) if (t.actor, t.env) in limits]
                 await wait_for_all([self.teach(env, group.task, t, scored) for t in scored])
             return trajectories
@@ -68,7 +68,7 @@ def taught_player(base: type[EpisodeRunner], limits: Limits) -> type[EpisodeRunn
         async def teach(
             self, env: Env, task: Task, t: Trajectory, scored: list[Trajectory]
         ) -> None:
-            """What goes wrong is a failed trajectory with its reason."""
+            """Adds the teacher's prompt to a trajectory. An error fails the trajectory."""
             same = [other for other in scored if (other.actor, other.seat) == (t.actor, t.seat)]
             asking = ask(env, task, t, same)
             try:
@@ -82,35 +82,36 @@ def taught_player(base: type[EpisodeRunner], limits: Limits) -> type[EpisodeRunn
                 reason = self.reason_of(error, f"{HOOK}()", note="")
                 t.status, t.error, t.reward = "failed", reason, None
 
-    return TaughtPlayer
+    return TeacherPromptPlayer
 
 
 async def ask(env: Env, task: Task, t: Trajectory, scored: list[Trajectory]) -> list[Message]:
-    """What teacher_prompt() gives, a text as one user message; [] if the episode has no teacher.
-    `scored`: the actor's trajectories of the group. Raises ValueError for anything else."""
+    """Messages of teacher_prompt(), where a text is one user message; [] if the episode has no
+    teacher. `scored`: the actor's trajectories of the group. Raises ValueError for other values."""
     replies = [m.get("content") or "" for m in t.messages if m["role"] == "assistant"]
-    given = {"task": task, "prompt": task.messages, "messages": t.messages, "actor": t.actor}
-    given |= {"trajectory": t, "trajectories": scored, "completion": replies[-1] if replies else ""}
+    arguments = {"task": task, "prompt": task.messages, "messages": t.messages, "actor": t.actor}
+    completion = replies[-1] if replies else ""
+    arguments |= {"trajectory": t, "trajectories": scored, "completion": completion}
     hook = env.hooks[HOOK]
-    value = await hook(task, given)
-    what = f"{hook.path}: what {HOOK}() returned"
+    value = await hook(task, arguments)
+    source = f"{hook.path}: the value of {HOOK}()"
     if value is None:
         return []
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if not value or not is_list(value, dict):
         raise ValueError(
-            f"{what} is {shorten(value)}; it must be a text, a list of messages, or None for no "
+            f"{source} is {shorten(value)}; it must be a text, a list of messages, or None for no "
             "teacher"
         )
     try:
         messages = canonical_messages(list(value))
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
+        raise ValueError(f"{source}: {error}") from None
     if messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"{what} ends in an assistant's message; the reply of the episode follows it: end in "
-            "a user's"
+            f"{source} ends with an assistant's message; the reply of the episode follows it: end "
+            "with a user's"
         )
     return messages
 
@@ -118,26 +119,26 @@ async def ask(env: Env, task: Task, t: Trajectory, scored: list[Trajectory]) -> 
 def prompt_ids(
     chat: Chat, t: Trajectory, messages: list[Message], tools: list[dict[str, Any]] | None
 ) -> list[list[int]]:
-    """For each stream of turns what stands before its first reply where the conversation begins
-    with these messages. The streams after the first, which begin where the chat template rewrote
-    history, have the turns up to there behind them."""
+    """For each token stream of the conversation the ids before its first reply, if the conversation
+    began with these messages. Streams after the first begin where the chat template rewrote
+    history, and contain the turns up to there."""
     replies = [i for i, message in enumerate(t.messages) if message["role"] == "assistant"]
     replies = replies[-len(t.turns) :]
-    found = []
-    for number, (turn, place) in enumerate(zip(t.turns, replies, strict=True)):
+    prompts = []
+    for number, (turn, index) in enumerate(zip(t.turns, replies, strict=True)):
         if number and not turn.is_fresh:
             continue
         history = []
-        for message in t.messages[replies[0] : place]:
+        for message in t.messages[replies[0] : index]:
             if message["role"] == "assistant" and not message.get("tool_calls"):
                 message = chat.assistant_message(message.get("content") or "")
             history.append(message)
-        found.append(chat.prompt_ids([*messages, *history], tools))
-    return found
+        prompts.append(chat.prompt_ids([*messages, *history], tools))
+    return prompts
 
 
 def check_length(t: Trajectory, ids: Sequence[list[int]], limit: int, name: str) -> None:
-    """Raises ValueError if what the teacher reads is too long."""
+    """Raises ValueError if a stream with the teacher's prompt is too long."""
     streams = []
     for number, turn in enumerate(t.turns):
         if turn.is_fresh or not number:
@@ -155,7 +156,7 @@ def check_length(t: Trajectory, ids: Sequence[list[int]], limit: int, name: str)
 
 
 def turns_as_read(t: Trajectory) -> list[Turn]:
-    """The turns as the teacher reads them."""
+    """The turns with the teacher's prompts."""
     prompts, turns = iter(t.teacher_ids), []
     for number, turn in enumerate(t.turns):
         is_first = turn.is_fresh or not number

@@ -1,5 +1,4 @@
-"""Which teachers an actor has: what they are made from, and what is wrong with them, told before a
-model loads."""
+"""The teachers of an actor: how they are made, and checks of them before a model loads."""
 
 from __future__ import annotations
 
@@ -26,13 +25,14 @@ from rl_core.rules import require
 
 
 def make_teacher(learner: LearnerContext) -> SampledTeacher:
-    """What learns from the teachers of an actor's environments, each made once."""
+    """The extension that learns from the teachers of an actor's environments. Each teacher is made
+    once."""
     config, algorithm = learner.config, learner.algorithm
     by_name = envs_by_teacher(config)
     teachers = []
     for name, envs in by_name.items():
-        teacher = make_reader(learner, name)
-        # What the policy reads as its own teacher says which samples it reads.
+        teacher = teacher_named(learner, name)
+        # A self-teacher reads the samples that have a teacher's prompt.
         if len(envs) < len(config.env_paths) and name != SELF:
             teacher = TeacherRouter(teacher, envs, learner.ranks)
         teachers.append(teacher)
@@ -41,16 +41,15 @@ def make_teacher(learner: LearnerContext) -> SampledTeacher:
     return ExactTeacher(teachers, algorithm)
 
 
-def make_reader(learner: LearnerContext, name: str) -> Any:
-    """The teacher of this name: a server; the policy itself; another actor that learns; else a copy
-    of the weights in the dtype of compute, sharded as the policy is, and on a GPU CPU-offloaded
-    while it is not used."""
+def teacher_named(learner: LearnerContext, name: str) -> Any:
+    """The teacher `name`: a server, the policy itself, another trained actor, or a frozen model in
+    the compute dtype, sharded like the policy and, on a GPU, CPU-offloaded while it is not used."""
     config = learner.config
     if is_url(name):
         from rl_core.plugins.teacher_server import ServerTeacher
 
         num_top, at_once = learner.algorithm.teacher_top_k, config.rollout.max_concurrent
-        # Other ranks wait for this one's answers as long as for anything.
+        # Half of --timeout_s, since the other ranks wait for this rank.
         return ServerTeacher(name, num_top, learner.ranks, at_once, config.timeout_s / 2)
     if name == SELF:
         return SelfTeacher(learner)
@@ -61,23 +60,23 @@ def make_reader(learner: LearnerContext, name: str) -> Any:
 
 
 def teacher_path(config: Config, name: str) -> str:
-    """Of a folder, a hub name, or the model of an actor of the run."""
+    """Path of a teacher: a folder, a hub name, or the model of an actor of the run."""
     actor = config.actors.get(name)
     return name if actor is None else actor.model
 
 
-def pupils_first(config: Config) -> list[str]:
-    """The actors that learn, each before those that teach it: a teacher is as it was when the step
-    began. Raises ValueError for actors that teach each other."""
+def order_by_teacher(config: Config) -> list[str]:
+    """Trained actors, each before its teachers, since a teacher has the weights from before the
+    step. Raises ValueError for actors that teach each other."""
     teachers = {name: envs_by_teacher(config.of(name)) for name in config.trained}
     order: list[str] = []
     left = list(config.trained)
     while left:
-        ready = [name for name in left if not any(name in teachers[pupil] for pupil in left)]
+        ready = [name for name in left if not any(name in teachers[other] for other in left)]
         if not ready:
             raise ValueError(
-                f"--algo.teacher: of {', '.join(left)} each is taught by an actor that learns and "
-                "would change before it reads; give one of them a frozen teacher"
+                f"--algo.teacher: of {', '.join(left)} each is taught by a trained actor that "
+                "would be updated before it reads; give one of them a frozen teacher"
             )
         order += ready
         left = [name for name in left if name not in ready]
@@ -85,23 +84,23 @@ def pupils_first(config: Config) -> list[str]:
 
 
 def frozen_models(config: Config) -> dict[str, str]:
-    """What it is -> path of the models that an actor is compared with and that are loaded beside
-    its own."""
+    """Role (reference, teacher) -> path of each frozen model that is loaded in addition to the
+    actor's."""
     paths = {}
     if config.algo.reference:
         paths["reference"] = config.algo.reference
     for name, envs in envs_by_teacher(config).items():
         if not is_url(name) and name not in (SELF, *config.trained):
             is_of_all = len(envs) == len(config.env_paths)
-            what = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
-            paths[what] = teacher_path(config, name)
+            role = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
+            paths[role] = teacher_path(config, name)
     return paths
 
 
 def check_teachers(config: Config, name: str) -> None:
-    """Raises ValueError unless an actor's teachers and reference read the actor's tokens, and can
-    be asked."""
-    pupils_first(config)
+    """Raises ValueError unless an actor's teachers and reference have the actor's tokenizer and are
+    reachable."""
+    order_by_teacher(config)
     path = config.actors[name].model
     if config.algo.reference:
         check_same_tokens(f"--algo.reference={config.algo.reference}", config.algo.reference, path)
@@ -118,16 +117,17 @@ def check_teachers(config: Config, name: str) -> None:
         actor = config.actors.get(teacher)
         if actor is not None and actor.api:
             raise ValueError(
-                f"{flag} is an actor behind an api, of which only texts are known; name its server "
-                "if that gives prompt_logprobs: --algo.teacher http://host:port/v1"
+                f"{flag} is an actor behind an API, which returns only text; name its server if "
+                "that supports prompt_logprobs: --algo.teacher http://host:port/v1"
             )
         check_same_tokens(flag, teacher_path(config, teacher), path)
 
 
 def check_same_tokens(flag: str, path: str, own_path: str) -> None:
-    own = load_pretrained(AutoTokenizer, own_path)
-    other = load_pretrained(AutoTokenizer, path)
-    pairs = zip_longest(tokens_by_id(own), tokens_by_id(other))
+    """Raises ValueError unless both models have the same tokens."""
+    first = load_pretrained(AutoTokenizer, own_path)
+    second = load_pretrained(AutoTokenizer, path)
+    pairs = zip_longest(tokens_by_id(first), tokens_by_id(second))
     for token_id, (token, other_token) in enumerate(pairs):
         if token != other_token:
             raise ValueError(

@@ -1,9 +1,9 @@
-"""Tensor parallel: each of `tp` ranks holds a part of every matrix and computes with it (Shoeybi et
-al. 2019, arXiv:1909.08053), by transformers' plan for the model.
+"""Tensor parallelism: each of `tp` ranks holds a slice of every matrix and computes with it
+(Shoeybi et al. 2019, arXiv:1909.08053), by transformers' plan for the model.
 
-A matrix is split by its outputs (colwise) or by its inputs (rowwise); between the two each rank has
-its own heads and its own part of the MLP. An all-reduce follows the second. Embedding and head are
-split over the vocabulary.
+A matrix is split by its outputs (colwise) or by its inputs (rowwise); between the two each rank
+computes its heads and its slice of the MLP. An all-reduce follows the second. Embedding and head
+are split over the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rl_core.learning.loading import on_meta
 from rl_core.learning.logprobs import fused_logprobs, merged_stats
 from rl_core.learning.policy import Policy
 
-# Unsharded on every rank; a rank's gradient is of its own heads alone.
+# Style of weights that are replicated, while a rank's gradient covers only its heads.
 PARTIAL = "replicated_with_grad_allreduce"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, PARTIAL: None}
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def tp_plan(model_config: PretrainedConfig) -> dict[str, str]:
-    """Name of a layer of the base model, with * for numbers -> how it is split. transformers 5.17
-    names the embedding too, which is split over the vocabulary whatever the plan says."""
+    """Layer of the base model, with * for numbers -> style of its split. transformers 5.17 names
+    the embedding too, which is always split over the vocabulary."""
     plan = model_config.get_text_config().base_model_tp_plan or {}
     return {name: style for name, style in plan.items() if style != "embedding_rowwise"}
 
@@ -64,30 +64,30 @@ def check_tensor_parallel(
     sizes = {name: getattr(config, name, None) or config.num_attention_heads for name in DIVIDED}
     common = math.gcd(*sizes.values())
     if common % tp:
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        actual = ", ".join(f"{name}={size}" for name, size in sizes.items())
         fits = max(n for n in range(1, tp) if common % n == 0)
-        raise ValueError(f"--tp={tp} must divide the model's {given}; try --tp {fits}")
+        raise ValueError(f"--tp={tp} must divide the model's {actual}; try --tp {fits}")
 
 
 def problem_of(plan: dict[str, str], model_config: PretrainedConfig) -> str | None:
-    """Why the matrices of {} cannot be split by this plan."""
+    """Reason why the matrices of {} cannot be split by this plan, or None."""
     if not plan:
         return "{} has no plan in transformers"
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
-        return f"{{}} splits layers as {unknown[0]}, which is not known here"
+        return f"{{}} splits layers as {unknown[0]}, which rl_core does not support"
     layers = on_meta(model_config).base_model
     names = (n.rpartition(".")[0] for n, _ in layers.named_parameters())
-    inside = [f"{name.rpartition('.')[0]}.*" for name in plan]  # attention and MLP
+    inside = [f"{name.rpartition('.')[0]}.*" for name in plan]  # Attention and MLP.
     if left_out := [name for name in names if matches(name, inside) and not matches(name, plan)]:
         return (
-            f"the plan for {{}} leaves out {left_out[0]}, whose gradient would be of a rank's own "
-            "heads alone"
+            f"the plan for {{}} leaves out {left_out[0]}, whose gradient would cover only a rank's "
+            "heads"
         )
     return None
 
 
 class SplitVocabulary:
-    """For fused_logprobs(): each rank of a group computes the logits of its own ids."""
+    """Merges the results of fused_logprobs() over a group whose ranks have different ids."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -103,15 +103,16 @@ class SplitVocabulary:
 
 
 def split_logprobs(
-    hidden_MD: Tensor, weight_VD: DTensor, labels: Tensor, *how
+    hidden_MD: Tensor, weight_VD: DTensor, labels: Tensor, *options
 ) -> tuple[Tensor, Tensor]:
-    """fused_logprobs() with a weight that is split by rows: the same on all ranks."""
-    weight_SD, first, split = own_slice(weight_VD)
-    return fused_logprobs(hidden_MD, weight_SD, labels - first, *how, split=split)
+    """fused_logprobs() for a weight that is split by rows, with the same result on all ranks."""
+    weight_SD, first, split = local_slice(weight_VD)
+    return fused_logprobs(hidden_MD, weight_SD, labels - first, *options, split=split)
 
 
-def own_slice(weight_VD: DTensor) -> tuple[Tensor, int, SplitVocabulary]:
-    """(this rank's rows of a weight that is split by rows, the first one's number, what merges)."""
+def local_slice(weight_VD: DTensor) -> tuple[Tensor, int, SplitVocabulary]:
+    """(this rank's rows of a weight that is split by rows, index of the first row, object that
+    merges ranks)."""
     mesh = weight_VD.device_mesh
     placed = weight_VD.shape, mesh, weight_VD.placements
     _, (first, _) = compute_local_shape_and_global_offset(*placed)
@@ -119,38 +120,38 @@ def own_slice(weight_VD: DTensor) -> tuple[Tensor, int, SplitVocabulary]:
 
 
 class TensorParallelPolicy(Policy):
-    """Each matrix of the plan, the embedding and the head are this rank's slices."""
+    """A policy whose planned matrices, embedding and head are this rank's slices."""
 
     logprobs = staticmethod(split_logprobs)
 
     def split(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-        """Tied weights stay tied. Returns the dimension by which FSDP splits a parameter over the
-        other ranks of a copy."""
+        """Splits the model; tied weights stay tied. Returns the dimension by which FSDP splits a
+        parameter over the other ranks of a replica."""
         self.mesh, hf = mesh["tp"], self.hf
         split = partial(parallelize_module, device_mesh=self.mesh, src_data_rank=None)
         embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
-        # torch advises, once on every rank, to gather what is split twice in another way, which
+        # torch advises on every rank to gather weights that are split twice in another way, which
         # FSDP2 does not offer.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        # Each rank has the same unsharded weights, or none yet: nothing is sent.
+        # Each rank has the same unsharded weights, or none yet, so nothing is sent.
         split(hf.base_model, parallelize_plan=plan)
-        readers = [name.rpartition(".")[0] for name in plan]  # attention and MLP
+        readers = [name.rpartition(".")[0] for name in plan]  # Attention and MLP.
         for name, module in hf.base_model.named_modules():
             if matches(name, readers):
                 module.register_forward_pre_hook(partial(share_input, self.mesh), with_kwargs=True)
         split(embedding, parallelize_plan=RowwiseParallel(input_layouts=Replicate()))
         if is_tied:
             head.weight = embedding.weight
-        elif head is not None:  # its product is taken in fused_logprobs
+        elif head is not None:  # fused_logprobs() computes its product.
             weight = distribute_tensor(head.weight, self.mesh, [Shard(0)], src_data_rank=None)
             head.weight = nn.Parameter(weight)
         return partial(split_again, num_parts=mesh["dp_shard_cp"].size())
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         self.finish_gradients()
-        # Torch takes the norm of tensors on one mesh.
+        # torch takes the norm only of tensors on one mesh.
         by_mesh: dict[DeviceMesh, list[Tensor]] = {}
         for grad in grads:
             by_mesh.setdefault(grad.device_mesh, []).append(grad)
@@ -158,8 +159,8 @@ class TensorParallelPolicy(Policy):
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def finish_gradients(self) -> None:
-        """Adds up the gradients of unsharded weights that act on a rank's own heads alone: norms of
-        queries or keys. Called once for an optimizer step; every other gradient is complete."""
+        """Sums the gradients of replicated weights that act on a rank's heads: norms of queries or
+        keys. Called once per optimizer step; every other gradient is complete."""
         plan = tp_plan(self.hf.config)
         patterns = [f"{name}.*" for name, style in plan.items() if style == PARTIAL]
         grads = []
@@ -170,15 +171,15 @@ class TensorParallelPolicy(Policy):
             return
         total = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(total, group=self.mesh.get_group())
-        for grad, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+        for grad, values in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(values.view_as(grad))
 
 
 def share_input(
     mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     """The hidden states of a forward as one DTensor for all matrices that read them: their
-    gradients are added up on each rank before they are summed over ranks, once and not for every
+    gradients are summed on each rank first, and then over ranks once instead of for every
     matrix."""
     shared = partial(
         DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False
@@ -201,7 +202,7 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
         raise ValueError(
             f"--tp={parameter.device_mesh.size()} does not divide the model's vocabulary of "
             f"{vocab_size}, so that the other "
-            f"ranks of a copy must divide its hidden_size={width}; try "
+            f"ranks of a replica must divide its hidden_size={width}; try "
             f"{math.gcd(width, num_parts)} of them, or --tp 1"
         )
     return Shard(1)

@@ -1,4 +1,4 @@
-"""What a run shows: what was loaded, a line for each step, and warnings."""
+"""The terminal output of a run: the loaded models and data, a line for each step, and warnings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rl_core.plugins.row_lengths import left_out
 from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.rules import printable
 
-LAST_STEPS = 20  # whose mean says how long a step takes
-# What a step's line tells of each actor.
+LAST_STEPS = 20  # Steps whose mean duration gives the time left.
+# Label -> metric in a step's line, for each actor.
 OF_ACTOR = {
     "reward": "rollout/{}/reward_mean",
     "tokens": "rollout/{}/length_mean",
@@ -33,7 +33,8 @@ OF_ACTOR = {
 
 
 def quiet() -> None:
-    """No bars and reports of libraries while models load and are written; downloads keep theirs."""
+    """Turns off libraries' progress bars and reports for loading and saving; downloads keep
+    theirs."""
     if not os.environ.get("RL_CORE_DEBUG"):
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
@@ -44,7 +45,7 @@ def quiet() -> None:
 class Terminal(Plugin):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.metrics: dict[str, float] = {}  # of the last step
+        self.metrics: dict[str, float] = {}  # Of the last step.
         self.said_at = -math.inf
         # When the last steps ended.
         self.ended_at: deque[float] = deque(maxlen=LAST_STEPS + 1)
@@ -58,7 +59,7 @@ class Terminal(Plugin):
         self.ended_at.append(time.monotonic())
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        """A line, at most one a second, and what is off in this step."""
+        """Prints a line, at most one a second, and the step's warnings."""
         config, now = self.trainer.config, time.monotonic()
         self.metrics = metrics
         self.ended_at.append(now)
@@ -71,14 +72,14 @@ class Terminal(Plugin):
             warn(step, text)
 
     async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
-        """Tells each reason once."""
+        """Prints each reason once."""
         if reasons:
             for text in self.warnings.failures(step, reasons):
                 warn(step, text)
 
 
 def time_left(ended_at: Sequence[float], num_steps: int) -> timedelta:
-    """Of so many steps, with the evaluations and saves that the last ones had."""
+    """Time for `num_steps` steps, with as many evaluations and saves as the last steps had."""
     per_step = (ended_at[-1] - ended_at[0]) / (len(ended_at) - 1)
     return timedelta(seconds=int(per_step * num_steps))
 
@@ -88,15 +89,15 @@ def warn(step: int, text: str) -> None:
 
 
 def loaded(trainer: Any) -> str:
-    """Three lines: the models, the data and the plan, the devices and where it begins."""
+    """Three lines: the models, the data and the plan, the devices and the first step."""
     config, plan = trainer.config, trainer.plan
     models = []
     for name, actor in config.actors.items():
         learner = trainer.learners.get(name)
         about = size_of(learner) if learner is not None else actor.api or "frozen"
-        for place in plan.places[1:]:
-            if name in place.actors:
-                about = f"{'learns' if actor.is_trained else 'frozen'} on {place.where}"
+        for group in plan.places[1:]:
+            if name in group.actors:
+                about = f"{'learns' if actor.is_trained else 'frozen'} on {group.where}"
         models.append(f"{name}: {actor.model} ({about})")
     work = f"{config.algorithm}: streamed rows"
     if not config.data.streaming:
@@ -107,10 +108,10 @@ def loaded(trainer: Any) -> str:
         work += f", {sum(map(len, held_out)):,} held out{left_out(config, held_out)}"
     work += f"; {config.num_steps:,} steps of {config.tasks_per_step:,} "
     work += f"tasks x {config.group_size:,} episodes" if config.is_rl else "rows"
-    place = f"begins at step 0, in {trainer.out}"
+    start = f"begins at step 0, in {trainer.out}"
     if trainer.checkpoint:
-        place = f"--resume: goes on from step {trainer.step} of {config.num_steps}"
-    lines = [", ".join(models), work, f"{devices(trainer)}; {place}"]
+        start = f"--resume: continues from step {trainer.step} of {config.num_steps}"
+    lines = [", ".join(models), work, f"{devices(trainer)}; {start}"]
     for name, actor in config.actors.items():
         if actor.own or actor.learn_every > 1:
             lines.append(f"{name} {own_settings(actor)}")
@@ -119,11 +120,11 @@ def loaded(trainer: Any) -> str:
 
 
 def own_settings(actor: ActorConfig) -> str:
-    """by settings of its own: algorithm ppo, optim.lr 1e-05"""
+    """by separate settings: algorithm ppo, optim.lr 1e-05"""
     values = [f"{flag} {value}" for flag, value in flat(actor.own).items()]
     if actor.learn_every > 1:
         values.append(f"learn_every {actor.learn_every}")
-    return f"by settings of its own: {', '.join(values)}"
+    return f"by separate settings: {', '.join(values)}"
 
 
 def size_of(learner: Any) -> str:
@@ -145,13 +146,13 @@ def devices(trainer: Any) -> str:
     """8 x NVIDIA H100 80GB HBM3 (dp_shard 8), sglang engine, new weights by files"""
     ranks = trainer.ranks
     device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device)
-    num_elsewhere = sum(len(place.ranks) for place in trainer.plan.places[1:])
+    num_elsewhere = sum(len(group.ranks) for group in trainer.plan.places[1:])
     text = f"{ranks.size + ranks.engine_ranks + num_elsewhere} x {device}"
     sizes = asdict(ranks.mesh) | {"engine_ranks": ranks.engine_ranks}
     if split := " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1):
         text += f" ({split})"
     if trainer.config.is_rl:
-        # An own engine of a script leaves the flag as it is.
+        # A script's custom engine leaves the flag at auto.
         text += f", {trainer.config.engine.replace('auto', 'own')} engine"
     ways = sorted({e.weights_way for e in trainer.device.engines if e.weights_way})
     if ways:
@@ -174,22 +175,22 @@ def progress_line(step: int, num_steps: int, metrics: dict[str, float], actors: 
         seconds = metrics.get(f"time/{phase}_s", 0.0)
         if seconds >= 0.005:
             phases.append(f"{phase} {seconds:.2f}")
-    taken = f"{metrics['time/step_s']:.2f} s ({', '.join(phases)})"
-    place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
-    return "  ".join([place, *results(metrics, actors), taken])
+    duration = f"{metrics['time/step_s']:.2f} s ({', '.join(phases)})"
+    position = f"step {step:>{len(str(num_steps))}}/{num_steps}"
+    return "  ".join([position, *results(metrics, actors), duration])
 
 
 def results(metrics: dict[str, float], actors: list[str]) -> list[str]:
-    """Rewards and losses, and how many episodes failed."""
+    """Rewards, losses and the number of failed episodes."""
     texts = []
     for actor in actors:
-        found = []
+        values = []
         for label, name in OF_ACTOR.items():
             value = metrics.get(name.format(actor), math.nan)
             if math.isfinite(value) and (value or label != "failed"):
-                found.append(f"{label} {value:.4g}")
+                values.append(f"{label} {value:.4g}")
         if len(actors) > 1:
             texts.append(f"{actor}:")
-            found = found or ["no turns"]
-        texts += found
+            values = values or ["no turns"]
+        texts += values
     return texts

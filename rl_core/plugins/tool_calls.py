@@ -1,6 +1,6 @@
-"""Tools: what a model calls, read by the format of its chat template.
+"""Tool calls: parses the calls in a reply by the format of the model's chat template.
 
-`tool_calls` of a message are as the templates in transformers read them: [{"id", "type":
+`tool_calls` of a message have the form that transformers' templates read: [{"id", "type":
 "function", "function": {"name", "arguments"}}], with arguments as a dictionary.
 """
 
@@ -17,13 +17,13 @@ from rl_core.data.thoughts import THOUGHTS, leading_thoughts
 from rl_core.plugins.sft import said_text, shared_length, split_end
 from rl_core.types import Completion, Message
 
-# An argument as XML: Qwen's, MiniMax's and GLM's.
+# An argument as XML in the formats of Qwen, MiniMax and GLM.
 ARGUMENT = (
     r'<(?:parameter=|parameter name="|arg_key>)(?P<key>[^<>"]+)(?:"?>|</arg_key>\s*<arg_value>)'
     r"(?P<value>(?:(?!</?(?:parameter|arg_value)\b).)*)</(?:parameter|arg_value)>"
 )
 MAX_REFS = 20  # A schema may refer to itself.
-# Part of no special token, so that a rendering has no marks in it.
+# Contains no special token, so that a rendering has no marks in it.
 SAMPLE_TEXT = "7 9"
 SAMPLES = {
     "integer": 3,
@@ -36,7 +36,7 @@ SAMPLES = {
 
 
 def xml_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
-    """A name, and arguments between tags, whose types the tool's schema tells."""
+    """A name, and arguments between tags, with types from the tool's schema."""
     name, schemas, arguments, root = match["name"], {}, {}, None
     for tool in tools:
         if tool["function"]["name"] == name:
@@ -48,23 +48,23 @@ def xml_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
 
 
 def json_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
-    """The arguments of a name; without one, a call or a list of calls."""
+    """A name with JSON arguments; without a name, a call or a list of calls."""
     value = json.loads(match["arguments"])
     if match["name"]:
         value = {"name": match["name"], "arguments": value}
-    found = []
+    calls = []
     for call in value if isinstance(value, list) else [value]:
         arguments = call["arguments"] if "arguments" in call else call["parameters"]
         if not isinstance(call["name"], str) or not isinstance(arguments, dict):
             raise TypeError(call)
-        found.append({"name": call["name"], "arguments": arguments})
-    if not found:
+        calls.append({"name": call["name"], "arguments": arguments})
+    if not calls:
         raise ValueError("no call")
-    return found
+    return calls
 
 
 def gemma_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
-    """{city:<|"|>Rome<|"|>,days:3}: keys without quotes, strings between tokens of their own."""
+    """{city:<|"|>Rome<|"|>,days:3}: keys without quotes, strings between special tokens."""
     pieces = match["arguments"].split('<|"|>')
     for i, piece in enumerate(pieces):
         if i % 2:
@@ -76,8 +76,8 @@ def gemma_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
 
 
 def python_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
-    """[f(x='a'), g(n=3)]: calls with keywords and values of JSON."""
-    found = []
+    """[f(x='a'), g(n=3)]: calls with keywords and JSON values."""
+    calls = []
     try:
         for call in ast.parse(match["arguments"], mode="eval").body.elts:
             if call.args:
@@ -85,20 +85,20 @@ def python_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]
             arguments = {}
             for keyword in call.keywords:
                 value = ast.literal_eval(JsonNames().visit(keyword.value))
-                # Raises TypeError for literals that JSON does not have: templates and services
-                # could not write them. A key of None is `**arguments`.
+                # Raises TypeError for literals that JSON lacks, since templates and services could
+                # not write them. A key of None is `**arguments`.
                 arguments[keyword.arg] = json.loads(json.dumps(value))
             if None in arguments:
                 raise ValueError("arguments without names")
-            found.append({"name": ast.unparse(call.func), "arguments": arguments})
+            calls.append({"name": ast.unparse(call.func), "arguments": arguments})
     except (SyntaxError, AttributeError, MemoryError, RecursionError) as error:
         raise ValueError(match["arguments"]) from error
-    return found
+    return calls
 
 
 class JsonNames(ast.NodeTransformer):
-    """JSON's names as Python's constants: templates write dictionaries in the one, single values in
-    the other."""
+    """Replaces JSON's names by Python's constants: templates write dictionaries as JSON and single
+    values as Python."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         values = {"true": True, "false": False, "null": None}
@@ -106,9 +106,9 @@ class JsonNames(ast.NodeTransformer):
 
 
 def typed_value(text: str, schema: Any, root: Any = None) -> Any:
-    """An argument that is written as text: a value that the schema lists; null where the schema
-    allows it; the text itself where it allows a string; else the value as JSON or in Python's
-    words. `root`: the schema that `$ref` refers to."""
+    """The value of an argument that is written as text: an enumerated value of the schema; null
+    where the schema allows null; the text itself where it allows a string; else the value as JSON
+    or Python. `root`: the schema that `$ref` refers to."""
     text = text.removeprefix("\n").removesuffix("\n")
     types, values = allowed(schema, root)
     if values is not None and text in values:
@@ -124,7 +124,7 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """True if both are one value of JSON: true is not 1."""
+    """True if both are equal as JSON, where true is not 1."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
@@ -208,7 +208,7 @@ PYTHON_CALLS = (
     r"<\|tool_call_start\|>\s*(?P<arguments>\[.*?\])\s*<\|tool_call_end\|>",
     python_calls,
 )
-# What the template's text holds -> (how a call begins, one call, what reads it).
+# Text of the template -> (start of a call, pattern of a call, parser).
 FORMATS = {
     # Qwen 3.5, Qwen3-Coder, Nemotron 3
     "<function=": (
@@ -224,7 +224,7 @@ FORMATS = {
         rf"(?P<arguments>(?:\s*{ARGUMENT})*)\s*</tool_call>",
         xml_calls,
     ),
-    # MiniMax M2: several in one element
+    # MiniMax M2: several calls in one element
     "<invoke name=": (
         r"<\w+:tool_call>\s*<invoke|<invoke",
         r'(?:<\w+:tool_call>\s*)?<invoke name="(?P<name>[^<>"]+)">'
@@ -259,8 +259,8 @@ FORMATS = {
         gemma_calls,
     ),
     "<|tool_call_start|>": PYTHON_CALLS,
-    "<|tool_list_start|>": PYTHON_CALLS,  # the first LFM2's template, which writes no calls itself
-    # Hermes, Qwen 2.5 and 3; templates that know no calls too
+    "<|tool_list_start|>": PYTHON_CALLS,  # The first LFM2 template, which writes no calls itself.
+    # Hermes, Qwen 2.5 and 3; the default for templates without calls
     "": (
         r"<tool_call>",
         r"<tool_call>\s*(?P<name>)(?P<arguments>\{.*?\})\s*</tool_call>",
@@ -270,14 +270,14 @@ FORMATS = {
 
 
 class ToolCalls:
-    """Reads the calls of one chat's model, and checks that they can be read."""
+    """Parses the tool calls of one chat's model, and checks the format."""
 
     def __init__(self, chat: Chat):
         self.chat = chat
         template = str(chat.chat_template)
         marker = next(marker for marker in FORMATS if marker in template)
         self.begins, self.call, self.calls_of = FORMATS[marker]
-        self.checked: set[str] = set()  # JSON of lists of tools whose calls are read back
+        self.checked: set[str] = set()  # Tools, as JSON, that were checked.
 
     def read(
         self,
@@ -286,10 +286,10 @@ class ToolCalls:
         tools: Sequence[dict] = (),
         prompt: str = "",
     ) -> tuple[Message | None, bool]:
-        """(the message with its calls, None without any; True if a call begins that cannot be
-        read). Calls within thoughts are no calls. `number`: of the turn, for ids. `tools`: types of
-        arguments that are written as text. `prompt`: the rendering before the turn, which may open
-        thoughts."""
+        """(the message with its calls, None without calls; True if a call begins but cannot be
+        parsed). Calls within thoughts do not count. `number`: of the turn, for ids. `tools`: types
+        of arguments that are written as text. `prompt`: the rendering before the turn, which may
+        open thoughts."""
         chat, ids = self.chat, completion.token_ids
         if ids and ids[-1] in chat.stop_token_ids:
             ids = ids[:-1]
@@ -308,26 +308,26 @@ class ToolCalls:
         try:
             for match in matches:
                 for function in self.calls_of(match, tools):
-                    # Mistral's templates want nine characters.
+                    # Mistral's templates require nine characters.
                     call_id = f"call{number % 1000:03d}{len(calls) % 100:02d}"
                     calls.append({"id": call_id, "type": "function", "function": function})
         except (ValueError, TypeError, LookupError):
             return None, True
         rest = thoughts + pattern.sub(lambda m: m[0] if m["arguments"] is None else "", text)
-        if "<|message|>" in rest:  # gpt-oss: what stands in its channels
+        if "<|message|>" in rest:  # gpt-oss: takes the text of its channels.
             rest = "\n".join(re.findall(r"<\|message\|>(.*?)<\|end\|>", rest, re.DOTALL))
         content = chat.special_token.sub("", rest).strip()
         return {"role": "assistant", "content": content, "tool_calls": calls}, False
 
     def check(self, tools: Sequence[dict], where: str) -> None:
-        """Raises ValueError if a call of one of the tools, as the chat's template writes it, is not
-        read back. Asked once for the same tools. `where`: who gives them."""
+        """Raises ValueError if a call of one of the tools, as the chat's template writes it, cannot
+        be parsed. Repeated calls for the same tools do nothing. `where`: source of the tools."""
         key = json.dumps(tools, default=str)
         if key in self.checked:
             return
         user = [{"role": "user", "content": "x"}]
         prompt = self.chat.render(user, tools)
-        # A template that says nothing of tools leaves it to the environment's messages.
+        # With a template that ignores tools the environment's messages describe them.
         if prompt != self.chat.render(user):
             for tool in tools:
                 if "function" in tool:
@@ -344,16 +344,16 @@ class ToolCalls:
         rendered = chat.render(messages, tools, add_generation_prompt=False)
         written, _ = split_end(chat, rendered[shared_length(prompt, rendered) :])
         if name not in written:
-            return  # The template writes no calls: nothing says in which form it expects them.
+            return  # The template writes no calls, so the expected format is unknown.
         ids = chat.encode(written)
-        said = Completion(
+        completion = Completion(
             token_ids=ids,
             logprobs=[0.0] * len(ids),
             text="",
             finish_reason="stop",
             policy_version=0,
         )
-        message, _ = self.read(said, 0, tools)
+        message, _ = self.read(completion, 0, tools)
         if message is None or [each["function"] for each in message["tool_calls"]] != [call]:
             raise ValueError(
                 f"{where}: tools: the chat template of {chat.tokenizer.name_or_path} writes a call "
@@ -371,8 +371,8 @@ class ToolCalls:
         after: list[Message],
         tools: list | None,
     ) -> tuple[str, Message]:
-        """(text of the turn as the template renders it behind `prompt`, message of the turn for the
-        template). The sampled text itself if the template renders it unchanged, else the calls."""
+        """(text of the turn as the template renders it after `prompt`, message of the turn for the
+        template): the sampled text if the template renders it unchanged, else the calls."""
         chat = self.chat
         as_said = chat.assistant_message(text)
         try:
@@ -386,7 +386,7 @@ class ToolCalls:
         called = chat.assistant_message(reply["content"]) | {"tool_calls": reply["tool_calls"]}
         try:
             return said_text(chat, prompt, [*before, called], tools)[0], called
-        except ValueError:  # The template renders another prompt: the stream begins anew.
+        except ValueError:  # The template renders another prompt, so a new stream begins.
             return text, called
 
 

@@ -1,8 +1,8 @@
-"""--trackers beside metrics.jsonl: W&B, TensorBoard, Trackio, MLflow. Each is told in a thread of
-its own: one that raises or hangs does not hurt the run.
+"""--trackers, in addition to metrics.jsonl: W&B, TensorBoard, Trackio, MLflow. Each tracker runs in
+a separate thread, so that one that raises or hangs does not hurt the run.
 
-OUT/trackers/NAME.json holds the last line that a tracker got: a resumed run continues there, and
-repeats nothing.
+OUT/trackers/NAME.json holds the last row that a tracker received: a resumed run continues there and
+sends no row twice.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from rl_core.types import Trajectory
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NUM_ROWS = 8  # of a table of samples
+NUM_ROWS = 8  # Rows of a table of samples.
 
 
 class Trackers(Plugin):
-    """On the rank that writes the run's folder."""
+    """Sends metrics and samples to trackers, on the writer rank."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.deadline_s = min(60.0, trainer.config.timeout_s / 2)  # the other ranks wait
+        self.deadline_s = min(60.0, trainer.config.timeout_s / 2)  # The other ranks wait.
         self.threads: dict[str, tuple[threading.Thread, SimpleQueue]] = {}
-        self.samples: dict[str, list[dict]] = {}  # "step" or "eval" -> rows of its table
+        self.samples: dict[str, list[dict]] = {}  # "step" or "eval" -> rows of its table.
 
     async def start(self) -> None:
         trainer = self.trainer
@@ -51,28 +51,28 @@ class Trackers(Plugin):
             return
         for name in split(trainer.config.trackers):
             run, queue = describe_run(trainer.config, name), SimpleQueue()
-            # Not a daemon: leave_threads() bounds the end of a process that one holds.
+            # Not a daemon: leave_threads() bounds the wait for a thread that hangs.
             thread = threading.Thread(target=follow, args=(run, queue), name=f"--trackers {name}")
             self.threads[name] = thread, queue
             thread.start()
         file = trainer.out / "metrics.jsonl"
         for line in read_json(file) if file.exists() else ():
-            self.tell(line.pop("step"), line)
+            self.send(line.pop("step"), line)
 
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
-        """Of an evaluation's parts the first is shown."""
+        """Keeps samples for the tables. Of an evaluation only the first set is shown."""
         kind = "eval" if name.startswith("eval/") else "step"
         ranks = self.trainer.ranks
         rows = all_gather_json(samples(trajectories, max(1, NUM_ROWS // ranks.size)), ranks)
         self.samples.setdefault(kind, list(chain(*rows))[:NUM_ROWS])
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        self.tell(step, metrics)
+        self.send(step, metrics)
 
     async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self.tell(step, metrics)
+        self.send(step, metrics)
 
-    def tell(self, step: int, metrics: dict[str, float | None]) -> None:
+    def send(self, step: int, metrics: dict[str, float | None]) -> None:
         kind = "eval" if "time/eval_s" in metrics else "step"
         values = {n: v for n, v in metrics.items() if v is not None and math.isfinite(v)}
         rows = self.samples.pop(kind, [])
@@ -80,15 +80,15 @@ class Trackers(Plugin):
             queue.put((step, kind, values, rows))
 
     async def close(self) -> None:
-        """Waits until all is sent, but not beyond the deadline."""
+        """Waits until all rows are sent, up to the deadline."""
         deadline = time.monotonic() + self.deadline_s
         for _, queue in self.threads.values():
             queue.put(sys.exc_info()[0] is None)
         for name, (thread, _) in self.threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                told = f"is left behind: not done {self.deadline_s:g} s after the run"
-                print(f"--trackers {name} {told}", file=sys.stderr)
+                text = f"is left behind: not done {self.deadline_s:g} s after the run"
+                print(f"--trackers {name} {text}", file=sys.stderr)
 
 
 def describe_run(config: Config, tracker: str) -> SimpleNamespace:
@@ -106,20 +106,20 @@ def describe_run(config: Config, tracker: str) -> SimpleNamespace:
 
 
 def samples(trajectories: list[Trajectory], num: int) -> list[dict[str, Any]]:
-    """Some episodes, spread evenly."""
+    """Some episodes, evenly spread."""
     rows = []
     for episode in trajectories[:: max(1, len(trajectories) // num)][:num]:
         roles = [message["role"] for message in episode.messages]
         texts = [f"{m['role']}: {m.get('content')}" for m in episode.messages]
-        said = (*roles, "assistant").index("assistant")
-        row = {"prompt": "\n\n".join(texts[:said]), "reply": "\n\n".join(texts[said:])}
+        first = (*roles, "assistant").index("assistant")
+        row = {"prompt": "\n\n".join(texts[:first]), "reply": "\n\n".join(texts[first:])}
         row |= {"reward": episode.reward, "status": f"{episode.status} {episode.error}".strip()}
         rows.append(row)
     return rows
 
 
 def follow(run: SimpleNamespace, queue: SimpleQueue) -> None:
-    """Tells a tracker what comes: lines, and at the end whether the run ended well."""
+    """Sends the rows of `queue` to a tracker; the last item is True if the run ended well."""
     try:
         path = Path(run.out) / "trackers" / f"{run.tracker}.json"
         path.parent.mkdir(exist_ok=True)
@@ -128,11 +128,11 @@ def follow(run: SimpleNamespace, queue: SimpleQueue) -> None:
         tracker = (TRACKERS.get(run.tracker) or resolve_name(run.tracker))(run)
         while not isinstance(message := queue.get(), bool):
             step, kind, values, rows = message
-            place = [step, kind == "eval"]
-            if place <= state.get("done", [-1]):
+            position = [step, kind == "eval"]
+            if position <= state.get("done", [-1]):
                 continue
-            # Before it is told: a run that is killed in between must not tell it twice.
-            write_whole(path, json.dumps({"id": run.id, "done": place}))
+            # Written before the row is sent, so that a killed run does not send it twice.
+            write_whole(path, json.dumps({"id": run.id, "done": position}))
             tracker.log(step, values)
             if rows:
                 from pandas import DataFrame
@@ -144,21 +144,22 @@ def follow(run: SimpleNamespace, queue: SimpleQueue) -> None:
         print(f"--trackers {run.tracker} is off: {type(error).__name__}: {text}", file=sys.stderr)
 
 
-# A tracker is made of `run`: its name, project, group, config, folder `out`, `id` (which it may
-# set) and is_resumed. It has log(step, values), table(step, name, a DataFrame) and close(is_ok).
+# A tracker is made from `run`: its name, project, group, config, folder `out`, `id` (which the
+# tracker may set) and is_resumed. It has log(step, values), table(step, name, DataFrame) and
+# close(is_ok).
 
 
 def wandb(run: SimpleNamespace) -> SimpleNamespace:
-    """Trackio has the same interface."""
+    """W&B or Trackio, which has the same interface."""
     library, is_wandb = import_module(run.tracker), run.tracker == "wandb"
-    own = {"embed": False}
+    options: dict[str, Any] = {"embed": False}
     if is_wandb:
-        # The terminal is the run's. Another run of this process may not be done.
+        # rl_core prints to the terminal. Another run of this process may still be open.
         settings = library.Settings(console="off", reinit="create_new")
-        own = {"id": run.id, "dir": run.out, "settings": settings}
+        options = {"id": run.id, "dir": run.out, "settings": settings}
     resume = "allow" if run.is_resumed else "never"
     names = {"project": run.project, "group": run.group or None, "name": run.name}
-    it = library.init(**names, **own, config=run.config, resume=resume)
+    it = library.init(**names, **options, config=run.config, resume=resume)
     return SimpleNamespace(
         log=lambda step, values: it.log(values, step),
         table=lambda step, name, table: it.log({name: library.Table(dataframe=table)}, step),
@@ -209,12 +210,12 @@ TRACKERS = {"wandb": wandb, "trackio": wandb, "tensorboard": tensorboard, "mlflo
 
 
 def check_trackers(names: str) -> None:
-    """Raises ValueError for a tracker that is not known, not installed, or does not import."""
+    """Raises ValueError for a tracker that is unknown, not installed, or does not import."""
     for name in split(names):
         if ":" in name:
             try:
                 resolve_name(name)
-            except Exception as error:  # of the user's module
+            except Exception as error:  # The user's module may raise anything.
                 raise ValueError(f"--trackers {name}: {type(error).__name__}: {error}") from error
         elif name not in TRACKERS:
             known = f"{nearest(name, TRACKERS)}; your own is MODULE:CLASS"

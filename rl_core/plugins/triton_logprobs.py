@@ -1,14 +1,13 @@
-"""The two halves of fused_logprobs on a GPU: a token's softmax in one pass over the vocabulary,
-without a logit in memory, and one tile of the logits' gradient, from logits that are computed
-again.
+"""Triton kernels of fused_logprobs on a GPU: softmax statistics of each token in one pass over the
+vocabulary, without logits in memory, and one tile of the logits' gradient, from recomputed logits.
 
 The two products of that gradient, with the weights and with the hidden states, are left to torch:
-its library computes them at the device's full rate, and a kernel of our own would compute the
-logits a third time. Launches are fixed, not tuned: the interpreter refuses a search, and its result
-would differ between ranks.
+cuBLAS computes them at the device's full rate, and a kernel here would compute the logits a third
+time. Launch parameters are fixed, not tuned: the interpreter does not support tuning, and its
+result would differ between ranks.
 
-C tokens and S vocabulary ids of one tile, D hidden. A program takes TOKENS x IDS logits at a time,
-summed over WIDTH of D.
+Legend: C tokens and S vocabulary ids of one tile, D hidden. A program computes TOKENS x IDS logits
+at a time, summed over WIDTH of D.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from rl_core.learning.logprobs import merged_stats
 
-TILE_BYTES = 256 << 20  # of one fp32 tile of the gradient
+TILE_BYTES = 256 << 20  # Bytes of one fp32 tile of the gradient.
 TOKENS, IDS = 128, 128
-# Vocabulary ids of one program of the forward pass: few enough that 1,000 tokens fill a GPU, many
-# enough that each output stays small.
+# Vocabulary ids of one program of the forward: few enough that 1,000 tokens fill a GPU, many enough
+# that each output stays small.
 SPAN = 4096
 
 
@@ -41,9 +40,9 @@ def logits_tile(
     IDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """[TOKENS, IDS] fp32: h @ w.T scale; 0 where there is no such token, -inf where there is no
-    such id."""
-    # 64 bits: a head of 152,064 ids x 16,384 has more numbers than 32 count.
+    """[TOKENS, IDS] fp32: h @ w.T scale; 0 for tokens beyond num_tokens, -inf for ids beyond
+    num_ids."""
+    # 64 bits: a head of 152,064 ids x 16,384 has more numbers than 32 bits count.
     h_row = h_ptr + tokens.to(tl.int64)[:, None] * D
     w_row = w_ptr + ids.to(tl.int64)[None, :] * D
     z = tl.zeros((TOKENS, IDS), tl.float32)
@@ -73,15 +72,15 @@ def stats_kernel(
     WIDTH: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """out [4, spans, M]: of each span of ids the label's logit, 0 if it is not in it, the largest
-    logit, and the sums of e^(z - top) and of e^(z - top) (z - top)."""
-    # Programs that run together share their ids, so that the weights come from the cache for all
-    # but the first.
+    """out [4, spans, M]: for each span of ids the label's logit (0 if the label is elsewhere), the
+    largest logit, and the sums of e^(z - top) and of e^(z - top) (z - top)."""
+    # Programs that run together share their ids, so that all but the first read the weights from
+    # the cache.
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     span = tl.program_id(1)
     in_range = tokens < num_tokens
     labels = tl.load(labels_ptr + tokens, mask=in_range, other=-1)
-    top = tl.full((TOKENS,), -1e30, tl.float32)  # finite, since -inf * 0 is not a number
+    top = tl.full((TOKENS,), -1e30, tl.float32)  # Finite, since -inf * 0 is NaN.
     total = tl.zeros((TOKENS,), tl.float32)
     moment = tl.zeros((TOKENS,), tl.float32)
     chosen = tl.zeros((TOKENS,), tl.float32)
@@ -141,14 +140,14 @@ def gradients_kernel(
         entropy = tl.load(entropy_ptr + tokens, mask=in_range, other=0.0)[:, None]
         grad = tl.load(grad_entropy_ptr + tokens, mask=in_range, other=0.0)[:, None]
         out -= grad * tl.where(p > 0, p * (logp + entropy), 0.0)
-    place = tokens.to(tl.int64)[:, None] * num_ids + ids[None, :]
+    offsets = tokens.to(tl.int64)[:, None] * num_ids + ids[None, :]
     is_there = in_range[:, None] & (ids[None, :] < num_ids)
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=is_there)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
 def launch(h_CD: Tensor) -> dict[str, int]:
-    """Three stages of two blocks of 128 bytes a row: 96 KiB of shared memory, which every GPU since
-    2020 has."""
+    """Launch parameters. Three stages of two blocks of 128 bytes a row take 96 KiB of shared
+    memory, which every GPU since 2020 has."""
     return {
         "D": h_CD.shape[1],
         "TOKENS": TOKENS,
@@ -167,7 +166,7 @@ def softmax_stats(
     num_tokens, num_ids = len(h_MD), len(weight_VD)
     grid = triton.cdiv(num_tokens, TOKENS), triton.cdiv(num_ids, SPAN)
     stats = h_MD.new_empty((4, grid[1], num_tokens), dtype=torch.float32)
-    labels = torch.where(labels < num_ids, labels, -1)  # the last tile is wider than its ids
+    labels = torch.where(labels < num_ids, labels, -1)  # The last tile is wider than its ids.
     if num_tokens:
         sizes = num_tokens, num_ids, 1 / temperature
         stats_kernel[grid](h_MD, weight_VD, labels, stats, *sizes, SPAN=SPAN, **launch(h_MD))
@@ -184,7 +183,7 @@ def logit_gradients(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None = None,
 ) -> Tensor:
-    """[C, S] of h's dtype: the gradient of the undivided logits h @ weight.T."""
+    """[C, S] in h's dtype: the gradient in the undivided logits h @ weight.T."""
     h_CD, weight_SD = h_CD.contiguous(), weight_SD.contiguous()
     has_entropy = grad_entropy is not None
     columns = labels, lse, entropy, grad_logprobs, grad_entropy if has_entropy else lse

@@ -1,16 +1,16 @@
 """Truncated sampling (top-k, top-p, min-p) in training: logprobs and entropy over the ids that each
 token was drawn from.
 
-The engine names these ids with each token. Logprobs of the policy before and after its updates, of
-the reference and of a teacher that judges sampled tokens are over the same ids. So the ratio
-compares two distributions on one set, also after weights have moved ("Keep Sampling Mask",
+The engine returns these ids with each token. Logprobs of the policy before and after its updates,
+of the reference and of a teacher that scores sampled tokens are over the same ids. So the ratio
+compares two distributions on one set, also after the weights have changed ("Keep Sampling Mask",
 DeepSeek-V3.2, arXiv:2512.02556, section 3.1). The divergence from an exact teacher
-(--algo.teacher_loss reverse_kl, forward_kl or jsd) is over the whole vocabulary. A set found again
-from the learner's own logits would differ from the engine's where two logits are close, and leave
-out sampled tokens once weights have moved.
+(--algo.teacher_loss reverse_kl, forward_kl or jsd) is over the whole vocabulary. A set recomputed
+from the learner's logits would differ from the engine's where two logits are close, and would lack
+sampled tokens once the weights have changed.
 
-M trained tokens, K ids at most that one was drawn from, D hidden, V vocabulary, C tokens of one
-tile.
+Legend: M trained tokens, K most ids that a token was drawn from, D hidden, V vocabulary, C tokens
+of one tile.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rl_core.learning.learner import LearnerExtension
 from rl_core.learning.logprobs import sum_dtype
 from rl_core.types import PackedBatch, TrainingSample
 
-TILE_BYTES = 64 << 20  # of the head's rows that are gathered at once, in fp32
+TILE_BYTES = 64 << 20  # Bytes, in fp32, of the head's rows that are gathered at once.
 
 
 class TruncationSupport(LearnerExtension):
-    """Brings the ids that tokens were drawn from to the batches of a learner."""
+    """Adds the ids that tokens were drawn from to the batches of a learner."""
 
     def __init__(self, name: str):
-        self.name = name  # of the actor
+        self.name = name  # The actor.
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         if not samples:
@@ -79,9 +79,9 @@ def support_logprobs(
     cap): fp64 if hidden is, else fp32. A weight that is split over ranks gives the same on each."""
     first, split = 0, None
     if isinstance(weight_VD, DTensor):
-        from rl_core.plugins.tensor_parallel import own_slice
+        from rl_core.plugins.tensor_parallel import local_slice
 
-        weight_VD, first, split = own_slice(weight_VD)
+        weight_VD, first, split = local_slice(weight_VD)
     z_MK = GatheredProducts.apply(hidden_MD, weight_VD, labels_MK - first, split)
     if cap is not None:
         z_MK = cap * torch.tanh(z_MK / cap)
@@ -89,8 +89,8 @@ def support_logprobs(
 
 
 def over_support(z_MK: Tensor, labels_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """(logprobs of the first column, entropies), both [M], of the softmax of logits; where labels
-    are -1 there is none."""
+    """(logprobs of the first column, entropies), both [M], of the softmax of logits; columns with
+    label -1 do not count."""
     is_none = labels_MK < 0
     logp_MK = z_MK.masked_fill(is_none, -torch.inf).log_softmax(-1)
     entropy = -(logp_MK.exp() * logp_MK.masked_fill(is_none, 0.0)).sum(-1)
@@ -98,8 +98,8 @@ def over_support(z_MK: Tensor, labels_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GatheredProducts(torch.autograd.Function):
-    """[M, K]: the products of each hidden state and the weight's rows of its ids; 0 for ids that
-    are not here. `split`: adds up the products of ranks that have different rows."""
+    """[M, K]: products of each hidden state and the weight's rows of its ids; 0 for ids of other
+    ranks. `split`: sums the products over ranks with different rows."""
 
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, ids_MK, split):
@@ -139,7 +139,7 @@ class GatheredProducts(torch.autograd.Function):
 
 
 def tiles(hidden_MD: Tensor, ids_MK: Tensor) -> list[slice]:
-    """Tokens whose rows of the weight are gathered at once."""
+    """Slices of tokens whose rows of the weight are gathered at once."""
     num_tokens, width = hidden_MD.shape
     size = max(1, TILE_BYTES // (4 * width * ids_MK.shape[1]))
     return [slice(start, start + size) for start in range(0, num_tokens, size)]

@@ -1,4 +1,4 @@
-"""What a rank is to torchrun: it ends with its launcher, and one rank tells why a run failed."""
+"""Ranks under torchrun: a rank ends with its launcher, and one rank reports why a run failed."""
 
 from __future__ import annotations
 
@@ -22,40 +22,39 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """A rank whose launcher is killed outright, so that it can tell its ranks nothing, ends too
-    (Linux)."""
+    """Lets this rank end if its launcher is killed without a chance to signal its ranks (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def tell_failure(error: Exception, ranks: Ranks | None) -> None:
-    """Prints one line, after the traceback if the error is not the user's, and leaves it to
-    torchrun's summary, which is the last that torchrun prints. Only the first rank that fails knows
-    the cause."""
+def report_failure(error: Exception, ranks: Ranks | None) -> None:
+    """Prints the error in one line, after the traceback if it is not the user's error, and stores
+    it for torchrun's summary, which torchrun prints last. Only the first rank that fails knows the
+    cause."""
     if not is_first_to_fail(ranks):
         return
     if os.environ.get("RL_CORE_DEBUG") or not isinstance(error, (ValueError, OSError, RunError)):
         traceback.print_exception(error)
     text = f"error: {' '.join(str(error).split())}"
     print(text, file=sys.stderr, flush=True)
-    with suppress(LookupError, OSError):  # not started by torchrun
-        # torchrun shows the earliest failure. Those of the other ranks follow from it, perhaps in
-        # the same second.
+    with suppress(LookupError, OSError):  # Not started by torchrun.
+        # torchrun shows the earliest failure. Failures of other ranks follow from this one, perhaps
+        # in the same second.
         about = {"message": text, "extraInfo": {"timestamp": int(time.time()) - 1}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": about}))
 
 
 def is_first_to_fail(ranks: Ranks | None) -> bool:
-    """True on one rank. Before ranks meet, on one of each node."""
+    """True on one rank; before the process group exists, on one rank of each node."""
     try:
         if ranks is not None:
             return ranks.add("failures", 1) == 1
-        # torchrun gives each rank of a node a folder of its own in a new one.
+        # torchrun makes a new folder with a subfolder for each rank of a node.
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("rl_core_failed").touch(
             exist_ok=False
         )
         return True
     except LookupError:
-        return os.environ.get("LOCAL_RANK", "0") == "0"  # not started by torchrun
+        return os.environ.get("LOCAL_RANK", "0") == "0"  # Not started by torchrun.
     except (RuntimeError, OSError):
-        return False  # another rank told the cause; the store went with it
+        return False  # Another rank reported the cause, and its end closed the store.

@@ -1,7 +1,5 @@
-"""--max_staleness: what the actors of a group have been answered so far. A checkpoint keeps it, and
-the run that goes on answers the same again: hooks are called once more, but nothing is sampled a
-second time.
-"""
+"""--max_staleness: checkpoints save the completions of unfinished episodes. A resumed run replays
+them instead of sampling again: hooks are called once more, but nothing is sampled twice."""
 
 from __future__ import annotations
 
@@ -21,17 +19,17 @@ from rl_core.sampling.env import Env
 from rl_core.sampling.rollout import EpisodeRunner, Group, Key, RolloutWorker
 from rl_core.types import Completion, Message, SamplingParams, Trajectory
 
-FILE = "under_way.rank_"  # begins the name of each rank's file in a checkpoint
+FILE = "under_way.rank_"  # Prefix of each rank's file in a checkpoint.
 TRAJECTORIES = TypeAdapter(list[Trajectory])
 
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """To one turn of a conversation."""
+    """The completion of one turn of a conversation."""
 
-    asked: int  # checksum of the prompt, and of how to sample
-    completion: Completion  # without a finish_reason while it is sampled
-    reply: Message | None = None  # from an actor behind an API
+    asked: int  # checksum of the prompt and the sampling parameters
+    completion: Completion  # no finish_reason until it is complete
+    reply: Message | None = None  # message from an actor behind an API
 
 
 ANSWERS = TypeAdapter(dict[str, Answer])
@@ -39,15 +37,15 @@ ANSWERS = TypeAdapter(dict[str, Answer])
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeRecord:
-    # By conversation and number of the turn.
+    # Keys: conversation and number of the turn.
     answers: dict[str, Answer] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)  # those that were given since it began
-    num_sampled: int = 0  # turns that are sampled, with --rollout.fixed_order
-    held_in: int = -1  # the window in which one was held last
+    used: set[str] = field(default_factory=set)  # keys of turns since the episode began
+    num_sampled: int = 0  # turns that are being sampled, with --rollout.fixed_order
+    held_in: int = -1  # the last window in which a turn waited
 
 
 class ResumableConversation(Conversation):
-    """What was answered before the run was stopped is not sampled again."""
+    """A conversation that replays saved completions instead of sampling."""
 
     def __init__(self, player: ResumablePlayer, group: str, episode: EpisodeRecord, *args: Any):
         super().__init__(*args)
@@ -56,12 +54,12 @@ class ResumableConversation(Conversation):
         self.episode = episode
 
     def answer(self, *asked: Any) -> Answer:
-        """What the turn was answered so far. A hook that asks otherwise than before gets a new
-        answer, and so does one that begins two conversations of one label."""
+        """The saved completion of the next turn. A hook that asks for something else than before
+        gets a new one, and so does a second conversation with the same label."""
         turn = self.next_turn
-        while turn in self.episode.taken:
+        while turn in self.episode.used:
             turn += "~"
-        self.episode.taken.add(turn)
+        self.episode.used.add(turn)
         checksum = crc32(repr(asked).encode())
         known = self.episode.answers.get(turn)
         if known is None or known.asked != checksum:
@@ -71,10 +69,12 @@ class ResumableConversation(Conversation):
     async def _generate(self, params: SamplingParams, seed: int, **begun: Any) -> Completion:
         answer = self.answer(list(self.stream.prompt_ids), params)
         while not answer.completion.finish_reason:
-            answer.completion = await self.go_on(params, seed, answer.completion)
+            answer.completion = await self.continue_turn(params, seed, answer.completion)
         return answer.completion
 
-    async def go_on(self, params: SamplingParams, seed: int, begun: Completion) -> Completion:
+    async def continue_turn(
+        self, params: SamplingParams, seed: int, begun: Completion
+    ) -> Completion:
         return await super()._generate(params, seed, begun=begun)
 
     async def _chat(self, seed: int) -> tuple[Message, Completion]:
@@ -89,7 +89,7 @@ class RecordingPlayer(EpisodeRunner):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        # By group, and by episode or rollout.SCORING.
+        # Group -> episode, or rollout.SCORING -> record.
         self.records: dict[str, dict[str, EpisodeRecord]] = defaultdict(dict)
 
     async def play(self, group: Group) -> list[Trajectory]:
@@ -100,14 +100,14 @@ class RecordingPlayer(EpisodeRunner):
     def players(self, env: Env, group: Group, name: int | str, seed: int) -> EpisodeActors:
         players = super().players(env, group, name, seed)
         record = self.records[group.id].setdefault(str(name), EpisodeRecord())
-        record.taken.clear()
+        record.used.clear()
         make = partial(self.conversation, self, group.id, record)
         for actor_name, actor in players.items():
             players[actor_name] = replace(actor, make_conversation=make)
         return players
 
     def row_of(self, group: Group) -> dict[str, Any]:
-        """What a checkpoint keeps of a group that has begun."""
+        """The row of a checkpoint for a group that has begun."""
         episodes: dict[str, dict[str, Any]] = {}
         for name, record in self.records.get(group.id, {}).items():
             episodes[name] = {"answers": record.answers, "trajectories": None}
@@ -123,7 +123,7 @@ class RecordingPlayer(EpisodeRunner):
         }
 
     def restore(self, group: Group, row: dict[str, Any]) -> None:
-        """The group goes on where the run before ended."""
+        """Restores a group from its row of the checkpoint."""
         group.version = row["version"]
         group.trajectories = TRAJECTORIES.validate_python(row["trajectories"])
         for name, episode in row["episodes"].items():
@@ -135,17 +135,17 @@ class RecordingPlayer(EpisodeRunner):
 
 
 class ResumableWorker(RolloutWorker):
-    """Its player is a ResumablePlayer. It begins with the groups that were under way when a run
-    ended."""
+    """A worker with a ResumablePlayer, which first continues the groups of an earlier process."""
 
     restored: Callable[[Group], Group]
-    own: Iterator[int]
+    numbers: Iterator[int]
     num_restored: int
 
-    def go_on(self, positions: list[int], restored: Callable[[Group], Group]) -> None:
-        """The first groups without a label are those at these positions, and go on as `restored`
-        gives them. Ranks take them in turn."""
-        self.own = iter([n for n, position in enumerate(positions) if self.is_own(position)])
+    def resume_groups(self, positions: list[int], restored: Callable[[Group], Group]) -> None:
+        """Starts with the groups at these positions, as `restored` returns them. The positions are
+        assigned to ranks round-robin."""
+        numbers = [n for n, position in enumerate(positions) if self.is_own(position)]
+        self.numbers = iter(numbers)
         self.num_restored = len(positions)
         self.restored = restored
 
@@ -155,7 +155,7 @@ class ResumableWorker(RolloutWorker):
     def _draw(self, label: str = "") -> int:
         if label:
             return super()._draw(label)
-        number = next(self.own, None)
+        number = next(self.numbers, None)
         return self.num_restored + super()._draw() if number is None else number
 
     def _begin(self, key: Key) -> None:
@@ -166,11 +166,11 @@ class ResumableWorker(RolloutWorker):
 def read_groups(
     checkpoint: Path, positions: Container[int], oldest: int
 ) -> dict[int, dict[str, Any]]:
-    """Position -> what row_of() gave, of these positions. Groups that began before version `oldest`
-    are left out: they would be too stale."""
-    found = {}
+    """Position -> row of row_of(), for these positions. Leaves out groups that began before version
+    `oldest`, which would be too stale."""
+    rows = {}
     for file in sorted(checkpoint.glob(f"{FILE}*")):
         for row in read_json(file):
             if row["position"] in positions and row["version"] >= oldest:
-                found[row["position"]] = row
-    return found
+                rows[row["position"]] = row
+    return rows

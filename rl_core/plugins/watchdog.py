@@ -1,8 +1,8 @@
-"""The end of a process in which hooks run is bounded in time, and has status 0 only if the run came
-to it.
+"""Ends a process in which hooks run: within a deadline, and with status 0 only after a complete
+run.
 
-run_hooks() is asyncio.run() with these bounds. For a hook that lets nothing else run, signal
-handlers included, see Watchdog.
+run_hooks() is asyncio.run() with these bounds. Watchdog handles hooks that let nothing else run,
+signal handlers included.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from rl_core.sampling.hooks import LoopClock
 
-END_S = 3.0  # for what hooks left running
-HELD_MARGIN_S = 10.0  # beyond two deadlines of a hook
+END_S = 3.0  # Time for tasks and threads that hooks left running.
+HELD_MARGIN_S = 10.0  # Added to two deadlines of a hook.
 BEAT_S = 1.0
 BLOCKED_S = 1.0  # An async hook that blocks the event loop for this time is named.
 NUM_LOOKS = 4  # Looks at the event loop's thread in BLOCKED_S.
@@ -35,12 +35,12 @@ IDLE_FRAC = 0.05  # A thread that uses a smaller fraction of a processor waits f
 # What holds text or bytes that are not in a file yet.
 WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
-exit_now = os._exit  # refusing_exits() replaces that name
+exit_now = os._exit  # refusing_exits() replaces os._exit.
 
 
 def run_hooks(work: Coroutine, hook_timeout_s: float | None = None) -> Any:
-    """The result of `work`, on a new event loop. First removes what processes that were killed
-    left in the temporary folder. With a hook's deadline a Watchdog looks after the process."""
+    """Runs `work` on a new event loop and returns its result. First removes temporary folders of
+    killed processes. With a hook's deadline a Watchdog observes the process."""
     from rl_core.sampling.hooks import LoopClock
     from rl_core.scratch import remove_orphans
 
@@ -55,7 +55,7 @@ def run_hooks(work: Coroutine, hook_timeout_s: float | None = None) -> Any:
             watchdog = Watchdog(clock, 2 * hook_timeout_s + HELD_MARGIN_S)
         return loop.run_until_complete(main)
     finally:
-        if not main.done():  # Ctrl-C
+        if not main.done():  # Ctrl-C.
             main.cancel()
             loop.run_until_complete(asyncio.wait({main}))
         loop.run_until_complete(end_tasks())
@@ -114,7 +114,7 @@ def cpu_clock_of(thread: int) -> Callable[[], float]:
 
 
 def frames_that_block(clock: LoopClock) -> list[FrameType]:
-    """Frames of hooks' files, the innermost first, that have blocked the loop's thread for
+    """Frames of hooks' files, innermost first, that have blocked the loop's thread for
     BLOCKED_S."""
     frame = sys._current_frames().get(clock.loop_thread)
     if frame is None or clock.real() - clock.last_s < BLOCKED_S:
@@ -123,7 +123,7 @@ def frames_that_block(clock: LoopClock) -> list[FrameType]:
 
 
 async def end_tasks() -> None:
-    """Cancels the other tasks of the loop. Those that go on are named and left behind."""
+    """Cancels the other tasks of the loop. Names tasks that still run, and leaves them behind."""
     loop, tasks = asyncio.get_running_loop(), asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -136,14 +136,14 @@ async def end_tasks() -> None:
     if left & closing:
         names.append("an asynchronous generator, or a function in asyncio's threads")
     if names:
-        tell(f"a hook goes on although it was cancelled, and is left behind: {', '.join(names)}")
+        warn(f"a hook still runs although it was cancelled, and is left behind: {', '.join(names)}")
     for task in left:
-        task._log_destroy_pending = False  # it was told
+        task._log_destroy_pending = False  # The warning is printed.
 
 
 def leave_threads(status: int) -> None:
-    """Python waits at its end for threads and processes that hooks and trackers started. It does so
-    for END_S. A rank of torchrun then ends at once."""
+    """Bounds Python's wait for threads and processes that hooks and trackers started to END_S. A
+    rank of torchrun then ends at once."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         atexit.register(end_without_teardown, status)
     names = [
@@ -156,43 +156,43 @@ def leave_threads(status: int) -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """The end of a process that does nothing else, as sys.exit(), in less time."""
+    """Like sys.exit(), without interpreter teardown."""
     atexit.register(end_without_teardown, status)
     sys.exit(status)
 
 
 def end_without_teardown(status: int) -> NoReturn:
-    """A thread of a process group (gloo) may still hold a tensor of the last collective operation.
-    If it lets go while Python takes itself apart, C++ ends the process by SIGABRT, after a run that
-    is done. It would also take most of a second. So nothing is taken apart: libraries do what they
-    do last, files are written out, then the process is over."""
+    """Ends the process without interpreter teardown. During a teardown a thread of a process group
+    (gloo) may release a tensor of the last collective, and C++ then ends the process with SIGABRT
+    after a complete run; a teardown also takes most of a second. Libraries' exit functions run, and
+    files are flushed."""
     atexit.unregister(end_without_teardown)
     atexit._run_exitfuncs()
-    # What hooks left open.
+    # Flushes files that hooks left open.
     values = gc.get_objects()
     kinds = {kind for kind in set(map(type, values)) if issubclass(kind, WRITERS)}
     files = [value for value in values if type(value) in kinds]
     for file in (*files, sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads any more, or a hook closed it
+        with suppress(OSError, ValueError):  # The reader is gone, or a hook closed the file.
             file.flush()
     exit_now(status)
 
 
 def end_soon(status: int, names: list[str]) -> None:
-    threading.main_thread().join()  # the interpreter has begun to end
+    threading.main_thread().join()  # The interpreter has begun to end.
     time.sleep(END_S)
-    tell(f"the process ends without waiting for what still runs: {', '.join(names)}")
+    warn(f"the process ends without waiting for what still runs: {', '.join(names)}")
     exit_now(status)
 
 
-def tell(text: str) -> None:
+def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def refusing_exits() -> Iterator[None]:
-    """os._exit(0) in a hook would end the run with status 0, half-done. It fails the hook's episode
-    instead. Processes that a hook forks may call it."""
+    """A context in which os._exit() in a hook fails the hook's episode, instead of ending the run
+    half-done with status 0. Processes that a hook forks may call os._exit()."""
     process = os.getpid()
 
     def refuse(status: int) -> None:
@@ -208,11 +208,11 @@ def refusing_exits() -> Iterator[None]:
 
 
 class Watchdog:
-    """Ends the process with the stacks of all threads if hooks are running and one of them lets
-    nothing else run for `bound_s`: it holds the interpreter's lock, as re.match(r"(a+)+$", ...)
-    does, or it is async and does not await.
+    """Ends the process with the stacks of all threads if a hook lets nothing else run for
+    `bound_s`: it holds the GIL, as re.match(r"(a+)+$", ...) does, or it is async and does not
+    await.
 
-    No Python could run then; faulthandler's thread needs none. A thread sets its clock back."""
+    No Python code could run then; faulthandler's thread needs none. A thread resets its timer."""
 
     def __init__(self, clock: LoopClock, bound_s: float):
         self.clock, self.bound_s = clock, bound_s
@@ -224,7 +224,7 @@ class Watchdog:
         self.thread.start()
 
     def look(self) -> None:
-        """Hooks began or ended."""
+        """Called when hooks begin or end."""
         with self.lock:
             is_running = self.clock.num_running > 0
             if is_running != self.is_set:

@@ -1,5 +1,5 @@
-"""A second set of the weights that an actor trains, which follows them by a rule: a reference that
-is renewed, and the teacher of self-distillation."""
+"""A second set of an actor's trained weights, updated by a rule: for an updated reference and for
+the teacher of self-distillation."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from rl_core.types import PackedBatch
 
 
 class WeightSnapshot:
-    """After every `every`-th step it becomes decay * copy + (1 - decay) * policy; 0: it stays.
+    """After every `every`-th step the snapshot becomes decay * snapshot + (1 - decay) * policy;
+    with every=0 it never changes.
 
-    The copy waits on the host, each rank's shards there, in the dtype in which they are trained: an
-    exponential mean in bfloat16 would lose most steps to rounding. While it is read it takes the
-    place of the policy's weights, shard by shard, so that nothing is gathered or loaded twice. Of
-    an actor with an adapter it is the adapter alone.
+    The snapshot is kept on the CPU, as each rank's shards, in the dtype of training: an exponential
+    moving average in bfloat16 would lose most steps to rounding. To be read it is swapped with the
+    policy's weights, shard by shard, so that nothing is gathered or loaded twice. For an actor with
+    an adapter it holds the adapter alone.
     """
 
     def __init__(self, spec: LearnerContext, name: str, every: int = 0, decay: float = 0.0):
-        """It begins as the policy is. `name`: of its folder in a checkpoint, which has it if it is
-        renewed."""
+        """Copies the policy's current weights. `name`: suffix of the folder in a checkpoint, which
+        stores the snapshot if it is updated."""
         self.policy, self.adapter = spec.policy, spec.adapter
         self.name, self.every, self.decay = f"{spec.name}_{name}", every, decay
-        # An actor may learn in every so many-th step alone.
+        # The actor may be updated only every learn_every steps.
         self.stride = spec.config.actors[spec.name].learn_every
         self.tensors = [on_host(shard) for shard in self.shards()]
 
     def shards(self) -> list[Tensor]:
-        """This rank's part of what the actor trains."""
-        self.policy.held()  # what a forward left gathered has the weights of that forward
+        """This rank's shards of the actor's trained weights."""
+        self.policy.held()  # Reshards: gathered weights belong to the last forward.
         return [local(weight.detach()) for _, weight in self.policy.trained(self.adapter)]
 
     def read(self, batch: PackedBatch, temperature: float) -> Tensor:
-        """[M] logprobs, inside in_place()."""
+        """[M] logprobs with the snapshot's weights. Call it inside in_place()."""
         return self.policy(batch, temperature, self.adapter)[0]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which the policy has the copy's weights."""
+        """A context in which the policy has the snapshot's weights."""
         self.exchange()
         try:
             yield
@@ -67,7 +68,7 @@ class WeightSnapshot:
             kept.copy_(self.decay * before + (1 - self.decay) * shard)
 
     def take(self, other: WeightSnapshot) -> None:
-        """Becomes as another one."""
+        """Copies another snapshot."""
         for kept, value in zip(self.tensors, other.tensors, strict=True):
             kept.copy_(value)
 

@@ -312,15 +312,15 @@ async def play(
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
     from rl_core import registry
     from rl_core.engines.scripted import ScriptedActor
-    from rl_core.plugins.teacher_prompts import taught_player
-    from rl_core.sampling.rollout import EpisodeRunner, Group
+    from rl_core.plugins.teacher_prompts import with_teacher_prompts
+    from rl_core.sampling.rollout import Group, EpisodeRunner
     from rl_core.types import SamplingParams
 
     scripted = {"chat": chat, "replies": replies, "open_endpoint": registry.endpoints(None)}
     actors = {name: ScriptedActor(name=name, **scripted) for name in names}
     size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
-    player_class = taught_player(EpisodeRunner, {(name, env.name): (UNLIMITED, "") for name in names})
+    player_class = with_teacher_prompts(EpisodeRunner, {(name, env.name): (UNLIMITED, "") for name in names})
     return await player_class({env.name: env}, actors, RolloutConfig()).play(group)
 
 

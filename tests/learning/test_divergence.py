@@ -365,7 +365,7 @@ def test_a_head_that_is_not_a_product_is_refused(tiny_model, teacher, whose):
         [policy] = part_of(learner, "ExactTeacher").models
     policy.use_forward(FullLogitsForward())
     policy.hf.set_attn_implementation("sdpa")
-    with pytest.raises(RunError, match=r"has a head of its own, .* take sampled"):
+    with pytest.raises(RunError, match=r"has a custom head, .* take sampled"):
         learn(learner, SAMPLES)
 
 

@@ -274,7 +274,7 @@ def test_the_hook_gives_a_text_messages_or_nothing(env_of):
         ("[]", "teacher_prompt() returned is []"),
         ("float('nan')", "teacher_prompt() returned is nan"),
         ("[{'role': 'user'}]", "message 1 is"),
-        ("[{'role': 'assistant', 'content': 'x'}]", "ends in an assistant's message"),
+        ("[{'role': 'assistant', 'content': 'x'}]", "ends with an assistant's message"),
         ("1 / 0", "teacher_prompt() failed for task t/0: x.py:3: ZeroDivisionError"),
     ],
 )

@@ -255,7 +255,7 @@ def test_the_head_of_a_teacher_that_learns_is_read_again(tiny_model, teacher):
 
 def test_actors_that_teach_each_other_or_themselves_are_refused(tiny_model):
     mutual = two_actors(tiny_model, tiny_model, "--actors.eve.algo.teacher bob")
-    with pytest.raises(ValueError, match="of eve, bob each is taught by an actor that learns"):
+    with pytest.raises(ValueError, match="of eve, bob each is taught by a trained actor"):
         check_teachers(mutual.of("bob"), "bob")
     flags = "--env_path e.py --out x --algorithm opd --algo.teacher policy --model"
     with pytest.raises(ValueError, match="give one of them a frozen teacher"):

@@ -181,10 +181,10 @@ def test_a_busy_server_is_asked_again(tiny_model, served):
 
 
 NONSENSE = {
-    "a NaN": (lambda text: re.sub(r"\[-\d[\d.e-]*,", "[NaN,", text), "nan is no logprob"),
-    "above 0": (lambda text: text.replace("[-", "[1"), "is no logprob"),
+    "a NaN": (lambda text: re.sub(r"\[-\d[\d.e-]*,", "[NaN,", text), "nan is not a logprob"),
+    "above 0": (lambda text: text.replace("[-", "[1"), "is not a logprob"),
     "a null": (lambda text: re.sub(r"\[-\d[\d.e-]*,", "[null,", text), "cannot be read"),
-    "other tokens": (lambda text: re.sub(r", \d+, ", ", 3, ", text), "are of other tokens"),
+    "other tokens": (lambda text: re.sub(r", \d+, ", ", 3, ", text), "belong to other tokens"),
     "no JSON": (lambda text: text[:-9], "cannot be read"),
     "nothing": (lambda text: "{}", "cannot be read"),
     "a refusal": (400, "gave 400: busy"),

@@ -78,7 +78,7 @@ def test_ranks_agree_where_they_end_if_some_or_all_get_a_signal(
     last = steps(tmp_path / "run")[-1]["step"]
     assert f"saved step {last}" in ended.stdout and "error" not in ended.stderr
     then = run_ranks(num_ranks, *given, "--num_steps", str(last + 1)).stdout
-    assert f"goes on from step {last}" in then
+    assert f"continues from step {last}" in then
     # The 20th call is in the first step, after an evaluation of 8 tasks: that of its end is left to
     # the run that goes on.
     evaluated = f"eval at step {last} "

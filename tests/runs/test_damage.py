@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_and_never_loaded(
             assert (
                 line.startswith("warning: ")
                 and str(file) in line
-                and f"goes on from {before}" in line
+                and f"resumes from {before}" in line
             )
     with pytest.raises(
         ValueError, match="no earlier checkpoint is intact: remove them, to begin at step 0"
@@ -137,8 +137,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not
         run(out, flags, "--num_steps 3 --resume")
     said = capsys.readouterr().out
     assert (
-        "goes on from step_000001, the one before it" in said
-        and "--resume: goes on from step 1" in said
+        "resumes from step_000001, the one before it" in said
+        and "--resume: continues from step 1" in said
     )
     assert lasting(metrics(parts)) == lasting(metrics(whole))
     assert_same_weights(parts, whole)

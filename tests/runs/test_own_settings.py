@@ -155,7 +155,7 @@ def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(t
     )
     assert main(["info", str(mixed)]) == 0
     said = capsys.readouterr().out
-    assert "bob by settings of its own: algorithm ppo, algo.kl_coef 0.1" in said
+    assert "bob by separate settings: algorithm ppo, algo.kl_coef 0.1" in said
     assert "== actor bob\n" in said and "\n  optim.name sgd\n" in said
     values = {name for name in row if name.endswith("critic_value_mean")}
     assert values == {"learn/bob/critic_value_mean"}
@@ -165,7 +165,7 @@ def test_an_actor_that_learns_every_second_step_changes_in_these_alone(two, caps
     out = two("every", "--optim.lr 1e-2 --actors.bob.learn_every 2")
     learned = [("learn/bob/loss" in row, "learn/alice/loss" in row) for row in steps(out)]
     assert learned == [(False, True), (True, True), (False, True)]
-    assert "bob by settings of its own: learn_every 2" in capsys.readouterr().out
+    assert "bob by separate settings: learn_every 2" in capsys.readouterr().out
     found = replay(out, 3, [])
     assert found.replayed == found.recorded and found.between == 0.0
 
