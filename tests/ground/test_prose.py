@@ -42,7 +42,7 @@ BUDGET = {
     "rl_core/agents": 140,
     "rl_core/data": 15,
     "rl_core/engines": 0,
-    "rl_core/plugins": 565,
+    "rl_core/plugins": 40,
     "rl_core/sampling": 1,
     "rl_core/sandbox": 45,
     "rl_core/service": 0,
