@@ -320,7 +320,9 @@ async def play(
     actors = {name: ScriptedActor(name=name, **scripted) for name in names}
     size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
-    player_class = with_teacher_prompts(EpisodeRunner, {(name, env.name): (UNLIMITED, "") for name in names})
+    player_class = with_teacher_prompts(
+        EpisodeRunner, {(name, env.name): (UNLIMITED, "") for name in names}
+    )
     return await player_class({env.name: env}, actors, RolloutConfig()).play(group)
 
 

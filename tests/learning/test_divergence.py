@@ -244,10 +244,10 @@ def likeliest_gradient(ranks, model: str, teacher: str, out: str) -> None:
     (minibatch,), _ = learner.shard(SAMPLES if ranks.rank == 0 else [])
     learner.annotate([minibatch])
     for batch in minibatch.batches:
-        [reading] = batch.teacher.readings
-        top = log_softmax(reading.factors).topk(7)
-        batch.teacher.readings = [
-            TeacherOutput(logprobs=reading.logprobs, top=(top.indices, top.values))
+        [output] = batch.teacher.outputs
+        top = log_softmax(output.factors).topk(7)
+        batch.teacher.outputs = [
+            TeacherOutput(logprobs=output.logprobs, top=(top.indices, top.values))
         ]
     learner.step([minibatch], 0)
     found = {name: before[name] - weight for name, weight in learner.named_weights()}

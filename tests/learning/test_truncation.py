@@ -401,8 +401,8 @@ def test_a_teacher_that_reads_other_batches_reads_the_same_ids(played, make_mode
     batch = batch_of(learner, given)
     [part] = [part for part in learner.extensions if hasattr(part, "teachers")]
     part.annotate([batch])
-    [reading] = batch.teacher.readings
-    assert sorted(reading.logprobs.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
+    [output] = batch.teacher.outputs
+    assert sorted(output.logprobs.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
 
 
 @pytest.mark.parametrize(

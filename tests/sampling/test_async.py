@@ -227,7 +227,7 @@ def collected(ranks, num_evaluated: str, *positions: str) -> list[list[int]]:
 
     worker = ResumableWorker(Player(), ranks, 20.0)
     positions = [int(position) for position in positions]
-    worker.go_on(positions, lambda group: group)
+    worker.resume_groups(positions, lambda group: group)
     read = [position for position in positions if worker.is_own(position)]
     return [asyncio.run(play()), read]
 

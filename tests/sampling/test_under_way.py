@@ -257,7 +257,7 @@ def test_who_asks_otherwise_than_before_is_answered_anew(has_tokens):
 
     def episode(*prompts) -> list[str]:
         """Replies to conversations with one label."""
-        record.taken.clear()
+        record.used.clear()
         make = partial(ResumableConversation, None, "g", record)
         params = SamplingParams(max_tokens=9)
         player = replace(bob.in_episode(params, 0, "s"), make_conversation=make)
