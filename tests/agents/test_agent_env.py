@@ -212,8 +212,8 @@ def test_an_engine_that_dies_is_started_again_and_the_episode_played_again(tmp_p
 
 REFUSED = {
     "a rollout beside it": ("async def rollout(task, actors): pass", "agent replaces 'rollout'"),
-    "tools beside it": ("tools = ['x']", "an agent sends its tools .* as _tools"),
-    "tools of a program": ("del agent\nasync def rollout(): 0\ntools = ['x']", "as _tools"),
+    "tools beside it": ("tools = ['x']", "an agent sends its tools .* to _tools"),
+    "tools of a program": ("del agent\nasync def rollout(): 0\ntools = ['x']", "to _tools"),
     "no reward": ("", "an agent needs a hook that scores"),
 }
 

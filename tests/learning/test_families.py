@@ -141,7 +141,7 @@ def test_padded_rows_are_the_same_over_two_ranks_and_are_not_cut(tmp_path, torch
     for key in ("learn/policy/loss", "learn/policy/grad_norm"):
         assert [row[key] for row in one] == pytest.approx([row[key] for row in two], rel=1e-5)
     cut = torchrun(2, *map(str, [*flags, "--out", tmp_path / "cut", "--cp", 2]), check=False)
-    assert "--cp=2 cuts packed sequences" in cut.stderr and cut.returncode
+    assert "--cp=2 splits packed sequences" in cut.stderr and cut.returncode
 
 
 @pytest.mark.parametrize(

@@ -246,10 +246,10 @@ def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
 @pytest.mark.parametrize(
     "flags, why",
     [
-        ("--max_staleness 1", "has no --max_staleness=1"),
-        ("--engine_ranks 1", "has no --engine_ranks=1"),
-        ("--rollout.lagged 0.5,4", "has no --rollout.lagged"),
-        ("--learner.kernels compile", "has no --learner.kernels=compile"),
+        ("--max_staleness 1", "cannot be combined with --max_staleness=1"),
+        ("--engine_ranks 1", "cannot be combined with --engine_ranks=1"),
+        ("--rollout.lagged 0.5,4", "cannot be combined with --rollout.lagged"),
+        ("--learner.kernels compile", "cannot be combined with --learner.kernels=compile"),
         ("--actors.policy.lora.rank 2 --actors.b.share policy", "has no share"),
     ],
 )

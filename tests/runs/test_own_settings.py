@@ -81,7 +81,7 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
         ("--actors.policy.learn_every 200", "the actor would not learn in --num_steps=100"),
         (
             "--actors.policy.learn_every 2 --rollout.lagged 0.5,2",
-            ".learn_every=2 has no --rollout.lagged",
+            ".learn_every=2 and --rollout.lagged cannot be combined",
         ),
         (
             "--actors.judge.model m --actors.judge.train false --actors.judge.algo.kl_coef 1",

@@ -239,7 +239,7 @@ REFUSED = [
     ("--actors.alice.ranks 3-2", "must be numbers of ranks, such as 4-7 or 4,5"),
     ("--actors.alice.ranks one", "must be numbers of ranks"),
     ("--actors.alice.ranks 0-1", "rank 0 plays the episodes"),
-    ("--actors.alice.ranks 1-2 --actors.bob.ranks 2-3", "overlap in part"),
+    ("--actors.alice.ranks 1-2 --actors.bob.ranks 2-3", "overlap partly"),
     (
         "--actors.alice.ranks 1-3 --actors.bob.train false --tp 2",
         "ranks 1-3 (alice): --dp_replicate 1 * --cp 1 * --tp 2",
