@@ -150,7 +150,7 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(places, tmp_p
     ("--eval.background gpu", "--eval.background=gpu must be cpu, or a GPU such as cuda:7"),
     ("--eval.background cuda:99", "is not a GPU of this machine, which shows"),
     (f"{BESIDE} --keep_best greedy_score", "leave out --keep_best"),
-    (f"{BESIDE} --trackers wandb", "which W&B does not take"),
+    (f"{BESIDE} --trackers wandb", "which W&B does not accept"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(places, tmp_path, capsys, monkeypatch, flags, says):
     monkeypatch.setattr("rl_core.plugins.trackers.check_trackers", lambda names: None)

@@ -251,7 +251,7 @@ REFUSED = [
     (
         "--actors.bob.lora.rank 4 --actors.alice.model b --actors.alice.share bob "
         "--actors.alice.ranks 3",
-        "give them to bob",
+        "give ranks to bob",
     ),
     ("--actors.alice.ranks 3 --actors.alice.api http://x/v1", "leave one out"),
     ("--actors.alice.ranks 3 --actors.alice.engine_urls http://x:1", "leave one out"),
@@ -259,7 +259,7 @@ REFUSED = [
         "--actors.alice.ranks 3 --actors.bob.algo.teacher alice --actors.bob.algorithm opd",
         "learns on other ranks than bob",
     ),
-    ("--actors.alice.ranks 3 --actors.alice.router_replay true", "do not travel"),
+    ("--actors.alice.ranks 3 --actors.alice.router_replay true", "are not sent over HTTP"),
 ]
 
 
