@@ -35,7 +35,7 @@ def print_summary(trainer: Any) -> None:
     if done < config.num_steps:
         is_command = not trainer.plan.own_parts
         again = "the same command with --resume"
-        say(f"  go on: {again if is_command else 'train() again, with Config(resume=True)'}")
+        say(f"  resume: {again if is_command else 'train() again, with Config(resume=True)'}")
 
 
 def before_and_after(rows: Sequence[Row]) -> list[str]:

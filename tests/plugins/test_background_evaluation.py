@@ -38,28 +38,28 @@ async def reward_fn(completion, prompt):
 
 
 def evaluations(out) -> dict[int, dict[str, float]]:
-    found = [row for row in metrics(out) if "time/eval_s" in row]
+    result = [row for row in metrics(out) if "time/eval_s" in row]
     by_step = {}
-    for row in found:
+    for row in result:
         by_step[row["step"]] = {name: row[name] for name in row if name.startswith("eval/")}
-    assert len(by_step) == len(found)
+    assert len(by_step) == len(result)
     return by_step
 
 
 def test_scores_are_those_of_the_steps_own_weights(places, tmp_path):
     flags = words(FLAGS.format(**places), "--num_steps 3 --eval_every 3")
     waited = run(tmp_path / "waited", *flags)
-    beside = run(tmp_path / "beside", *flags, *words(BESIDE), ranks=2)
-    expected, found = evaluations(waited), evaluations(beside)
-    assert list(found) == list(expected) == [0, 3]
+    target = run(tmp_path / "beside", *flags, *words(BESIDE), ranks=2)
+    expected, result = evaluations(waited), evaluations(target)
+    assert list(result) == list(expected) == [0, 3]
     for step in expected:
-        assert found[step].pop("eval/background_failed") == 0
-        assert found[step] == pytest.approx(expected[step], abs=1e-6)
-    assert found[0]["eval/letters/avg@2"] != found[3]["eval/letters/avg@2"]  # It learned.
-    assert not list((beside / "evaluations").iterdir())
+        assert result[step].pop("eval/background_failed") == 0
+        assert result[step] == pytest.approx(expected[step], abs=1e-6)
+    assert result[0]["eval/letters/avg@2"] != result[3]["eval/letters/avg@2"]  # It learned.
+    assert not list((target / "evaluations").iterdir())
     for step in (0, 3):
-        assert (beside / f"rollouts/eval_{step:06d}_greedy.jsonl.zst").is_file()
-    assert len(trajectories(beside / "rollouts/eval_000003_sampled.jsonl.zst")) == 16
+        assert (target / f"rollouts/eval_{step:06d}_greedy.jsonl.zst").is_file()
+    assert len(trajectories(target / "rollouts/eval_000003_sampled.jsonl.zst")) == 16
 
 
 def test_an_evaluation_under_way_outlives_a_kill_once(places, tmp_path, capsys):
@@ -72,7 +72,7 @@ def test_an_evaluation_under_way_outlives_a_kill_once(places, tmp_path, capsys):
     flags += words("--num_steps 3 --eval_every 3 --save_every 1 --optim.lr 0.01")
     process = start_process("-m", "rl_core.train", *flags)
     folder = out / "evaluations/step_000000"
-    # Steps go on while the evaluation of the first weights is held.
+    # Steps continue while the evaluation of the first weights is held.
     wait_until(lambda: list(out.glob("checkpoints/step_000002/manifest.json")), "two steps")
     pid = int((folder / "pid").read_text())
     process.send_signal(signal.SIGKILL)
@@ -94,29 +94,30 @@ def test_a_process_that_has_an_evaluations_number_by_now_is_not_ended(tmp_path):
     folder = tmp_path / "evaluations/step_000002"
     folder.mkdir(parents=True)
     sleep = ["-c", "import time; time.sleep(60)"]
-    other, own = start_process(*sleep), start_process(*sleep, folder)
+    other, of_one = start_process(*sleep), start_process(*sleep, folder)
     try:
-        for process in (own, other):  # While a program begins, its arguments are empty.
+        for process in (of_one, other):  # While a program begins, its arguments are empty.
             arguments = Path(f"/proc/{process.pid}/cmdline")
             wait_until(lambda arguments=arguments: arguments.read_text(), "it begins")
         (folder / "pid").write_text(str(other.pid))
         end_orphan(folder)
-        (folder / "pid").write_text(str(own.pid))
+        (folder / "pid").write_text(str(of_one.pid))
         end_orphan(folder)
-        assert own.wait(30) == -signal.SIGKILL
+        assert of_one.wait(30) == -signal.SIGKILL
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(1)  # A process that was killed may take a moment to end.
     finally:
-        for process in (own, other):
+        for process in (of_one, other):
             kill_session(process)
 
 
-# What a run left in evaluations/, with a checkpoint of step 4; metrics.jsonl has that of step 2.
+# Folders in evaluations/ of a run with a checkpoint of step 4 -> True if the evaluation is still to be
+# done. metrics.jsonl has the evaluation of step 2.
 LEFT = {
     "step_000002": False,  # logged already
     "step_000003": True,
     "step_000004": True,
-    "step_000005": False,  # after the checkpoint: its step is made again
+    "step_000005": False,  # Its step comes after the checkpoint and is repeated.
     "step_000003.tmp": False,
 }
 
@@ -154,8 +155,8 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(places, tmp_p
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(places, tmp_path, capsys, monkeypatch, flags, says):
     monkeypatch.setattr("rl_core.plugins.trackers.check_trackers", lambda names: None)
-    how = words(FLAGS.format(**places), "--num_steps 1 --eval_every 1", flags)
-    assert main([*how, "--out", str(tmp_path / "run")]) == 1
+    case = words(FLAGS.format(**places), "--num_steps 1 --eval_every 1", flags)
+    assert main([*case, "--out", str(tmp_path / "run")]) == 1
     assert says in capsys.readouterr().err
 
 
@@ -163,8 +164,8 @@ def test_the_process_sees_its_device_and_is_no_rank(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    found = environment_of("cuda:2")
-    assert found["CUDA_VISIBLE_DEVICES"] == "6" and not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & {
-        *found
+    result = environment_of("cuda:2")
+    assert result["CUDA_VISIBLE_DEVICES"] == "6" and not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & {
+        *result
     }
     assert environment_of("cpu")["CUDA_VISIBLE_DEVICES"] == ""

@@ -15,7 +15,7 @@ from rl_core.train import main
 
 SIZES = ["--tasks_per_step", "4", "--group_size", "4", "--num_steps", "2", "--optim.lr", "1e-2"]
 SIZES += ["--max_tokens", "8", "--max_prompt_tokens", "16"]
-# Adapters, so that the engine has merged weights of its own.
+# Adapters, so that the engine has separate, merged weights.
 COPY = ["--actors.policy.lora.rank", "4"]
 FULL_COPY = ["--learner.offload", "always"]  # shards of one rank
 BROKEN = "model.layers.1.mlp.up_proj.weight"
@@ -49,11 +49,11 @@ def largest(out: Path) -> list[float]:
     return [row[name] for row in metrics(out) if (name := "learn/policy/canary_max_diff") in row]
 
 
-@pytest.mark.parametrize("how", [COPY, FULL_COPY, [*FULL_COPY, "--learner.dtype", "bfloat16"]])
-def test_a_healthy_engine_agrees_with_its_learner_after_every_update(tiny_model, tmp_path, how):
-    assert main(flags_of(tiny_model, tmp_path / "run", *how)) == 0
-    found = largest(tmp_path / "run")
-    assert len(found) == 2 and 0 < max(found) < (0.1 if "bfloat16" in how else 1e-4)
+@pytest.mark.parametrize("options", [COPY, FULL_COPY, [*FULL_COPY, "--learner.dtype", "bfloat16"]])
+def test_a_healthy_engine_agrees_with_its_learner_after_every_update(tiny_model, tmp_path, options):
+    assert main(flags_of(tiny_model, tmp_path / "run", *options)) == 0
+    result = largest(tmp_path / "run")
+    assert len(result) == 2 and 0 < max(result) < (0.1 if "bfloat16" in options else 1e-4)
 
 
 def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(
@@ -75,8 +75,8 @@ def test_a_tensor_of_the_engine_that_is_not_the_learners_stops_the_run(
 
     monkeypatch.setattr(embedded, "load_weights", load_all_but_a_part)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY)) == 1
-    said = capsys.readouterr().err
-    assert "allows 0.001\n" in said and not metrics_of(tmp_path / "run")
+    printed = capsys.readouterr().err
+    assert "allows 0.001\n" in printed and not metrics_of(tmp_path / "run")
     assert main(flags_of(tiny_model, tmp_path / "off", *COPY, "--canary_tolerance", "0")) == 0
     assert "learn/policy/canary_max_diff" not in metrics(tmp_path / "off")[0]
 
@@ -93,8 +93,8 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
 
     monkeypatch.setattr(slots, "sample_tokens", sample_too_likely)
     assert main(flags_of(tiny_model, tmp_path / "run")) == 1
-    said = capsys.readouterr().err
-    assert "does not sample with its learner's weights" in said
+    printed = capsys.readouterr().err
+    assert "does not sample with its learner's weights" in printed
     assert not metrics_of(tmp_path / "run")
 
 
@@ -119,8 +119,8 @@ def test_an_update_that_did_not_arrive_is_found_the_last_one_too(
 
     monkeypatch.setattr(EmbeddedEngine, "update", lose_the_first_of_the_run)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY, "--num_steps", steps)) == 1
-    said = capsys.readouterr().err
-    assert "does not sample with its learner's weights" in said
+    printed = capsys.readouterr().err
+    assert "does not sample with its learner's weights" in printed
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
 
 
@@ -142,8 +142,8 @@ os._exit(0)
 """
 
 
-def run_broken(torchrun, num_ranks: int, folder: Path, flags: list[str], **how):
-    (folder / "broken.py").write_text(BREAK.format(tensor=BROKEN, **how))
+def run_broken(torchrun, num_ranks: int, folder: Path, flags: list[str], **options):
+    (folder / "broken.py").write_text(BREAK.format(tensor=BROKEN, **options))
     return torchrun(num_ranks, folder / "broken.py", *flags)
 
 

@@ -36,9 +36,9 @@ def source(num_rows: int = 6, env: str = "e", seed: int = 0) -> TaskSource:
 
 
 def weighted(weights: list[float], **more) -> TaskSource:
-    found = source(len(weights), **more)
-    found.draw_by(WeightedOrder(found, lambda row, known: weights[row], is_by_row=True))
-    return found
+    result = source(len(weights), **more)
+    result.draw_by(WeightedOrder(result, lambda row, known: weights[row], is_by_row=True))
+    return result
 
 
 def drawn(tasks: TaskSource, position: int, n: int) -> list[Task]:
@@ -66,12 +66,12 @@ def test_tasks_are_drawn_by_weight_and_never_those_of_weight_0():
 def test_no_task_comes_twice_before_all_with_a_weight_came_once_and_any_number_can_be_asked_alone():
     weights = [float(n % 7) for n in range(3000)]
     tasks, can = weighted(weights), sum(n % 7 > 0 for n in range(3000))
-    found = rows_drawn(tasks, 0, 2 * can)
-    assert len(set(found[:can])) == can and found[can:] == found[:can]
+    result = rows_drawn(tasks, 0, 2 * can)
+    assert len(set(result[:can])) == can and result[can:] == result[:can]
     assert [rows_drawn(weighted(weights), p, 1) for p in (2000, 5, 1023, 1024)] == [
-        [found[p]] for p in (2000, 5, 1023, 1024)
+        [result[p]] for p in (2000, 5, 1023, 1024)
     ]
-    assert rows_drawn(weighted(weights, seed=1), 0, can) != found[:can]
+    assert rows_drawn(weighted(weights, seed=1), 0, can) != result[:can]
 
 
 def test_what_is_known_counts_the_newest_group_half():
@@ -146,41 +146,41 @@ def flags(env: Path, model: Path, out: Path, steps: int, *more: str) -> list[str
 
 def drawn_by(out: Path, step: int) -> list[tuple[str, str]]:
     """(group, task) of a step's episodes."""
-    found = [
+    result = [
         t
         for file in sorted((out / "rollouts").glob(f"step_{step:06d}*"))
         for t in trajectories(file)
     ]
-    return sorted({(t["group_id"], f"{t['env']}:{t['task_id']}") for t in found})
+    return sorted({(t["group_id"], f"{t['env']}:{t['task_id']}") for t in result})
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
 def test_a_resumed_run_draws_what_an_uninterrupted_one_does(algorithm, tiny_model, tmp_path):
     (tmp_path / "a.py").write_text(COUNT + HOOK)
     (tmp_path / "b.py").write_text(COUNT)
-    env, whole, parts = (
+    env, full, parts = (
         f"{tmp_path / 'a.py'},{tmp_path / 'b.py'}",
         tmp_path / "whole",
         tmp_path / "parts",
     )
     more = ["--algorithm", algorithm, "--optim.lr", "1e-3"]
-    assert main(flags(env, tiny_model, whole, 5, *more)) == 0
+    assert main(flags(env, tiny_model, full, 5, *more)) == 0
     assert main(flags(env, tiny_model, parts, 2, *more)) == 0
     assert main(flags(env, tiny_model, parts, 5, *more, "--resume")) == 0
     for step in range(1, 6):
-        assert drawn_by(whole, step) == drawn_by(parts, step)
-    names = [n for n in metrics(whole)[0] if not n.startswith("time/")]
-    assert [[row.get(n) for n in names] for row in metrics(whole)] == [
+        assert drawn_by(full, step) == drawn_by(parts, step)
+    names = [n for n in metrics(full)[0] if not n.startswith("time/")]
+    assert [[row.get(n) for n in names] for row in metrics(full)] == [
         [row.get(n) for n in names] for row in metrics(parts)
     ]
     rows = [
         int(task.rpartition("/")[2])
         for step in range(1, 6)
-        for _, task in drawn_by(whole, step)
+        for _, task in drawn_by(full, step)
         if "a:" in task
     ]
     assert all(row % 3 or row == 6 for row in rows) and rows.count(6) <= 2
-    state = json.loads((whole / "checkpoints/step_000005/state.json").read_text())["curriculum"]
+    state = json.loads((full / "checkpoints/step_000005/state.json").read_text())["curriculum"]
     assert set(state) == {"a"} and {int(row) for row in state["a"]["tried"]} == set(rows)
     assert sum(tries for tries, _, _ in state["a"]["tried"].values()) == len(rows)
 
@@ -204,7 +204,7 @@ def test_two_ranks_draw_what_one_does(tiny_model, torchrun, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "hook, said",
+    "hook, message",
     [
         ("def task_weight(tries): return 0", "task_weight() gives 0 for all 12 tasks"),
         ("def task_weight(tries): return 1 / tries", "env.py:4: ZeroDivisionError"),
@@ -225,27 +225,27 @@ def test_two_ranks_draw_what_one_does(tiny_model, torchrun, tmp_path):
         ("def task_weigth(tries): return 1", "did you mean 'task_weight'"),
     ],
 )
-def test_an_unfit_hook_is_refused_before_a_model_loads(hook, said, tiny_model, tmp_path):
+def test_an_unfit_hook_is_refused_before_a_model_loads(hook, message, tiny_model, tmp_path):
     (tmp_path / "env.py").write_text(COUNT + hook + "\n")
     with pytest.raises(ValueError) as error:
         make_plan(parse_config(flags(tmp_path / "env.py", tiny_model, tmp_path / "out", 1)))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "hook, said",
+    "hook, message",
     [
         ("def task_weight(tries): return 1 - tries / 0.5 if tries else 1", "with tries=1"),
         ("def task_weight(tries, n): return int(not tries and n < 8)", "gives 0 for all 12 tasks"),
     ],
 )
 def test_a_hook_that_becomes_unfit_stops_the_run_with_one_line(
-    hook, said, tiny_model, tmp_path, capsys
+    hook, message, tiny_model, tmp_path, capsys
 ):
     (tmp_path / "env.py").write_text(COUNT + hook + "\n")
     assert main(flags(tmp_path / "env.py", tiny_model, tmp_path / "out", 3)) == 1
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert said in line
+    assert message in line
 
 
 def test_the_documented_curriculum(tmp_path):

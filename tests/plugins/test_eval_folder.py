@@ -33,8 +33,8 @@ def played(label: str, task: int, reward: float, status: str = "ok"):
 
 
 def rewards(cell, group) -> list[float] | None:
-    found = cell.find(group)
-    return found and [t.reward for t in found]
+    result = cell.find(group)
+    return result and [t.reward for t in result]
 
 
 def test_episodes_are_those_of_their_task_and_their_way_of_drawing(tmp_path):

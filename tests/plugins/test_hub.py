@@ -19,7 +19,7 @@ from rl_core.train import main
 
 
 class Hub(BaseHTTPRequestHandler):
-    """POST /api/repos/create, .../preupload/main, .../commit/main; what is committed stays in
+    """POST /api/repos/create, .../preupload/main, .../commit/main; committed files stay in
     `server.files`."""
 
     def do_POST(self):
@@ -91,8 +91,8 @@ def test_the_export_is_pushed_file_by_file(hub, flags, tmp_path, capsys):
     out = run(tmp_path / "run", flags, "--actors.policy.lora.rank 2")
     names = {"": "policy", "adapter/": "policy_adapter"}
     want = {
-        f"lab/digits/{place}{file.name}": file.read_bytes()
-        for place, name in names.items()
+        f"lab/digits/{position}{file.name}": file.read_bytes()
+        for position, name in names.items()
         for file in (out / "hf" / name).iterdir()
     }
     assert hub.files == want and f"pushed {out}/hf/policy to lab/digits" in capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_a_push_that_fails_says_what_to_do_and_loses_nothing(hub, flags, tmp_pat
 
 
 def test_an_interrupted_run_pushes_nothing(hub, places, tmp_path):
-    def interrupt(step, found):
+    def interrupt(step, result):
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""What a run keeps: it saves by the clock, on a signal and before it gives up, and goes on as if it
+"""Saving: by the clock, on a signal and before a run gives up; a resumed run continues as if it
 had not ended."""
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def flags_of(places, tmp_path):
     """flags_of(what) -> flags of a run whose environment does that at its 20th call, until the mark
     is there."""
 
-    def make(what: str) -> list[str]:
-        (tmp_path / "env.py").write_text(AT_20.replace("{what}", what))
+    def make(code: str) -> list[str]:
+        (tmp_path / "env.py").write_text(AT_20.replace("{what}", code))
         return words(
             "--optim.lr 1e-2",
             RL.format(**places),
@@ -56,7 +56,7 @@ def flags_of(places, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "what, num_ranks, more",
+    "code, num_ranks, more",
     [
         (TO_ONE, 2, ""),
         (TO_ALL, 2, ""),
@@ -65,43 +65,43 @@ def flags_of(places, tmp_path):
     ],
 )
 def test_ranks_agree_where_they_end_if_some_or_all_get_a_signal(
-    what, num_ranks, more, flags_of, tmp_path
+    code, num_ranks, more, flags_of, tmp_path
 ):
-    given = [
+    arguments = [
         "-m",
         "rl_core.train",
-        *flags_of(what),
+        *flags_of(code),
         *words(more, "--out", tmp_path / "run", "--resume"),
     ]
-    ended = run_ranks(num_ranks, *given, check=False)
+    ended = run_ranks(num_ranks, *arguments, check=False)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     last = steps(tmp_path / "run")[-1]["step"]
     assert f"saved step {last}" in ended.stdout and "error" not in ended.stderr
-    then = run_ranks(num_ranks, *given, "--num_steps", str(last + 1)).stdout
+    then = run_ranks(num_ranks, *arguments, "--num_steps", str(last + 1)).stdout
     assert f"continues from step {last}" in then
     # The 20th call is in the first step, after an evaluation of 8 tasks: that of its end is left to
-    # the run that goes on.
+    # the resumed run.
     evaluated = f"eval at step {last} "
     assert not more.startswith("--eval") or (evaluated in then and evaluated not in ended.stdout)
 
 
 def test_a_signal_in_an_evaluation_ends_the_run_before_another_step(flags_of, tmp_path):
     # One in each step of 16 episodes, and after it in an evaluation of 8.
-    what = "mark.touch(); os.kill(os.getpid(), 15)"
+    code = "mark.touch(); os.kill(os.getpid(), 15)"
     evaluated = words("--eval_every 1 --eval.samples 0 --out", tmp_path / "run", "--resume")
-    given = ["-m", "rl_core.train", *flags_of(what), *evaluated]
+    arguments = ["-m", "rl_core.train", *flags_of(code), *evaluated]
     env = tmp_path / "env.py"
     # 8 calls before the first step, 16 in it, and the 25th call is in the evaluation after it.
     env.write_text(env.read_text().replace(">= 20", ">= 26"))
-    ended = run_ranks(1, *given, check=False)
+    ended = run_ranks(1, *arguments, check=False)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     assert steps(tmp_path / "run")[-1]["step"] == 1 and "saved step 1" in ended.stdout
 
 
 def test_ctrl_c_twice_ends_at_once(flags_of, tmp_path):
-    what = "[os.kill(os.getpid(), 2) for _ in 'ab']; await asyncio.sleep(1000)"
+    code = "[os.kill(os.getpid(), 2) for _ in 'ab']; await asyncio.sleep(1000)"
     ended = run_ranks(
-        1, "-m", "rl_core.train", *flags_of(what), "--out", tmp_path / "run", check=False
+        1, "-m", "rl_core.train", *flags_of(code), "--out", tmp_path / "run", check=False
     )
     assert (
         ended.returncode == signal.SIGINT and "SIGINT: saves when this step is done" in ended.stderr
@@ -110,7 +110,11 @@ def test_ctrl_c_twice_ends_at_once(flags_of, tmp_path):
 
 
 def test_a_run_that_gives_up_saves_before_and_repeats_the_step(flags_of, tmp_path, capsys):
-    flags, parts, whole = flags_of("raise KeyError('gone')"), tmp_path / "parts", tmp_path / "whole"
+    flags, parts, unbroken = (
+        flags_of("raise KeyError('gone')"),
+        tmp_path / "parts",
+        tmp_path / "whole",
+    )
     more = ["--num_steps", "4", "--rollout.max_failed_fraction", "0", "--out"]
     assert main([*flags, *more, str(parts)]) == 1
     assert (
@@ -118,10 +122,10 @@ def test_a_run_that_gives_up_saves_before_and_repeats_the_step(flags_of, tmp_pat
         and (parts / "checkpoints/step_000001/manifest.json").is_file()
     )
     (tmp_path / "env.mark").touch()
-    for out in (parts, whole):
+    for out in (parts, unbroken):
         assert main([*flags, *more, str(out), "--resume"]) == 0
-    assert lasting(metrics(parts)) == lasting(metrics(whole))
-    assert_same_weights(parts, whole)
+    assert lasting(metrics(parts)) == lasting(metrics(unbroken))
+    assert_same_weights(parts, unbroken)
 
 
 @pytest.mark.parametrize("more", ["", "--max_staleness 1"])
@@ -169,14 +173,14 @@ def test_the_best_by_an_evaluation_is_kept(flags_of, tmp_path, capsys):
     "metric, values", [("greedy_score", (1.0, 2.0, 1.5)), ("loss", (3.0, 1.0, 2.0))]
 )
 def test_a_run_that_goes_on_knows_the_highest_score_or_the_lowest_loss(metric, values, tmp_path):
-    found = []
+    result = []
     for step, value in enumerate(values):
         run = SimpleNamespace(config=Config(keep_best=metric), out=tmp_path, ranks=init_ranks(60))
         keeper = BestKeeper(run)
-        found.append(keeper.is_best({f"eval/env/{metric}": value}))
-        if found[-1]:
+        result.append(keeper.is_best({f"eval/env/{metric}": value}))
+        if result[-1]:
             keeper.write(step)
-    assert found == [True, True, False]
+    assert result == [True, True, False]
 
 
 @pytest.mark.parametrize(

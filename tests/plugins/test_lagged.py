@@ -1,4 +1,4 @@
-"""Turns by older weights: who answers which call, with whose logprobs, and what a run that goes on
+"""Turns by older weights: which engine answers which call, with whose logprobs, and the requests that a resumed run
 needs of it."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rl_core.sampling.actor import Actor
 from rl_core.train import main
 from rl_core.types import Completion, SamplingParams
 
-# Hooks that are not async run in threads, whose timing says what is computed together, and so how
-# it is rounded.
+# Hooks that are not async run in threads, whose timing decides which turns are computed together,
+# and so their rounding.
 TALK = """
 max_turns = 4
 def load_tasks(split): return [{"messages": [{"role": "user", "content": "x" * n}]} for n in range(1, 9)]
@@ -30,7 +30,7 @@ async def interact(messages): return [{"role": "user", "content": f"{len(message
 async def reward_fn(messages): return float(sum(map(ord, messages[1]["content"])) % 7)
 """
 EVERY = 3
-STOP = json.dumps(list("abcdefghijklmnopqrstuvwxyz"))  # what is cut short ends the episode
+STOP = json.dumps(list("abcdefghijklmnopqrstuvwxyz"))  # A turn that is cut short ends the episode.
 
 
 def makers(trajectory: dict) -> list[int]:
@@ -126,24 +126,26 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
 
     apart = 0.0
     for version, row in enumerate(steps(out)):
-        found = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
+        result = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
         older = version - version % EVERY
-        assert {v for t in found for v in makers(t)} == {version, older}
-        assert sum(len(set(makers(t))) for t in found) > len(found) or version == older, (
+        assert {v for t in result for v in makers(t)} == {version, older}
+        assert sum(len(set(makers(t))) for t in result) > len(result) or version == older, (
             "an episode must mix policies"
         )
-        for turn in (turn for t in found[::3] for turn in t["turns"]):
-            own, maker = (
+        for turn in (turn for t in result[::3] for turn in t["turns"]):
+            turns_of_one, maker = (
                 torch.tensor(turn["completion"]["logprobs"]),
                 turn["completion"]["policy_version"],
             )
-            torch.testing.assert_close(own, logprobs_by(models[maker], turn), atol=2e-5, rtol=0)
+            torch.testing.assert_close(
+                turns_of_one, logprobs_by(models[maker], turn), atol=2e-5, rtol=0
+            )
             if maker != version:
                 newest = logprobs_by(models[version], turn)
-                apart = max(apart, (own - newest).abs().max().item())
+                apart = max(apart, (turns_of_one - newest).abs().max().item())
         sampled = [
             (v, len(turn["completion"]["token_ids"]))
-            for t in found
+            for t in result
             for v, turn in zip(makers(t), t["turns"], strict=True)
         ]
         num_older = sum(n for v, n in sampled if v != version)
@@ -157,8 +159,8 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
     )
     for step in (0, 2, 4):
         for label in ("greedy", "sampled"):
-            found = trajectories(out / f"rollouts/eval_{step:06d}_{label}.jsonl.zst")
-            assert {v for t in found for v in makers(t)} == {step}, (
+            result = trajectories(out / f"rollouts/eval_{step:06d}_{label}.jsonl.zst")
+            assert {v for t in result for v in makers(t)} == {step}, (
                 "an evaluation is of the newest weights"
             )
 
@@ -192,12 +194,12 @@ def test_what_older_weights_said_is_corrected_unless_the_run_says_otherwise(talk
 
 
 def versions_of(turn: dict) -> list[int]:
-    """Of each token."""
+    """The policy version of each token."""
     return Completion(**turn["completion"]).policy_versions
 
 
 def renewed(version: int) -> int:
-    """The older weights that an engine has beside this version."""
+    """The version of the stale weights while the newest ones have this version."""
     return version - version % EVERY
 
 
@@ -205,47 +207,47 @@ def check_logprobs(turns: list[dict], models: dict[int, torch.nn.Module]) -> Non
     """Each token's logprob is that of the version that it names, and not that of others."""
     apart = 0.0
     for turn in turns:
-        own, versions = torch.tensor(turn["completion"]["logprobs"]), versions_of(turn)
+        turns_of_one, versions = torch.tensor(turn["completion"]["logprobs"]), versions_of(turn)
         for version, model in models.items():
             by = logprobs_by(model, turn)
             made = torch.tensor([v == version for v in versions])
-            torch.testing.assert_close(own[made], by[made], atol=2e-5, rtol=0)
+            torch.testing.assert_close(turns_of_one[made], by[made], atol=2e-5, rtol=0)
             if not made.all():
-                apart = max(apart, (own - by)[~made].abs().max().item())
+                apart = max(apart, (turns_of_one - by)[~made].abs().max().item())
     assert apart > 1e-2, "one version says what another does"
 
 
 STALE = "--max_staleness 1 --tasks_per_step 2 --save_every 1 --keep_checkpoints 0"
 LONG = ["--sampling.stop", json.dumps(list("abcd"))]  # most turns are interrupted
 ORDERED = f"{STALE} --rollout.fixed_order true"
-# What samples -> flags, number of ranks.
-PLACES = {"the learner's ranks": ("", 1), "a rank of its own": ("--engine_ranks 1", 2)}
+# Sampling ranks -> flags, number of ranks.
+PLACES = {"the learner's ranks": ("", 1), "a separate rank": ("--engine_ranks 1", 2)}
 
 
 @pytest.fixture
 def whole_run(talk, tmp_path):
-    """whole_run(place) -> the folder of a run of five steps, in which each weight is renewed beside
+    """whole_run(place) -> the folder of a run of five steps, in which each weight is updated next to
     conversations that are under way."""
 
-    def made(place: str) -> Path:
-        more, ranks = PLACES[place]
-        return run(tmp_path / place, talk, LONG, ORDERED, more, "--num_steps 5", ranks=ranks)
+    def made(setup: str) -> Path:
+        more, ranks = PLACES[setup]
+        return run(tmp_path / setup, talk, LONG, ORDERED, more, "--num_steps 5", ranks=ranks)
 
     return made
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("setup", PLACES)
 def test_a_turn_that_an_update_interrupts_goes_on_with_the_weights_of_its_engine(
-    place, whole_run, tiny_model
+    setup, whole_run, tiny_model
 ):
-    out = whole_run(place)
+    out = whole_run(setup)
     models = models_of(out, tiny_model, 5)
     interrupted, spoken = set(), []
     for version, row in enumerate(steps(out)):
-        found = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
-        begun = max(0, version - 1)  # when a step began, the step before had half of its turns
+        result = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
+        begun = max(0, version - 1)  # At the start of a step half of the turns before it are done.
         lags = []
-        for turns in (t["turns"] for t in found):
+        for turns in (t["turns"] for t in result):
             for number, turn in enumerate(turns):
                 # The newest weights, and the older ones, while the turn was sampled.
                 both = [[begun] * 6 + [version] * 6, [renewed(begun)] * 6 + [renewed(version)] * 6]
@@ -260,14 +262,14 @@ def test_a_turn_that_an_update_interrupts_goes_on_with_the_weights_of_its_engine
         assert row.get("rollout/policy/lag_versions", 0) == pytest.approx(
             sum(older) / max(1, len(older))
         )
-        spoken += [turn for t in found[::3] for turn in t["turns"]]
+        spoken += [turn for t in result[::3] for turn in t["turns"]]
     check_logprobs(spoken, models)
     # Turns by the newest weights, and by older ones that stayed and that were renewed.
     assert {(1, 2), (2, 3), (0, 0), (0, 3)} <= interrupted
 
 
 def test_engines_on_ranks_of_their_own_give_what_they_give_in_turn_with_a_learner(whole_run):
-    one, other = (whole_run(place) for place in PLACES)
+    one, other = (whole_run(setup) for setup in PLACES)
     for a, b in zip(steps(one), steps(other), strict=True):
         names = {name for name in a if not name.startswith(("time/", "pack/"))}
         assert {n: b.get(n) for n in names} == pytest.approx({n: a[n] for n in names}, rel=1e-4)
@@ -292,31 +294,31 @@ def test_tokens_name_the_weights_that_sampled_them_whatever_the_order(
     run_ranks(ranks, "-m", "rl_core.train", *flags, timeout_s=600)  # two servers start
     models, spoken = models_of(out, tiny_model, 7), []
     for version in range(7):
-        found = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
-        own = [turn for t in found for turn in t["turns"]]
-        assert {t["status"] for t in found} <= {"ok", "truncated"}
+        result = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
+        turns_of_one = [turn for t in result for turn in t["turns"]]
+        assert {t["status"] for t in result} <= {"ok", "truncated"}
         might = {max(0, version - 1), version}
         might |= {renewed(v) for v in might}
-        versions = {v for turn in own for v in versions_of(turn)}
+        versions = {v for turn in turns_of_one for v in versions_of(turn)}
         assert versions <= might
         assert (version - 2) in versions or version not in (2, 5), "older weights say nothing"
-        spoken += own[::3]
+        spoken += turns_of_one[::3]
     check_logprobs(spoken, models)
     assert all(row["learn/policy/grad_norm"] > 0 for row in steps(out))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("setup", PLACES)
 @pytest.mark.parametrize("stop", [2, 3])
 def test_a_run_that_was_stopped_with_episodes_under_way_goes_on(
-    place, stop, whole_run, talk, tmp_path
+    setup, stop, whole_run, talk, tmp_path
 ):
-    whole, parts = whole_run(place), tmp_path / "parts"
-    # What a run leaves that is killed before it saves again.
+    full, parts = whole_run(setup), tmp_path / "parts"
+    # A run that is killed before it saves again leaves this.
     for file in ("metrics.jsonl", "env_code.yaml", f"checkpoints/step_{stop:06d}"):
         (parts / file).parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if (whole / file).is_dir() else shutil.copy)(whole / file, parts / file)
-    more, ranks = PLACES[place]
+        (shutil.copytree if (full / file).is_dir() else shutil.copy)(full / file, parts / file)
+    more, ranks = PLACES[setup]
     run(parts, talk, LONG, ORDERED, more, "--num_steps 5 --resume", ranks=ranks)
     assert not (parts / f"rollouts/step_{stop:06d}.jsonl.zst").exists(), "it began anew"
-    assert lasting(steps(whole)) == lasting(steps(parts))
-    assert_same_weights(whole, parts)
+    assert lasting(steps(full)) == lasting(steps(parts))
+    assert_same_weights(full, parts)

@@ -77,8 +77,8 @@ def test_every_metric_of_runs_has_a_row_and_every_row_is_written(places, family,
             out = run(tmp_path / name, flags, defaults, ranks=ranks, status=status)
             # Metrics() refuses others.
             written |= {key for line in metrics(out) for key in line if key != "step"}
-    found = {describe(key).name for key in written}
-    assert {row.name for row in rows()} - found == ELSEWHERE.keys()
+    result = {describe(key).name for key in written}
+    assert {row.name for row in rows()} - result == ELSEWHERE.keys()
     of_users = {key.rpartition("/")[2] for key in written if describe(key).is_of_user}
     assert of_users == {
         "vowels",
@@ -129,12 +129,12 @@ def test_an_environment_that_names_every_metric_changes_none(kind, places, tmp_p
     for row in rows():
         names |= {row.name, *row.short_names, *map(str.lower, row.short_names)}
     tools = OWN.split("\n\n")[1]
-    found = {}
-    for name, given in (("plain", {}), ("named", dict.fromkeys(sorted(names), -7.0))):
+    result = {}
+    for name, arguments in (("plain", {}), ("named", dict.fromkeys(sorted(names), -7.0))):
         (tmp_path / name).mkdir()
         file = tmp_path / name / "env.py"
         file.write_text(
-            f"GIVEN = {given!r}\n{tools}\n"
+            f"GIVEN = {arguments!r}\n{tools}\n"
             'def load_tasks(split): return [{"prompt": str(n)} for n in range(4)]\n' + NAMED[kind]
         )
         flags = f"--model {places['model']} --env_path {file} --max_tokens 10 --group_size 4 "
@@ -142,8 +142,8 @@ def test_an_environment_that_names_every_metric_changes_none(kind, places, tmp_p
         flags += "--eval_every 1 --eval.samples 2 --keep_best greedy_score"
         out = run(tmp_path / name / "run", flags.split(" "))
         lines = [{k: v for k, v in row.items() if not TIMED.match(k)} for row in metrics(out)]
-        found[name] = lines, json.loads((out / "best/best.json").read_text())
-    (plain, best), (named, best_named) = found.values()
+        result[name] = lines, json.loads((out / "best/best.json").read_text())
+    (plain, best), (named, best_named) = result.values()
     assert best_named == best and best["greedy_score"] > 1
     assert [{k: row[k] for k in then} for row, then in zip(named, plain, strict=True)] == plain
     added = {key for row in named for key in row} - {key for row in plain for key in row}
@@ -162,8 +162,8 @@ def test_an_environment_that_names_every_metric_changes_none(kind, places, tmp_p
     ("learn/policy/nonsense", None), ("eval/pass@8", None), ("eval/math/avg@all", None), ("time/generate_s/x", None),
 ])  # fmt: skip
 def test_a_name_of_metrics_jsonl_finds_its_row(name, row):
-    found = describe(name)
-    assert (found and found.name) == row
+    result = describe(name)
+    assert (result and result.name) == row
 
 
 def test_a_unit_in_a_name_is_that_of_the_row():
@@ -175,8 +175,8 @@ def test_a_unit_in_a_name_is_that_of_the_row():
         "tokens_per_s": "tokens/s",
         "versions": "versions",
     }
-    found = [(row, re.search(r"_(tokens_per_s|[a-z]+?)(_max)?$", row.name)) for row in rows()]
-    named = [(row, units[match[1]]) for row, match in found if match and match[1] in units]
+    result = [(row, re.search(r"_(tokens_per_s|[a-z]+?)(_max)?$", row.name)) for row in rows()]
+    named = [(row, units[match[1]]) for row, match in result if match and match[1] in units]
     assert len(named) > 20 and [row.name for row, unit in named if row.unit != unit] == []
 
 

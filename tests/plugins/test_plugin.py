@@ -36,15 +36,18 @@ def test_every_hook_that_is_called_is_one_of_a_plugin_and_keeps_its_arguments():
         if "(Plugin)" in file.read_text():
             importlib.import_module(f"rl_core.plugins.{file.stem}")
     assert len(Plugin.__subclasses__()) > 10
-    for own in Plugin.__subclasses__():
-        for name in HOOKS & vars(own).keys():
-            given = list(inspect.signature(getattr(own, name)).parameters)
-            assert given == list(inspect.signature(getattr(Plugin, name)).parameters), (own, name)
+    for of_one in Plugin.__subclasses__():
+        for name in HOOKS & vars(of_one).keys():
+            arguments = list(inspect.signature(getattr(of_one, name)).parameters)
+            assert arguments == list(inspect.signature(getattr(Plugin, name)).parameters), (
+                of_one,
+                name,
+            )
 
 
 def test_no_plugin_assigns_to_what_is_not_its_own():
-    """Not `self.trainer.x = 1`, and no attribute of what the trainer holds."""
-    found = []
+    """Not `self.trainer.x = 1`, and no attribute of an object that the trainer holds."""
+    result = []
     for file in (ROOT / "rl_core/plugins").glob("*.py"):
         tree = ast.parse(file.read_text())
         plugins = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -57,5 +60,5 @@ def test_no_plugin_assigns_to_what_is_not_its_own():
                 for target in targets:
                     text = ast.unparse(target)
                     if text.startswith(("trainer.", "self.trainer.", "learner.", "actor.")):
-                        found.append(f"{file.name}: {text}")
-    assert not found
+                        result.append(f"{file.name}: {text}")
+    assert not result

@@ -1,4 +1,4 @@
-"""What is going wrong is told when it begins: once, on stderr, in the panel, and in
+"""Problems are printed when they begin: once, on stderr, in the panel, and in
 warnings.jsonl."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rl_core.train import main
 SIZES = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --optim.lr 0 --rollout.save false"
 
 
-def told(rows: list[dict], folder, *flags: str) -> list[tuple[int, str, str]]:
-    """(step, kind, end of the metric's name) of all that a run with these metrics would tell."""
+def warned(rows: list[dict], folder, *flags: str) -> list[tuple[int, str, str]]:
+    """(step, kind, end of the metric's name) of all warnings of a run with these metrics."""
     config = parse_config(words("--model m --env_path e.py --out o --group_size 4", *flags))
     folder.mkdir(exist_ok=True)
     run = RunWarnings(config, folder)
@@ -35,62 +35,62 @@ def told(rows: list[dict], folder, *flags: str) -> list[tuple[int, str, str]]:
 
 def row(**values: float) -> dict[str, float]:
     """Metrics of a healthy step, but for these."""
-    given = {
+    arguments = {
         "reward_mean": 0.4,
         "zero_signal_frac": 0.2,
         "truncated_frac": 0.05,
         "entropy_nats": 0.8,
     }
-    given |= {"mismatch_kl_nats": 1e-4} | values
+    arguments |= {"mismatch_kl_nats": 1e-4} | values
     learn = ("entropy_nats", "mismatch_kl_nats")
     return {
         f"{'learn' if name in learn else 'rollout'}/policy/{name}": value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
 
 
 def learning(num: int, best: float = 0.98) -> list[dict[str, float]]:
-    """A task is learned: the policy becomes sure of what it says, and most groups get the same
+    """A task is learned: the policy has low entropy, and most groups get the same
     rewards."""
     rows = []
     for n in range(num):
         done = min(1.0, n / 100)
-        part = {"reward/right": best * done + 0.01 * (n % 3), "reward/format": 0.05 + 0.05 * done}
-        part["reward/late"] = -0.2 * (1 - done) ** 2
+        item = {"reward/right": best * done + 0.01 * (n % 3), "reward/format": 0.05 + 0.05 * done}
+        item["reward/late"] = -0.2 * (1 - done) ** 2
         share = {
             "zero_signal_frac": 0.9 * done,
             "truncated_frac": 0.15 * (1 - done),
             "entropy_nats": 0.9 - 0.88 * done,
         }
-        rows.append(row(reward_mean=sum(part.values()), **part, **share))
+        rows.append(row(reward_mean=sum(item.values()), **item, **share))
     return rows
 
 
 def test_a_healthy_run_is_told_nothing(tmp_path):
-    assert told(learning(200), tmp_path / "a") == []
+    assert warned(learning(200), tmp_path / "a") == []
     game = [
         row(reward_mean=0.0, zero_signal_frac=0.3, entropy_nats=0.8 - 0.002 * n) for n in range(200)
     ]
-    assert told(game, tmp_path / "b") == []  # what one seat wins the other loses
+    assert warned(game, tmp_path / "b") == []  # what one seat wins the other loses
     small = [
         row(reward_mean=n, **{"reward/right": 0.8 + 0.001 * (n % 2), "reward/form": 0.01 * (n % 2)})
         for n in range(40)
     ]
-    assert told(small, tmp_path / "d") == []  # it still moves
+    assert warned(small, tmp_path / "d") == []  # it still moves
     late = [
         row(reward_mean=n, **{"reward/right": n / 40, "reward/late": -0.1 * (n < 5)})
         for n in range(40)
     ]
-    assert told(late, tmp_path / "e") == []  # a penalty that is no longer earned
+    assert warned(late, tmp_path / "e") == []  # a penalty that is no longer earned
     stale = [row(mismatch_kl_nats=0.05, reward_mean=0.3 + 0.01 * n) for n in range(20)]
-    assert told(stale, tmp_path / "c", "--max_staleness 2") == []
-    assert told(stale, tmp_path / "f", "--rollout.lagged 0.5,3") == []
+    assert warned(stale, tmp_path / "c", "--max_staleness 2") == []
+    assert warned(stale, tmp_path / "f", "--rollout.lagged 0.5,3") == []
     # Within groups, of which these compare none.
     same = [row(reward_mean=n, zero_signal_frac=1.0) for n in range(9)]
     for n, flags in enumerate(
         ("ppo", "reinforce_pp --group_size 1", "grpo --algo.turn_discount 1")
     ):
-        assert told(same, tmp_path / f"g{n}", "--algorithm", *words(flags)) == []
+        assert warned(same, tmp_path / f"g{n}", "--algorithm", *words(flags)) == []
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
             [row(reward_mean=n, **{"reward/a": n, "reward/b": 0.5}) for n in range(40)],
             [(20, "constant reward", "reward/b")],
         ),
-        # Sure of what it says, and wrong.
+        # Low entropy, and wrong.
         (learning(200, best=0.1), [(96, "entropy", "entropy_nats")]),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_is_told_when_it_begins_and_once(rows, says, tmp_path):
-    assert told(rows, tmp_path) == says
+    assert warned(rows, tmp_path) == says
 
 
 def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_path):
@@ -164,11 +164,11 @@ def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
     )
     seen = []
     for more in ("--num_steps 4", "--num_steps 6 --resume"):
-        if seen:  # a run that was killed after its checkpoint had told something
+        if seen:  # A run that was killed after its checkpoint had printed a warning.
             with open(tmp_path / "run/warnings.jsonl", "a") as file:
                 file.write('{"step": 5, "kind": "constant reward"}\n')
         assert main([*flags, *words(more, "--out", tmp_path / "run")]) == 0
-        said, errors = capsys.readouterr()
+        printed, errors = capsys.readouterr()
         assert "steps made an update" in errors
         seen.append(
             [
@@ -177,7 +177,7 @@ def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
                 if "warning: step" in line
             ]
         )
-        assert "warning: " not in said
+        assert "warning: " not in printed
     assert seen == [
         ["warning: step 3: rollout/policy/zero_signal_frac"],
         ["warning: step 5: rollout/policy/reward_mean"],
@@ -191,9 +191,9 @@ def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
 
 def test_that_most_episodes_of_the_first_step_are_cut_off_is_told_at_once(tmp_path):
     cut = [row(reward_mean=n, truncated_frac=f) for n, f in enumerate((0.6, 0.1, 0.1, 0.9))]
-    assert told(cut, tmp_path) == [(1, "truncated", "truncated_frac")]
+    assert warned(cut, tmp_path) == [(1, "truncated", "truncated_frac")]
     half = [row(reward_mean=n, truncated_frac=f) for n, f in enumerate((0.5, 0.9))]
-    assert told(half, tmp_path / "half") == []
+    assert warned(half, tmp_path / "half") == []
 
 
 FAILING = """
@@ -210,7 +210,7 @@ def test_what_programs_set_and_the_run_decides_is_told_once_for_each_name(tmp_pa
     later = first | row(agent_overridden_seed=4.0)
     later |= row(agent_overridden_response_format=2.0, agent_overridden_tools=1.0)
     without = [row(reward_mean=0.01 * n) for n in range(20)]
-    assert told([first, first, later, *without, later], tmp_path) == [
+    assert warned([first, first, later, *without, later], tmp_path) == [
         (1, "overridden", "agent_overridden_temperature"),
         (3, "overridden", "agent_overridden_seed"),
         (3, "overridden", "agent_overridden_response_format"),
@@ -241,16 +241,18 @@ def test_each_reason_of_failed_episodes_is_told_once_with_its_count_also_by_a_ru
         "--algorithm reinforce_pp --data.shuffle false --rollout.max_failed_fraction 0.9"
     )
     flags += words("--out", tmp_path / "run")
-    told = []
+    warned = []
     for more in ("--num_steps 3", "--num_steps 5 --resume"):
         assert main([*flags, *words(more)]) == 0
-        told.append([line for line in capsys.readouterr().err.splitlines() if " failed: " in line])
+        warned.append(
+            [line for line in capsys.readouterr().err.splitlines() if " failed: " in line]
+        )
     where = tmp_path / "env.py"
     reasons = [
         f"reward_fn() failed: {where}:4: ValueError: no answer",
         f"reward_fn() failed: {where}:5: KeyError: 'unknown'",
     ]
-    assert told == [[f"warning: step 1: 2 episodes failed: {reason}" for reason in reasons], []]
+    assert warned == [[f"warning: step 1: 2 episodes failed: {reason}" for reason in reasons], []]
     lines = [
         json.loads(line) for line in (tmp_path / "run/warnings.jsonl").read_text().splitlines()
     ]

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: what was loaded, a panel, episodes, and what is off."""
+"""The terminal output of a run: loaded models, a panel, episodes and warnings."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def test_a_run_begins_with_what_was_loaded_and_libraries_are_quiet(
         )
         == 0
     )
-    said, errors = capfd.readouterr()
-    model, work, place, *_ = said.splitlines()
+    printed, errors = capfd.readouterr()
+    model, work, position, *_ = printed.splitlines()
     assert (
         model.startswith(f"policy: {places['model']} (")
         and "k parameters, " in model
         and model.endswith("k trained)")
     )
     assert work == "grpo: 8 rows; 1 steps of 2 tasks x 2 episodes"
-    assert place == f"1 x CPU, embedded engine; begins at step 0, in {tmp_path / 'run'}"
+    assert position == f"1 x CPU, embedded engine; begins at step 0, in {tmp_path / 'run'}"
     assert (
         "Loading weights" not in errors
         and "Writing model shards" not in errors
-        and "\x1b" not in said
+        and "\x1b" not in printed
     )
 
 
@@ -75,7 +75,7 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
     seen = []
 
     def read() -> None:
-        with suppress(OSError):  # what a closed terminal raises
+        with suppress(OSError):  # A closed terminal raises.
             while True:
                 seen.append(os.read(reader, 65536))
 
@@ -108,7 +108,7 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
     ]
     for text in texts:
         assert text in shown, text
-    # Of the panel: a step's line has no speeds.
+    # Only the panel has speeds.
     assert re.search(r"reward 1 .* generate \S+ tokens/s", shown)
 
 
@@ -165,14 +165,14 @@ def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
         )
         == 0
     )
-    said = capsys.readouterr().out.splitlines()
-    shown = [line for line in said if line.startswith("-- eval/")]
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line for line in printed if line.startswith("-- eval/")]
     assert len(shown) == 2 * 5 and ", right 0.5), truncated" in shown[0] and "reward" in shown[0], (
         shown
     )
-    prompts = [line for line in said if line.startswith("   user: ")]
+    prompts = [line for line in printed if line.startswith("   user: ")]
     assert len(prompts) == 10 and all(len(line) < 350 and "[...]" in line for line in prompts)
-    assert len([line for line in said if line.startswith("   assistant: ")]) == 10
+    assert len([line for line in printed if line.startswith("   assistant: ")]) == 10
     assert cut("\x1b[2J 7\n7") == r"\x1b[2J 7 7"
 
 
@@ -188,10 +188,10 @@ def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at
         main(flags_of("float(len(completion))", "--num_steps 4 --eval_every 4 --eval.samples 0"))
         == 0
     )
-    said = capsys.readouterr().out.splitlines()
-    place = next(n for n, line in enumerate(said) if line.startswith("done: "))
-    assert re.fullmatch(r"done: step 4 of 4 in \d+:\d\d:\d\d", said[place])
-    [score, look] = said[place + 1 :]
+    printed = capsys.readouterr().out.splitlines()
+    position = next(n for n, line in enumerate(printed) if line.startswith("done: "))
+    assert re.fullmatch(r"done: step 4 of 4 in \d+:\d\d:\d\d", printed[position])
+    [score, look] = printed[position + 1 :]
     assert re.fullmatch(r"  env/greedy_score [\d.]+ -> [\d.]+", score)
     assert look == f"  look at it: rl-core view {tmp_path / 'run'}"
 
@@ -200,7 +200,7 @@ def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at
     ("name", "number", "at_once"), [("SIGTERM", 15, "Ctrl-C"), ("SIGINT", 2, "Ctrl-C again")]
 )
 def test_a_run_that_a_signal_ended_says_how_it_goes_on(name, number, at_once, flags_of, capfd):
-    # Of all hooks one alone, as Ctrl-C twice ends the process.
+    # One hook alone, since a second Ctrl-C ends the process.
     seen = "vars(__import__('sys')).setdefault('signals_of_this_test', set())"
     once = (
         f"({number} in {seen} or {seen}.add({number}) or "
@@ -209,9 +209,9 @@ def test_a_run_that_a_signal_ended_says_how_it_goes_on(name, number, at_once, fl
     assert main(flags_of(f"1.0 if {once} else 1.0", "--num_steps 40")) == 128 + number
     out, errors = capfd.readouterr()
     assert f"{name}: saves when this step is done, and ends; {at_once} ends at once\n" in errors
-    said = out.splitlines()
-    assert re.fullmatch(rf"ended by {name}: step 1 of 40 in \d+:\d\d:\d\d", said[-3])
-    assert said[-1] == "  go on: the same command with --resume"
+    printed = out.splitlines()
+    assert re.fullmatch(rf"ended by {name}: step 1 of 40 in \d+:\d\d:\d\d", printed[-3])
+    assert printed[-1] == "  resume: the same command with --resume"
 
 
 def test_what_a_run_measured_before_and_after_is_its_evaluations_or_means_of_its_steps():

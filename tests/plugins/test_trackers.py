@@ -35,7 +35,7 @@ from rl_core.train import main
 
 ALL = "wandb,tensorboard,trackio,mlflow"
 REWARD, SCORE = "rollout/policy/reward_mean", "eval/letters/greedy_score"
-# Trackers of the tests' own. The first writes down what it is told.
+# Trackers of the tests. The first records its calls.
 NOTES = """
 import json, threading
 
@@ -76,7 +76,7 @@ def no_account(run):
 
 @pytest.fixture(scope="module")
 def flags(places, tmp_path_factory):
-    """Those of a short run. Trackers write into a folder of this file's own."""
+    """Metrics of a short run. Trackers write into a separate folder."""
     folder = tmp_path_factory.mktemp("trackers")
     (folder / "notes.py").write_text(NOTES)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,15 +101,15 @@ def flags(places, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tracked(flags, tmp_path_factory) -> Path:
-    """A run of two steps that went on to the third, in every tracker."""
+    """A run of two steps that was resumed for the third, in every tracker."""
     out = tmp_path_factory.mktemp("runs") / "digits" / "one"
     run(out, flags, "--num_steps 2 --trackers", ALL)
     return run(out, flags, "--num_steps 3 --resume --trackers", ALL)
 
 
 @pytest.fixture(scope="module")
-def told(tracked) -> dict:
-    """What each of them must hold."""
+def sent(tracked) -> dict:
+    """The metrics that each tracker must hold."""
     curves = {
         name: [(row["step"], row[name]) for row in metrics(tracked) if name in row]
         for name in (REWARD, SCORE)
@@ -126,51 +126,51 @@ def told(tracked) -> dict:
     }
 
 
-def test_tensorboard_has_it(tracked, told):
+def test_tensorboard_has_it(tracked, sent):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(tracked / "tensorboard")).Reload()
-    for name, curve in told["curves"].items():
-        assert {e.step: e.value for e in found.Scalars(name)} == pytest.approx(dict(curve))
+    result = EventAccumulator(str(tracked / "tensorboard")).Reload()
+    for name, curve in sent["curves"].items():
+        assert {e.step: e.value for e in result.Scalars(name)} == pytest.approx(dict(curve))
     texts = {
         step.step: step.tensor_proto.string_val[0].decode()
-        for step in found.Tensors("samples/step/text_summary")
+        for step in result.Tensors("samples/step/text_summary")
     }
     assert sorted(texts) == [1, 2, 3] and "**status**" in texts[3]
-    assert all(str(cell).splitlines()[0] in texts[3] for cell in told["row"])
+    assert all(str(cell).splitlines()[0] in texts[3] for cell in sent["row"])
     assert (
         "**group_size**\n\n    2"
-        in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+        in result.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     )
 
 
-def test_mlflow_has_it(tracked, told):
+def test_mlflow_has_it(tracked, sent):
     import mlflow
 
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
-    experiment = client.get_experiment_by_name(told["names"][0])
-    [found] = client.search_runs([experiment.experiment_id])
-    assert (found.info.run_name, found.info.status, found.data.tags["group"]) == (
+    experiment = client.get_experiment_by_name(sent["names"][0])
+    [result] = client.search_runs([experiment.experiment_id])
+    assert (result.info.run_name, result.info.status, result.data.tags["group"]) == (
         "one",
         "FINISHED",
         "digits",
     )
-    assert found.data.params["group_size"] == "2"
-    for name, curve in told["curves"].items():
+    assert result.data.params["group_size"] == "2"
+    for name, curve in sent["curves"].items():
         assert [
-            (m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)
+            (m.step, m.value) for m in client.get_metric_history(result.info.run_id, name)
         ] == curve
     table = json.loads(
-        Path(client.download_artifacts(found.info.run_id, "samples/step_000003.json")).read_text()
+        Path(client.download_artifacts(result.info.run_id, "samples/step_000003.json")).read_text()
     )
     assert (
         table["columns"] == ["prompt", "reply", "reward", "status"]
-        and table["data"][0][:3] == told["row"]
+        and table["data"][0][:3] == sent["row"]
     )
 
 
-def test_trackio_has_it(told):
-    [file] = Path(os.environ["TRACKIO_DIR"]).glob(f"{told['names'][0]}.db")
+def test_trackio_has_it(sent):
+    [file] = Path(os.environ["TRACKIO_DIR"]).glob(f"{sent['names'][0]}.db")
     with sqlite3.connect(file) as db:
         [(name, config)] = db.execute("select run_name, config from configs").fetchall()
         lines = [
@@ -178,31 +178,31 @@ def test_trackio_has_it(told):
             for step, text in db.execute("select step, metrics from metrics order by id")
         ]
     assert name == "one" and json.loads(config)["group_size"] == 2
-    for name, curve in told["curves"].items():
+    for name, curve in sent["curves"].items():
         assert [(step, values[name]) for step, values in lines if name in values] == curve
     [table] = [
         values["samples/step"]["_value"]
         for step, values in lines
         if step == 3 and "samples/step" in values
     ]
-    assert list(table[0].values())[:3] == told["row"]
+    assert list(table[0].values())[:3] == sent["row"]
 
 
-def test_wandb_has_it(tracked, told):
+def test_wandb_has_it(tracked, sent):
     files = sorted(tracked.glob("wandb/offline-run-*/*.wandb"))
     first, second = map(wandb_records, files)
-    runs = [next(r.run for r in part if r.HasField("run")) for part in (first, second)]
-    assert [[r.project, r.run_group, r.display_name] for r in runs] == [told["names"]] * 2
+    runs = [next(r.run for r in each if r.HasField("run")) for each in (first, second)]
+    assert [[r.project, r.run_group, r.display_name] for r in runs] == [sent["names"]] * 2
     assert runs[0].run_id == runs[1].run_id
     assert {u.key: u.value_json for u in runs[0].config.update}["group_size"] == "2"
     rows = []
-    for part in (r.history for r in (*first, *second) if r.HasField("history")):
-        values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in part.item}
-        rows.append((part.step.num, values))
-    for name, curve in told["curves"].items():
+    for each in (r.history for r in (*first, *second) if r.HasField("history")):
+        values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in each.item}
+        rows.append((each.step.num, values))
+    for name, curve in sent["curves"].items():
         assert [(step, values[name]) for step, values in rows if name in values] == curve
     [table] = tracked.glob("wandb/offline-*/files/media/table/samples/step_3_*.json")
-    assert json.loads(table.read_text())["data"][0][:3] == told["row"]
+    assert json.loads(table.read_text())["data"][0][:3] == sent["row"]
     assert [r.exit.exit_code for r in (*first, *second) if r.HasField("exit")] == [0, 0]
 
 
@@ -211,7 +211,7 @@ def wandb_records(file: Path) -> list:
     (LevelDB's log format)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, found, text = file.read_bytes(), 7, [], b""
+    data, at, result, text = file.read_bytes(), 7, [], b""
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15
         if left < 7:
@@ -221,9 +221,9 @@ def wandb_records(file: Path) -> list:
         text += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last piece
-            found.append(Record.FromString(text))
+            result.append(Record.FromString(text))
             text = b""
-    return found
+    return result
 
 
 def notes(out: Path) -> list[list]:
@@ -308,7 +308,9 @@ def test_a_tracker_that_cannot_be_is_refused_before_a_model_loads(
 def test_rl_core_train_finds_a_tracker_in_the_current_folder(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(
-        sys, "path", [place for place in sys.path if place and Path(place) != Path.cwd()]
+        sys,
+        "path",
+        [position for position in sys.path if position and Path(position) != Path.cwd()],
     )
     monkeypatch.delitem(sys.modules, "notes", raising=False)
     out = tmp_path / "out"
@@ -320,10 +322,10 @@ def test_rl_core_train_finds_a_tracker_in_the_current_folder(flags, tmp_path, mo
 
 def test_one_rank_of_several_tracks(flags, tmp_path):
     out = tmp_path / "out"
-    given = words(
+    arguments = words(
         flags, "--num_steps 1 --trackers notes:Notes --run_name team/first/try --out", out
     )
-    run_ranks(2, "-m", "rl_core.train", *given)
+    run_ranks(2, "-m", "rl_core.train", *arguments)
     assert [note[:4] for note in notes(out) if note[0] == "made"] == [
         ["made", "team", "first", "try"]
     ]
@@ -336,16 +338,16 @@ def test_one_rank_of_several_tracks(flags, tmp_path):
 
 
 def test_a_process_ends_whose_tracker_hangs(flags, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())  # where notes.py is
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())  # The folder of notes.py.
     more = words("--num_steps 1 --timeout_s 4 --trackers notes:Hangs --out", tmp_path / "out")
     process = start_process("-m", "rl_core.train", *flags, *more)
-    said, errors = process.communicate(timeout=90)
-    assert process.returncode == 0 and "saved step 1" in said, errors
+    printed, errors = process.communicate(timeout=90)
+    assert process.returncode == 0 and "saved step 1" in printed, errors
     assert "without waiting for what still runs: --trackers notes:Hangs" in errors
 
 
 def is_free(out: Path) -> bool:
-    """Whether no process holds the run's lock."""
+    """True if no process holds the run's lock."""
     with open(out / ".lock") as file, suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -354,17 +356,17 @@ def is_free(out: Path) -> bool:
 
 def test_a_run_that_was_killed_goes_on_in_its_trackers_without_repeating(flags, tmp_path):
     out = tmp_path / "out"
-    given = words(flags, "--save_every 2 --trackers notes:Notes --resume --out", out)
-    process = RanksProcess(1, ["-m", "rl_core.train", *given, "--num_steps", "1000"], None, {})
+    arguments = words(flags, "--save_every 2 --trackers notes:Notes --resume --out", out)
+    process = RanksProcess(1, ["-m", "rl_core.train", *arguments, "--num_steps", "1000"], None, {})
     wait_until(lambda: (out / "notes").exists() and 3 in steps_told(out), "three steps are tracked")
     process.signal(9)
     wait_until(lambda: is_free(out), "the run is gone")
     last = metrics(out)[-1]["step"]
-    run(out, given, "--num_steps", last + 2)
+    run(out, arguments, "--num_steps", last + 2)
     assert [note[-1] for note in notes(out) if note[0] == "made"] == [False, True]
     rows = [step for step in range(last + 3) for _ in range(1 + (step > 0 and step % 2 == 0))]
-    told = steps_told(out)
-    assert told[: len(rows) - 1] == rows[: len(rows) - 1] and set(told) == set(rows), (
+    sent = steps_told(out)
+    assert sent[: len(rows) - 1] == rows[: len(rows) - 1] and set(sent) == set(rows), (
         "each once, in order"
     )
 
@@ -379,25 +381,25 @@ def test_a_run_that_fails_is_failed_in_its_trackers(flags, places, tmp_path):
     (tmp_path / "bad.py").write_text(
         Path(places["dir"], "letters.py").read_text().replace("return sum", "return 'x', sum")
     )
-    given = words(
+    arguments = words(
         flags,
         "--env_path",
         tmp_path / "bad.py",
         "--eval_every 0 --num_steps 1 --trackers notes:Notes",
     )
-    assert main([*given, "--out", str(tmp_path / "out")]) == 1
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 1
     assert notes(tmp_path / "out")[-1] == ["close", False]
 
 
 def test_trackers_hear_of_the_end_where_the_disk_is_full(flags, tmp_path):
     (tmp_path / "out/rollouts").mkdir(parents=True)
     (tmp_path / "out/rollouts/.step_000001.jsonl.zst.tmp").symlink_to("/dev/full")
-    given = words(
+    arguments = words(
         flags,
         "--eval_every 0 --num_steps 1 --trackers notes:Notes --resume --out",
         tmp_path / "out",
     )
-    assert main(given) == 1
+    assert main(arguments) == 1
     assert notes(tmp_path / "out")[-1] == ["close", False]
 
 
@@ -407,8 +409,8 @@ def test_percentiles_of_lengths_are_those_of_the_episodes(tracked):
         for episode in trajectories(tracked / "rollouts/step_000001.jsonl.zst")
     ]
     row = next(row for row in metrics(tracked) if row["step"] == 1)
-    found = [row[f"rollout/policy/length_{name}"] for name in ("p50", "p95", "max")]
-    assert found == pytest.approx(np.percentile(lengths, [50, 95, 100]).tolist())
+    result = [row[f"rollout/policy/length_{name}"] for name in ("p50", "p95", "max")]
+    assert result == pytest.approx(np.percentile(lengths, [50, 95, 100]).tolist())
 
 
 @pytest.mark.parametrize(
@@ -424,10 +426,10 @@ def test_percentiles_of_lengths_are_those_of_the_episodes(tracked):
 def test_mfu_is_the_matrix_products_over_the_peak(device, flags, passes, tiny_model):
     learner = make_learner(tiny_model, flags)
     _, packing = learner.shard([sample([5] * 30, [0] * 10 + [1] * 20, 1.0)])
-    found = mfu(learner, packing["pack/fill_frac"].total, 2.0, peak_flops(device))
+    result = mfu(learner, packing["pack/fill_frac"].total, 2.0, peak_flops(device))
     peak = {"H100": 989e12, "A100": 312e12, "4090": 165e12}
     if passes is None:
-        assert not found
+        assert not result
     else:
         hf = learner.policy.hf
         size, width = (
@@ -442,7 +444,7 @@ def test_mfu_is_the_matrix_products_over_the_peak(device, flags, passes, tiny_mo
             * (size * 29 + attention)
             / (2.0 * next(p for name, p in peak.items() if name in device))
         )
-        assert found["mfu"].value == pytest.approx(want)
+        assert result["mfu"].value == pytest.approx(want)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""How a process ends in which hooks run: in bounded time, and with a status of its own unless the
+"""The end of a process in which hooks run: in bounded time, and with an error status unless the
 run came to its end."""
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def command(tiny_model, tmp_path):
 
     def of(code: str, *flags) -> list[str]:
         (tmp_path / "env.py").write_text(ROWS + code)
-        given = words(
+        arguments = words(
             "--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run"
         )
-        return ["-m", "rl_core.train", *given, *words(SIZES, *flags)]
+        return ["-m", "rl_core.train", *arguments, *words(SIZES, *flags)]
 
     return of
 
 
 def ended(*args) -> subprocess.CompletedProcess:
-    """What a process of its own said, which must end by itself."""
+    """Output of a separate process, which must end by itself."""
     process = start_process(*args)
     try:
         stdout, stderr = process.communicate(timeout=90)
@@ -188,7 +188,7 @@ print("done", flush=True)
 
 
 def test_a_rank_with_a_parent_of_its_own_misses_nobody(tmp_path):
-    """As under `torchrun --no-python wrapper.sh`, whose shell has one child. It saves after a
+    """Runs as under `torchrun --no-python wrapper.sh`, whose shell has one child. It saves after a
     signal."""
     (tmp_path / "rank.py").write_text(WRAPPED)
     (tmp_path / "wrapper.py").write_text(
@@ -236,7 +236,7 @@ def test_a_rank_that_is_done_is_not_ended_by_what_python_takes_apart():
     assert done.stdout.splitlines() == ["the run's end", "a library's end"]
     del environment["TORCHELASTIC_RUN_ID"]
     alone = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert alone.returncode == -signal.SIGABRT  # so the first part of this test can fail
+    assert alone.returncode == -signal.SIGABRT  # Shows that the first half of this test can fail.
 
 
 LEFT_OPEN = """

@@ -57,10 +57,10 @@ class ForgetfulEngine(EmbeddedEngine):
         if self.is_dead:
             raise EngineDied("it is dead")
         self.requests.append(asyncio.ensure_future(super().generate(*args, **more)))
-        [found] = await asyncio.gather(self.requests[-1], return_exceptions=True)
-        if isinstance(found, BaseException):
-            raise EngineDied("it has died") from found
-        return found
+        [result] = await asyncio.gather(self.requests[-1], return_exceptions=True)
+        if isinstance(result, BaseException):
+            raise EngineDied("it has died") from result
+        return result
 
     async def update(self, *args, **more):
         self.has_slept, self.was_updated = False, True
@@ -74,12 +74,12 @@ class ForgetfulEngine(EmbeddedEngine):
 
     async def sleep(self):
         await super().sleep()
-        # What is paused goes on without a call of wake().
+        # A paused engine continues without a call of wake().
         self.has_slept = not self._active
 
     async def take_metrics(self):
-        found, self.num_forgotten = self.num_forgotten, 0
-        return await super().take_metrics() | {f"rollout/{self.name}/engine_restarts": Sum(found)}
+        result, self.num_forgotten = self.num_forgotten, 0
+        return await super().take_metrics() | {f"rollout/{self.name}/engine_restarts": Sum(result)}
 
 
 def forgetful_run() -> None:
@@ -88,7 +88,7 @@ def forgetful_run() -> None:
 
 
 def rows_of(out) -> list[dict]:
-    """Of steps, in which no engine sampled with other weights than it should."""
+    """Metrics of steps in which no engine sampled with wrong weights."""
     rows = [row for row in metrics(out) if "time/learn_s" in row]
     for row in rows:
         for name, value in row.items():
@@ -111,10 +111,12 @@ def test_ranks_send_weights_again_wherever_an_engine_lacks_them(
 ):
     """It dies in a rollout, and those that sleep for a save or an update forget too."""
     out = tmp_path / "run"
-    given = f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 10"
-    given += " --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4 --num_steps 4"
-    given += f" --optim.lr 1e-2 --engine sglang --save_every 2 --eval_every 2 --out {out} {more}"
-    torchrun(num_ranks, __file__, *given.split())
+    arguments = f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 10"
+    arguments += " --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4 --num_steps 4"
+    arguments += (
+        f" --optim.lr 1e-2 --engine sglang --save_every 2 --eval_every 2 --out {out} {more}"
+    )
+    torchrun(num_ranks, __file__, *arguments.split())
     rows = rows_of(out)
     assert len(rows) == 4
     assert sum(row["rollout/policy/engine_restarts"] for row in rows) >= len(DIES_AT)
@@ -125,9 +127,9 @@ def test_ranks_send_weights_again_wherever_an_engine_lacks_them(
 def test_engines_of_two_actors_on_several_ranks_get_their_weights_again(torchrun, places, tmp_path):
     """Each learner in its turn sends the other's engine to sleep, which forgets."""
     out = tmp_path / "run"
-    given = TWO.format(**places) + " --num_steps 3 --optim.lr 1e-2 --engine sglang"
-    given += f" --rollout.engines_awake all --out {out}"
-    torchrun(2, __file__, *given.split())
+    arguments = TWO.format(**places) + " --num_steps 3 --optim.lr 1e-2 --engine sglang"
+    arguments += f" --rollout.engines_awake all --out {out}"
+    torchrun(2, __file__, *arguments.split())
     rows = rows_of(out)
     assert len(rows) == 3
     for name in ("bob", "alice"):

@@ -1,5 +1,5 @@
-"""What a run has saved outlives damage: of files, of weights, of the machine; and what is a user's
-own is left alone."""
+"""Saved files outlive damage of files, of weights and of the machine; and a user's files are left
+alone."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("case", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_passed_over_and_never_loaded(
-    how, saved, checkpoints, capsys
+    case, saved, checkpoints, capsys
 ):
     learner = saved[1]
-    pattern, damage = DAMAGES[how]
+    pattern, damage = DAMAGES[case]
     for step, before in ((2, "step_000001"), (1, None)):
         [file] = (checkpoints / f"step_{step:06d}").glob(pattern)
         damage(file)
@@ -105,10 +105,10 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_and_never_loaded(
 def test_every_file_of_a_checkpoint_has_a_checksum(saved):
     for checkpoint in checkpoints_in(saved[0]):
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        found = {
+        result = {
             str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()
         }
-        assert found == {"manifest.json", *files} and all(
+        assert result == {"manifest.json", *files} and all(
             facts["xxh3_64"] for facts in files.values()
         )
 
@@ -128,25 +128,25 @@ def test_ranks_of_which_one_finds_the_damage_agree(pattern, checkpoints):
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not_ended(
     flags, tmp_path, capsys
 ):
-    parts, whole = tmp_path / "parts", tmp_path / "whole"
-    for out in (parts, whole):
+    parts, full = tmp_path / "parts", tmp_path / "whole"
+    for out in (parts, full):
         run(out, flags, "--num_steps 2 --save_every 1")
     flip_a_bit(shard_of(parts / "checkpoints/step_000002"))
     capsys.readouterr()
-    for out in (parts, whole):
+    for out in (parts, full):
         run(out, flags, "--num_steps 3 --resume")
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "resumes from step_000001, the one before it" in said
-        and "--resume: continues from step 1" in said
+        "resumes from step_000001, the one before it" in printed
+        and "--resume: continues from step 1" in printed
     )
-    assert lasting(metrics(parts)) == lasting(metrics(whole))
-    assert_same_weights(parts, whole)
+    assert lasting(metrics(parts)) == lasting(metrics(full))
+    assert_same_weights(parts, full)
 
 
 def test_checkpoints_without_checksums_are_loaded(flags, tmp_path):
     """Commit 606b620 and those before wrote sizes alone."""
-    whole, parts = (
+    full, parts = (
         run(tmp_path / "whole", flags, "--num_steps 2"),
         run(tmp_path / "parts", flags, "--num_steps 1"),
     )
@@ -157,7 +157,7 @@ def test_checkpoints_without_checksums_are_loaded(flags, tmp_path):
     }
     file.write_text(json.dumps({"files": sizes}))
     run(parts, flags, "--num_steps 2 --resume")
-    assert_same_weights(whole, parts)
+    assert_same_weights(full, parts)
 
 
 def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(saved, checkpoints):
@@ -208,7 +208,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
         weight.view(-1)[5] = value
     with pytest.raises(
         RunError,
-        match=r"weights are NaN or infinite .* stays as it was; go on from the newest checkpoint",
+        match=r"weights are NaN or infinite .* stays as it was; resume from the newest checkpoint",
     ):
         export()
     with pytest.raises(RunError, match=rf"policy: {name}\): .*step_000002 is not written"):
@@ -267,11 +267,11 @@ def test_a_run_without_an_update_warns_and_from_ten_steps_on_is_an_error(
     flags += words("--max_tokens 8 --tasks_per_step 2 --num_steps", num_steps)
     flags += words("--rollout.max_failed_fraction 1")
     assert main([*flags, "--out", str(tmp_path / "run")]) == int(says.startswith("error"))
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     is_saved = "every update" not in says
-    assert says in said.out + said.err and ("saved" in said.out) == is_saved
-    found = names_in(tmp_path / "run/checkpoints") + names_in(tmp_path / "run/hf")
-    assert found == ([f"step_{num_steps:06d}", "policy"] if is_saved else [])
+    assert says in printed.out + printed.err and ("saved" in printed.out) == is_saved
+    result = names_in(tmp_path / "run/checkpoints") + names_in(tmp_path / "run/hf")
+    assert result == ([f"step_{num_steps:06d}", "policy"] if is_saved else [])
 
 
 ONE_LEARNS = """
@@ -313,7 +313,7 @@ def test_updates_that_are_all_skipped_after_a_resume_leave_the_good_export(flags
     assert main([*ruined, "--out", str(out)]) == 1
     assert "every update of policy was skipped" in capsys.readouterr().err
     assert (out / "hf/policy/model.safetensors").stat().st_mtime_ns == before
-    # Steps that merely have no signal are no damage to what was learned before.
+    # Steps that merely have no signal do not damage the learned weights.
     (tmp_path / "letters.py").write_text(NOTHING.format("1.0"))
     assert main([*ruined, "--out", str(out)]) == 0
 
@@ -343,15 +343,17 @@ def test_names_that_are_no_checkpoints_are_left_alone(flags, tmp_path):
 def test_a_file_of_a_run_that_is_empty_or_garbage_is_named_in_one_line(
     name, content, flags, tmp_path, capsys
 ):
-    out, given = (
+    out, arguments = (
         tmp_path / "run",
         words(flags, "--num_steps 1 --eval_every 1 --keep_best greedy_score --resume --out"),
     )
     (out / name).parent.mkdir(parents=True)
     (out / name).write_bytes(content)
-    assert main([*given, str(out)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {out / name} is damaged: ") and len(said.splitlines()) == 1
+    assert main([*arguments, str(out)]) == 1
+    printed = capsys.readouterr().err
+    assert (
+        printed.startswith(f"error: {out / name} is damaged: ") and len(printed.splitlines()) == 1
+    )
     assert (out / name).read_bytes() == content
 
 
@@ -367,8 +369,8 @@ def test_files_and_folders_are_on_the_disk_before_they_get_their_names(
     true_fsync, out = os.fsync, tmp_path / "run"
 
     def identity(path) -> tuple:
-        found = os.stat(path)
-        return found.st_dev, found.st_ino, found.st_mtime_ns
+        result = os.stat(path)
+        return result.st_dev, result.st_ino, result.st_mtime_ns
 
     def fsync(number: int) -> None:
         true_fsync(number)
@@ -396,7 +398,7 @@ def test_files_and_folders_are_on_the_disk_before_they_get_their_names(
     )
     run(out, flags, more)
     run(out, flags, more, "--num_steps 3 --resume")
-    found = {
+    result = {
         "checkpoints/step_000002",
         "hf/policy",
         "hf/policy_adapter",
@@ -404,16 +406,16 @@ def test_files_and_folders_are_on_the_disk_before_they_get_their_names(
         "config.yaml",
         "metrics.jsonl",
     }
-    assert found <= {*named} and not unsafe and not to_flush
+    assert result <= {*named} and not unsafe and not to_flush
 
 
 # Metrics
 
 
 def test_an_evaluation_that_is_made_again_has_one_line(flags_of, tmp_path):  # noqa: F811
-    """A signal leaves the evaluation to the run that goes on, which dies after it, and before a
+    """A signal leaves the evaluation to the resumed run, which dies after it, and before a
     checkpoint."""
-    parts, whole, more = (
+    parts, full, more = (
         tmp_path / "parts",
         tmp_path / "whole",
         "--eval_every 1 --eval.samples 0 --resume --out",
@@ -427,13 +429,13 @@ def test_an_evaluation_that_is_made_again_has_one_line(flags_of, tmp_path):  # n
         assert main(dies) == 1
         again = [row for row in metrics(parts) if "eval/env/greedy_score" in row]
         assert len(again) == len(evaluated) + 1
-    for out in (parts, whole):
+    for out in (parts, full):
         run(out, flags_of("pass"), "--eval_every 1 --eval.samples 0 --resume --num_steps 3")
-    assert lasting(metrics(parts)) == lasting(metrics(whole))
+    assert lasting(metrics(parts)) == lasting(metrics(full))
 
 
 def test_an_evaluation_that_is_not_made_again_keeps_its_line(flags_of, tmp_path):  # noqa: F811
-    """A signal leaves it to the run that goes on, which makes it and dies; the next one shall make
+    """A signal leaves the evaluation to the resumed run, which makes it and dies; the next one shall make
     none."""
     out, more = tmp_path / "run", "--eval_every 1 --eval.samples 0 --resume --out"
     assert main(words(flags_of("mark.touch(); os.kill(os.getpid(), 15)"), more, out)) == 143

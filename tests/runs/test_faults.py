@@ -1,4 +1,4 @@
-"""What ends badly ends soon, says why once, and leaves no process behind: ranks on one machine and
+"""Failures end a run soon, are explained once, and leave no process behind: ranks on one machine and
 on two nodes."""
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def reward_fn(completion):
 
 @pytest.fixture
 def start(tiny_model, tmp_path):
-    """start(what the reward function does, *flags) -> a run on two ranks, once both have scored an
+    """start(code of the reward function, *flags) -> a run on two ranks, once both have scored an
     episode."""
     started = []
 
-    def begin(what: str, *flags) -> subprocess.Popen:
+    def begin(label: str, *flags) -> subprocess.Popen:
         (tmp_path / "env.py").write_text(
-            ENV.replace("{folder}", str(tmp_path)).replace("{what}", what)
+            ENV.replace("{folder}", str(tmp_path)).replace("{what}", label)
         )
-        given = words(
+        arguments = words(
             "--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run"
         )
         sizes = words(
             "--max_tokens 8 --tasks_per_step 8 --num_steps 100000 --rollout.save false", *flags
         )
-        started.append(start_torchrun(2, "-m", "rl_core.train", *given, *sizes))
+        started.append(start_torchrun(2, "-m", "rl_core.train", *arguments, *sizes))
         wait_until(
             lambda: all((tmp_path / f"seen_{rank}").exists() for rank in (0, 1)), "both ranks score"
         )
@@ -65,7 +65,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def errors_of(process: subprocess.Popen, within_s: float = 60) -> str:
-    """What it said, once all of it has ended."""
+    """Output of the run, after all its processes ended."""
     _, errors = process.communicate(timeout=within_s)
     assert process.returncode != 0
     with pytest.raises(ProcessLookupError):
@@ -224,7 +224,7 @@ def test_what_was_saved_survives_a_kill_and_is_gone_on_from(start, tmp_path, mon
     kill_session(process)
     process.communicate(timeout=60)
     newest = max(int(p.name[5:]) for p in saved.glob("step_*"))
-    monkeypatch.setenv("RANK", "0")  # which the environment's file reads
+    monkeypatch.setenv("RANK", "0")  # The environment's file reads RANK.
     run(
         tmp_path / "run",
         "--config",
@@ -250,12 +250,16 @@ def start_nodes(tiny_model, sort_data):
         meet = words(
             f"--nnodes={num} --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=test"
         )
-        given = words(
+        arguments = words(
             "--algorithm sft --model", tiny_model, "--data.train", sort_data / "few.jsonl", *flags
         )
-        given += words("--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 8 --optim.lr 1e-3")
+        arguments += words(
+            "--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 8 --optim.lr 1e-3"
+        )
         for _ in range(num):
-            started.append(start_torchrun(ranks_each, "-m", "rl_core.train", *given, flags=meet))
+            started.append(
+                start_torchrun(ranks_each, "-m", "rl_core.train", *arguments, flags=meet)
+            )
         return started[-num:]
 
     yield begin
@@ -264,14 +268,14 @@ def start_nodes(tiny_model, sort_data):
 
 
 def test_two_nodes_of_one_rank_learn_what_one_node_of_two_does(start_nodes, tmp_path):
-    found = []
+    result = []
     for num, each in ((1, 2), (2, 1)):
         nodes = start_nodes(num, each, "--num_steps 4 --out", tmp_path / str(num))
         errors = [node.communicate(timeout=120)[1] for node in nodes]
         assert [node.returncode for node in nodes] == [0] * num, errors
-        found.append(weights(tmp_path / str(num)))
-    assert found[0].keys() == found[1].keys() and all(
-        found[0][n].equal(found[1][n]) for n in found[0]
+        result.append(weights(tmp_path / str(num)))
+    assert result[0].keys() == result[1].keys() and all(
+        result[0][n].equal(result[1][n]) for n in result[0]
     )
 
 

@@ -25,7 +25,7 @@ STABLE = re.compile(
 )
 UNSTABLE = re.compile(r"^time/|mismatch|canary")
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
-# Of a loss: a mean over terms of about 1, of either sign, whose last bits are a kernel's.
+# Tolerance of a loss: a mean of terms of about 1, of either sign, with rounding of kernels.
 ABSOLUTE_LOSS = 1e-5
 
 RL = (
@@ -107,13 +107,13 @@ def numbers(out: Path) -> list[dict[str, float]]:
 
 def run(name: str, places: dict[str, str], folder: Path) -> Path:
     parts = RUNS[name].split("; ")
-    for i, part in enumerate(parts):
+    for i, item in enumerate(parts):
         is_last = i == len(parts) - 1
         out = folder / ("out" if is_last or "--resume" in parts[-1] else "first")
-        defaults = [] if "--optim.lr" in part else ["--optim.lr", "1e-2"]
-        defaults += [] if "--num_steps" in part else ["--num_steps", "2"]
+        defaults = [] if "--optim.lr" in item else ["--optim.lr", "1e-2"]
+        defaults += [] if "--num_steps" in item else ["--num_steps", "2"]
         run_command(
-            out, part.format(**places, first=folder / "first"), defaults, ranks=RANKS.get(name, 1)
+            out, item.format(**places, first=folder / "first"), defaults, ranks=RANKS.get(name, 1)
         )
     return folder / "out"
 

@@ -1,4 +1,4 @@
-"""Runs of every algorithm that are killed wherever they happen to be: each goes on, ends with the
+"""Runs of every algorithm that are killed wherever they happen to be: each is resumed, ends with the
 numbers and the weights of a run that nothing happened to, and leaves no process behind.
 
 As a program this file is a run that counts how often it comes to each of PLACES, and is killed at
@@ -89,13 +89,13 @@ SETUPS = {
     "two learners, two engines": (f"{ASYNC} --max_staleness 1 --engine_ranks 2", 4),
 }
 NUM_FAULTS = 50
-QUICK = 6  # of these in every run of the tests
+QUICK = 6  # Cases that every run of the tests plays.
 WEIGHTED = "async def task_weight(prompt, mean_reward): return 1 + (mean_reward or 0)\n"
 
 
-def attribute_of(place: str) -> tuple[object, str]:
-    """What holds the function, and its name there."""
-    module, _, path = place.partition(":")
+def attribute_of(point: str) -> tuple[object, str]:
+    """The object that holds the function, and the attribute's name."""
+    module, _, path = point.partition(":")
     *owners, name = path.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), name
 
@@ -114,13 +114,13 @@ def watch(calls: Counter, phase: str, number: int, kind: int) -> None:
 
         return call
 
-    for name, place in PLACES.items():
-        owner, attribute = attribute_of(place)
+    for name, point in PLACES.items():
+        owner, attribute = attribute_of(point)
         setattr(owner, attribute, watched(name, getattr(owner, attribute)))
 
 
 class Fault:
-    """Where a run is hit: at one of the calls that an unharmed run makes."""
+    """A point at which a run is hit: one of the calls of an unharmed run."""
 
     def __init__(self, chance: random.Random, calls: list[Counter]):
         self.rank = chance.randrange(len(calls))
@@ -136,14 +136,14 @@ class Fault:
 
 @pytest.fixture
 def start(places):
-    """start(setup, out, fault) -> the exit status of a run that goes on in that folder, if there is
+    """start(setup, out, fault) -> the exit status of a run that is resumed in that folder, if there is
     one. No process is left."""
     weighted = Path(places["dir"], "ask.py").read_text() + WEIGHTED.replace("async ", "")
     Path(places["dir"], "weighted.py").write_text(weighted)
 
     def run(setup: str, out: Path, fault: Fault | None = None) -> int:
         flags, num_ranks = SETUPS[setup]
-        given = words(
+        arguments = words(
             "--optim.lr 1e-2",
             flags.format(**places),
             "--num_steps 5 --save_every 2 --resume --out",
@@ -152,7 +152,7 @@ def start(places):
         hit = (
             [fault.rank, fault.phase, fault.number, int(fault.kind)] if fault else [0, "none", 0, 0]
         )
-        ranks = RanksProcess(num_ranks, [__file__, out.with_suffix(""), *hit, *given], None, {})
+        ranks = RanksProcess(num_ranks, [__file__, out.with_suffix(""), *hit, *arguments], None, {})
         code = ranks.wait(120)
         wait_until(lambda: not is_alive(ranks.pid), "all processes of the run have ended", 30)
         assert code == 0 or fault, ranks.both()
@@ -170,17 +170,17 @@ def is_alive(group: int) -> bool:
 
 def check_fault(number: int, start, whole_of, tmp_path) -> None:
     setup = list(SETUPS)[number % len(SETUPS)]
-    whole, calls = whole_of(setup)
+    full, calls = whole_of(setup)
     chance, out = random.Random(number), tmp_path / "run"
     faults = [Fault(chance, calls) for _ in range(1 + number % 2)]
-    what = f"{setup}: {', then '.join(map(str, faults))}"
+    label = f"{setup}: {', then '.join(map(str, faults))}"
     codes = [start(setup, out, fault) for fault in faults]
     # After the last step a signal has nothing to end.
     ends = {signal.SIGKILL: {9}, signal.SIGTERM: {15, 128 + 15, 0}}
-    assert codes[0] in ends[faults[0].kind], f"{what}: not hit, ended with {codes}"
+    assert codes[0] in ends[faults[0].kind], f"{label}: not hit, ended with {codes}"
     start(setup, out)
-    assert lasting(metrics(out)) == lasting(metrics(whole)), what
-    assert_same_weights(out, whole)
+    assert lasting(metrics(out)) == lasting(metrics(full)), label
+    assert_same_weights(out, full)
 
 
 @pytest.fixture
@@ -188,14 +188,14 @@ def whole_of(start, made_once):
     """whole_of(setup) -> the folder of a run that nothing happens to, and how often each rank comes
     to each place."""
 
-    def whole(setup: str) -> tuple[Path, list[Counter]]:
+    def full(setup: str) -> tuple[Path, list[Counter]]:
         folder = made_once(
-            f"unharmed {setup}", lambda beside: beside.mkdir() or start(setup, beside / "run")
+            f"unharmed {setup}", lambda target: target.mkdir() or start(setup, target / "run")
         )
         files = sorted(folder.glob("run.calls.*"))
         return folder / "run", [Counter(json.loads(file.read_text())) for file in files]
 
-    return whole
+    return full
 
 
 @pytest.mark.parametrize("number", range(QUICK))
@@ -215,8 +215,8 @@ if __name__ == "__main__":
     from rl_core.train import main
 
     out, rank, phase, number, kind, *flags = sys.argv[1:]
-    own, calls = os.environ["RANK"], Counter()
-    watch(calls, phase if own == rank else "none", int(number), int(kind))
+    of_one, calls = os.environ["RANK"], Counter()
+    watch(calls, phase if of_one == rank else "none", int(number), int(kind))
     status = main(flags)
-    Path(f"{out}.calls.{own}").write_text(json.dumps(calls))
+    Path(f"{out}.calls.{of_one}").write_text(json.dumps(calls))
     sys.exit(status)

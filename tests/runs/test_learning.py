@@ -41,14 +41,14 @@ def test_grpo_teaches_the_order_that_sft_did_not(warm_model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", SORTING)
-def test_the_reward_of_sorting_rises(how, warm_model, tmp_path):
+@pytest.mark.parametrize("case", SORTING)
+def test_the_reward_of_sorting_rises(case, warm_model, tmp_path):
     flags = words(
-        "--model", warm_model, SORT, QUICK, SORTING[how], "--num_steps 40 --rollout.save false"
+        "--model", warm_model, SORT, QUICK, SORTING[case], "--num_steps 40 --rollout.save false"
     )
-    out = run(tmp_path / "run", flags, ranks=2 if "engine_ranks" in SORTING[how] else 1)
+    out = run(tmp_path / "run", flags, ranks=2 if "engine_ranks" in SORTING[case] else 1)
     rewards = [row["rollout/policy/reward_mean"] for row in steps(out)]
-    first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
+    first, last = (sum(item) / 5 for item in (rewards[:5], rewards[-5:]))
     assert last > first + 0.1, (first, last)
 
 

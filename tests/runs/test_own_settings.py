@@ -1,4 +1,4 @@
-"""Settings of one actor in the place of the global ones."""
+"""Settings of one actor instead of the global ones."""
 
 import argparse
 import re
@@ -58,17 +58,19 @@ def test_an_actor_has_its_own_settings_before_the_global_ones():
 
 
 def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
-    given = words("--actors.bob.model b --env_path e.py --out runs/x --actors.bob.optim.lr 2e-3")
+    arguments = words(
+        "--actors.bob.model b --env_path e.py --out runs/x --actors.bob.optim.lr 2e-3"
+    )
     bob = ActorConfig(model="b", optim={"lr": 2e-3})
     in_python = checked(Config(actors={"bob": bob}, env_path="e.py", out="runs/x"))
-    assert in_python == parse_config(given)
+    assert in_python == parse_config(arguments)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(in_python))
     assert read_config(["--config", str(file)]) == in_python
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--actors.policy.optim.lrr 1", "did you mean 'actors.policy.optim.lr'?"),
         ("--actors.policy.group_size 4", "--group_size is the same for all actors"),
@@ -93,8 +95,8 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_actor_and_the_fix(flags, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_what_cannot_be_is_refused_with_the_actor_and_the_fix(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         check_actors(parse_config(words(BASE, flags)))
 
 
@@ -154,9 +156,9 @@ def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(t
         1e-2
     )
     assert main(["info", str(mixed)]) == 0
-    said = capsys.readouterr().out
-    assert "bob by separate settings: algorithm ppo, algo.kl_coef 0.1" in said
-    assert "== actor bob\n" in said and "\n  optim.name sgd\n" in said
+    message = capsys.readouterr().out
+    assert "bob by separate settings: algorithm ppo, algo.kl_coef 0.1" in message
+    assert "== actor bob\n" in message and "\n  optim.name sgd\n" in message
     values = {name for name in row if name.endswith("critic_value_mean")}
     assert values == {"learn/bob/critic_value_mean"}
 
@@ -166,21 +168,21 @@ def test_an_actor_that_learns_every_second_step_changes_in_these_alone(two, caps
     learned = [("learn/bob/loss" in row, "learn/alice/loss" in row) for row in steps(out)]
     assert learned == [(False, True), (True, True), (False, True)]
     assert "bob by separate settings: learn_every 2" in capsys.readouterr().out
-    found = replay(out, 3, [])
-    assert found.replayed == found.recorded and found.between == 0.0
+    result = replay(out, 3, [])
+    assert result.replayed == result.recorded and result.between == 0.0
 
 
 def test_episodes_are_collected_by_the_actors_own_temperature(tmp_path, tiny_model):
     (tmp_path / "apart.py").write_text(APART)
     flags = words(TWO.format(model=tiny_model, env=tmp_path / "apart.py"))
-    said = {}
+    message = {}
     for flag in ("--sampling.temperature", "--actors.bob.sampling.temperature"):
         out = tmp_path / flag
         assert main(["collect", str(tiny_model), *flags, f"--out={out}", f"{flag}=3"]) == 0
         rows = trajectories(out / "rollouts" / "step_000001.jsonl.zst")
-        said[flag] = [turn["completion"]["logprobs"] for t in rows for turn in t["turns"]]
-    assert len(said[flag]) == 8
-    assert said["--sampling.temperature"] == said["--actors.bob.sampling.temperature"]
+        message[flag] = [turn["completion"]["logprobs"] for t in rows for turn in t["turns"]]
+    assert len(message[flag]) == 8
+    assert message["--sampling.temperature"] == message["--actors.bob.sampling.temperature"]
 
 
 def test_logprobs_are_of_the_actors_own_temperature(two):
@@ -193,5 +195,5 @@ def test_logprobs_are_of_the_actors_own_temperature(two):
     for t in trajectories(out / "rollouts" / "step_000001.jsonl.zst"):
         for turn in t["turns"]:
             spread[t["actor"]] += turn["completion"]["logprobs"]
-    # A hotter distribution is flatter: what is sampled has less probability on average.
+    # A hotter distribution is flatter: sampled tokens have less probability on average.
     assert sum(spread["bob"]) / len(spread["bob"]) < sum(spread["alice"]) / len(spread["alice"])

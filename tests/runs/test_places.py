@@ -1,4 +1,4 @@
-"""Actors with ranks of their own (--actors.NAME.ranks): they learn what they learn on shared ranks,
+"""Actors with separate ranks (--actors.NAME.ranks): they learn the same as on shared ranks,
 at the same time, and nobody waits for ever.
 
 As a program this file is a run whose optimizers do something more: the first argument names it.
@@ -55,7 +55,7 @@ WAIT_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def given(places, tmp_path_factory):
+def make_flags(places, tmp_path_factory):
     """given(flags) -> arguments."""
     folder = tmp_path_factory.mktemp("places")
     for name, delay_s in (("env", 0), ("slow", 2)):
@@ -65,20 +65,22 @@ def given(places, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def together(given, tmp_path_factory):
+def together(make_flags, tmp_path_factory):
     """together(flags) -> the folder of a run in which all actors share one rank."""
     folders: dict[str, Path] = {}
 
     def made(flags: str) -> Path:
         if flags not in folders:
-            folders[flags] = run(tmp_path_factory.mktemp("together") / "run", given(THREE, flags))
+            folders[flags] = run(
+                tmp_path_factory.mktemp("together") / "run", make_flags(THREE, flags)
+            )
         return folders[flags]
 
     return made
 
 
 def assert_same_run(one: Path, two: Path) -> None:
-    """Sampled tokens, what was learned, and the weights."""
+    """Sampled tokens, learning metrics, and the weights."""
     assert any("learn/alice/loss" in row for row in metrics(one))
     for a, b in zip(metrics(one), metrics(two), strict=True):
         names = [n for n in a if n.endswith(COMPARED) and "mismatch" not in n]
@@ -90,15 +92,15 @@ def assert_same_run(one: Path, two: Path) -> None:
 
 def sampled(out: Path) -> list:
     """(step, group, episode, actor, tokens of its turns, versions of their weights)"""
-    found = []
+    result = []
     for file in out.glob("rollouts/*.zst"):
         for t in trajectories(file):
             completions = [turn["completion"] for turn in t["turns"]]
             tokens = [completion["token_ids"] for completion in completions]
             versions = [completion["policy_version"] for completion in completions]
             step = file.name[: len("step_000001")]
-            found.append((step, t["group_id"], t["index"], t["actor"], tokens, versions))
-    return sorted(found)
+            result.append((step, t["group_id"], t["index"], t["actor"], tokens, versions))
+    return sorted(result)
 
 
 # Name -> ranks, flags of both runs, flags of the one whose actors have ranks.
@@ -130,23 +132,23 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("how", APART)
-def test_actors_apart_learn_what_they_learn_together(how, given, together, tmp_path):
-    num_ranks, flags, apart = APART[how]
-    out = run(tmp_path / "apart", given(THREE, flags, apart), ranks=num_ranks)
+@pytest.mark.parametrize("case", APART)
+def test_actors_apart_learn_what_they_learn_together(case, make_flags, together, tmp_path):
+    num_ranks, flags, apart = APART[case]
+    out = run(tmp_path / "apart", make_flags(THREE, flags, apart), ranks=num_ranks)
     assert_same_run(together(flags), out)
 
 
-def test_ranks_that_take_longer_than_others_are_waited_for(given, together, tmp_path):
+def test_ranks_that_take_longer_than_others_are_waited_for(make_flags, together, tmp_path):
     out = tmp_path / "run"
-    flags = given(THREE, "--env_path {slow} --actors.alice.ranks 2-3 --optim.name delayed")
+    flags = make_flags(THREE, "--env_path {slow} --actors.alice.ranks 2-3 --optim.name delayed")
     run_ranks(4, __file__, "delayed", *flags, "--out", str(out))
     assert_same_run(together(""), out)
 
 
-def test_two_places_learn_at_the_same_time(given, together, tmp_path):
+def test_two_places_learn_at_the_same_time(make_flags, together, tmp_path):
     out = tmp_path / "run"
-    flags = given(THREE, "--actors.alice.ranks 1 --optim.name meeting --out", out)
+    flags = make_flags(THREE, "--actors.alice.ranks 1 --optim.name meeting --out", out)
     run_ranks(2, __file__, "meeting", *flags)
     spans = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("met_*"))]
     assert len(spans) == 4
@@ -158,24 +160,26 @@ def test_two_places_learn_at_the_same_time(given, together, tmp_path):
 RESUMED = "--optim.name adamw --optim.lr 1e-2"
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(given, tmp_path):
-    flags = given(THREE, RESUMED, "--actors.alice.ranks 1-2 --actors.judge.ranks 3")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole, flags, "--num_steps 3 --keep_checkpoints 0 --save_every 1", ranks=4)
+def test_a_resumed_run_is_the_uninterrupted_run(make_flags, tmp_path):
+    flags = make_flags(THREE, RESUMED, "--actors.alice.ranks 1-2 --actors.judge.ranks 3")
+    full, parts = tmp_path / "whole", tmp_path / "parts"
+    run(full, flags, "--num_steps 3 --keep_checkpoints 0 --save_every 1", ranks=4)
     run(parts, flags, "--num_steps 1", ranks=4)
     run(parts, flags, "--num_steps 3 --resume", ranks=4)
-    assert lasting(steps(whole)) == lasting(steps(parts))
-    assert_same_weights(whole, parts)
+    assert lasting(steps(full)) == lasting(steps(parts))
+    assert_same_weights(full, parts)
     # Where the actors stay together, too: it holds the state of their optimizers.
-    shared = run(tmp_path / "shared", given(THREE, RESUMED, "--num_steps 1"))
-    run(shared, given(THREE, RESUMED, "--num_steps 3 --actors.alice.ranks 1 --resume"), ranks=2)
-    assert_same_weights(whole, shared, atol=1e-3, rtol=1e-3)
+    shared = run(tmp_path / "shared", make_flags(THREE, RESUMED, "--num_steps 1"))
+    run(
+        shared, make_flags(THREE, RESUMED, "--num_steps 3 --actors.alice.ranks 1 --resume"), ranks=2
+    )
+    assert_same_weights(full, shared, atol=1e-3, rtol=1e-3)
     saved = json.loads((parts / "checkpoints/step_000003/state.json").read_text())
     assert saved["optimizers"].keys() == {"bob", "alice"}
-    assert {part["steps"] for part in saved["optimizers"].values()} == {3}
-    run(parts, given(THREE, RESUMED, "--num_steps 4 --resume"))
-    run(whole, flags, "--num_steps 4 --resume", ranks=4)
-    assert_same_weights(whole, parts, atol=1e-3, rtol=1e-3)
+    assert {item["steps"] for item in saved["optimizers"].values()} == {3}
+    run(parts, make_flags(THREE, RESUMED, "--num_steps 4 --resume"))
+    run(full, flags, "--num_steps 4 --resume", ranks=4)
+    assert_same_weights(full, parts, atol=1e-3, rtol=1e-3)
 
 
 # The rank and the call at which it is killed.
@@ -188,9 +192,12 @@ KILLED = {
 
 
 @pytest.mark.parametrize("where", KILLED)
-def test_a_run_that_loses_a_rank_ends_soon_and_goes_on(where, given, together, tmp_path):
+def test_a_run_that_loses_a_rank_ends_soon_and_goes_on(where, make_flags, together, tmp_path):
     rank, phase, number = KILLED[where]
-    out, flags = tmp_path / "run", given(THREE, "--actors.alice.ranks 2-3 --save_every 1 --out")
+    out, flags = (
+        tmp_path / "run",
+        make_flags(THREE, "--actors.alice.ranks 2-3 --save_every 1 --out"),
+    )
     hit = [tmp_path / "calls", rank, phase, number, 9]
     done = run_ranks(4, test_kills.__file__, *hit, *flags, out, check=False, timeout_s=60)
     assert done.returncode == 9, done.stderr
@@ -199,27 +206,29 @@ def test_a_run_that_loses_a_rank_ends_soon_and_goes_on(where, given, together, t
     assert_same_weights(together(""), out, atol=1e-5, rtol=1e-4)
 
 
-def test_what_goes_wrong_in_a_place_is_told_once_with_its_ranks(given, tmp_path):
-    flags = given(THREE, "--actors.alice.ranks 2-3 --optim.name broken --out", tmp_path / "run")
+def test_what_goes_wrong_in_a_place_is_told_once_with_its_ranks(make_flags, tmp_path):
+    flags = make_flags(
+        THREE, "--actors.alice.ranks 2-3 --optim.name broken --out", tmp_path / "run"
+    )
     done = run_ranks(4, __file__, "broken", *flags, check=False, timeout_s=60)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode and len(errors) == 1, done.stderr
     assert "ranks 2-3 (alice): RuntimeError: the optimizer is out of order" in errors[0]
 
 
-def test_a_place_that_does_not_come_within_the_deadline_is_named(given, tmp_path):
-    flags = given(THREE, "--actors.alice.ranks 1 --optim.name stuck --timeout_s 3 --out")
+def test_a_place_that_does_not_come_within_the_deadline_is_named(make_flags, tmp_path):
+    flags = make_flags(THREE, "--actors.alice.ranks 1 --optim.name stuck --timeout_s 3 --out")
     done = run_ranks(2, __file__, "stuck", *flags, tmp_path / "run", check=False, timeout_s=60)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode and len(errors) == 1, done.stderr
     assert "rank 1 (alice): gone, or without an answer for --timeout_s=3" in errors[0]
 
 
-def test_first_lines_evaluations_and_checks_of_engines(given, tmp_path):
+def test_first_lines_evaluations_and_checks_of_engines(make_flags, tmp_path):
     config, out = tmp_path / "config.yaml", tmp_path / "run"
     apart = "--actors.alice.ranks 2-3 --actors.judge.ranks 1 --eval_every 1 --eval.samples 0 "
     apart += "--dp_replicate 1"  # An engine that reads the learner's weights has no check.
-    flags = given(THREE, apart, "--eval.num_tasks 2 --keep_best greedy_score")
+    flags = make_flags(THREE, apart, "--eval.num_tasks 2 --keep_best greedy_score")
     config.write_text(to_yaml(parse_config([*flags, "--out", str(out)])))
     done = run_ranks(4, "-m", "rl_core.train", "--config", config)
     assert "(learns on ranks 2-3)" in done.stdout
@@ -306,9 +315,9 @@ def test_all_of_a_sample_travels():
     )
     plain = {name: getattr(one, name) for name in PER_TOKEN}
     other = TrainingSample(group_id="4", env="", **plain)
-    found = from_text(to_text([one, other]))
-    assert len(found) == 2 and from_text(to_text([])) == []
-    for sent, received in zip([one, other], found, strict=True):
+    result = from_text(to_text([one, other]))
+    assert len(result) == 2 and from_text(to_text([])) == []
+    for sent, received in zip([one, other], result, strict=True):
         for field in dataclasses.fields(TrainingSample):
             wanted, value = getattr(sent, field.name), getattr(received, field.name)
             np.testing.assert_array_equal(value, wanted, field.name, strict=True)
@@ -324,7 +333,7 @@ def meet(folder: Path, actor: str, number: int) -> None:
 
 
 def optimizer(kind: str, folder: Path):
-    """What an optimizer does before each step, in a run that is this file as a program."""
+    """A hook before each optimizer step, in a run that is this file as a program."""
     import torch
 
     from rl_core.plugins.optimizers import parameter_groups

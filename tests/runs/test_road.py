@@ -1,4 +1,4 @@
-"""What a run does with the groups of its steps: failures, baselines, seeds, scores and
+"""The groups of a run's steps: failures, baselines, seeds, scores and
 checkpoints."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def load_tasks(split): return [{"prompt": f"{n}?", "n": n} for n in range(NUM_RO
 
 @pytest.fixture
 def run(tmp_path, make_model, capsys):
-    """run(environment, *flags, num_rows=) -> (exit status, the run's folder, what it said of its
-    error)."""
+    """run(environment, *flags, num_rows=) -> (exit status, the run's folder, its error
+    output)."""
     model = make_model(hidden=32)
 
     def train(code: str, *flags: str, num_rows: int = 4, model: Path | None = model):
@@ -40,12 +40,12 @@ def run(tmp_path, make_model, capsys):
             "--max_prompt_tokens",
             "16",
         ]
-        given = ["--env_path", str(tmp_path / "x.py"), "--out", str(tmp_path / "run"), *sizes]
-        given += ["--model", str(model)] if model else []
-        status = main([*given, "--optim.lr", "1e-3", *flags])
-        said = capsys.readouterr()
-        train.printed = said.out.splitlines()
-        return status, tmp_path / "run", said.err
+        arguments = ["--env_path", str(tmp_path / "x.py"), "--out", str(tmp_path / "run"), *sizes]
+        arguments += ["--model", str(model)] if model else []
+        status = main([*arguments, "--optim.lr", "1e-3", *flags])
+        output = capsys.readouterr()
+        train.printed = output.out.splitlines()
+        return status, tmp_path / "run", output.err
 
     return train
 
@@ -109,27 +109,29 @@ def test_rows_that_are_too_long_are_left_out_if_that_is_asked_for(run):
         "def load_tasks(split): return [{'prompt': 'x' * (1 + 40 * (n % 2))} for n in range(4)]\n"
     )
     code += "def reward_fn(completion): return float(len(completion))\n"
-    status, _, said = run(code, "--num_steps", "1")
+    status, _, output = run(code, "--num_steps", "1")
     assert (
         status == 1
-        and "row 2 of load_tasks('train'): a prompt of" in said
-        and "--data.skip_long" in said
+        and "row 2 of load_tasks('train'): a prompt of" in output
+        and "--data.skip_long" in output
     )
     status, out, _ = run(code, "--num_steps", "1", "--data.skip_long", "true")
     assert status == 0 and {t["task_id"] for t in step(out, 1)} == {"train/0", "train/2"}
 
 
 def test_where_all_fail_the_run_stops_and_what_was_said_is_in_its_folder(run):
-    status, out, said = run(FAILS.format(when="False"), "--num_steps", "10")
-    assert status == 1 and "8 of 8 episodes of step 1 failed" in said and "it was to fail" in said
+    status, out, output = run(FAILS.format(when="False"), "--num_steps", "10")
+    assert (
+        status == 1 and "8 of 8 episodes of step 1 failed" in output and "it was to fail" in output
+    )
     failed = step(out, 1)
     assert len(failed) == 8 and {t["status"] for t in failed} == {"failed"}
     assert all(t["turns"] and "it was to fail" in t["error"] for t in failed)
 
 
 def test_an_evaluation_where_all_fail_stops_the_run_and_is_in_its_folder_too(run):
-    status, out, said = run(FAILS.format(when="False"), "--num_steps", "1", "--eval_every", "1")
-    assert status == 1 and "episodes of eval/000000/greedy failed" in said
+    status, out, output = run(FAILS.format(when="False"), "--num_steps", "1", "--eval_every", "1")
+    assert status == 1 and "episodes of eval/000000/greedy failed" in output
     failed = trajectories(out / "rollouts/eval_000000_greedy.jsonl.zst")
     assert {t["status"] for t in failed} == {"failed"} and all(
         "it was to fail" in t["error"] for t in failed
@@ -137,10 +139,12 @@ def test_an_evaluation_where_all_fail_stops_the_run_and_is_in_its_folder_too(run
 
 
 def test_where_half_of_the_rows_fail_the_run_stops_after_a_few_steps(run):
-    status, out, said = run(FAILS.format(when="n % 2"), "--num_steps", "20", num_rows=80)
-    assert status == 1 and "more than --rollout.max_failed_fraction=0.1 allows: of the last" in said
+    status, out, output = run(FAILS.format(when="n % 2"), "--num_steps", "20", num_rows=80)
+    assert (
+        status == 1 and "more than --rollout.max_failed_fraction=0.1 allows: of the last" in output
+    )
     assert 1 <= len(metrics(out)) <= 5
-    assert said.rstrip().endswith(f"all reasons: rl-core show {out} --reasons")
+    assert output.rstrip().endswith(f"all reasons: rl-core show {out} --reasons")
 
 
 def test_with_few_rows_half_may_fail_for_ever_and_the_last_lines_count_them(run):
@@ -152,12 +156,12 @@ def test_with_few_rows_half_may_fail_for_ever_and_the_last_lines_count_them(run)
 
 
 def test_an_evaluation_that_fails_too_often_names_the_command_that_shows_its_reasons(run):
-    status, out, said = run(
+    status, out, output = run(
         FAILS.format(when="n % 2"), "--num_steps", "1", "--eval_every", "1", num_rows=8
     )
-    assert status == 1 and "of the last 8 rows 4 failed, where a row" in said
-    assert "and 0.8 may. The first" in said
-    assert said.rstrip().endswith(f"all reasons: rl-core show {out} --reasons --eval")
+    assert status == 1 and "of the last 8 rows 4 failed, where a row" in output
+    assert "and 0.8 may. The first" in output
+    assert output.rstrip().endswith(f"all reasons: rl-core show {out} --reasons --eval")
 
 
 def test_an_evaluation_that_failed_is_made_by_the_run_that_goes_on(run):
@@ -177,7 +181,7 @@ def test_the_error_for_too_many_failures_names_its_rule():
     ranks = Ranks(rank=0, size=1, device=None, store=None)
     groups = [{"task_id": str(n), "env": "x", "group_id": str(n)} for n in range(20)]
     episodes = [
-        Trajectory(**place, status="failed" if n < 8 else "ok") for n, place in enumerate(groups)
+        Trajectory(**fields, status="failed" if n < 8 else "ok") for n, fields in enumerate(groups)
     ]
     with pytest.raises(RunError) as error:
         refuse_failures(episodes, {}, 0.1, "the step", ranks)
@@ -197,7 +201,7 @@ def test_a_resumed_run_says_which_environment_file_has_changed(run):
     assert says not in run.printed
     run(code + "# another\n", "--num_steps", "3", "--resume")
     assert run.printed.count(says) == 1
-    (out / "env_code.yaml").unlink()  # as in a folder of an earlier version
+    (out / "env_code.yaml").unlink()  # A folder of an earlier version lacks the file.
     status, _, _ = run(code, "--num_steps", "4", "--resume")
     assert status == 0 and not any("has changed since" in line for line in run.printed)
 
@@ -208,11 +212,11 @@ async def rollout(task, actors):
     first, second = await actors["policy"].respond(task.messages, n=2)
     return [first.trajectory(1.0, seat="first"), second.trajectory(0.0, seat="second")]
 """
-    status, out, said = run(seats, "--num_steps", "1")
+    status, out, output = run(seats, "--num_steps", "1")
     [row] = metrics(out)
     assert (
         status == 0
-        and "warning: none of 1 steps made an update" in said
+        and "warning: none of 1 steps made an update" in output
         and row["rollout/policy/zero_signal_frac"] == 1
     )
     assert row["learn/policy/skipped_updates"] == 1, (
@@ -278,13 +282,13 @@ def test_samples_of_an_evaluation_are_drawn_as_eval_sampling_says(run):
     code = "def reward_fn(completion): return float(len(completion))\n"
     flags = ["--num_steps", "1", "--eval_every", "1", "--eval.samples", "3", "--eval.sampling"]
     status, out, _ = run(code, *flags, "top_k=1")
-    said = {label: {} for label in ("greedy", "sampled")}
-    for label, by_task in said.items():
+    output = {label: {} for label in ("greedy", "sampled")}
+    for label, by_task in output.items():
         for t in trajectories(out / f"rollouts/eval_000000_{label}.jsonl.zst"):
             by_task.setdefault(t["task_id"], set()).add(
                 tuple(t["turns"][0]["completion"]["token_ids"])
             )
-    assert status == 0 and said["greedy"] == said["sampled"], (
+    assert status == 0 and output["greedy"] == output["sampled"], (
         "the likeliest token is the only one of the first 1"
     )
 
@@ -295,11 +299,11 @@ def test_failed_episodes_are_no_part_of_an_evaluation(run):
         "def group_reward_fn(trajectories, n):\n    assert n != 3\n    return [0.5] * "
         "len(trajectories)\n"
     )
-    status, out, said = run(
+    status, out, output = run(
         code, "--num_steps", "1", "--eval_every", "1", "--rollout.max_failed_fraction", "1"
     )
     row = metrics(out)[0]
-    assert "warning: none of 1 steps made an update" in said
+    assert "warning: none of 1 steps made an update" in output
     assert status == 0 and row["eval/x/greedy_score"] == (0 + 1 + 2) / 3 + 0.5
     assert row["eval/x/greedy_failed"] == 1
     assert (
@@ -324,10 +328,10 @@ def test_failed_episodes_are_counted_next_to_scores_and_left_out_of_pass_at_k(ru
     )
     _, out, _ = run(HALF, *flags.split())
     [row] = metrics(out)
-    found = {name.removeprefix("eval/x/"): row[name] for name in row if name.startswith("eval/x/")}
+    result = {name.removeprefix("eval/x/"): row[name] for name in row if name.startswith("eval/x/")}
     # Greedy: the second of four tasks fails. Sampled: two of four episodes of the first two fail.
-    assert (found["greedy_failed"], found["greedy_score"]) == (1, 2 / 3)
-    assert (found["sampled_failed"], found["avg@4"], found["pass@4"]) == (4, 3 / 4, 1 / 2)
+    assert (result["greedy_failed"], result["greedy_score"]) == (1, 2 / 3)
+    assert (result["sampled_failed"], result["avg@4"], result["pass@4"]) == (4, 3 / 4, 1 / 2)
 
 
 def test_only_the_newest_checkpoints_are_kept(run):

@@ -65,7 +65,7 @@ RESUMED = {
 
 
 @pytest.fixture(scope="module")
-def given(places):
+def make_flags(places):
     """given(flags) -> arguments, with a rate at which runs learn."""
     env = (
         Path(places["dir"], "letters.py").read_text()
@@ -76,7 +76,7 @@ def given(places):
 
 
 def lasting(rows: list[dict]) -> list[dict]:
-    """What must not hang on when a run was stopped."""
+    """Values that must not depend on when a run was stopped."""
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "rollout/engine_switch"))}
         for row in rows
@@ -86,28 +86,28 @@ def lasting(rows: list[dict]) -> list[dict]:
 def assert_same_weights(one, two, **tolerance) -> None:
     files = [sorted(out.glob("hf/*/*.safetensors")) for out in (one, two)]
     assert files[0] and [f.parent.name for f in files[0]] == [f.parent.name for f in files[1]]
-    for a, b in zip(*(map(load_file, found) for found in files), strict=True):
+    for a, b in zip(*(map(load_file, result) for result in files), strict=True):
         assert a.keys() == b.keys()
         for name in a:
             torch.testing.assert_close(a[name], b[name], **(tolerance or {"atol": 0, "rtol": 0}))
 
 
-@pytest.mark.parametrize("how", RESUMED)
-def test_a_resumed_run_is_the_uninterrupted_run(how, given, tmp_path):
-    flags, whole, parts = given(RESUMED[how]), tmp_path / "whole", tmp_path / "parts"
-    run(whole, flags, "--num_steps 4")
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_run(case, make_flags, tmp_path):
+    flags, full, parts = make_flags(RESUMED[case]), tmp_path / "whole", tmp_path / "parts"
+    run(full, flags, "--num_steps 4")
     run(parts, flags, "--num_steps 2")
     run(parts, flags, "--num_steps 4 --resume")
     # An evaluation at the end of the part is none of the whole run.
     stays = [
         row
         for row in metrics(parts)
-        if row in metrics(whole) or any(k.startswith("learn/") for k in row)
+        if row in metrics(full) or any(k.startswith("learn/") for k in row)
     ]
-    assert lasting(steps(whole)) == lasting(
+    assert lasting(steps(full)) == lasting(
         [row for row in stays if any(k.startswith("learn/") for k in row)]
     )
-    assert_same_weights(whole, parts)
+    assert_same_weights(full, parts)
 
 
 def end_after_a_step(out: Path) -> None:
@@ -121,24 +121,24 @@ def end_after_a_step(out: Path) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-@pytest.mark.parametrize("how", ["warm-up", "curriculum", "older weights", "sft"])
-def test_a_run_that_sigterm_ends_goes_on_bit_for_bit(how, given, tmp_path):
+@pytest.mark.parametrize("case", ["warm-up", "curriculum", "older weights", "sft"])
+def test_a_run_that_sigterm_ends_goes_on_bit_for_bit(case, make_flags, tmp_path):
     # An evaluation is due at every step, and so at the one at which it ends.
     flags = words(
-        given(RESUMED[how]),
-        "" if how == "sft" else "--eval_every 1 --eval.samples 0 --eval.num_tasks 2",
+        make_flags(RESUMED[case]),
+        "" if case == "sft" else "--eval_every 1 --eval.samples 0 --eval.num_tasks 2",
     )
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    full, parts = tmp_path / "whole", tmp_path / "parts"
     end_after_a_step(parts)
     assert main(words(flags, "--num_steps 100000 --out", parts)) == 128 + signal.SIGTERM
     last = steps(parts)[-1]["step"]
     assert (parts / f"checkpoints/step_{last:06d}/manifest.json").is_file() and (
         parts / "hf/policy"
     ).is_dir()
-    for out in (parts, whole):
+    for out in (parts, full):
         run(out, flags, "--resume --num_steps", last + 2)
-    assert lasting(metrics(parts)) == lasting(metrics(whole))
-    assert_same_weights(parts, whole)
+    assert lasting(metrics(parts)) == lasting(metrics(full))
+    assert_same_weights(parts, full)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -188,11 +188,11 @@ COMPARED = (
 COMPARED += ("length_p50", "length_p95", "length_max", "pack/tokens", "shared_state_frac")
 
 
-@pytest.mark.parametrize("how", TWO_RANKS)
-def test_two_ranks_do_what_one_does(how, given, tmp_path):
-    flags, more = TWO_RANKS[how]
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_two_ranks_do_what_one_does(case, make_flags, tmp_path):
+    flags, more = TWO_RANKS[case]
     # Not AdamW, which makes a step of full size out of a gradient that is nothing but rounding.
-    flags = words("--num_steps 4 --optim.name sgd", given(flags), "--optim.lr 0.05")
+    flags = words("--num_steps 4 --optim.name sgd", make_flags(flags), "--optim.lr 0.05")
     one, two = run(tmp_path / "one", flags), run(tmp_path / "two", flags, more, ranks=2)
     assert len(metrics(one)) == len(metrics(two))
     for a, b in zip(metrics(one), metrics(two), strict=True):
@@ -207,46 +207,46 @@ def test_two_ranks_do_what_one_does(how, given, tmp_path):
     "flags", [PPO, f"{RL} {LORA}", f"{RL} {OLDER}"], ids=["ppo", "lora", "older"]
 )
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
-def test_a_run_goes_on_with_another_number_of_ranks(flags, before, after, given, tmp_path):
-    flags = words(given(flags), "--optim.name sgd --optim.lr 0.05")
-    whole = run(tmp_path / "whole", flags, "--num_steps 5")
+def test_a_run_goes_on_with_another_number_of_ranks(flags, before, after, make_flags, tmp_path):
+    flags = words(make_flags(flags), "--optim.name sgd --optim.lr 0.05")
+    full = run(tmp_path / "whole", flags, "--num_steps 5")
     parts = run(tmp_path / "parts", flags, "--num_steps 2", ranks=before)
     run(parts, flags, "--num_steps 5 --resume", ranks=after)
-    assert_same_weights(whole, parts, atol=2e-5, rtol=1e-4)
+    assert_same_weights(full, parts, atol=2e-5, rtol=1e-4)
 
 
-def test_a_run_on_split_models_goes_on_with_unsplit_ones(given, tmp_path):
-    flags = words(given(f"{PPO} --algo.kl_coef 0.1"), "--optim.name sgd --optim.lr 0.05")
-    whole = run(tmp_path / "whole", flags, "--num_steps 5")
+def test_a_run_on_split_models_goes_on_with_unsplit_ones(make_flags, tmp_path):
+    flags = words(make_flags(f"{PPO} --algo.kl_coef 0.1"), "--optim.name sgd --optim.lr 0.05")
+    full = run(tmp_path / "whole", flags, "--num_steps 5")
     parts = run(tmp_path / "parts", flags, "--num_steps 2 --tp 2", ranks=2)
     run(parts, flags, "--num_steps 5 --resume")
-    assert_same_weights(whole, parts, atol=2e-5, rtol=1e-4)
+    assert_same_weights(full, parts, atol=2e-5, rtol=1e-4)
 
 
-def test_a_damaged_checkpoint_is_refused_and_named(given, tmp_path, capsys):
-    out = run(tmp_path / "run", given(RL), "--num_steps 1")
+def test_a_damaged_checkpoint_is_refused_and_named(make_flags, tmp_path, capsys):
+    out = run(tmp_path / "run", make_flags(RL), "--num_steps 1")
     file = max((out / "checkpoints/step_000001/policy").iterdir(), key=lambda f: f.stat().st_size)
     file.write_bytes(file.read_bytes()[:-10])
-    assert main(words(given(RL), "--num_steps 2 --resume --out", out)) == 1
+    assert main(words(make_flags(RL), "--num_steps 2 --resume --out", out)) == 1
     assert file.name in capsys.readouterr().err
 
 
-def test_checkpoints_beyond_those_that_are_kept_are_deleted(given, tmp_path):
+def test_checkpoints_beyond_those_that_are_kept_are_deleted(make_flags, tmp_path):
     for keep, left in ((2, [3, 4]), (1, [4]), (0, [1, 2, 3, 4])):
         out = run(
             tmp_path / str(keep),
-            given(RL),
+            make_flags(RL),
             f"--num_steps 4 --save_every 1 --keep_checkpoints {keep}",
         )
         assert sorted(int(p.name[5:]) for p in (out / "checkpoints").glob("step_*")) == left
     assert not (
-        run(tmp_path / "seldom", given(RL), "--num_steps 2") / "checkpoints/step_000001"
+        run(tmp_path / "seldom", make_flags(RL), "--num_steps 2") / "checkpoints/step_000001"
     ).exists()
 
 
-def test_a_runs_folder_holds_what_is_needed_to_look_at_it_again(given, tmp_path):
+def test_a_runs_folder_holds_what_is_needed_to_look_at_it_again(make_flags, tmp_path):
     flags = words(
-        given(RL),
+        make_flags(RL),
         "--tasks_per_step 3 --num_steps 2 --eval_every 1 --eval.num_tasks 5 --eval.samples 3",
     )
     out = run(tmp_path / "run", flags)
@@ -265,25 +265,25 @@ def test_a_runs_folder_holds_what_is_needed_to_look_at_it_again(given, tmp_path)
     evals = [row for row in metrics(out) if "eval/letters/avg@3" in row]
     assert [row["step"] for row in evals] == [0, 1, 2]
     assert {"eval/letters/greedy_score", "eval/letters/pass@3"} <= evals[0].keys()
-    found = trajectories(out / "rollouts/step_000002.jsonl.zst")
-    assert len(found) == 12 and {t["status"] for t in found} <= {"ok", "truncated"}
+    result = trajectories(out / "rollouts/step_000002.jsonl.zst")
+    assert len(result) == 12 and {t["status"] for t in result} <= {"ok", "truncated"}
     again = run(tmp_path / "again", "--config", out / "config.yaml", "--num_steps 1")
     assert steps(again)[0]["learn/policy/loss"] == steps(out)[0]["learn/policy/loss"]
 
 
-def test_engine_logprobs_are_the_exported_models_over_turns_and_refills(given, tmp_path):
+def test_engine_logprobs_are_the_exported_models_over_turns_and_refills(make_flags, tmp_path):
     """Every token of every trajectory, sampled in fewer slots than episodes, against a plain
     Hugging Face forward."""
     flags = words(
-        given(TALK),
+        make_flags(TALK),
         STOP,
         "--rollout.max_concurrent 5 --tasks_per_step 8 --group_size 3 --num_steps 1",
     )
     out = run(tmp_path / "run", flags, "--optim.lr 0 --sampling.temperature 0.8")
     model = AutoModelForCausalLM.from_pretrained(out / "hf/policy", attn_implementation="eager")
-    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
-    assert len(found) == 24 and max(len(t["turns"]) for t in found) > 1
-    for turn in (turn for t in found for turn in t["turns"]):
+    result = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    assert len(result) == 24 and max(len(t["turns"]) for t in result) > 1
+    for turn in (turn for t in result for turn in t["turns"]):
         prompt, sampled = turn["prompt_ids"], turn["completion"]["token_ids"]
         with torch.no_grad():
             logits = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
@@ -308,19 +308,21 @@ def test_failed_episodes_are_recorded_and_the_step_goes_on(tiny_model, tmp_path)
         "--max_tokens 8 --tasks_per_step 8",
     )
     out = run(tmp_path / "run", flags, "--num_steps 1 --rollout.max_failed_fraction 0.5")
-    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
-    failed = [t for t in found if t["status"] == "failed"]
-    assert len(found) == 64 and len(failed) == 32 == metrics(out)[0]["rollout/policy/failed"]
+    result = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    failed = [t for t in result if t["status"] == "failed"]
+    assert len(result) == 64 and len(failed) == 32 == metrics(out)[0]["rollout/policy/failed"]
     assert all(t["reward"] is None and t["error"] for t in failed)
     causes = {"broken", "nan", "'good'", "None"}
     assert {e for t in failed for e in causes if e in t["error"]} == causes
 
 
 def test_mixed_precision_keeps_fp32_weights_and_learns_the_same_within_its_precision(
-    given, tmp_path
+    make_flags, tmp_path
 ):
     exact, mixed = (
-        run(tmp_path / dtype, given(RL), "--num_steps 3 --optim.lr 1e-3 --learner.dtype", dtype)
+        run(
+            tmp_path / dtype, make_flags(RL), "--num_steps 3 --optim.lr 1e-3 --learner.dtype", dtype
+        )
         for dtype in ("float32", "bfloat16")
     )
     a, b = steps(exact), steps(mixed)
@@ -344,26 +346,26 @@ def test_help_and_a_wrong_flag_do_not_wait_for_torch(flag):
 # Several actors and environments
 
 
-def test_each_actor_learns_from_its_own_turns(given, tmp_path):
-    out = run(tmp_path / "run", given(TWO), "--num_steps 2 --eval_every 2 --eval.samples 2")
+def test_each_actor_learns_from_its_own_turns(make_flags, tmp_path):
+    out = run(tmp_path / "run", make_flags(TWO), "--num_steps 2 --eval_every 2 --eval.samples 2")
     for name in ("bob", "alice"):
         assert {f"learn/{name}/loss", f"rollout/{name}/reward_mean", f"learn/{name}/lr"} <= steps(
             out
         )[-1].keys()
         assert any(key.startswith(f"eval/talk/{name}/avg@2") for key in metrics(out)[-1])
-    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
-    assert {t["actor"] for t in found} == {"bob", "alice"} and ("bob", 2) in {
-        (t["actor"], len(t["turns"])) for t in found
+    result = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    assert {t["actor"] for t in result} == {"bob", "alice"} and ("bob", 2) in {
+        (t["actor"], len(t["turns"])) for t in result
     }
-    for t in found:
-        said = [m["content"] for m in t["messages"] if m["role"] == "assistant"][-1]
-        assert t["reward"] == sum(map(ord, said)) / (1000 if t["actor"] == "bob" else -1000)
+    for t in result:
+        printed = [m["content"] for m in t["messages"] if m["role"] == "assistant"][-1]
+        assert t["reward"] == sum(map(ord, printed)) / (1000 if t["actor"] == "bob" else -1000)
 
 
-def test_a_frozen_actor_speaks_and_stays_as_it_is(given, places, tmp_path):
+def test_a_frozen_actor_speaks_and_stays_as_it_is(make_flags, places, tmp_path):
     out = run(
         tmp_path / "run",
-        given(TWO),
+        make_flags(TWO),
         "--num_steps 2 --actors.alice.train false --actors.bob.lr 2e-2",
     )
     assert not (out / "hf/alice").exists() and not any("alice" in key for key in steps(out)[-1])
@@ -396,14 +398,14 @@ def test_two_environments_are_mixed_by_weight_and_their_groups_apart(places, tmp
     )
     out = run(tmp_path / "run", flags, "--num_steps 2")
     for step in (1, 2):
-        found = trajectories(out / f"rollouts/step_{step:06d}.jsonl.zst")
-        assert sorted(t["env"] for t in found) == ["a"] * 12 + ["b"] * 4
+        result = trajectories(out / f"rollouts/step_{step:06d}.jsonl.zst")
+        assert sorted(t["env"] for t in result) == ["a"] * 12 + ["b"] * 4
         assert all(
             len(t["turns"][0]["completion"]["token_ids"]) <= (2 if t["env"] == "b" else 6)
-            for t in found
+            for t in result
         )
-        assert all(t["reward"] == t["messages"][-1]["content"].count(t["env"]) for t in found)
-        assert len({(t["env"], t["group_id"]) for t in found}) == 4
+        assert all(t["reward"] == t["messages"][-1]["content"].count(t["env"]) for t in result)
+        assert len({(t["env"], t["group_id"]) for t in result}) == 4
     assert {"rollout/policy/a/reward_mean", "rollout/policy/b/reward_mean"} <= steps(out)[-1].keys()
     assert {f"eval/{name}/greedy_score" for name in "abc"} <= metrics(out)[-1].keys()
     assert main(words("--config", out / "config.yaml", "--resume --num_steps 3")) == 0
@@ -441,8 +443,8 @@ def test_held_out_sets_have_names_and_epochs_are_steps(places, tmp_path):
         last["eval/aime/greedy_score"],
         last["eval/aime/avg@4"],
     ) == (1, 4, 4)
-    found = trajectories(out / "rollouts/eval_000004_greedy_aime.jsonl.zst")
-    assert [(t["task_id"], t["env"], t["reward"]) for t in found] == [
+    result = trajectories(out / "rollouts/eval_000004_greedy_aime.jsonl.zst")
+    assert [(t["task_id"], t["env"], t["reward"]) for t in result] == [
         ("eval/aime/0", "env", 5),
         ("eval/aime/1", "env", 3),
     ]
@@ -510,9 +512,9 @@ def test_odd_rows_are_told_once_when_a_run_starts(says, places, tmp_path, capsys
     assert warning.startswith(f"warning: {says}")
 
 
-def test_an_actor_may_say_less_in_a_turn_than_the_others(given, tmp_path):
+def test_an_actor_may_say_less_in_a_turn_than_the_others(make_flags, tmp_path):
     flags = words(
-        given(TWO),
+        make_flags(TWO),
         "--max_tokens 9 --actors.bob.max_tokens 4 --eval_every 1 --num_steps 1 --algo.overlong "
         "soft",
     )
@@ -539,17 +541,17 @@ def test_an_actor_may_say_less_in_a_turn_than_the_others(given, tmp_path):
     ],
 )
 def test_an_actor_that_would_never_speak_is_refused_unless_it_is_frozen(
-    turns, is_refused, given, places, tmp_path, capsys
+    turns, is_refused, make_flags, places, tmp_path, capsys
 ):
     talk = Path(places["dir"], "talk.py").read_text()
     (tmp_path / "talk.py").write_text(talk.replace('turns = "bob -> alice -> bob"', turns))
     (tmp_path / "other.py").write_text(talk)
-    flags = words("plan", given(TWO), "--env_path", tmp_path / "talk.py")
+    flags = words("plan", make_flags(TWO), "--env_path", tmp_path / "talk.py")
     both = f"{tmp_path / 'talk.py'},{tmp_path / 'other.py'}"
     assert command(flags) == int(is_refused)
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        "--actors.alice would never speak" in said and "--actors.alice.train false" in said
+        "--actors.alice would never speak" in printed and "--actors.alice.train false" in printed
     ) is is_refused
     assert command(words(flags, "--actors.alice.train false")) == 0
     assert command(words(flags, "--env_path", both)) == 0
@@ -591,32 +593,34 @@ def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(
         assert first == second == third and len(first) > 6
     # Two samples of a task are not the same.
     assert len({json.dumps(messages) for *_, messages in first}) > 6
-    found = trajectories(out / "rollouts/eval_000002_sampled.jsonl.zst")
+    result = trajectories(out / "rollouts/eval_000002_sampled.jsonl.zst")
     row = [row for row in metrics(out) if "eval/env/bob/greedy_score" in row][-1]
     for actor in ("bob", "alice"):
-        own = [t for t in found if t["actor"] == actor]
+        of_one = [t for t in result if t["actor"] == actor]
         assert (
             row[f"eval/env/{actor}/greedy_reward/some"]
             == row[f"eval/env/{actor}/sampled_reward/some"]
             == 0.25
         )
-        length = [t["reward_parts"]["length"] for t in own]
+        length = [t["reward_parts"]["length"] for t in of_one]
         assert row[f"eval/env/{actor}/sampled_reward/length"] == pytest.approx(
-            sum(length) / len(own)
+            sum(length) / len(of_one)
         )
-        spoken = [t["metrics"]["spoken"] for t in own]
-        assert row[f"eval/env/{actor}/sampled_spoken"] == pytest.approx(sum(spoken) / len(own))
-    [said, *_] = [line for line in capsys.readouterr().out.splitlines() if "eval at step 2" in line]
+        spoken = [t["metrics"]["spoken"] for t in of_one]
+        assert row[f"eval/env/{actor}/sampled_spoken"] == pytest.approx(sum(spoken) / len(of_one))
+    [printed, *_] = [
+        line for line in capsys.readouterr().out.splitlines() if "eval at step 2" in line
+    ]
     assert (
-        "env/bob/greedy_score" in said
-        and "env/bob/pass@2" in said
-        and "some" not in said
-        and "spoken" not in said
+        "env/bob/greedy_score" in printed
+        and "env/bob/pass@2" in printed
+        and "some" not in printed
+        and "spoken" not in printed
     )
 
 
-def test_what_one_actor_said_can_train_another(given, places, tmp_path, capsys):
-    talk = run(tmp_path / "talk", given(TWO), "--num_steps 1")
+def test_what_one_actor_said_can_train_another(make_flags, places, tmp_path, capsys):
+    talk = run(tmp_path / "talk", make_flags(TWO), "--num_steps 1")
     flags = words(
         "--algorithm sft --data.train",
         talk / "rollouts",
@@ -626,8 +630,8 @@ def test_what_one_actor_said_can_train_another(given, places, tmp_path, capsys):
     assert "it holds those of alice with rewards up to" in capsys.readouterr().err
     bob = words(flags, "--actors.bob.model", places["model"])
     assert command(["plan", *bob]) == 0
-    found = trajectories(talk / "rollouts/step_000001.jsonl.zst")
-    assert f"{sum(t['actor'] == 'bob' for t in found)} rows to train on" in capsys.readouterr().out
+    result = trajectories(talk / "rollouts/step_000001.jsonl.zst")
+    assert f"{sum(t['actor'] == 'bob' for t in result)} rows to train on" in capsys.readouterr().out
     run(
         tmp_path / "sft",
         bob,
@@ -637,8 +641,8 @@ def test_what_one_actor_said_can_train_another(given, places, tmp_path, capsys):
     )
 
 
-def test_a_checkpoint_of_an_adapter_holds_no_frozen_weights(given, tmp_path):
-    out = run(tmp_path / "run", given(f"{RL} {LORA}"), "--num_steps 2")
+def test_a_checkpoint_of_an_adapter_holds_no_frozen_weights(make_flags, tmp_path):
+    out = run(tmp_path / "run", make_flags(f"{RL} {LORA}"), "--num_steps 2")
     saved = sum(f.stat().st_size for f in (out / "checkpoints/step_000002/policy").iterdir())
     assert saved < sum(value.nbytes for value in weights(out).values())
     # The engine samples with the adapter: were it left out, logprobs would differ from the

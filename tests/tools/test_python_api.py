@@ -200,7 +200,7 @@ def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path, capsys):
     )
     output = capsys.readouterr().out
     assert re.search(r"^interrupted: step \d+ of 1000 in ", output, re.MULTILINE)
-    assert "  go on: train() again, with Config(resume=True)\n" in output
+    assert "  resume: train() again, with Config(resume=True)\n" in output
 
 
 def len_of(completion):
