@@ -1,5 +1,5 @@
-"""Turns by older weights: which engine answers which call, with whose logprobs, and the requests that a resumed run
-needs of it."""
+"""Turns by stale weights: which engine answers which call, with whose logprobs, and the requests that
+a resumed run repeats."""
 
 from __future__ import annotations
 
