@@ -45,7 +45,7 @@ OF_ACTOR = [
             and (c.learner.kernels == "compile" or c.learner.offload == "always")
         ),
         ".lora.quantize={a.lora.quantize} cannot be combined with --learner.kernels=compile or "
-        "--learner.offload=always; remove one",
+        "--learner.offload=always; leave one out",
     ),
     (
         lambda c, name, a: a.servers and not (c.is_rl and a.is_trained),
