@@ -84,8 +84,8 @@ class ResumableConversation(Conversation):
         return dict(answer.reply), answer.completion
 
 
-class RecordingPlayer(EpisodeRunner):
-    conversation = RecordedConversation
+class ResumablePlayer(EpisodeRunner):
+    conversation = ResumableConversation
 
     def __init__(self, *args: Any):
         super().__init__(*args)

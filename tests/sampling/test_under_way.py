@@ -190,7 +190,7 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         env.rewards[0].function.__globals__["scored"],
     )
 
-    player = RecordingPlayer({env.name: env}, actors, RolloutConfig())
+    player = ResumablePlayer({env.name: env}, actors, RolloutConfig())
     full = asyncio.run(player.play(new_group(env)))
     num_turns = len(engine.asked)
 
