@@ -134,7 +134,7 @@ def tool_warnings(
                 continue
             tools, messages = row_tools(task.row), task.messages
             if env is not None:
-                tools, messages = env.dialogue.tools_of(task), env.dialogue.opening(task, name)
+                tools, messages = env.turn_loop.tools_of(task), env.turn_loop.opening(task, name)
             chat = chats[name].with_variables(row_variables(task.row))
             if unread := chat.unread_tools(messages, tools):
                 warned.add((source.env, name))

@@ -72,7 +72,9 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
     check_boxes({env.name: env})
     say("environment", [path, *map(describe_hook, env.hooks.values())])
-    named = [name for name in (*(speakers(env) or ()), *env.turn_loop.system_prompts) if name != "*"]
+    named = [
+        name for name in (*(speakers(env) or ()), *env.turn_loop.system_prompts) if name != "*"
+    ]
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
     check_actors(env, names)
     tasks = load_tasks(env, options)

@@ -403,7 +403,9 @@ def test_a_file_without_the_hook_is_refused(tmp_path):
 def test_a_misspelled_hook_and_an_unknown_argument_are_refused_with_the_nearest(
     tmp_path, tiny_model, env_of
 ):
-    with pytest.raises(ValueError, match="'teacher_prompts' is not a hook; did you mean 'teacher_p"):
+    with pytest.raises(
+        ValueError, match="'teacher_prompts' is not a hook; did you mean 'teacher_p"
+    ):
         env_of("def reward_fn(completion): return 0.0\ndef teacher_prompts(task): return 'x'")
     flags = flags_of(tiny_model, tmp_path, ENV.replace("task, solution", "task, sulution"))
     from rl_core.train import main
