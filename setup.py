@@ -95,11 +95,11 @@ setup(
     cmdclass={"build_py": BuildWithEnvironments},
     packages=find_packages(include=["rl_core", "rl_core.*"]),
     package_data={
-        "rl_core": ["peers.yaml"],
-        "rl_core.plugins": ["*.yaml"],
+        "rl_core.config": ["*.yaml"],
+        "rl_core.run.display": ["*.yaml"],
         "rl_core.service": ["*.proto"],
         "rl_core.tools": ["*.yaml"],
-        "rl_core.tools.view": ["assets/*"],
+        "rl_core.view": ["assets/*"],
     },
     install_requires=[
         "aiohttp>=3.10",
@@ -124,5 +124,5 @@ setup(
         "zstandard>=0.22",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["rl-core = rl_core.cli:command"]},
+    entry_points={"console_scripts": ["rl-core = rl_core.tools.cli:command"]},
 )

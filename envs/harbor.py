@@ -17,11 +17,11 @@ from pathlib import Path
 
 from programs.terminal_agent import BASH, solve
 
-from rl_core.agents.boxed import run_boxed
-from rl_core.agents.harbor import TaskBoxes
-from rl_core.agents.harbor_task import task_rows
-from rl_core.agents.program import filled
-from rl_core.agents.rollout import unasked
+from rl_core.environments.agents.boxed import run_boxed
+from rl_core.environments.agents.harbor import TaskBoxes
+from rl_core.environments.agents.harbor_tasks import task_rows
+from rl_core.environments.agents.program import filled
+from rl_core.environments.agents.rollout import unasked
 
 TASKS = Path(__file__).parent / "tasks"
 networks = {"build": True, "verify": True}  # --agents.build_network, --agents.verify_network

@@ -8,9 +8,9 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str):
     """Config and Environment, imported when they are asked for. `train` is a module that can be
-    called (rl_core/tools/python_api.py)."""
+    called (rl_core/api/train.py)."""
     if name == "Environment":
-        from rl_core.tools.python_envs import Environment
+        from rl_core.api.environment import Environment
 
         return Environment
     if name == "Config":

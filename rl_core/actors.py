@@ -14,12 +14,12 @@ from rl_core import registry
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks, barrier
-from rl_core.host_copies import release_cached_memory
 from rl_core.learning.learner import Learner
-from rl_core.learning.loading import compute_dtype
-from rl_core.learning.policy import end_token_ids
 from rl_core.metrics import Metric, add_metrics
-from rl_core.plan import Plan
+from rl_core.models.cpu_offload import release_cached_memory
+from rl_core.models.loading import compute_dtype
+from rl_core.models.policy import end_token_ids
+from rl_core.plan.plan import Plan
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import STALE, Engine
 from rl_core.types import TrainingSample

@@ -14,15 +14,10 @@ from rl_core import registry
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config, LearnerConfig, LoraConfig
 from rl_core.distributed import Ranks
-from rl_core.host_copies import HostCopies
 from rl_core.learning.learner import Learner, LearnerContext
-from rl_core.learning.loading import compute_dtype, load_hf_model, load_model_config
-from rl_core.learning.policy import (
-    PackedForward,
-    Policy,
-    blocks_of,
-    without_dropout,
-)
+from rl_core.models.cpu_offload import HostCopies
+from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config
+from rl_core.models.policy import PackedForward, Policy, blocks_of, without_dropout
 from rl_core.types import counter_seed
 
 # An adapter's settings and its seed.

@@ -14,82 +14,82 @@ from operator import attrgetter
 from typing import Any
 
 from rl_core.config import ActorConfig, Config
-from rl_core.rules import nearest, require
+from rl_core.errors import nearest, require
 
 # Files of which several things are asked.
 
 
 def watchdog():
-    from rl_core.plugins import watchdog
+    from rl_core.sampling import watchdog
 
     return watchdog
 
 
-def under_torchrun():
-    from rl_core.plugins import under_torchrun
+def torchrun_exit():
+    from rl_core.run.process import torchrun_exit
 
-    return under_torchrun
+    return torchrun_exit
 
 
 def num_positions(model: str | None) -> int | None:
-    from rl_core.plugins.model_checks import num_positions
+    from rl_core.plan.model_checks import num_positions
 
     return num_positions(model)
 
 
 def env_file():
-    from rl_core.plugins import env_file
+    from rl_core.environments import env_file
 
     return env_file
 
 
 def resume():
-    from rl_core.plugins import resume
+    from rl_core.run.saving import resume
 
     return resume
 
 
 def check_resumed(config: Config) -> None:
-    from rl_core.plugins.run_files import check_resumed
+    from rl_core.run.saving.run_files import check_resumed
 
     check_resumed(config)
 
 
 def lora():
-    from rl_core.plugins import lora
+    from rl_core.learning import lora
 
     return lora
 
 
-def shard_loading():
-    from rl_core.plugins import shard_loading
+def fsdp():
+    from rl_core.parallel import fsdp
 
-    return shard_loading
+    return fsdp
 
 
 # Options of a plan.
 
 
 def quiet():
-    from rl_core.plugins.terminal import quiet
+    from rl_core.run.display.terminal import quiet
 
     quiet()
 
 
 def check_trackers(names: Any):
-    from rl_core.plugins.trackers import check_trackers
+    from rl_core.run.display.trackers import check_trackers
 
     check_trackers(names)
 
 
 def load_other(*source: Any, **rollouts: Any):
-    from rl_core.plugins.tables import load_other
+    from rl_core.data.tables import load_other
 
     return load_other(*source, **rollouts)
 
 
 def streamed_tasks(*source: Any):
-    from rl_core.plugins.streaming import streamed_tasks
+    from rl_core.tasks.streaming import streamed_tasks
 
     return streamed_tasks(*source)
 
@@ -101,7 +101,7 @@ def naming_recipes(config: Any):
 
 
 def renamed_columns(config: Any, rows: Any, path: str, is_train: bool):
-    from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
+    from rl_core.data.column_names import RenamedColumns, check_columns_exist
 
     if len(config.env_paths) < 2:
         check_columns_exist(rows, config.data.columns, path, is_train)
@@ -109,31 +109,31 @@ def renamed_columns(config: Any, rows: Any, path: str, is_train: bool):
 
 
 def made_prompts(*rows: Any):
-    from rl_core.plugins.made_prompts import MadePrompts
+    from rl_core.tasks.prompt_hook import MadePrompts
 
     return MadePrompts(*rows)
 
 
 def pair_rows(*rows: Any):
-    from rl_core.plugins.pairs import pair_rows
+    from rl_core.data.preference_pairs import pair_rows
 
     return pair_rows(*rows)
 
 
 def check_rows(*rows: Any):
-    from rl_core.plugins.sft_dataset import check_rows
+    from rl_core.tasks.sft_dataset import check_rows
 
     check_rows(*rows)
 
 
 def task_mix(*sources: Any):
-    from rl_core.plugins.mix import TaskMix
+    from rl_core.tasks.task_mix import TaskMix
 
     return TaskMix(*sources)
 
 
 def held_out(*flags: Any):
-    from rl_core.plugins.held_out import held_out
+    from rl_core.tasks.eval_sets import held_out
 
     return held_out(*flags)
 
@@ -148,13 +148,13 @@ def served_environment(address: str):
 
 
 def checked_chat(*actor: Any):
-    from rl_core.plugins.model_checks import checked_chat
+    from rl_core.plan.model_checks import checked_chat
 
     return checked_chat(*actor, tool_calls)
 
 
 def tool_calls(chat: Any):
-    from rl_core.plugins.tool_calls import ToolCalls
+    from rl_core.data.tool_calls import ToolCalls
 
     return ToolCalls(chat)
 
@@ -170,7 +170,7 @@ def endpoints(config: Any):
 
     @cache
     def made():
-        from rl_core.agents.rollout import Endpoints
+        from rl_core.environments.agents.rollout import Endpoints
 
         return Endpoints(config=config)
 
@@ -178,13 +178,13 @@ def endpoints(config: Any):
 
 
 def sft_dataset(*flags: Any):
-    from rl_core.plugins.sft_dataset import SFTDataset
+    from rl_core.tasks.sft_dataset import SFTDataset
 
     return SFTDataset(*flags)
 
 
 def check_lengths(*rows: Any):
-    from rl_core.plugins.row_lengths import check_run
+    from rl_core.tasks.row_lengths import check_run
 
     check_run(*rows)
 
@@ -194,7 +194,7 @@ def has_curriculum(plan: Any) -> bool:
 
 
 def draw_by_weight(*tasks: Any):
-    from rl_core.plugins.curriculum import draw_by_weight
+    from rl_core.run.curriculum import draw_by_weight
 
     draw_by_weight(*tasks)
 
@@ -203,19 +203,19 @@ def draw_by_weight(*tasks: Any):
 
 
 def adamw():
-    from rl_core.plugins.optimizers import adamw
+    from rl_core.learning.optimizers import adamw
 
     return adamw
 
 
 def sgd():
-    from rl_core.plugins.optimizers import sgd
+    from rl_core.learning.optimizers import sgd
 
     return sgd
 
 
 def adamw8bit():
-    from rl_core.plugins.optimizers import adamw8bit
+    from rl_core.learning.optimizers import adamw8bit
 
     return adamw8bit
 
@@ -226,7 +226,7 @@ PACKED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def choose_forward(policy: Any, ranks: Any):
-    from rl_core.plugins.padded import choose_forward
+    from rl_core.learning.padded_forward import choose_forward
 
     choose_forward(policy, ranks)
 
@@ -236,19 +236,19 @@ def choose_decoder(policy: Any, learner: Any):
     is_plain = learner.kernels != "compile" and learner.activations != "recompute"
     is_alone = policy.hf.device.type == "cpu" and not policy.is_sharded
     if is_plain and is_alone and policy.hf.config.model_type in PACKED:
-        from rl_core.engines.llama_cpu import LlamaDecoder
-        from rl_core.learning.policy import backbone
+        from rl_core.models.kernels.llama_cpu import LlamaDecoder
+        from rl_core.models.policy import backbone
 
         policy.use_decoder(LlamaDecoder(backbone(policy.hf)))
 
 
 def choose_sampler(model: Any):
-    from rl_core.plugins.row_sampling import choose_sampler
+    from rl_core.engines.hf_sampling import choose_sampler
 
     if model.config.model_type not in PACKED:
         return choose_sampler(model)
     if model.device.type == "cuda":
-        from rl_core.plugins.decode_graphs import DecodeGraphs
+        from rl_core.engines.cuda_graphs import DecodeGraphs
 
         return choose_sampler(model, DecodeGraphs)
     from rl_core.engines.llama_slots import LlamaSlots
@@ -258,16 +258,16 @@ def choose_sampler(model: Any):
 
 def find_kernel(name: str, device: Any):
     if device.type == "cpu" and name in ("auto", "torch"):
-        from rl_core.plugins.dense_attention import DENSE
+        from rl_core.models.kernels.cpu_attention import DENSE
 
         return DENSE
-    from rl_core.plugins.attention_kernels import find_kernel
+    from rl_core.models.kernels.gpu_attention import find_kernel
 
     return find_kernel(name, device)
 
 
 def ring_forward(*kernel: Any):
-    from rl_core.plugins.ring import RingForward
+    from rl_core.parallel.context_parallel import RingForward
 
     return RingForward(*kernel)
 
@@ -276,49 +276,49 @@ def logprob_kernel(device: Any):
     """None: torch computes logprobs."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
-    from rl_core.plugins import triton_logprobs
+    from rl_core.models.kernels import triton_logprobs
 
     return triton_logprobs
 
 
 def support_logprobs(*how: Any):
-    from rl_core.plugins.truncation import support_logprobs
+    from rl_core.learning.truncation import support_logprobs
 
     return support_logprobs(*how)
 
 
 def tensor_parallel_policy():
-    from rl_core.plugins.tensor_parallel import TensorParallelPolicy
+    from rl_core.parallel.tensor_parallel import TensorParallelPolicy
 
     return TensorParallelPolicy
 
 
 def activations_on_host():
-    from rl_core.plugins.offload import activations_on_host
+    from rl_core.models.activation_offload import activations_on_host
 
     return activations_on_host
 
 
 def apply_liger(*models: Any):
-    from rl_core.plugins.liger import apply_liger_to_all
+    from rl_core.models.kernels.liger import apply_liger_to_all
 
     apply_liger_to_all(*models)
 
 
 def joining(learner_class: Any):
-    from rl_core.plugins.inference_batches import joining
+    from rl_core.learning.no_grad_batches import joining
 
     return joining(learner_class)
 
 
 def pair_loss(preset: str):
-    from rl_core.plugins.preference import LOSSES
+    from rl_core.learning.preference import LOSSES
 
     return LOSSES[preset]
 
 
 def has_signal(group: Any, algorithm: Any):
-    from rl_core.plugins.refill import has_signal
+    from rl_core.run.dynamic_sampling import has_signal
 
     return has_signal(group, algorithm)
 
@@ -327,7 +327,7 @@ def normalised(algorithm: Any, ranks: Any):
     """None: advantages keep their scale."""
     if algorithm.normalize not in ("env", "task"):
         return None
-    from rl_core.plugins.normalise import normalised
+    from rl_core.learning.whitening import normalised
 
     return partial(normalised, algorithm.normalize, ranks)
 
@@ -336,7 +336,7 @@ def advantages_of(algorithm: Any, groups: Any):
     """None: turns are not compared by their states."""
     if not algorithm.state_coef or not any(t.has_state_keys for group in groups for t in group):
         return None
-    from rl_core.plugins.state_groups import turn_advantages
+    from rl_core.learning.gigpo import turn_advantages
 
     return turn_advantages
 
@@ -345,19 +345,19 @@ def advantages_of(algorithm: Any, groups: Any):
 
 
 def reference(learner: Any):
-    from rl_core.plugins.reference import make_reference
+    from rl_core.learning.kl import make_reference
 
     return make_reference(learner)
 
 
 def critic(learner: Any):
-    from rl_core.plugins.critic import make_critic
+    from rl_core.learning.ppo import make_critic
 
     return make_critic(learner)
 
 
 def teacher(learner: Any):
-    from rl_core.plugins.teachers import make_teacher
+    from rl_core.learning.teachers.build_teacher import make_teacher
 
     return make_teacher(learner)
 
@@ -366,50 +366,50 @@ def learning_order(config: Config) -> list[str]:
     """The actors that learn, as they do one after the other."""
     if not any(config.of(name).algo.teacher for name in config.trained):
         return config.trained
-    from rl_core.plugins.teachers import order_by_teacher
+    from rl_core.learning.teachers.build_teacher import order_by_teacher
 
     return order_by_teacher(config)
 
 
 def kl_penalty(learner: Any):
-    from rl_core.plugins.reference import KLPenalty
+    from rl_core.learning.kl import KLPenalty
 
     return KLPenalty(learner.algorithm)
 
 
 def batch_normalised(learner: Any):
-    from rl_core.plugins.normalise import BatchWhitening
+    from rl_core.learning.whitening import BatchWhitening
 
     return BatchWhitening(learner.ranks)
 
 
 def experts(learner: Any):
-    from rl_core.plugins.experts import make_experts
+    from rl_core.learning.moe import make_experts
 
     return make_experts(learner, replay)
 
 
 def replay(routers: Any):
-    from rl_core.plugins.router_replay import Replay
+    from rl_core.learning.router_replay import Replay
 
     return Replay(routers)
 
 
 def kept_ids(learner: Any):
-    from rl_core.plugins.truncation import TruncationSupport
+    from rl_core.learning.truncation import TruncationSupport
 
     return TruncationSupport(learner.name)
 
 
 def sequence_shards(learner: Any):
-    from rl_core.plugins.sequence_shards import SequenceShards
+    from rl_core.learning.sequence_shards import SequenceShards
 
     return SequenceShards(learner.ranks)
 
 
 def has_routers(learner: Any) -> bool:
     """True if router hooks work; torch.compile would trace them."""
-    from rl_core.learning.policy import backbone
+    from rl_core.models.policy import backbone
 
     outputs = getattr(backbone(learner.policy.hf), "_can_record_outputs", None) or {}
     return "router_logits" in outputs and learner.config.learner.kernels != "compile"
@@ -459,7 +459,7 @@ def check_options(config: Config) -> None:
         if own.optim.name == "adamw8bit":
             require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
         if own.learner.inference_tokens:
-            from rl_core.plugins.inference_batches import check_inference
+            from rl_core.learning.no_grad_batches import check_inference
 
             check_inference(own)
     if config.learner.kernels == "liger":
@@ -467,17 +467,17 @@ def check_options(config: Config) -> None:
     if config.agents.response_format == "enforce":
         require("llguidance", "--agents.response_format=enforce", "grammar")
     if config.actors != {"policy": ActorConfig(model=config.model)}:
-        from rl_core.plugins.actor_rules import check_actors
+        from rl_core.plan.actor_rules import check_actors
 
         check_actors(config)
     if config.envs or "," in (config.env_path or ""):
-        from rl_core.plugins.mix import check_flags
+        from rl_core.tasks.task_mix import check_flags
 
         check_flags(config)
 
 
 def check_algorithm(*algorithm: Any):
-    from rl_core.plugins.algorithm_rules import check_algorithm
+    from rl_core.config.algorithm import check_algorithm
 
     check_algorithm(*algorithm)
 
@@ -501,14 +501,14 @@ def places(config: Config, num_ranks: int) -> list[Any]:
     """Ranks with their actors, those that play episodes first; none if no actor has its own."""
     if not any(actor.ranks for actor in config.actors.values()):
         return []
-    from rl_core.plugins.place_rules import rank_groups_of
+    from rl_core.parallel.rank_groups import rank_groups_of
 
     return rank_groups_of(config, num_ranks)
 
 
 def engine_maker(config: Any, local: Any = None, own_parts: Any = None):
     """`local`: the actors whose engines share a device; default: all. `own_parts`: a script's."""
-    from rl_core.plugins.engines import EngineFactory
+    from rl_core.engines.factory import EngineFactory
 
     classes, own = {}, own_parts and own_parts.engine
     for name, actor in config.actors.items():
@@ -533,7 +533,7 @@ def placed_engines(plan: Any, ranks: Any) -> dict[str, Any]:
     """The engines of actors on separate ranks, for ranks that play episodes."""
     if ranks.is_engine or not plan.places:
         return {}
-    from rl_core.plugins.places import connect_places
+    from rl_core.run.rank_group_client import connect_places
 
     return connect_places(plan, ranks)
 
@@ -541,7 +541,7 @@ def placed_engines(plan: Any, ranks: Any) -> dict[str, Any]:
 def engine_rank(plan: Any, ranks: Any, make_learners: Any, make_actors: Any):
     """A rank that plays no episodes: its engines are asked by those that do."""
     if plan.places:
-        from rl_core.plugins.place_rank import RankGroupTrainer
+        from rl_core.run.rank_group_server import RankGroupTrainer
 
         return RankGroupTrainer(
             plan, ranks, make_learners, make_actors, signal_handler, make_checks
@@ -554,11 +554,11 @@ def engine_rank(plan: Any, ranks: Any, make_learners: Any, make_actors: Any):
 def rollout_classes(config: Config):
     """(class that plays groups, class that runs them concurrently). None: the default."""
     if config.rollout.fixed_order:
-        from rl_core.plugins.fixed_order import DeterministicPlayer, DeterministicWorker
+        from rl_core.sampling.deterministic_rollouts import DeterministicPlayer, DeterministicWorker
 
         return DeterministicPlayer, DeterministicWorker
     if config.max_staleness:
-        from rl_core.plugins.under_way import ResumablePlayer, ResumableWorker
+        from rl_core.sampling.resumable_rollouts import ResumablePlayer, ResumableWorker
 
         return ResumablePlayer, ResumableWorker
     return None
@@ -568,8 +568,8 @@ def with_teacher_prompts(config: Config, player_class: Any):
     """The class, or one that also asks what the policy reads as its own teacher."""
     if not any(config.of(name).algo.teacher for name in config.trained):
         return player_class
-    from rl_core.plugins.model_checks import teacher_limits
-    from rl_core.plugins.teacher_prompts import with_teacher_prompts
+    from rl_core.plan.model_checks import teacher_limits
+    from rl_core.sampling.teacher_prompts import with_teacher_prompts
 
     limits = teacher_limits(config)
     return with_teacher_prompts(player_class, limits) if limits else player_class
@@ -580,7 +580,7 @@ def make_samples(plan: Any, name: str):
     algorithm = plan.algorithms[name]
     if not algorithm.teacher:
         return None
-    from rl_core.plugins.self_distillation import samples_maker
+    from rl_core.learning.teachers.self_distill import samples_maker
 
     return samples_maker(plan.config.of(name), algorithm)
 
@@ -589,35 +589,35 @@ def make_samples(plan: Any, name: str):
 
 
 def run_files(trainer: Any):
-    from rl_core.plugins.run_files import RunFiles
+    from rl_core.run.saving.run_files import RunFiles
 
     return RunFiles(trainer)
 
 
 def terminal(trainer: Any):
     if sys.stdout.isatty():
-        from rl_core.plugins.panel import Panel
+        from rl_core.run.display.panel import Panel
 
         return Panel(trainer)
-    from rl_core.plugins.terminal import Terminal
+    from rl_core.run.display.terminal import Terminal
 
     return Terminal(trainer)
 
 
 def trackers(trainer: Any):
-    from rl_core.plugins.trackers import Trackers
+    from rl_core.run.display.trackers import Trackers
 
     return Trackers(trainer)
 
 
 def curriculum(trainer: Any):
-    from rl_core.plugins.curriculum import Curriculum
+    from rl_core.run.curriculum import Curriculum
 
     return Curriculum(trainer)
 
 
 def weights_again(trainer: Any):
-    from rl_core.plugins.weights_again import WeightRecovery
+    from rl_core.run.weight_recovery import WeightRecovery
 
     return WeightRecovery(trainer)
 
@@ -629,95 +629,95 @@ def may_lack_weights(trainer: Any) -> bool:
 
 
 def canary(trainer: Any):
-    from rl_core.plugins.canary import Canary
+    from rl_core.run.canary import Canary
 
     return Canary(trainer)
 
 
 def stale_policy(trainer: Any):
-    from rl_core.plugins.stale_policy import StalePolicy
+    from rl_core.run.stale_policy import StalePolicy
 
     return StalePolicy(trainer)
 
 
 def stale_groups(trainer: Any):
-    from rl_core.plugins.stale_groups import StaleGroups
+    from rl_core.run.staleness import StaleGroups
 
     return StaleGroups(trainer)
 
 
 def profiler(trainer: Any):
-    from rl_core.plugins.profiler import Profiler
+    from rl_core.run.display.profiler import Profiler
 
     return Profiler(trainer)
 
 
 def mfu(trainer: Any):
-    from rl_core.plugins.mfu import Mfu
+    from rl_core.run.display.mfu import Mfu
 
     return Mfu(trainer)
 
 
 def refill(trainer: Any):
-    from rl_core.plugins.refill import Refill
+    from rl_core.run.dynamic_sampling import Refill
 
     return Refill(trainer)
 
 
 def episode_metrics(trainer: Any):
-    from rl_core.plugins.episode_metrics import EpisodeMetrics
+    from rl_core.run.evaluation.episode_metrics import EpisodeMetrics
 
     return EpisodeMetrics(trainer)
 
 
 def best_keeper(trainer: Any):
-    from rl_core.plugins.checkpointer import BestKeeper
+    from rl_core.run.saving.checkpointer import BestKeeper
 
     return BestKeeper(trainer)
 
 
 def evaluation(trainer: Any):
     if trainer.config.eval.background:
-        from rl_core.plugins.background_evaluation import BackgroundEvaluation
+        from rl_core.run.evaluation.background_evaluation import BackgroundEvaluation
 
         return BackgroundEvaluation(trainer)
-    from rl_core.plugins.evaluation import Evaluation
+    from rl_core.run.evaluation.evaluation import Evaluation
 
     return Evaluation(trainer)
 
 
 def log_samples(trainer: Any):
-    from rl_core.plugins.log_samples import LogSamples
+    from rl_core.run.evaluation.print_samples import LogSamples
 
     return LogSamples(trainer)
 
 
 def signal_handler(trainer: Any):
-    from rl_core.plugins.signal_handler import SignalHandler
+    from rl_core.run.process.signals import SignalHandler
 
     return SignalHandler(trainer)
 
 
 def print_summary(trainer: Any):
-    from rl_core.plugins.run_end import print_summary
+    from rl_core.run.display.summary import print_summary
 
     print_summary(trainer)
 
 
 def served_codes(trainer: Any):
-    from rl_core.plugins.served_codes import ServedCodes
+    from rl_core.run.served_env_hashes import ServedCodes
 
     return ServedCodes(trainer)
 
 
 def failure_limit(trainer: Any):
-    from rl_core.plugins.failure_limit import FailureLimit
+    from rl_core.run.failure_limit import FailureLimit
 
     return FailureLimit(trainer)
 
 
 def checkpointer(trainer: Any):
-    from rl_core.plugins.checkpointer import Checkpointer
+    from rl_core.run.saving.checkpointer import Checkpointer
 
     return Checkpointer(trainer)
 
@@ -725,25 +725,25 @@ def checkpointer(trainer: Any):
 def num_copies(config: Any, num_ranks: int, actors: Any) -> int:
     if num_ranks < 2 and config.dp_replicate == "auto":
         return 1
-    from rl_core.plugins.whole_copies import num_copies
+    from rl_core.learning.gradient_averaging import num_copies
 
     return num_copies(config, num_ranks, actors)
 
 
 def with_replicas(learner_class: Any):
-    from rl_core.plugins.whole_copies import with_replicas
+    from rl_core.learning.gradient_averaging import with_replicas
 
     return with_replicas(learner_class)
 
 
 def scaled_learner():
-    from rl_core.plugins.loss_scale import ScaledLearner
+    from rl_core.learning.fp16 import ScaledLearner
 
     return ScaledLearner
 
 
 def optimizer_start(trainer: Any):
-    from rl_core.plugins.optimizer_start import OptimizerStart
+    from rl_core.run.saving.optimizer_start import OptimizerStart
 
     return OptimizerStart(trainer)
 
@@ -753,19 +753,19 @@ def loads_optimizer(trainer: Any) -> bool:
 
 
 def hub(trainer: Any):
-    from rl_core.plugins.hub import Hub
+    from rl_core.run.saving.push_to_hub import Hub
 
     return Hub(trainer)
 
 
 def stream_state(trainer: Any):
-    from rl_core.plugins.streaming import StreamState
+    from rl_core.tasks.streaming import StreamState
 
     return StreamState(trainer)
 
 
 def learning_elsewhere(trainer: Any):
-    from rl_core.plugins.places import RankGroupClient
+    from rl_core.run.rank_group_client import RankGroupClient
 
     return RankGroupClient(trainer)
 

@@ -52,9 +52,9 @@ def run_command(argv: list[str] | None) -> int:
         gc.disable()
         from rl_core.actors import make_actors
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
-        from rl_core.models import is_sharded, make_learners
-        from rl_core.plan import make_plan
-        from rl_core.run_folder import locked
+        from rl_core.learners import is_sharded, make_learners
+        from rl_core.plan.plan import make_plan
+        from rl_core.run.run_folder import locked
         from rl_core.trainer import Trainer, run_to_end
 
         plan = make_plan(config)
@@ -85,7 +85,7 @@ def run_command(argv: list[str] | None) -> int:
 
 def end_on_writer(trainer: Trainer) -> None:
     """Work that no other rank waits for: report.html, and the last hooks of plugins."""
-    from rl_core.tools.view.report import write_at_end
+    from rl_core.view.report import write_at_end
 
     if not trainer.signal:
         write_at_end(trainer)
@@ -95,7 +95,7 @@ def end_on_writer(trainer: Trainer) -> None:
 class CallableModule(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See tools/python_api.py."""
-        from rl_core.tools.python_api import train
+        from rl_core.api.train import train
 
         return train(*args, **kwargs)
 

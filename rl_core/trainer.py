@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from rl_core import models, registry
+from rl_core import learners, registry
 from rl_core.actors import make_actors
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learning.advantages import samples_of
 from rl_core.metrics import Max, Mean, Metric, add_metrics
-from rl_core.plan import Plan
+from rl_core.plan.plan import Plan
 from rl_core.plugin import Plugin
-from rl_core.run_folder import RunLog
+from rl_core.run.run_folder import RunLog
 from rl_core.sampling.rollout import EpisodeRunner, Group, RolloutWorker, in_order, make_group
 from rl_core.types import Task, TrainingSample, Trajectory
 
@@ -44,7 +44,7 @@ class Trainer:
         self.checkpoint = None
         if config.resume:
             self.checkpoint = registry.resume().newest_intact(checkpoints, ranks)
-        self.learners = models.make_learners(config, plan.local_algorithms, ranks, plan.own_parts)
+        self.learners = learners.make_learners(config, plan.local_algorithms, ranks, plan.own_parts)
         state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = registry.resume().load_checkpoint(self.checkpoint, self.learners, True)

@@ -215,4 +215,4 @@ class PackedBatch:
     shard: SequenceShard | None = None  # this rank's part; None: all of it
     # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.
     experts: Tensor | None = None
-    teacher: Any = None  # plugins/teacher.py's, of what teachers make of it
+    teacher: Any = None  # learning/teachers/distill.py's, of what teachers make of it

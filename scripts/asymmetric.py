@@ -28,7 +28,7 @@ from pathlib import Path
 from curves import ROOT, SFT, habit_rows, run, write_rows
 from make_tiny_model import make_tiny_model
 
-from rl_core.plugins.tables import read_episodes
+from rl_core.data.tables import read_episodes
 
 # What the attacker says -> how often the target gives its password away.
 PLEAS = {

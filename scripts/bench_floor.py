@@ -48,7 +48,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 
 from rl_core.data.pretrained import load_pretrained
-from rl_core.engines import llama_cpu
+from rl_core.models.kernels import llama_cpu
 
 ALL_WORKS = WORKS | OWN_WORKS
 ROW_TOKENS = 1024  # of one pass over the layers, as in a microbatch

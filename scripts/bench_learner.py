@@ -29,12 +29,12 @@ from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, init_ranks, make_mesh
 from rl_core.learning.learner import Learner
-from rl_core.learning.policy import PackedForward, Policy
-from rl_core.plugins.attention_kernels import find_kernel
-from rl_core.plugins.optimizers import adamw
-from rl_core.plugins.ring import RingForward
-from rl_core.plugins.sequence_shards import SequenceShards
-from rl_core.plugins.shard_loading import shard_policy
+from rl_core.learning.optimizers import adamw
+from rl_core.learning.sequence_shards import SequenceShards
+from rl_core.models.kernels.gpu_attention import find_kernel
+from rl_core.models.policy import PackedForward, Policy
+from rl_core.parallel.context_parallel import RingForward
+from rl_core.parallel.fsdp import shard_policy
 from rl_core.types import TrainingSample
 
 PROMPT = 32

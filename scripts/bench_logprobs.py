@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from rl_core.learning.logprobs import fused_logprobs
+from rl_core.models.logprobs import fused_logprobs
 from rl_core.registry import logprob_kernel
 
 SHAPES = {

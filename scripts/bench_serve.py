@@ -52,7 +52,7 @@ SAID = pb.Said(messages=json.dumps([{"role": "assistant", "content": "x" * 1000}
 
 def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
     """(its process, its address), once it has a worker; "" for one that joins a controller."""
-    command = [sys.executable, "-m", "rl_core.cli", "serve", *map(str, args)]
+    command = [sys.executable, "-m", "rl_core.tools.cli", "serve", *map(str, args)]
     root = Path(__file__).parent.parent
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True

@@ -38,10 +38,10 @@ from transformers.utils.logging import disable_progress_bar
 from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, all_gather_json, barrier, close_ranks, init_ranks
 from rl_core.engines.embedded import EmbeddedEngine
-from rl_core.engines.slots import SlotModel
-from rl_core.learning.policy import Policy
-from rl_core.models import make_policy
-from rl_core.plugins.shard_loading import shard_policy
+from rl_core.engines.kv_slots import SlotModel
+from rl_core.learners import make_policy
+from rl_core.models.policy import Policy
+from rl_core.parallel.fsdp import shard_policy
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
 
@@ -104,7 +104,7 @@ def make_engine(kind: str, folder: str, policy: Policy, ranks: Ranks, out: Path)
         module = module.to(ranks.device).requires_grad_(False)
         return EmbeddedEngine(EngineSpec(module=module, sampler=SlotModel, **spec))
     from rl_core.engines.sglang import SGLangEngine
-    from rl_core.learning.loading import load_model_config, on_meta
+    from rl_core.models.loading import load_model_config, on_meta
 
     spec |= {"weights": kind, "resend": lambda: policy.engine_weights(in_place=False)}
     return SGLangEngine(EngineSpec(module=on_meta(load_model_config(folder)), **spec))

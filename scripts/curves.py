@@ -32,7 +32,7 @@ from make_tiny_model import make_tiny_model
 
 from rl_core.config import RolloutConfig
 from rl_core.data.tasks import make_task
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.types import Completion, SamplingParams, counter_seed

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl_core.data.tasks import make_task
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.sampling.episode import merged
 from rl_core.types import Message, counter_seed
 

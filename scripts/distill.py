@@ -65,7 +65,7 @@ def measure(student: Path, teacher: Path, steps: int, seed: int) -> dict[str, di
     python(f"{rl} --model {student} --out {out}/grpo {grpo}")
     num_tasks = steps * TASKS
     python(
-        f"-m rl_core.cli collect {teacher} {ENV} {LENGTHS} --out {out}/samples --num_tasks "
+        f"-m rl_core.tools.cli collect {teacher} {ENV} {LENGTHS} --out {out}/samples --num_tasks "
         f"{num_tasks} --tasks_per_step {TASKS} --group_size {GROUP} --seed {seed}"
     )
     python(

@@ -37,15 +37,15 @@ from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
+from rl_core.engines.kv_slots import RowParams, SlotModel, sample
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.engines.slots import RowParams, SlotModel, sample
-from rl_core.learning.attention import NAME
+from rl_core.learners import learner_with
 from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.minibatches import shard_samples
-from rl_core.learning.policy import PackedForward, Policy
-from rl_core.models import learner_with
-from rl_core.plugins.attention_kernels import find_kernel
-from rl_core.plugins.offload import activations_on_host
+from rl_core.models.activation_offload import activations_on_host
+from rl_core.models.attention import NAME
+from rl_core.models.kernels.gpu_attention import find_kernel
+from rl_core.models.policy import PackedForward, Policy
 from rl_core.registry import PARTS, pair_loss
 from rl_core.types import PackedBatch, TrainingSample
 

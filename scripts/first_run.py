@@ -13,7 +13,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from rl_core import Config, train
-from rl_core.cli import main as rl_core
+from rl_core.tools.cli import main as rl_core
 from rl_core.tools.tiny_model import make_tiny_model
 
 SHORT = "--short" in sys.argv

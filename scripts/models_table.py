@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from rl_core.data.pretrained import from_config, load_pretrained
-from rl_core.learning.loading import model_class
+from rl_core.models.loading import model_class
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.train import main as train
 

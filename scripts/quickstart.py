@@ -73,7 +73,7 @@ def main() -> None:
         "--algo.clip_high 0.28 --eval_every 50",
         *more,
     )
-    run("its curves", f"-m rl_core.cli plot {here}/grpo")
+    run("its curves", f"-m rl_core.tools.cli plot {here}/grpo")
     found = evaluations(out)
     before, after = (row["eval/sort_digits/greedy_pass"] for row in (found[0], found[-1]))
     result = {

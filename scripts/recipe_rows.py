@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.preference_pairs import pair_messages
 from rl_core.data.rows import load_rows
-from rl_core.plugins.pairs import pair_messages
-from rl_core.plugins.tables import load_other
+from rl_core.data.tables import load_other
 
 Row = dict[str, Any]
 MARK = "Think step by step, and write the final answer as \\boxed{answer}."

@@ -278,7 +278,7 @@ def main() -> None:
         files = write_data(args.name, out / "data")
         *warm_up, twin = commands(args.name, out, out / "model", files)
         for flags in (*warm_up, [*twin, *more]):
-            command = [sys.executable, "-m", "rl_core.cli", "train", *flags]
+            command = [sys.executable, "-m", "rl_core.tools.cli", "train", *flags]
             print("\n$ rl-core train", *flags, flush=True)
             if code := subprocess.run(command, cwd=ROOT).returncode:
                 sys.exit(code)

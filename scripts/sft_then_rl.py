@@ -75,7 +75,9 @@ def measure(seed: int) -> dict[str, float]:
         f"{STEPS}"
     )
     sizes = f"--num_tasks {16 * COLLECTED} --tasks_per_step 16 --group_size 8 --min_reward 1"
-    run(f"rl_core.cli collect {here}/warm/hf/policy {TASK} {rows} {sizes} --out {here}/collected")
+    run(
+        f"rl_core.tools.cli collect {here}/warm/hf/policy {TASK} {rows} {sizes} --out {here}/collected"
+    )
     right = (
         f"{imitate.replace('3e-3', '1e-3')} --model {here}/warm/hf/policy --data.train "
         f"{here}/collected/rollouts"

@@ -29,13 +29,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_core import registry
-from rl_core.agents import forward
-from rl_core.agents.boxed import PROGRAMS as PROGRAMS_FOLDER
-from rl_core.agents.boxed import CommandBox
-from rl_core.agents.endpoint import BOX_FOLDER, FORWARDER, SOCKET, Endpoint, EndpointServer
-from rl_core.agents.program import CommandResult
 from rl_core.data.chat import Chat
 from rl_core.engines.scripted import ScriptedEngine, plain_chat
+from rl_core.environments.agents import forward
+from rl_core.environments.agents.boxed import PROGRAMS as PROGRAMS_FOLDER
+from rl_core.environments.agents.boxed import CommandBox
+from rl_core.environments.agents.endpoint import (
+    BOX_FOLDER,
+    FORWARDER,
+    SOCKET,
+    Endpoint,
+    EndpointServer,
+)
+from rl_core.environments.agents.program import CommandResult
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sandbox.boxes import Limits
 from rl_core.types import Completion, SamplingParams

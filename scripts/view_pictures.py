@@ -35,7 +35,7 @@ QUIET = (
 @contextmanager
 def viewed(browser: Browser, scheme: str, *runs: str) -> Iterator[Page]:
     """The page of these runs."""
-    command = [sys.executable, "-m", "rl_core.cli", "view", *runs, "--port", "0"]
+    command = [sys.executable, "-m", "rl_core.tools.cli", "view", *runs, "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         page = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 720})
@@ -72,7 +72,7 @@ def main() -> None:
 
 def picture_of_a_service(browser: Browser, file: Path) -> None:
     """Three workers, of which one is drained and one was killed with its sessions."""
-    command = [sys.executable, "-m", "rl_core.cli", "serve", "envs/calculator.py"]
+    command = [sys.executable, "-m", "rl_core.tools.cli", "serve", "envs/calculator.py"]
     flags = ["--port", "0", "--http_port", "0", "--workers", "3"]
     server = subprocess.Popen(command + flags, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

@@ -213,7 +213,7 @@ def places(make_model, tmp_path_factory) -> dict[str, str]:
 @pytest.fixture
 def env_of(tmp_path, monkeypatch):
     """env_of(code) -> the environment of a file x.py in the current folder."""
-    from rl_core.plugins.env_file import load_env
+    from rl_core.environments.env_file import load_env
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])

@@ -468,7 +468,7 @@ def kill_session(process: subprocess.Popen) -> None:
 def load_rows(source: str, split: str = "train", **rollouts: Any) -> Sequence[dict]:
     """Rows of any kind of source."""
     from rl_core.data import rows
-    from rl_core.plugins.tables import load_other
+    from rl_core.data.tables import load_other
 
     return rows.load_rows(source, split, functools.partial(load_other, **rollouts))[0]
 
@@ -556,7 +556,7 @@ def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
     from rl_core.algorithms import make_algorithm
     from rl_core.config import parse_config
     from rl_core.distributed import init_ranks
-    from rl_core.models import make_learner as make
+    from rl_core.learners import make_learner as make
 
     sizes = "--env_path x.py --out x --max_prompt_tokens 40 --max_tokens 60 --engine embedded"
     on_gpu = "--learner.dtype float32" if torch.cuda.is_available() else ""
@@ -599,7 +599,7 @@ def gradient(
 
 def metrics(out: Path) -> list[dict]:
     """Every line of a run's metrics.jsonl. Each name must have a row in the table of metrics."""
-    from rl_core.plugins.metric_table import describe
+    from rl_core.run.display.metric_table import describe
 
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     unknown = {name for line in lines for name in line if name != "step" and describe(name) is None}
@@ -668,7 +668,7 @@ def longrope(config: Any, num_short: int) -> dict[str, Any]:
 
 def make_skeleton(path: str) -> Any:
     """The shapes of a model's weights."""
-    from rl_core.learning.loading import load_model_config, on_meta
+    from rl_core.models.loading import load_model_config, on_meta
 
     return on_meta(load_model_config(path))
 

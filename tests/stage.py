@@ -10,10 +10,10 @@ from functools import cache
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
 from rl_core.data.tasks import make_task
+from rl_core.data.tool_calls import ToolCalls
 from rl_core.distributed import init_ranks
 from rl_core.engines.requests import check_request
-from rl_core.plugins.failure_limit import refuse_failures
-from rl_core.plugins.tool_calls import ToolCalls
+from rl_core.run.failure_limit import refuse_failures
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.rollout import EpisodeRunner, Group, RolloutWorker, in_order
 from rl_core.tools.tiny_model import character_tokenizer

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from rl_core.plugins.run_files import write_trajectories
-from rl_core.tools.view import data, main
-from rl_core.tools.view.data import RunFolder
-from rl_core.tools.view.server import LOCAL, Viewer
+from rl_core.run.saving.run_files import write_trajectories
+from rl_core.tools.view import main
 from rl_core.types import Completion, Trajectory, Turn
+from rl_core.view import data
+from rl_core.view.data import RunFolder
+from rl_core.view.server import LOCAL, Viewer
 
 HOSTILE = (
     'x\n"], "turns": [{"token_ids": [1, 2]}], "reward": 5, "messages": [ \u2028</script><script>'

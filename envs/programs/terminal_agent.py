@@ -1,6 +1,6 @@
 """An agent with a shell: the model calls `bash`, reads what the command wrote, and goes on until it
 calls nothing. It works in any box with `exec(command, timeout_s)`: one of rl_core.sandbox.boxes, or
-a task's of rl_core.agents.harbor."""
+a task's of rl_core.environments.agents.harbor."""
 
 import asyncio
 import json

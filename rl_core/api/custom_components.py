@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from rl_core.algorithms import sequence_sums
 from rl_core.config import Config, OptimConfig
+from rl_core.errors import nearest
 from rl_core.learning.learner import Learner, Metrics, Named, mean_of
 from rl_core.plugin import Plugin
-from rl_core.rules import nearest
 from rl_core.sampling.engine import Engine
 from rl_core.types import PackedBatch, RunError
 

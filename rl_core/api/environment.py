@@ -72,7 +72,7 @@ class Environment:
 
     def module(self) -> ModuleType:
         """A copy of its module, whose load_tasks gives its rows."""
-        from rl_core.plugins.env_hooks import execute_file
+        from rl_core.environments.env_hooks import execute_file
 
         if isinstance(self.source, ModuleType):
             module = self.source
@@ -101,7 +101,7 @@ def as_rows(name: str, data: Any) -> Rows | str | None:
     if data is None or isinstance(data, (str, Path)):
         return data if data is None else str(data)
     if hasattr(data, "to_dict") and hasattr(data, "iloc"):
-        from rl_core.plugins.tables import pandas_rows
+        from rl_core.data.tables import pandas_rows
 
         return pandas_rows(data)
     if isinstance(data, dict):

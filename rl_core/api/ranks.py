@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl_core.api.environment import Environment, Rows
 from rl_core.config import Config, EnvConfig, to_yaml
-from rl_core.rules import split
-from rl_core.tools.python_envs import Environment, Rows
+from rl_core.errors import split
 from rl_core.types import RunError
 
 
@@ -38,7 +38,7 @@ def run_ranks(config: Config, environments: list[Environment], nproc: int) -> No
         config.env_path = None  # A script's rows have no file.
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
-    command = [sys.executable, "-m", "rl_core.cli", "train", "--nproc_per_node", str(nproc)]
+    command = [sys.executable, "-m", "rl_core.tools.cli", "train", "--nproc_per_node", str(nproc)]
     run = subprocess.Popen(
         [*command, "--config", str(folder / "config.yaml")],
         stdout=subprocess.PIPE,

@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.api.environment import Environment, Rows, as_list, as_rows, with_environments
 from rl_core.config import Config, DataConfig, checked, from_sections, known_flags
-from rl_core.flags import as_fields
+from rl_core.config.flag_parsing import as_fields
+from rl_core.errors import split
 from rl_core.plugin import Plugin
-from rl_core.rules import split
-from rl_core.tools.python_envs import Environment, Rows, as_list, as_rows, with_environments
 from rl_core.types import RunError
 
 if TYPE_CHECKING:
+    from rl_core.api.custom_components import OwnParts
     from rl_core.sampling.engine import Engine
-    from rl_core.tools.python_parts import OwnParts
     from rl_core.trainer import Trainer
 
 OnStep = Callable[[int, dict[str, float]], Any]
@@ -117,7 +117,7 @@ def train(
             "eval_data needs Config(eval_every=...): how many steps lie between evaluations"
         )
     if nproc > 1:
-        from rl_core.tools.python_ranks import run_ranks
+        from rl_core.api.ranks import run_ranks
 
         if plugins or any(argument is not None for argument in (on_step, loss, optimizer, engine)):
             raise ValueError(
@@ -126,7 +126,7 @@ def train(
             )
         run_ranks(config, environments, nproc)
         return read_result(config)
-    from rl_core.tools.python_parts import OwnParts, own_plugins
+    from rl_core.api.custom_components import OwnParts, own_plugins
 
     stop = threading.Event()
     made = own_plugins(plugins)
@@ -211,10 +211,10 @@ def without_paths(values: dict[str, Any]) -> dict[str, Any]:
 def run_here(config: Config, environments: list[Environment], own_parts: OwnParts) -> None:
     """The run itself."""
     from rl_core.distributed import close_ranks, init_ranks
-    from rl_core.models import is_sharded
-    from rl_core.plan import make_plan
-    from rl_core.plugins.watchdog import run_hooks
-    from rl_core.run_folder import locked
+    from rl_core.learners import is_sharded
+    from rl_core.plan.plan import make_plan
+    from rl_core.run.run_folder import locked
+    from rl_core.sampling.watchdog import run_hooks
     from rl_core.trainer import Trainer, run_to_end
 
     modules = {env.name: env.module() for env in environments if not env.is_file}
@@ -226,7 +226,7 @@ def run_here(config: Config, environments: list[Environment], own_parts: OwnPart
             run_hooks(run_to_end(trainer))
     finally:
         close_ranks(ranks)
-    from rl_core.tools.view.report import write_at_end
+    from rl_core.view.report import write_at_end
 
     write_at_end(trainer)
     trainer.after_run()

@@ -6,9 +6,9 @@ import re
 
 from rl_core.algorithms import ADVANTAGES, Algorithm
 from rl_core.config import Config
-from rl_core.plugins.state_groups import compares_states
-from rl_core.plugins.teacher_prompts import self_taught
-from rl_core.rules import refuse
+from rl_core.errors import refuse
+from rl_core.learning.gigpo import compares_states
+from rl_core.sampling.teacher_prompts import self_taught
 
 # (condition that breaks the rule, message). c: the configuration; a: the preset with the flags
 # applied; f: True if the environment defines advantage_fn.

@@ -19,8 +19,8 @@ import yaml
 from annotated_types import Ge, Gt, Le
 
 from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS
-from rl_core.flags import Section, answer, flag, is_table, typed, unknown, validated
-from rl_core.rules import check, flags_in, split
+from rl_core.config.flag_parsing import Section, answer, flag, is_table, typed, unknown, validated
+from rl_core.errors import check, flags_in, split
 
 RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
 DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]

@@ -24,7 +24,7 @@ PAIRS = {
     "betas": "; give AdamW's two decays, such as 0.9,0.95",
 }
 # Names that other trainers give our flags, by our flag.
-PEERS = Path(__file__).parent / "peers.yaml"
+PEERS = Path(__file__).parent / "flag_aliases.yaml"
 
 
 def flag(default: Any, help: str, only: tuple[str, ...] = ()) -> Any:

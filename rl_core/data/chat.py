@@ -27,7 +27,7 @@ from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
 from rl_core.data.rows import check_exists
 from rl_core.data.tokenizer_facts import TokenizerFacts
 from rl_core.data.turn_ends import TurnEnds
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.types import Completion, Message, Turn
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.

@@ -8,7 +8,7 @@ from typing import Any
 from rl_core.data.messages import json_value
 from rl_core.data.rows import Row
 from rl_core.data.tasks import CONTEXT_COLUMNS, PROMPT_COLUMNS
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 
 NUM_ROWS = 200  # The first rows of each file are searched for a column.
 MISSING = object()

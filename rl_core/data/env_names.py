@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 
 PACKAGE = Path(__file__).parents[1]
 

@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from rl_core.data.chat import Chat
 from rl_core.data.messages import as_context, text_of
+from rl_core.data.sft_samples import row_chat, sft_samples, shared_length
 from rl_core.data.tasks import (
     column_messages,
     prompt_messages,
@@ -19,7 +20,6 @@ from rl_core.data.tasks import (
     shorten,
     with_opening,
 )
-from rl_core.plugins.sft import row_chat, sft_samples, shared_length
 from rl_core.types import Message, TrainingSample
 
 PAIR = ("chosen", "rejected")

@@ -12,9 +12,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import near_name
+from rl_core.errors import split as comma_split
 from rl_core.json_limits import ESCAPED, lone_surrogate, may_be_deeper, nesting
-from rl_core.rules import near_name
-from rl_core.rules import split as comma_split
 
 Row = dict[str, Any]
 JSON = (".json", ".jsonl")

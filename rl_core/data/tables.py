@@ -30,7 +30,7 @@ from rl_core.data.rows import (
     read_json,
     suffix_of,
 )
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 
 # One of these is a key of each message, and of a tool.
 MESSAGE_KEYS = {"role", "from", "function"}
@@ -94,7 +94,7 @@ class JsonLines(Sequence):
 def load_named(name: str, split: str, streaming: bool = False, **networks: bool) -> Sequence[Row]:
     """The tasks of a folder in Harbor's format, or the split of one that `save_to_disk` made, or of
     "org/name[:config]" on the hub."""
-    from rl_core.agents.harbor_task import NETWORKS, task_rows
+    from rl_core.environments.agents.harbor_tasks import NETWORKS, task_rows
 
     path = Path(name).expanduser()
     if is_tasks_folder(path):

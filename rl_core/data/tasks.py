@@ -22,7 +22,7 @@ from rl_core.data.messages import (
 )
 from rl_core.data.row_forms import conversation_in, read_form
 from rl_core.data.rows import row_place
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.types import Message, Task, counter_seed
 
 # Columns of the first messages; the first of these columns that a row has is used.
@@ -241,7 +241,7 @@ class RowOrder:
 
 
 class TaskSource:
-    """The tasks of one environment's split, in order. Of several environments plugins/mix.py makes
+    """The tasks of one environment's split, in order. Of several environments tasks/task_mix.py makes
     one object like it."""
 
     def __init__(

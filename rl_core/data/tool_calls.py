@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.data.chat import Chat, text_after, unmarked
+from rl_core.data.sft_samples import said_text, shared_length, split_end
 from rl_core.data.thoughts import THOUGHTS, leading_thoughts
-from rl_core.plugins.sft import said_text, shared_length, split_end
 from rl_core.types import Completion, Message
 
 # An argument as XML in the formats of Qwen, MiniMax and GLM.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rl_core.engines.llama_slots import CHANGING_ROTARY, LlamaCache, LlamaSlots
-from rl_core.host_copies import release_cached_memory
+from rl_core.models.cpu_offload import release_cached_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

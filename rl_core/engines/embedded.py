@@ -28,11 +28,11 @@ from torch import Tensor
 
 from rl_core.config import Config
 from rl_core.engines.grammars import Grammars, failure, masked_logits
+from rl_core.engines.kv_slots import RowParams, Snapshot, bytes_per_token, device_memory, sample
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
-from rl_core.engines.slots import RowParams, Snapshot, bytes_per_token, device_memory, sample
 from rl_core.engines.weights import load_weights
-from rl_core.host_copies import HostCopies
-from rl_core.learning.loading import max_positions
+from rl_core.models.cpu_offload import HostCopies
+from rl_core.models.loading import max_positions
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import Completion, SamplingParams
 

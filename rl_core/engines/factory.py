@@ -15,7 +15,7 @@ from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks
 from rl_core.engines.weights import load_weights
 from rl_core.learning.learner import Learner
-from rl_core.learning.loading import compute_dtype, load_hf_model, load_model_config, on_meta
+from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config, on_meta
 from rl_core.sampling.engine import STALE, Engine, EngineSpec
 from rl_core.types import counter_seed
 
@@ -96,7 +96,7 @@ class EngineFactory:
 
     def can_agree(self, ranks: Ranks) -> bool:
         """True if all ranks resend weights together when an engine lacks them
-        (plugins/weights_again.py). Separate rank groups have no common collective, and engines that
+        (run/weight_recovery.py). Separate rank groups have no common collective, and engines that
         take turns would lack weights at each turn."""
         is_separate = ranks.is_engine and not ranks.engine_ranks
         return not (self.learns_alone(ranks) or is_separate or self.takes_turns)
@@ -117,7 +117,7 @@ class EngineFactory:
         is_unmerged = actor.share or self.config.sharers(name)
         # Servers that run already were not started to serve adapters.
         if layers and actor.lora.rank and not is_unmerged and not actor.servers:
-            from rl_core.plugins.lora import is_served
+            from rl_core.learning.lora import is_served
 
             is_unmerged = is_served(actor.model, actor.lora, layers)
         return name if is_unmerged else ""
@@ -196,7 +196,7 @@ class EngineFactory:
         adapters = {}
         for user in (name, *self.config.sharers(name)):
             if self.adapter_of(user):
-                from rl_core.plugins.lora import peft_config
+                from rl_core.learning.lora import peft_config
 
                 actor = self.config.actors[user]
                 adapters[user] = peft_config(actor.lora, module, actor.model).to_dict()
@@ -212,7 +212,7 @@ class EngineFactory:
         if self.shares_weights(learner):
             if not policy.adapters:
                 return policy.hf
-            from rl_core.plugins.lora import second_model
+            from rl_core.learning.lora import second_model
 
             return second_model(policy.hf)
         module = load_hf_model(path, compute_dtype(self.config.of(name)), ranks.device)
@@ -236,6 +236,6 @@ def resend_of(learner: Learner | None) -> Callable[[], Iterator[tuple[str, Tenso
 def recorder_of(actor: ActorConfig) -> Callable[[nn.Module], Any] | None:
     if not actor.router_replay:
         return None
-    from rl_core.plugins.router_replay import Recorder
+    from rl_core.learning.router_replay import Recorder
 
     return Recorder

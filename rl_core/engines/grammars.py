@@ -2,7 +2,7 @@
 
 The mask of a step has every token with which some text of the schema continues; the end tokens are
 in the mask where the text is complete. A token is drawn from the softmax over the mask, truncated
-by the request's limits, and stored with the ids that it was drawn from (plugins/truncation.py).
+by the request's limits, and stored with the ids that it was drawn from (learning/truncation.py).
 
 n requests, V vocabulary.
 """

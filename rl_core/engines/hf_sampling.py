@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_core.engines.slots import SlotModel, evaluating, logits_of
-from rl_core.learning import attention
-from rl_core.learning.policy import backbone
-from rl_core.plugins.padded import ERRORS, own_attention, own_layers, set_attention
+from rl_core.engines.kv_slots import SlotModel, evaluating, logits_of
+from rl_core.learning.padded_forward import ERRORS, own_attention, own_layers, set_attention
+from rl_core.models import attention
+from rl_core.models.policy import backbone
 
 # Names of the cache argument in models: since transformers 5.24, and before.
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rl_core.learning.logprobs import capped_, logit_change, product
+from rl_core.models.logprobs import capped_, logit_change, product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_core.engines.llama_cpu import (
+from rl_core.engines.kv_slots import ForwardPlan, SlotCache, SlotModel, new_zeros, slot_attention
+from rl_core.models.kernels.llama_cpu import (
     is_plain,
     llama_layers,
     normed,
@@ -27,7 +28,6 @@ from rl_core.engines.llama_cpu import (
     rows_for_onednn,
     window_of,
 )
-from rl_core.engines.slots import ForwardPlan, SlotCache, SlotModel, new_zeros, slot_attention
 
 # Types of rotary embeddings whose frequencies depend on the length of a forward's rows.
 CHANGING_ROTARY = ("dynamic", "longrope")

@@ -1,5 +1,5 @@
 """Engines on other ranks, served over HTTP to the ranks that play episodes: torchrun's last ranks
-(--engine_ranks), and rank groups of an actor (plugins/place_rank.py).
+(--engine_ranks), and rank groups of an actor (run/rank_group_server.py).
 
 Requests are JSON: POST /ACTOR/VERB, where a verb is a method of Engine. Weights do not pass through
 HTTP: the first learner broadcasts them in buckets to all ranks that sample. Nothing is pickled.
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rl_core.distributed import Ranks
 from rl_core.engines.lease import DeviceLease
-from rl_core.http_door import (
+from rl_core.http_guard import (
     LOOPBACK,
     MAX_LOCAL_STRANGERS,
     HttpError,

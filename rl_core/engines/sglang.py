@@ -25,11 +25,11 @@ from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.sglang_server import SGLangServer, check_sglang, numbers
-from rl_core.engines.weight_ways import WAYS, choose_way, described_way, keeps_backup
+from rl_core.engines.weight_transfer import WAYS, choose_way, described_way, keeps_backup
 from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
-from rl_core.host_copies import release_cached_memory
+from rl_core.errors import refuse
 from rl_core.metrics import Metric, Sum
-from rl_core.rules import refuse
+from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.sampling.engine import Engine, EngineDied, EngineSpec
 from rl_core.types import Completion, SamplingParams
 

@@ -19,7 +19,7 @@ import time
 from multiprocessing import current_process
 
 from rl_core.engines.remote import ask
-from rl_core.engines.weight_ways import keeps_backup
+from rl_core.engines.weight_transfer import keeps_backup
 from rl_core.sampling.engine import EngineDied, EngineSpec
 
 OLDEST = (0, 5, 17)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.data.env_names import env_path
 from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
+from rl_core.data.tables import without_null_keys
 from rl_core.data.tasks import PROMPT_COLUMNS, first_column, make_task, shorten
-from rl_core.plugins.env_hooks import execute_file, make_env, marked_rewards
-from rl_core.plugins.tables import without_null_keys
-from rl_core.rules import nearest
+from rl_core.environments.env_hooks import execute_file, make_env, marked_rewards
+from rl_core.errors import nearest
 from rl_core.sampling.env import ARGUMENTS, Env
 from rl_core.sampling.episode import check_name, is_list
 from rl_core.sampling.hooks import Hook, describe_error, finite
@@ -120,14 +120,14 @@ def compile_setting(
     if name == "advantage_fn":
         return partial(advantages_of, value, path=path)
     if name == "agent":
-        from rl_core.agents.rollout import agent_hooks
+        from rl_core.environments.agents.rollout import agent_hooks
 
         return agent_hooks(path, hooks.pop(name, value), hooks, **of_agent)
     if name == "turns":
-        from rl_core.plugins.schedule import make_turns
+        from rl_core.environments.turn_order import make_turns
 
         return make_turns(value, path, hooks)
-    from rl_core.plugins.prompts import load_prompts, tool_schemas
+    from rl_core.environments.system_prompts import load_prompts, tool_schemas
 
     return tool_schemas(value, path) if name == "tools" else load_prompts(value, path)
 
@@ -328,11 +328,11 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
             )
         settings = config.of(name)
         if settings.algo.teacher:
-            from rl_core.plugins.teacher_prompts import check_taught
+            from rl_core.sampling.teacher_prompts import check_taught
 
             check_taught(settings, name, envs)
         if settings.algo.state_coef or settings.algo.state_discount:
-            from rl_core.plugins.state_groups import check_keys
+            from rl_core.learning.gigpo import check_keys
 
             check_keys(settings, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:

@@ -26,7 +26,7 @@ from rl_core.types import Task, Trajectory
 AGENT_TURNS = 64  # Default max_turns of agents, if as many turns fit into the context.
 # Rewards without the decorator: weight, and True if batched.
 REWARDS = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}
-# Settings of a file that plugins/env_file.py compiles.
+# Settings of a file that environments/env_file.py compiles.
 COMPILED = ("turns", "tools", "system_prompts", "load_tasks", "advantage_fn")
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from rl_core.data.tasks import shorten
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.sampling.episode import check_name, is_list
 from rl_core.sampling.hooks import Hook
 from rl_core.types import Task

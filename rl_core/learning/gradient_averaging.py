@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rl_core.config import Config
 from rl_core.learning.learner import Learner, Metrics
-from rl_core.learning.loading import compute_dtype, load_model_config, on_meta
 from rl_core.learning.minibatches import Minibatch
+from rl_core.models.loading import compute_dtype, load_model_config, on_meta
 
 # A rank holds 20 bytes per trained parameter: at most 2 GB, and as much for a critic.
 MOST_PARAMETERS = 100_000_000

@@ -6,10 +6,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from rl_core.algorithms import Algorithm, kl_estimate
+from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.learner import LearnerContext, LearnerExtension
-from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric
-from rl_core.plugins.weights_copy import WeightSnapshot
+from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 
 

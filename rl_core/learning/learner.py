@@ -18,10 +18,10 @@ from rl_core.algorithms import Algorithm, kl_estimate, token_losses
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, local
-from rl_core.host_copies import HostCopies
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
-from rl_core.learning.policy import PackedForward, Policy
 from rl_core.metrics import Mean, Metric, Percentile, Sum, add_metrics, count_once, reduce_metrics
+from rl_core.models.cpu_offload import HostCopies
+from rl_core.models.policy import PackedForward, Policy
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
 TAIL_NATS = 0.5  # Larger logprob gaps count for mismatch_tail_frac.

@@ -29,8 +29,8 @@ from rl_core.data.packing import (
     trimmed,
 )
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
+from rl_core.models.policy import backbone
 from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 
 # Fields of a sample that are sent to other ranks.

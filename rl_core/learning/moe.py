@@ -22,10 +22,10 @@ from transformers.utils.output_capturing import OutputRecorder
 from rl_core.config import Config
 from rl_core.distributed import Ranks
 from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension
-from rl_core.learning.loading import on_meta
 from rl_core.learning.minibatches import Minibatch
-from rl_core.learning.policy import Policy, backbone
 from rl_core.metrics import Mean, Metric
+from rl_core.models.loading import on_meta
+from rl_core.models.policy import Policy, backbone
 from rl_core.types import PackedBatch, TrainingSample
 
 TOPK = (torch.topk, Tensor.topk)

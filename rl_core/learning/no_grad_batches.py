@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_core.config import Config
+from rl_core.errors import refuse
 from rl_core.learning.learner import Learner, Metrics
 from rl_core.learning.minibatches import Minibatch
-from rl_core.rules import refuse
 from rl_core.types import PackedBatch
 
 # Fields that are filled in without gradients: a value for each trained token.

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks
-from rl_core.learning import attention
 from rl_core.learning.minibatches import to_device
-from rl_core.learning.policy import Policy
+from rl_core.models import attention
+from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch, TrainingSample
 
 PACKABLE = {"full_attention", "sliding_attention"}
@@ -61,7 +61,7 @@ class FullLogitsForward(PaddedForward):
             logits = policy.hf(input_ids=ids, use_cache=False).logits
         logits = logits.flatten(0, 1)[places].float() / temperature
         if batch.labels.ndim == 2:
-            from rl_core.plugins.truncation import over_support
+            from rl_core.learning.truncation import over_support
 
             return over_support(logits.gather(1, batch.labels.clamp(0)), batch.labels)
         logprobs_MV = logits.log_softmax(-1)

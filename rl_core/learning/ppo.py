@@ -18,12 +18,12 @@ from torch.nn.functional import pad
 from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.config import Config
 from rl_core.distributed import Ranks
+from rl_core.learning.kl import sums_to_go
 from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension, mean_of
 from rl_core.learning.minibatches import Minibatch
-from rl_core.learning.policy import Policy
+from rl_core.learning.whitening import deviation
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
-from rl_core.plugins.normalise import deviation
-from rl_core.plugins.reference import sums_to_go
+from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 
 # Algorithm of the learner that trains the critic.

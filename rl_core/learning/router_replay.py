@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from rl_core.config import Config
-from rl_core.plugins.experts import Routers
-from rl_core.plugins.row_sampling import CACHE_NAMES
+from rl_core.engines.hf_sampling import CACHE_NAMES
+from rl_core.learning.moe import Routers
 from rl_core.types import PackedBatch, TrainingSample
 
 KEPT = "experts"  # Name of the experts in a cache.

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from rl_core.learning.learner import LearnerExtension
-from rl_core.learning.logprobs import sum_dtype
+from rl_core.models.logprobs import sum_dtype
 from rl_core.types import PackedBatch, TrainingSample
 
 TILE_BYTES = 64 << 20  # Bytes, in fp32, of the head's rows that are gathered at once.
@@ -79,7 +79,7 @@ def support_logprobs(
     cap): fp64 if hidden is, else fp32. A weight that is split over ranks gives the same on each."""
     first, split = 0, None
     if isinstance(weight_VD, DTensor):
-        from rl_core.plugins.tensor_parallel import local_slice
+        from rl_core.parallel.tensor_parallel import local_slice
 
         weight_VD, first, split = local_slice(weight_VD)
     z_MK = GatheredProducts.apply(hidden_MD, weight_VD, labels_MK - first, split)

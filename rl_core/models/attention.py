@@ -1,5 +1,5 @@
 """Attention over packed sequences: one mechanism for whole sequences, trees of them and, in
-plugins/ring.py, sequences cut over ranks.
+parallel/context_parallel.py, sequences cut over ranks.
 
 Queries attend to segments of keys, which a kernel computes without a mask or padding. Where a query
 sees several segments, their results are merged by log-sum-exp. The backward of each segment takes

@@ -16,7 +16,7 @@ from transformers import (
 
 from rl_core.config import Config
 from rl_core.data.pretrained import from_config, load_pretrained
-from rl_core.learning import attention
+from rl_core.models import attention
 
 # A classifier is made from a language model: its head is new, and the language model's is left out.
 SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}

@@ -15,9 +15,9 @@ from transformers import AutoConfig, GenerationConfig
 
 from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, local, unsharded
-from rl_core.host_copies import HostCopies
-from rl_core.learning.attention import AttentionPlan, Kernel
-from rl_core.learning.logprobs import fused_logprobs, head_factors, scores_of
+from rl_core.models.attention import AttentionPlan, Kernel
+from rl_core.models.cpu_offload import HostCopies
+from rl_core.models.logprobs import fused_logprobs, head_factors, scores_of
 from rl_core.types import PackedBatch
 
 

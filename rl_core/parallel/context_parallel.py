@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_core.learning.attention import AttentionPlan, Kernel, Segments
-from rl_core.learning.policy import PackedForward, Policy
+from rl_core.models.attention import AttentionPlan, Kernel, Segments
+from rl_core.models.policy import PackedForward, Policy
 from rl_core.types import PackedBatch
 
 

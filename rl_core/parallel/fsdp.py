@@ -30,8 +30,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from rl_core.distributed import Ranks
-from rl_core.learning.loading import load_hf_model
-from rl_core.learning.policy import Policy, blocks_of
+from rl_core.models.loading import load_hf_model
+from rl_core.models.policy import Policy, blocks_of
 
 CONVERT = WeightConverter.convert
 

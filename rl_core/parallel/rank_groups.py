@@ -9,8 +9,8 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.distributed import Mesh, make_mesh
-from rl_core.plugins.whole_copies import num_copies
-from rl_core.rules import refuse, split
+from rl_core.errors import refuse, split
+from rl_core.learning.gradient_averaging import num_copies
 
 RANKS = r"\d+(-\d+)?(,\d+(-\d+)?)*"
 # (condition that breaks the rule, message). c: the configuration; a: an actor with ranks.
@@ -81,7 +81,7 @@ def check_ranks(config: Config) -> None:
 
 def check_teachers_are_near(config: Config, name: str) -> None:
     """Raises ValueError for a teacher that learns on other ranks than its student."""
-    from rl_core.plugins.teacher_prompts import envs_by_teacher
+    from rl_core.sampling.teacher_prompts import envs_by_teacher
 
     for teacher in envs_by_teacher(config.of(name)):
         if teacher in config.trained and ranks_of(config, teacher) != ranks_of(config, name):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from rl_core.config import Config
-from rl_core.rules import nearest, refuse, require, split
+from rl_core.errors import nearest, refuse, require, split
 
 OF_LEARNER = {"algorithm", "algo", "critic", "learner", "optim"}
 OF_MODEL = {"activations", "offload", "dtype"}  # flags of a learner
@@ -139,6 +139,6 @@ def check_actors(config: Config) -> None:
 
             require(dialect_of(actor.api)[0].package, "--actors.NAME.api", "api")
     if any(actor.ranks for actor in config.actors.values()):
-        from rl_core.plugins.place_rules import check_ranks
+        from rl_core.parallel.rank_groups import check_ranks
 
         check_ranks(config)

@@ -11,10 +11,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from rl_core.config import Config, LoraConfig
 from rl_core.data.chat import Chat, load_chat
-from rl_core.learning.loading import load_model_config, max_positions
+from rl_core.models.loading import load_model_config, max_positions
 
 if TYPE_CHECKING:
-    from rl_core.plugins.teacher_prompts import Limits
+    from rl_core.sampling.teacher_prompts import Limits
 
 
 def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
@@ -24,20 +24,20 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
     model_config = read_config(actor.model)
     is_scoring = "ForSequenceClassification" in str(model_config.architectures)
     if is_scoring and config.algorithm != "rm":
-        from rl_core.plugins.model_paths import refuse_reward_model
+        from rl_core.plan.model_paths import refuse_reward_model
 
         refuse_reward_model(actor.model)
     check_positions(config, actor.model, model_config)
     if actor.router_replay:
-        from rl_core.plugins.router_replay import check_replay
+        from rl_core.learning.router_replay import check_replay
 
         check_replay(config, name)
     if actor.router_aux_loss_coef or actor.router_replay:
-        from rl_core.plugins.experts import check_experts
+        from rl_core.learning.moe import check_experts
 
         check_experts(config, name, model_config)
     if actor.is_trained and actor.lora.rank:
-        from rl_core.plugins.lora import check_lora
+        from rl_core.learning.lora import check_lora
 
         check_lora(actor.lora, model_config)
     check_kernels(config, model_config, actor.lora if actor.is_trained else None)
@@ -53,7 +53,7 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
                 "of the same family"
             )
     if actor.is_trained and (settings.algo.teacher or settings.algo.reference):
-        from rl_core.plugins.teachers import check_teachers, frozen_models
+        from rl_core.learning.teachers.build_teacher import check_teachers, frozen_models
 
         for path in frozen_models(settings).values():
             read_other(config, path)
@@ -68,18 +68,18 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
 def read_config(path: str) -> PretrainedConfig:
     """The model's config.json. Raises ValueError if there is none, or if it cannot be trained."""
     if not Path(path).exists():
-        from rl_core.plugins.model_paths import check_path
+        from rl_core.plan.model_paths import check_path
 
         check_path(path)
     try:
         config = load_model_config(path)
     except (OSError, ValueError) as error:
-        from rl_core.plugins.model_paths import why_no_model
+        from rl_core.plan.model_paths import why_no_model
 
         raise ValueError(why_no_model(path, error)) from None
     check_is_decoder(config, path)
     if Path(path).is_dir():
-        from rl_core.plugins.model_paths import check_weights
+        from rl_core.plan.model_paths import check_weights
 
         check_weights(Path(path))
     return config
@@ -132,7 +132,7 @@ def num_positions(path: str | None) -> int | None:
 
 def teacher_limits(config: Config) -> Limits:
     """(actor, environment) -> (most tokens that a self-teacher reads, the limit's name)."""
-    from rl_core.plugins.teacher_prompts import self_taught
+    from rl_core.sampling.teacher_prompts import self_taught
 
     limits = {}
     for name in config.trained:
@@ -151,11 +151,11 @@ def check_kernels(config: Config, model_config: PretrainedConfig, lora: LoraConf
     """Raises ValueError if the kernels or tensor parallelism do not support the model. `lora`: of a
     trained model, else None."""
     if config.tp > 1 and lora is not None:
-        from rl_core.plugins.tensor_parallel import check_tensor_parallel
+        from rl_core.parallel.tensor_parallel import check_tensor_parallel
 
         check_tensor_parallel(config.tp, model_config, lora)
     if config.learner.kernels == "liger":
-        from rl_core.plugins.liger import check_liger
+        from rl_core.models.kernels.liger import check_liger
 
         check_liger(model_config)
 

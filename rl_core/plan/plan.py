@@ -20,7 +20,7 @@ from rl_core.data.chat import Chat
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
-from rl_core.rules import check
+from rl_core.errors import check
 from rl_core.sampling.env import Env
 
 # Name of an environment -> its held-out tasks by the name of their set.
@@ -43,7 +43,7 @@ class Plan:
     eval: dict[str, TaskSource] = field(default_factory=dict)
     chats: dict[str, Chat] = field(default_factory=dict)  # By the name of each actor with a model.
     endpoints: dict[str, Any] = field(default_factory=dict)  # actors behind a URL
-    sft_dataset: Any = None  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
+    sft_dataset: Any = None  # a tasks.sft_dataset.SFTDataset; None: episodes are rolled out
     own_parts: Any = None  # a tools.python_parts.OwnParts of a script
 
     @property

@@ -23,7 +23,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rl_core.math_answers import alternatives, final_answer, is_equal, reference_answer
+from rl_core.rewards.math_answers import alternatives, final_answer, is_equal, reference_answer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -86,7 +86,7 @@ def maths(text: str, answer: str | float | list[str]) -> float:
     """1 if the final answers are equal as mathematics, else 0. Final is what stands after the last
     `####` (GSM8K) or in the last `\\boxed{}` (MATH, arXiv:2103.03874), whichever comes later, else
     the last formula or number. The reference may be LaTeX without dollars. A list of texts, or its
-    JSON text, holds alternatives of which each is right. See rl_core/math_answers.py."""
+    JSON text, holds alternatives of which each is right. See rl_core/rewards/math_answers.py."""
     final = final_answer(str(text))
     references = [reference_answer(each) for each in alternatives(answer)]
     return float(any(is_equal(final, reference) for reference in references))

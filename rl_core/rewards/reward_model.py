@@ -4,7 +4,7 @@ model = RewardModel("runs/rm/hf/policy")
 model.score([[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]])
 # [1.25]
 
-python -m rl_core.plugins.reward_model --model runs/rm/hf/policy --port 8001
+python -m rl_core.rewards.reward_model --model runs/rm/hf/policy --port 8001
 await remote_scores("http://127.0.0.1:8001", [messages])
 # [1.25]
 
@@ -31,7 +31,7 @@ from aiohttp import web
 from rl_core.data.chat import load_chat
 from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.pretrained import load_pretrained
-from rl_core.http_door import MAX_LOCAL_STRANGERS, HttpServer, read_json
+from rl_core.http_guard import MAX_LOCAL_STRANGERS, HttpServer, read_json
 from rl_core.types import Message
 
 MAX_PAUSE_S = 5.0  # Longest pause between two attempts at a server.
@@ -52,7 +52,7 @@ class RewardModel:
         in the folder's dtype. Raises ValueError if the folder holds no trained reward model."""
         import torch  # The import takes seconds, which --help avoids.
 
-        from rl_core.learning.loading import max_positions
+        from rl_core.models.loading import max_positions
 
         if device is None:
             device = "cpu"
@@ -104,7 +104,7 @@ class RewardModel:
     def forward(self, conversations: list[list[int]]) -> list[float]:
         import torch
 
-        from rl_core.learning.logprobs import scores_of
+        from rl_core.models.logprobs import scores_of
 
         rows = [torch.tensor(ids, device=self.device) for ids in conversations]
         last = torch.tensor([len(ids) - 1 for ids in conversations], device=self.device)
@@ -246,7 +246,7 @@ async def serve(model: RewardModel, host: str, port: int, max_bytes: int) -> Non
 def main(argv: list[str] | None = None) -> int:
     """Loads the model once and serves until Ctrl-C. Returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl_core.plugins.reward_model", allow_abbrev=False
+        prog="python -m rl_core.rewards.reward_model", allow_abbrev=False
     )
     add = parser.add_argument
     add("--model", required=True, help="folder or hub name of a reward model: runs/rm/hf/policy")

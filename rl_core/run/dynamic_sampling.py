@@ -9,9 +9,9 @@ from rl_core.algorithms import Algorithm
 from rl_core.data.episodes import baseline_groups, has_spread
 from rl_core.distributed import all_gather_json
 from rl_core.learning.advantages import turn_returns
+from rl_core.learning.gigpo import compares_states, state_advantages
 from rl_core.metrics import Mean
 from rl_core.plugin import Plugin
-from rl_core.plugins.state_groups import compares_states, state_advantages
 from rl_core.sampling.rollout import Group, in_order
 from rl_core.types import Trajectory
 

@@ -16,10 +16,10 @@ from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.engines.remote import EngineServer, sent_metrics
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Metric, add_metrics
-from rl_core.plugins.checkpoint import save_learners
-from rl_core.plugins.checkpointer import Checkpointer, export_local
-from rl_core.plugins.places import from_text, pairs_of
-from rl_core.plugins.resume import load_checkpoint, newest_intact
+from rl_core.run.rank_group_client import from_text, pairs_of
+from rl_core.run.saving.checkpoint import save_learners
+from rl_core.run.saving.checkpointer import Checkpointer, export_local
+from rl_core.run.saving.resume import load_checkpoint, newest_intact
 from rl_core.sampling.engine import Engine
 from rl_core.types import RunError, TrainingSample
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.plugin import Plugin
-from rl_core.run_folder import naming
+from rl_core.run.run_folder import naming
 from rl_core.types import Trajectory
 
 FILE = "served_env_code.jsonl"

@@ -8,9 +8,9 @@ from typing import Any
 
 from rl_core.metrics import Max, Mean
 from rl_core.plugin import Plugin
-from rl_core.plugins.run_files import write_trajectories
-from rl_core.plugins.under_way import FILE, read_groups
-from rl_core.run_folder import naming
+from rl_core.run.run_folder import naming
+from rl_core.run.saving.run_files import write_trajectories
+from rl_core.sampling.resumable_rollouts import FILE, read_groups
 from rl_core.sampling.rollout import Group
 from rl_core.types import Task
 

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
 from rl_core.data.messages import canonical_messages, canonical_tools, shorten
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_values, wait_for_all
 from rl_core.types import Completion, Message, RunError, SamplingParams, Trajectory, counter_seed
@@ -289,7 +289,9 @@ class Actor:
     lease: Any = None  # An engines.lease.DeviceLease if engines share a device.
     stale_engine: Engine | None = None  # Samples a fraction of the turns with stale weights.
     stale_frac: float = 0.0
-    open_endpoint: Callable[[Actor], Any] | None = None  # Opens an endpoint (agents/rollout.py).
+    open_endpoint: Callable[[Actor], Any] | None = (
+        None  # Opens an endpoint (environments/agents/rollout.py).
+    )
     # in_episode() sets the fields from here to max_turns.
     params: SamplingParams | None = None
     seed: int = 0

@@ -14,7 +14,11 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from rl_core.plugins.under_way import ResumableConversation, ResumablePlayer, ResumableWorker
+from rl_core.sampling.resumable_rollouts import (
+    ResumableConversation,
+    ResumablePlayer,
+    ResumableWorker,
+)
 from rl_core.sampling.rollout import Group
 from rl_core.types import Completion, SamplingParams
 

@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.data.episodes import baseline_groups
 from rl_core.data.messages import shorten, text_of, with_text_arguments
 from rl_core.data.tasks import row_tools
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.sampling.actor import Conversation, EpisodeActors, without_thoughts
 from rl_core.sampling.hooks import (
     Hook,

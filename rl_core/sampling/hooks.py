@@ -166,7 +166,7 @@ class LoopClock:
         self.is_waking = False  # True if the loop is scheduled to read `ended`.
         self.num_running = 0  # Running hooks.
         self.paths: set[str] = set()  # Files whose hooks were called.
-        self.watchdog: Any = None  # plugins/watchdog.py; notified when hooks begin or end.
+        self.watchdog: Any = None  # sampling/watchdog.py; notified when hooks begin or end.
         # All timers of this loop read its clock, and its threads end when the loop closes.
         self.close_loop = loop.close
         loop.time = self

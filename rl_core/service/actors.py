@@ -11,8 +11,8 @@ from typing import Any
 
 from grpc import StatusCode
 
-from rl_core.agents.rollout import Endpoints
 from rl_core.data.messages import canonical_messages
+from rl_core.environments.agents.rollout import Endpoints
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
 from rl_core.sampling.hooks import Hook
 from rl_core.service import environments_pb2 as pb

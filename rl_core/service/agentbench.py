@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 import aiohttp
 
 from rl_core.data.messages import shorten, with_text_arguments
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors, without_thoughts
 from rl_core.sampling.hooks import finite
 from rl_core.types import Message, Task, Trajectory

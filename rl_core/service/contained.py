@@ -13,8 +13,8 @@ import sys
 import threading
 from typing import BinaryIO
 
-from rl_core.plugins.watchdog import name_what_blocks
 from rl_core.sampling.hooks import LoopClock
+from rl_core.sampling.watchdog import name_what_blocks
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.worker import Worker

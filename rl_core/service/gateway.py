@@ -15,8 +15,8 @@ from grpc import StatusCode
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rl_core import http_door
-from rl_core.http_door import HttpError, HttpServer, parse_json, read_body, turn_away
+from rl_core import http_guard
+from rl_core.http_guard import HttpError, HttpServer, parse_json, read_body, turn_away
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access
@@ -57,7 +57,7 @@ async def open_http(
     server = HttpServer(
         make_app(hub, access, metrics),
         write_error=write_error,
-        max_strangers=http_door.MAX_STRANGERS,
+        max_strangers=http_guard.MAX_STRANGERS,
         handler_cancellation=True,
     )
     stack.push_async_callback(server.close)

@@ -10,8 +10,8 @@ from grpc import StatusCode
 
 from rl_core.data.messages import canonical_messages
 from rl_core.data.tasks import make_task
-from rl_core.plugins.env_file import load_env
-from rl_core.plugins.env_hooks import execute_file
+from rl_core.environments.env_file import load_env
+from rl_core.environments.env_hooks import execute_file
 from rl_core.sampling.env import SPOKEN
 from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb

@@ -22,8 +22,8 @@ from typing import Any
 from grpc import StatusCode
 
 from rl_core import __version__
-from rl_core.plugins.watchdog import name_what_blocks
 from rl_core.sampling.hooks import LoopClock
+from rl_core.sampling.watchdog import name_what_blocks
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import (
     ContainedEnv,

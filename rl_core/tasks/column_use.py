@@ -13,8 +13,11 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat, unmarked
+from rl_core.data.column_names import MISSING, nested_value
 from rl_core.data.messages import text_of
+from rl_core.data.preference_pairs import PAIR, pair_messages
 from rl_core.data.rendering import PROBE
+from rl_core.data.sft_samples import sft_messages
 from rl_core.data.tasks import (
     CONTEXT_COLUMNS,
     CONVERSATIONS,
@@ -28,9 +31,6 @@ from rl_core.data.tasks import (
     row_variables,
 )
 from rl_core.data.thoughts import MARKS
-from rl_core.plugins.pairs import PAIR, pair_messages
-from rl_core.plugins.renamed_columns import MISSING, nested_value
-from rl_core.plugins.sft import sft_messages
 from rl_core.sampling.env import Env
 from rl_core.types import Message
 

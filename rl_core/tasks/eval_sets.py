@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from glob import glob
 
 from rl_core.config import Config
-from rl_core.rules import split
+from rl_core.errors import split
 
 
 def held_out(config: Config, envs: Iterable[str]) -> Iterator[tuple[str, str, str, str | None]]:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat, text_of
+from rl_core.data.preference_pairs import LeftOutError, pair_messages, reply_pair, scored_pair
 from rl_core.data.rows import Row, is_trajectory
+from rl_core.data.sft_samples import sft_messages, sft_samples, trained_messages
 from rl_core.data.tasks import TaskSource
-from rl_core.plugins.pairs import LeftOutError, pair_messages, reply_pair, scored_pair
-from rl_core.plugins.row_lengths import fits
-from rl_core.plugins.sft import sft_messages, sft_samples, trained_messages
+from rl_core.tasks.row_lengths import fits
 from rl_core.types import Message, Task, TrainingSample
 
 CACHED_TOKENS = 4_000_000  # 100 MB

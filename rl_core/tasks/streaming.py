@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from rl_core.config import Config
+from rl_core.data.column_names import RenamedColumns, check_columns_exist
 from rl_core.data.rows import Row, check_exists, files_of, parse_rows, suffix_of
+from rl_core.data.tables import load_named, load_table, messages_as_written
 from rl_core.data.tasks import TaskSource, make_task
+from rl_core.environments.env_file import check_columns
+from rl_core.errors import nearest, refuse
 from rl_core.plugin import Plugin
-from rl_core.plugins.env_file import check_columns
-from rl_core.plugins.made_prompts import MadePrompts
-from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
-from rl_core.plugins.sft_dataset import check_rows
-from rl_core.plugins.tables import load_named, load_table, messages_as_written
-from rl_core.rules import nearest, refuse
 from rl_core.sampling.env import Env
+from rl_core.tasks.prompt_hook import MadePrompts
+from rl_core.tasks.sft_dataset import check_rows
 from rl_core.types import Task, counter_seed
 
 CHECKED_ROWS = 200  # The first rows, which are checked at start-up.

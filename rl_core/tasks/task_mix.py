@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rl_core.config import Config
 from rl_core.data.tasks import TaskSource
-from rl_core.rules import nearest, refuse, split
+from rl_core.errors import nearest, refuse, split
 from rl_core.types import Task
 
 # (is it broken?, message). c: the configuration.

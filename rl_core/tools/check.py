@@ -24,9 +24,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import RolloutConfig
+from rl_core.config.flag_parsing import typed
 from rl_core.data.episodes import by_episode, episode_means, episode_rewards
-from rl_core.flags import typed
-from rl_core.rules import printable, split
+from rl_core.errors import printable, split
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
@@ -59,10 +59,10 @@ def main(argv: list[str]) -> int:
 def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     """Prints the report on one environment, and gives it as data."""
     from rl_core.data.chat import load_chat
+    from rl_core.data.tool_calls import ToolCalls
     from rl_core.engines.scripted import plain_chat
-    from rl_core.plugins.env_file import check_actors, check_boxes, load_env, speakers
-    from rl_core.plugins.tool_calls import ToolCalls
-    from rl_core.plugins.watchdog import run_hooks
+    from rl_core.environments.env_file import check_actors, check_boxes, load_env, speakers
+    from rl_core.sampling.watchdog import run_hooks
 
     module = None
     if "://" in path:
@@ -126,10 +126,10 @@ def check_oracle(
     env: Env, tasks: list[Task], names: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Prints the rewards of each task's solution and of doing nothing, and a table of counts."""
+    from rl_core.data.tool_calls import ToolCalls
     from rl_core.engines.scripted import plain_chat
-    from rl_core.plugins.tool_calls import ToolCalls
-    from rl_core.plugins.watchdog import run_hooks
-    from rl_core.tools.oracle import Table, judge_all
+    from rl_core.sampling.watchdog import run_hooks
+    from rl_core.tools.reference_answers import Table, judge_all
 
     begun = time.monotonic()
     chat = plain_chat(ToolCalls)
@@ -156,8 +156,8 @@ def check_oracle(
 
 def refused_tasks(rows: str | None) -> dict[str, list[str]]:
     """Reason -> names of the tasks that are left out of folders in Harbor's format."""
-    from rl_core.agents.harbor_task import read_tasks
     from rl_core.data.rows import is_tasks_folder
+    from rl_core.environments.agents.harbor_tasks import read_tasks
 
     refused: dict[str, list[str]] = {}
     for source in split(rows or ""):
@@ -220,12 +220,12 @@ def describe_hook(hook: Hook) -> str:
 
 def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks. Checks before that every row has the columns that hooks need."""
+    from rl_core.data.column_names import RenamedColumns, check_columns_exist
     from rl_core.data.rows import load_rows
+    from rl_core.data.tables import load_other
     from rl_core.data.tasks import TaskSource
-    from rl_core.plugins.env_file import check_columns
-    from rl_core.plugins.made_prompts import MadePrompts
-    from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
-    from rl_core.plugins.tables import load_other
+    from rl_core.environments.env_file import check_columns
+    from rl_core.tasks.prompt_hook import MadePrompts
 
     if not options.rows and not env.load_tasks:
         raise ValueError(
@@ -314,8 +314,8 @@ async def play(
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
     from rl_core import registry
     from rl_core.engines.scripted import ScriptedActor
-    from rl_core.plugins.teacher_prompts import with_teacher_prompts
-    from rl_core.sampling.rollout import Group, EpisodeRunner
+    from rl_core.sampling.rollout import EpisodeRunner, Group
+    from rl_core.sampling.teacher_prompts import with_teacher_prompts
     from rl_core.types import SamplingParams
 
     scripted = {"chat": chat, "replies": replies, "open_endpoint": registry.endpoints(None)}
@@ -330,7 +330,7 @@ async def play(
 
 def as_read(t: Trajectory) -> Trajectory:
     """The episode as the policy reads it as its own teacher."""
-    from rl_core.plugins.teacher_prompts import turns_as_read
+    from rl_core.sampling.teacher_prompts import turns_as_read
 
     return replace(t, turns=turns_as_read(t))
 

@@ -1,4 +1,4 @@
-"""The command rl-core. `python -m rl_core.cli` is the same.
+"""The command rl-core. `python -m rl_core.tools.cli` is the same.
 
 Each command is tools/COMMAND.py, imported when it is asked for: --help and an unknown command
 answer at once.
@@ -99,7 +99,7 @@ def answer(command: str, rest: list[str]) -> int:
         print(f"rl_core {__version__}")
         return 0
     if command not in COMMANDS:
-        from rl_core.rules import nearest
+        from rl_core.errors import nearest
 
         raise UsageError(f"unknown command {command!r}; {nearest(command, COMMANDS)}")
     return import_module(f"rl_core.tools.{command}").main(rest)
@@ -115,7 +115,7 @@ def command() -> NoReturn:
     """The process of a shell's `rl-core`."""
     status = main()
     if "torch" in sys.modules:
-        from rl_core.plugins.watchdog import exit_process
+        from rl_core.sampling.watchdog import exit_process
 
         exit_process(status)
     sys.exit(status)

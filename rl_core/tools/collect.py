@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.config import Config
-from rl_core.tools.playing import FLAGS, player, read_flags, with_model
+from rl_core.tools.model_player import FLAGS, player, read_flags, with_model
 
 if TYPE_CHECKING:
     from rl_core.types import Trajectory
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     )
     options, config = read_flags(parser, argv, "collected")
     # After the flags: it imports what --help need not wait for.
-    from rl_core.plugins.watchdog import run_hooks
+    from rl_core.sampling.watchdog import run_hooks
 
     config = replace(config, out=options.out)
     collecting = collect(config, options.models[0], options.num_tasks, options.min_reward)
@@ -53,10 +53,10 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     """Plays the tasks that OUT/rollouts lacks. Raises ValueError if those there were played with
     other flags."""
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
-    from rl_core.plan import load_envs, train_tasks
-    from rl_core.plugins.env_file import check_boxes
-    from rl_core.plugins.run_files import keep_config, write_tokenizers, write_trajectories
-    from rl_core.run_folder import locked
+    from rl_core.environments.env_file import check_boxes
+    from rl_core.plan.plan import load_envs, train_tasks
+    from rl_core.run.run_folder import locked
+    from rl_core.run.saving.run_files import keep_config, write_tokenizers, write_trajectories
 
     out = Path(config.out)
     config, envs = load_envs(config)

@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from rl_core.data.env_names import env_files
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.sandbox.boxes import check_machine
 from rl_core.tools.info import environments, sandbox
 

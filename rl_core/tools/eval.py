@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config
-from rl_core.flags import typed
+from rl_core.config.flag_parsing import typed
 from rl_core.scratch import scratch_prefix
-from rl_core.tools.playing import FLAGS, player, read_flags, with_model
+from rl_core.tools.model_player import FLAGS, player, read_flags, with_model
 
 if TYPE_CHECKING:
-    from rl_core.plugins.eval_folder import EvalFolder
+    from rl_core.run.evaluation.eval_folder import EvalFolder
     from rl_core.types import Trajectory
 
 Scores = dict[str, dict[str, "Score"]]  # environment -> metric -> score
@@ -68,13 +68,13 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("eval")) as scratch:
         known, _ = parser.parse_known_args(argv)
         if known.bench:
-            from rl_core.tools.benches import bench_flags
+            from rl_core.tools.eval_suites import bench_flags
 
             argv = [*argv, *bench_flags(known.bench, known.bench_data)]
         options, config = read_flags(parser, argv, scratch)
         # After the flags: it imports what --help need not wait for.
-        from rl_core.plugins.eval_folder import EvalFolder
-        from rl_core.plugins.watchdog import run_hooks
+        from rl_core.run.evaluation.eval_folder import EvalFolder
+        from rl_core.sampling.watchdog import run_hooks
         from rl_core.types import RunError
 
         by_model: dict[str, Scores] = {}
@@ -126,8 +126,8 @@ async def evaluate(
     """Fills `found` with scores of one model by environment, and by actor if it is several. With a
     folder an environment in which too many episodes fail does not end the others: RunError comes
     after them."""
-    from rl_core.plan import eval_tasks, load_envs
-    from rl_core.plugins.env_file import check_boxes
+    from rl_core.environments.env_file import check_boxes
+    from rl_core.plan.plan import eval_tasks, load_envs
     from rl_core.types import RunError
 
     config, envs = load_envs(config)

@@ -12,7 +12,7 @@ from urllib.request import getproxies
 import yaml
 
 from rl_core.data.env_names import env_path
-from rl_core.rules import nearest, split
+from rl_core.errors import nearest, split
 
 VARIABLE = "RL_CORE_BENCH_DATA"
 CONNECT_S = 5.0

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from rl_core.plugins.signal_handler import SIGNALS
-from rl_core.plugins.watchdog import end_without_teardown
+from rl_core.run.process.signals import SIGNALS
+from rl_core.sampling.watchdog import end_without_teardown
 from rl_core.scratch import scratch_prefix
 
 PORT_DIGITS = 8
@@ -39,7 +39,7 @@ def can_fork() -> bool:
     from transformers import GenerationMixin, PreTrainedTokenizerFast  # noqa: F401
 
     import rl_core.plan
-    import rl_core.plugins.model_checks
+    import rl_core.plan.model_checks
     import rl_core.trainer  # noqa: F401
 
     return num_threads() == 1

@@ -21,8 +21,8 @@ from rl_core import __version__
 from rl_core.config import ActorConfig, Config, flat, known_flags, read_config
 from rl_core.data.env_names import env_files, env_folders
 from rl_core.data.rows import read_json
-from rl_core.plugins.metric_table import rows
-from rl_core.rules import nearest
+from rl_core.errors import nearest
+from rl_core.run.display.metric_table import rows
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS
 
@@ -106,9 +106,9 @@ def run_settings(run: Path) -> str:
                 lines.append(f"  {name} {value}")
     if sent := sent_weights(run / "metrics.jsonl"):
         lines += ["", "== new weights, in the last step that had some", *sent]
-    from rl_core.plugins import served_codes  # it imports numpy, which --help need not load
+    from rl_core.run import served_env_hashes  # it imports numpy, which --help need not load
 
-    codes = served_codes.described(run)
+    codes = served_env_hashes.described(run)
     if codes:
         lines += ["", "== hashes of served environments", *codes]
     return "\n".join(lines)

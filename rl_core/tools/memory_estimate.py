@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import ActorConfig
-from rl_core.rules import split
+from rl_core.errors import split
 
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
-    from rl_core.plan import Plan
+    from rl_core.plan.plan import Plan
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
@@ -45,8 +45,8 @@ def model_size(actor: ActorConfig) -> Size:
     """Sizes of an actor's model, made from its config.json on the meta device."""
     import torch
 
-    from rl_core.learning.loading import load_model_config, on_meta
-    from rl_core.plugins.inference_batches import widths
+    from rl_core.learning.no_grad_batches import widths
+    from rl_core.models.loading import load_model_config, on_meta
 
     hf = load_model_config(actor.model)
     model = on_meta(hf)
@@ -73,9 +73,9 @@ def model_size(actor: ActorConfig) -> Size:
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
     """Memory of a learner on one rank. Weights, gradients and optimizer state are fp32, sharded.
     `plan`: with the settings of this actor."""
-    from rl_core.learning.loading import compute_dtype
-    from rl_core.plugins.inference_batches import activation_bytes
-    from rl_core.plugins.teachers import frozen_models
+    from rl_core.learning.no_grad_batches import activation_bytes
+    from rl_core.learning.teachers.build_teacher import frozen_models
+    from rl_core.models.loading import compute_dtype
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
     learner = config.learner
@@ -116,7 +116,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
 def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
     """Memory of an engine on one rank: a copy of the weights, unless the engine reads the learner's,
     and the KV cache."""
-    from rl_core.learning.loading import compute_dtype
+    from rl_core.models.loading import compute_dtype
     from rl_core.registry import engine_maker
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
@@ -133,9 +133,9 @@ def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
 def facts(plan: Plan) -> dict[str, Any]:
     """Data, tokens of a step, assumptions, and for each actor that learns its parameters and
     bytes on one rank."""
-    from rl_core.learning.loading import compute_dtype
-    from rl_core.plugins.column_use import column_use
-    from rl_core.plugins.row_lengths import left_out
+    from rl_core.models.loading import compute_dtype
+    from rl_core.tasks.column_use import column_use
+    from rl_core.tasks.row_lengths import left_out
 
     config, mesh = plan.config, plan.mesh
     meshes, num_ranks = {}, mesh.size + config.engine_ranks

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
-from rl_core.plugins.actor_rules import URL
-from rl_core.plugins.model_paths import check_plays
+from rl_core.plan.actor_rules import URL
+from rl_core.plan.model_paths import check_plays
 
 if TYPE_CHECKING:
     from rl_core.data.tasks import TaskSource
-    from rl_core.plugins.eval_folder import Cell
+    from rl_core.run.evaluation.eval_folder import Cell
     from rl_core.sampling.env import Env
     from rl_core.sampling.rollout import RolloutWorker
     from rl_core.types import Task, Trajectory
@@ -75,7 +75,7 @@ def read_flags(
             f"--algorithm {config.algorithm} has no episodes to play; name an environment by "
             "--env_path"
         )
-    from rl_core.plugins.terminal import quiet
+    from rl_core.run.display.terminal import quiet
 
     quiet()  # Before rows are read.
     return options, config
@@ -83,7 +83,7 @@ def read_flags(
 
 def check_env_is_named(model: str, flags: list[str]) -> None:
     """Raises ValueError if no flag names the environment, which a run of RL has in its config."""
-    from rl_core.plugins.run_files import read_config
+    from rl_core.run.saving.run_files import read_config
 
     if any(re.match(r"--(env_path|config)\b", flag) for flag in flags):
         return
@@ -106,7 +106,7 @@ def without_learning(item: tuple[str, ActorConfig]) -> tuple[str, ActorConfig]:
 
 def flags_of_run(model: str) -> list[str] | None:
     """--config of the reinforcement learning that made a model; None if there is none."""
-    from rl_core.plugins.run_files import read_config
+    from rl_core.run.saving.run_files import read_config
 
     for folder in (Path(model), Path(model).parent.parent):
         path = folder / "config.yaml"
@@ -119,7 +119,7 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
     """(the configuration in which `model` plays, the names of the actors that it is). The folder of
     a run is all actors that the run trained, RUN/hf/NAME is NAME, any other model the first that is
     trained."""
-    from rl_core.plan import choose_engine
+    from rl_core.plan.plan import choose_engine
 
     config = choose_engine(config, 1)
     folder, names = Path(model), config.trained[:1]
@@ -152,9 +152,9 @@ async def player(
     from rl_core.actors import make_speaker
     from rl_core.distributed import init_ranks
     from rl_core.engines.lease import DeviceLease
-    from rl_core.plan import make_chats
-    from rl_core.plugins.row_lengths import check_lengths
+    from rl_core.plan.plan import make_chats
     from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
+    from rl_core.tasks.row_lengths import check_lengths
 
     chats, endpoints = make_chats(config)
     for source in sources if chats else ():
@@ -201,7 +201,7 @@ class Player:
     ) -> list[Trajectory]:
         """`size` episodes of each task; `drawn`: make_group()'s. `cell`: has some of them already,
         and keeps the others. Raises RunError if too many fail."""
-        from rl_core.plugins.failure_limit import refuse_failures
+        from rl_core.run.failure_limit import refuse_failures
         from rl_core.sampling.rollout import make_group
 
         config, position = self.config, {"batch": batch, "label": label, "size": size}

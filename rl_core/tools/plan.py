@@ -9,9 +9,9 @@ from typing import Any
 
 from rl_core.config import parse_config
 from rl_core.scratch import scratch_prefix
-from rl_core.tools.held import GIB, facts
 from rl_core.tools.help import PLAN, print_help
-from rl_core.tools.scaling import describe_estimates, estimates, parse_gpus
+from rl_core.tools.memory_estimate import GIB, facts
+from rl_core.tools.time_estimate import describe_estimates, estimates, parse_gpus
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
             result = estimates(numbers, gpu, config)
             text = describe_estimates(result, gpu)
         else:
-            from rl_core.plan import make_plan
+            from rl_core.plan.plan import make_plan
 
             result = facts(make_plan(config, is_planned=True))
             text = describe(result)

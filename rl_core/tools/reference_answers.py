@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_core.data.episodes import WROTE, episode_rewards, failure_reason
-from rl_core.rules import printable
+from rl_core.errors import printable
 from rl_core.sampling.hooks import HookError, finite_parts
 from rl_core.sandbox.boxes import NO_SANDBOX
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, given_flags, parse_config
-from rl_core.rules import flags_in
+from rl_core.errors import flags_in
 from rl_core.tools.show import files_of
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rl_core.algorithms import Algorithm
     from rl_core.distributed import Ranks
     from rl_core.learning.learner import Learner
-    from rl_core.learning.policy import Policy
-    from rl_core.plan import Plan
+    from rl_core.models.policy import Policy
+    from rl_core.plan.plan import Plan
     from rl_core.types import TrainingSample, Trajectory
 
 # Flags of the computation of steps, and of the objective of the requested one.
@@ -93,9 +93,9 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     """Result of learning a step again; None on ranks that do not write. Raises ValueError if
     something that the step needs was not recorded."""
     from rl_core.distributed import close_ranks, init_ranks
-    from rl_core.models import is_sharded
-    from rl_core.plan import load_envs, plan_learning
-    from rl_core.plugins.terminal import quiet
+    from rl_core.learners import is_sharded
+    from rl_core.plan.plan import load_envs, plan_learning
+    from rl_core.run.display.terminal import quiet
 
     config, other = read_flags(run, flags)
     quiet()
@@ -144,7 +144,7 @@ def newest_step(run: Path) -> int:
 
 def checkpoint_before(run: Path, step: int) -> tuple[int, Path | None]:
     """The newest one of fewer steps; (0, None) if there is none."""
-    from rl_core.plugins.checkpoint import checkpoints_in
+    from rl_core.run.saving.checkpoint import checkpoints_in
 
     before: list[tuple[int, Path | None]] = [(0, None)]
     for folder in checkpoints_in(run / "checkpoints"):
@@ -155,12 +155,12 @@ def checkpoint_before(run: Path, step: int) -> tuple[int, Path | None]:
 
 
 def load_learners(plan: Plan, ranks: Ranks, checkpoint: Path | None) -> dict[str, Learner]:
-    from rl_core.models import make_learners
-    from rl_core.plugins.resume import load_checkpoint
+    from rl_core.learners import make_learners
+    from rl_core.run.saving.resume import load_checkpoint
 
     learners = make_learners(plan.config, plan.algorithms, ranks)
     if plan.config.learner.kernels == "liger":
-        from rl_core.plugins.liger import apply_liger
+        from rl_core.models.kernels.liger import apply_liger
 
         for learner in learners.values():
             apply_liger([model.hf for model in learner.models()])
@@ -173,7 +173,7 @@ def write_tokens(
     folder: Path, parts: dict[Path, list[Trajectory]], values: dict[int, Values]
 ) -> None:
     """Writes a file for each of rollouts/, with a line for each of its trajectories."""
-    from rl_core.plugins.run_files import write_trajectories
+    from rl_core.run.saving.run_files import write_trajectories
 
     folder.mkdir(exist_ok=True)
     for file, trajectories in parts.items():
@@ -204,7 +204,7 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
     if "algorithm" in dict(given_flags(flags)):
         unset = (pair for pair in flags_in(Config()) if pair[0].startswith(("algo.", "critic.")))
         parts = [f"--{name}={'null' if value is None else value}" for name, value, _ in unset]
-    from rl_core.plugins.place_rules import without_ranks  # It imports torch.
+    from rl_core.parallel.rank_groups import without_ranks  # It imports torch.
 
     config = without_ranks(parse_config([*base, *options]))
     other = without_ranks(parse_config([*base, *parts, *flags]))
@@ -231,7 +231,7 @@ def read_step(
 ) -> tuple[dict[Path, list[Trajectory]], list[Trajectory]]:
     """This rank's trajectories of a step, by file and in all. Each turn's policy_version is a
     unique number that identifies the turn of a packed token: the learner does not read versions."""
-    from rl_core.plugins.tables import read_episodes
+    from rl_core.data.tables import read_episodes
     from rl_core.types import Completion, Trajectory, Turn
 
     parts: dict[Path, list[Trajectory]] = {}
@@ -335,16 +335,16 @@ def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
 
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
     """A learner of the same weights. A critic is kept; a new one begins as the policy did."""
-    from rl_core import models, registry
+    from rl_core import learners, registry
+    from rl_core.learning.kl import Reference
     from rl_core.learning.learner import LearnerContext
-    from rl_core.learning.loading import compute_dtype
-    from rl_core.plugins.critic import Critic
-    from rl_core.plugins.experts import Experts
-    from rl_core.plugins.reference import Reference
-    from rl_core.plugins.sequence_shards import SequenceShards
+    from rl_core.learning.moe import Experts
+    from rl_core.learning.ppo import Critic
+    from rl_core.learning.sequence_shards import SequenceShards
+    from rl_core.models.loading import compute_dtype
 
     name, ranks, policy = old.name, old.ranks, old.policy
-    make = models.learner_with(config, ranks.size)
+    make = learners.learner_with(config, ranks.size)
     parts = {type(extension): extension for extension in old.extensions}
     reference, critic = parts.get(Reference), parts.get(Critic)
     compared_with = old.config.algo.reference or old.config.actors[name].model
@@ -355,7 +355,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         if critic and not is_frozen:
             return critic.learner.policy
         settings |= {"is_frozen": is_frozen, "attention": config.attention}
-        return models.make_policy(path, compute_dtype(config), ranks, **settings)
+        return learners.make_policy(path, compute_dtype(config), ranks, **settings)
 
     spec = LearnerContext(
         config=config,

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from rl_core.rules import nearest, split
+from rl_core.errors import nearest, split
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ import argparse
 import sys
 from typing import Any
 
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.service import needing_grpc
 
 ABOUT = {

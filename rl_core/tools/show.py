@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_core.rules import printable
+from rl_core.errors import printable
 
 MOST_STEPS = 10  # that an error lists one by one
 COLOURS = {"reward": 1, "system": 35, "user": 36, "tool": 33, "assistant": 32, "failed": 31}  # ANSI
@@ -55,7 +55,7 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
     """The files with one step's episodes. Raises ValueError if there are none; the error lists the
     steps with episodes."""
     from rl_core.data.rows import check_exists
-    from rl_core.tools.view.data import check_inner_runs, is_run
+    from rl_core.view.data import check_inner_runs, is_run
 
     if not run.is_dir():
         check_exists(run)
@@ -84,7 +84,7 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
 def describe_steps(run: Path, steps: list[int]) -> str:
     """The steps with episodes, or the reason why there are none."""
     from rl_core.config import RL
-    from rl_core.plugins.run_files import read_config
+    from rl_core.run.saving.run_files import read_config
 
     if len(set(steps)) > MOST_STEPS:
         return f"{len(set(steps))} from {min(steps)} to {max(steps)}"
@@ -101,7 +101,7 @@ def reasons(options: argparse.Namespace) -> str:
     """A table of reasons with the number of episodes that failed, and their steps. Exceptions that
     differ by a value are one reason, which shows the first value."""
     from rl_core.data.episodes import failure_reason
-    from rl_core.tools.view.data import RunFolder
+    from rl_core.view.data import RunFolder
 
     run = RunFolder(options.run)
     run.refresh()
@@ -139,7 +139,7 @@ def without_values(reason: str) -> str:
 
 
 def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from rl_core.plugins.tables import read_episodes
+    from rl_core.data.tables import read_episodes
 
     for file in files_of(Path(options.run), options.step, options.eval):
         for row in read_episodes(file):

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rl_core.plugins.gpus import PEAK_TFLOPS
-from rl_core.rules import nearest
-from rl_core.tools.held import GIB, Size, facts, model_size
+from rl_core.errors import nearest
+from rl_core.run.display.gpus import PEAK_TFLOPS
+from rl_core.tools.memory_estimate import GIB, Size, facts, model_size
 
 if TYPE_CHECKING:
     from rl_core.config import Config
-    from rl_core.plan import Plan
+    from rl_core.plan.plan import Plan
 
 NODE = 8  # GPUs of a node
 MOST_GPUS = 1 << 20
@@ -181,9 +181,9 @@ def learn_s(work: Work, plan: Plan, gpu: Gpu) -> dict[str, float]:
 
 def works(plan: Plan) -> Iterator[Work]:
     """The work of each actor that learns."""
-    from rl_core.learning.loading import compute_dtype, load_model_config, on_meta
     from rl_core.learning.minibatches import active_parameters
-    from rl_core.plugins.teachers import frozen_models
+    from rl_core.learning.teachers.build_teacher import frozen_models
+    from rl_core.models.loading import compute_dtype, load_model_config, on_meta
 
     for name in plan.config.trained:
         config, algorithm = plan.config.of(name), plan.algorithms[name]
@@ -256,7 +256,7 @@ def limit_of(row: dict[str, Any], config: Config, num_engines: int, gpu: Gpu) ->
 
 def estimates(numbers: list[int], gpu: Gpu, config: Config) -> list[dict[str, Any]]:
     """An estimate for each number of GPUs. Raises ValueError where the flags do not fit it."""
-    from rl_core.plan import make_plan
+    from rl_core.plan.plan import make_plan
 
     if any(actor.ranks for actor in config.actors.values()):
         raise ValueError("--gpus does not know actors with separate ranks; leave out .ranks")

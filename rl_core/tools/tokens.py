@@ -26,9 +26,9 @@ def main(argv: list[str]) -> int:
     """Prints each row. Returns 1 if a row is refused. Raises ValueError for a file or a template
     that cannot be read."""
     options, flags = parse(argv)
-    from rl_core.plan import train_tasks
-    from rl_core.plugins.data_warnings import NUM_ROWS
+    from rl_core.plan.plan import train_tasks
     from rl_core.scratch import scratch_prefix
+    from rl_core.tasks.row_warnings import NUM_ROWS
 
     if options.rows < 1:
         raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
@@ -76,7 +76,7 @@ class RowReports:
     def __init__(self, flags: list[str], folder: Path):
         from rl_core import registry
         from rl_core.config import parse_config
-        from rl_core.plan import load_envs, make_chats
+        from rl_core.plan.plan import load_envs, make_chats
 
         registry.quiet()
         (folder / NO_ENV).write_text(REWARD)
@@ -90,11 +90,11 @@ class RowReports:
 
     def report(self, source: TaskSource, index: int) -> dict[str, Any]:
         """The notes on a row, with its samples or the reason why it is refused."""
+        from rl_core.data.preference_pairs import LeftOutError
         from rl_core.data.rows import row_place
         from rl_core.data.tasks import read_row
-        from rl_core.plugins.column_use import read_messages
-        from rl_core.plugins.pairs import LeftOutError
-        from rl_core.plugins.row_lengths import is_fit
+        from rl_core.tasks.column_use import read_messages
+        from rl_core.tasks.row_lengths import is_fit
 
         where, notes = row_place(index, source.files, source.split), []
         report: dict[str, Any] = {"row": where, "notes": notes}
@@ -113,7 +113,7 @@ class RowReports:
 
     def warnings(self, source: TaskSource) -> Iterator[str]:
         """The warnings of a training run about the kept rows of `source`."""
-        from rl_core.plugins.data_warnings import row_warnings
+        from rl_core.tasks.row_warnings import row_warnings
 
         return row_warnings(self.config, [source], self.spelled, self.envs, self.chats)
 

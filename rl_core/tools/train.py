@@ -41,7 +41,7 @@ def start(flags: list[str], num_ranks: int | None) -> int:
     if num_ranks < 1:
         raise ValueError(f"--nproc_per_node={num_ranks} must be at least 1")
     if num_ranks > 1:
-        from rl_core.tools.forked_ranks import can_fork, fork_ranks
+        from rl_core.tools.fork_launcher import can_fork, fork_ranks
 
         if not can_fork():
             args = ["--standalone", f"--nproc_per_node={num_ranks}"]

@@ -30,15 +30,15 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     check(options)
-    from rl_core.tools.view.data import RunFolder
+    from rl_core.view.data import RunFolder
 
     runs = [RunFolder(name) for name in options.runs]
     if options.report:
-        from rl_core.tools.view.report import write_report
+        from rl_core.view.report import write_report
 
         print(f"wrote {write_report(Path(options.report), runs)}")
         return 0
-    from rl_core.tools.view.server import serve
+    from rl_core.view.server import serve
 
     service = watch(options.service) if options.service else None
     asyncio.run(serve(runs, options.host, options.port, service))
@@ -58,5 +58,5 @@ def watch(url: str) -> Any:
     from rl_core.service import needing_grpc
 
     with needing_grpc("rl-core view --service"):
-        from rl_core.tools.view.service import ServiceWatch
+        from rl_core.view.service import ServiceWatch
     return ServiceWatch(url)

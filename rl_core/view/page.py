@@ -13,8 +13,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rl_core.plugins.metric_table import describe
-from rl_core.tools.view.data import PANELS, Entry, RunFolder, panels_of
+from rl_core.run.display.metric_table import describe
+from rl_core.view.data import PANELS, Entry, RunFolder, panels_of
 
 ASSETS = Path(__file__).parent / "assets"
 # One script, in this order.

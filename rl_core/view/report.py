@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.rows import write_whole
-from rl_core.tools.view.data import UNREADABLE, Entry, RunFolder
-from rl_core.tools.view.page import make_page, outline, summary, values_of
-from rl_core.tools.view.tokens import shown_episode
+from rl_core.view.data import UNREADABLE, Entry, RunFolder
+from rl_core.view.page import make_page, outline, summary, values_of
+from rl_core.view.tokens import shown_episode
 
 # Rows of metrics. A longer run has only every second step, or every third, and so on, and all
 # evaluations.

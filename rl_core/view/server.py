@@ -13,10 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rl_core.http_door import MAX_STRANGERS, HttpServer
-from rl_core.tools.view.data import UNREADABLE, RunFolder
-from rl_core.tools.view.page import make_page, outline, summary, to_json, values_of
-from rl_core.tools.view.tokens import shown_episode
+from rl_core.http_guard import MAX_STRANGERS, HttpServer
+from rl_core.view.data import UNREADABLE, RunFolder
+from rl_core.view.page import make_page, outline, summary, to_json, values_of
+from rl_core.view.tokens import shown_episode
 
 SLICE_S = 0.8  # Seconds of reading or searching, in which others wait.
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:@/\[\]]+)(?::\d+)?")  # The port is optional.

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rl_core.tools.view.data import Entry, RunFolder, matching, unpacked
+from rl_core.view.data import Entry, RunFolder, matching, unpacked
 
 LEARNED = {
     "advantages": "advantage",

@@ -14,10 +14,10 @@ import pytest
 from kit import ROOT, wait_until
 from stage import cast, run
 
-from rl_core.agents import forward
-from rl_core.agents.harbor_task import task_rows
-from rl_core.agents.rollout import Endpoints
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.agents import forward
+from rl_core.environments.agents.harbor_tasks import task_rows
+from rl_core.environments.agents.rollout import Endpoints
+from rl_core.environments.env_file import load_env
 
 # A client of the standard library: the whole program must fit into an image's Python.
 ASK = """
@@ -303,7 +303,7 @@ def test_a_box_that_cannot_be_is_refused(tmp_path, name):
 
 
 IN_A_ROLLOUT = """
-from rl_core.agents.boxed import run_boxed
+from rl_core.environments.agents.boxed import run_boxed
 from rl_core.sandbox import boxes
 
 async def rollout(task, actors):

@@ -13,9 +13,9 @@ from kit import ROOT
 from stage import cast, run
 from test_boxed import ASK, ROW
 
-from rl_core.cli import main
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.sandbox.engines import find_engine
+from rl_core.tools.cli import main
 
 IMAGE = os.environ.get("RL_CORE_TEST_IMAGE", "")
 pytestmark = pytest.mark.skipif(

@@ -9,8 +9,8 @@ import uuid
 
 import pytest
 
-from rl_core.agents.harbor import TaskBoxes
-from rl_core.agents.image_root import cached_phases
+from rl_core.environments.agents.harbor import TaskBoxes
+from rl_core.environments.agents.image_root import cached_phases
 from rl_core.sandbox.roots import DEBIAN, unreachable_mirrors
 
 pytestmark = pytest.mark.slow  # fetching and unpacking a base takes minutes

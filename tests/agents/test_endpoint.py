@@ -29,13 +29,13 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
 from rl_core import registry
-from rl_core.agents import chat_completions, messages, responses
-from rl_core.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
-from rl_core.agents.requests import REFUSED, Refusal
-from rl_core.agents.tree import key_of
 from rl_core.config import AgentsConfig
 from rl_core.data.chat import Chat
 from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.environments.agents import chat_completions, messages, responses
+from rl_core.environments.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
+from rl_core.environments.agents.requests import REFUSED, Refusal
+from rl_core.environments.agents.tree import key_of
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import SamplingParams
@@ -1151,7 +1151,7 @@ def test_a_thread_is_one_conversation(is_streamed, forgets):
 
 
 def test_threads_branch_repeat_and_end(monkeypatch):
-    monkeypatch.setattr("rl_core.agents.endpoint.MAX_STORED", 3)
+    monkeypatch.setattr("rl_core.environments.agents.endpoint.MAX_STORED", 3)
 
     async def play():
         async with endpoint("one", "two", "three", "four") as (llm, tree):
@@ -1440,7 +1440,7 @@ def test_the_socket_for_boxes_lies_in_a_folder_of_this_user_alone():
 
 
 def test_connections_of_a_box_are_bounded_as_all_are(monkeypatch, capsys):
-    monkeypatch.setattr("rl_core.http_door.MAX_OPEN_FILES", 40)  # a quarter for strangers
+    monkeypatch.setattr("rl_core.http_guard.MAX_OPEN_FILES", 40)  # a quarter for strangers
 
     async def play():
         async with endpoint("x") as (llm, _):

@@ -17,25 +17,25 @@ from dataclasses import asdict
 import pytest
 from kit import ROOT
 
-from rl_core.agents import dockerfile, harbor, harbor_task
-from rl_core.agents.dockerfile import digest_of, read_instructions
-from rl_core.agents.harbor import TaskBoxes, read_score
-from rl_core.agents.harbor_task import read_task, task_rows
-from rl_core.agents.image_root import build_folder, cached_phases
-from rl_core.agents.installs import uses_network
-from rl_core.agents.verifier_tools import VerifierTools, failed_download
-from rl_core.cli import main
 from rl_core.data.episodes import failure_reason
 from rl_core.data.rows import load_rows
+from rl_core.data.tables import load_other
 from rl_core.data.tasks import make_task
+from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import plain_chat
-from rl_core.plugins.env_file import load_env
-from rl_core.plugins.tables import load_other
-from rl_core.plugins.tool_calls import ToolCalls
-from rl_core.plugins.watchdog import run_hooks
+from rl_core.environments.agents import dockerfile, harbor, harbor_tasks
+from rl_core.environments.agents.dockerfile import digest_of, read_instructions
+from rl_core.environments.agents.harbor import TaskBoxes, read_score
+from rl_core.environments.agents.harbor_tasks import read_task, task_rows
+from rl_core.environments.agents.image_root import build_folder, cached_phases
+from rl_core.environments.agents.installs import uses_network
+from rl_core.environments.agents.verifier_tools import VerifierTools, failed_download
+from rl_core.environments.env_file import load_env
+from rl_core.sampling.watchdog import run_hooks
 from rl_core.sandbox.roots import locked, making, unreachable_mirrors
 from rl_core.tools import show
 from rl_core.tools.check import play
+from rl_core.tools.cli import main
 
 needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
 TOML = 'version = "1.0"\n[environment]\nmemory = "1G"\nstorage_mb = 64\n'
@@ -179,7 +179,7 @@ def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsy
     assert [row["name"] for row in task_rows(folder)] == ["task0"]
     stderr = capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
-    harbor_task.warn_once.cache_clear()
+    harbor_tasks.warn_once.cache_clear()
     assert task_rows(folder) and not capsys.readouterr().err
     monkeypatch.delenv("RANK")
     assert f"warning: {folder}: 6 of 7 tasks are left out: 2 with Windows (of which the " in stderr

@@ -15,7 +15,7 @@ import pytest
 from kit import wait_until
 
 from rl_core import scratch
-from rl_core.agents.program import filled, run_command
+from rl_core.environments.agents.program import filled, run_command
 from rl_core.sandbox.output import MAX_OUTPUT_BYTES, Output
 
 ROW = {"question": "1 + 2?", "answer": 3}
@@ -181,7 +181,7 @@ def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path):
 
 PLAYS = """
 import asyncio, sys
-from rl_core.agents.program import run_command
+from rl_core.environments.agents.program import run_command
 asyncio.run(run_command(sys.argv[1:], {"answer": 3}, {}))
 """
 

@@ -10,8 +10,8 @@ import pytest
 import stage
 from kit import ROOT
 
-from rl_core.agents.rollout import Endpoints
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.agents.rollout import Endpoints
+from rl_core.environments.env_file import load_env
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 

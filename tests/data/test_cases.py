@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rl_core.cli import main
 from rl_core.data.chat import Chat
-from rl_core.plugins.sft import as_sampled, sft_samples
-from rl_core.plugins.tool_calls import ToolCalls
+from rl_core.data.sft_samples import as_sampled, sft_samples
+from rl_core.data.tool_calls import ToolCalls
+from rl_core.tools.cli import main
 from rl_core.tools.tiny_model import character_tokenizer
 
 CASES = Path(__file__).parents[1] / "cases"

@@ -9,12 +9,12 @@ import pytest
 from rl_core.algorithms import make_algorithm
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
+from rl_core.data.column_names import RenamedColumns, check_columns_exist
 from rl_core.data.tasks import TaskSource, make_task
 from rl_core.engines.scripted import PLAIN_TEMPLATE, plain_chat
-from rl_core.plugins.column_use import column_use, read_messages
-from rl_core.plugins.data_warnings import data_warnings
-from rl_core.plugins.env_file import load_env
-from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
+from rl_core.environments.env_file import load_env
+from rl_core.tasks.column_use import column_use, read_messages
+from rl_core.tasks.row_warnings import data_warnings
 
 WITHOUT_TOOLS = PLAIN_TEMPLATE[PLAIN_TEMPLATE.index("{%- for message") :]
 SYSTEM = "Be terse."

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from kit import ROOT, metrics, steps
 
-from rl_core.cli import main as command
+from rl_core.tools.cli import main as command
 from rl_core.tools.datasets import full_name, recipes
 from rl_core.train import main as train
 

@@ -6,7 +6,7 @@ from test_chat import CHATML, make_tokenizer
 
 from rl_core.data.chat import Chat
 from rl_core.data.samples import samples_from_turns
-from rl_core.plugins.sft import sft_samples
+from rl_core.data.sft_samples import sft_samples
 from rl_core.types import Completion, Turn
 
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.data.chat import Chat, fingerprint, load_chat
 from rl_core.data.samples import samples_from_turns
+from rl_core.data.sft_samples import sft_samples, sft_turns
 from rl_core.learning.learner import Learner
-from rl_core.plugins.sft import sft_samples, sft_turns
 from rl_core.train import main
 from rl_core.types import PER_TOKEN
 

@@ -13,13 +13,13 @@ from kit import run, trajectories, words
 from make_tiny_model import bpe_tokenizer, make_tiny_model
 
 from rl_core.algorithms import make_algorithm
-from rl_core.cli import main
 from rl_core.config import Config, parse_config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.tasks import TaskSource
-from rl_core.plan import make_plan
-from rl_core.plugins.data_warnings import data_warnings
-from rl_core.plugins.held_out import named_sets
+from rl_core.plan.plan import make_plan
+from rl_core.tasks.eval_sets import named_sets
+from rl_core.tasks.row_warnings import data_warnings
+from rl_core.tools.cli import main
 
 SPLITS = """
 def load_tasks(split):
@@ -51,7 +51,7 @@ DatasetInfo(features=features, splits=splits, **same).write_to_directory(str(fol
 
 from functools import partial
 from rl_core.data import rows
-from rl_core.plugins.tables import load_other
+from rl_core.data.tables import load_other
 
 load_rows = partial(rows.load_rows, load_other=load_other)
 

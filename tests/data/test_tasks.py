@@ -11,11 +11,11 @@ from kit import load_rows
 from torch.utils.data import ConcatDataset
 
 from rl_core.data import rows as rows_of
+from rl_core.data.column_names import RenamedColumns, check_columns_exist
 from rl_core.data.rows import row_place
+from rl_core.data.tables import JsonLines, load_other
 from rl_core.data.tasks import CONTEXT_COLUMNS, RowOrder, TaskSource, make_task
-from rl_core.plugins.mix import TaskMix
-from rl_core.plugins.renamed_columns import RenamedColumns, check_columns_exist
-from rl_core.plugins.tables import JsonLines, load_other
+from rl_core.tasks.task_mix import TaskMix
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -318,7 +318,7 @@ def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_dra
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", 0)
-    monkeypatch.setattr("rl_core.plugins.tables.CHECKED_ROWS", 2)
+    monkeypatch.setattr("rl_core.data.tables.CHECKED_ROWS", 2)
     lines = [json.dumps({"prompt": f"say {n}", "text": "x" * 1000}) for n in range(1000)]
     lines[500:501] = ["", '{"prompt": 5', "  "]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))

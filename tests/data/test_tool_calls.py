@@ -9,12 +9,12 @@ import stage
 from test_chat import SAID, TEMPLATES, TOOLS, completion, make_tokenizer, tool_chat, user
 from transformers import AutoTokenizer
 
-from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.data.chat import Chat
-from rl_core.plan import make_plan
-from rl_core.plugins.env_file import load_env
-from rl_core.plugins.tool_calls import ToolCalls, python_calls, typed_value
+from rl_core.data.tool_calls import ToolCalls, python_calls, typed_value
+from rl_core.environments.env_file import load_env
+from rl_core.plan.plan import make_plan
+from rl_core.tools.cli import main
 
 KINDS = ("string", "integer", "number", "boolean", "array", "object", ["integer", "null"])
 PARAMETERS = {f"p{n}": {"type": kind, "description": "a"} for n, kind in enumerate(KINDS)}

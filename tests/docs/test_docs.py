@@ -24,9 +24,9 @@ import yaml
 from kit import ROOT, metrics
 
 from rl_core.algorithms import PRESETS, clipped_loss
-from rl_core.cli import COMMANDS
 from rl_core.config import from_sections, known_flags, parse_config
-from rl_core.flags import PEERS
+from rl_core.config.flag_parsing import PEERS
+from rl_core.tools.cli import COMMANDS
 from rl_core.train import main as train
 
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text() for file in [
@@ -52,7 +52,7 @@ OTHERS = {
     "of schedulers, containers and "
     "viewers": "requeue signal runtime security-opt logdir from-literal from-file",
 }
-PLAYING = ROOT / "rl_core/tools/playing.py"
+PLAYING = ROOT / "rl_core/tools/model_player.py"
 KNOWN = {name.replace("NAME", "x") for name in known_flags()}
 
 
@@ -108,7 +108,7 @@ def check_command(words: list[str]) -> None:
         module, flags = words[2], words[3:]
         if module == "rl_core.train":
             return parse_train(flags)
-        if module == "rl_core.cli":
+        if module == "rl_core.tools.cli":
             return check_command(["rl-core", *flags])
         file = ROOT / (module.replace(".", "/") + ".py")
         return refuse_unknown(flags, own_flags(file))

@@ -33,7 +33,7 @@ import pytest
 from kit import LETTERS, PAIRS, ROOT, TALK, RanksProcess, wait_until
 from test_docs import PAGES, check_command, commands_in
 
-from rl_core.tools import python_api
+from rl_core.api import train
 
 # A fenced block, and the mark in the line above it.
 BLOCK = re.compile(
@@ -67,7 +67,7 @@ MODELS = (
     "meta-llama/Llama-3.2-1B-Instruct",
     "runs/quickstart/sft/hf/policy",
 )
-SERVERS = ("view", "serve", "rl_core.plugins.reward_model")
+SERVERS = ("view", "serve", "rl_core.rewards.reward_model")
 ROWS = [
     {"prompt": f"{n} and {n}?", "answer": str(2 * n), "response": f"it is {2 * n}"}
     for n in range(8)
@@ -136,7 +136,7 @@ def test_the_blocks_of_a_page_run(page, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     before = set(sys.modules)
-    monkeypatch.setattr(python_api, "train", small(python_api.train))
+    monkeypatch.setattr(train, "train", small(train.train))
     prepare(tmp_path, tiny_model)
     with judge() as address, Runner(tmp_path, page) as runner:
         make_runs(runner, "".join(code for _, _, code in BLOCKS[page]))
@@ -334,7 +334,7 @@ def is_there(process: RanksProcess) -> bool:
 
 
 def is_run(args: list[str]) -> bool:
-    return args[:2] == ["-m", "rl_core.train"] or args[:3] == ["-m", "rl_core.cli", "train"]
+    return args[:2] == ["-m", "rl_core.train"] or args[:3] == ["-m", "rl_core.tools.cli", "train"]
 
 
 def as_module(words: list[str]) -> tuple[int, list[str]]:
@@ -349,11 +349,11 @@ def as_module(words: list[str]) -> tuple[int, list[str]]:
                 ranks = min(2, ranks)
         args = args[at:]
     elif first == "rl-core":
-        args = ["-m", "rl_core.cli", *args]
+        args = ["-m", "rl_core.tools.cli", *args]
     if "--engine_ranks" in args:
         ranks = 1 + int(args[args.index("--engine_ranks") + 1])
     if args[:1] == ["-m"]:
-        args = [*args[: 3 if args[1] == "rl_core.cli" else 2], *smaller(args)]
+        args = [*args[: 3 if args[1] == "rl_core.tools.cli" else 2], *smaller(args)]
     elif args[0] == "scripts/demo_data.py":
         args += ["--num_sft", "128", "--num_train", "16"]
     return ranks, args
@@ -364,8 +364,8 @@ SMALLER = ["--num_steps", "1", "--tasks_per_step", "2", "--eval.num_tasks", "2"]
 
 
 def smaller(args: list[str]) -> list[str]:
-    flags = args[3:] if args[1] == "rl_core.cli" else args[2:]
-    verb = args[2] if args[1] == "rl_core.cli" else args[1].rpartition(".")[2]
+    flags = args[3:] if args[1] == "rl_core.tools.cli" else args[2:]
+    verb = args[2] if args[1] == "rl_core.tools.cli" else args[1].rpartition(".")[2]
     if "..." in flags:
         flags.remove("...")
         arguments = {"--model": "M", "--out": "runs/other"} | (

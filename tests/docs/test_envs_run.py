@@ -19,7 +19,7 @@ from test_envs_tools import OpenEnvServer
 from test_outside_games import REASONING_GYM, TEXTARENA
 from test_tau2 import TASKS, TOOLS
 
-from rl_core.cli import main as command
+from rl_core.tools.cli import main as command
 
 # Environment -> the reason why its command cannot run here.
 NOT_RUN = {"verifiers_env": "my-taskset is a package of the reader"}

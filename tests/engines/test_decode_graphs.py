@@ -13,9 +13,9 @@ from test_engine_contract import load, logprobs_of, random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl_core.engines import cuda_graphs
+from rl_core.engines.cuda_graphs import DecodeGraphs, capture_on_gpu, rounded_length, rounded_rows
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.plugins import decode_graphs
-from rl_core.plugins.decode_graphs import DecodeGraphs, capture_on_gpu, rounded_length, rounded_rows
 from rl_core.registry import choose_sampler
 from rl_core.types import SamplingParams
 
@@ -54,8 +54,8 @@ def record_on_cpu(compute, pool):
 @pytest.fixture
 def captured(monkeypatch):
     """Shapes that were captured. They are small, and captured at their second step."""
-    monkeypatch.setattr(decode_graphs, "LENGTHS", 16)
-    monkeypatch.setattr(decode_graphs, "FIRST_STEPS", 1)
+    monkeypatch.setattr(cuda_graphs, "LENGTHS", 16)
+    monkeypatch.setattr(cuda_graphs, "FIRST_STEPS", 1)
     kernels = []
 
     def remembering(captured):
@@ -168,7 +168,7 @@ def test_branches_and_turns_are_read_beside_replayed_steps(any_model, captured, 
     """The last token of a branch is read like a decode step, but not into the first rows. A turn of
     one conversation is read into the first row, but has several tokens."""
     shapes, remembering = captured
-    decode_graphs.FIRST_STEPS = 0  # until the fixture puts it back
+    cuda_graphs.FIRST_STEPS = 0  # until the fixture puts it back
     model, branches = load(any_model), [[*range(8, 78), i] for i in range(num_branches)]
     expected = asyncio.run(converse(embedded(model, sampler=LlamaSlots), branches, 0.9))
     result = asyncio.run(converse(embedded(model, sampler=graphs(remembering)), branches, 0.9))
@@ -202,7 +202,7 @@ def test_models_whose_steps_are_not_all_alike_are_computed_as_ever(tiny_model, c
 
 def test_a_shape_is_captured_when_it_has_come_four_times_in_a_loan(tiny_model, captured):
     shapes, remembering = captured
-    decode_graphs.FIRST_STEPS = 4  # until the fixture puts it back
+    cuda_graphs.FIRST_STEPS = 4  # until the fixture puts it back
     engine = embedded(load(tiny_model), sampler=graphs(remembering))
 
     def num_captured(prompt_tokens, decode_steps):
@@ -285,7 +285,7 @@ def test_where_nothing_can_be_captured_steps_are_computed_as_ever(tiny_model, ca
 
 def test_the_oldest_of_many_graphs_goes(tiny_model, captured, monkeypatch):
     shapes, remembering = captured
-    monkeypatch.setattr(decode_graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     engine = bf16_engine(tiny_model, graphs(remembering))
     asyncio.run(engine.generate([3], SamplingParams(max_tokens=100), seed=1))
     assert len(shapes) == 7

@@ -13,7 +13,7 @@ from kit import ROOT, metrics, run, words
 from rl_core.distributed import local
 from rl_core.engines.sglang_server import SGLangServer
 from rl_core.learning.learner import Learner
-from rl_core.learning.policy import Policy
+from rl_core.models.policy import Policy
 from rl_core.train import main
 
 MEMORY = {"weights", "kv_cache", "cuda_graph"}

@@ -28,7 +28,7 @@ from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.remote import ask
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.metrics import Sum
-from rl_core.plan import choose_engine, make_chats
+from rl_core.plan.plan import choose_engine, make_chats
 from rl_core.sampling.engine import EngineDied, EngineSpec
 from rl_core.types import Completion, SamplingParams
 

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core import registry
-from rl_core.engines import llama_cpu
+from rl_core.engines.kv_slots import SlotModel
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.engines.slots import SlotModel
+from rl_core.models.kernels import llama_cpu
 
 SIZES = {
     "vocab_size": 61,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from rl_core.engines.llama_cpu import num_padding, padded_product
+from rl_core.models.kernels.llama_cpu import num_padding, padded_product
 
 
 @pytest.mark.parametrize("shape", [(1, 24), (8, 24), (9, 24), (3, 50, 24), (130, 24)])

@@ -28,11 +28,11 @@ from test_engine_contract import GREEDY, logprobs_of, needs_sglang, random_promp
 from rl_core.config import LoraConfig, parse_config
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
+from rl_core.learning.lora import adapter_weights, is_served
 from rl_core.metrics import Sum
-from rl_core.plan import choose_engine, make_plan
-from rl_core.plugins.checkpoint import export_policy
-from rl_core.plugins.lora import adapter_weights, is_served
+from rl_core.plan.plan import choose_engine, make_plan
 from rl_core.registry import engine_maker
+from rl_core.run.saving.checkpoint import export_policy
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
 from rl_core.types import Completion, SamplingParams
@@ -464,7 +464,7 @@ def test_a_server_that_does_not_start_quotes_its_log(tiny_model, tmp_path):
 HOLD = """
 import sys
 from types import SimpleNamespace
-from rl_core.engines.weight_ways import WeightFiles
+from rl_core.engines.weight_transfer import WeightFiles
 files = WeightFiles(SimpleNamespace(folder=None, url=""))
 print(files.write([("model", b"weights")]), flush=True)
 sys.stdin.read()

@@ -15,7 +15,7 @@ from test_engine_contract import needs_sglang, spec_of
 from test_sglang import flags, free_port
 
 from rl_core import registry
-from rl_core.engines import weight_ways
+from rl_core.engines import weight_transfer
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import server_args
 from rl_core.train import main
@@ -28,7 +28,7 @@ def kill(server) -> None:
     server.process.wait()
 
 
-class DyingWay(weight_ways.DeviceWay):
+class DyingWay(weight_transfer.DeviceWay):
     """The server of rank 1 dies before the second bucket of the second update."""
 
     num_updates = num_buckets = 0
@@ -62,7 +62,7 @@ class DyingEngine(SGLangEngine):
 
 
 def dying_run() -> None:
-    weight_ways.WAYS["device"] = DyingWay
+    weight_transfer.WAYS["device"] = DyingWay
     registry.ENGINES["sglang"] = lambda: DyingEngine
     sys.exit(main(sys.argv[1:]))
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
-from rl_core.models import make_policy
-from rl_core.plan import make_plan
-from rl_core.plugins.lora import adapter_parameters
+from rl_core.learners import make_policy
+from rl_core.learning.lora import adapter_parameters
+from rl_core.plan.plan import make_plan
 from rl_core.trainer import Trainer
 from rl_core.types import SamplingParams
 

@@ -14,8 +14,8 @@ import pytest
 import stage
 from kit import ROOT, metrics, run, words
 
-from rl_core.cli import main as command
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
+from rl_core.tools.cli import main as command
 
 NAMES = ("db", "house", "kg", "os", "shop")
 

@@ -11,7 +11,7 @@ import stage
 from kit import ROOT, metrics, run
 from test_boxes import REASON, needs_bubblewrap
 
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 
 ENVS = ROOT / "envs"
 # File of tests -> the environments whose solver and steps are there.

@@ -10,9 +10,9 @@ import pytest
 import stage
 from kit import ROOT, run, steps
 
-from rl_core.cli import main as command
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.sandbox.rows import code_of, function_tests, stdin_tests
+from rl_core.tools.cli import main as command
 
 ENVS = ROOT / "envs"
 HUMANEVAL = {

@@ -26,10 +26,10 @@ import stage
 from aiohttp import web
 from kit import ROOT, STOP, metrics, run, wait_until
 
-from rl_core.cli import main as command
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.gym_spaces import action_of
+from rl_core.tools.cli import main as command
 from rl_core.types import RunError
 
 ENVS = ROOT / "envs"

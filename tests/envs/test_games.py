@@ -16,12 +16,12 @@ from kit import ROOT, metrics
 from make_tiny_model import CHARACTERS
 from stage import make_groups, rollout
 
-from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
 from rl_core.data.tasks import make_task
 from rl_core.distributed import Ranks
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
+from rl_core.tools.cli import main as command
 from rl_core.train import main
 
 ENVS = ROOT / "envs"

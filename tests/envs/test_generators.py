@@ -9,7 +9,7 @@ from fractions import Fraction
 import stage
 from kit import ROOT
 
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 
 
 def env_of(name: str):

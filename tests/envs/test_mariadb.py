@@ -18,8 +18,8 @@ import pytest
 import stage
 from kit import ROOT
 
-from rl_core.cli import main as command
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
+from rl_core.tools.cli import main as command
 
 PLACES = f"{os.environ['PATH']}:/usr/sbin"
 HAS_ALL = which("mariadbd", path=PLACES) and which("setpriv") and find_spec("pymysql")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from kit import ROOT
 
-from rl_core.math_answers import is_equal
 from rl_core.rewards import maths
+from rl_core.rewards.math_answers import is_equal
 
 # (reference, the same written otherwise) of each line. Neighbours differ.
 REFERENCES = [

@@ -11,7 +11,7 @@ import pytest
 import stage
 from kit import ROOT, metrics, run
 
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 
 REASONING_GYM = pytest.mark.skipif(
     find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"

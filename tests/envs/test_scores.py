@@ -29,10 +29,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_core.data.chat import load_chat
 from rl_core.data.packing import pack_samples
+from rl_core.data.preference_pairs import scored_pair
 from rl_core.distributed import init_ranks
-from rl_core.models import make_policy
-from rl_core.plugins.pairs import scored_pair
-from rl_core.plugins.reward_model import RewardModel, ScoreServer, remote_scores
+from rl_core.learners import make_policy
+from rl_core.rewards.reward_model import RewardModel, ScoreServer, remote_scores
 from rl_core.train import main
 
 DOCS = ROOT / "docs/rewards.md"
@@ -72,7 +72,7 @@ def serving(model, *flags):
     command = [
         sys.executable,
         "-m",
-        "rl_core.plugins.reward_model",
+        "rl_core.rewards.reward_model",
         "--model",
         str(model),
         "--port",
@@ -243,7 +243,7 @@ def test_ctrl_c_ends_the_server_and_a_second_one_on_its_port_says_so(reward_mode
         command = [
             sys.executable,
             "-m",
-            "rl_core.plugins.reward_model",
+            "rl_core.rewards.reward_model",
             "--model",
             str(reward_model),
             "--port",

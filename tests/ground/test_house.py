@@ -150,7 +150,7 @@ def test_a_file_imports_only_from_its_room_and_the_floors_below(module):
         if imported.split(".")[0] != "rl_core" or imported == "rl_core":
             continue
         if room is None:  # Config and Environment, when they are asked for
-            allowed = ("rl_core.config", "rl_core.tools.python_envs")
+            allowed = ("rl_core.config", "rl_core.api.environment")
             assert imported in allowed, f"rl_core/__init__.py imports {imported}"
             continue
         target = room_of(imported)

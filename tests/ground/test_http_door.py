@@ -19,18 +19,18 @@ import pytest
 import torch.distributed as dist
 from kit import ROOT
 
-from rl_core import http_door, registry
-from rl_core.agents.endpoint import MAX_BODY_BYTES, EndpointServer
+from rl_core import http_guard, registry
 from rl_core.engines.remote import EngineServer, address_of
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.plugins import reward_model
+from rl_core.environments.agents.endpoint import MAX_BODY_BYTES, EndpointServer
+from rl_core.rewards import reward_model
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.service.gateway import open_http
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access
 from rl_core.service.wire import MAX_REQUEST
-from rl_core.tools.view import server as viewer
 from rl_core.types import SamplingParams
+from rl_core.view import server as viewer
 
 CHAT = plain_chat(registry.tool_calls)
 TOKEN = "correct-horse-battery"
@@ -129,7 +129,7 @@ def play(request, capsys, monkeypatch):
 
     def run(name, work, **bounds):
         for bound, value in bounds.items():
-            monkeypatch.setattr(http_door, bound, value)
+            monkeypatch.setattr(http_guard, bound, value)
 
         async def open_and_work():
             async with SERVERS[name](capsys) as opened:
@@ -211,12 +211,12 @@ def test_what_is_not_json_is_refused_in_one_line(name, play, capsys):
 
 def test_pairs_of_surrogates_and_many_values_are_read():
     many = {"a": [[[{}]]] * 1000, "b": '"\\ud83d" 🙂'}
-    assert http_door.parse_json(json.dumps(many).encode()) == many
-    assert http_door.parse_json(b'"\\ud83d\\ude42"') == "🙂"
+    assert http_guard.parse_json(json.dumps(many).encode()) == many
+    assert http_guard.parse_json(b'"\\ud83d\\ude42"') == "🙂"
     # 128 levels, and one list more.
-    assert http_door.parse_json(b"[[]," + b"[" * 127 + b"1" + b"]" * 128)
+    assert http_guard.parse_json(b"[[]," + b"[" * 127 + b"1" + b"]" * 128)
     with pytest.raises(ValueError, match="nested deeper than 128 levels"):
-        http_door.parse_json(b"[" * 129 + b"1" + b"]" * 129)
+        http_guard.parse_json(b"[" * 129 + b"1" + b"]" * 129)
 
 
 @pytest.mark.parametrize("name", KEYED)

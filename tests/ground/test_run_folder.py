@@ -13,9 +13,9 @@ import pytest
 import yaml
 from kit import kill_session, start_process, words
 
-from rl_core.cli import main as rl_core_command
-from rl_core.plugins.checkpoint import checkpoints_in
-from rl_core.run_folder import locked
+from rl_core.run.run_folder import locked
+from rl_core.run.saving.checkpoint import checkpoints_in
+from rl_core.tools.cli import main as rl_core_command
 from rl_core.train import main
 
 
@@ -78,7 +78,7 @@ def test_children_that_a_killed_run_has_forked_do_not_hold_its_folder(start, tmp
 import os, sys, time
 from multiprocessing import get_context
 from pathlib import Path
-from rl_core.run_folder import locked
+from rl_core.run.run_folder import locked
 with locked(Path(sys.argv[1])):
     {start}
     print("forked", flush=True)
@@ -113,7 +113,7 @@ def test_who_looks_whether_a_run_goes_on_stops_none(tmp_path, monkeypatch):
     with open(tmp_path / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         monkeypatch.setattr(
-            "rl_core.run_folder.time.sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN)
+            "rl_core.run.run_folder.time.sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN)
         )
         with locked(tmp_path):
             pass

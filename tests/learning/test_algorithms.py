@@ -24,9 +24,9 @@ from rl_core.learning.advantages import (
     turn_advantages,
     turn_returns,
 )
+from rl_core.learning.kl import sums_to_go
 from rl_core.learning.learner import Learner
-from rl_core.plugins.reference import sums_to_go
-from rl_core.plugins.refill import has_signal
+from rl_core.run.dynamic_sampling import has_signal
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 

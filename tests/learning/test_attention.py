@@ -24,10 +24,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from rl_core.learning.attention import NAME, AttentionPlan, attention_forward
-from rl_core.plugins import attention_kernels, dense_attention
-from rl_core.plugins.attention_kernels import TORCH, find_kernel, import_error
-from rl_core.plugins.ring import RingPlan
+from rl_core.models.attention import NAME, AttentionPlan, attention_forward
+from rl_core.models.kernels import cpu_attention, gpu_attention
+from rl_core.models.kernels.gpu_attention import TORCH, find_kernel, import_error
+from rl_core.parallel.context_parallel import RingPlan
 
 SIZES = (1, 2, 4)
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}
@@ -397,7 +397,7 @@ def test_a_shared_piece_is_seen_by_all_that_follows_it_and_by_nothing_else(heads
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_attention_written_out_for_what_has_no_fused_kernel_gives_the_same(window, monkeypatch):
-    monkeypatch.setattr(dense_attention, "is_fused", lambda q, cap: False)
+    monkeypatch.setattr(cpu_attention, "is_fused", lambda q, cap: False)
     for heads in HEADS.values():
         assert family_errors(heads, window) < 1e-13
     assert family_errors(HEADS["gqa"], window, torch.bfloat16) < 0.05
@@ -435,10 +435,10 @@ def test_values_narrower_than_keys_are_those_of_the_models_own_attention():
     torch.testing.assert_close(mine, whole(input_ids=ids, use_cache=False).logits)
 
 
-def blocks_of(lengths: list[int]) -> dense_attention.Layout:
+def blocks_of(lengths: list[int]) -> cpu_attention.Layout:
     starts = torch.tensor([0, *lengths]).cumsum(0)
     plan = AttentionPlan(starts, [-1] * len(lengths), TORCH, torch.device("cpu"))
-    return dense_attention.layout_of(plan.causal)
+    return cpu_attention.layout_of(plan.causal)
 
 
 def test_many_short_pieces_share_blocks_in_which_little_is_padding():
@@ -523,8 +523,8 @@ FLASH_ATTN_2 = {
 )
 def test_auto_takes_flash_attn_only_if_what_is_used_of_it_imports(files, kernel, install):
     install(files)
-    assert find_kernel("auto", torch.device("cuda")) is getattr(attention_kernels, kernel)
-    assert find_kernel("auto", torch.device("cpu")) is attention_kernels.TORCH
+    assert find_kernel("auto", torch.device("cuda")) is getattr(gpu_attention, kernel)
+    assert find_kernel("auto", torch.device("cpu")) is gpu_attention.TORCH
     if kernel == "TORCH":
         with pytest.raises(
             ValueError, match="--attention=flash_attn needs flash_attn, which does not import here"

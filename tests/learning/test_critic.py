@@ -14,19 +14,19 @@ from kit import SORT, metrics, part_of, words
 from safetensors.torch import load_file
 from test_learner import FLAGS, assert_same, make_learner, ragged_samples
 
-from rl_core import models
+from rl_core import learners
 from rl_core.algorithms import PRESETS, token_losses
-from rl_core.cli import main as command
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import samples_of
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
-from rl_core.learning.policy import Policy
+from rl_core.learning.ppo import gae_advantages, value_losses, value_metrics, value_sums
+from rl_core.learning.whitening import normalised
 from rl_core.metrics import add_metrics, reduce_metrics
-from rl_core.plugins.critic import gae_advantages, value_losses, value_metrics, value_sums
-from rl_core.plugins.normalise import normalised
+from rl_core.models.policy import Policy
+from rl_core.tools.cli import main as command
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
@@ -282,7 +282,7 @@ def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
     )
 
     def new_critic(*args):
-        own = models.make_learner(config, learner.algorithm, "policy", learner.ranks)
+        own = learners.make_learner(config, learner.algorithm, "policy", learner.ranks)
         return critic_of(own)(*args)
 
     with torch.no_grad():

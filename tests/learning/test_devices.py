@@ -19,15 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
+from rl_core.engines.kv_slots import RowParams, SlotModel, sample
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.engines.slots import RowParams, SlotModel, sample
-from rl_core.learning.attention import NAME
+from rl_core.learners import learner_with
 from rl_core.learning.learner import Learner, LearnerContext
-from rl_core.learning.policy import PackedForward, Policy
-from rl_core.models import learner_with
-from rl_core.plugins.dense_attention import DENSE
-from rl_core.plugins.evaluation import loss_of_rows
+from rl_core.models.attention import NAME
+from rl_core.models.kernels.cpu_attention import DENSE
+from rl_core.models.policy import PackedForward, Policy
 from rl_core.registry import PARTS, pair_loss
+from rl_core.run.evaluation.evaluation import loss_of_rows
 
 META = torch.device("meta")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors

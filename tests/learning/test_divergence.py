@@ -23,13 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rl_core.distributed import Mesh, init_ranks, on_mesh
-from rl_core.host_copies import HostCopies
-from rl_core.learning import logprobs as fused
-from rl_core.learning.policy import Policy
-from rl_core.plugins import divergence
-from rl_core.plugins.divergence import TopTokens, WholeVocabulary, fused_divergence, make_form
-from rl_core.plugins.padded import FullLogitsForward, choose_forward
-from rl_core.plugins.teacher import ModelTeacher, TeacherOutput
+from rl_core.learning.padded_forward import FullLogitsForward, choose_forward
+from rl_core.learning.teachers import divergence
+from rl_core.learning.teachers.distill import ModelTeacher, TeacherOutput
+from rl_core.learning.teachers.divergence import (
+    TopTokens,
+    WholeVocabulary,
+    fused_divergence,
+    make_form,
+)
+from rl_core.models import logprobs as fused
+from rl_core.models.cpu_offload import HostCopies
+from rl_core.models.policy import Policy
 from rl_core.types import RunError
 
 FORMS = ("reverse_kl", "forward_kl", "jsd")

@@ -20,17 +20,17 @@ from models_table import ENV, FAMILIES, family_config, load_plain, make_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.config import parse_config
-from rl_core.learning.loading import model_class
+from rl_core.learning.lora import adapter_parameters, adapter_weights
 from rl_core.learning.minibatches import active_parameters, pair_work
-from rl_core.plan import make_chats
-from rl_core.plugins.checkpoint import export_policy
-from rl_core.plugins.experts import find_routers
-from rl_core.plugins.lora import adapter_parameters, adapter_weights
-from rl_core.plugins.mfu import mfu, peak_flops
-from rl_core.plugins.padded import choose_forward
-from rl_core.plugins.shard_loading import local_slices
+from rl_core.learning.moe import find_routers
+from rl_core.learning.padded_forward import choose_forward
+from rl_core.models.loading import model_class
+from rl_core.parallel.fsdp import local_slices
+from rl_core.plan.plan import make_chats
 from rl_core.registry import check_options
-from rl_core.tools.held import model_size
+from rl_core.run.display.mfu import mfu, peak_flops
+from rl_core.run.saving.checkpoint import export_policy
+from rl_core.tools.memory_estimate import model_size
 from rl_core.tools.tiny_model import character_tokenizer
 
 COEF = "--actors.policy.router_aux_loss_coef"

@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from rl_core import registry
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
+from rl_core.engines.hf_sampling import choose_sampler
 from rl_core.engines.weights import checkpoint_weights
-from rl_core.learning.loading import max_positions
-from rl_core.models import make_policy
-from rl_core.plugins.row_sampling import choose_sampler
+from rl_core.learners import make_policy
+from rl_core.models.loading import max_positions
 from rl_core.types import SamplingParams
 
 FORWARDS = {

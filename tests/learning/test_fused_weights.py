@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Mesh, init_ranks, on_mesh
 from rl_core.engines.weights import checkpoint_weights
-from rl_core.learning import loading
-from rl_core.models import make_policy
-from rl_core.plugins.checkpoint import export_policy
-from rl_core.plugins.shard_loading import fused_later
+from rl_core.learners import make_policy
+from rl_core.models import loading
+from rl_core.parallel.fsdp import fused_later
+from rl_core.run.saving.checkpoint import export_policy
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
 KINDS = ("dp 2", "hsdp 2", "lora", "scores", "offload")

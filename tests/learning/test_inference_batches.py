@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks
-from rl_core.plugins.inference_batches import (
+from rl_core.learning.no_grad_batches import (
     ANNOTATED,
     activation_bytes,
     join_batches,

@@ -11,8 +11,8 @@ from test_learner import assert_same, gradients, make_learner, ragged_samples
 from test_lora import make_lora_learner, with_random_adapters
 from test_memory import save_model
 
-from rl_core.engines import llama_cpu
-from rl_core.engines.llama_cpu import OneDNNLinear, RMSNorm, Rotary
+from rl_core.models.kernels import llama_cpu
+from rl_core.models.kernels.llama_cpu import OneDNNLinear, RMSNorm, Rotary
 
 
 def both_gradients(learner) -> list[dict[str, torch.Tensor]]:

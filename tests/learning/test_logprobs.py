@@ -28,11 +28,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as MULTIMODAL,
 )
 
-from rl_core.engines.slots import logits_of
-from rl_core.learning import logprobs as fused
-from rl_core.learning.logprobs import fused_logprobs, logit_change
-from rl_core.learning.policy import PackedForward, Policy
-from rl_core.plugins.dense_attention import DENSE
+from rl_core.engines.kv_slots import logits_of
+from rl_core.models import logprobs as fused
+from rl_core.models.kernels.cpu_attention import DENSE
+from rl_core.models.logprobs import fused_logprobs, logit_change
+from rl_core.models.policy import PackedForward, Policy
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
@@ -268,7 +268,7 @@ def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_
     for tile_bytes, num_tiles in [
         (fused.CPU_TILE_BYTES, 6),
         (fused.CUDA_TILE_BYTES, 6),
-        (256 << 20, 1),  # of plugins/triton_logprobs.py
+        (256 << 20, 1),  # of models/kernels/triton_logprobs.py
     ]:
         tokens, ids = fused.tile_shape(num_tokens, num_ids, width, tile_bytes)
         assert tokens >= 1 and 1 <= ids <= num_ids
@@ -282,7 +282,7 @@ def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_
 def compare_triton_kernels(device: str) -> None:
     """Several tiles, spans and blocks, none of them full; on a CPU in Triton's interpreter, which
     multiplies bf16 numbers as if they were integers, so that fp16 stands for them."""
-    from rl_core.plugins import triton_logprobs as kernel
+    from rl_core.models.kernels import triton_logprobs as kernel
 
     low = torch.bfloat16 if device == "cuda" else torch.float16
     for tile_bytes, how in ((256 << 20, [(0.7, 0.6)]), (4 * 140 * 2100, [(1.0, 0.0), (0.7, 0.6)])):
@@ -329,7 +329,7 @@ def compile_triton_kernels() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rl_core.plugins import triton_logprobs as kernels
+    from rl_core.models.kernels import triton_logprobs as kernels
 
     options = kernels.launch(torch.empty(1, 4096, dtype=torch.bfloat16))
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
@@ -378,7 +378,7 @@ def test_triton_kernels_compile_for_gpus_that_are_not_here(tmp_path):
 
 def test_logprobs_import_without_triton():
     run_here(
-        "import sys; sys.modules['triton'] = None; import torch, rl_core.learning.logprobs as l; "
+        "import sys; sys.modules['triton'] = None; import torch, rl_core.models.logprobs as l; "
         "l.fused_logprobs(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]))"
     )
 

@@ -13,12 +13,12 @@ from test_learner import FLAGS, gradients, make_learner, ragged_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config, to_yaml
+from rl_core.learners import make_policy
 from rl_core.learning.learner import Learner
-from rl_core.learning.loading import load_hf_model
-from rl_core.models import make_policy
-from rl_core.plugins.checkpoint import export_policy
-from rl_core.plugins.lora import adapter_parameters
-from rl_core.plugins.optimizers import adamw
+from rl_core.learning.lora import adapter_parameters
+from rl_core.learning.optimizers import adamw
+from rl_core.models.loading import load_hf_model
+from rl_core.run.saving.checkpoint import export_policy
 
 LORA = ["--actors.policy.lora.rank", "4", "--actors.policy.lora.alpha", "8"]
 NF4 = [*LORA, "--actors.policy.lora.quantize", "nf4"]

@@ -10,9 +10,9 @@ from kit import make_learner, metrics, run, words
 from test_learner import ragged_samples
 
 from rl_core.distributed import close_ranks, init_ranks, local
-from rl_core.plugins import loss_scale
-from rl_core.plugins.checkpoint import save_checkpoint
-from rl_core.plugins.resume import load_checkpoint
+from rl_core.learning import fp16
+from rl_core.run.saving.checkpoint import save_checkpoint
+from rl_core.run.saving.resume import load_checkpoint
 
 SFT = "--algorithm sft --optim.lr 1e-2"
 
@@ -59,7 +59,7 @@ def test_gradients_that_fp16_could_not_hold_are_those_of_fp32(tiny_model, in_fp1
 
 
 def test_the_scale_is_that_of_torchs_grad_scaler(in_fp16, monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH_UPDATES", 2)
+    monkeypatch.setattr(fp16, "GROWTH_UPDATES", 2)
     learner = in_fp16()
     learner.scale = 2.0**33
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**33, growth_interval=2)
@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(in_fp16):
     learner = in_fp16()
     found = learner.step(learner.shard(faint(ragged_samples(), float("nan")))[0], 0)
     assert "nonfinite_updates" in found and "overflowed_updates" not in found
-    assert learner.scale == loss_scale.FIRST_SCALE
+    assert learner.scale == fp16.FIRST_SCALE
 
 
 def test_a_checkpoint_has_the_scale_that_overflows_have_left(in_fp16, tmp_path):
@@ -101,7 +101,7 @@ def test_a_checkpoint_has_the_scale_that_overflows_have_left(in_fp16, tmp_path):
     learner.scale = 2.0**33
     for step in range(24):
         learner.step(learner.shard(ragged_samples(seed=step))[0], step)
-    assert learner.num_updates > 0 and loss_scale.FIRST_SCALE < learner.scale < 2.0**33
+    assert learner.num_updates > 0 and fp16.FIRST_SCALE < learner.scale < 2.0**33
     folder = tmp_path / "step_000024"
     save_checkpoint(folder, {"policy": learner}, {"step": 24}, learner.ranks, keep=0)
     resumed = in_fp16()
@@ -124,7 +124,7 @@ def test_a_run_in_fp16_learns_resumes_and_counts_what_overflowed(
     run(parts, flags, "--num_steps 4 --resume", ranks=ranks)
     rows = [[row["learn/policy/loss"] for row in metrics(out)] for out in (whole, parts)]
     assert rows[0] == rows[1] and rows[0][-1] < rows[0][0]
-    assert metrics(whole)[-1]["learn/policy/loss_scale"] == loss_scale.FIRST_SCALE
+    assert metrics(whole)[-1]["learn/policy/loss_scale"] == fp16.FIRST_SCALE
     saved = json.loads((parts / "checkpoints/step_000004/state.json").read_text())
     assert saved["optimizers"]["policy"]["state"] == {"scale": 2.0**16, "finite_in_a_row": 4}
 

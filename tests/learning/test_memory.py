@@ -25,14 +25,14 @@ from transformers import (
 
 from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, init_ranks, on_mesh
-from rl_core.host_copies import HostCopies
-from rl_core.learning import loading
-from rl_core.learning.policy import Policy
-from rl_core.models import compile_blocks, make_policy
-from rl_core.plugins import shard_loading
-from rl_core.plugins.lora import adapter_parameters
-from rl_core.plugins.offload import activations_on_host
-from rl_core.plugins.shard_loading import local_slices
+from rl_core.learners import compile_blocks, make_policy
+from rl_core.learning.lora import adapter_parameters
+from rl_core.models import loading
+from rl_core.models.activation_offload import activations_on_host
+from rl_core.models.cpu_offload import HostCopies
+from rl_core.models.policy import Policy
+from rl_core.parallel import fsdp
+from rl_core.parallel.fsdp import local_slices
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
 
@@ -291,10 +291,10 @@ def test_compiled_blocks_give_the_same_gradient_and_are_compiled_once(make_model
 
 def load_onto_the_host(ranks: Ranks, model: str) -> dict:
     """Where weights and buffers lie. A device "meta" stands for the GPU."""
-    hf, read = shard_loading.load_on_meta(model, torch.float32)
+    hf, read = fsdp.load_on_meta(model, torch.float32)
     policy = Policy(hf, torch.float32, torch.float32, None)
-    shard_loading.shard_policy(policy, torch.float32, ranks)
-    shard_loading.load_shards(policy, read, torch.device("meta"), torch.device("cpu"))
+    fsdp.shard_policy(policy, torch.float32, ranks)
+    fsdp.load_shards(policy, read, torch.device("meta"), torch.device("cpu"))
     head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
     return {
         "weights": sorted({p.device.type for p in policy.parameters()}),

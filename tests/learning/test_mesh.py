@@ -25,14 +25,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import LoraConfig, parse_config
 from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
-from rl_core.learning import logprobs as fused
+from rl_core.learners import make_policy
+from rl_core.learning import gradient_averaging
+from rl_core.learning.gradient_averaging import average_gradients, num_copies
 from rl_core.metrics import reduce_metrics
-from rl_core.models import make_policy
-from rl_core.plugins import whole_copies
-from rl_core.plugins.checkpoint import export_policy, save_checkpoint
-from rl_core.plugins.resume import load_checkpoint
-from rl_core.plugins.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
-from rl_core.plugins.whole_copies import average_gradients, num_copies
+from rl_core.models import logprobs as fused
+from rl_core.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
+from rl_core.run.saving.checkpoint import export_policy, save_checkpoint
+from rl_core.run.saving.resume import load_checkpoint
 from rl_core.types import TrainingSample
 
 MESHES = {
@@ -303,7 +303,7 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
     if importlib.util.find_spec("triton"):
         for name in [n for n in sys.modules if "triton" in n and "_C" not in n]:
             del sys.modules[name]  # forked ranks have them imported to be compiled, not interpreted
-        kernels["Triton"] = importlib.import_module("rl_core.plugins.triton_logprobs")
+        kernels["Triton"] = importlib.import_module("rl_core.models.kernels.triton_logprobs")
     for kind, num_tokens, num_words in (("torch", 9, 37), ("torch", 600, 4999), ("Triton", 9, 37)):
         if kind not in kernels:
             continue
@@ -429,7 +429,7 @@ def test_models_that_learn_together_are_counted_together_but_not_one_that_they_s
     tiny_model, monkeypatch
 ):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    monkeypatch.setattr(whole_copies, "MOST_PARAMETERS", 1.5 * model.num_parameters())
+    monkeypatch.setattr(gradient_averaging, "MOST_PARAMETERS", 1.5 * model.num_parameters())
     bob = f"--env_path x.py --out x --model {tiny_model} --actors.bob.model {tiny_model}"
     config = parse_config(words(bob, "--actors.bob.train true"))
     assert num_copies(config, 4, ["policy"]) == 4 and num_copies(config, 4, config.trained) == 1

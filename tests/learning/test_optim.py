@@ -17,10 +17,10 @@ from transformers import Trainer
 
 from rl_core.config import OptimConfig
 from rl_core.learning.learner import learning_rate
-from rl_core.learning.loading import on_meta
-from rl_core.plugins.checkpoint import save_checkpoint
-from rl_core.plugins.optimizers import parameter_groups
-from rl_core.plugins.resume import load_checkpoint
+from rl_core.learning.optimizers import parameter_groups
+from rl_core.models.loading import on_meta
+from rl_core.run.saving.checkpoint import save_checkpoint
+from rl_core.run.saving.resume import load_checkpoint
 from rl_core.train import main
 
 

@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rl_core.config import PreferenceConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
+from rl_core.data.preference_pairs import PAIR, pair_rows, reply_pair, scored_pair
+from rl_core.data.sft_samples import sft_samples
 from rl_core.data.tasks import read_row
 from rl_core.distributed import init_ranks
+from rl_core.learners import make_policy
 from rl_core.learning.learner import Learner
-from rl_core.models import make_policy
-from rl_core.plugins.pairs import PAIR, pair_rows, reply_pair, scored_pair
-from rl_core.plugins.preference import dpo_losses, rm_losses
-from rl_core.plugins.sft import sft_samples
+from rl_core.learning.preference import dpo_losses, rm_losses
 from rl_core.train import main
 from rl_core.types import TrainingSample
 

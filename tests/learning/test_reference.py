@@ -10,7 +10,7 @@ from kit import gradient, learn, make_learner, part_of, run, sample, steps, weig
 from transformers import AutoModelForCausalLM
 
 from rl_core.config import parse_config
-from rl_core.plan import choose_algorithm
+from rl_core.plan.plan import choose_algorithm
 
 SAMPLES = [
     sample([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1], 0.7, "a"),

@@ -20,9 +20,9 @@ from test_experts import COEF, SGD, assert_same, family, imitated  # noqa: F401
 from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import init_ranks
-from rl_core.plan import make_chats
-from rl_core.plugins.padded import choose_forward
-from rl_core.plugins.router_replay import Recorder
+from rl_core.learning.padded_forward import choose_forward
+from rl_core.learning.router_replay import Recorder
+from rl_core.plan.plan import make_chats
 from rl_core.registry import engine_maker
 from rl_core.types import SamplingParams, Turn
 

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 from rl_core.config import parse_config
 from rl_core.data.chat import load_chat
 from rl_core.data.samples import samples_from_turns
-from rl_core.plan import choose_algorithm, load_envs
-from rl_core.plugins.self_distillation import as_teacher_reads, taught_samples
-from rl_core.plugins.teacher_prompts import ask, prompt_ids
+from rl_core.learning.teachers.self_distill import as_teacher_reads, taught_samples
+from rl_core.plan.plan import choose_algorithm, load_envs
+from rl_core.sampling.teacher_prompts import ask, prompt_ids
 from rl_core.types import Completion, Task, Trajectory, Turn
 
 PLAIN = "--algorithm opd --algo.normalize none --algo.teacher self --algo.teacher_update"
@@ -435,7 +435,7 @@ def test_flags_that_contradict_each_other_are_refused(flags, said):
 
 
 def test_a_check_shows_what_the_teacher_reads(tmp_path, monkeypatch, capsys):
-    from rl_core.cli import main
+    from rl_core.tools.cli import main
 
     (tmp_path / "ask.py").write_text(ENV)
     monkeypatch.chdir(tmp_path)

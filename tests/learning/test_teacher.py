@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
-from rl_core.models import make_learners
-from rl_core.plan import choose_algorithm
-from rl_core.plugins.env_file import load_env
-from rl_core.plugins.run_warnings import compares_groups
-from rl_core.plugins.teachers import check_teachers
+from rl_core.environments.env_file import load_env
+from rl_core.learners import make_learners
+from rl_core.learning.teachers.build_teacher import check_teachers
+from rl_core.plan.plan import choose_algorithm
 from rl_core.registry import check_options, checked_chat
+from rl_core.run.display.warnings import compares_groups
 from rl_core.tools.replay import replay
 
 PLAIN = "--algorithm opd --algo.normalize none"

@@ -19,7 +19,7 @@ from kit import answer, gradient, of_ranks, run, sample, steps, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config
-from rl_core.plugins.teachers import check_teachers
+from rl_core.learning.teachers.build_teacher import check_teachers
 from rl_core.types import RunError
 
 PLAIN = "--algorithm opd --algo.normalize none"
@@ -261,7 +261,7 @@ def test_a_server_that_is_not_there_or_reads_other_text_is_refused_at_the_start(
     server.changes = [lambda text: text.replace('"m"', '"w"')]
     with pytest.raises(ValueError, match=r"another tokenizer than .*is 'w' there instead of 'm'"):
         check(url)
-    monkeypatch.setattr("rl_core.plugins.teacher_server.PING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rl_core.learning.teachers.teacher_server.PING_TIMEOUT_S", 0.5)
     for gone in ("http://127.0.0.1:9", "http://127.0.0.1:9/v1"):
         with pytest.raises(ValueError, match="start it"):
             check(gone)
@@ -272,7 +272,7 @@ import sys
 
 sys.modules["httpx"] = None  # as where it is not installed
 from rl_core.config import parse_config
-from rl_core.plugins.teachers import check_teachers
+from rl_core.learning.teachers.build_teacher import check_teachers
 
 check_teachers(parse_config(sys.argv[1:]), "policy")
 """

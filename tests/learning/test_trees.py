@@ -30,8 +30,8 @@ from rl_core.data.packing import (
 )
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Mesh, on_mesh
-from rl_core.plugins.padded import PaddedForward, padded_rows, set_attention
-from rl_core.plugins.router_replay import OWN
+from rl_core.learning.padded_forward import PaddedForward, padded_rows, set_attention
+from rl_core.learning.router_replay import OWN
 from rl_core.types import Completion, TrainingSample, Turn
 
 SGD = "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0"

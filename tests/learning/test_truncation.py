@@ -26,13 +26,13 @@ from rl_core.algorithms import Algorithm, policy_losses
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
+from rl_core.engines.kv_slots import RowParams, sample
 from rl_core.engines.sglang import SGLangEngine
-from rl_core.engines.slots import RowParams, sample
-from rl_core.plan import choose_algorithm, choose_engine
-from rl_core.plugins import truncation
-from rl_core.plugins.padded import FullLogitsForward, PaddedForward
-from rl_core.plugins.truncation import support_labels, support_logprobs
-from rl_core.plugins.under_way import read_groups
+from rl_core.learning import truncation
+from rl_core.learning.padded_forward import FullLogitsForward, PaddedForward
+from rl_core.learning.truncation import support_labels, support_logprobs
+from rl_core.plan.plan import choose_algorithm, choose_engine
+from rl_core.sampling.resumable_rollouts import read_groups
 from rl_core.sampling.rollout import make_group
 from rl_core.types import SamplingParams, Task, Turn
 

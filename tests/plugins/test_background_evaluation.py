@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 from kit import STOP, kill_session, metrics, run, start_process, trajectories, wait_until, words
 
-from rl_core.cli import main as command
-from rl_core.plugins.background_evaluation import (
+from rl_core.run.evaluation.background_evaluation import (
     BackgroundEvaluation,
     end_orphan,
     environment_of,
 )
+from rl_core.tools.cli import main as command
 from rl_core.train import main
 
 SIZES = "--max_tokens 8 --max_prompt_tokens 64 --tasks_per_step 4 --group_size 2 " + STOP
@@ -154,7 +154,7 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(places, tmp_p
     (f"{BESIDE} --trackers wandb", "which W&B does not accept"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(places, tmp_path, capsys, monkeypatch, flags, says):
-    monkeypatch.setattr("rl_core.plugins.trackers.check_trackers", lambda names: None)
+    monkeypatch.setattr("rl_core.run.display.trackers.check_trackers", lambda names: None)
     case = words(FLAGS.format(**places), "--num_steps 1 --eval_every 1", flags)
     assert main([*case, "--out", str(tmp_path / "run")]) == 1
     assert says in capsys.readouterr().err

@@ -8,9 +8,9 @@ import pytest
 import torch
 from kit import metrics
 
-from rl_core.engines import embedded, slots
+from rl_core.engines import embedded, kv_slots
 from rl_core.engines.embedded import EmbeddedEngine
-from rl_core.learning import policy
+from rl_core.models import policy
 from rl_core.train import main
 
 SIZES = ["--tasks_per_step", "4", "--group_size", "4", "--num_steps", "2", "--optim.lr", "1e-2"]
@@ -86,12 +86,12 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
 ):
     assert main(flags_of(tiny_model, tmp_path / "healthy")) == 0
     assert not largest(tmp_path / "healthy"), "no step knows more of it than another"
-    sample = slots.sample_tokens
+    sample = kv_slots.sample_tokens
 
     def sample_too_likely(logits, uniforms, greedy):
         return sample(logits, uniforms, greedy) + torch.tensor([0, 0.01])
 
-    monkeypatch.setattr(slots, "sample_tokens", sample_too_likely)
+    monkeypatch.setattr(kv_slots, "sample_tokens", sample_too_likely)
     assert main(flags_of(tiny_model, tmp_path / "run")) == 1
     printed = capsys.readouterr().err
     assert "does not sample with its learner's weights" in printed

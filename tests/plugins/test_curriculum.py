@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from kit import metrics, trajectories
 
-from rl_core.cli import main as rl_core
 from rl_core.config import parse_config
 from rl_core.data.tasks import TaskSource
-from rl_core.plan import make_plan
-from rl_core.plugins.curriculum import Progress, WeightedOrder, record, task_weight
-from rl_core.plugins.env_file import load_env
-from rl_core.plugins.mix import TaskMix
+from rl_core.environments.env_file import load_env
+from rl_core.plan.plan import make_plan
+from rl_core.run.curriculum import Progress, WeightedOrder, record, task_weight
+from rl_core.tasks.task_mix import TaskMix
+from rl_core.tools.cli import main as rl_core
 from rl_core.train import main
 from rl_core.types import Task
 

@@ -6,7 +6,7 @@ import pytest
 from kit import words
 
 from rl_core.config import parse_config
-from rl_core.plugins.eval_folder import EvalFolder, cell_of
+from rl_core.run.evaluation.eval_folder import EvalFolder, cell_of
 from rl_core.sampling.rollout import make_group
 from rl_core.types import Task, Trajectory
 

@@ -15,8 +15,8 @@ from test_runs import RL, assert_same_weights, lasting
 
 from rl_core import Config
 from rl_core.distributed import init_ranks
-from rl_core.plugins.checkpointer import BestKeeper
-from rl_core.run_folder import RunLog
+from rl_core.run.run_folder import RunLog
+from rl_core.run.saving.checkpointer import BestKeeper
 from rl_core.train import main
 
 # Does `what` at the 20th call: within the second step of 16 episodes on one rank.

@@ -12,9 +12,9 @@ from test_envs_talk import endpoint
 from test_experts import family  # noqa: F401
 from test_golden import FIT, RL, TWO
 
-from rl_core.cli import main
-from rl_core.plugins.metric_table import describe, page, rows
-from rl_core.plugins.run_warnings import MISMATCH, TRUNCATED
+from rl_core.run.display.metric_table import describe, page, rows
+from rl_core.run.display.warnings import MISMATCH, TRUNCATED
+from rl_core.tools.cli import main
 
 OWN = """
 from rl_core import reward
@@ -54,10 +54,10 @@ RUNS = {
 }
 # Written on GPUs alone, where SGLang dies, and by --eval.background: only that the code has these names is checked.
 ELSEWHERE = {
-    "eval/background_failed": "plugins/background_evaluation.py",
+    "eval/background_failed": "run/evaluation/background_evaluation.py",
     "rollout/ACTOR/engine_restarts": "engines/sglang.py",
     "sync/ACTOR/{device,broadcast,files}_mib": "engines/sglang.py",
-    "learn/ACTOR/mfu": "plugins/mfu.py",
+    "learn/ACTOR/mfu": "run/display/mfu.py",
     "memory/{generate,learn,sync,eval}_gib": "trainer.py",
 }
 
@@ -199,7 +199,7 @@ def test_metrics_that_pages_name_have_a_row():
 
 def test_the_page_is_that_of_the_table():
     text = (ROOT / "docs/metrics.md").read_text()
-    assert text == page(), "python -m rl_core.plugins.metric_table > docs/metrics.md"
+    assert text == page(), "python -m rl_core.run.display.metric_table > docs/metrics.md"
 
 
 def test_info_tells_of_a_metric_by_its_name_or_the_end_of_it(capsys):

@@ -10,7 +10,7 @@ import pytest
 from kit import STOP, words
 
 from rl_core.config import parse_config
-from rl_core.plugins.run_warnings import RunWarnings
+from rl_core.run.display.warnings import RunWarnings
 from rl_core.train import main
 
 SIZES = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --optim.lr 0 --rollout.save false"

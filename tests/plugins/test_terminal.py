@@ -15,9 +15,9 @@ from datetime import timedelta
 import pytest
 from kit import wait_until, words
 
-from rl_core.plugins.log_samples import cut
-from rl_core.plugins.run_end import before_and_after
-from rl_core.plugins.terminal import progress_line, time_left
+from rl_core.run.display.summary import before_and_after
+from rl_core.run.display.terminal import progress_line, time_left
+from rl_core.run.evaluation.print_samples import cut
 from rl_core.train import main
 
 

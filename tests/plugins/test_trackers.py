@@ -29,8 +29,8 @@ from kit import (
     words,
 )
 
-from rl_core import cli
-from rl_core.plugins.mfu import mfu, peak_flops
+from rl_core.run.display.mfu import mfu, peak_flops
+from rl_core.tools import cli
 from rl_core.train import main
 
 ALL = "wandb,tensorboard,trackio,mlflow"

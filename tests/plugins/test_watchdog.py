@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from kit import ROOT, kill_session, metrics, run_ranks, start_process, words
 
-from rl_core.plugins.watchdog import run_hooks
 from rl_core.sampling.hooks import LoopClock
+from rl_core.sampling.watchdog import run_hooks
 
 SIZES = (
     "--data.shuffle false --max_tokens 4 --tasks_per_step 2 --group_size 2 --num_steps 6 "
@@ -54,7 +54,7 @@ def ended(*args) -> subprocess.CompletedProcess:
 
 HOLDING = f"""
 import asyncio, re, sys, time
-from rl_core.plugins.watchdog import Watchdog, run_hooks
+from rl_core.sampling.watchdog import Watchdog, run_hooks
 from rl_core.sampling.hooks import Hook, LoopClock
 from rl_core.types import Task
 
@@ -174,7 +174,7 @@ WRAPPED = """
 import asyncio, os, signal, threading, time, torch
 from types import SimpleNamespace
 from rl_core.distributed import Ranks
-from rl_core.plugins.signal_handler import SignalHandler
+from rl_core.run.process.signals import SignalHandler
 
 os.environ["LOCAL_WORLD_SIZE"] = "2"
 ranks = Ranks(rank=0, size=2, device=torch.device("cpu"))
@@ -211,7 +211,7 @@ def test_what_a_hook_left_behind_does_when_it_ends_finds_no_watchdog():
 
 TORN_APART = '''
 import atexit, os, sys
-from rl_core.plugins.watchdog import leave_threads
+from rl_core.sampling.watchdog import leave_threads
 
 class Thread:
     """As C++ does to a thread that lets go of a tensor in the interpreter's last moments."""
@@ -241,7 +241,7 @@ def test_a_rank_that_is_done_is_not_ended_by_what_python_takes_apart():
 
 LEFT_OPEN = """
 import atexit, sys
-from rl_core.plugins.watchdog import exit_process
+from rl_core.sampling.watchdog import exit_process
 
 file = open(sys.argv[1], "w")
 file.write("text")

@@ -16,9 +16,9 @@ from test_nonfinite import rm_flags, step_with
 from test_runs import RL, assert_same_weights, lasting
 from transformers import AutoTokenizer
 
-from rl_core.plugins.checkpoint import checkpoints_in, export_policy, save_checkpoint
-from rl_core.plugins.resume import load_checkpoint, newest_intact
-from rl_core.run_folder import RunLog
+from rl_core.run.run_folder import RunLog
+from rl_core.run.saving.checkpoint import checkpoints_in, export_policy, save_checkpoint
+from rl_core.run.saving.resume import load_checkpoint, newest_intact
 from rl_core.train import main
 from rl_core.types import RunError
 

@@ -38,14 +38,14 @@ from test_runs import (
 # A phase -> the function that a run is killed at.
 PLACES = {
     "generate": "rl_core.engines.embedded:EmbeddedEngine._step",
-    "rollouts": "rl_core.plugins.run_files:write_trajectories",
+    "rollouts": "rl_core.run.saving.run_files:write_trajectories",
     "learn": "rl_core.learning.learner:Learner.step",
     "sync": "rl_core.actors:ActorRuntime.sync",
-    "metrics": "rl_core.run_folder:RunLog.write",
-    "eval": "rl_core.plugins.evaluation:Evaluation.evaluate",
+    "metrics": "rl_core.run.run_folder:RunLog.write",
+    "eval": "rl_core.run.evaluation.evaluation:Evaluation.evaluate",
     "save": "torch.distributed.checkpoint:save",
     "rename": "os:rename",
-    "export": "rl_core.plugins.checkpointer:export_policy",
+    "export": "rl_core.run.saving.checkpointer:export_policy",
 }
 ASYNC = f"{TALK} {STOP} --tasks_per_step 2 --group_size 3 --rollout.fixed_order true"
 # Name -> flags, number of ranks.

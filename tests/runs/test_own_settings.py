@@ -7,7 +7,6 @@ import pytest
 import torch
 from kit import run, steps, trajectories, weights, words
 
-from rl_core.cli import main
 from rl_core.config import (
     ActorConfig,
     Config,
@@ -17,9 +16,10 @@ from rl_core.config import (
     read_config,
     to_yaml,
 )
-from rl_core.plugins.actor_rules import check_actors
+from rl_core.plan.actor_rules import check_actors
 from rl_core.registry import check_options
-from rl_core.tools.playing import read_flags
+from rl_core.tools.cli import main
+from rl_core.tools.model_player import read_flags
 from rl_core.tools.replay import replay
 
 BASE = "--model m --env_path e.py --out runs/x"

@@ -22,9 +22,9 @@ from test_runs import COMPARED, assert_same_weights, lasting
 
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.distributed import Mesh
-from rl_core.plugins.place_rules import RankGroup, numbers, rank_groups_of
-from rl_core.plugins.places import from_text, to_text
+from rl_core.parallel.rank_groups import RankGroup, numbers, rank_groups_of
 from rl_core.registry import check_options
+from rl_core.run.rank_group_client import from_text, to_text
 from rl_core.types import PER_TOKEN, TrainingSample
 
 # Episodes of rank 1 begin late.
@@ -336,7 +336,7 @@ def optimizer(kind: str, folder: Path):
     """A hook before each optimizer step, in a run that is this file as a program."""
     import torch
 
-    from rl_core.plugins.optimizers import parameter_groups
+    from rl_core.learning.optimizers import parameter_groups
 
     class Slow(torch.optim.SGD):
         number = 0

@@ -12,7 +12,7 @@ from kit import metrics, trajectories
 from stage import make_groups
 
 from rl_core.distributed import Ranks
-from rl_core.plugins.failure_limit import refuse_failures
+from rl_core.run.failure_limit import refuse_failures
 from rl_core.sampling.rollout import POLL_S, RolloutWorker
 from rl_core.train import main
 from rl_core.types import RunError, Task, Trajectory

@@ -17,7 +17,7 @@ from kit import ROOT, STOP, metrics, run, steps, trajectories, wait_until, weigh
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl_core.cli import main as command
+from rl_core.tools.cli import main as command
 from rl_core.train import main
 
 RL = (

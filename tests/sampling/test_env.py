@@ -16,12 +16,12 @@ import torch
 from kit import load_rows, wait_until
 from stage import ROW, cast, error_of, one, play, run, talk
 
-from rl_core.cli import main as rl_core
 from rl_core.data.tasks import make_task
-from rl_core.plugins.env_file import check_actors, check_columns, load_env
-from rl_core.plugins.episode_metrics import rollout_metrics
+from rl_core.environments.env_file import check_actors, check_columns, load_env
+from rl_core.run.evaluation.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.hooks import Hook
+from rl_core.tools.cli import main as rl_core
 from rl_core.types import RunError, SamplingParams, Task
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ from rl_core.data.chat import Chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
-from rl_core.plugins.env_file import check_actors, check_columns, load_env
-from rl_core.plugins.episode_metrics import rollout_metrics
+from rl_core.environments.env_file import check_actors, check_columns, load_env
+from rl_core.run.evaluation.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.types import Trajectory
 

@@ -14,30 +14,30 @@ from kit import metrics, run, trajectories, words
 from view_parts import trajectory, write_metrics, write_step
 
 from rl_core.algorithms import PRESETS
-from rl_core.cli import main
 from rl_core.data.episodes import baseline_groups, by_episode, episode_rewards
 from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import group_advantages, turn_advantages
-from rl_core.plugins.curriculum import group_results
-from rl_core.plugins.episode_metrics import held_out_metrics, part_metrics, rollout_metrics
-from rl_core.plugins.refill import has_signal
+from rl_core.run.curriculum import group_results
+from rl_core.run.dynamic_sampling import has_signal
+from rl_core.run.evaluation.episode_metrics import held_out_metrics, part_metrics, rollout_metrics
 from rl_core.tools.check import outcomes_of
+from rl_core.tools.cli import main
 from rl_core.tools.eval import scores
-from rl_core.tools.view.data import RunFolder
-from rl_core.tools.view.tokens import advantage_of
 from rl_core.train import main as train
 from rl_core.types import Trajectory
+from rl_core.view.data import RunFolder
+from rl_core.view.tokens import advantage_of
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("group_mean", "group_norm", "group_norm_unbiased", "rloo", "none", "custom")
 # Comprehensions over conversations that read rewards or texts, with the reason for each.
 READERS = {
-    "agents/chat_completions.py usage": "tokens of one request's replies",
+    "environments/agents/chat_completions.py usage": "tokens of one request's replies",
     "data/episodes.py episode_rewards": "the law itself",
-    "plugins/tables.py load_rollouts": "keeps conversations by their own reward, of SFT rows",
+    "data/tables.py load_rollouts": "keeps conversations by their own reward, of SFT rows",
     "sampling/episode.py Episode.score": "one conversation",
-    "plugins/episode_metrics.py part_metrics": "the mean over each episode's conversations, then over episodes",
-    "plugins/episode_metrics.py rollout_metrics": "the longest conversation, all tokens, and whether rewards differ at all",
+    "run/evaluation/episode_metrics.py part_metrics": "the mean over each episode's conversations, then over episodes",
+    "run/evaluation/episode_metrics.py rollout_metrics": "the longest conversation, all tokens, and whether rewards differ at all",
     "tools/check.py part_means": "gives the value to episode_means",
     "tools/check.py outcomes_of": "names of the parts",
     "tools/eval.py scores": "the mean over each episode's conversations, then over episodes",
@@ -48,7 +48,7 @@ READERS = {
     "tools/view/data.py matching": "conversations by their own reward",
     "tools/view/report.py spread": "whether rewards differ at all",
     "tools/view/tokens.py advantage_of": "those that have a reward",
-    "plugins/log_samples.py LogSamples.on_episodes": "one conversation",
+    "run/evaluation/print_samples.py LogSamples.on_episodes": "one conversation",
 }
 LISTS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 NAMES = {"reward", "reward_parts", "num_tokens"}

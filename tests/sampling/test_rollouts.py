@@ -7,7 +7,7 @@ import re
 import pytest
 from stage import ROW, RuleEngine, actor, cast, chat_of, run
 
-from rl_core.plugins.episode_metrics import rollout_metrics
+from rl_core.run.evaluation.episode_metrics import rollout_metrics
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import RunError
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rl_core.plugins.schedule import MAX_TURNS, draw_turns, num_turns, parse_schedule
+from rl_core.environments.turn_order import MAX_TURNS, draw_turns, num_turns, parse_schedule
 
 ACTORS = ["alice", "bob", "carol"]
 

@@ -18,8 +18,8 @@ from test_runs import assert_same_weights, lasting
 
 from rl_core.config import RolloutConfig
 from rl_core.data.tasks import make_task
-from rl_core.plugins.run_files import jsonable
-from rl_core.plugins.under_way import (
+from rl_core.run.saving.run_files import jsonable
+from rl_core.sampling.resumable_rollouts import (
     EpisodeRecord,
     ResumableConversation,
     ResumablePlayer,

@@ -18,11 +18,11 @@ import stage
 from hostile import ALL, attack_all, started
 from kit import ROOT, kill_session, start_process, wait_until
 
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.sandbox import Sandbox, isolation
 from rl_core.sandbox.rows import function_tests
 
-COMMAND = [sys.executable, "-m", "rl_core.cli", "sandbox"]
+COMMAND = [sys.executable, "-m", "rl_core.tools.cli", "sandbox"]
 NAP = 7_000_000 + os.getpid() * 2  # seconds that no other process sleeps
 DOUBLE = "def f(x):\n    return x * 2\n"
 

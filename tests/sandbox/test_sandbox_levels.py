@@ -18,8 +18,8 @@ import pytest
 from hostile import started
 from kit import ROOT
 
-from rl_core.cli import main as command
 from rl_core.sandbox import Limits, Sandbox, isolation
+from rl_core.tools.cli import main as command
 
 LEVELS = list(isolation.LEVELS)
 

@@ -17,7 +17,7 @@ from kit import ROOT, STOP, metrics, run, wait_until
 
 from rl_core import registry
 from rl_core.data.tasks import make_task
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.service import agentbench
 
 KINDS = ("controller", "worker", "old")

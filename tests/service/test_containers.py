@@ -472,7 +472,7 @@ def test_the_image_has_what_serving_needs_without_torch(tmp_path):
         return [
             sys.executable,
             "-m",
-            "rl_core.cli",
+            "rl_core.tools.cli",
             "serve",
             *args,
             "--port",

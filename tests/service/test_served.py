@@ -36,18 +36,18 @@ from kit import (
     words,
 )
 
-from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
+from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.plugins import env_file as environments
-from rl_core.plugins.env_file import check_columns
-from rl_core.plugins.tool_calls import ToolCalls
+from rl_core.environments import env_file as environments
+from rl_core.environments.env_file import check_columns
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import HookError, read_answer
 from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
+from rl_core.tools.cli import main as command
 from rl_core.types import SamplingParams, Task
 
 
@@ -315,7 +315,7 @@ class Service:
             os.environ["RL_CORE_SERVICE_TOKEN"] = token
         try:
             self.process = start_process(
-                "-m", "rl_core.cli", "serve", *args, "--port", "0", "--drain_s", "0"
+                "-m", "rl_core.tools.cli", "serve", *args, "--port", "0", "--drain_s", "0"
             )
         finally:
             os.environ.pop("RL_CORE_SERVICE_TOKEN", None)
@@ -1080,7 +1080,7 @@ def test_a_worker_whose_connection_breaks_goes_on_and_does_nothing_twice(files):
     hub = Service("--controller")
     proxy = Cutting(hub.address, every_s=600)
     flags = "--workers", "1", "--join", proxy.address
-    host = start_process("-m", "rl_core.cli", "serve", files / "count.py", *flags)
+    host = start_process("-m", "rl_core.tools.cli", "serve", files / "count.py", *flags)
 
     async def talk() -> list[str]:
         playing = Playing(hub.url("count"), start_s=0.6)
@@ -1171,7 +1171,7 @@ def test_a_process_that_ends_takes_its_sessions_along_at_once_and_quietly(roomy)
     code = f"""
 import asyncio, sys, weakref
 weakref.finalize(type("Other", (), {{}}), int)  # another library's, so that its end comes after the connection's
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.service.client import load_module
 from rl_core.types import Task
 url = {roomy.url("count")!r}

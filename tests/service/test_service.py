@@ -28,7 +28,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kit import ROOT, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from rl_core import cli
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hub import Hub
 from rl_core.service.links import WorkerLink
@@ -42,6 +41,7 @@ from rl_core.service.wire import (
     REPLIES,
     REQUESTS,
 )
+from rl_core.tools import cli
 
 TOKEN = "correct-horse-battery"
 COUNTER = """
@@ -79,7 +79,7 @@ class Service:
     """A server with its workers."""
 
     def __init__(self, *args, token: str = "", ca: bytes | None = None, max_files: int = 0):
-        command = [sys.executable, "-m", "rl_core.cli", "serve", *map(str, args)]
+        command = [sys.executable, "-m", "rl_core.tools.cli", "serve", *map(str, args)]
         env = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE} | (
             {TOKEN_VARIABLE: token} if token else {}
         )
@@ -790,7 +790,7 @@ def test_a_file_that_cannot_be_served_is_refused_before_an_address_is_told(
 
 HOLDS = """
 import asyncio, sys, time
-from rl_core.plugins.env_file import load_env
+from rl_core.environments.env_file import load_env
 from rl_core.service.client import load_module
 from rl_core.types import Task
 

@@ -19,8 +19,8 @@ import pytest
 from kit import ROOT
 from test_service import COUNTER, Service, post
 
-from rl_core import http_door as door
-from rl_core.http_door import Refusals
+from rl_core import http_guard as door
+from rl_core.http_guard import Refusals
 from rl_core.service.gateway import open_http
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access
@@ -209,7 +209,7 @@ def test_connections_that_no_file_is_left_for_are_told_in_one_line(monkeypatch, 
 
 def test_the_soft_limit_of_open_files_is_raised():
     code = (
-        "import resource; from rl_core.http_door import raise_open_files; "
+        "import resource; from rl_core.http_guard import raise_open_files; "
         "print(raise_open_files())\n"
     )
     code += "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"

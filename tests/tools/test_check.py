@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kit import ROOT
 
-from rl_core.cli import main
+from rl_core.tools.cli import main
 
 ENVS = ROOT / "envs"
 
@@ -292,7 +292,7 @@ def test_check_ends_where_a_hook_holds_the_interpreter(tmp_path):
         "def reward_fn(completion): return float(bool(re.match('(a+)+$', 'a' * 40 + 'b')))\n"
     )
     code = (
-        "import sys; from rl_core.plugins import watchdog; from rl_core.cli import main; "
+        "import sys; from rl_core.plugins import watchdog; from rl_core.tools.cli import main; "
         "watchdog.HELD_MARGIN_S = 0.5; sys.exit(main(sys.argv[1:]))"
     )
     command = [

@@ -14,8 +14,8 @@ import pytest
 from kit import ROOT, kill_session, start_process, wait_until, words
 
 from rl_core import __version__
-from rl_core.cli import COMMANDS, main
 from rl_core.engines.scripted import ScriptedActor, ScriptedEngine, plain_chat
+from rl_core.tools.cli import COMMANDS, main
 from rl_core.types import SamplingParams
 
 ENVS = ROOT / "envs"
@@ -32,7 +32,7 @@ def test_help_is_quick_since_it_imports_nothing_heavy():
     code = f"""
 import sys
 sys.modules |= dict.fromkeys({HEAVY})
-from rl_core.cli import main
+from rl_core.tools.cli import main
 for command in {["", *COMMANDS]}:
     print("\\0", end="")
     try:
@@ -54,7 +54,7 @@ for command in {["", *COMMANDS]}:
 def test_a_reader_that_stops_early_is_no_error():
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env, "cwd": ROOT}
-    command = subprocess.Popen([sys.executable, "-m", "rl_core.cli", "--help"], **options)
+    command = subprocess.Popen([sys.executable, "-m", "rl_core.tools.cli", "--help"], **options)
     command.stdout.close()
     assert (command.stderr.read(), command.wait(60)) == (b"", 0)
 
@@ -148,7 +148,7 @@ def train_flags(places, out, *flags) -> list[str]:
 
 def start(*argv) -> subprocess.Popen:
     """The command in a separate session, as a terminal would run it."""
-    return start_process("-m", "rl_core.cli", *argv)
+    return start_process("-m", "rl_core.tools.cli", *argv)
 
 
 def test_train_runs_here_with_one_rank(places, tmp_path, monkeypatch):
@@ -265,7 +265,7 @@ def test_ranks_end_with_the_command_that_forked_them(places, tmp_path):
 
 FORKS = """
 import threading
-from rl_core.tools.forked_ranks import can_fork
+from rl_core.tools.fork_launcher import can_fork
 print(can_fork())
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 print(can_fork())

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from kit import ROOT
 
-from rl_core.cli import main as command
 from rl_core.tools import envs
+from rl_core.tools.cli import main as command
 from rl_core.tools.envs import is_on_machine
 
 
@@ -159,7 +159,7 @@ def test_a_wheel_has_the_environments_by_name_in_any_folder(tmp_path):
     [file] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(file) as archive:
         archive.extractall(tmp_path / "site")
-    cli = ("-m", "rl_core.cli")
+    cli = ("-m", "rl_core.tools.cli")
     for words, says in {
         ("check", "sort_digits"): "every normal episode was scored",
         ("envs", "math_answer"): "--env_path math_answer",

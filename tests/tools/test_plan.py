@@ -14,13 +14,13 @@ from test_learner import ragged_samples
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.distributed import Mesh, init_ranks, on_mesh
-from rl_core.learning.policy import blocks_of
-from rl_core.plan import make_plan
-from rl_core.plugins.inference_batches import block_bytes
-from rl_core.tools.held import engine_bytes, facts, learner_bytes, model_size
+from rl_core.learning.no_grad_batches import block_bytes
+from rl_core.models.policy import blocks_of
+from rl_core.plan.plan import make_plan
+from rl_core.tools.cli import main
+from rl_core.tools.memory_estimate import engine_bytes, facts, learner_bytes, model_size
 from rl_core.tools.plan import describe
 from rl_core.trainer import Trainer
 

@@ -10,8 +10,8 @@ import zstandard
 from kit import STOP, run, run_ranks, steps, trajectories, words
 from transformers import AutoModelForCausalLM
 
-from rl_core.cli import main
 from rl_core.data.rows import read_json
+from rl_core.tools.cli import main
 
 RL = (
     "--max_tokens 10 --max_prompt_tokens 40 --tasks_per_step 4 --group_size 4 --optim.lr 1e-2 "
@@ -119,7 +119,7 @@ def test_another_algorithm_has_the_advantages_of_the_recorded_rewards(places, tm
 def test_ranks_replay_their_own_rollouts_and_one_process_those_of_all(places, tmp_path, capsys):
     out = run(tmp_path / "run", ASK.format(**places), "--num_steps 1", ranks=2)
     output = run_ranks(
-        2, "-m", "rl_core.cli", "replay", out, *words("--step 1 --json --tokens")
+        2, "-m", "rl_core.tools.cli", "replay", out, *words("--step 1 --json --tokens")
     ).stdout
     exact(json.loads(output), steps(out)[0])
     alone = replayed(capsys, out, "--step 1")["replayed"]

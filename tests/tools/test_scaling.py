@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from test_plan import flags  # noqa: F401
 
-from rl_core.cli import main
 from rl_core.distributed import Mesh
-from rl_core.tools.held import Size
-from rl_core.tools.scaling import GPUS, Work, gather_s, learn_s, parse_gpus, sample_s
+from rl_core.tools.cli import main
+from rl_core.tools.memory_estimate import Size
+from rl_core.tools.time_estimate import GPUS, Work, gather_s, learn_s, parse_gpus, sample_s
 
 H100 = GPUS["H100"]
 # 8 G parameters in bf16: 16 GB; 144 kB of keys and values a token.

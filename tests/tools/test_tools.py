@@ -11,14 +11,14 @@ import pytest
 import yaml
 from kit import ROOT, metrics
 
-from rl_core.cli import main
 from rl_core.config import known_flags, parse_config
-from rl_core.flags import PEERS
-from rl_core.plugins.run_files import write_trajectories
+from rl_core.config.flag_parsing import PEERS
+from rl_core.run.saving.run_files import write_trajectories
 from rl_core.sandbox.isolation import LEVELS
+from rl_core.tools.cli import main
 from rl_core.tools.info import extras
-from rl_core.tools.view.data import axis_range, is_constant
 from rl_core.types import Trajectory
+from rl_core.view.data import axis_range, is_constant
 
 # Flags of others
 

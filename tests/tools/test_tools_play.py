@@ -16,9 +16,9 @@ from kit import STOP, load_rows, metrics, run, trajectories, words
 from test_api_actor import reply, serving
 from test_envs_talk import endpoint
 
-from rl_core.cli import main
-from rl_core.tools.benches import bench_flags
+from rl_core.tools.cli import main
 from rl_core.tools.eval import mean, pass_at_k, scores
+from rl_core.tools.eval_suites import bench_flags
 from rl_core.types import Trajectory
 
 SIZES = "--max_tokens 8 --max_prompt_tokens 64 --tasks_per_step 4 --group_size 2 " + STOP
@@ -205,7 +205,7 @@ def test_a_killed_eval_goes_on_and_plays_no_task_twice(places, tmp_path, capsys)
     command = ["eval", *models, *flags, "--folder", str(tmp_path / "out")]
     num_tasks = 8
     (tmp_path / "left").write_text(str(num_tasks + 3))  # In the second model's third task.
-    killed = subprocess.run([sys.executable, "-m", "rl_core.cli", *command], cwd=tmp_path)
+    killed = subprocess.run([sys.executable, "-m", "rl_core.tools.cli", *command], cwd=tmp_path)
     assert killed.returncode == 9
     before = (tmp_path / "scored").read_text().split()
     assert len(before) == num_tasks + 3

@@ -29,9 +29,9 @@ from view_parts import (
     write_step,
 )
 
-from rl_core.tools.view import report
-from rl_core.tools.view.data import RunFolder, matching, panels_of
-from rl_core.tools.view.tokens import texts
+from rl_core.view import report
+from rl_core.view.data import RunFolder, matching, panels_of
+from rl_core.view.tokens import texts
 
 
 @pytest.fixture

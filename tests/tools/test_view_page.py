@@ -26,10 +26,11 @@ from view_parts import (
     write_step,
 )
 
-from rl_core.plugins.run_files import write_trajectories
-from rl_core.tools.view import main, server
-from rl_core.tools.view.data import RunFolder, axis_range
-from rl_core.tools.view.server import Viewer
+from rl_core.run.saving.run_files import write_trajectories
+from rl_core.tools.view import main
+from rl_core.view import server
+from rl_core.view.data import RunFolder, axis_range
+from rl_core.view.server import Viewer
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 AXE = Path(__file__).parents[1] / "axe/axe.min.js"

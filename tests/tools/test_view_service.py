@@ -17,13 +17,13 @@ from test_service import COUNTER, TOKEN, said, serving
 from test_view_page import AXE, faults_of, has, picture
 from view_parts import CHROMIUM, HOSTILE, SCREENS, small_run
 
-from rl_core import cli
 from rl_core.service import environments_pb2 as pb
 from rl_core.service import manage
 from rl_core.service.flags import TOKEN_VARIABLE
-from rl_core.tools.view.data import RunFolder
-from rl_core.tools.view.server import LOCAL, Viewer
-from rl_core.tools.view.service import NUM_OWNERS, PAGE, ServiceWatch
+from rl_core.tools import cli
+from rl_core.view.data import RunFolder
+from rl_core.view.server import LOCAL, Viewer
+from rl_core.view.service import NUM_OWNERS, PAGE, ServiceWatch
 
 NOBODY = "grpc://127.0.0.1:1"
 

@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rl_core.agents import forward
-from rl_core.agents.endpoint import BOX_FOLDER, FORWARDER, SOCKET, Endpoint
-from rl_core.agents.program import TASK_FILE, CommandResult, files_named, folder_of
-from rl_core.rules import nearest
+from rl_core.environments.agents import forward
+from rl_core.environments.agents.endpoint import BOX_FOLDER, FORWARDER, SOCKET, Endpoint
+from rl_core.environments.agents.program import TASK_FILE, CommandResult, files_named, folder_of
+from rl_core.errors import nearest
 from rl_core.sandbox import boxes
 from rl_core.scratch import scratch_prefix
 

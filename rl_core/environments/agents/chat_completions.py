@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rl_core.agents.requests import (
+from rl_core.environments.agents.requests import (
     Call,
     Fields,
     Refusal,

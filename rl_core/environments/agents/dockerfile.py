@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from string import Template
 
 from rl_core.data.episodes import WROTE
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.sandbox.box_settings import Box, Limits
 from rl_core.sandbox.engines import ENGINE_S
 from rl_core.sandbox.roots import lock_within

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from rl_core.agents import chat_completions, forward, messages, responses
-from rl_core.agents.requests import Refusal, Reply, Request
-from rl_core.agents.tree import Tree
-from rl_core.http_door import (
+from rl_core.environments.agents import chat_completions, forward, messages, responses
+from rl_core.environments.agents.requests import Refusal, Reply, Request
+from rl_core.environments.agents.tree import Tree
+from rl_core.http_guard import (
     LOOPBACK,
     MAX_LOCAL_STRANGERS,
     HttpError,

@@ -15,9 +15,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from rl_core.agents.dockerfile import Build, build_image, read_instructions
-from rl_core.agents.harbor_task import NETWORKS, HarborTask, network_needed, read_task
-from rl_core.agents.image_root import (
+from rl_core.data.episodes import WROTE, failure_reason
+from rl_core.environments.agents.dockerfile import Build, build_image, read_instructions
+from rl_core.environments.agents.harbor_tasks import NETWORKS, HarborTask, network_needed, read_task
+from rl_core.environments.agents.image_root import (
     Image,
     NotFetched,
     build_root,
@@ -26,9 +27,8 @@ from rl_core.agents.image_root import (
     prepare_home,
     warm_layer,
 )
-from rl_core.agents.installs import needs_image, network_lines
-from rl_core.agents.verifier_tools import VerifierTools, bounded, first_failed_install
-from rl_core.data.episodes import WROTE, failure_reason
+from rl_core.environments.agents.installs import needs_image, network_lines
+from rl_core.environments.agents.verifier_tools import VerifierTools, bounded, first_failed_install
 from rl_core.sampling.hooks import finite_parts
 from rl_core.sandbox import boxes
 from rl_core.sandbox.box_settings import Box, Root

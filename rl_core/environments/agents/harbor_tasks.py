@@ -14,9 +14,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rl_core.agents.dockerfile import read_instructions
-from rl_core.agents.image_root import cached_phases, check_bases
-from rl_core.agents.installs import Line, needs_image, network_instructions, network_lines
+from rl_core.environments.agents.dockerfile import read_instructions
+from rl_core.environments.agents.image_root import cached_phases, check_bases
+from rl_core.environments.agents.installs import (
+    Line,
+    needs_image,
+    network_instructions,
+    network_lines,
+)
 from rl_core.sandbox.box_settings import Limits
 from rl_core.sandbox.roots import unreachable_mirrors
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Template
 
-from rl_core.agents.dockerfile import (
+from rl_core.environments.agents.dockerfile import (
     BUILD_LIMITS,
     NEEDS_IMAGE,
     STAGES,
@@ -21,7 +21,7 @@ from rl_core.agents.dockerfile import (
     digest_of,
     read_instructions,
 )
-from rl_core.agents.verifier_tools import VerifierTools, failed_download
+from rl_core.environments.agents.verifier_tools import VerifierTools, failed_download
 from rl_core.sandbox.box_bubblewrap import SYSTEM_PATH, BubblewrapBox
 from rl_core.sandbox.box_settings import Box, BoxSettings, Root
 from rl_core.sandbox.engines import ENGINE_S

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.agents.dockerfile import Instruction, joined_lines
+from rl_core.environments.agents.dockerfile import Instruction, joined_lines
 
 # Where a command begins in a shell's line.
 BEGIN = r"(?:^|[;&|(`]|\bthen\b|\bdo\b|\belse\b|\$\(|\bsudo\b|\btimeout\s+\S+)\s*(?:\w+=\S*\s+)*"

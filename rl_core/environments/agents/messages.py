@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rl_core.agents.requests import (
+from rl_core.environments.agents.requests import (
     REFUSED,
     Fields,
     Refusal,

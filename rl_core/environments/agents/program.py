@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.rules import nearest
+from rl_core.errors import nearest
 from rl_core.sandbox import reaper
 from rl_core.sandbox.output import Output
 from rl_core.scratch import scratch_prefix

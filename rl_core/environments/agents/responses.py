@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rl_core.agents.chat_completions import write_error
-from rl_core.agents.requests import (
+from rl_core.environments.agents.chat_completions import write_error
+from rl_core.environments.agents.requests import (
     Fields,
     Refusal,
     Reply,

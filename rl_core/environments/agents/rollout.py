@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
 
-from rl_core.agents.endpoint import Endpoint, EndpointServer
-from rl_core.agents.program import (
+from rl_core.data.tasks import PROMPT_COLUMNS
+from rl_core.environments.agents.endpoint import Endpoint, EndpointServer
+from rl_core.environments.agents.program import (
     CommandResult,
     columns_named,
     filled,
@@ -21,15 +22,14 @@ from rl_core.agents.program import (
     remove,
     run_command,
 )
-from rl_core.data.tasks import PROMPT_COLUMNS
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.hooks import Hook, HookError, add_parts, reward_values, wait_for_all
 from rl_core.types import Task, Trajectory
 
 if TYPE_CHECKING:
-    from rl_core.agents.boxed import CommandBox
     from rl_core.config import AgentsConfig
+    from rl_core.environments.agents.boxed import CommandBox
 
 
 @dataclass(kw_only=True)
@@ -185,7 +185,7 @@ def agent_hooks(
     endpoints = Endpoints(config=config)
     played = AgentRollout(path=path, agent=agent, rewards=rewards, endpoints=endpoints)
     if box:
-        from rl_core.agents.boxed import make_box
+        from rl_core.environments.agents.boxed import make_box
 
         played.box = make_box(box, path, agent)
         if box is True or "hides" not in box:

@@ -20,7 +20,7 @@ from hashlib import sha256
 from typing import Any
 from zlib import crc32
 
-from rl_core.agents.requests import Call, Refusal, Reply, Request
+from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
 from rl_core.sampling.actor import Actor, Conversation, without_thoughts
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Message, Trajectory, Turn

@@ -8,20 +8,20 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rl_core.config import Config
+from rl_core.config.algorithm import is_url
 from rl_core.data.pretrained import load_pretrained
+from rl_core.errors import require
+from rl_core.learning.kl import frozen_model
 from rl_core.learning.learner import LearnerContext
-from rl_core.plugins.algorithm_rules import is_url
-from rl_core.plugins.reference import frozen_model
-from rl_core.plugins.self_distillation import SelfTeacher
-from rl_core.plugins.teacher import (
+from rl_core.learning.teachers.distill import (
     ActorTeacher,
     ExactTeacher,
     ModelTeacher,
     SampledTeacher,
     TeacherRouter,
 )
-from rl_core.plugins.teacher_prompts import SELF, envs_by_teacher
-from rl_core.rules import require
+from rl_core.learning.teachers.self_distill import SelfTeacher
+from rl_core.sampling.teacher_prompts import SELF, envs_by_teacher
 
 
 def make_teacher(learner: LearnerContext) -> SampledTeacher:
@@ -46,7 +46,7 @@ def teacher_named(learner: LearnerContext, name: str) -> Any:
     the compute dtype, sharded like the policy and, on a GPU, CPU-offloaded while it is not used."""
     config = learner.config
     if is_url(name):
-        from rl_core.plugins.teacher_server import ServerTeacher
+        from rl_core.learning.teachers.teacher_server import ServerTeacher
 
         num_top, at_once = learner.algorithm.teacher_top_k, config.rollout.max_concurrent
         # Half of --timeout_s, since the other ranks wait for this rank.
@@ -108,7 +108,7 @@ def check_teachers(config: Config, name: str) -> None:
         flag = f"--algo.teacher={teacher}"
         if is_url(teacher):
             require("httpx", flag, "api")
-            from rl_core.plugins.teacher_server import check_same_texts
+            from rl_core.learning.teachers.teacher_server import check_same_texts
 
             check_same_texts(teacher, load_pretrained(AutoTokenizer, path), path)
             continue

@@ -17,11 +17,8 @@ from rl_core.algorithms import Algorithm, sequence_sums
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks, unsharded
 from rl_core.learning.learner import Learner, LearnerExtension, mean_of
-from rl_core.learning.logprobs import head_factors
 from rl_core.learning.minibatches import Minibatch, to_device
-from rl_core.learning.policy import PackedForward, Policy
-from rl_core.metrics import Metric, add_metrics
-from rl_core.plugins.divergence import (
+from rl_core.learning.teachers.divergence import (
     Factors,
     Form,
     TopTokens,
@@ -29,6 +26,9 @@ from rl_core.plugins.divergence import (
     fused_divergence,
     make_form,
 )
+from rl_core.metrics import Metric, add_metrics
+from rl_core.models.logprobs import head_factors
+from rl_core.models.policy import PackedForward, Policy
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
 
@@ -325,6 +325,6 @@ def local_rows(weight_VD: Tensor) -> tuple[Tensor, int, Any]:
     """(this rank's rows of a head's weight, id of the first row, object that merges ranks)."""
     if not isinstance(weight_VD, DTensor):
         return weight_VD, 0, None
-    from rl_core.plugins.tensor_parallel import local_slice
+    from rl_core.parallel.tensor_parallel import local_slice
 
     return local_slice(weight_VD)

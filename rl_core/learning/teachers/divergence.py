@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.learning.logprobs import (
+from rl_core.models.logprobs import (
     CPU_TILE_BYTES,
     CUDA_TILE_BYTES,
     scaled_logits,

@@ -16,12 +16,12 @@ from rl_core.config import Config
 from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.advantages import MakeSamples
+from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.learner import LearnerContext
 from rl_core.learning.minibatches import to_device
-from rl_core.plugins.sequence_shards import shard_sequences
-from rl_core.plugins.teacher import ModelTeacher, ReadBatch, TeacherOutput
-from rl_core.plugins.teacher_prompts import self_taught, turns_as_read
-from rl_core.plugins.weights_copy import WeightSnapshot
+from rl_core.learning.sequence_shards import shard_sequences
+from rl_core.learning.teachers.distill import ModelTeacher, ReadBatch, TeacherOutput
+from rl_core.sampling.teacher_prompts import self_taught, turns_as_read
 from rl_core.types import PackedBatch, TrainingSample, Trajectory
 
 

@@ -20,7 +20,7 @@ import torch
 
 from rl_core.data.tasks import shorten
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.plugins.teacher import TeacherOutput
+from rl_core.learning.teachers.distill import TeacherOutput
 from rl_core.types import PackedBatch, RunError
 
 PING_TIMEOUT_S = 10.0

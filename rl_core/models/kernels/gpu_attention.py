@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_core.learning.attention import Kernel, Segments
-from rl_core.plugins.dense_attention import dense_backward, dense_forward
+from rl_core.models.attention import Kernel, Segments
+from rl_core.models.kernels.cpu_attention import dense_backward, dense_forward
 
 
 def find_kernel(name: str, device: torch.device) -> Kernel:

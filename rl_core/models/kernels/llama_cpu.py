@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
-from rl_core.learning.attention import AttentionPlan
+from rl_core.models.attention import AttentionPlan
 
 # Multiply-adds from which oneDNN is faster than MKL on a CPU with AVX512. With ten times as many,
 # oneDNN takes half the time on an AMD EPYC; with fewer, its overhead dominates.

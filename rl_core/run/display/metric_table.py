@@ -1,5 +1,5 @@
 """Meaning, unit and healthy range of each metric, from metric_table.yaml: for docs/metrics.md
-(`python -m rl_core.plugins.metric_table` prints it), `rl-core info metrics`, the viewer and
+(`python -m rl_core.run.display.metric_table` prints it), `rl-core info metrics`, the viewer and
 warnings.
 
 In a name ACTOR, ENV, SET, PART and METRIC stand for a user's names, and K for a number; [...] is

@@ -9,10 +9,10 @@ import torch
 
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import active_parameters
+from rl_core.learning.teachers.distill import SampledTeacher
 from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin
-from rl_core.plugins.gpus import PEAK_TFLOPS
-from rl_core.plugins.teacher import SampledTeacher
+from rl_core.run.display.gpus import PEAK_TFLOPS
 
 
 def peak_flops(name: str) -> float | None:

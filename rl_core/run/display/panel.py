@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from rl_core.plugins.terminal import Terminal, results, short, time_left
+from rl_core.run.display.terminal import Terminal, results, short, time_left
 
 REFRESH_PER_S = 4
 

@@ -17,10 +17,10 @@ import torch
 import transformers
 
 from rl_core.config import ActorConfig, flat
+from rl_core.errors import printable
 from rl_core.plugin import Plugin
-from rl_core.plugins.row_lengths import left_out
-from rl_core.plugins.run_warnings import RunWarnings
-from rl_core.rules import printable
+from rl_core.run.display.warnings import RunWarnings
+from rl_core.tasks.row_lengths import left_out
 
 LAST_STEPS = 20  # Steps whose mean duration gives the time left.
 # Label -> metric in a step's line, for each actor.
@@ -135,7 +135,7 @@ def size_of(learner: Any) -> str:
         text += f", {short(trained)} trained"
     adapters = learner.policy.adapters.values()
     if adapters and not any(adapter.target_parameters for adapter in adapters):
-        from rl_core.plugins.lora import experts_of
+        from rl_core.learning.lora import experts_of
 
         if experts := experts_of(learner.policy.hf):
             text += f"; no adapters on {', '.join(experts)}"

@@ -31,13 +31,13 @@ from rl_core.config import Config, to_yaml
 from rl_core.data.env_names import env_files
 from rl_core.data.rows import read_json
 from rl_core.distributed import all_gather_json
+from rl_core.errors import refuse, split
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
-from rl_core.plugins.checkpoint import rename_into_place
-from rl_core.plugins.checkpointer import export
-from rl_core.plugins.eval_folder import cell_of
-from rl_core.plugins.evaluation import Evaluation, task_metrics
-from rl_core.plugins.run_files import write_trajectories
-from rl_core.rules import refuse, split
+from rl_core.run.evaluation.eval_folder import cell_of
+from rl_core.run.evaluation.evaluation import Evaluation, task_metrics
+from rl_core.run.saving.checkpoint import rename_into_place
+from rl_core.run.saving.checkpointer import export
+from rl_core.run.saving.run_files import write_trajectories
 from rl_core.types import Trajectory
 
 POLL_S = 0.2
@@ -175,7 +175,7 @@ class BackgroundEvaluation(Evaluation):
         if not self.trainer.ranks.is_writer or self.failure:
             return
         folder = self.folder_of(step)
-        command = [sys.executable, "-m", "rl_core.cli", "eval", str(folder)]
+        command = [sys.executable, "-m", "rl_core.tools.cli", "eval", str(folder)]
         command += ["--folder", str(folder / "played"), "--json"]
         self.began_at = time.monotonic()
         try:

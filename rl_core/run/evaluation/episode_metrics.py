@@ -14,7 +14,7 @@ from rl_core.data.episodes import (
 )
 from rl_core.metrics import Mean, Metric, Percentile, Sum
 from rl_core.plugin import Plugin
-from rl_core.plugins.metric_table import describe
+from rl_core.run.display.metric_table import describe
 from rl_core.sampling.hooks import NOT_APPLIED, is_recorded
 from rl_core.sampling.rollout import Group, in_order
 from rl_core.types import Trajectory
@@ -76,7 +76,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
         **part_metrics(done),
     }
     if any(t.has_state_keys for t in done):
-        from rl_core.plugins.state_groups import state_metrics
+        from rl_core.learning.gigpo import state_metrics
 
         metrics |= state_metrics(done)
     return metrics

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from rl_core.config import Config, flat, to_yaml
 from rl_core.data.rows import write_whole
-from rl_core.plugins.run_files import jsonable, keep_first
+from rl_core.run.saving.run_files import jsonable, keep_first
 from rl_core.sampling.rollout import Group
 from rl_core.types import Trajectory
 

@@ -15,7 +15,7 @@ from rl_core.learning.learner import Learner, mean_of
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin
-from rl_core.plugins.episode_metrics import held_out_metrics, num_failed, part_metrics
+from rl_core.run.evaluation.episode_metrics import held_out_metrics, num_failed, part_metrics
 from rl_core.sampling.rollout import in_order, make_group
 from rl_core.types import Task, Trajectory
 

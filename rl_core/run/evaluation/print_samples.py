@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rl_core.errors import printable
 from rl_core.plugin import Plugin
-from rl_core.rules import printable
 from rl_core.types import Trajectory
 
 CHARS = 300  # Longest message that is printed whole.

@@ -30,11 +30,11 @@ from torch.distributed.tensor import DTensor
 from rl_core.data.rows import flush_to_disk
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
-from rl_core.learning.policy import Policy
+from rl_core.models.policy import Policy
 from rl_core.types import RunError
 
 if TYPE_CHECKING:
-    from rl_core.plugins.weights_copy import WeightSnapshot
+    from rl_core.learning.lagged_copy import WeightSnapshot
 
 NAME = re.compile(r"step_[0-9]{6,}")
 # Optimizer state that is not saved: a count, and bitsandbytes' tables, equal for all parameters.

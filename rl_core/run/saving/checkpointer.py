@@ -19,14 +19,14 @@ from rl_core.data.rows import write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.metrics import Max, Metric
 from rl_core.plugin import Plugin
-from rl_core.plugins.checkpoint import (
+from rl_core.run.evaluation.evaluation import task_metrics
+from rl_core.run.run_folder import naming
+from rl_core.run.saving.checkpoint import (
     export_policy,
     read_object,
     save_checkpoint,
     trained_learners,
 )
-from rl_core.plugins.evaluation import task_metrics
-from rl_core.run_folder import naming
 from rl_core.types import RunError, Trajectory
 
 # Names of sets and actors before a metric. A component of the reward keeps its greedy_reward/.

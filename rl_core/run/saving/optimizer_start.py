@@ -7,13 +7,13 @@ from typing import Any
 
 from rl_core.learning.learner import Learner
 from rl_core.plugin import Plugin
-from rl_core.plugins.checkpoint import (
+from rl_core.run.saving.checkpoint import (
     checkpoints_in,
     optimizer_tensors,
     read_object,
     trained_learners,
 )
-from rl_core.plugins.resume import check_optimizer, fill, find_damage, make_state
+from rl_core.run.saving.resume import check_optimizer, fill, find_damage, make_state
 
 
 class OptimizerStart(Plugin):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
-from rl_core.plugins.checkpoint import (
+from rl_core.run.saving.checkpoint import (
     checkpoints_in,
     copied_tensors,
     facts_of,

@@ -19,8 +19,8 @@ from rl_core.config import MAX_TOP_K, STARTED, Config, flat, to_yaml
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.rows import TOKENIZERS, write_whole
 from rl_core.plugin import Plugin
-from rl_core.plugins.data_warnings import data_warnings
-from rl_core.run_folder import naming
+from rl_core.run.run_folder import naming
+from rl_core.tasks.row_warnings import data_warnings
 from rl_core.types import Trajectory
 
 MAY_DIFFER = ("resume", "out", "num_steps")
@@ -121,7 +121,7 @@ def without_largest_top_k(config: Config) -> Config:
 def check_resumed(config: Config) -> None:
     """Raises ValueError if --resume cannot continue the run in this folder: its checkpoints belong
     to an algorithm with other data or another critic, or have more steps than --num_steps."""
-    from rl_core.plugins.checkpoint import checkpoints_in
+    from rl_core.run.saving.checkpoint import checkpoints_in
 
     out = Path(config.out)
     checkpoints = checkpoints_in(out / "checkpoints")
