@@ -96,6 +96,7 @@ setup(
     packages=find_packages(include=["rl_core", "rl_core.*"]),
     package_data={
         "rl_core.config": ["*.yaml"],
+        "rl_core.data": ["*.yaml"],
         "rl_core.run.display": ["*.yaml"],
         "rl_core.service": ["*.proto"],
         "rl_core.tools": ["*.yaml"],

@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 
-from rl_core import registry
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks, barrier
+from rl_core.engines.lease import DeviceLease
+from rl_core.engines.options import engine_factory
+from rl_core.environments.options import endpoint_opener
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Metric, add_metrics
 from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.loading import compute_dtype
+from rl_core.models.options import apply_liger
 from rl_core.models.policy import end_token_ids
 from rl_core.plan.plan import Plan
+from rl_core.run.options import rank_group_engines
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import STALE, Engine
 from rl_core.types import TrainingSample
@@ -127,19 +131,21 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
     config, lease, is_elsewhere = plan.config, None, ranks.engine_ranks and not ranks.is_engine
     engines: dict[str, Engine | None] = {}
     if config.is_rl:
-        maker = registry.engine_maker(config, plan.local, plan.own_parts)
+        maker = engine_factory(config, plan.local, plan.custom.engine)
         if is_elsewhere:
+            from rl_core.engines.remote import connect
+
             dtype = compute_dtype(config)
             names = [*plan.chats, *maker.stale_names]
-            engines = registry.connect(names, ranks, dtype, config.timeout_s)
+            engines = connect(names, ranks, dtype, config.timeout_s)
         else:
             engines = maker.make_all(plan.chats, learners, ranks)
-            lease = registry.device_lease() if maker.takes_turns else None
-        engines |= registry.placed_engines(plan, ranks)
+            lease = DeviceLease() if maker.takes_turns else None
+        engines |= rank_group_engines(plan, ranks)
     if config.learner.kernels == "liger":
         # Last, since what is loaded after it is of Liger's classes, which lack options of some
         # models.
-        registry.apply_liger(learners, engines.values())
+        apply_liger(learners, engines.values())
     device = Device(config, ranks, engines.values(), lease)
     actors = {}
     for name in config.actors:
@@ -179,5 +185,5 @@ def make_speaker(
         lease=None if config.actors[own.share or name].engine_urls else lease,
         stale_engine=stale_engine,
         stale_frac=config.rollout.lagged[0],
-        open_endpoint=registry.endpoints(config.agents),
+        open_endpoint=endpoint_opener(config.agents),
     )

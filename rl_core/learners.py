@@ -1,23 +1,33 @@
-"""The policy and the learner of each actor that is trained."""
+"""Builds the policy and the learner of each trained actor."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
-from rl_core import registry
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config, LearnerConfig, LoraConfig
 from rl_core.distributed import Ranks
+from rl_core.engines.options import engine_factory
+from rl_core.learning import lora
 from rl_core.learning.learner import Learner, LearnerContext
+from rl_core.learning.options import choose_extensions, learner_factory, learning_order, pair_loss
+from rl_core.learning.padded_forward import choose_forward
+from rl_core.learning.truncation import support_logprobs
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config
+from rl_core.models.options import (
+    activation_context,
+    choose_attention,
+    choose_logprob_kernel,
+    use_cpu_decoder,
+)
 from rl_core.models.policy import PackedForward, Policy, blocks_of, without_dropout
+from rl_core.parallel import fsdp
+from rl_core.plugin import CustomComponents
 from rl_core.types import counter_seed
 
 # An adapter's settings and its seed.
@@ -25,7 +35,7 @@ Adapter = tuple[LoraConfig, int]
 
 
 def is_sharded(config: Config) -> bool:
-    """True if a single rank holds weights of a learner as shards."""
+    """True if even a single rank holds the weights of a learner as FSDP shards."""
     for name in config.trained:
         own = config.of(name)
         if compute_dtype(own) != torch.float32 or own.learner.offload == "always":
@@ -34,7 +44,10 @@ def is_sharded(config: Config) -> bool:
 
 
 def make_learners(
-    config: Config, algorithms: dict[str, Algorithm], ranks: Ranks, own_parts: Any = None
+    config: Config,
+    algorithms: dict[str, Algorithm],
+    ranks: Ranks,
+    custom: CustomComponents | None = None,
 ) -> dict[str, Learner]:
     """The learner of each actor that `algorithms` names, by its own settings. Those that share a
     model train an adapter of it each."""
@@ -44,11 +57,11 @@ def make_learners(
         owner = learners.get(config.actors[name].share)
         shared = owner.policy if owner else None
         own = config.of(name), algorithms[name], name
-        learners[name] = make_learner(*own, ranks, shared, learners, own_parts)
+        learners[name] = make_learner(*own, ranks, shared, learners, custom)
     models = itertools.chain(*(learner.models() for learner in learners.values()))
     for model in dict.fromkeys(models):
-        registry.choose_forward(model, ranks)
-    order = registry.learning_order(config)
+        choose_forward(model, ranks)
+    order = learning_order(config)
     return {name: learners[name] for name in order if name in learners}
 
 
@@ -59,13 +72,13 @@ def make_learner(
     ranks: Ranks,
     shared: Policy | None = None,
     learners: Mapping[str, Learner] | None = None,
-    own_parts: Any = None,
+    custom: CustomComponents | None = None,
 ) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the parts that
     the algorithm asks for. A reference and a critic start as the model at the start of the run.
     `shared`: the model of which it trains an adapter. `learners`: of all actors, once they are
-    made. `own_parts`: a script's loss and optimizer."""
-    actor = config.actors[name]
+    made. `custom`: a script's loss, optimizer and engine."""
+    actor, custom = config.actors[name], custom or CustomComponents()
     load = partial(
         make_policy, dtype=compute_dtype(config), ranks=ranks, attention=config.attention
     )
@@ -78,13 +91,11 @@ def make_learner(
             adapters=adapters,
             is_scoring=algorithm.is_scoring,
             is_served=bool(
-                adapters and registry.engine_maker(config, None, own_parts).adapter_of(name)
+                adapters and engine_factory(config, engine=custom.engine).adapter_of(name)
             ),
         )
         adapter = next(iter(adapters), "")
-    make = learner_with(config, ranks.size)
-    if own_parts:
-        make = own_parts.learner(make)
+    make = learner_factory(config, ranks.size, custom.make_optimizer)
     spec = LearnerContext(
         config=config,
         algorithm=algorithm,
@@ -96,17 +107,14 @@ def make_learner(
         load=load,
         make=make,
     )
-    extensions = [extend(spec) for is_wanted, extend in registry.PARTS if is_wanted(spec)]
-    loss = registry.pair_loss(config.algorithm) if algorithm.is_pairs else None
-    if own_parts:
-        make = own_parts.actor_learner(make)
     return make(
         config,
         algorithm,
         policy,
         ranks,
-        extensions=extensions,
-        loss=loss,
+        extensions=choose_extensions(spec),
+        loss=pair_loss(config, algorithm),
+        token_loss=custom.token_loss,
         name=name,
         adapter=adapter,
     )
@@ -121,18 +129,6 @@ def adapters_of(config: Config, name: str) -> dict[str, Adapter]:
         if config.actors[other].is_trained:
             adapters[f"of_{other}"] = config.actors[other].lora, counter_seed(config.seed, other)
     return adapters
-
-
-def learner_with(config: Config, num_ranks: int) -> Callable[..., Learner]:
-    """Learner() with the optimizer that the flags name."""
-    learner_class = Learner
-    if compute_dtype(config) == torch.float16:
-        learner_class = registry.scaled_learner()
-    if config.learner.inference_tokens:
-        learner_class = registry.joining(learner_class)
-    if num_ranks > 1:
-        learner_class = registry.with_replicas(learner_class)
-    return partial(learner_class, make_optimizer=registry.OPTIMIZERS[config.optim.name]())
 
 
 def make_policy(
@@ -161,12 +157,14 @@ def make_policy(
     dtype_held = dtype if trains_no_weight else torch.float32
     make, quantized, weights = Policy, {}, {}
     if adapters:
-        make = partial(registry.lora().AdapterPolicy, adapters, path, is_served)
-        quantized = registry.lora().quantization(adapters, dtype, ranks.device)
+        make = partial(lora.AdapterPolicy, adapters, path, is_served)
+        quantized = lora.quantization(adapters, dtype, ranks.device)
     elif ranks.mesh.tp > 1:
-        make = registry.tensor_parallel_policy()
+        from rl_core.parallel.tensor_parallel import TensorParallelPolicy
+
+        make = TensorParallelPolicy
     if is_split and not quantized:
-        hf, weights = registry.shard_loading().load_on_meta(path, dtype_held, is_scoring)
+        hf, weights = fsdp.load_on_meta(path, dtype_held, is_scoring)
     else:
         hf = load_hf_model(path, dtype_held, ranks.device, is_scoring, **quantized)
     # Weights that an engine shares stay on the device.
@@ -179,22 +177,22 @@ def make_policy(
         checkpoint_dtype,
         dtype,
         forward_pass,
-        registry.activations_on_host() if learner.activations == "offload" else nullcontext,
+        activation_context(learner),
         HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
-        registry.logprob_kernel(ranks.device),
-        registry.support_logprobs,
+        choose_logprob_kernel(ranks.device),
+        support_logprobs,
     )
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
-        registry.shard_loading().shard_policy(policy, dtype, ranks, cpu_offload)
+        fsdp.shard_policy(policy, dtype, ranks, cpu_offload)
     if weights:
         weights_on = torch.device("cpu") if cpu_offload else ranks.device
-        registry.shard_loading().load_shards(policy, weights, ranks.device, weights_on)
+        fsdp.load_shards(policy, weights, ranks.device, weights_on)
     for name, (_, seed) in adapters.items():
-        registry.lora().draw_adapter(hf, seed, name)
+        lora.draw_adapter(hf, seed, name)
     if learner.kernels == "compile":
         compile_blocks(policy)
-    registry.choose_decoder(policy, learner)
+    use_cpu_decoder(policy, learner)
     return policy
 
 
@@ -211,9 +209,11 @@ def prepare(policy: Policy, is_frozen: bool, recomputes: bool) -> None:
 
 def make_forward(attention: str, ranks: Ranks) -> PackedForward:
     """The forward pass of a model with the attention kernel of this name."""
-    kernel = registry.find_kernel(attention, ranks.device)
+    kernel = choose_attention(attention, ranks.device)
     if ranks.mesh.cp > 1:
-        return registry.ring_forward(kernel, ranks.cp_group)
+        from rl_core.parallel.context_parallel import RingForward
+
+        return RingForward(kernel, ranks.cp_group)
     return PackedForward(kernel)
 
 

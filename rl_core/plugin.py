@@ -1,8 +1,10 @@
-"""Extension points of a run. A plugin overrides the methods that it needs; the trainer calls
-all plugins, in the registry's order."""
+"""Plugin: how an option extends a run. A plugin overrides the methods that it needs; the trainer
+calls all plugins in the order of run/options.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ class Plugin:
 
     A plugin reads the trainer, calls its methods, and changes only its own state. It never assigns
     to an attribute of another object: where it must change what happens, it is a class of its own
-    that the registry returns instead of the default (an engine, an optimizer, a source of tasks, a
+    that options return instead of the default (an engine, an optimizer, a source of tasks, a
     forward pass). `step` counts the steps that are done.
     """
 
@@ -100,3 +102,15 @@ class Plugin:
 
     def after_run(self) -> None:
         """Ranks have parted. On the rank that writes."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CustomComponents:
+    """Components of a script: train(config, loss=..., optimizer=..., engine=..., plugins=...).
+    api/custom_components.py checks and makes them."""
+
+    is_script: bool = False  # train() was called, not the command.
+    token_loss: Callable | None = None  # A learner.TokenLoss.
+    make_optimizer: Callable | None = None  # (named parameters, config.optim) -> Optimizer.
+    engine: Any = None  # A class of sampling.engine.Engine.
+    plugins: tuple[Callable[[Any], Plugin], ...] = ()

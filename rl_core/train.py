@@ -14,8 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rl_core import registry
 from rl_core.config import parse_config
+from rl_core.run.process.torchrun_exit import end_with_launcher, report_failure
+from rl_core.sampling.watchdog import exit_process, leave_threads, refusing_exits, run_hooks
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
@@ -31,10 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     """The exit status; 128 + its number after a signal. A user's mistake is one line;
     RL_CORE_DEBUG=1 shows where it was found."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        registry.under_torchrun().end_with_launcher()
-    with registry.watchdog().refusing_exits():
+        end_with_launcher()
+    with refusing_exits():
         status = run_command(argv)
-    registry.watchdog().leave_threads(status)
+    leave_threads(status)
     return status
 
 
@@ -54,6 +55,7 @@ def run_command(argv: list[str] | None) -> int:
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.learners import is_sharded, make_learners
         from rl_core.plan.plan import make_plan
+        from rl_core.run.options import make_engine_rank
         from rl_core.run.run_folder import locked
         from rl_core.trainer import Trainer, run_to_end
 
@@ -67,11 +69,11 @@ def run_command(argv: list[str] | None) -> int:
             barrier(ranks)  # every rank has seen that the folder is free
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 if ranks.is_engine:
-                    trainer = registry.engine_rank(plan, ranks, make_learners, make_actors)
+                    trainer = make_engine_rank(plan, ranks, make_learners, make_actors)
                 else:
                     trainer = Trainer(plan, ranks)
                 work = run_to_end(trainer)
-                registry.watchdog().run_hooks(work, config.rollout.hook_timeout_s)
+                run_hooks(work, config.rollout.hook_timeout_s)
             close_ranks(ranks)
         if ranks.is_writer:
             end_on_writer(trainer)
@@ -79,7 +81,7 @@ def run_command(argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        registry.under_torchrun().report_failure(error, ranks)
+        report_failure(error, ranks)
         return 1
 
 
@@ -101,5 +103,5 @@ class CallableModule(ModuleType):
 
 
 if __name__ == "__main__":
-    registry.watchdog().exit_process(main())
+    exit_process(main())
 sys.modules[__name__].__class__ = CallableModule

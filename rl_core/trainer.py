@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 
-from rl_core import learners, registry
 from rl_core.actors import make_actors
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
-from rl_core.learning.advantages import samples_of
+from rl_core.learners import make_learners
+from rl_core.learning.options import step_samples
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan.plan import Plan
 from rl_core.plugin import Plugin
+from rl_core.run.display.summary import print_summary
+from rl_core.run.options import make_plugins
 from rl_core.run.run_folder import RunLog
-from rl_core.sampling.rollout import EpisodeRunner, Group, RolloutWorker, in_order, make_group
+from rl_core.run.saving.resume import load_checkpoint, newest_intact
+from rl_core.sampling.options import make_worker
+from rl_core.sampling.rollout import Group, in_order, make_group
 from rl_core.types import Task, TrainingSample, Trajectory
 
 
@@ -38,16 +42,16 @@ class Trainer:
         self.phase = "start"
         for endpoint in plan.endpoints.values():
             endpoint.ping()
-        self.plugins = registry.make_plugins(self)
+        self.plugins = make_plugins(self)
 
         checkpoints = self.out / "checkpoints"
         self.checkpoint = None
         if config.resume:
-            self.checkpoint = registry.resume().newest_intact(checkpoints, ranks)
-        self.learners = learners.make_learners(config, plan.local_algorithms, ranks, plan.own_parts)
+            self.checkpoint = newest_intact(checkpoints, ranks)
+        self.learners = make_learners(config, plan.local_algorithms, ranks, plan.custom)
         state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
-            state = registry.resume().load_checkpoint(self.checkpoint, self.learners, True)
+            state = load_checkpoint(self.checkpoint, self.learners, True)
         barrier(ranks)  # the folders are there
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
@@ -63,17 +67,10 @@ class Trainer:
 
         self.actors = make_actors(plan, self.learners, ranks)
         self.device = next(iter(self.actors.values())).device
-        self.worker = self.make_worker()
+        self.worker = make_worker(config, plan.envs, self.speakers, ranks)
         for plugin in self.plugins:
             plugin.load(state)
         self.data_state = self.read_data_state()
-
-    def make_worker(self) -> RolloutWorker:
-        classes = registry.rollout_classes(self.config) or (EpisodeRunner, RolloutWorker)
-        player_class, worker_class = classes
-        player_class = registry.with_teacher_prompts(self.config, player_class)
-        player = player_class(self.plan.envs, self.speakers, self.config.rollout)
-        return worker_class(player, self.ranks, self.config.timeout_s)
 
     @property
     def speakers(self) -> dict[str, Any]:
@@ -261,7 +258,7 @@ class Trainer:
 
     def after_run(self) -> None:
         """On the rank that writes, once ranks have parted: none waits for what follows."""
-        registry.print_summary(self)
+        print_summary(self)
         for plugin in self.plugins:
             plugin.after_run()
 
@@ -292,16 +289,8 @@ def training_samples(
     advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
     for name, algorithm in plan.algorithms.items():
         groups = baseline_groups([t for t in trajectories if t.actor == name])
-        if algorithm.refill_rounds:
-            groups = [g for g in groups if registry.has_signal(g, algorithm)]
         longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
-        samples[name] = samples_of(
-            groups,
-            algorithm,
-            longest,
-            advantage_fns,
-            registry.normalised(algorithm, ranks),
-            registry.advantages_of(algorithm, groups),
-            registry.make_samples(plan, name),
+        samples[name] = step_samples(
+            plan.config.of(name), algorithm, groups, advantage_fns, longest, ranks
         )
     return samples

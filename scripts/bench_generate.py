@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 from rl_core.data.pretrained import load_pretrained
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.registry import choose_sampler
+from rl_core.engines.options import make_sampler
 from rl_core.sampling.engine import EngineSpec
 from rl_core.types import SamplingParams, counter_seed
 
@@ -55,7 +55,7 @@ class Lengths(StoppingCriteria):
 
 
 def make_engine(
-    work: Work, model: torch.nn.Module, tokenizer, sampler: Callable = choose_sampler
+    work: Work, model: torch.nn.Module, tokenizer, sampler: Callable = make_sampler
 ) -> EmbeddedEngine:
     spec = EngineSpec(
         name="policy",
@@ -102,7 +102,7 @@ def measured(work: Work, device: torch.device) -> str:
         tokenizer = load_pretrained(AutoTokenizer, folder)
         model = load_pretrained(AutoModelForCausalLM, folder).eval()
         shape, tokens = shape_of(folder), step_tokens(work, folder)
-    sides = {"engine": choose_sampler}
+    sides = {"engine": make_sampler}
     if device.type == "cuda":
         model.to(device, torch.bfloat16)
         sides["eager"] = LlamaSlots

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from rl_core.models.logprobs import fused_logprobs
-from rl_core.registry import logprob_kernel
+from rl_core.models.options import choose_logprob_kernel
 
 SHAPES = {
     "cpu": [
@@ -55,7 +55,7 @@ def trl(hidden, weight, labels, temperature):
 
 
 def fused(hidden, weight, labels, temperature):
-    kernel = logprob_kernel(hidden.device)
+    kernel = choose_logprob_kernel(hidden.device)
     return fused_logprobs(hidden, weight, labels, temperature, kernel=kernel)
 
 

@@ -39,14 +39,13 @@ from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.engines.kv_slots import RowParams, SlotModel, sample
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.learners import learner_with
 from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.minibatches import shard_samples
+from rl_core.learning.options import choose_extensions, learner_factory, pair_loss
 from rl_core.models.activation_offload import activations_on_host
 from rl_core.models.attention import NAME
 from rl_core.models.kernels.gpu_attention import find_kernel
 from rl_core.models.policy import PackedForward, Policy
-from rl_core.registry import PARTS, pair_loss
 from rl_core.types import PackedBatch, TrainingSample
 
 SIZES = {
@@ -218,10 +217,10 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
         policy=policy,
         ranks=on_gpu_ranks,
         load=load,
-        make=learner_with(how, num_ranks=1),
+        make=learner_factory(how, num_ranks=1),
     )
-    parts = [make(spec) for is_wanted, make in PARTS if is_wanted(spec)]
-    loss = pair_loss(name) if algorithm.is_pairs else None
+    parts = choose_extensions(spec)
+    loss = pair_loss(how, algorithm)
     learner = spec.make(how, algorithm, policy, on_gpu_ranks, extensions=parts, loss=loss)
     # Packing is work of the host, with values.
     with unset_fake_temporarily():

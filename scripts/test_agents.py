@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rl_core import registry
 from rl_core.data.chat import Chat
+from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedEngine, plain_chat
 from rl_core.environments.agents import forward
 from rl_core.environments.agents.boxed import PROGRAMS as PROGRAMS_FOLDER
@@ -354,7 +354,7 @@ async def play(
     loses_answer: bool,
 ) -> dict[str, Any]:
     """The columns of one episode's row."""
-    actor = PlayingActor(chat=plain_chat(registry.tool_calls), replies=replies)
+    actor = PlayingActor(chat=plain_chat(ToolCalls), replies=replies)
     actors = EpisodeActors({"policy": actor}, SamplingParams(max_tokens=4096), 0, "episode")
     server = EndpointServer()
     llm = await server.open(actors)

@@ -468,7 +468,7 @@ def kill_session(process: subprocess.Popen) -> None:
 def load_rows(source: str, split: str = "train", **rollouts: Any) -> Sequence[dict]:
     """Rows of any kind of source."""
     from rl_core.data import rows
-    from rl_core.data.tables import load_other
+    from rl_core.tasks.sources import load_other
 
     return rows.load_rows(source, split, functools.partial(load_other, **rollouts))[0]
 
@@ -632,7 +632,7 @@ def engine_spec(module: Any, **more: Any) -> Any:
     """The EngineSpec of a tiny model."""
     import torch
 
-    from rl_core.registry import choose_sampler
+    from rl_core.engines.options import make_sampler
     from rl_core.sampling.engine import EngineSpec
 
     usual = {
@@ -648,7 +648,7 @@ def engine_spec(module: Any, **more: Any) -> Any:
         "device": torch.device("cpu"),
         "log": Path(),
         "start_timeout_s": 600,
-        "sampler": choose_sampler,
+        "sampler": make_sampler,
     }
     return EngineSpec(module=module, **{"memory_frac": 0.5} | usual | more)
 

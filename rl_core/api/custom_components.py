@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rl_core.algorithms import sequence_sums
+from rl_core.algorithms import Algorithm, sequence_sums
 from rl_core.config import Config, OptimConfig
 from rl_core.errors import nearest
-from rl_core.learning.learner import Learner, Metrics, Named, mean_of
-from rl_core.plugin import Plugin
+from rl_core.learning.learner import Named
+from rl_core.plugin import CustomComponents, Plugin
 from rl_core.sampling.engine import Engine
 from rl_core.types import PackedBatch, RunError
 
@@ -35,57 +34,43 @@ LOSS_ARGUMENTS = (
 )
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class OwnParts:
+def custom_components(
+    config: Config,
+    loss: Callable[..., Tensor] | None,
+    optimizer: Callable[..., Optimizer] | None,
+    engine: type[Engine] | None,
+    plugins: Sequence[Callable[[Any], Plugin]],
+) -> CustomComponents:
     """`loss`: names of LOSS_ARGUMENTS -> [M] losses of the trained tokens, in nats times advantage.
     `optimizer`: (named parameters, config.optim) -> an Optimizer, or a class of torch.optim, which
-    gets the learning rate alone. `engine`: a class of Engine. `plugins`: each is called with the
-    trainer, and gives a Plugin."""
+    gets the learning rate alone. `plugins`: each is called with the trainer. Raises ValueError for
+    what does not fit the interface."""
+    if loss is not None:
+        check_loss(loss, config)
+    if optimizer is not None and not is_optimizer_class(optimizer):
+        check_optimizer(optimizer)
+    if engine is not None:
+        check_engine(engine, config)
+    return CustomComponents(
+        is_script=True,
+        token_loss=loss and partial(custom_loss, loss, config),
+        make_optimizer=optimizer and partial(custom_optimizer, optimizer),
+        engine=engine,
+        plugins=tuple(plugins),
+    )
 
-    loss: Callable[..., Tensor] | None = None
-    optimizer: Callable[..., Optimizer] | None = None
-    engine: type[Engine] | None = None
-    plugins: Sequence[Callable[[Any], Plugin]] = ()
 
-    @property
-    def plugin_rows(self) -> tuple[tuple[Callable, Callable], ...]:
-        """Rows of the registry's table: (is it wanted, what makes it)."""
-        return tuple((bool, make) for make in self.plugins)
-
-    def check(self, config: Config) -> None:
-        """Raises ValueError for what does not fit the interface."""
-        if self.loss is not None:
-            check_loss(self.loss, config)
-        if self.optimizer is not None and not is_optimizer_class(self.optimizer):
-            check_optimizer(self.optimizer)
-        if self.engine is not None:
-            check_engine(self.engine, config)
-
-    def learner(self, make: partial) -> partial:
-        """`make`: makes a learner, of an actor or a critic. The same with the own optimizer."""
-        if self.optimizer is None:
-            return make
-        return partial(make, make_optimizer=self.make_optimizer)
-
-    def make_optimizer(self, named: Named, optim: OptimConfig) -> Optimizer:
-        named = list(named)
-        if is_optimizer_class(self.optimizer):
-            return self.optimizer(named, lr=optim.lr)
-        made = self.optimizer(named, optim)
-        if not isinstance(made, Optimizer):
-            raise ValueError(
-                f"optimizer={name_of(self.optimizer)} gave {made!r}; it must return a "
-                "torch.optim.Optimizer"
-            )
-        check_parameters(made, named, name_of(self.optimizer))
-        return made
-
-    def actor_learner(self, make: partial) -> partial:
-        """The same of an actor's learner, which alone has the own loss."""
-        if self.loss is None:
-            return make
-        learner_class = with_loss(make.func, self.loss)
-        return partial(learner_class, *make.args, **make.keywords)
+def custom_optimizer(optimizer: Callable[..., Optimizer], named: Named, optim: OptimConfig) -> Any:
+    named = list(named)
+    if is_optimizer_class(optimizer):
+        return optimizer(named, lr=optim.lr)
+    made = optimizer(named, optim)
+    if not isinstance(made, Optimizer):
+        raise ValueError(
+            f"optimizer={name_of(optimizer)} gave {made!r}; it must return a torch.optim.Optimizer"
+        )
+    check_parameters(made, named, name_of(optimizer))
+    return made
 
 
 def check_loss(loss: Any, config: Config) -> None:
@@ -344,39 +329,40 @@ def name_of(value: Any) -> str:
     return getattr(value, "__name__", repr(value) if usual else type(value).__name__)
 
 
-def with_loss(learner_class: type[Learner], loss: Callable[..., Tensor]) -> type[Learner]:
-    """A subclass with this loss instead of the algorithm's."""
-    names = [name for name in inspect.signature(loss).parameters if name in LOSS_ARGUMENTS]
-
-    class OwnLossLearner(learner_class):
-        def losses(self, batch: PackedBatch) -> tuple[Tensor, Metrics]:
-            logprobs, entropy = self.forward(batch)
-            old = batch.old_logprobs
-            known = {
-                "logprobs": logprobs,
-                "old_logprobs": logprobs.detach() if old is None else old,
-                "entropy": entropy,
-                "batch": batch,
-                "config": self.config,
-            }
-            arguments = {}
-            for name in names:
-                arguments[name] = known[name] if name in known else getattr(batch, name)
-            losses = loss(**arguments)
-            if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
-                result = getattr(losses, "shape", losses)
-                raise ValueError(
-                    f"loss {name_of(loss)}() gave {result}; it must give a loss for each of the "
-                    f"{len(logprobs)} trained tokens, {tuple(logprobs.shape)}: neither mean nor sum"
-                )
-            if logprobs.requires_grad and not losses.requires_grad:
-                raise ValueError(
-                    f"loss {name_of(loss)}() gave losses without a gradient, from which nothing is "
-                    "learned; compute them of logprobs or entropy, without detach()"
-                )
-            if self.algorithm.aggregation == "sequence":
-                losses = losses / sequence_sums(logprobs.new_ones(len(logprobs)), batch)
-            metrics = self.measure(batch, logprobs.detach())
-            return losses, metrics | {"entropy_nats": mean_of(entropy)}
-
-    return OwnLossLearner
+def custom_loss(
+    loss: Callable[..., Tensor],
+    config: Config,
+    algorithm: Algorithm,
+    batch: PackedBatch,
+    logprobs: Tensor,
+    entropy: Tensor,
+) -> tuple[Tensor, None]:
+    """A learner.TokenLoss: the losses of a script's function, which is called with the arguments
+    that it names."""
+    old = batch.old_logprobs
+    known = {
+        "logprobs": logprobs,
+        "old_logprobs": logprobs.detach() if old is None else old,
+        "entropy": entropy,
+        "batch": batch,
+        "config": config,
+    }
+    arguments = {}
+    for name in inspect.signature(loss).parameters:
+        if name in LOSS_ARGUMENTS:
+            arguments[name] = known[name] if name in known else getattr(batch, name)
+    losses = loss(**arguments)
+    if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
+        result = getattr(losses, "shape", losses)
+        raise ValueError(
+            f"loss {name_of(loss)}() gave {result}; it must give a loss for each of the "
+            f"{len(logprobs)} trained tokens, {tuple(logprobs.shape)}: neither mean nor sum"
+        )
+    if logprobs.requires_grad and not losses.requires_grad:
+        raise ValueError(
+            f"loss {name_of(loss)}() gave losses without a gradient, from which nothing is "
+            "learned; compute them of logprobs or entropy, without detach()"
+        )
+    if algorithm.aggregation == "sequence":
+        losses = losses / sequence_sums(logprobs.new_ones(len(logprobs)), batch)
+    return losses, None

@@ -82,9 +82,9 @@ class Environment:
         elif is_rewards(self.source):
             module = rewards_module(self.source, self.name)
         elif "://" in self.path:
-            from rl_core.registry import served_environment
+            from rl_core.service.served_module import load_served
 
-            module = served_environment(self.path)
+            module = load_served(self.path)
         else:
             module = execute_file(self.path)
         copy = ModuleType(module.__name__)

@@ -25,7 +25,7 @@ from rl_core.plugin import Plugin
 from rl_core.types import RunError
 
 if TYPE_CHECKING:
-    from rl_core.api.custom_components import OwnParts
+    from rl_core.plugin import CustomComponents
     from rl_core.sampling.engine import Engine
     from rl_core.trainer import Trainer
 
@@ -94,7 +94,7 @@ def train(
     dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)` is called in the run's
     thread; returning False saves a checkpoint and ends the run, as Ctrl-C does. `plugins`:
     subclasses of rl_core.plugin.Plugin, or objects with some of its hooks. `loss`, `optimizer`,
-    `engine`: replace those of the flags (tools/python_parts.py). `nproc`: number of ranks on this
+    `engine`: replace those of the flags (api/custom_components.py). `nproc`: number of ranks on this
     machine, each a process. Raises ValueError for a mistake and RunError if a run cannot continue.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -126,16 +126,15 @@ def train(
             )
         run_ranks(config, environments, nproc)
         return read_result(config)
-    from rl_core.api.custom_components import OwnParts, own_plugins
+    from rl_core.api.custom_components import custom_components, own_plugins
 
     stop = threading.Event()
     made = own_plugins(plugins)
     made.append(step_callback(on_step, stop))
-    own_parts = OwnParts(loss=loss, optimizer=optimizer, engine=engine, plugins=made)
-    own_parts.check(config)
+    custom = custom_components(config, loss, optimizer, engine, made)
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
-        running = pool.submit(run_here, config, environments, own_parts)
+        running = pool.submit(run_here, config, environments, custom)
         try:
             running.result()
         except KeyboardInterrupt:
@@ -208,7 +207,7 @@ def without_paths(values: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def run_here(config: Config, environments: list[Environment], own_parts: OwnParts) -> None:
+def run_here(config: Config, environments: list[Environment], custom: CustomComponents) -> None:
     """The run itself."""
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.learners import is_sharded
@@ -218,7 +217,7 @@ def run_here(config: Config, environments: list[Environment], own_parts: OwnPart
     from rl_core.trainer import Trainer, run_to_end
 
     modules = {env.name: env.module() for env in environments if not env.is_file}
-    plan = make_plan(config, modules, own_parts=own_parts)
+    plan = make_plan(config, modules, custom=custom)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     try:
         with locked(Path(config.out)):

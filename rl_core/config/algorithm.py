@@ -7,8 +7,8 @@ import re
 from rl_core.algorithms import ADVANTAGES, Algorithm
 from rl_core.config import Config
 from rl_core.errors import refuse
-from rl_core.learning.gigpo import compares_states
-from rl_core.sampling.teacher_prompts import self_taught
+
+SELF = "self"  # The policy as its own teacher.
 
 # (condition that breaks the rule, message). c: the configuration; a: the preset with the flags
 # applied; f: True if the environment defines advantage_fn.
@@ -229,3 +229,27 @@ def check_algorithm(config: Config, algorithm: Algorithm, has_advantage_fn: bool
     refuse(OF_REFERENCE, c=config, a=algorithm)
     if algorithm.is_rl:
         refuse(OF_ALGORITHM, c=config, a=algorithm, f=has_advantage_fn)
+
+
+def compares_states(algorithm: Algorithm) -> bool:
+    """True if turns that began in equal states are compared: --algo.state_coef with an advantage
+    that compares episodes."""
+    is_compared = ADVANTAGES[algorithm.advantage].needs_group or algorithm.advantage == "custom"
+    return is_compared and algorithm.state_coef > 0
+
+
+def envs_by_teacher(config: Config) -> dict[str, list[str]]:
+    """Name of a teacher -> environments whose samples the teacher reads."""
+    if not config.algo.teacher:
+        return {}
+    envs: dict[str, list[str]] = {}
+    for env in config.env_paths:
+        name = config.env(env).teacher or config.algo.teacher
+        if name != "none":
+            envs.setdefault(name, []).append(env)
+    return envs
+
+
+def self_taught(config: Config) -> list[str]:
+    """Environments in which the actor is its own teacher."""
+    return envs_by_teacher(config).get(SELF, [])

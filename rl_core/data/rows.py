@@ -7,8 +7,9 @@ import glob
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,28 @@ def flush_to_disk(path: Path) -> None:
             os.fsync(opened)
     finally:
         os.close(opened)
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """Yields a new folder that replaces `folder` once it is complete."""
+    scratch = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    yield scratch
+    rename_into_place(scratch, folder)
+
+
+def rename_into_place(scratch: Path, folder: Path) -> None:
+    """Replaces `folder` by `scratch`. After a crash, also of the machine, `folder` is either
+    complete or as it was. A crash between the two renames leaves the old folder as `.NAME.old`."""
+    for path in scratch.rglob("*"):
+        flush_to_disk(path)
+    flush_to_disk(scratch)
+    before = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(before, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, before)
+    os.rename(scratch, folder)
+    flush_to_disk(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)

@@ -25,7 +25,6 @@ from rl_core.data.rows import (
     TOKENIZERS,
     Row,
     encoding_of,
-    is_tasks_folder,
     parse_rows,
     read_json,
     suffix_of,
@@ -42,13 +41,12 @@ def load_other(
     split: str,
     min_reward: float | None = None,
     actor: str | None = None,
-    **networks: bool,
 ) -> list[tuple[str, Sequence[Row]]]:
     """(name, rows) of each part of a source: of its files, or of a folder that `save_to_disk` made,
     or of a name on the hub. A run's rollouts give an actor's episodes that did not fail and have at
-    least min_reward. `networks`: of task_rows()."""
+    least min_reward."""
     if not files:
-        return [(name, without_null_keys(load_named(name, split, **networks)))]
+        return [(name, without_null_keys(load_named(name, split)))]
     if files[0].name.endswith(ROLLOUTS):
         return [(name, load_rollouts(files, name, min_reward, actor))]
     parts: list[tuple[str, Sequence[Row]]] = []
@@ -91,14 +89,9 @@ class JsonLines(Sequence):
         return row
 
 
-def load_named(name: str, split: str, streaming: bool = False, **networks: bool) -> Sequence[Row]:
-    """The tasks of a folder in Harbor's format, or the split of one that `save_to_disk` made, or of
-    "org/name[:config]" on the hub."""
-    from rl_core.environments.agents.harbor_tasks import NETWORKS, task_rows
-
+def load_named(name: str, split: str, streaming: bool = False) -> Sequence[Row]:
+    """The split of a folder that `save_to_disk` made, or of "org/name[:config]" on the hub."""
     path = Path(name).expanduser()
-    if is_tasks_folder(path):
-        return task_rows(path, NETWORKS | networks)
     import datasets  # takes a second
 
     if not path.is_dir():

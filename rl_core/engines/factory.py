@@ -236,6 +236,6 @@ def resend_of(learner: Learner | None) -> Callable[[], Iterator[tuple[str, Tenso
 def recorder_of(actor: ActorConfig) -> Callable[[nn.Module], Any] | None:
     if not actor.router_replay:
         return None
-    from rl_core.learning.router_replay import Recorder
+    from rl_core.engines.router_recorder import Recorder
 
     return Recorder

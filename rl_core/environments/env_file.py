@@ -332,8 +332,6 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
 
             check_taught(settings, name, envs)
         if settings.algo.state_coef or settings.algo.state_discount:
-            from rl_core.learning.gigpo import check_keys
-
             check_keys(settings, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(
@@ -352,3 +350,16 @@ def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) ->
         for name in names:
             if name in chats and env.tools:
                 chats[name].tool_calls.check(env.tools, env.path)
+
+
+def check_keys(config: Config, envs: dict[str, Env]) -> None:
+    """Raises ValueError for flags of equal states if no environment defines state_key()."""
+    if not envs or any(env.hooks.keys() & {"state_key", "rollout"} for env in envs.values()):
+        return
+    for flag in ("state_coef", "state_discount"):
+        value = getattr(config.algo, flag)
+        if value:
+            raise ValueError(
+                f"--algo.{flag}={value} is for turns that begin in equal states, and "
+                f"{config.env_path} defines none; add def state_key(messages, state)"
+            )

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl_core.algorithms import ADVANTAGES, Algorithm
-from rl_core.config import Config
+from rl_core.algorithms import Algorithm
+from rl_core.config.algorithm import compares_states
 from rl_core.data.episodes import baseline_groups
 from rl_core.learning import advantages
 from rl_core.learning.advantages import AdvantageFn, group_advantages, turn_returns
 from rl_core.metrics import Mean, Metric
-from rl_core.sampling.env import Env
 from rl_core.types import Trajectory
 
 
@@ -30,26 +29,6 @@ class StateVisit:
     @property
     def mean_return(self) -> float:
         return sum(self.returns.values()) / len(self.returns)
-
-
-def compares_states(algorithm: Algorithm) -> bool:
-    """True if the algorithm compares turns from equal states. Advantages of a critic, a teacher or
-    the plain reward are not comparisons."""
-    is_compared = ADVANTAGES[algorithm.advantage].needs_group or algorithm.advantage == "custom"
-    return is_compared and algorithm.state_coef > 0
-
-
-def check_keys(config: Config, envs: dict[str, Env]) -> None:
-    """Raises ValueError if flags compare equal states, but no environment defines states."""
-    if not envs or any(env.hooks.keys() & {"state_key", "rollout"} for env in envs.values()):
-        return
-    for flag in ("state_coef", "state_discount"):
-        value = getattr(config.algo, flag)
-        if value:
-            raise ValueError(
-                f"--algo.{flag}={value} is for turns that begin in equal states, and "
-                f"{config.env_path} defines none; add def state_key(messages, state)"
-            )
 
 
 def turn_advantages(

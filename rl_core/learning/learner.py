@@ -32,6 +32,8 @@ Metrics = dict[str, Metric]
 # (config, batch, logprobs or scores) -> losses of its tokens or pairs, and metrics whose values are
 # still on the device.
 Loss = Callable[[Config, PackedBatch, Tensor], tuple[Tensor, Metrics]]
+# (algorithm, batch, logprobs [M], entropy [M]) -> losses [M], and which ratios were clipped.
+TokenLoss = Callable[[Algorithm, PackedBatch, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -43,6 +45,7 @@ class LearnerExtension:
     learners: tuple[Learner, ...] = ()  # Learners of further models.
     copies: tuple[Any, ...] = ()  # WeightSnapshot of the trained weights.
     forward_pass: PackedForward | None = None  # Replaces the policy's forward.
+    loss_scale = 1.0  # Multiplies the loss before backward(); after_backward() undoes it.
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         """Returns the batch, extended by further columns of its samples."""
@@ -52,6 +55,13 @@ class LearnerExtension:
         """A context for a forward of the learner's policy."""
         return nullcontext()
 
+    def joined(
+        self, learner: Learner, batches: list[PackedBatch]
+    ) -> AbstractContextManager[list[PackedBatch]]:
+        """A context that yields the batches for forwards without gradients, and brings the columns
+        that are filled in to `batches` at its end."""
+        return nullcontext(batches)
+
     def annotate(self, batches: list[PackedBatch]) -> Metrics:
         """Fills in what losses need. It is called once for a step, without gradients."""
         return {}
@@ -59,8 +69,27 @@ class LearnerExtension:
     def before_update(self, learner: Learner, minibatch: Minibatch, step: float) -> Metrics:
         return {}
 
+    def after_backward(self, learner: Learner) -> None:
+        """Called with the gradients of all microbatches, before they are clipped."""
+
+    def skipped(self, learner: Learner, loss: float) -> Metrics | None:
+        """Metrics of an update that is skipped because its gradient is not finite, if the
+        extension expects such updates. `loss`: the mean over all ranks."""
+        return None
+
+    def after_update(self) -> Metrics:
+        """Called after each update, unless it was skipped or not applied."""
+        return {}
+
     def after_step(self, step: int) -> None:
         """Called after the last update of a step."""
+
+    def state(self) -> dict[str, float]:
+        """State for a checkpoint."""
+        return {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Loads the states of all extensions. Runs with other extensions lack keys."""
 
     def loss(self) -> Tensor | float:
         """Added to the loss of the last forward."""
@@ -87,8 +116,6 @@ class LearnerContext:
 
 
 class Learner:
-    scale = 1.0  # The loss scale; differs from 1 with fp16 gradients.
-
     def __init__(
         self,
         config: Config,
@@ -99,12 +126,15 @@ class Learner:
         *,
         extensions: Iterable[LearnerExtension] = (),
         loss: Loss | None = None,
+        token_loss: TokenLoss | None = None,
         name: str = "policy",
         adapter: str = "",
     ):
-        """`loss` replaces the loss of the algorithm. `adapter`: name of the trained adapter."""
+        """`loss`: of pairs or values, instead of the algorithm's loss of tokens, which `token_loss`
+        replaces. `adapter`: name of the trained adapter."""
         self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
-        self.extensions, self.loss, self.name, self.adapter = tuple(extensions), loss, name, adapter
+        self.extensions, self.name, self.adapter = tuple(extensions), name, adapter
+        self.loss, self.token_loss = loss, token_loss
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
         self.optimizer = make_optimizer(self.trained_parameters(), config.optim)
         self.state_on_device: Callable[[], AbstractContextManager] = nullcontext
@@ -142,15 +172,18 @@ class Learner:
         """Fills in old logprobs, where a batch is used for more than one update (the first update's
         ratio is 1 by definition), and calls annotate() of the extensions: reference logprobs,
         values, GAE advantages. Returns their metrics."""
-        batches = []
+        batches: list[PackedBatch] = []
         for minibatch in minibatches:
             batches += minibatch.batches
-        if self.algorithm.is_rl and self.updates_per_step > 1:
-            for batch in batches:
-                batch.old_logprobs = self.forward(batch)[0]
         metrics: Metrics = {}
-        for extension in self.extensions:
-            metrics |= extension.annotate(batches)
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                batches = stack.enter_context(extension.joined(self, batches))
+            if self.algorithm.is_rl and self.updates_per_step > 1:
+                for batch in batches:
+                    batch.old_logprobs = self.forward(batch)[0]
+            for extension in self.extensions:
+                metrics |= extension.annotate(batches)
         return metrics
 
     def step(self, minibatches: list[Minibatch], step: int) -> Metrics:
@@ -199,6 +232,8 @@ class Learner:
             self.nonfinite_in_a_row = 0
             metrics |= {"grad_norm": Mean(grad_norm), "lr": Mean(lr)}
             metrics["updates"] = count_once(self.ranks)
+            for extension in self.extensions:
+                metrics |= extension.after_update()
         self.policy.zero_grad()
         return extension_metrics | metrics, is_done
 
@@ -207,6 +242,7 @@ class Learner:
         whose values are still on the device."""
         result: Metrics = {}
         count = 1 / len(minibatch.batches) / self.ranks.mesh.dp
+        scale = math.prod(extension.loss_scale for extension in self.extensions)
         for number, batch in enumerate(minibatch.batches, 1):
             # Replicas all-reduce their gradients once, with the last microbatch.
             if self.policy.is_sharded and self.ranks.mesh.dp_replicate > 1:
@@ -218,17 +254,21 @@ class Learner:
             total = loss * one + sum(extension.loss() for extension in self.extensions)
             # Gradients are averaged over ranks; undo it, the loss is already a share of a global
             # mean.
-            (total * (self.scale * self.ranks.size / self.ranks.mesh.tp)).backward()
+            (total * (scale * self.ranks.size / self.ranks.mesh.tp)).backward()
             add_metrics(result, metrics | {"loss": Mean(loss.detach(), count)})
         for extension in self.extensions:
+            extension.after_backward(self)
             add_metrics(result, extension.metrics())
         return result
 
     def skip(self, metrics: Metrics, grad_norm: float, step: float) -> Metrics:
         """Counts a skipped update. Raises RunError on all ranks after more than MAX_NONFINITE
         skipped updates in a row."""
-        self.nonfinite_in_a_row += 1
         loss = reduce_metrics({"loss": metrics["loss"]}, self.ranks)["loss"]
+        for extension in self.extensions:
+            if (expected := extension.skipped(self, loss)) is not None:
+                return expected
+        self.nonfinite_in_a_row += 1
         number = round(step % 1 * self.updates_per_step)
         text = (
             f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm "
@@ -246,7 +286,8 @@ class Learner:
         outputs, entropy = self.forward(batch)
         if self.loss:
             return self.loss(self.config, batch, outputs)
-        losses, is_clipped = token_losses(self.algorithm, batch, outputs, entropy)
+        compute = self.token_loss or token_losses
+        losses, is_clipped = compute(self.algorithm, batch, outputs, entropy)
         metrics = self.measure(batch, outputs.detach()) | {"entropy_nats": mean_of(entropy)}
         if is_clipped is not None:
             metrics["clip_frac"] = mean_of(is_clipped)
@@ -301,10 +342,15 @@ class Learner:
 
     def state(self) -> dict[str, float]:
         """State for a checkpoint, in addition to weights and optimizer state."""
-        return {}
+        state: dict[str, float] = {}
+        for extension in self.extensions:
+            state |= extension.state()
+        return state
 
     def load_state(self, state: dict[str, float]) -> None:
         """Loads the result of state()."""
+        for extension in self.extensions:
+            extension.load_state(state)
 
     def leave_device(self) -> None:
         """Moves weights and optimizer state to the CPU if --learner.offload is set."""

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
+from rl_core.data.rows import replaced
 from rl_core.distributed import Ranks, unsharded
 from rl_core.errors import split
 from rl_core.models.loading import load_model_config, on_meta
 from rl_core.models.policy import Policy, backbone
 from rl_core.parallel.fsdp import local_slices
-from rl_core.run.saving.checkpoint import replaced
 from rl_core.types import PackedBatch, counter_seed
 
 if TYPE_CHECKING:

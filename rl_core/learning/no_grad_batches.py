@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch.nn.functional import pad
 
 from rl_core.config import Config
 from rl_core.errors import refuse
-from rl_core.learning.learner import Learner, Metrics
-from rl_core.learning.minibatches import Minibatch
+from rl_core.learning.learner import Learner, LearnerExtension
 from rl_core.types import PackedBatch
 
 # Fields that are filled in without gradients: a value for each trained token.
@@ -112,25 +112,18 @@ def num_joined(learner: Learner) -> int:
     return max(1, int(with_gradient / (block_bytes(size, w, tp) + around_blocks(size, w))))
 
 
-def joining(learner_class: type[Learner]) -> type[Learner]:
-    """A subclass whose forwards without gradient are larger."""
+class JoinedBatches(LearnerExtension):
+    """Joins microbatches for forwards without gradients."""
 
-    class JoiningLearner(learner_class):
-        @torch.no_grad()
-        def annotate(self, minibatches: list[Minibatch]) -> Metrics:
-            """Annotates joined batches. All ranks have equally many batches, joined or not."""
-            batches: list[PackedBatch] = []
-            for minibatch in minibatches:
-                batches += minibatch.batches
-            num = num_joined(self)
-            groups = [batches[i : i + num] for i in range(0, len(batches), num)]
-            joined = [join_batches(group) for group in groups]
-            metrics = super().annotate([dataclasses.replace(minibatches[0], batches=joined)])
-            for batch, group in zip(joined, groups, strict=True):
-                split_annotations(batch, group)
-            return metrics
-
-    return JoiningLearner
+    @contextmanager
+    def joined(self, learner: Learner, batches: list[PackedBatch]) -> Iterator[list[PackedBatch]]:
+        """All ranks have equally many batches, and so equally many joined ones."""
+        num = num_joined(learner)
+        chunks = [batches[i : i + num] for i in range(0, len(batches), num)]
+        joined = [join_batches(chunk) for chunk in chunks]
+        yield joined
+        for batch, chunk in zip(joined, chunks, strict=True):
+            split_annotations(batch, chunk)
 
 
 def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:

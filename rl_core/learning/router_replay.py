@@ -10,18 +10,14 @@ Legend: R routers, K experts that a token is routed to, n rows of S tokens in an
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rl_core.config import Config
-from rl_core.engines.hf_sampling import CACHE_NAMES
 from rl_core.learning.moe import Routers
 from rl_core.types import PackedBatch, TrainingSample
 
-KEPT = "experts"  # Name of the experts in a cache.
 OWN = -1  # Marks a token whose experts the learner chooses.
 
 
@@ -41,46 +37,6 @@ def check_replay(config: Config, name: str) -> None:
             raise ValueError(
                 f"--actors.{name}.router_replay=true cannot be combined with {flag}; leave one out"
             )
-
-
-class Recorder:
-    """Stores the experts of each token next to its keys and values, in the cache of an embedded
-    engine."""
-
-    def __init__(self, model: nn.Module):
-        self.routers, decoder = Routers(model), model.get_decoder()
-        decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
-        decoder.register_forward_hook(self.keep, with_kwargs=True)
-
-    def begin(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Skips forwards of the learner, which may have the same model.
-        if kwargs.get("slot_plan") or kwargs.get("use_cache"):
-            self.routers.open()
-
-    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        if not self.routers.is_open:
-            return
-        self.routers.close()
-        # Shape [R, n * S, K].
-        experts, plan = torch.stack(self.routers.experts).short(), kwargs.get("slot_plan")
-        if plan is None:  # One row, in transformers' cache.
-            cache = next(outputs[name] for name in CACHE_NAMES if name in outputs)
-            before = getattr(cache, KEPT, experts[:, :0])
-            setattr(cache, KEPT, torch.cat([before, experts], 1))
-        else:
-            # Shape [n, R, S, K].
-            experts = experts.unflatten(1, (plan.rows.stop - plan.rows.start, -1)).transpose(0, 1)
-            plan.write(KEPT, experts, experts[:, :1, :, :1])
-
-    def experts_of(self, cache: Any, row: int, length: int) -> np.ndarray:
-        """[length, R, K] int16 of a row's tokens."""
-        kept = (
-            cache.layers[KEPT][0][row]
-            if hasattr(cache, "layers")
-            else getattr(cache.rows[row], KEPT)
-        )
-        # A copy, because the row is reused.
-        return kept[:, :length].transpose(0, 1).cpu().numpy().copy()
 
 
 class Replay:

@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.distributed import Mesh, make_mesh
 from rl_core.errors import refuse, split
-from rl_core.learning.gradient_averaging import num_copies
+from rl_core.parallel.replicas import num_replicas
 
 RANKS = r"\d+(-\d+)?(,\d+(-\d+)?)*"
 # (condition that breaks the rule, message). c: the configuration; a: an actor with ranks.
@@ -81,7 +81,7 @@ def check_ranks(config: Config) -> None:
 
 def check_teachers_are_near(config: Config, name: str) -> None:
     """Raises ValueError for a teacher that learns on other ranks than its student."""
-    from rl_core.sampling.teacher_prompts import envs_by_teacher
+    from rl_core.config.algorithm import envs_by_teacher
 
     for teacher in envs_by_teacher(config.of(name)):
         if teacher in config.trained and ranks_of(config, teacher) != ranks_of(config, name):
@@ -114,9 +114,11 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def rank_groups_of(config: Config, num_ranks: int) -> list[RankGroup]:
-    """All rank groups with their actors. The first one plays the episodes and has the actors
-    without --actors.NAME.ranks. Raises ValueError for ranks that do not exist, that overlap partly,
-    or that the mesh does not divide."""
+    """All ranks with their actors; none if no actor has separate ranks. Ranks that play episodes
+    are first: they have the actors without separate ranks. Raises ValueError for ranks that do not
+    exist, that overlap in part, or that the mesh does not divide."""
+    if not any(actor.ranks for actor in config.actors.values()):
+        return []
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     left: list[str] = []
     for name in config.actors:
@@ -154,7 +156,7 @@ def mesh_of(config: Config, ranks: tuple[int, ...], names: list[str]) -> Mesh:
         return Mesh(dp_shard=len(ranks))
     trained = [name for name in names if name in config.trained]
     try:
-        copies = num_copies(config, len(ranks), trained)
+        copies = num_replicas(config, len(ranks), trained)
         return make_mesh(len(ranks), dp_replicate=copies, cp=config.cp, tp=config.tp)
     except ValueError as error:
         group: Any = RankGroup(ranks=ranks, actors=names, mesh=Mesh())

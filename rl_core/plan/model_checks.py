@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rl_core.config import Config, LoraConfig
 from rl_core.data.chat import Chat, load_chat
+from rl_core.data.tool_calls import ToolCalls
 from rl_core.models.loading import load_model_config, max_positions
 
-if TYPE_CHECKING:
-    from rl_core.sampling.teacher_prompts import Limits
 
-
-def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
+def checked_chat(config: Config, name: str) -> Chat:
     """The chat template of an actor with a local model. Raises ValueError if the model does not
     support the flags."""
     actor = config.actors[name]
@@ -59,7 +55,7 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
             read_other(config, path)
         check_teachers(settings, name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
-    chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
+    chat = load_chat(actor.model, actor.chat_template, variables, ToolCalls)
     chat.check_variables(chat.variables, "--chat_template_kwargs")
     check_vocabulary(chat, num_rows, actor.model)
     return chat
@@ -128,23 +124,6 @@ def num_positions(path: str | None) -> int | None:
     except ValueError:  # make_plan() reads the model again and raises this.
         return None
     return max_positions(model_config)[0]
-
-
-def teacher_limits(config: Config) -> Limits:
-    """(actor, environment) -> (most tokens that a self-teacher reads, the limit's name)."""
-    from rl_core.sampling.teacher_prompts import self_taught
-
-    limits = {}
-    for name in config.trained:
-        envs = self_taught(config.of(name))
-        if not envs:
-            continue
-        positions, key = max_positions(read_config(config.actors[name].model))
-        limit = config.of(name).learner.microbatch_tokens * config.cp, "--learner.microbatch_tokens"
-        if positions and positions < limit[0]:
-            limit = positions, f"the model's {key}"
-        limits |= {(name, env): limit for env in envs}
-    return limits
 
 
 def check_kernels(config: Config, model_config: PretrainedConfig, lora: LoraConfig | None) -> None:

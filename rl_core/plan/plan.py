@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -13,18 +13,30 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_core import registry
 from rl_core.algorithms import Algorithm, make_algorithm
 from rl_core.config import MAX_TOP_K, Config, CriticConfig, EnvConfig, SamplingConfig
+from rl_core.config.algorithm import check_algorithm
 from rl_core.data.chat import Chat
-from rl_core.data.rows import load_rows
+from rl_core.data.published_sets import naming_recipes
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
+from rl_core.engines.options import auto_engine, engine_factory
+from rl_core.environments import env_file
 from rl_core.errors import check
+from rl_core.parallel.rank_groups import rank_groups_of
+from rl_core.parallel.replicas import num_replicas
+from rl_core.plan.model_checks import checked_chat, num_positions
+from rl_core.plan.option_rules import check_options
+from rl_core.plugin import CustomComponents
+from rl_core.run.curriculum import draw_by_weight
+from rl_core.run.display.terminal import quiet
+from rl_core.run.display.trackers import check_trackers
+from rl_core.run.saving.run_files import check_resumed
 from rl_core.sampling.env import Env
-
-# Name of an environment -> its held-out tasks by the name of their set.
-HeldOut = Callable[[str], dict[str, TaskSource]]
+from rl_core.service.served_module import load_served
+from rl_core.tasks.row_lengths import check_run
+from rl_core.tasks.sft_dataset import SFTDataset
+from rl_core.tasks.sources import eval_tasks, held_out_tasks, train_tasks
 
 
 @dataclass(kw_only=True)
@@ -44,7 +56,7 @@ class Plan:
     chats: dict[str, Chat] = field(default_factory=dict)  # By the name of each actor with a model.
     endpoints: dict[str, Any] = field(default_factory=dict)  # actors behind a URL
     sft_dataset: Any = None  # a tasks.sft_dataset.SFTDataset; None: episodes are rolled out
-    own_parts: Any = None  # a tools.python_parts.OwnParts of a script
+    custom: CustomComponents = field(default_factory=CustomComponents)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -61,48 +73,50 @@ def make_plan(
     config: Config,
     modules: Mapping[str, ModuleType] | None = None,
     is_planned: bool = False,
-    own_parts: Any = None,
+    custom: CustomComponents | None = None,
 ) -> Plan:
     """`modules`: instead of files of --env_path, by the names of environments. `is_planned`: the
     run is for another machine. Raises ValueError."""
-    registry.quiet()
-    config = choose_engine(config, config.engine_ranks or num_ranks(), is_planned, own_parts)
+    quiet()
+    custom = custom or CustomComponents()
+    num_sampling = config.engine_ranks or num_ranks()
+    config = choose_engine(config, num_sampling, is_planned, custom.engine)
     check_folder(Path(config.out), config.resume)
     if config.trackers:
-        registry.check_trackers(config.trackers)
+        check_trackers(config.trackers)
     config, envs = load_envs(config, modules)
     if not is_planned:
-        registry.env_file().check_boxes(envs)
+        env_file.check_boxes(envs)
     plan = plan_learning(config, envs)
-    plan.own_parts = own_parts
+    plan.custom = custom
     held_out = cache(partial(held_out_tasks, config, envs))
-    with registry.naming_recipes(config):
+    with naming_recipes(config.data.train or ""):
         plan.train = train_tasks(config, envs, held_out)
     if config.eval_every:
         plan.eval = eval_tasks(config, envs, held_out)
     with naming_turns(envs):
         plan.chats, plan.endpoints = make_chats(config)
     if config.is_rl:
-        registry.env_file().check_tools(config, envs, plan.chats)
+        env_file.check_tools(config, envs, plan.chats)
     else:
-        plan.sft_dataset = registry.sft_dataset(config, plan.chats[config.trained[0]])
-    with registry.naming_recipes(config):
+        plan.sft_dataset = SFTDataset(config, plan.chats[config.trained[0]])
+    with naming_recipes(config.data.train or ""):
         for source in (*plan.train.sources, *plan.eval.values()):
-            registry.check_lengths(config, envs, plan.chats, plan.sft_dataset, source)
-    if registry.has_curriculum(plan):
-        registry.draw_by_weight(envs, plan.train)
+            check_run(config, envs, plan.chats, plan.sft_dataset, source)
+    if config.is_rl and any("task_weight" in env.hooks for env in envs.values()):
+        draw_by_weight(envs, plan.train)
     if config.num_epochs:
         num_steps = math.ceil(config.num_epochs * len(plan.train) / config.tasks_per_step)
         plan.config = replace(config, num_steps=num_steps, num_epochs=None)
     if config.resume:
-        registry.check_resumed(plan.config)
+        check_resumed(plan.config)
     return plan
 
 
 def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     """The plan without rows and engines. Reads only advantage_fn of the environments."""
     algorithms, local = {}, list(config.actors)
-    places = registry.places(config, num_ranks())
+    places = rank_groups_of(config, num_ranks())
     if places:
         rank = int(os.environ.get("RANK", 0))
         own = next(place for place in places if rank in place.ranks)
@@ -110,7 +124,7 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     else:
         sizes = {name: getattr(config, name) for name in MESH_FLAGS}
         num_learners = num_ranks() - config.engine_ranks
-        sizes["dp_replicate"] = registry.num_copies(config, num_learners, config.trained)
+        sizes["dp_replicate"] = num_replicas(config, num_learners, config.trained)
         mesh = make_mesh(num_ranks(), **sizes)
     for name in config.trained:
         algorithms[name] = choose_algorithm(config.of(name), envs)
@@ -141,8 +155,8 @@ def load_envs(
     for name, path in config.env_paths.items():
         own, section = (modules or {}).get(name), config.env(name)
         if own is None and "://" in path:
-            own = registry.served_environment(path)
-        env = registry.env_file().load_env(
+            own = load_served(path)
+        env = env_file.load_env(
             path,
             hook_timeout_s=config.rollout.hook_timeout_s,
             max_turns=section.max_turns or config.max_turns,
@@ -157,7 +171,7 @@ def load_envs(
             config = replace(config, envs=sections)
         with naming_turns(envs):
             check(config)
-    registry.env_file().check_environments(config, envs)
+    env_file.check_environments(config, envs)
     return config, envs
 
 
@@ -166,7 +180,7 @@ def fitting_turns(config: Config, section: EnvConfig) -> int:
     least 1."""
     room = config.learner.microbatch_tokens * config.cp
     for name in config.trained:
-        room = min(room, registry.num_positions(config.actors[name].model) or room)
+        room = min(room, num_positions(config.actors[name].model) or room)
     max_tokens = max(config.max_tokens, section.max_tokens or 0)
     return max(1, (room - config.max_prompt_tokens) // max_tokens)
 
@@ -196,7 +210,7 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     is_default = algorithm == Algorithm() and config.critic == CriticConfig()
     is_default &= config.sampling == SamplingConfig()
     if not is_default or config.group_size < 2:
-        registry.check_algorithm(config, algorithm, has_advantage_fn)
+        check_algorithm(config, algorithm, has_advantage_fn)
     if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
         # Weights each token by how likely the newer policy makes it.
         algorithm = replace(algorithm, correction="tis")
@@ -204,18 +218,18 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
 
 
 def choose_engine(
-    config: Config, num_ranks: int, is_planned: bool = False, own_parts: Any = None
+    config: Config, num_ranks: int, is_planned: bool = False, engine: Any = None
 ) -> Config:
     """The configuration with the engine that --engine auto stands for, and with a top_k for
     training samples that need one. Raises ValueError if the engine cannot run here or, for a plan,
     on any machine."""
-    if config.engine == "auto" and not (own_parts and own_parts.engine):
-        config = replace(config, engine=registry.auto_engine(config))
-    registry.check_options(config)
+    if config.engine == "auto" and engine is None:
+        config = replace(config, engine=auto_engine(config))
+    check_options(config)
     if config.is_rl:
         config = with_top_k(config)
-        places = registry.places(config, num_ranks)
-        registry.engine_maker(config, None, own_parts).check(num_ranks, is_planned, places)
+        places = rank_groups_of(config, num_ranks)
+        engine_factory(config, engine=engine).check(num_ranks, is_planned, places)
     return config
 
 
@@ -244,118 +258,9 @@ def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, Any]]:
     chats, endpoints = {}, {}
     for name, actor in config.actors.items():
         if actor.api:
-            endpoints[name] = registry.api_actor(config, name)
+            from rl_core.engines.api import make_api_actor
+
+            endpoints[name] = make_api_actor(config, name)
         else:
-            chats[name] = registry.checked_chat(config, name)
+            chats[name] = checked_chat(config, name)
     return chats, endpoints
-
-
-def train_tasks(
-    config: Config, envs: dict[str, Env], held_out: HeldOut | None = None
-) -> TaskSource:
-    """Training tasks of all environments. One that has held-out rows alone is left out."""
-    held_out = held_out or partial(held_out_tasks, config, envs)
-    sources, weights = [], []
-    names = list(envs or ["data"])
-    for name in names:
-        section = config.env(name)
-        if not section.weight:
-            continue
-        path = section.train or config.data.train
-        source = load_source(config, envs.get(name), name, "train", path)
-        if source is None:
-            if len(names) > 1 and held_out(name):
-                continue
-            flag = "--data.train" if len(names) == 1 else f"--envs.{name}.train"
-            raise ValueError(
-                f"{flag} is missing: a file or `datasets` name{without_rows(envs.get(name))}"
-            )
-        sources.append(source)
-        weights.append(section.weight)
-    if not sources:
-        raise ValueError(
-            f"--env_path {config.env_path}: no environment has training rows; add rows to one "
-            "with --envs.NAME.train, or with load_tasks('train') in its file"
-        )
-    return sources[0] if len(sources) == 1 else registry.task_mix(sources, weights)
-
-
-def without_rows(env: Env | None) -> str:
-    """The end of an error message: the reason why an environment has no training rows."""
-    if env is None:
-        return ""
-    if env.load_tasks is None:
-        return f"; {env.path} has no load_tasks"
-    return f"; load_tasks('train') of {env.path} returns no rows"
-
-
-def eval_tasks(
-    config: Config, envs: dict[str, Env], held_out: HeldOut | None = None
-) -> dict[str, TaskSource]:
-    """Held-out tasks by the name of their environment or set. Raises ValueError if there are
-    none."""
-    held_out = held_out or partial(held_out_tasks, config, envs)
-    sources: dict[str, TaskSource] = {}
-    for name in envs or ["data"]:
-        sources |= held_out(name)
-    if not sources:
-        raise ValueError(
-            "an evaluation has no held-out rows: --data.eval is missing, and no load_tasks(split) "
-            "of an environment returns rows for 'eval'; name rows by --data.eval rows.jsonl"
-        )
-    return sources
-
-
-def held_out_tasks(config: Config, envs: dict[str, Env], name: str) -> dict[str, TaskSource]:
-    """Held-out tasks of one environment, by the names of its sets."""
-    sources = {}
-    for set_name, env, split, path in registry.held_out(config, envs or ["data"]):
-        if env == name:
-            source = load_source(config, envs.get(env), env, split, path)
-            if source is not None:
-                sources[set_name] = source
-    return sources
-
-
-def load_source(
-    config: Config, env: Env | None, name: str, part: str, path: str | None
-) -> TaskSource | None:
-    is_train = part == "train"
-    is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
-    if is_train and config.data.streaming:
-        return registry.streamed_tasks(config, env, name, path, is_pairs)
-    if path:
-        min_reward = config.data.min_reward if is_train else None
-        load_other = partial(
-            registry.load_other,
-            min_reward=min_reward,
-            actor=config.trained[0],
-            build=config.agents.build_network,
-            verify=config.agents.verify_network,
-        )
-        rows, files = load_rows(path, "train" if is_train else "test", load_other)
-        if is_pairs:
-            rows, files = registry.pair_rows(rows, files)
-        if config.data.columns:
-            rows = registry.renamed_columns(config, rows, path, is_train)
-    elif env and env.load_tasks:
-        rows, files = env.load_tasks(part), ()
-        if not len(rows):
-            return None  # An environment may be for training, or for evaluation, alone.
-    else:
-        return None
-    if env and env.row_to_prompt:
-        rows = registry.made_prompts(rows, env.row_to_prompt, env.path)
-    if config.is_rl:
-        registry.env_file().check_columns(env, rows, files, part)
-    elif path:
-        registry.check_rows(config, rows, path, is_train)
-    return TaskSource(
-        rows,
-        env=name,
-        split=part,
-        files=files,
-        seed=config.seed,
-        shuffle=config.data.shuffle and is_train,
-        is_pairs=is_pairs,
-    )

@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from rl_core.algorithms import Algorithm
-from rl_core.data.episodes import baseline_groups, has_spread
+from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import all_gather_json
-from rl_core.learning.advantages import turn_returns
-from rl_core.learning.gigpo import compares_states, state_advantages
+from rl_core.learning.signal import has_signal
 from rl_core.metrics import Mean
 from rl_core.plugin import Plugin
 from rl_core.sampling.rollout import Group, in_order
-from rl_core.types import Trajectory
 
 
 class Refill(Plugin):
@@ -42,17 +37,3 @@ class Refill(Plugin):
                 with_signal.add(group[0].group_id)
         num = sum(all_gather_json(len(with_signal), trainer.ranks))
         return max(0, trainer.config.tasks_per_step - num)
-
-
-def has_signal(group: list[Trajectory], algorithm: Algorithm) -> bool:
-    """True if the episodes' rewards differ; with advantages per turn, if the returns of turns or of
-    turns from equal states differ."""
-    if compares_states(algorithm):
-        centred = replace(algorithm, advantage="group_mean")
-        of_states = state_advantages(group, [0.0] * len(group), centred, None)
-        if any(map(any, of_states)):
-            return True
-    returns = [turn_returns(t, 0.0, algorithm.turn_discount) for t in group]
-    if len({len(values) for values in returns}) > 1:
-        return True
-    return any(has_spread(values) for values in zip(*returns, strict=True))

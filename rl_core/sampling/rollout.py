@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,14 +91,25 @@ def make_group(
     return group
 
 
+AfterGroup = Callable[["EpisodeRunner", Group, list[Trajectory]], Awaitable[None]]
+
+
 class EpisodeRunner:
     """Runs the episodes of groups. An error in an episode gives a failed trajectory with its
     reason."""
 
-    def __init__(self, envs: Mapping[str, Env], actors: Mapping[str, Any], config: RolloutConfig):
+    def __init__(
+        self,
+        envs: Mapping[str, Env],
+        actors: Mapping[str, Any],
+        config: RolloutConfig,
+        after_group: AfterGroup | None = None,
+    ):
+        """`after_group`: called with the runner, the group and its scored trajectories."""
         self.envs = envs
         self.actors = actors
         self.config = config
+        self.after_group = after_group
 
     @property
     def max_episodes(self) -> int:
@@ -127,6 +138,8 @@ class EpisodeRunner:
             trajectories += group.ended[index]
         if env.group_rewards:
             await self.score(env, group, drawn, trajectories)
+        if self.after_group:
+            await self.after_group(self, group, trajectories)
         return trajectories
 
     async def play_episode(

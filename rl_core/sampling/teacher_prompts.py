@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.config import Config
+from rl_core.config.algorithm import self_taught
 from rl_core.data.chat import Chat
 from rl_core.data.episodes import succeeded
 from rl_core.data.messages import canonical_messages, shorten
 from rl_core.data.tasks import row_variables
+from rl_core.models.loading import load_model_config, max_positions
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
 from rl_core.sampling.hooks import wait_for_all
@@ -20,27 +22,9 @@ from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.types import Message, Task, Trajectory, Turn
 
 HOOK = "teacher_prompt"
-SELF = "self"  # Name of the policy as a teacher.
 # (actor, environment) -> (most tokens of prompt and reply that its teacher reads, the limit's
 # name).
 Limits = Mapping[tuple[str, str], tuple[int, str]]
-
-
-def envs_by_teacher(config: Config) -> dict[str, list[str]]:
-    """Name of a teacher -> the environments whose samples it reads."""
-    if not config.algo.teacher:
-        return {}
-    by_teacher: dict[str, list[str]] = {}
-    for env in config.env_paths:
-        name = config.env(env).teacher or config.algo.teacher
-        if name != "none":
-            by_teacher.setdefault(name, []).append(env)
-    return by_teacher
-
-
-def self_taught(config: Config) -> list[str]:
-    """The environments in which the actor is its own teacher."""
-    return envs_by_teacher(config).get(SELF, [])
 
 
 def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
@@ -53,36 +37,54 @@ def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
             )
 
 
-def with_teacher_prompts(base: type[EpisodeRunner], limits: Limits) -> type[EpisodeRunner]:
-    """A subclass that also asks for the teachers' prompts."""
+class TeacherPrompts:
+    """Asks teacher_prompt() of the environment once an episode is scored. EpisodeRunner calls it
+    after each group."""
 
-    class TeacherPromptPlayer(base):
-        async def play_once(self, group: Group) -> list[Trajectory]:
-            trajectories = await super().play_once(group)
-            env = self.envs[group.task.env]
-            if HOOK in env.hooks and not group.label:  # Evaluations have a label.
-                scored = [t for t in succeeded(trajectories) if (t.actor, t.env) in limits]
-                await wait_for_all([self.teach(env, group.task, t, scored) for t in scored])
-            return trajectories
+    def __init__(self, limits: Limits):
+        self.limits = limits
 
-        async def teach(
-            self, env: Env, task: Task, t: Trajectory, scored: list[Trajectory]
-        ) -> None:
-            """Adds the teacher's prompt to a trajectory. An error fails the trajectory."""
-            same = [other for other in scored if (other.actor, other.seat) == (t.actor, t.seat)]
-            asking = ask(env, task, t, same)
-            try:
-                messages = await asyncio.wait_for(asking, self.config.episode_timeout_s)
-                if messages:
-                    chat = self.actors[t.actor].chat.with_variables(row_variables(task.row))
-                    ids = prompt_ids(chat, t, messages, env.turn_loop.tools_of(task))
-                    check_length(t, ids, *limits[t.actor, t.env])
-                    t.teacher_messages, t.teacher_ids = messages, ids
-            except Exception as error:
-                reason = self.reason_of(error, f"{HOOK}()", note="")
-                t.status, t.error, t.reward = "failed", reason, None
+    async def __call__(
+        self, player: EpisodeRunner, group: Group, trajectories: list[Trajectory]
+    ) -> None:
+        env = player.envs[group.task.env]
+        if HOOK not in env.hooks or group.label:  # Groups of an evaluation have a label.
+            return
+        scored = [t for t in succeeded(trajectories) if (t.actor, t.env) in self.limits]
+        await wait_for_all([self.ask(player, env, group.task, t, scored) for t in scored])
 
-    return TeacherPromptPlayer
+    async def ask(
+        self, player: EpisodeRunner, env: Env, task: Task, t: Trajectory, scored: list[Trajectory]
+    ) -> None:
+        """Adds the teacher's prompt to a trajectory. An error fails the trajectory."""
+        same = [other for other in scored if (other.actor, other.seat) == (t.actor, t.seat)]
+        asking = ask(env, task, t, same)
+        try:
+            messages = await asyncio.wait_for(asking, player.config.episode_timeout_s)
+            if messages:
+                chat = player.actors[t.actor].chat.with_variables(row_variables(task.row))
+                ids = prompt_ids(chat, t, messages, env.turn_loop.tools_of(task))
+                check_length(t, ids, *self.limits[t.actor, t.env])
+                t.teacher_messages, t.teacher_ids = messages, ids
+        except Exception as error:
+            reason = player.reason_of(error, f"{HOOK}()", note="")
+            t.status, t.error, t.reward = "failed", reason, None
+
+
+def teacher_limits(config: Config) -> Limits:
+    """The largest number of tokens of a reply and its teacher's prompt, for each actor that is its
+    own teacher."""
+    limits = {}
+    for name in config.trained:
+        envs = self_taught(config.of(name))
+        if not envs:
+            continue
+        positions, key = max_positions(load_model_config(config.actors[name].model))
+        limit = config.of(name).learner.microbatch_tokens * config.cp, "--learner.microbatch_tokens"
+        if positions and positions < limit[0]:
+            limit = positions, f"the model's {key}"
+        limits |= {(name, env): limit for env in envs}
+    return limits
 
 
 async def ask(env: Env, task: Task, t: Trajectory, scored: list[Trajectory]) -> list[Message]:

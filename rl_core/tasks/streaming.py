@@ -22,7 +22,6 @@ from rl_core.data.tables import load_named, load_table, messages_as_written
 from rl_core.data.tasks import TaskSource, make_task
 from rl_core.environments.env_file import check_columns
 from rl_core.errors import nearest, refuse
-from rl_core.plugin import Plugin
 from rl_core.sampling.env import Env
 from rl_core.tasks.prompt_hook import MadePrompts
 from rl_core.tasks.sft_dataset import check_rows
@@ -257,13 +256,3 @@ def streamed_tasks(
     """Raises ValueError for flags that need all rows."""
     refuse(OF_STREAMS, c=config, path=path, env=env)
     return StreamedTasks(open_stream(path, "train"), path, config, env_name, env, is_pairs)
-
-
-class StreamState(Plugin):
-    """Checkpoints keep the place in the stream."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.trainer.plan.train.load(state.get("stream", {}))
-
-    def state(self) -> dict[str, Any]:
-        return {"stream": self.trainer.plan.train.state()}

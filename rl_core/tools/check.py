@@ -66,9 +66,9 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
     module = None
     if "://" in path:
-        from rl_core.registry import served_environment
+        from rl_core.service.served_module import load_served
 
-        module = served_environment(path)
+        module = load_served(path)
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
     check_boxes({env.name: env})
     say("environment", [path, *map(describe_hook, env.hooks.values())])
@@ -222,10 +222,10 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks. Checks before that every row has the columns that hooks need."""
     from rl_core.data.column_names import RenamedColumns, check_columns_exist
     from rl_core.data.rows import load_rows
-    from rl_core.data.tables import load_other
     from rl_core.data.tasks import TaskSource
     from rl_core.environments.env_file import check_columns
     from rl_core.tasks.prompt_hook import MadePrompts
+    from rl_core.tasks.sources import load_other
 
     if not options.rows and not env.load_tasks:
         raise ValueError(
@@ -312,20 +312,18 @@ async def play(
     max_tokens: int = UNLIMITED,
 ) -> list[Trajectory]:
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
-    from rl_core import registry
     from rl_core.engines.scripted import ScriptedActor
+    from rl_core.environments.options import endpoint_opener
     from rl_core.sampling.rollout import EpisodeRunner, Group
-    from rl_core.sampling.teacher_prompts import with_teacher_prompts
+    from rl_core.sampling.teacher_prompts import TeacherPrompts
     from rl_core.types import SamplingParams
 
-    scripted = {"chat": chat, "replies": replies, "open_endpoint": registry.endpoints(None)}
+    scripted = {"chat": chat, "replies": replies, "open_endpoint": endpoint_opener(None)}
     actors = {name: ScriptedActor(name=name, **scripted) for name in names}
     size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
-    player_class = with_teacher_prompts(
-        EpisodeRunner, {(name, env.name): (UNLIMITED, "") for name in names}
-    )
-    return await player_class({env.name: env}, actors, RolloutConfig()).play(group)
+    prompts = TeacherPrompts({(name, env.name): (UNLIMITED, "") for name in names})
+    return await EpisodeRunner({env.name: env}, actors, RolloutConfig(), prompts).play(group)
 
 
 def as_read(t: Trajectory) -> Trajectory:

@@ -10,17 +10,9 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
-import yaml
-
-# The keys of datasets.yaml, "tried" and "command".
-Recipe = dict[str, str]
+from rl_core.data.published_sets import Recipe, recipes, short_name
 
 WIDTH = 110  # characters of a line of the table
 
@@ -41,41 +33,6 @@ def main(argv: list[str]) -> int:
     else:
         print(as_table(chosen))
     return 0
-
-
-@cache
-def recipes() -> dict[str, Recipe]:
-    """Name on the hub -> its recipe."""
-    table: dict[str, Any] = yaml.safe_load(
-        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    )
-    tried = str(table["tried"])
-    known = {}
-    for name, recipe in table["sets"].items():
-        recipe = {"data": name} | recipe
-        known[name] = recipe | {"tried": tried, "command": command_of(name, recipe)}
-    return known
-
-
-def command_of(name: str, recipe: Recipe) -> str:
-    """The command that trains model M on the set, or scores M if the set is for evaluation."""
-    is_eval = recipe["algorithm"] == "eval"
-    words = ["rl-core eval M" if is_eval else "rl-core train --model M"]
-    if not is_eval:
-        words.append(f"--algorithm {recipe['algorithm']}")
-    if "env" in recipe:
-        words.append(f"--env_path {recipe['env']}")
-    words.append(f"--data.{'eval' if is_eval else 'train'} {recipe['data']}")
-    if "columns" in recipe:
-        words.append(f"--data.columns {recipe['columns']}")
-    words.append(recipe["flags"])
-    if not is_eval:
-        words.append(f"--out runs/{short_name(name)}")
-    return "\n".join([*filter(None, [recipe.get("get")]), " ".join(words)])
-
-
-def short_name(name: str) -> str:
-    return name.rpartition("/")[2].lower()
 
 
 def full_name(name: str) -> str:
@@ -99,19 +56,6 @@ def full_name(name: str) -> str:
         f"rl-core datasets has no recipe for {name!r}; {hint}. Other sets can be trained on too: "
         "--data.train NAME, and --data.columns where columns have other names"
     )
-
-
-@contextmanager
-def naming_recipes(source: str) -> Iterator[None]:
-    """Adds the recipes of the sets in `source`, a value of --data.train, to ValueErrors."""
-    try:
-        yield
-    except ValueError as error:
-        names = [re.split("[:@]", name.strip())[0] for name in source.split(",")]
-        hints = [f"rl-core datasets {name}" for name in names if name in recipes()]
-        if not hints:
-            raise
-        raise ValueError(f"{error}. The command for this set: {', '.join(hints)}") from error
 
 
 def as_table(chosen: dict[str, Recipe]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from rl_core.config import OWN_SECTIONS, Config, known_flags
 from rl_core.errors import NAMED, nearest
-from rl_core.registry import CHOICES
+from rl_core.plan.option_rules import CHOICES
 
 USAGE = (
     "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER "

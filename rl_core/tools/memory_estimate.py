@@ -116,11 +116,11 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
 def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
     """Memory of an engine on one rank: a copy of the weights, unless the engine reads the learner's,
     and the KV cache."""
+    from rl_core.engines.options import engine_factory
     from rl_core.models.loading import compute_dtype
-    from rl_core.registry import engine_maker
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
-    engine = engine_maker(config).classes[name]
+    engine = engine_factory(config).classes[name]
     has_copy = not engine.shares_weights or mesh.num_shards > 1 or w != 4 or size.adapters > 0
     groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)
     slots = min(config.rollout.max_concurrent, groups * config.group_size)

@@ -148,10 +148,10 @@ async def player(
 ) -> AsyncIterator[Player]:
     """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that
     are too long."""
-    from rl_core import registry
     from rl_core.actors import make_speaker
     from rl_core.distributed import init_ranks
     from rl_core.engines.lease import DeviceLease
+    from rl_core.engines.options import engine_factory
     from rl_core.plan.plan import make_chats
     from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
     from rl_core.tasks.row_lengths import check_lengths
@@ -162,7 +162,7 @@ async def player(
     for endpoint in endpoints.values():
         endpoint.ping()
     ranks = init_ranks(config.timeout_s)
-    maker = registry.engine_maker(config)
+    maker = engine_factory(config)
     engines = maker.make_all(chats, {}, ranks)
     lease = DeviceLease() if maker.takes_turns else None
     speakers = dict(endpoints)

@@ -335,16 +335,23 @@ def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
 
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
     """A learner of the same weights. A critic is kept; a new one begins as the policy did."""
-    from rl_core import learners, registry
+    from rl_core.learners import make_policy
     from rl_core.learning.kl import Reference
     from rl_core.learning.learner import LearnerContext
     from rl_core.learning.moe import Experts
+    from rl_core.learning.options import (
+        choose_extensions,
+        experts,
+        learner_factory,
+        sequence_shards,
+    )
+    from rl_core.learning.padded_forward import choose_forward
     from rl_core.learning.ppo import Critic
     from rl_core.learning.sequence_shards import SequenceShards
     from rl_core.models.loading import compute_dtype
 
     name, ranks, policy = old.name, old.ranks, old.policy
-    make = learners.learner_with(config, ranks.size)
+    make = learner_factory(config, ranks.size)
     parts = {type(extension): extension for extension in old.extensions}
     reference, critic = parts.get(Reference), parts.get(Critic)
     compared_with = old.config.algo.reference or old.config.actors[name].model
@@ -355,7 +362,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         if critic and not is_frozen:
             return critic.learner.policy
         settings |= {"is_frozen": is_frozen, "attention": config.attention}
-        return learners.make_policy(path, compute_dtype(config), ranks, **settings)
+        return make_policy(path, compute_dtype(config), ranks, **settings)
 
     spec = LearnerContext(
         config=config,
@@ -367,11 +374,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         load=load,
         make=make,
     )
-    chosen = []
-    for is_wanted, extension in registry.PARTS:
-        stays = extension in (registry.experts, registry.sequence_shards)
-        if is_wanted(spec) and not stays:
-            chosen.append(extension(spec))
+    chosen = choose_extensions(spec, without=(experts, sequence_shards))
     known_copies = {copy.name: copy for extension in old.extensions for copy in extension.copies}
     for copy in [copy for extension in chosen for copy in extension.copies]:
         if copy.name in known_copies:
@@ -380,7 +383,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     chosen += [e for e in old.extensions if isinstance(e, (Experts, SequenceShards))]
     new = make(config, algorithm, policy, ranks, extensions=chosen, name=name, adapter=old.adapter)
     for model in set(new.models()) - set(old.models()):
-        registry.choose_forward(model, ranks)
+        choose_forward(model, ranks)
     known = {learner.name: learner.optimizer for learner in old.trained()}
     for learner in new.trained():
         optimizer = known.get(learner.name)

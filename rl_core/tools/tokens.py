@@ -74,11 +74,12 @@ class RowReports:
     """Reports on rows, with the data sets, chats and limits of a run with these flags."""
 
     def __init__(self, flags: list[str], folder: Path):
-        from rl_core import registry
         from rl_core.config import parse_config
         from rl_core.plan.plan import load_envs, make_chats
+        from rl_core.run.display.terminal import quiet
+        from rl_core.tasks.sft_dataset import SFTDataset
 
-        registry.quiet()
+        quiet()
         (folder / NO_ENV).write_text(REWARD)
         flags = [str(folder / NO_ENV) if flag == NO_ENV else flag for flag in flags]
         self.config, self.envs = load_envs(parse_config([*flags, "--out", str(folder / "run")]))
@@ -86,7 +87,7 @@ class RowReports:
         self.dataset = None
         self.spelled: tuple[str, str] | None = None
         if not self.config.is_rl:
-            self.dataset = registry.sft_dataset(self.config, self.chats[self.config.trained[0]])
+            self.dataset = SFTDataset(self.config, self.chats[self.config.trained[0]])
 
     def report(self, source: TaskSource, index: int) -> dict[str, Any]:
         """The notes on a row, with its samples or the reason why it is refused."""

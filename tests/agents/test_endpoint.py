@@ -28,9 +28,9 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
-from rl_core import registry
 from rl_core.config import AgentsConfig
 from rl_core.data.chat import Chat
+from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.agents import chat_completions, messages, responses
 from rl_core.environments.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
@@ -40,7 +40,7 @@ from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import SamplingParams
 
-CHAT = plain_chat(registry.tool_calls)
+CHAT = plain_chat(ToolCalls)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}</tool_call>'
 PARAMETERS = {
     "type": "object",
@@ -573,7 +573,7 @@ DIALECTS = {
 def test_tools_that_the_template_does_not_render_are_counted(dialect):
     tokenizer = copy.deepcopy(CHAT.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
-    without_tools = Chat(tokenizer, tool_reader=registry.tool_calls)
+    without_tools = Chat(tokenizer, tool_reader=ToolCalls)
 
     async def play(chat):
         async with endpoint(CALL, chat=chat) as (llm, _):
@@ -1367,7 +1367,7 @@ def no_system_chat():
         "{%- for m in messages %}{%- if m.content == 'bad' or m.role == 'system' %}"
         "{{ raise_exception('no') }}{%- endif %}{%- endfor %}" + tokenizer.chat_template
     )
-    return Chat(tokenizer, tool_reader=registry.tool_calls)
+    return Chat(tokenizer, tool_reader=ToolCalls)
 
 
 def test_a_refused_request_leaves_no_trace():

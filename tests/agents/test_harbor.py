@@ -19,7 +19,6 @@ from kit import ROOT
 
 from rl_core.data.episodes import failure_reason
 from rl_core.data.rows import load_rows
-from rl_core.data.tables import load_other
 from rl_core.data.tasks import make_task
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import plain_chat
@@ -33,6 +32,7 @@ from rl_core.environments.agents.verifier_tools import VerifierTools, failed_dow
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.watchdog import run_hooks
 from rl_core.sandbox.roots import locked, making, unreachable_mirrors
+from rl_core.tasks.sources import load_other
 from rl_core.tools import show
 from rl_core.tools.check import play
 from rl_core.tools.cli import main

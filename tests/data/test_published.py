@@ -13,8 +13,9 @@ import pytest
 import yaml
 from kit import ROOT, metrics, steps
 
+from rl_core.data.published_sets import recipes
 from rl_core.tools.cli import main as command
-from rl_core.tools.datasets import full_name, recipes
+from rl_core.tools.datasets import full_name
 from rl_core.train import main as train
 
 SETS = yaml.safe_load((ROOT / "tests/cases/published.yaml").read_text())

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rl_core.engines import cuda_graphs
 from rl_core.engines.cuda_graphs import DecodeGraphs, capture_on_gpu, rounded_length, rounded_rows
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.registry import choose_sampler
+from rl_core.engines.options import make_sampler
 from rl_core.types import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -312,5 +312,5 @@ def test_no_graph_is_left_where_an_engine_stops_between_two_tokens(tiny_model, c
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_are_replayed_on_a_gpu_and_not_on_a_cpu(tiny_model, device):
-    sampler = choose_sampler(load(tiny_model).to(device))
+    sampler = make_sampler(load(tiny_model).to(device))
     assert type(sampler) is (DecodeGraphs if device == "cuda" else LlamaSlots)

@@ -22,9 +22,9 @@ import torch
 from kit import ROOT, embedded, engine_spec, make_learner, make_skeleton, wait_until, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_core import registry
 from rl_core.config import parse_config
 from rl_core.engines.embedded import EmbeddedEngine
+from rl_core.engines.options import ENGINES, engine_factory
 from rl_core.engines.remote import ask
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.metrics import Sum
@@ -548,15 +548,15 @@ class Renamed(EmbeddedEngine):
 
 @pytest.mark.parametrize("flags", ["", "--actors.policy.lora.rank 2"])
 def test_an_engine_is_known_by_what_it_can_and_not_by_its_name(tiny_model, flags, monkeypatch):
-    monkeypatch.setitem(registry.ENGINES, "renamed", lambda: Renamed)
+    monkeypatch.setitem(ENGINES, "renamed", lambda: Renamed)
     has_copy = []
     for name in ("embedded", "renamed"):
         flags_of = words("--model", tiny_model, "--env_path x.py --out x --max_tokens 16", flags)
         config = choose_engine(parse_config([*flags_of, "--engine", name]), 1)
         learner = make_learner(tiny_model, flags, "--engine", name)
         chat = make_chats(config)[0]["policy"]
-        engine = registry.engine_maker(config).make("policy", chat, learner, learner.ranks)
-        assert type(engine) is registry.ENGINES[name]() and engine._adapters is None
+        engine = engine_factory(config).make("policy", chat, learner, learner.ranks)
+        assert type(engine) is ENGINES[name]() and engine._adapters is None
         has_copy.append(engine.model is not learner.policy.hf)
     assert has_copy == [bool(flags)] * 2
 
@@ -568,7 +568,7 @@ def test_nothing_is_decided_by_an_engines_name():
                 values = {
                     getattr(operand, "value", None) for operand in (node.left, *node.comparators)
                 }
-                assert not values & registry.ENGINES.keys(), f"{file}: {ast.unparse(node)}"
+                assert not values & ENGINES.keys(), f"{file}: {ast.unparse(node)}"
 
 
 # SGLang's process

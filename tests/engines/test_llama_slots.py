@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_core import registry
 from rl_core.engines.kv_slots import SlotModel
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.models.kernels import llama_cpu
+from rl_core.models.options import LLAMA_LAYOUT
 
 SIZES = {
     "vocab_size": 61,
@@ -87,4 +87,4 @@ def test_bf16_is_rounded_as_by_the_models_own_modules(model):
 
 
 def test_every_family_that_is_sampled_so_is_tested_here():
-    assert set(OTHERS) == set(registry.PACKED)
+    assert set(OTHERS) == set(LLAMA_LAYOUT)

@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 from test_engine_contract import GREEDY, logprobs_of, needs_sglang, random_prompts, spec_of
 
 from rl_core.config import LoraConfig, parse_config
+from rl_core.engines.options import engine_factory
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
 from rl_core.learning.lora import adapter_weights, is_served
 from rl_core.metrics import Sum
 from rl_core.plan.plan import choose_engine, make_plan
-from rl_core.registry import engine_maker
 from rl_core.run.saving.checkpoint import export_policy
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
@@ -257,7 +257,7 @@ def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
     def adapter(*changes, model=tiny_model, name="policy") -> str:
         config = parse_config(words("--model", model, "--env_path x.py --out x", *changes))
         config = replace(config, engine=config.engine.replace("auto", "sglang"))
-        return engine_maker(config).adapter_of(name)
+        return engine_factory(config).adapter_of(name)
 
     lora = "--actors.policy.lora.rank 4"
     assert adapter(lora) == "policy"

@@ -14,8 +14,8 @@ from kit import make_skeleton, metrics
 from test_engine_contract import needs_sglang, spec_of
 from test_sglang import flags, free_port
 
-from rl_core import registry
 from rl_core.engines import weight_transfer
+from rl_core.engines.options import ENGINES
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import server_args
 from rl_core.train import main
@@ -63,7 +63,7 @@ class DyingEngine(SGLangEngine):
 
 def dying_run() -> None:
     weight_transfer.WAYS["device"] = DyingWay
-    registry.ENGINES["sglang"] = lambda: DyingEngine
+    ENGINES["sglang"] = lambda: DyingEngine
     sys.exit(main(sys.argv[1:]))
 
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.config import parse_config
 from rl_core.engines.buckets import in_flat_buckets
+from rl_core.engines.options import ENGINES
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import server_args
 from rl_core.engines.weight_transfer import (
@@ -33,7 +34,6 @@ from rl_core.engines.weight_transfer import (
     choose_way,
     keeps_backup,
 )
-from rl_core.registry import ENGINES
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import RunError
 

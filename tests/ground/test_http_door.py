@@ -19,7 +19,8 @@ import pytest
 import torch.distributed as dist
 from kit import ROOT
 
-from rl_core import http_guard, registry
+from rl_core import http_guard
+from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.remote import EngineServer, address_of
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.agents.endpoint import MAX_BODY_BYTES, EndpointServer
@@ -32,7 +33,7 @@ from rl_core.service.wire import MAX_REQUEST
 from rl_core.types import SamplingParams
 from rl_core.view import server as viewer
 
-CHAT = plain_chat(registry.tool_calls)
+CHAT = plain_chat(ToolCalls)
 TOKEN = "correct-horse-battery"
 MIB = 1 << 20
 BOMB = gzip.compress(bytes(32 * MIB))

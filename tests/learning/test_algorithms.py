@@ -26,7 +26,7 @@ from rl_core.learning.advantages import (
 )
 from rl_core.learning.kl import sums_to_go
 from rl_core.learning.learner import Learner
-from rl_core.run.dynamic_sampling import has_signal
+from rl_core.learning.signal import has_signal
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 

@@ -21,12 +21,11 @@ from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.engines.kv_slots import RowParams, SlotModel, sample
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.learners import learner_with
 from rl_core.learning.learner import Learner, LearnerContext
+from rl_core.learning.options import choose_extensions, learner_factory, pair_loss
 from rl_core.models.attention import NAME
 from rl_core.models.kernels.cpu_attention import DENSE
 from rl_core.models.policy import PackedForward, Policy
-from rl_core.registry import PARTS, pair_loss
 from rl_core.run.evaluation.evaluation import loss_of_rows
 
 META = torch.device("meta")
@@ -127,10 +126,10 @@ def meta_learner(
         adapter="",
         ranks=ranks,
         load=load,
-        make=learner_with(config, num_ranks=1),
+        make=learner_factory(config, num_ranks=1),
     )
-    parts = [make(spec) for is_wanted, make in PARTS if is_wanted(spec)]
-    loss = pair_loss(algorithm) if preset.is_pairs else None
+    parts = choose_extensions(spec)
+    loss = pair_loss(config, preset)
     return spec.make(config, preset, spec.policy, ranks, extensions=parts, loss=loss)
 
 

@@ -21,12 +21,13 @@ from models_table import (
 )
 from safetensors.torch import load_file
 
-from rl_core import registry
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.engines.hf_sampling import choose_sampler
+from rl_core.engines.options import make_sampler
 from rl_core.engines.weights import checkpoint_weights
 from rl_core.learners import make_policy
+from rl_core.learning.padded_forward import choose_forward
 from rl_core.models.loading import max_positions
 from rl_core.types import SamplingParams
 
@@ -99,9 +100,9 @@ def test_a_head_that_computes_something_else_is_found_in_every_family(name, tmp_
     make_family(tmp_path, name)
     learner = make_learner(tmp_path)
     hf, ids = learner.policy.hf, [5, 9, 14, 20]
-    registry.choose_forward(learner.policy, learner.ranks)
+    choose_forward(learner.policy, learner.ranks)
     assert type(learner.policy.forward_pass).__name__ == "PackedForward"
-    assert type(registry.choose_sampler(hf)).__name__ in ("SlotModel", "LlamaSlots")
+    assert type(make_sampler(hf)).__name__ in ("SlotModel", "LlamaSlots")
     assert not capsys.readouterr().out
 
     def doubled(module, inputs, out):
@@ -109,12 +110,12 @@ def test_a_head_that_computes_something_else_is_found_in_every_family(name, tmp_
         return out
 
     hf.register_forward_hook(doubled)
-    registry.choose_forward(learner.policy, learner.ranks)
+    choose_forward(learner.policy, learner.ranks)
     assert "is trained on padded rows, which is slower than packed: its" in capsys.readouterr().out
     batch = pack_samples([sample(ids, [0, 1, 1, 1], 1.0)])
     expected = plain_logprobs(hf, ids[:1], ids[1:])
     assert torch.allclose(learner.forward(batch)[0], expected, atol=1e-5)
-    assert type(registry.choose_sampler(hf)).__name__ == "OwnHeadModel"
+    assert type(make_sampler(hf)).__name__ == "OwnHeadModel"
 
 
 def test_padded_rows_are_the_same_over_two_ranks_and_are_not_cut(tmp_path, torchrun):

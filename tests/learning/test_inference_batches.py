@@ -19,7 +19,7 @@ from rl_core.learning.no_grad_batches import (
     num_joined,
     widths,
 )
-from rl_core.registry import check_options
+from rl_core.plan.option_rules import check_options
 
 SMALL = "--learner.microbatch_tokens 100 --learner.minibatches 2"
 CASES = {

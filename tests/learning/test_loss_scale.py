@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from kit import make_learner, metrics, run, words
+from kit import make_learner, metrics, part_of, run, words
 from test_learner import ragged_samples
 
 from rl_core.distributed import close_ranks, init_ranks, local
@@ -48,7 +48,7 @@ def test_gradients_that_fp16_could_not_hold_are_those_of_fp32(tiny_model, in_fp1
     learner = in_fp16(*flags)
     found = gradients(learner, faint(ragged_samples(), 1e-5))
     learner.policy.zero_grad()
-    learner.scale = 1.0
+    part_of(learner, "LossScale").loss_scale = 1.0
     lost = gradients(learner, faint(ragged_samples(), 1e-5))
 
     def error(of: dict) -> float:
@@ -61,7 +61,7 @@ def test_gradients_that_fp16_could_not_hold_are_those_of_fp32(tiny_model, in_fp1
 def test_the_scale_is_that_of_torchs_grad_scaler(in_fp16, monkeypatch):
     monkeypatch.setattr(fp16, "GROWTH_UPDATES", 2)
     learner = in_fp16()
-    learner.scale = 2.0**33
+    part_of(learner, "LossScale").loss_scale = 2.0**33
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**33, growth_interval=2)
     weight = torch.nn.Parameter(torch.zeros(1))
     plain = torch.optim.SGD([weight], lr=0.1)
@@ -82,7 +82,7 @@ def test_the_scale_is_that_of_torchs_grad_scaler(in_fp16, monkeypatch):
         weight.grad = torch.full((1,), 1.0 if is_updated else float("inf"))
         scaler.step(plain)
         scaler.update()
-        scales.append(learner.scale)
+        scales.append(part_of(learner, "LossScale").loss_scale)
         theirs.append(scaler.get_scale())
         updates.append(is_updated)
     assert scales == theirs
@@ -93,21 +93,24 @@ def test_a_loss_that_is_not_finite_is_no_overflow(in_fp16):
     learner = in_fp16()
     found = learner.step(learner.shard(faint(ragged_samples(), float("nan")))[0], 0)
     assert "nonfinite_updates" in found and "overflowed_updates" not in found
-    assert learner.scale == fp16.FIRST_SCALE
+    assert part_of(learner, "LossScale").loss_scale == fp16.FIRST_SCALE
 
 
 def test_a_checkpoint_has_the_scale_that_overflows_have_left(in_fp16, tmp_path):
     learner = in_fp16()
-    learner.scale = 2.0**33
+    part_of(learner, "LossScale").loss_scale = 2.0**33
     for step in range(24):
         learner.step(learner.shard(ragged_samples(seed=step))[0], step)
-    assert learner.num_updates > 0 and fp16.FIRST_SCALE < learner.scale < 2.0**33
+    assert (
+        learner.num_updates > 0
+        and fp16.FIRST_SCALE < part_of(learner, "LossScale").loss_scale < 2.0**33
+    )
     folder = tmp_path / "step_000024"
     save_checkpoint(folder, {"policy": learner}, {"step": 24}, learner.ranks, keep=0)
     resumed = in_fp16()
     load_checkpoint(folder, {"policy": resumed})
     assert resumed.state() == learner.state()
-    assert resumed.scale == learner.scale
+    assert part_of(resumed, "LossScale").loss_scale == part_of(learner, "LossScale").loss_scale
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -26,10 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rl_core.config import LoraConfig, parse_config
 from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
 from rl_core.learners import make_policy
-from rl_core.learning import gradient_averaging
-from rl_core.learning.gradient_averaging import average_gradients, num_copies
+from rl_core.learning.gradient_averaging import average_gradients
 from rl_core.metrics import reduce_metrics
 from rl_core.models import logprobs as fused
+from rl_core.parallel import replicas
+from rl_core.parallel.replicas import num_replicas
 from rl_core.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
 from rl_core.run.saving.checkpoint import export_policy, save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint
@@ -422,20 +423,20 @@ def test_bf16_is_as_near_as_without(results):
 )
 def test_each_rank_holds_all_weights_of_a_small_model_on_cpus(tiny_model, flags, expected):
     config = parse_config(words("--env_path x.py --out x --model", tiny_model, flags))
-    assert num_copies(config, 4, ["policy"]) == expected
+    assert num_replicas(config, 4, ["policy"]) == expected
 
 
 def test_models_that_learn_together_are_counted_together_but_not_one_that_they_share(
     tiny_model, monkeypatch
 ):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    monkeypatch.setattr(gradient_averaging, "MOST_PARAMETERS", 1.5 * model.num_parameters())
+    monkeypatch.setattr(replicas, "MAX_PARAMETERS", 1.5 * model.num_parameters())
     bob = f"--env_path x.py --out x --model {tiny_model} --actors.bob.model {tiny_model}"
     config = parse_config(words(bob, "--actors.bob.train true"))
-    assert num_copies(config, 4, ["policy"]) == 4 and num_copies(config, 4, config.trained) == 1
+    assert num_replicas(config, 4, ["policy"]) == 4 and num_replicas(config, 4, config.trained) == 1
     shared = "--actors.policy.lora.rank 2 --actors.bob.lora.rank 2 --actors.bob.share policy"
     config = parse_config(words(bob, shared, "--actors.bob.train true"))
-    assert num_copies(config, 4, config.trained) == 4
+    assert num_replicas(config, 4, config.trained) == 4
 
 
 def average(ranks: Ranks) -> list:
@@ -458,7 +459,7 @@ def test_a_large_model_is_sharded(tiny_model, tmp_path):
     model = AutoConfig.from_pretrained(tiny_model, vocab_size=3_000_000)
     model.save_pretrained(tmp_path / "model")
     config = parse_config(words("--env_path x.py --out x --model", tmp_path / "model"))
-    assert num_copies(config, 4, ["policy"]) == 1
+    assert num_replicas(config, 4, ["policy"]) == 1
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused():

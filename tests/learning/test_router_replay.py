@@ -20,10 +20,10 @@ from test_experts import COEF, SGD, assert_same, family, imitated  # noqa: F401
 from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import init_ranks
+from rl_core.engines.options import engine_factory
+from rl_core.engines.router_recorder import Recorder
 from rl_core.learning.padded_forward import choose_forward
-from rl_core.learning.router_replay import Recorder
 from rl_core.plan.plan import make_chats
-from rl_core.registry import engine_maker
 from rl_core.types import SamplingParams, Turn
 
 REPLAY = "--actors.policy.router_replay true"
@@ -238,7 +238,7 @@ def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
     assert "experts" not in json.dumps(rows)
     config = parse_config([*flags, "--out", str(tmp_path / "other"), "--engine", "embedded"])
     chat = make_chats(config)[0]["policy"]
-    engine = engine_maker(config).make("policy", chat, None, init_ranks(60))
+    engine = engine_factory(config).make("policy", chat, None, init_ranks(60))
     done = asyncio.run(engine.generate([5, 6, 7], SamplingParams(max_tokens=2), seed=0))
     assert done.experts.shape == (3 + len(done.token_ids) - 1, 2, 2)
 

@@ -13,7 +13,7 @@ from rl_core.algorithms import PRESETS, Algorithm
 from rl_core.learning import advantages as plain
 from rl_core.learning.advantages import samples_of
 from rl_core.learning.gigpo import state_metrics, turn_advantages
-from rl_core.run.dynamic_sampling import has_signal
+from rl_core.learning.signal import has_signal
 from rl_core.types import Completion, Trajectory, Turn
 
 HALF = dataclasses.replace(PRESETS["grpo"], state_discount=0.5)

@@ -13,8 +13,8 @@ import torch
 from kit import metrics
 from test_golden import TWO
 
-from rl_core import registry
 from rl_core.engines.embedded import EmbeddedEngine
+from rl_core.engines.options import ENGINES
 from rl_core.metrics import Sum
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
@@ -83,7 +83,7 @@ class ForgetfulEngine(EmbeddedEngine):
 
 
 def forgetful_run() -> None:
-    registry.ENGINES["sglang"] = lambda: ForgetfulEngine
+    ENGINES["sglang"] = lambda: ForgetfulEngine
     sys.exit(main(sys.argv[1:]))
 
 

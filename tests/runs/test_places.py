@@ -23,7 +23,7 @@ from test_runs import COMPARED, assert_same_weights, lasting
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.distributed import Mesh
 from rl_core.parallel.rank_groups import RankGroup, numbers, rank_groups_of
-from rl_core.registry import check_options
+from rl_core.plan.option_rules import check_options
 from rl_core.run.rank_group_client import from_text, to_text
 from rl_core.types import PER_TOKEN, TrainingSample
 
@@ -366,10 +366,10 @@ def optimizer(kind: str, folder: Path):
 
 
 if __name__ == "__main__":
-    from rl_core import registry
+    from rl_core.learning.options import OPTIMIZERS
     from rl_core.train import main
 
     kind, *flags = sys.argv[1:]
     out = Path(flags[flags.index("--out") + 1])
-    registry.OPTIMIZERS[kind] = optimizer(kind, out.parent)
+    OPTIMIZERS[kind] = optimizer(kind, out.parent)
     sys.exit(main(flags))

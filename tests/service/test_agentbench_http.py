@@ -15,10 +15,10 @@ import stage
 from aiohttp import web
 from kit import ROOT, STOP, metrics, run, wait_until
 
-from rl_core import registry
 from rl_core.data.tasks import make_task
 from rl_core.environments.env_file import load_env
 from rl_core.service import agentbench
+from rl_core.service.served_module import load_served
 
 KINDS = ("controller", "worker", "old")
 DB = load_env(str(ROOT / "envs/agentbench_db.py"))
@@ -193,7 +193,7 @@ def host_of(hosts):
         host.seen.clear()
         host.cancelled.clear()
         url = f"http+agentbench://{address}/{task}{settings}"
-        return host, load_env(url, module=registry.served_environment(url))
+        return host, load_env(url, module=load_served(url))
 
     return host_of
 
@@ -395,7 +395,7 @@ def test_mistakes_are_refused_before_a_model_loads(hosts, url, says):
     if "://" not in url:
         url = f"http+agentbench://{url}"
     with pytest.raises(ValueError, match=says):
-        registry.served_environment(url)
+        load_served(url)
 
 
 def test_three_steps_learn(host_of, hosts, tiny_model, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rl_core.config import Config
-from rl_core.config.algorithm import is_url
+from rl_core.config.algorithm import SELF, envs_by_teacher, is_url
 from rl_core.data.pretrained import load_pretrained
 from rl_core.errors import require
 from rl_core.learning.kl import frozen_model
@@ -21,7 +21,6 @@ from rl_core.learning.teachers.distill import (
     TeacherRouter,
 )
 from rl_core.learning.teachers.self_distill import SelfTeacher
-from rl_core.sampling.teacher_prompts import SELF, envs_by_teacher
 
 
 def make_teacher(learner: LearnerContext) -> SampledTeacher:

@@ -13,6 +13,7 @@ import torch
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
+from rl_core.config.algorithm import self_taught
 from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.advantages import MakeSamples
@@ -21,7 +22,7 @@ from rl_core.learning.learner import LearnerContext
 from rl_core.learning.minibatches import to_device
 from rl_core.learning.sequence_shards import shard_sequences
 from rl_core.learning.teachers.distill import ModelTeacher, ReadBatch, TeacherOutput
-from rl_core.sampling.teacher_prompts import self_taught, turns_as_read
+from rl_core.sampling.teacher_prompts import turns_as_read
 from rl_core.types import PackedBatch, TrainingSample, Trajectory
 
 

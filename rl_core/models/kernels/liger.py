@@ -7,14 +7,12 @@ over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-
-from rl_core.learning.learner import Learner
 
 LOSSES_OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
@@ -49,8 +47,8 @@ def apply_liger(models: list[nn.Module]) -> None:
         ).__name__
 
 
-def apply_liger_to_all(learners: dict[str, Learner], engines: Iterable[Any]) -> None:
-    """Applies Liger to the models of these learners, and of engines in this process."""
+def apply_liger_to_all(learners: Mapping[str, Any], engines: Iterable[Any]) -> None:
+    """Applies Liger to the models of learners, and of engines in this process."""
     models = [model.hf for learner in learners.values() for model in learner.models()]
     models += [engine.model for engine in engines if hasattr(engine, "model")]
     apply_liger(models)

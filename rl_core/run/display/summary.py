@@ -33,7 +33,7 @@ def print_summary(trainer: Any) -> None:
         say(f"  {line}")
     say(f"  look at it: rl-core view {trainer.out}")
     if done < config.num_steps:
-        is_command = not trainer.plan.own_parts
+        is_command = not trainer.plan.custom.is_script
         again = "the same command with --resume"
         say(f"  resume: {again if is_command else 'train() again, with Config(resume=True)'}")
 

@@ -29,13 +29,12 @@ import torch
 
 from rl_core.config import Config, to_yaml
 from rl_core.data.env_names import env_files
-from rl_core.data.rows import read_json
+from rl_core.data.rows import read_json, rename_into_place
 from rl_core.distributed import all_gather_json
 from rl_core.errors import refuse, split
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
 from rl_core.run.evaluation.eval_folder import cell_of
 from rl_core.run.evaluation.evaluation import Evaluation, task_metrics
-from rl_core.run.saving.checkpoint import rename_into_place
 from rl_core.run.saving.checkpointer import export
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.types import Trajectory

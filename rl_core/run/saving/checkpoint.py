@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rl_core.data.rows import flush_to_disk
+from rl_core.data.rows import rename_into_place, replaced
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
 from rl_core.models.policy import Policy
@@ -301,31 +300,6 @@ def refuse_nonfinite(names: list[str], what_stays: str, ranks: Ranks) -> None:
                 f"weights are NaN or infinite ({broken[0]}): {what_stays}; resume from the newest "
                 "checkpoint by --resume, with a lower --optim.lr"
             )
-
-
-@contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """Yields a new folder that replaces `folder` once it is complete."""
-    scratch = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    yield scratch
-    rename_into_place(scratch, folder)
-
-
-def rename_into_place(scratch: Path, folder: Path) -> None:
-    """Replaces `folder` by `scratch`. After a crash, also of the machine, `folder` is either
-    complete or as it was. A crash between the two renames leaves the old folder as `.NAME.old`."""
-    for path in scratch.rglob("*"):
-        flush_to_disk(path)
-    flush_to_disk(scratch)
-    before = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(before, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, before)
-    os.rename(scratch, folder)
-    flush_to_disk(folder.parent)
-    shutil.rmtree(before, ignore_errors=True)
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""Options of engines: which engine a run samples with, and how each one is made.
+
+Each function imports its module when the option is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from rl_core.config import Config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rl_core.engines.factory import EngineFactory
+    from rl_core.sampling.engine import Engine
+
+
+def embedded() -> type[Engine]:
+    from rl_core.engines.embedded import EmbeddedEngine
+
+    return EmbeddedEngine
+
+
+def sglang() -> type[Engine]:
+    from rl_core.engines.sglang import SGLangEngine
+
+    return SGLangEngine
+
+
+# Values of --engine.
+ENGINES: dict[str, Callable[[], type[Engine]]] = {"embedded": embedded, "sglang": sglang}
+
+
+def auto_engine(config: Config) -> str:
+    """The engine that --engine auto stands for on this machine."""
+    import torch
+
+    actors = config.actors
+    owners = [actors[actor.share] for actor in actors.values() if actor.share in actors]
+    is_4_bit = any(owner.lora.quantize != "none" for owner in owners)
+    has_sglang = torch.cuda.is_available() and find_spec("sglang") is not None
+    return "sglang" if has_sglang and not is_4_bit else "embedded"
+
+
+def engine_factory(
+    config: Config, local: Iterable[str] | None = None, engine: type[Engine] | None = None
+) -> EngineFactory:
+    """`local`: actors whose engines share a device; default: all. `engine`: the class of a script,
+    for all actors."""
+    from rl_core.engines.factory import EngineFactory
+
+    classes = {}
+    for name, actor in config.actors.items():
+        if not actor.api:
+            classes[name] = engine or (sglang if actor.servers else ENGINES[config.engine])()
+    return EngineFactory(config, classes, make_sampler, classes if local is None else local)
+
+
+def make_sampler(model: nn.Module) -> Any:
+    """The decoder of an embedded engine: Llama's layout in KV slots, else the model's own forward
+    with a cache per row."""
+    from rl_core.engines.hf_sampling import choose_sampler
+    from rl_core.models.options import LLAMA_LAYOUT
+
+    if model.config.model_type not in LLAMA_LAYOUT:
+        return choose_sampler(model)
+    if model.device.type == "cuda":
+        from rl_core.engines.cuda_graphs import DecodeGraphs
+
+        return choose_sampler(model, DecodeGraphs)
+    from rl_core.engines.llama_slots import LlamaSlots
+
+    return choose_sampler(model, LlamaSlots)

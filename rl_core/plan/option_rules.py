@@ -1,0 +1,42 @@
+"""Rules of options: names that no option has, extras that are not installed, flags of an option
+that contradict each other."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from rl_core.config import ActorConfig, Config
+from rl_core.engines.options import ENGINES
+from rl_core.errors import nearest, require
+from rl_core.learning.options import OPTIMIZERS
+
+# Flags whose values are the names of a table.
+CHOICES = {"engine": ENGINES, "optim.name": OPTIMIZERS}
+
+
+def check_options(config: Config) -> None:
+    """Raises ValueError for a name that no option has, and for flags of an option that contradict
+    each other."""
+    for settings in (config, *map(config.of, config.trained)):
+        for flag, table in CHOICES.items():
+            value = attrgetter(flag)(settings)
+            if value not in (*table, "auto"):
+                raise ValueError(f"--{flag}={value} is unknown; {nearest(value, table)}")
+        if settings.optim.name == "adamw8bit":
+            require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
+        if settings.learner.inference_tokens:
+            from rl_core.learning.no_grad_batches import check_inference
+
+            check_inference(settings)
+    if config.learner.kernels == "liger":
+        require("liger_kernel", "--learner.kernels=liger", "liger")
+    if config.agents.response_format == "enforce":
+        require("llguidance", "--agents.response_format=enforce", "grammar")
+    if config.actors != {"policy": ActorConfig(model=config.model)}:
+        from rl_core.plan.actor_rules import check_actors
+
+        check_actors(config)
+    if config.envs or "," in (config.env_path or ""):
+        from rl_core.tasks.task_mix import check_flags
+
+        check_flags(config)

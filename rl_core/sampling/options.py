@@ -1,0 +1,34 @@
+"""Options of rollouts: staleness, a fixed order, prompts of teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.config import Config
+from rl_core.distributed import Ranks
+from rl_core.sampling.env import Env
+from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
+
+
+def make_worker(
+    config: Config, envs: Mapping[str, Env], speakers: Mapping[str, Any], ranks: Ranks
+) -> RolloutWorker:
+    """The rollout worker of a rank. `speakers`: what hooks address, by the name of the actor."""
+    player_class, worker_class = EpisodeRunner, RolloutWorker
+    if config.rollout.fixed_order:
+        from rl_core.sampling.deterministic_rollouts import DeterministicPlayer, DeterministicWorker
+
+        player_class, worker_class = DeterministicPlayer, DeterministicWorker
+    elif config.max_staleness:
+        from rl_core.sampling.resumable_rollouts import ResumablePlayer, ResumableWorker
+
+        player_class, worker_class = ResumablePlayer, ResumableWorker
+    after_group = None
+    if any(config.of(name).algo.teacher for name in config.trained):
+        from rl_core.sampling.teacher_prompts import TeacherPrompts, teacher_limits
+
+        limits = teacher_limits(config)
+        after_group = TeacherPrompts(limits) if limits else None
+    player = player_class(envs, speakers, config.rollout, after_group)
+    return worker_class(player, ranks, config.timeout_s)
