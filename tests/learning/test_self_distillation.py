@@ -269,10 +269,10 @@ def test_the_hook_gives_a_text_messages_or_nothing(env_of):
 @pytest.mark.parametrize(
     "returned, said",
     [
-        ("7", "teacher_prompt() returned is 7; it must be a text, a list of messages, or None"),
-        ("''", "teacher_prompt() returned is ''"),
-        ("[]", "teacher_prompt() returned is []"),
-        ("float('nan')", "teacher_prompt() returned is nan"),
+        ("7", "the value of teacher_prompt() is 7; it must be a text, a list of messages, or None"),
+        ("''", "the value of teacher_prompt() is ''"),
+        ("[]", "the value of teacher_prompt() is []"),
+        ("float('nan')", "the value of teacher_prompt() is nan"),
         ("[{'role': 'user'}]", "message 1 is"),
         ("[{'role': 'assistant', 'content': 'x'}]", "ends with an assistant's message"),
         ("1 / 0", "teacher_prompt() failed for task t/0: x.py:3: ZeroDivisionError"),
@@ -444,4 +444,4 @@ def test_a_check_shows_what_the_teacher_reads(tmp_path, monkeypatch, capsys):
     assert "== teacher, which reads the same reply" in shown and "ab is abab" in shown
     (tmp_path / "ask.py").write_text(ENV.replace("    return f", "    return 7\n    return f"))
     assert main(["check", "ask.py"]) == 1
-    assert "teacher_prompt() returned is 7" in capsys.readouterr().out
+    assert "the value of teacher_prompt() is 7" in capsys.readouterr().out

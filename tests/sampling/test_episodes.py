@@ -45,9 +45,9 @@ READERS = {
     "tools/collect.py write_messages": "a row for each conversation",
     "tools/show.py chosen": "conversations in order",
     "tools/show.py described": "one conversation",
-    "tools/view/data.py matching": "conversations by their own reward",
-    "tools/view/report.py spread": "whether rewards differ at all",
-    "tools/view/tokens.py advantage_of": "those that have a reward",
+    "view/data.py matching": "conversations by their own reward",
+    "view/report.py spread": "whether rewards differ at all",
+    "view/tokens.py advantage_of": "those that have a reward",
     "run/evaluation/print_samples.py LogSamples.on_episodes": "one conversation",
 }
 LISTS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
