@@ -1,7 +1,7 @@
-"""Multi-hop questions answered with a search engine, as in Search-R1 (arXiv:2503.09516).
+r"""Multi-hop questions answered with a search engine, as in Search-R1 (arXiv:2503.09516).
 
     rl-core train --env_path envs/search_qa.py --model Qwen/Qwen3-0.6B --out runs/search
-    --max_prompt_tokens 512 \
+    --max_prompt_tokens 512
         --max_tokens 512 --sampling.stop '["</search>", "</answer>"]'
 
 `<search>query</search>` brings passages, and `<answer>...</answer>` ends. Reward: 1 for one of the
@@ -12,7 +12,7 @@ Without --data.train the questions are about people of a made-up country, of 1 t
 come from a BM25 index of the country, of the passages in $SEARCH_CORPUS (a .jsonl file with
 `contents`, or `title` and `text`), or from Search-R1's retrieval server at $SEARCH_URL:
     POST {"queries": ["..."], "topk": 3, "return_scores": true} -> {"result": [[{"document":
-    {"contents": "title\\ntext"}}, ...]]}
+    {"contents": "title\ntext"}}, ...]]}
 A server that fails or does not answer in time fails the episode.
 scripts/recipes/search_qwen3_4b.yaml: rows of Search-R1. Needs a GPU, not run.
 """

@@ -389,7 +389,7 @@ class LatexReader:
                 return tree
 
     def implied(self, tree: tuple) -> tuple:
-        """A product without a sign, or a mixed number such as 2\\frac{1}{2} or 2 1/2."""
+        r"""A product without a sign, or a mixed number such as 2\frac{1}{2} or 2 1/2."""
         is_fraction = self.peek() == "\\"
         after = self.text[self.at - 1 : self.at] == " "
         factor = self.factor()
@@ -467,7 +467,7 @@ class LatexReader:
         raise Unknown(self.text[self.at :])
 
     def number(self, digits: str) -> tuple:
-        """A number with its repeating digits, if any: 0.1\\overline{6}."""
+        r"""A number with its repeating digits, if any: 0.1\overline{6}."""
         value = Fraction(digits)
         mark = r"\." if "." not in digits else ""
         pattern = re.compile(mark + r"\s?\\(?:overline|bar|dot)\s?\{?(\d{1,99})\}?")

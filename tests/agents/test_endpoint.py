@@ -690,11 +690,11 @@ def test_parameters_that_are_not_a_schema_are_refused(schema):
             function = {"name": "add", "parameters": schema}
             with pytest.raises(openai.BadRequestError, match="add: the parameters"):
                 await chat(client, HI, tools=[{"type": "function", "function": function}])
+            tools = [{"type": "function"} | function]
             with pytest.raises(openai.BadRequestError, match="add: the parameters"):
-                tools = [{"type": "function"} | function]
                 await client.responses.create(model="m", input="hi", tools=tools)
+            tools = [{"name": "add", "input_schema": schema}]
             with pytest.raises(anthropic.BadRequestError, match="add: the parameters"):
-                tools = [{"name": "add", "input_schema": schema}]
                 await other.create(model="m", messages=HI, tools=tools, max_tokens=9)
             return tree.num_turns
 

@@ -558,7 +558,7 @@ open("/logs/verifier/reward.txt", "w").write(str(int(is_right)))
 
 
 @needs_bwrap
-@pytest.mark.parametrize(("content", "reward"), [("yes", 1.0), ("no", 0.0)])
+@pytest.mark.parametrize("content, reward", [("yes", 1.0), ("no", 0.0)])
 def test_tests_find_the_files_that_they_look_up_in_the_agents_home(make, content, reward):
     folder = make(check=IN_HOME, test="#!/bin/sh\n[ -e ~/venv ] || python3 /tests/check.py\n")
     plants = f"mkdir ~/venv ~/bin ~/made; touch ~/.bashrc; echo {content} > ~/notes.txt"

@@ -170,7 +170,7 @@ def test_tools_that_the_template_does_not_render_are_warned_of_once(algorithm, o
 CASES = [(name, algorithm) for name, row in PUBLISHED.items() for algorithm in row[0]]
 
 
-@pytest.mark.parametrize(("name", "algorithm"), CASES)
+@pytest.mark.parametrize("name, algorithm", CASES)
 def test_rows_as_published_keep_their_instructions(name, algorithm, env):
     _, row, prompt, label, unread, warned = PUBLISHED[name]
     config = Config(algorithm=algorithm, tasks_per_step=1)
@@ -252,7 +252,7 @@ def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "row", "fix"),
+    "algorithm, row, fix",
     [
         ("grpo", ASKED | {"options": ["4"]}, "write its texts into column 'question'"),
         ("grpo", ASKED | {"passage": "4"}, "add its text to column 'system'"),
@@ -276,7 +276,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    "path, value",
     [
         ("reward_model.ground_truth", "4"),
         ("reward_model.tests.1.0", "b"),
@@ -294,7 +294,7 @@ def test_a_path_names_a_nested_column(path, value):
 
 
 @pytest.mark.parametrize(
-    ("path", "hint"),
+    "path, hint",
     [
         ("reward_model.ground_truht", "did you mean 'reward_model.ground_truth'?"),
         ("extra_info.answer", "did you mean 'extra_info.answers'?"),

@@ -272,7 +272,7 @@ WAYS = {
 SOURCES = [*itertools.product(WAYS, (loaded_rows, streamed_rows)), ("rows.jsonl", rows_of_a_hook)]
 
 
-@pytest.mark.parametrize(("name", "read"), SOURCES)
+@pytest.mark.parametrize("name, read", SOURCES)
 def test_a_table_says_what_its_rows_say(name, read, tmp_path):
     chat = chat_named("qwen2_5")
     WAYS[name](tmp_path / name)
@@ -530,7 +530,7 @@ def test_a_published_row_has_one_reading_for_rl_and_sft(name, env_of_a_reward):
 
 
 @pytest.mark.parametrize(
-    ("row", "match"),
+    "row, match",
     [
         (xlam("clock()"), "columns answers, query, tools: message 2: tool_calls must be a list"),
         (glaive("clock()"), "columns chat, system: a call is not an object with a name: 'clock"),
@@ -551,7 +551,7 @@ def test_a_published_row_without_a_clear_reading_is_refused(row, match):
 
 
 @pytest.mark.parametrize(
-    ("kind", "schema"),
+    "kind, schema",
     [
         ("int", {"type": "integer"}),
         ("Optional[float]", {"type": "number"}),
@@ -659,7 +659,7 @@ READINGS += [(said("a", **{k: v}), said("a", train=False), "not trained") for k,
 READINGS += [(said("a", train=each), said("a"), "") for each in (True, 1, 1.0, "true", np.True_)]
 
 
-@pytest.mark.parametrize(("message", "canonical", "note"), READINGS)
+@pytest.mark.parametrize("message, canonical, note", READINGS)
 def test_messages_of_other_formats_have_one_form(message, canonical, note):
     notes, given = [], json.dumps(message, default=str)
     assert canonical_messages([message], notes) == [canonical]
@@ -669,7 +669,7 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
 
 
 @pytest.mark.parametrize(
-    ("message", "match"),
+    "message, match",
     [
         (said(None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "a JSON object"),
         (said(None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]), "a JSON object"),

@@ -99,7 +99,7 @@ def test_rows_of_sft(row):
 
 
 @pytest.mark.parametrize(
-    ("row", "rule"),
+    "row, rule",
     [
         ({"text": "hello"}, "it needs"),
         (

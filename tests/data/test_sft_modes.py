@@ -115,7 +115,7 @@ LLAMA = (
 
 
 @pytest.mark.parametrize(
-    ("template", "header"),
+    "template, header",
     [(CHATML, "<|im_start|>assistant\n"), (LLAMA, "<|start_header_id|>assistant<|end_header_id|>")],
 )
 def test_actions_observations_and_generation_prompts_are_all_that_follows_the_first_turn(

@@ -195,7 +195,7 @@ def where(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags, said",
     [
         ("--num_epochs 1", "--num_epochs=1.0 needs the number of rows.*give --num_steps"),
         ("--data.skip_long", "--data.skip_long looks at all rows"),

@@ -179,7 +179,7 @@ NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "match"),
+    "name, content, match",
     [
         (
             "x.jsonl",
@@ -409,7 +409,7 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
 
 
 @pytest.mark.parametrize(
-    ("row", "match"),
+    "row, match",
     [
         (
             {"answer": "1"},
@@ -466,7 +466,7 @@ def test_columns_that_are_empty_or_agree_change_no_prompt():
 
 # --data.columns, the column that is read -> the messages' text, and what hooks find under "answer".
 @pytest.mark.parametrize(
-    ("columns", "prompt", "answer"),
+    "columns, prompt, answer",
     [
         ({"answer": "solution"}, "m", "s"),
         ({"prompt": "problem"}, "p", "a"),  # before `messages`

@@ -196,7 +196,7 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "schema", "value"), TYPED)
+@pytest.mark.parametrize("text, schema, value", TYPED)
 def test_the_type_of_an_argument_is_that_of_its_schema(text, schema, value):
     read = typed_value(text, schema, ROOT)
     assert (read, type(read)) == (value, type(value))

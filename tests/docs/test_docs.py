@@ -234,7 +234,7 @@ def nested(name, value):
 
 @cache
 def texts_of_the_code() -> str:
-    """All strings of rl_core/, with what f-strings fill in as \\0, one a line."""
+    r"""All strings of rl_core/, with what f-strings fill in as \0, one a line."""
     result = []
     for file in (ROOT / "rl_core").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

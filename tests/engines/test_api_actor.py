@@ -247,7 +247,7 @@ FAILURES = [  # (response, class of the error, text of the error, number of requ
 ]
 
 
-@pytest.mark.parametrize(("answer", "kind", "says", "num_requests"), FAILURES, ids=str)
+@pytest.mark.parametrize("answer, kind, says, num_requests", FAILURES, ids=str)
 def test_a_failure_is_an_error_that_names_the_endpoint(answer, kind, says, num_requests):
     with serving(answer) as server:
         actor = judge(server, max_retries=2)
@@ -308,7 +308,7 @@ def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_i
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    "options, says",
     [
         ({"url": "127.0.0.1:8000"}, "must be like http://127.0.0.1:8000/v1"),
         ({"url": "http://name:hidden@host/v1"}, "without a password or a query"),

@@ -798,7 +798,7 @@ def test_the_memory_of_a_token_is_that_of_its_keys_and_values(model):
     )
 
 
-@pytest.mark.parametrize(("rows", "num_slots"), [(0, 1), (4, 3), (12, 8), (40, 8)])
+@pytest.mark.parametrize("rows, num_slots", [(0, 1), (4, 3), (12, 8), (40, 8)])
 def test_slots_and_parked_sessions_fit_in_the_memory_that_the_flag_gives(model, rows, num_slots):
     """8 slots are wanted, and memory holds the weights and `rows` slots."""
     weights = sum(p.nbytes for p in model.parameters())

@@ -201,7 +201,7 @@ def test_the_server_draws_as_it_is_asked_to(make, standin):
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    "answer, says",
     [
         (([], {"type": "stop", "matched": 2}), "gave no token"),
         (([], {"type": "abort", "message": "out of memory"}), "aborted a request: out of memory"),
@@ -635,7 +635,7 @@ def test_a_lone_adapters_server_has_its_learners_weights_after_updates(
 @pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize(
-    ("name", "way"),
+    "name, way",
     [
         ("qwen3_moe", "files"),
         ("qwen3_moe", "device"),

@@ -361,7 +361,7 @@ def some_spec(device: str, **more):
 
 
 @pytest.mark.parametrize(
-    ("spec", "way", "backup"),
+    "spec, way, backup",
     [
         (some_spec("cuda"), "device", False),
         (some_spec("cuda", adapters={"bob": {}}), "device", True),
@@ -391,7 +391,7 @@ URL = ["--actors.policy.engine_urls", "http://a:1"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    "flags, says",
     [
         (["--engine", "embedded", "--engine_weights", "files"], "files needs --engine sglang"),
         (["--engine", "sglang", "--engine_weights", "broadcast"], "for servers that run already"),

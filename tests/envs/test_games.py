@@ -248,7 +248,7 @@ def test_the_warm_up_of_tic_tac_toe_shows_legal_moves_of_both_seats():
 # Collaboration
 
 
-@pytest.mark.parametrize(("names", "rounds"), [("ab", 2), ("dcba", 2), ("abcde", 1)])
+@pytest.mark.parametrize("names, rounds", [("ab", 2), ("dcba", 2), ("abcde", 1)])
 def test_each_collaborator_speaks_in_turn(names, rounds):
     env = load_env(str(ENVS / "collaborate.py"))
     task = make_task(env.load_tasks("train")[0], 0, env.name, "train")

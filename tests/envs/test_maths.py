@@ -118,7 +118,7 @@ ALTERNATIVES = [
 ]
 
 
-@pytest.mark.parametrize(("reference", "right", "wrong"), ALTERNATIVES)
+@pytest.mark.parametrize("reference, right, wrong", ALTERNATIVES)
 def test_each_alternative_of_a_reference_is_right(reference, right, wrong):
     assert [maths(f"\\boxed{{{answer}}}", reference) for answer in right] == [1] * len(right)
     assert [maths(f"\\boxed{{{answer}}}", reference) for answer in wrong] == [0] * len(wrong)

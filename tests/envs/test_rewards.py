@@ -344,7 +344,7 @@ def test_every_reward_says_its_range_and_where_it_comes_from():
 
 
 @pytest.mark.parametrize(
-    ("package", "call", "reply"),
+    "package, call, reply",
     [
         ("jsonschema.validators", lambda: rewards.json_schema("{}", {}), r"'rl_core\[json\]'"),
     ],

@@ -160,7 +160,7 @@ def test_findings_of_prose_only_become_fewer():
 
 
 @pytest.mark.parametrize(
-    ("source", "kinds"),
+    "source, kinds",
     [
         ('"""What the file does."""', ["headless docstring"]),
         ('"""Returns the file."""', []),

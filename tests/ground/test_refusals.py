@@ -523,7 +523,7 @@ def every_extra(monkeypatch):
 
 @pytest.mark.parametrize("base, flags, says", FLAGS, ids=[flags for _, flags, _ in FLAGS])
 def test_flags_alone_are_refused_with_the_value_and_the_fix(base, flags, says, every_extra):
-    with pytest.raises(ValueError, match=r"--|learns|argument") as error:
+    with pytest.raises(ValueError, match=r"--|learns|argument") as error:  # noqa: PT012 any may raise
         config = parse_config([*base, *flags.split()])
         choose_engine(config, config.engine_tp, is_planned=True)
         choose_algorithm(config, {})

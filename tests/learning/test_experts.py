@@ -400,7 +400,7 @@ def test_adapters_on_experts_are_refused_where_they_cannot_be(
     sizes = (
         "--env_path x.py --out x --max_prompt_tokens 16 --max_tokens 16 --actors.policy.lora.rank 2"
     )
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=why):  # noqa: PT012 any may raise
         config = parse_config(
             kit.words("--model", path, sizes, "--actors.policy.lora.targets", flags)
         )

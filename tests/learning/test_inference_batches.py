@@ -133,7 +133,7 @@ def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags, said",
     [
         ("--learner.inference_tokens 9000", "at least twice --learner.microbatch_tokens=8192"),
         ("--learner.inference_tokens 20000 --cp 2", "--cp=2"),
@@ -142,9 +142,9 @@ def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
     ],
 )
 def test_what_cannot_be_joined_is_refused(flags, said):
+    arguments = words("--model m --env_path e.py --out x --engine embedded", flags)
     with pytest.raises(ValueError, match=said):
-        given = words("--model m --env_path e.py --out x --engine embedded", flags)
-        check_options(parse_config(given))
+        check_options(parse_config(arguments))
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def test_a_frozen_actor_of_the_run_may_be_the_teacher_of_one_actor(tmp_path, tin
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags, said",
     [
         ("--algorithm opd", "learns from a teacher alone: give --algo.teacher"),
         ("--algo.teacher_coef 2", "--algo.teacher_coef needs --algo.teacher"),

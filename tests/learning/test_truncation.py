@@ -61,7 +61,7 @@ def drawn(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return tokens.long().tolist(), logprobs, ids
 
 
-@pytest.mark.parametrize(("limits", "probs"), TABLE)
+@pytest.mark.parametrize("limits, probs", TABLE)
 def test_tokens_are_drawn_with_the_probabilities_of_the_table(limits, probs):
     uniforms = [n / 1000 for n in range(1000)]
     tokens, logprobs, ids = drawn(TOY.log(), uniforms, **limits)

@@ -65,7 +65,7 @@ def test_models_of_one_name_in_different_folders_are_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    "flags, says",
     [
         (
             "--eval.sampling.temperature 0.5",

@@ -197,7 +197,7 @@ def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "at_once"), [("SIGTERM", 15, "Ctrl-C"), ("SIGINT", 2, "Ctrl-C again")]
+    "name, number, at_once", [("SIGTERM", 15, "Ctrl-C"), ("SIGINT", 2, "Ctrl-C again")]
 )
 def test_a_run_that_a_signal_ended_says_how_it_goes_on(name, number, at_once, flags_of, capfd):
     # One hook alone, since a second Ctrl-C ends the process.

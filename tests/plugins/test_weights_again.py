@@ -98,7 +98,7 @@ def rows_of(out) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "more"),
+    "num_ranks, more",
     [
         (2, ""),
         (2, "--max_staleness 1"),

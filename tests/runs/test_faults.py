@@ -129,7 +129,7 @@ if os.environ["RANK"] == "{rank}":
 
 
 @pytest.mark.parametrize(
-    ("kind", "frozen", "before"),
+    "kind, frozen, before",
     [
         ("an engine's rank", 0, False),
         ("an engine's rank", 1, False),

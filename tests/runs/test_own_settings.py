@@ -70,7 +70,7 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         ("--actors.policy.optim.lrr 1", "did you mean 'actors.policy.optim.lr'?"),
         ("--actors.policy.group_size 4", "--group_size is the same for all actors"),

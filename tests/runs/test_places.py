@@ -272,9 +272,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), REFUSED)
+@pytest.mark.parametrize("flags, message", REFUSED)
 def test_what_ranks_of_an_actors_own_do_not_go_with_is_refused(flags, message):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as refused:  # noqa: PT012 any may raise
         config = parse_config(words(MODEL, flags))
         check_options(config)
         rank_groups_of(config, 4)

@@ -124,7 +124,7 @@ EPISODES = {
 
 
 @pytest.mark.parametrize(
-    ("code", "replies", "options", "messages", "parts", "turn_rewards", "status"),
+    "code, replies, options, messages, parts, turn_rewards, status",
     EPISODES.values(),
     ids=EPISODES,
 )
@@ -296,7 +296,7 @@ def test_a_prompt_that_fills_the_context_is_an_error(env_of):
 
 
 @pytest.mark.parametrize(
-    ("value", "match"),
+    "value, match",
     [
         ("'go up'", 'must be a list of {"role": ..., "content": ...}, is \'go up\''),
         ("['go up']", "message 1 is 'go up'"),
@@ -618,7 +618,7 @@ def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
 
 
 @pytest.mark.parametrize(
-    ("code", "rows", "match"),
+    "code, rows, match",
     [
         ("def reward_fn(anwser): pass", [ROW], r"x\.py: reward_fn\(\) names 'anwser', .* row 1 of a\.jsonl; did you mean 'answ"),
         ("def reward_fn(answer): pass", [ROW, ROW, {"messages": []}], r"row 3 of a\.jsonl"),
@@ -653,7 +653,7 @@ GOOD = "def reward_fn(): return 1\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "match"),
+    "code, match",
     [
         ("def rewardfn(messages): return 1", "'rewardfn' is not a hook; did you mean 'reward_fn'"),
         ("def reward_function(messages): return 1", "did you mean 'reward_fn'"),
@@ -690,7 +690,7 @@ def test_a_bad_file_is_refused(env_of, code, match):
 
 
 @pytest.mark.parametrize(
-    ("code", "names", "match"),
+    "code, names, match",
     [
         (
             "turns = 'bob -> alise'",
@@ -803,7 +803,7 @@ def test_an_environment_brings_disjoint_splits_that_never_change(name):
 
 
 @pytest.mark.parametrize(
-    ("reply", "reward"),
+    "reply, reward",
     [
         ("12345", 1),
         (" 12345\n", 1),
@@ -820,7 +820,7 @@ def test_sorting_is_rewarded_by_right_positions(reply, reward):
 
 
 @pytest.mark.parametrize(
-    ("replies", "scores_", "reward"),
+    "replies, scores_, reward",
     [
         (["<call>37*8</call>", "296"], "296", 1),
         (["<call> 37 * 8 </call>", "295"], "296", 0),

@@ -90,7 +90,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("template", [None, ALTERNATING], ids=["plain", "alternating"])
-@pytest.mark.parametrize(("code", "say", "reward", "seen"), VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("code, say, reward, seen", VIEWS.values(), ids=VIEWS)
 def test_what_each_actor_sees_under_any_template(env_of, template, code, say, reward, seen):
     trajectories = run(env_of(code), cast(template=template, **{"bob": "B", "alice": "A"} | say))
     views = {t.actor: "|".join(talk(t.messages)) for t in trajectories}
@@ -374,7 +374,7 @@ def test_a_group_is_scored_at_once_by_actor_and_without_those_that_failed(env_of
 
 
 @pytest.mark.parametrize(
-    ("body", "match"),
+    "body, match",
     [
         (
             "return [1]",
@@ -427,7 +427,7 @@ def test_a_reward_may_ask_another_actor_and_that_leaves_no_trajectory(env_of):
 
 
 @pytest.mark.parametrize(
-    ("call", "match"),
+    "call, match",
     [
         (
             "actors['juge'].respond('x')",
@@ -537,7 +537,7 @@ def test_a_conversation_without_room_gives_an_empty_truncated_reply(env_of):
 
 
 @pytest.mark.parametrize(
-    ("body", "match"),
+    "body, match",
     [
         ("return None", r"what rollout\(\) returned is None; it must be a list of at least one Trajectory: return \[reply"),
         ("return []", r"rollout\(\) returned is \[\]; it must be"),

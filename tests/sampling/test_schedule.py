@@ -16,7 +16,7 @@ def drawn(text: str, seed: int = 0, actors=ACTORS) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "order"),
+    "text, order",
     [
         ("bob", "bob"),
         ("bob->alice", "bob alice"),
@@ -93,7 +93,7 @@ def test_orders_of_random_schedules_are_those_of_the_grammar():
 
 
 @pytest.mark.parametrize(
-    ("text", "column", "why"),
+    "text, column, why",
     [
         ("bob -> -> alice", 7, "expected an actor's name"),
         ("bob ->", 6, "expected an actor's name"),
@@ -128,7 +128,7 @@ def test_an_actor_that_is_not_there_can_be_added():
 
 
 @pytest.mark.parametrize(
-    ("text", "turns"), [("bob*0", 0), ("((bob*0)*9)*(0..9)", 0), ("(bob*200)*200", 40000)]
+    "text, turns", [("bob*0", 0), ("((bob*0)*9)*(0..9)", 0), ("(bob*200)*200", 40000)]
 )
 def test_a_schedule_has_at_least_one_turn_and_not_too_many(text, turns):
     with pytest.raises(

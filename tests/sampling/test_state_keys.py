@@ -63,7 +63,7 @@ def test_a_rollout_gives_keys_to_respond(env_of):
 
 
 @pytest.mark.parametrize(
-    ("body", "why"),
+    "body, why",
     [
         ("raise KeyError('board')", r"state_key\(\) failed for task .*x.py:2: KeyError: 'board'"),
         ("return float('nan')", "the state_key nan is neither text nor JSON: Out of range float"),
@@ -83,7 +83,7 @@ def test_a_hook_that_hangs_fails_the_episode_at_its_deadline(env_of):
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
+    "code, why",
     [
         ("async def rollout(task, actors): return []", "rollout() replaces 'state_key'"),
         (

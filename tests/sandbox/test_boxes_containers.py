@@ -29,7 +29,7 @@ def in_box(work, **settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    "settings, why",
     [
         ({"driver": "lxc"}, "is not one of bubblewrap, docker, podman"),
         ({"driver": "docker"}, "needs an image"),

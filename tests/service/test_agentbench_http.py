@@ -252,7 +252,7 @@ def test_what_the_server_says_and_hears(host_of, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("status", "metric"),
+    "status, metric",
     [("agent validation failed", "invalid"), ("agent invalid action", "invalid")],
 )
 def test_an_end_by_what_the_model_did_is_scored(host_of, kind, status, metric):
@@ -379,7 +379,7 @@ def test_old_results_are_scored_by_what_the_url_names(host_of):
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    "url, says",
     [
         ("{}/dbb", "no such task .*; did you mean 'db'"),
         ("{}/db?trian=1-2", "unknown setting 'trian'; did you mean 'train'"),

@@ -318,7 +318,7 @@ def test_docker_can_read_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    "line, why",
     [
         ("image = 5", "image = 5 must be an image's name"),
         ("image = '-v /:/host'", "must be an image's name"),

@@ -684,7 +684,7 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         (
             "--host 0.0.0.0",
@@ -765,7 +765,7 @@ def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    "text, error",
     [
         (None, "typo.py: no such file; did you mean 'type.py'?"),
         (
@@ -884,7 +884,7 @@ def test_an_episode_plays_over_http(service):
 
 
 @pytest.mark.parametrize(
-    ("verb", "body", "status", "code"),
+    "verb, body, status, code",
     [
         ("start", {"env": "nothing"}, 404, "NOT_FOUND"),
         ("start", b'{"x":' * 5000, 400, "INVALID_ARGUMENT"),

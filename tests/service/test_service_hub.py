@@ -181,7 +181,7 @@ def test_totals_outlast_workers_and_take_bounded_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("verb", "reply"),
+    "verb, reply",
     [
         ("list_sessions", pb.ListSessionsReply(sessions=[pb.SessionInfo(session="b.1")])),
         ("cancel_all", pb.CancelAllReply(ended=2)),

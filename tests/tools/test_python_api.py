@@ -177,8 +177,8 @@ def test_two_ranks_from_python_are_those_of_the_command(config_of, tiny_model, t
         ValueError, match="on_step, plugins, loss, optimizer and engine are of this"
     ):
         train(config_of("called"), env=file, on_step=lambda *_: None, nproc=2)
+    config = config_of("missing", data={"train": str(tmp_path / "none.jsonl")})
     with pytest.raises(RunError, match="no such file"):
-        config = config_of("missing", data={"train": str(tmp_path / "none.jsonl")})
         train(config, env=file, nproc=2)
 
 

@@ -82,7 +82,7 @@ def sgd_of(parameters):
 
 
 @pytest.mark.parametrize(
-    ("parts", "output"),
+    "parts, output",
     [
         ({"loss": lambda logprob: logprob}, "names 'logprob'.*did you mean 'logprobs'"),
         ({"loss": 3}, "must be a function of logprobs"),
@@ -183,7 +183,7 @@ class NoSpec(Whole):
 
 
 @pytest.mark.parametrize(
-    ("engine", "flags", "output"),
+    "engine, flags, output",
     [
         (3, {}, "engine=3 must be a class of rl_core.sampling.engine.Engine"),
         (SimpleNamespace, {}, "engine=SimpleNamespace must be a class of"),
@@ -244,7 +244,7 @@ class NoList:
 
 
 @pytest.mark.parametrize(
-    ("plugin", "output"),
+    "plugin, output",
     [
         (AsObject(), r"AsObject.after_rollout\(\) of plugins raised KeyError: 'on purpose'"),
         (AsClass, r"AsClass.after_rollout\(\) of plugins raised KeyError: 'on purpose'"),
@@ -268,7 +268,7 @@ def nothing(self): ...
 
 
 @pytest.mark.parametrize(
-    ("plugin", "output"),
+    "plugin, output",
     [
         (with_methods(after_steps=nothing)(), "after_steps.* is no hook.*mean 'after_step'"),
         (with_methods(Plugin, on_setp=nothing), "on_setp.* is no hook.*mean 'after_step'"),

@@ -116,7 +116,7 @@ def test_a_thousand_sessions_are_paged_sorted_searched_and_summed_by_owner():
 
 
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    "flags, why",
     [
         ([], "needs folders of runs, --service grpc://HOST:PORT, or both"),
         (["--service", "localhost:5"], "must be grpc://HOST:PORT"),
