@@ -19,8 +19,8 @@ if [ "${1:-}" = --short ]; then
 else
     tests+=(tests/engines/test_sglang.py tests/engines/test_weight_ways.py tests/engines/test_sglang_again.py --slow)
     tests+=("tests/sampling/test_under_way.py::test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on")
-    tests+=("tests/plugins/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
-    tests+=("tests/plugins/test_lagged.py::test_tokens_name_the_weights_that_sampled_them_whatever_the_order")
+    tests+=("tests/run/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
+    tests+=("tests/run/test_lagged.py::test_tokens_name_the_weights_that_sampled_them_whatever_the_order")
 fi
 venv="${1:-$PWD/.venv-sglang}"
 shift || true
