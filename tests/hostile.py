@@ -1,6 +1,6 @@
 """Programs that try to get out, to cheat or to do harm. Each prints ESCAPED if it got something
-forbidden, or is given tests that it must not pass. `python tests/hostile.py` prints the table of
-docs/sandbox.md.
+forbidden, or is given tests that it must not pass. `python tests/hostile.py` prints a table of
+the results.
 
 {port}, {secret_file}, {unix} and {pid} stand for things of the host that they shall not reach: a
 TCP and UDP port that listens, a file that anybody may read, a unix socket, a process. {nap}:
