@@ -307,6 +307,7 @@ def test_the_first_environment_is_learned(warm_model, tmp_path, monkeypatch):
     assert result[0] < 0.4 and result[-1] > 0.9
 
 
+@pytest.mark.slow
 def test_the_script_with_cells_runs(tmp_path, monkeypatch, capsys):
     """A few steps; it learns the task in a minute without --short."""
     monkeypatch.chdir(tmp_path)
@@ -339,6 +340,7 @@ def site(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
@@ -352,6 +354,7 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         assert not re.search(r"(?:@import\s*|url\()[\"']?(?:https?:)?//", style.read_text()), style
 
 
+@pytest.mark.slow
 def test_lists_and_tables_are_rendered_as_such(site):
     """Python-Markdown wants a blank line before them, which GitHub does not."""
     for page in site.rglob("*.html"):
@@ -360,6 +363,7 @@ def test_lists_and_tables_are_rendered_as_such(site):
         assert not wrong, f"{page.name}: {wrong[:2]}"
 
 
+@pytest.mark.slow
 def test_docstrings_are_in_the_api_page(site):
     text = (site / "api.html").read_text()
     first = inspect.getdoc(clipped_loss).split("-min(")[0].strip()

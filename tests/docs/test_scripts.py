@@ -116,6 +116,7 @@ def test_a_width_that_heads_do_not_divide_is_refused_in_one_line(tmp_path, monke
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path, monkeypatch):
     from bench_learner import PROMPT, model_config, update_flops
     from torch.utils.flop_counter import FlopCounterMode
@@ -165,6 +166,7 @@ def test_the_floor_counts_the_products_and_pairs_that_a_plain_model_computes(tin
     assert step.of_samples == (3 + 2) + (3 + 3) + (2 + 5) + (2 + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_tools", "dpo_ragged", "rm_ragged"])
 def test_the_floor_is_of_the_tokens_that_a_step_learns_from(tmp_path, name):
     from bench_cpu import run_apart
@@ -180,6 +182,7 @@ def test_the_floor_is_of_the_tokens_that_a_step_learns_from(tmp_path, name):
     assert result.computed_tokens[0] == pytest.approx(step.learned, rel=0.05)
 
 
+@pytest.mark.slow
 def test_bench_tree_has_one_loss_for_trees_of_fewer_tokens(tmp_path, monkeypatch, capsys):
     out = tmp_path / "result.json"
     assert run_script(monkeypatch, "bench_tree", "--quick", "--out", out) == 0
@@ -377,6 +380,7 @@ def test_with_a_gpu_torch_is_that_of_the_requirements(install):
     assert asked == [OURS] and "torch for CUDA, a download of 2 to 5 GB" in output
 
 
+@pytest.mark.slow
 def test_bench_scale_counts_a_step_without_a_model(tmp_path):
     out = tmp_path / "scale.json"
     command = [

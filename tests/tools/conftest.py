@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 from view_parts import CHROMIUM, QUIET, SCREENS, TIMEOUT_MS
+
+from rl_core.view.data import RunFolder
+from rl_core.view.server import Viewer
 
 
 # Playwright has an event loop that runs as long as it is there: tests of other files have their own.
@@ -15,6 +21,30 @@ def browser():
         result = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
         yield result
         result.close()
+
+
+@pytest.fixture
+def serve():
+    """serve(folder, ...) -> the address of the viewer's server, in a thread."""
+    from aiohttp import web
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runners = []
+
+    async def start(folders) -> str:
+        app = Viewer([RunFolder(folder) for folder in folders]).app({"127.0.0.1"})
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runners[-1].addresses[0][1]}/"
+
+    yield lambda *folders: asyncio.run_coroutine_threadsafe(start(folders), loop).result()
+    for runner in runners:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
 
 
 @pytest.fixture

@@ -140,6 +140,7 @@ def test_files_of_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
     assert command(["envs"]) == 1 and "broken.py: line 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_wheel_has_the_environments_by_name_in_any_folder(tmp_path):
     source, folder = tmp_path / "source", tmp_path / "empty"
     folder.mkdir()

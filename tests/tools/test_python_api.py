@@ -370,6 +370,7 @@ def test_train_stays_callable_after_other_imports():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.slow
 def test_every_code_block_of_the_page_runs(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "envs", "envs")

@@ -344,6 +344,7 @@ def test_plot_draws_two_runs_of_one_name(tmp_path):
 # Init
 
 
+@pytest.mark.slow
 def test_what_init_writes_runs_by_the_commands_that_it_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0

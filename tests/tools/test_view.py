@@ -17,6 +17,7 @@ import zstandard
 from kit import LETTERS, RanksProcess, wait_until, words
 from tokenizers import Tokenizer, decoders, models
 from view_parts import (
+    CHROMIUM,
     HOSTILE,
     NEW,
     answers,
@@ -404,3 +405,14 @@ def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
     finally:
         ranks.signal(signal.SIGKILL)
     assert "conversations of steps 1, " in (tmp_path / "out/report.html").read_text()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_the_page_loads_and_its_mean_reward_is_over_episodes(serve, page_of, tmp_path):
+    several = [trajectory(0, reward=1.0) for _ in range(3)]
+    others = [trajectory(1, reward=0.0), trajectory(2, reward=0.5)]
+    write_step(tmp_path, 1, [*several, *others])
+    write_metrics(tmp_path, [{"step": 1}])
+    page = page_of(serve(tmp_path))
+    page.get_by_role("link", name="Conversations").click()
+    page.get_by_text("5 of 5 trajectories, mean reward 0.5").wait_for()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -29,35 +27,10 @@ from view_parts import (
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.tools.view import main
 from rl_core.view import server
-from rl_core.view.data import RunFolder, axis_range
-from rl_core.view.server import Viewer
+from rl_core.view.data import axis_range
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")]
 AXE = Path(__file__).parents[1] / "axe/axe.min.js"
-
-
-@pytest.fixture
-def serve():
-    """serve(folder, ...) -> the address of the viewer's server, in a thread."""
-    from aiohttp import web
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    runners = []
-
-    async def start(folders) -> str:
-        app = Viewer([RunFolder(folder) for folder in folders]).app({"127.0.0.1"})
-        runners.append(web.AppRunner(app))
-        await runners[-1].setup()
-        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runners[-1].addresses[0][1]}/"
-
-    yield lambda *folders: asyncio.run_coroutine_threadsafe(start(folders), loop).result()
-    for runner in runners:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
 
 
 @pytest.fixture
@@ -134,16 +107,6 @@ def has(page, selector: str, name: Any) -> None:
 
 def picture(page, folder: Path, name: str) -> None:
     page.screenshot(path=folder / f"{name}.png")
-
-
-def test_the_mean_reward_of_the_list_is_over_episodes(serve, page_of, tmp_path):
-    several = [trajectory(0, reward=1.0) for _ in range(3)]
-    others = [trajectory(1, reward=0.0), trajectory(2, reward=0.5)]
-    write_step(tmp_path, 1, [*several, *others])
-    write_metrics(tmp_path, [{"step": 1}])
-    page = page_of(serve(tmp_path))
-    page.get_by_role("link", name="Conversations").click()
-    count(page, "5 of 5 trajectories, mean reward 0.5")
 
 
 def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(

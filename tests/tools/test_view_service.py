@@ -265,6 +265,7 @@ def test_the_page_of_a_service_from_nothing_to_a_thousand_sessions_and_after_its
         assert not faults_of(page)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_service_that_refuses_the_token_is_told_beside_a_run(
     service, page_of, tmp_path, monkeypatch
