@@ -52,7 +52,7 @@ REASONS = {
 }
 # Pages and languages that another test runs.
 RUN_BY = {
-    ("docs/python.md", "python"): "test_python_api.py",
+    ("docs/python.md", "python"): "test_train_api.py",
     ("docs/algorithms.md", "python"): "test_preference.py",
 }
 RUN = [

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from kit import answer, make_learner, metrics, of_ranks, run, weights, words
-from test_keep import flags_of  # noqa: F401
 from test_nonfinite import rm_flags, step_with
 from test_runs import RL, assert_same_weights, lasting
+from test_saving import flags_of  # noqa: F401
 from transformers import AutoTokenizer
 
 from rl_core.run.run_folder import RunLog

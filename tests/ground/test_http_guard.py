@@ -350,14 +350,14 @@ import asyncio, resource, sys
 sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "tests/ground")!r}]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 from types import SimpleNamespace
-import io, contextlib, test_http_door
+import io, contextlib, test_http_guard
 class Capsys:
     def __init__(self):
         self.out = sys.stdout = io.StringIO()
     def readouterr(self):
         return SimpleNamespace(out=self.out.getvalue())
 async def main():
-    async with test_http_door.SERVERS[{name!r}](Capsys()):
+    async with test_http_guard.SERVERS[{name!r}](Capsys()):
         print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], file=sys.stderr)
 asyncio.run(main())
 """
