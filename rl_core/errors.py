@@ -56,7 +56,7 @@ def flags_in(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, datacla
 
 
 # (True if the rule is broken, message with fields of the rule's arguments). All rules before a rule
-# hold. c: the configuration. Rules of options that few runs use are in plugins/.
+# hold. c: the configuration. Rules of options that few runs use are in the options' rooms.
 OF_RUN = [
     (lambda c: not c.out, "--out is missing: name a folder for the run, such as --out runs/first"),
     (

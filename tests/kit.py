@@ -603,7 +603,7 @@ def metrics(out: Path) -> list[dict]:
 
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     unknown = {name for line in lines for name in line if name != "step" and describe(name) is None}
-    assert not unknown, f"{unknown}: add a row to rl_core/plugins/metric_table.yaml"
+    assert not unknown, f"{unknown}: add a row to rl_core/run/display/metric_table.yaml"
     return lines
 
 

@@ -11,6 +11,7 @@ from kit import ROOT
 from rl_core.plugin import Plugin
 
 OWNERS = ("self", "trainer")
+PLUGIN_FILES = [f for f in (ROOT / "rl_core/run").rglob("*.py") if "(Plugin)" in f.read_text()]
 HOOKS = {name for name, _ in inspect.getmembers(Plugin, inspect.isfunction)}
 
 
@@ -32,9 +33,8 @@ def called_hooks() -> set[str]:
 def test_every_hook_that_is_called_is_one_of_a_plugin_and_keeps_its_arguments():
     called = called_hooks()
     assert {"before_learn", "after_step", "on_episodes"} <= called <= HOOKS
-    for file in (ROOT / "rl_core/plugins").glob("*.py"):
-        if "(Plugin)" in file.read_text():
-            importlib.import_module(f"rl_core.plugins.{file.stem}")
+    for file in PLUGIN_FILES:
+        importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     assert len(Plugin.__subclasses__()) > 10
     for of_one in Plugin.__subclasses__():
         for name in HOOKS & vars(of_one).keys():
@@ -48,7 +48,7 @@ def test_every_hook_that_is_called_is_one_of_a_plugin_and_keeps_its_arguments():
 def test_no_plugin_assigns_to_what_is_not_its_own():
     """Not `self.trainer.x = 1`, and no attribute of an object that the trainer holds."""
     result = []
-    for file in (ROOT / "rl_core/plugins").glob("*.py"):
+    for file in PLUGIN_FILES:
         tree = ast.parse(file.read_text())
         plugins = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         plugins = [node for node in plugins if any(ast.unparse(b) == "Plugin" for b in node.bases)]

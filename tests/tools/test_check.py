@@ -292,7 +292,7 @@ def test_check_ends_where_a_hook_holds_the_interpreter(tmp_path):
         "def reward_fn(completion): return float(bool(re.match('(a+)+$', 'a' * 40 + 'b')))\n"
     )
     code = (
-        "import sys; from rl_core.plugins import watchdog; from rl_core.tools.cli import main; "
+        "import sys; from rl_core.sampling import watchdog; from rl_core.tools.cli import main; "
         "watchdog.HELD_MARGIN_S = 0.5; sys.exit(main(sys.argv[1:]))"
     )
     command = [

@@ -93,7 +93,7 @@ actor's name (`policy`, if there is one), ENV an environment's (where a run has 
 environments ENV/SET). Names in [brackets] may be missing. Values are over all ranks. One outside "healthy" is worth a look,
 and no proof of a fault.
 
-`rl_core/plugins/metric_table.yaml` is the source of this page.
+`rl_core/run/display/metric_table.yaml` is the source of this page.
 """
 
 if __name__ == "__main__":
