@@ -28,7 +28,7 @@ SANDBOX = "a sandbox (rl-core sandbox level)"
 OF_MACHINE = {"boxes": BOX, "harbor": BOX, "Sandbox": SANDBOX}
 # Imported name -> the different name for pip.
 PIP_NAMES = {"reasoning_gym": "reasoning-gym"}
-REWARDS = Path(__file__).parents[1] / "rewards.py"
+REWARDS = Path(__file__).parents[1] / "rewards/__init__.py"
 WIDTH = 110  # Characters of an environment's line after its name.
 OPTIONAL = r"""find_spec\(["'](\w+)["']"""
 # The beginning of a command: a program, or the value of a variable.

@@ -1,4 +1,4 @@
-"""The rewards of rl_core/rewards.py: what is right, wrong, not readable, or means to deceive."""
+"""The rewards of rl_core/rewards: what is right, wrong, not readable, or means to deceive."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_files_of_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_the_environments_by_name_in_any_folder(tmp_path):
+def test_a_wheel_of_the_sdist_has_the_environments_in_any_folder(tmp_path):
     source, folder = tmp_path / "source", tmp_path / "empty"
     folder.mkdir()
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
@@ -155,8 +155,11 @@ def test_a_wheel_has_the_environments_by_name_in_any_folder(tmp_path):
         more = {"capture_output": True, "text": True, "timeout": 200}
         return subprocess.run([sys.executable, *command], cwd=cwd, env=environment, **more)
 
-    wheel = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ".")
-    assert call(*wheel, cwd=source).returncode == 0
+    # The wheel is built from the sdist, which therefore has all files.
+    assert call("setup.py", "-q", "sdist", "-d", tmp_path, cwd=source).returncode == 0
+    [sdist] = tmp_path.glob("*.tar.gz")
+    wheel = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path)
+    assert call(*wheel, sdist).returncode == 0
     [file] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(file) as archive:
         archive.extractall(tmp_path / "site")
