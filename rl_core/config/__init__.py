@@ -1,25 +1,18 @@
 """Configuration: flags, their help, ranges and rules by subject; command line and YAML -> Config."""
 
-from rl_core.config.config import (
-    MAX_TOP_K,
-    OWN_SECTIONS,
+from rl_core.config.actors import OWN_SECTIONS, ActorConfig, LoraConfig
+from rl_core.config.algorithm import (
     RL,
-    STARTED,
-    ActorConfig,
-    AgentsConfig,
     AlgoConfig,
-    Config,
     CriticConfig,
-    DataConfig,
-    EnvConfig,
-    EvalConfig,
-    LearnerConfig,
-    LoraConfig,
-    OptimConfig,
     PreferenceConfig,
-    RolloutConfig,
-    SamplingConfig,
     SftConfig,
+)
+from rl_core.config.config import Config
+from rl_core.config.data import DataConfig, EnvConfig
+from rl_core.config.learner import LearnerConfig, OptimConfig
+from rl_core.config.parse import (
+    STARTED,
     checked,
     flat,
     from_sections,
@@ -28,6 +21,13 @@ from rl_core.config.config import (
     parse_config,
     read_config,
     to_yaml,
+)
+from rl_core.config.rollout import (
+    MAX_TOP_K,
+    AgentsConfig,
+    EvalConfig,
+    RolloutConfig,
+    SamplingConfig,
 )
 
 __all__ = [

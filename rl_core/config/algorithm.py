@@ -1,14 +1,133 @@
-"""Rules between the settings of an algorithm: contradictions, and settings without an effect."""
-
-from __future__ import annotations
+"""Flags of the algorithm, and the rules between them: contradictions, and flags without an
+effect."""
 
 import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from rl_core.algorithms import ADVANTAGES, Algorithm
-from rl_core.config import Config
-from rl_core.errors import refuse
+from annotated_types import Ge, Le
 
+from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS, Algorithm
+from rl_core.config.flag_parsing import (
+    AtLeast1,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    Section,
+    flag,
+)
+
+RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
 SELF = "self"  # The policy as its own teacher.
+
+
+@dataclass(kw_only=True)
+class AlgoConfig(Section, prefix="algo."):
+    """Parts of the algorithm. None keeps the part of the preset --algorithm."""
+
+    advantage: Literal[tuple(ADVANTAGES)] | None = flag(
+        None, "baseline over the group; gae: a critic's; custom: advantage_fn; zero: a teacher's"
+    )
+    normalize: Literal["none", "batch", "env", "task"] | None = flag(
+        None, "whiten advantages over a batch or each task (environment); env: scale alone"
+    )
+    objective: Literal[tuple(OBJECTIVES)] | None = flag(
+        None, "importance ratio: clip (PPO), GSPO or CISPO"
+    )
+    clip_low: Fraction | None = flag(None, "PPO clip range: lower bound 1 - clip_low")
+    clip_high: NotNegative | None = flag(None, "PPO clip range: upper bound 1 + clip_high")
+    dual_clip: NotNegative | None = flag(None, "dual clip of negative advantages; 0 is off")
+    aggregation: Literal["token", "sequence", "constant"] | None = flag(
+        None, "loss: token mean, sequence mean, or constant length", only=(*RL, "sft")
+    )
+    kl: Literal[tuple(KL_ESTIMATES)] | None = flag(
+        None, "estimator of the KL to the reference model"
+    )
+    kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes")
+    kl_coef: NotNegative | None = flag(
+        None, "weight of the KL penalty (beta); 0: no reference model"
+    )
+    kl_reward: tuple[Literal[tuple(KL_ESTIMATES)], NotNegative] | None = flag(
+        None, "a KL penalty in the reward: its estimator and coefficient, such as k1,0.05"
+    )
+    kl_loss: tuple[Literal[tuple(KL_ESTIMATES)], NotNegative] | None = flag(
+        None, "KL penalty in the loss, next to one in the reward: k3,0.001"
+    )
+    log_kl: bool | None = flag(None, "log the KL to the reference model without a penalty")
+    entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off")
+    correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
+        None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)"
+    )
+    correction_range: tuple[NotNegative, NotNegative] | None = flag(
+        None, "its bounds, such as 0.5,2"
+    )
+    overlong: Literal["none", "mask", "soft"] | None = flag(
+        None, "truncated: mask, or DAPO's penalty"
+    )
+    overlong_buffer: Count | None = flag(None, "last tokens with soft penalty; 0: a fifth")
+    refill_rounds: Count | None = flag(None, "dynamic sampling: refill zero-signal groups")
+    turn_discount: Fraction | None = flag(None, "advantage per turn, with this discount")
+    state_coef: NotNegative | None = flag(None, "GiGPO: weight of equal states' turns; default: 1")
+    state_discount: Fraction | None = flag(None, "GiGPO: discount of their returns; default: 0.95")
+    reference: str | None = flag(
+        None, "reference model of the KL and of DPO: folder or hub name", only=(*RL, "dpo")
+    )
+    reference_every: Count | None = flag(
+        None, "sync the reference model with the policy every N steps; 0: never", only=(*RL, "dpo")
+    )
+    reference_decay: Fraction | None = flag(
+        None,
+        "EMA of the reference: decay * reference + (1 - decay) * policy at each sync",
+        only=(*RL, "dpo"),
+    )
+    teacher: str | None = flag(
+        None, "on-policy distillation: teacher's folder, hub name, actor, server's URL, or self"
+    )
+    teacher_update: Literal["start", "latest", "ema"] | None = flag(
+        None, "self-distillation: the teacher's weights; default: those of the start"
+    )
+    teacher_decay: Fraction | None = flag(None, "EMA decay of the teacher self; default: 0.99")
+    teacher_coef: Positive | None = flag(None, "weight of the KL to the teacher; default: 1")
+    teacher_loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] | None = flag(
+        None,
+        "sampled: each token's logprob as advantage; exact KL or jsd (GKD) over the vocabulary",
+    )
+    teacher_top_k: Count | None = flag(
+        None, "exact forms by a server: its likeliest tokens (top logprobs), all others as one"
+    )
+    teacher_beta: Fraction | None = flag(None, "jsd: beta, between forward and reverse KL")
+    target_kl: NotNegative | None = flag(None, "early stop of a step above this KL; 0 is off")
+
+
+@dataclass(kw_only=True)
+class CriticConfig(Section, prefix="critic."):
+    model: str | None = flag(
+        None, "value model to start from, a reward model too; default: the actor's"
+    )
+    lr: NotNegative = flag(1e-5, "its peak learning rate; --optim has the rest")
+    warmup_steps: Count = flag(0, "steps in which only the critic learns")
+    updates: AtLeast1 = flag(1, "its updates for each update of the policy")
+    value_clip: NotNegative = flag(0.2, "clip range of values; 0 is off")
+    gamma: Fraction = flag(1.0, "discount of rewards per token")
+    gae_lambda: Fraction = flag(0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards")
+
+
+@dataclass(kw_only=True)
+class PreferenceConfig(Section, prefix="preference."):
+    beta: Positive = flag(0.1, "DPO: strength of the KL to the reference")
+    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "ipo_norm", "hinge"] = flag(
+        "sigmoid", "DPO: loss of a pair's margin; norm: length-normalized, mean of token logprobs"
+    )
+    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = flag(0.0, "DPO: fraction of swapped pairs")
+
+
+@dataclass(kw_only=True)
+class SftConfig(Section, prefix="sft."):
+    weights: tuple[NotNegative, NotNegative] = flag(
+        (1.0, 0.0), "loss weights: assistant, others (world model)"
+    )
+
 
 # (condition that breaks the rule, message). c: the configuration; a: the preset with the flags
 # applied; f: True if the environment defines advantage_fn.
@@ -107,20 +226,20 @@ OF_ALGORITHM = [
         "URL, or self",
     ),
     (
-        lambda c, a, f: c.algo.teacher_update and not self_taught(c),
+        lambda c, a, f: c.algo.teacher_update and not c.self_taught,
         "--algo.teacher_update={a.teacher_update} needs --algo.teacher self; give it, or leave "
         "teacher_update out",
     ),
     (
         lambda c, a, f: (
             c.algo.teacher_decay is not None
-            and (not self_taught(c) or a.teacher_update != "ema" or a.teacher_decay == 1)
+            and (not c.self_taught or a.teacher_update != "ema" or a.teacher_decay == 1)
         ),
         "--algo.teacher_decay={a.teacher_decay} needs --algo.teacher self with "
         "--algo.teacher_update ema, and must be below 1",
     ),
     (
-        lambda c, a, f: self_taught(c) and a.teacher_loss != "sampled" and c.cp > 1,
+        lambda c, a, f: c.self_taught and a.teacher_loss != "sampled" and c.cp > 1,
         "--algo.teacher_loss={a.teacher_loss}: --cp={c.cp} splits the sequences, and the teacher "
         "self reads other prompts; take sampled, or leave --cp out",
     ),
@@ -134,17 +253,21 @@ OF_ALGORITHM = [
         "--cp={c.cp}: a teacher of some environments cannot read parts of sequences; take --cp 1",
     ),
     (
-        lambda c, a, f: has_server(c) and a.teacher_loss != "sampled" and not a.teacher_top_k,
+        lambda c, a, f: (
+            c.has_teacher_server and a.teacher_loss != "sampled" and not a.teacher_top_k
+        ),
         "--algo.teacher_loss={a.teacher_loss} needs the teacher server's most likely tokens: give "
         "--algo.teacher_top_k; 20 is usual",
     ),
     (
-        lambda c, a, f: a.teacher_top_k and (a.teacher_loss == "sampled" or not has_server(c)),
+        lambda c, a, f: (
+            a.teacher_top_k and (a.teacher_loss == "sampled" or not c.has_teacher_server)
+        ),
         "--algo.teacher_top_k={a.teacher_top_k} is for a teacher behind a URL and "
         "--algo.teacher_loss reverse_kl, forward_kl or jsd",
     ),
     (
-        lambda c, a, f: has_server(c) and (c.sampling.temperature != 1 or c.sampling.top_k),
+        lambda c, a, f: c.has_teacher_server and (c.sampling.temperature != 1 or c.sampling.top_k),
         "a teacher behind a URL gives logprobs at temperature 1 over all tokens: take "
         "--sampling.temperature 1 without top_k, top_p and min_p, or a teacher's folder",
     ),
@@ -189,8 +312,6 @@ OF_ALGORITHM = [
         "--learner.minibatches or --learner.epochs",
     ),
 ]
-
-
 # Rules of the reference model, which DPO has too.
 OF_REFERENCE = [
     (
@@ -214,21 +335,8 @@ OF_REFERENCE = [
 ]
 
 
-def has_server(config: Config) -> bool:
-    """True if a teacher is behind a URL."""
-    names = [config.algo.teacher, *(env.teacher for env in config.envs.values())]
-    return any(name and is_url(name) for name in names)
-
-
 def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
-
-
-def check_algorithm(config: Config, algorithm: Algorithm, has_advantage_fn: bool) -> None:
-    """Raises ValueError with the value, the rule and the fix."""
-    refuse(OF_REFERENCE, c=config, a=algorithm)
-    if algorithm.is_rl:
-        refuse(OF_ALGORITHM, c=config, a=algorithm, f=has_advantage_fn)
 
 
 def compares_states(algorithm: Algorithm) -> bool:
@@ -236,20 +344,3 @@ def compares_states(algorithm: Algorithm) -> bool:
     that compares episodes."""
     is_compared = ADVANTAGES[algorithm.advantage].needs_group or algorithm.advantage == "custom"
     return is_compared and algorithm.state_coef > 0
-
-
-def envs_by_teacher(config: Config) -> dict[str, list[str]]:
-    """Name of a teacher -> environments whose samples the teacher reads."""
-    if not config.algo.teacher:
-        return {}
-    envs: dict[str, list[str]] = {}
-    for env in config.env_paths:
-        name = config.env(env).teacher or config.algo.teacher
-        if name != "none":
-            envs.setdefault(name, []).append(env)
-    return envs
-
-
-def self_taught(config: Config) -> list[str]:
-    """Environments in which the actor is its own teacher."""
-    return envs_by_teacher(config).get(SELF, [])

@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import Field, field, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
+from annotated_types import Ge, Gt, Le
+
+# Ranges.
+Count = Annotated[int, Ge(0)]
+AtLeast1 = Annotated[int, Ge(1)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+MemoryFraction = Annotated[float, Gt(0), Le(0.99)]
 
 # Type -> brackets of a list, a pair and a table in YAML.
 BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
@@ -58,6 +67,23 @@ class Section:
         if name not in names:
             error = unknown(cls.prefix + name, [cls.prefix + known for known in names])
             raise ValueError(as_fields(str(error)))
+
+
+# Sections that hold one section for each name that the user gives.
+NAMED = ("actors", "envs")
+
+
+def flags_in(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field]]:
+    """(name, value, field) of every flag, those of named actors and environments too."""
+    for f in fields(section):
+        value, name = getattr(section, f.name), f"{prefix}{f.name}"
+        if is_dataclass(value):
+            yield from flags_in(value, f"{name}.")
+        elif f.name in NAMED:
+            for key, part in value.items():
+                yield from flags_in(part, f"{name}.{key}.")
+        else:
+            yield name, value, f
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:

@@ -14,43 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_core.config import Config
-from rl_core.errors import refuse
 from rl_core.learning.learner import Learner, LearnerExtension
 from rl_core.types import PackedBatch
 
 # Fields that are filled in without gradients: a value for each trained token.
 ANNOTATED = ("old_logprobs", "ref_logprobs", "values", "returns", "advantages")
-# c: the configuration, with the actor's own settings.
-OF_INFERENCE = [
-    (
-        lambda c: (
-            c.learner.inference_tokens != "auto"
-            and c.learner.inference_tokens < 2 * c.learner.microbatch_tokens
-        ),
-        "--learner.inference_tokens={c.learner.inference_tokens} must be at least twice "
-        "--learner.microbatch_tokens={c.learner.microbatch_tokens}, since whole microbatches are "
-        "joined; raise it, or leave it out",
-    ),
-    (
-        lambda c: c.cp > 1,
-        "--learner.inference_tokens cannot join sequences that --cp={c.cp} splits; leave one out",
-    ),
-    (
-        lambda c: c.algo.teacher == "self" or c.algo.teacher_loss not in (None, "sampled"),
-        "--learner.inference_tokens cannot be combined with --algo.teacher self, nor with an "
-        "--algo.teacher_loss other than sampled; leave it out",
-    ),
-    (
-        lambda c: any(env.teacher for env in c.envs.values()),
-        "--learner.inference_tokens cannot be combined with --envs.NAME.teacher; leave it out",
-    ),
-]
-
-
-def check_inference(config: Config) -> None:
-    """Raises ValueError with the value, the rule and the fix."""
-    refuse(OF_INFERENCE, c=config)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from rl_core.config import ActorConfig, Config
+from rl_core.config.rules import check_actors, check_envs, check_inference
 from rl_core.engines.options import ENGINES
 from rl_core.errors import nearest, require
 from rl_core.learning.options import OPTIMIZERS
@@ -25,18 +26,18 @@ def check_options(config: Config) -> None:
         if settings.optim.name == "adamw8bit":
             require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
         if settings.learner.inference_tokens:
-            from rl_core.learning.no_grad_batches import check_inference
-
             check_inference(settings)
     if config.learner.kernels == "liger":
         require("liger_kernel", "--learner.kernels=liger", "liger")
     if config.agents.response_format == "enforce":
         require("llguidance", "--agents.response_format=enforce", "grammar")
     if config.actors != {"policy": ActorConfig(model=config.model)}:
-        from rl_core.plan.actor_rules import check_actors
-
         check_actors(config)
-    if config.envs or "," in (config.env_path or ""):
-        from rl_core.tasks.task_mix import check_flags
+        if any(actor.api for actor in config.actors.values()):
+            from rl_core.engines.api_dialects import dialect_of
 
-        check_flags(config)
+            for actor in config.actors.values():
+                if actor.api:
+                    require(dialect_of(actor.api)[0].package, "--actors.NAME.api", "api")
+    if config.envs or "," in (config.env_path or ""):
+        check_envs(config)

@@ -15,14 +15,13 @@ from typing import Any
 
 from rl_core.algorithms import Algorithm, make_algorithm
 from rl_core.config import MAX_TOP_K, Config, CriticConfig, EnvConfig, SamplingConfig
-from rl_core.config.algorithm import check_algorithm
+from rl_core.config.rules import check, check_algorithm
 from rl_core.data.chat import Chat
 from rl_core.data.published_sets import naming_recipes
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.engines.options import auto_engine, engine_factory
 from rl_core.environments import env_file
-from rl_core.errors import check
 from rl_core.parallel.rank_groups import rank_groups_of
 from rl_core.parallel.replicas import num_replicas
 from rl_core.plan.model_checks import checked_chat, num_positions

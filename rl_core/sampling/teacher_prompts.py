@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.config import Config
-from rl_core.config.algorithm import self_taught
 from rl_core.data.chat import Chat
 from rl_core.data.episodes import succeeded
 from rl_core.data.messages import canonical_messages, shorten
@@ -29,7 +28,7 @@ Limits = Mapping[tuple[str, str], tuple[int, str]]
 
 def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
     """Raises ValueError if a self-taught actor plays in an environment without teacher_prompt()."""
-    for env in self_taught(config):
+    for env in config.self_taught:
         if env in envs and config.env(env).weight and HOOK not in envs[env].hooks:
             raise ValueError(
                 f"{envs[env].path}: --algo.teacher self needs def {HOOK}(task, trajectory), which "
@@ -76,7 +75,7 @@ def teacher_limits(config: Config) -> Limits:
     own teacher."""
     limits = {}
     for name in config.trained:
-        envs = self_taught(config.of(name))
+        envs = config.of(name).self_taught
         if not envs:
             continue
         positions, key = max_positions(load_model_config(config.actors[name].model))

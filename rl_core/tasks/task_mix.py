@@ -1,51 +1,12 @@
-"""The training tasks of several environments, and what flags of environments contradict each
-other."""
+"""The training tasks of several environments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from rl_core.config import Config
 from rl_core.data.tasks import TaskSource
-from rl_core.errors import nearest, refuse, split
 from rl_core.types import Task
-
-# (is it broken?, message). c: the configuration.
-OF_ENVIRONMENTS = [
-    (
-        lambda c: len(c.env_paths) < len(split(c.env_path)),
-        "--env_path={c.env_path}: two files have one name; rename one",
-    ),
-    (
-        lambda c: not any(c.env(name).weight for name in c.env_paths),
-        "every environment has --envs.NAME.weight 0, so that none is trained in; raise one",
-    ),
-    (
-        lambda c: len(c.env_paths) > 1 and (c.data.train or c.data.eval),
-        "--data.train and --data.eval are for one environment; give --envs.NAME.train and "
-        "--envs.NAME.eval",
-    ),
-]
-
-
-def check_flags(config: Config) -> None:
-    """Raises ValueError with what was given, the rule and the fix."""
-    for name, env in config.envs.items():
-        if name not in config.env_paths:
-            near = nearest(name, config.env_paths)
-            raise ValueError(f"--envs.{name}: --env_path has no such file; {near}")
-        if env.teacher and not any(config.of(actor).algo.teacher for actor in config.trained):
-            raise ValueError(
-                f"--envs.{name}.teacher={env.teacher} needs --algo.teacher, that of the other "
-                "environments"
-            )
-        if (env.max_tokens or 0) > config.max_tokens:
-            raise ValueError(
-                f"--envs.{name}.max_tokens={env.max_tokens} must be at most "
-                f"--max_tokens={config.max_tokens}"
-            )
-    refuse(OF_ENVIRONMENTS, c=config)
 
 
 class TaskMix:

@@ -8,7 +8,8 @@ import textwrap
 from typing import Any, Literal, get_args, get_origin
 
 from rl_core.config import OWN_SECTIONS, Config, known_flags
-from rl_core.errors import NAMED, nearest
+from rl_core.config.flag_parsing import NAMED
+from rl_core.errors import nearest
 from rl_core.plan.option_rules import CHOICES
 
 USAGE = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
-from rl_core.plan.actor_rules import URL
+from rl_core.config.actors import URL
 from rl_core.plan.model_paths import check_plays
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, given_flags, parse_config
-from rl_core.errors import flags_in
+from rl_core.config.flag_parsing import flags_in
 from rl_core.tools.show import files_of
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
     if "algorithm" in dict(given_flags(flags)):
         unset = (pair for pair in flags_in(Config()) if pair[0].startswith(("algo.", "critic.")))
         parts = [f"--{name}={'null' if value is None else value}" for name, value, _ in unset]
-    from rl_core.parallel.rank_groups import without_ranks  # It imports torch.
+    from rl_core.config.rank_groups import without_ranks
 
     config = without_ranks(parse_config([*base, *options]))
     other = without_ranks(parse_config([*base, *parts, *flags]))

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rl_core.config import Config
-from rl_core.config.algorithm import SELF, envs_by_teacher, is_url
+from rl_core.config.algorithm import SELF, is_url
 from rl_core.data.pretrained import load_pretrained
 from rl_core.errors import require
 from rl_core.learning.kl import frozen_model
@@ -27,7 +27,7 @@ def make_teacher(learner: LearnerContext) -> SampledTeacher:
     """The extension that learns from the teachers of an actor's environments. Each teacher is made
     once."""
     config, algorithm = learner.config, learner.algorithm
-    by_name = envs_by_teacher(config)
+    by_name = config.envs_by_teacher
     teachers = []
     for name, envs in by_name.items():
         teacher = teacher_named(learner, name)
@@ -67,7 +67,7 @@ def teacher_path(config: Config, name: str) -> str:
 def order_by_teacher(config: Config) -> list[str]:
     """Trained actors, each before its teachers, since a teacher has the weights from before the
     step. Raises ValueError for actors that teach each other."""
-    teachers = {name: envs_by_teacher(config.of(name)) for name in config.trained}
+    teachers = {name: config.of(name).envs_by_teacher for name in config.trained}
     order: list[str] = []
     left = list(config.trained)
     while left:
@@ -88,7 +88,7 @@ def frozen_models(config: Config) -> dict[str, str]:
     paths = {}
     if config.algo.reference:
         paths["reference"] = config.algo.reference
-    for name, envs in envs_by_teacher(config).items():
+    for name, envs in config.envs_by_teacher.items():
         if not is_url(name) and name not in (SELF, *config.trained):
             is_of_all = len(envs) == len(config.env_paths)
             role = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
@@ -103,7 +103,7 @@ def check_teachers(config: Config, name: str) -> None:
     path = config.actors[name].model
     if config.algo.reference:
         check_same_tokens(f"--algo.reference={config.algo.reference}", config.algo.reference, path)
-    for teacher in envs_by_teacher(config):
+    for teacher in config.envs_by_teacher:
         flag = f"--algo.teacher={teacher}"
         if is_url(teacher):
             require("httpx", flag, "api")

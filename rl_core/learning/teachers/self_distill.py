@@ -13,7 +13,6 @@ import torch
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
-from rl_core.config.algorithm import self_taught
 from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.advantages import MakeSamples
@@ -79,7 +78,7 @@ def as_teacher_reads(sample: TrainingSample) -> TrainingSample:
 
 def samples_maker(config: Config, algorithm: Algorithm) -> MakeSamples:
     is_alone = algorithm.advantage == "zero"
-    return partial(taught_samples, envs=self_taught(config), is_teacher_alone=is_alone)
+    return partial(taught_samples, envs=config.self_taught, is_teacher_alone=is_alone)
 
 
 def taught_samples(

@@ -24,9 +24,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config
+from rl_core.config.flag_parsing import flags_in
 from rl_core.data.rows import read_json, write_whole
 from rl_core.distributed import all_gather_json
-from rl_core.errors import flags_in, nearest, require, split
+from rl_core.errors import nearest, require, split
 from rl_core.plugin import Plugin
 from rl_core.types import Trajectory
 

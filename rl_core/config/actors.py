@@ -1,0 +1,218 @@
+"""Flags of actors, their LoRA adapters included, and the rules between the flags: shared models,
+endpoints, servers that run already."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.config.algorithm import RL, AlgoConfig, CriticConfig
+from rl_core.config.flag_parsing import (
+    AtLeast1,
+    Count,
+    MemoryFraction,
+    NotNegative,
+    Positive,
+    Section,
+    flag,
+)
+from rl_core.config.learner import LearnerConfig, OptimConfig
+from rl_core.config.rollout import SamplingConfig
+from rl_core.errors import split
+
+# Sections of flags that an actor can replace.
+OWN_SECTIONS = ("algo", "critic", "learner", "optim", "sampling")
+OWN = ("algorithm", "engine_tp", "engine_args", "engine_memory_frac", *OWN_SECTIONS)
+
+
+def own(section: type, only: tuple[str, ...] = ()) -> Any:
+    """A field of an actor: its own values of a section's flags, by name."""
+    return flag(dict, f"replaces --{section.prefix}* for this actor", only)
+
+
+@dataclass(kw_only=True)
+class LoraConfig(Section, prefix="actors.NAME.lora."):
+    rank: Count = flag(0, "LoRA: rank of the adapters of a frozen model; 0 trains all weights")
+    alpha: Positive = flag(32.0, "LoRA: the adapters' product is scaled by alpha / rank")
+    targets: str = flag(
+        "all-linear", "LoRA: modules with an adapter, by last name: q_proj,v_proj; experts too"
+    )
+    quantize: Literal["none", "nf4"] = flag("none", "QLoRA: nf4 keeps the frozen model in 4 bits")
+
+
+@dataclass(kw_only=True)
+class ActorConfig(Section, prefix="actors.NAME."):
+    model: str | None = flag(
+        None, "folder or hub name of its model; with api, the model's name there"
+    )
+    train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api")
+    api: str | None = flag(
+        None,
+        "URL of a chat API: .../v1, or .../v1/responses, or Anthropic's .../v1/messages",
+    )
+    api_key_env: str | None = flag(
+        None,
+        "environment variable with the API's key; '': none; default: OPENAI_ or ANTHROPIC_API_KEY",
+    )
+    engine_urls: str | None = flag(
+        None, "SGLang servers that run already: http://a:30000,http://b:30000"
+    )
+    max_tokens: AtLeast1 | None = flag(
+        None, "max new tokens of one of its turns; default: --max_tokens"
+    )
+    lr: NotNegative | None = flag(None, "its peak learning rate; default: --optim.lr")
+    router_aux_loss_coef: NotNegative = flag(
+        0.0, "mixture of experts: load balancing loss, 0.001 is usual"
+    )
+    router_replay: bool = flag(
+        False, "mixture of experts: the learner routes as the engine did (R3)", only=RL
+    )
+    share: str | None = flag(None, "actor with LoRA whose base model and engine this one uses too")
+    chat_template: str | None = flag(
+        None, "file with a Jinja chat template, instead of the tokenizer's"
+    )
+    chat_template_kwargs: dict[str, Any] = flag(
+        dict, "as --chat_template_kwargs, for its own template"
+    )
+    lora: LoraConfig = flag(LoraConfig, "adapters")
+    algorithm: Literal[RL] | None = flag(None, "its own preset; default: --algorithm", only=RL)
+    learn_every: AtLeast1 = flag(1, "update this actor every N steps", only=RL)
+    ranks: str | None = flag(
+        None, "separate ranks, such as 4-7: actors on separate ranks learn concurrently", only=RL
+    )
+    engine_tp: AtLeast1 | None = flag(None, "its own --engine_tp")
+    engine_args: str | None = flag(None, "its own --engine_args")
+    engine_memory_frac: MemoryFraction | None = flag(None, "its own --engine_memory_frac")
+    algo: dict[str, Any] = own(AlgoConfig, RL)
+    critic: dict[str, Any] = own(CriticConfig, RL)
+    learner: dict[str, Any] = own(LearnerConfig)
+    optim: dict[str, Any] = own(OptimConfig)
+    sampling: dict[str, Any] = own(SamplingConfig)
+
+    @property
+    def servers(self) -> list[str]:
+        """Addresses in engine_urls."""
+        return split(self.engine_urls)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The actor's values that replace the global flags; sections as tables."""
+        found = {}
+        for name in OWN:
+            value = getattr(self, name)
+            if name == "optim" and self.lr is not None:
+                value = {"lr": self.lr} | value
+            if value not in (None, {}):
+                found[name] = value
+        return found
+
+    @property
+    def is_trained(self) -> bool:
+        return self.api is None if self.train is None else self.train
+
+
+OF_LEARNER = {"algorithm", "algo", "critic", "learner", "optim"}
+OF_MODEL = {"activations", "offload", "dtype"}  # flags of a learner
+URL = r"https?://[^/\s]+/?"
+# (condition that breaks the rule, message). c: the configuration; a: the actor.
+OF_ACTOR = [
+    (
+        lambda c, name, a: not re.fullmatch(r"[A-Za-z][\w-]*", name),
+        ": a name is a letter, then letters, digits, '_' and '-'",
+    ),
+    (
+        lambda c, name, a: (a.max_tokens or 0) > c.max_tokens,
+        ".max_tokens={a.max_tokens} must be at most --max_tokens={c.max_tokens}",
+    ),
+    (
+        lambda c, name, a: a.api and a.train,
+        ".api={a.api} and train=true: an endpoint cannot learn; drop one of them",
+    ),
+    (
+        lambda c, name, a: (a.lora.rank or a.own.keys() & OF_LEARNER) and not a.is_trained,
+        ": lora.rank, lr, algorithm, algo, critic, learner and optim belong to an actor that "
+        "learns; leave them out",
+    ),
+    (
+        lambda c, name, a: not a.lora.rank and a.lora != type(a.lora)(),
+        ".lora.rank is missing, but other flags of the adapter are set; give "
+        "--actors.{name}.lora.rank 16",
+    ),
+    (
+        lambda c, name, a: a.lora.rank and c.algorithm == "rm",
+        ".lora.rank: --algorithm rm trains the whole model; leave it out",
+    ),
+    (
+        lambda c, name, a: (
+            a.lora.quantize != "none"
+            and (c.learner.kernels == "compile" or c.learner.offload == "always")
+        ),
+        ".lora.quantize={a.lora.quantize} cannot be combined with --learner.kernels=compile or "
+        "--learner.offload=always; leave one out",
+    ),
+    (
+        lambda c, name, a: a.servers and not (c.is_rl and a.is_trained),
+        ".engine_urls is for an actor that learns by RL; a frozen actor is an endpoint: "
+        "--actors.{name}.api URL/v1",
+    ),
+    (
+        lambda c, name, a: (
+            len(set(a.servers)) < len(a.servers)
+            or not all(re.fullmatch(URL, url) for url in a.servers)
+        ),
+        ".engine_urls={a.engine_urls} must be different addresses, such as http://127.0.0.1:30000",
+    ),
+    (
+        lambda c, name, a: "kernels" in a.learner,
+        ".learner.kernels: all actors have the same; give --learner.kernels",
+    ),
+    (
+        lambda c, name, a: "dtype" in a.learner and c.engine_ranks,
+        ".learner.dtype: with --engine_ranks all actors have the same; give --learner.dtype",
+    ),
+    (
+        lambda c, name, a: a.learn_every > 1 and c.rollout.lagged[0],
+        ".learn_every={a.learn_every} and --rollout.lagged cannot be combined: stale weights are "
+        "refreshed by updates; remove one",
+    ),
+    (
+        lambda c, name, a: a.learn_every > max(1, c.num_steps),
+        ".learn_every={a.learn_every}: the actor would not learn in --num_steps={c.num_steps}; "
+        "lower learn_every",
+    ),
+]
+# a: an actor that shares the model of o.
+OF_SHARER = [
+    (
+        lambda c, name, a, o: (
+            a.learner.keys() & OF_MODEL or a.engine_tp or a.engine_args or a.engine_memory_frac
+        ),
+        ".share={a.share}: learner.activations, learner.offload, learner.dtype and engine_* are "
+        "the model's; give them to {a.share}",
+    ),
+    (
+        lambda c, name, a, o: o.share or not o.is_trained or not o.lora.rank,
+        ".share={a.share}: a shared model is frozen and has adapters; give "
+        "--actors.{a.share}.lora.rank 16",
+    ),
+    (
+        lambda c, name, a, o: "experts" in split(f"{a.lora.targets},{o.lora.targets}"),
+        ".share={a.share}: engines apply no adapters on experts of several actors; leave experts "
+        "out of lora.targets",
+    ),
+    (
+        lambda c, name, a, o: (
+            a.api
+            or a.engine_urls
+            or o.engine_urls
+            or a.model != o.model
+            or (a.is_trained and a.lora.quantize != o.lora.quantize)
+        ),
+        ".share={a.share} takes the model and engine of {a.share}; leave out model, lora.quantize, "
+        "api and engine_urls",
+    ),
+    (
+        lambda c, name, a, o: o.lora.quantize != "none" and c.engine_ranks,
+        ".share={a.share}: only an engine of the learner's ranks reads a shared model in 4 bits; "
+        "leave out --engine_ranks",
+    ),
+]

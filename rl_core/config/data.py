@@ -1,0 +1,57 @@
+"""Flags of rows and environments, and the rules between those of several environments."""
+
+from dataclasses import dataclass
+
+from rl_core.config.flag_parsing import AtLeast1, NotNegative, Section, flag
+from rl_core.errors import split
+
+
+@dataclass(kw_only=True)
+class EnvConfig(Section, prefix="envs.NAME."):
+    weight: NotNegative = flag(1.0, "its share of a step's tasks; 0: it is only evaluated")
+    train: str | None = flag(None, "its training rows; default: its load_tasks")
+    eval: str | None = flag(None, "its held-out rows, several sets too; default: its load_tasks")
+    max_tokens: AtLeast1 | None = flag(None, "max new tokens of a turn here; default: --max_tokens")
+    max_turns: AtLeast1 | None = flag(
+        None, "turns of an episode here; default: the file's max_turns, 1 or 8"
+    )
+    teacher: str | None = flag(None, "its own --algo.teacher; none: nobody teaches here")
+
+
+NO_ENV = EnvConfig()  # An environment without separate flags.
+
+
+@dataclass(kw_only=True)
+class DataConfig(Section, prefix="data."):
+    train: str | None = flag(
+        None, "training rows: files, folders, globs, hub datasets a/b:config@split"
+    )
+    eval: str | None = flag(None, "held-out rows; several sets: gsm8k=a.jsonl,aime=b.jsonl")
+    columns: dict[str, str] = flag(
+        dict, "other names of columns: answer=solution reads solution as answer"
+    )
+    shuffle: bool = flag(True, "a new order each epoch, drawn from the seed")
+    streaming: bool = flag(False, "read training rows one by one: large files, hub data sets")
+    shuffle_buffer: AtLeast1 = flag(1000, "streaming: rows in memory, among which it shuffles")
+    skip_long: bool = flag(False, "leave out rows that are too long, instead of refusing the file")
+    min_reward: float | None = flag(
+        None, "sft on rollouts: only episodes with this reward", only=("sft",)
+    )
+
+
+# (is it broken?, message). c: the configuration.
+OF_ENVIRONMENTS = [
+    (
+        lambda c: len(c.env_paths) < len(split(c.env_path)),
+        "--env_path={c.env_path}: two files have one name; rename one",
+    ),
+    (
+        lambda c: not any(c.env(name).weight for name in c.env_paths),
+        "every environment has --envs.NAME.weight 0, so that none is trained in; raise one",
+    ),
+    (
+        lambda c: len(c.env_paths) > 1 and (c.data.train or c.data.eval),
+        "--data.train and --data.eval are for one environment; give --envs.NAME.train and "
+        "--envs.NAME.eval",
+    ),
+]

@@ -1,0 +1,70 @@
+"""Flags of the learner and its optimizer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_core.config.flag_parsing import AtLeast1, Count, Fraction, NotNegative, Section, flag
+
+
+@dataclass(kw_only=True)
+class OptimConfig(Section, prefix="optim."):
+    name: str = flag("adamw", "optimizer; adamw8bit is that of bitsandbytes")
+    lr: NotNegative = flag(1e-6, "peak learning rate")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = flag(
+        "constant", "learning rate after the warmup"
+    )
+    warmup_steps: Count = flag(0, "steps over which the learning rate rises from 0")
+    warmup_frac: Fraction = flag(0.0, "warmup_ratio: warmup_steps as a fraction of --num_steps")
+    min_lr_frac: Fraction = flag(0.0, "where linear, cosine and wsd end, as a fraction of lr")
+    betas: tuple[Fraction, Fraction] = flag((0.9, 0.95), "AdamW; the first is SGD's momentum")
+    eps: NotNegative = flag(1e-8, "AdamW's epsilon")
+    weight_decay: NotNegative = flag(0.0, "weight decay of matrices; biases and norms have none")
+    max_grad_norm: NotNegative = flag(1.0, "clip the gradient to this norm; 0 is off")
+    load: str | None = flag(None, "run or checkpoint whose optimizer state a new run starts from")
+
+
+@dataclass(kw_only=True)
+class LearnerConfig(Section, prefix="learner."):
+    minibatches: AtLeast1 = flag(1, "optimizer steps of one step, each on its share of the tasks")
+    epochs: AtLeast1 = flag(1, "passes over the episodes of a step")
+    microbatch_tokens: AtLeast1 = flag(8192, "tokens of one forward and backward on a rank, packed")
+    inference_tokens: Count | Literal["auto"] = flag(
+        0, "of forwards without gradient (old logprobs, reference); 0: microbatch_tokens; auto"
+    )
+    activations: Literal["keep", "recompute", "offload"] = flag(
+        "keep", "recompute: gradient checkpointing"
+    )
+    kernels: Literal["default", "compile", "liger"] = flag(
+        "default", "torch.compile, or Liger's kernels"
+    )
+    offload: Literal["none", "phase", "always"] = flag("none", "CPU offload; phase: while sampling")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "mixed precision; auto: bfloat16 on a GPU, or float16 if it has none"
+    )
+
+
+# c: the configuration, with the actor's own settings.
+OF_INFERENCE = [
+    (
+        lambda c: (
+            c.learner.inference_tokens != "auto"
+            and c.learner.inference_tokens < 2 * c.learner.microbatch_tokens
+        ),
+        "--learner.inference_tokens={c.learner.inference_tokens} must be at least twice "
+        "--learner.microbatch_tokens={c.learner.microbatch_tokens}, since whole microbatches are "
+        "joined; raise it, or leave it out",
+    ),
+    (
+        lambda c: c.cp > 1,
+        "--learner.inference_tokens cannot join sequences that --cp={c.cp} splits; leave one out",
+    ),
+    (
+        lambda c: c.algo.teacher == "self" or c.algo.teacher_loss not in (None, "sampled"),
+        "--learner.inference_tokens cannot be combined with --algo.teacher self, nor with an "
+        "--algo.teacher_loss other than sampled; leave it out",
+    ),
+    (
+        lambda c: any(env.teacher for env in c.envs.values()),
+        "--learner.inference_tokens cannot be combined with --envs.NAME.teacher; leave it out",
+    ),
+]

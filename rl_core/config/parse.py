@@ -1,0 +1,249 @@
+"""Command line and YAML -> a checked Config.
+
+config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path", "envs/x.py",
+"--out", "runs/x"])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.config.actors import OWN_SECTIONS, ActorConfig, LoraConfig
+from rl_core.config.config import Config
+from rl_core.config.data import EnvConfig
+from rl_core.config.flag_parsing import answer, flags_in, is_table, typed, unknown, validated
+from rl_core.config.rules import check
+from rl_core.errors import split
+
+
+@cache
+def known_flags() -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Name -> (default, field) of every flag, with NAME for the name of an actor or an
+    environment."""
+    every, known = Config(actors={"NAME": ActorConfig()}, envs={"NAME": EnvConfig()}), {}
+    for name, default, f in flags_in(every):
+        known[name] = default, f
+        if name.partition(".")[0] in OWN_SECTIONS:
+            known[f"actors.NAME.{name}"] = None, f
+    for section in OWN_SECTIONS:
+        del known[f"actors.NAME.{section}"]
+    return known
+
+
+def parse_config(argv: list[str]) -> Config:
+    """The checked configuration of a command line. Raises ValueError with the value, the rule and
+    the fix."""
+    return checked(read_config(argv))
+
+
+def checked(config: Config) -> Config:
+    """The configuration with short forms written out: --model is the actor policy's, and an
+    actor that shares a model takes the owner's, and its LoRA where it has none. Raises
+    ValueError with the value, the rule and the fix."""
+    actors = dict(config.actors)
+    if config.model is not None:
+        other = actors.get("policy", ActorConfig()).model
+        if other not in (None, config.model):
+            raise ValueError(
+                f"--model {config.model} is short for --actors.policy.model, which is {other}: "
+                "give one of them"
+            )
+        actors["policy"] = replace(actors.get("policy", ActorConfig()), model=config.model)
+    for name, actor in actors.items():
+        if owner := actors.get(actor.share):
+            actors[name] = sharing(actor, owner)
+    config = replace(config, actors=actors)
+    check(config)
+    return config
+
+
+def sharing(actor: ActorConfig, owner: ActorConfig) -> ActorConfig:
+    lora = actor.lora
+    if actor.is_trained and lora == LoraConfig():
+        lora = replace(owner.lora)
+    elif actor.is_trained and lora.quantize == "none":
+        lora = replace(lora, quantize=owner.lora.quantize)
+    return replace(actor, model=actor.model or owner.model, lora=lora)
+
+
+def read_config(argv: list[str]) -> Config:
+    """The configuration of a command line; its flags override the files of --config. Raises
+    ValueError for unknown names and wrong types."""
+    files, flags = [], []
+    for name, value in given_flags(argv):
+        if name == "config":
+            files.append(read_file(value))
+        else:
+            for part in reversed(name.split(".")):
+                value = {part: value}
+            flags.append(value)
+            for layer in files:
+                forget_model(layer, name)
+    check_names(flags)
+    return from_sections(*files, *flags)
+
+
+def check_names(flags: list[dict[str, Any]]) -> None:
+    """Raises ValueError for all unknown flags and wrong values at once."""
+    errors = []
+    for sections in flags:
+        try:
+            add(sections, {})
+        except ValueError as error:
+            errors.append(str(error))
+    if len(errors) > 1:
+        raise ValueError("; ".join(errors))
+
+
+def forget_model(layer: dict[str, Any], flag: str) -> None:
+    """Removes the policy's model from a file's sections if a flag names the model anew."""
+    policy = (layer.get("actors") or {}).get("policy") or {}
+    if flag == "model":
+        policy.pop("model", None)
+    elif flag == "actors.policy.model":
+        layer.pop("model", None)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The sections of a YAML file. Raises ValueError, with its name, for all that is wrong in
+    them."""
+    try:
+        text = Path(path).read_text()
+        sections = yaml.safe_load(text)
+        from_sections(sections)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}; name a YAML file of flags") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    if folders := start_folders(Path(os.path.abspath(path)).parent, text, sections.get("out")):
+        sections = with_paths(sections, folders)
+        sections["out"] = str(Path(path).parent)
+    return sections
+
+
+STARTED = (
+    "# Relative paths are of {}, where the run was started.\n"  # A run's config.yaml's line 1.
+)
+
+
+def start_folders(run: Path, text: str, out: str | None) -> list[Path]:
+    """Candidates for the folder in which the run with this config.yaml was started, the likeliest
+    first. Empty if this process is in that folder, or if the file does not belong to a run. A
+    relative `out` gives the folder also after the run and its inputs were moved together."""
+    if not (out and (run / "hf").is_dir()):
+        return []
+    parts, folders = Path(os.path.normpath(out)).parts, []
+    if not Path(out).is_absolute() and run.parts[-len(parts) :] == parts:
+        folders.append(Path(*run.parts[: -len(parts)]))
+    if match := re.match(STARTED.format("(.+)"), text):
+        folders.append(Path(match[1]))
+    return [] if Path.cwd() in folders[:1] else folders
+
+
+# Fields that hold paths, or names that are not paths.
+PATH_FIELDS = (
+    "env_path",
+    "model",
+    "chat_template",
+    "train",
+    "eval",
+    "reference",
+    "teacher",
+    "load",
+)
+
+
+def with_paths(sections: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
+    """Sections in which a path that is found from one of the folders is absolute."""
+    moved = {}
+    for key, value in sections.items():
+        if isinstance(value, dict):
+            value = with_paths(value, folders)
+        elif isinstance(value, str) and key in PATH_FIELDS:
+            value = ",".join(absolute(path, folders) for path in split(value))
+        moved[key] = value
+    return moved
+
+
+def absolute(path: str, folders: list[Path]) -> str:
+    """A path, also one with a name (`easy=rows.jsonl`), a query or a split behind it."""
+    named = re.match(r"[A-Za-z][\w-]*=", path)
+    for prefix in ("", named[0] if named else ""):
+        rest = path.removeprefix(prefix)
+        for folder in folders:
+            if glob.glob(os.path.join(glob.escape(str(folder)), re.split("[?@]", rest)[0])):
+                return prefix + str(folder / rest)
+    return path
+
+
+def from_sections(*layers: dict[str, Any]) -> Config:
+    """The configuration of flags in sections, as YAML holds them; later layers override."""
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        add(layer, tree)
+    return validated("", tree, Config)
+
+
+def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
+    """(name, value) of each flag; the value is True where none follows."""
+    flags: list[tuple[str, Any]] = []
+    for arg in argv:
+        name, equals, value = arg.partition("=")
+        if name.startswith("--") and " " not in name:  # "--quantization fp8" is a value
+            flags.append((name[2:], value if equals else True))
+        elif flags and flags[-1][1] is True:
+            flags[-1] = flags[-1][0], arg
+        else:
+            near = answer(name, known_flags())
+            raise ValueError(f"argument {arg!r} has no flag before it; write --name value; {near}")
+    return flags
+
+
+def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent: str = "") -> None:
+    """Puts the flags of sections into a tree. `parent`: as `prefix`, with NAME for the name of an
+    actor or an environment. Raises ValueError for an unknown name."""
+    if not isinstance(sections, dict):
+        raise ValueError(f"here belong keys with values, not {sections!r}")
+    flags = known_flags()
+    for key, value in sections.items():
+        name = f"{prefix}{key}"
+        known = f"{parent}NAME" if parent in ("actors.", "envs.") else f"{parent}{key}"
+        if known in flags:
+            kind = flags[known][1].type
+            if isinstance(value, dict) and not takes_table(known, kind):
+                raise unknown(f"{name}.{next(iter(flat(value)), '')}", flags)
+            tree[str(key)] = typed(name, value, kind)
+        elif value is None or isinstance(value, dict):
+            add(value or {}, tree.setdefault(str(key), {}), f"{name}.", f"{known}.")
+        else:
+            raise unknown(name, flags)
+
+
+def takes_table(name: str, kind: Any) -> bool:
+    """True if a flag's value may be a table: names of held-out sets, or a dictionary."""
+    return is_table(kind) or name in ("data.eval", "envs.NAME.eval")
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as --config reads it."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value."""
+    values = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[prefix + key] = value
+    return values
