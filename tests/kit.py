@@ -144,7 +144,8 @@ def serve(requests: socket.socket) -> int:
         pid = os.fork()
         if pid == 0:
             requests.close()
-            in_child(lambda request=request: launch(request))
+            run = launch if "ranks" in request else launch_program
+            in_child(lambda request=request, run=run: run(request))
         requests.sendall(f"{pid}\n".encode())
     return 0
 
@@ -172,10 +173,34 @@ def launch(request: dict[str, Any]) -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(send, f"{store.port:08d}".encode() * len(pids))
     code = wait_for_ranks(pids)
-    temporary = Path(request["out"] + ".code.tmp")
-    temporary.write_text(str(code))
-    temporary.rename(request["out"] + ".code")
+    write_result(request["out"] + ".code", code)
     return code
+
+
+def launch_program(request: dict[str, Any]) -> int:
+    """Forks a program, and writes its exit status where ForkedProcess looks for it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        in_child(lambda: be_program(request))
+    write_result(request["out"] + ".code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return 0
+
+
+def be_program(request: dict[str, Any]) -> int:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    Path(request["out"] + ".pid").write_text(str(os.getpid()))
+    redirect(request["out"])  # Waits until the test reads.
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    return run_program(*request["args"])
+
+
+def write_result(path: str, value: object) -> None:
+    Path(path + ".tmp").write_text(str(value))
+    os.rename(path + ".tmp", path)
 
 
 def redirect(out: str) -> None:
@@ -251,13 +276,20 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> int:
 
 
 def run_program(first: str, *args: str) -> int:
-    if first == "-m":
+    if first == "-c":
+        sys.argv = [first, *args[1:]]
+        exec(args[0], {"__name__": "__main__"})
+    elif first == "-m":
         sys.argv = list(args)
         sys.path.insert(0, os.getcwd())  # As Python does.
         if args[0] == "rl_core.train":  # Imported already, from the code under test.
             from rl_core.train import main
 
             return main(args[1:])
+        if args[0] == "rl_core.tools.cli":
+            from rl_core.tools.cli import command
+
+            command()
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *args]
@@ -313,6 +345,13 @@ def start_server() -> None:
     server = ForkServer()
 
 
+def program_env() -> dict[str, str]:
+    """Variables of programs that tests start."""
+    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
 class RanksProcess:
     """Ranks that run: their output so far, their end, and signals to all of them."""
 
@@ -320,19 +359,11 @@ class RanksProcess:
         assert server is not None, "conftest.py starts it"
         self.args = list(map(str, args))
         self.out = tempfile.mkdtemp(dir=server.folder) + "/ranks"
-        path = os.pathsep.join(
-            filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
-        )
-        env = (
-            os.environ
-            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-            | env
-        )
         request = {
             "ranks": num_ranks,
             "args": self.args,
             "cwd": str(cwd or os.getcwd()),
-            "env": dict(env),
+            "env": program_env() | env,
         }
         self.pid = server.start(request | {"out": self.out})
 
@@ -436,15 +467,7 @@ def start_torchrun(
 
 def start_process(*args: str | Path) -> subprocess.Popen:
     """This Python with these arguments."""
-    path = os.pathsep.join(
-        filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
-    )
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": path,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONUNBUFFERED": "1",
-    }
+    env = program_env() | {"PYTHONUNBUFFERED": "1"}
     pipes = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
@@ -459,7 +482,54 @@ def start_process(*args: str | Path) -> subprocess.Popen:
         signal.signal(signal.SIGINT, before)
 
 
-def kill_session(process: subprocess.Popen) -> None:
+class ForkedProcess:
+    """As start_process(), with what it uses of Popen's interface, but forked like ranks: imports are
+    done."""
+
+    def __init__(self, *args: str | Path):
+        assert server is not None, "conftest.py starts it"
+        self.args, self.returncode = args, None
+        self.out = tempfile.mkdtemp(dir=server.folder) + "/program"
+        pipes = [f"{self.out}.{name}" for name in ("stdout", "stderr")]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        request = {"args": [*map(str, args)], "env": program_env(), "cwd": str(ROOT)}
+        server.start(request | {"out": self.out})
+        self.stdout, self.stderr = map(open, pipes)
+        self.pid = int(Path(self.out + ".pid").read_text())
+
+    def poll(self) -> int | None:
+        file = Path(self.out + ".code")
+        if self.returncode is None and file.exists():
+            self.returncode = int(file.read_text())
+        return self.returncode
+
+    def wait(self, timeout: float = 60) -> int:
+        wait_until(lambda: self.poll() is not None, f"{self.args} ends", timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float) -> list[str]:
+        texts = ["", ""]
+
+        def read(number: int) -> None:
+            texts[number] = (self.stdout, self.stderr)[number].read()
+
+        threads = [threading.Thread(target=read, args=(n,), daemon=True) for n in (0, 1)]
+        for thread in threads:
+            thread.start()
+        self.wait(timeout)
+        for thread in threads:
+            thread.join(timeout)
+        return texts
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def kill_session(process: subprocess.Popen | ForkedProcess) -> None:
     """Ends a process that leads a session, and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

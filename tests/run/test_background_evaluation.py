@@ -11,7 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kit import STOP, kill_session, metrics, run, start_process, trajectories, wait_until, words
+from kit import (
+    STOP,
+    ForkedProcess,
+    kill_session,
+    metrics,
+    run,
+    start_process,
+    trajectories,
+    wait_until,
+    words,
+)
 
 from rl_core.run.evaluation.background_evaluation import (
     BackgroundEvaluation,
@@ -70,12 +80,12 @@ def test_an_evaluation_under_way_outlives_a_kill_once(places, tmp_path, capsys):
     env = ["--env_path", tmp_path / "held.py", *words(SIZES, "--eval.samples 0")]
     flags = words("--model", places["model"], *env, "--out", out, BESIDE)
     flags += words("--num_steps 3 --eval_every 3 --save_every 1 --optim.lr 0.01")
-    process = start_process("-m", "rl_core.train", *flags)
+    process = ForkedProcess("-m", "rl_core.train", *flags)
     folder = out / "evaluations/step_000000"
     # Steps continue while the evaluation of the first weights is held.
     wait_until(lambda: list(out.glob("checkpoints/step_000002/manifest.json")), "two steps")
     pid = int((folder / "pid").read_text())
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     assert not evaluations(out) and os.path.exists(f"/proc/{pid}")
     (tmp_path / "hold").unlink()

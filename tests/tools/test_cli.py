@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from kit import ROOT, kill_session, start_process, wait_until, words
+from kit import ROOT, ForkedProcess, kill_session, start_process, wait_until, words
 
 from rl_core import __version__
 from rl_core.engines.scripted import ScriptedActor, ScriptedEngine, plain_chat
@@ -146,9 +146,9 @@ def train_flags(places, out, *flags) -> list[str]:
     )
 
 
-def start(*argv) -> subprocess.Popen:
+def start(*argv) -> ForkedProcess:
     """The command in a separate session, as a terminal would run it."""
-    return start_process("-m", "rl_core.tools.cli", *argv)
+    return ForkedProcess("-m", "rl_core.tools.cli", *argv)
 
 
 def test_train_runs_here_with_one_rank(places, tmp_path, monkeypatch):
@@ -230,9 +230,9 @@ def test_a_rank_that_is_killed_is_told_and_the_others_end(places, tmp_path):
 
 SOON = """
 import sys
-from rl_core.tools import forked_ranks
+from rl_core.tools import fork_launcher
 from rl_core.tools.train import main
-forked_ranks.END_S = 1.0
+fork_launcher.END_S = 1.0
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -240,7 +240,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_frozen_rank_is_killed_once_another_has_given_up(places, tmp_path):
     more = "--num_steps 100000 --timeout_s 5"
     flags = words("--nproc_per_node 2", train_flags(places, tmp_path / "run", more))
-    process = start_process("-c", SOON, *flags)
+    process = ForkedProcess("-c", SOON, *flags)
     try:
         wait_until((tmp_path / "run/metrics.jsonl").exists, "the first step")
         ranks = {child for child, parent in running().items() if parent == process.pid}
@@ -273,7 +273,7 @@ print(can_fork())
 
 
 def test_ranks_are_not_forked_from_a_process_with_threads(tmp_path):
-    process = start_process("-c", FORKS)
+    process = ForkedProcess("-c", FORKS)
     assert process.communicate(timeout=60)[0].split() == ["True", "False"]
 
 
