@@ -35,7 +35,7 @@ def check_replay(config: Config, name: str) -> None:
     ):
         if is_given:
             raise ValueError(
-                f"--actors.{name}.router_replay=true cannot be combined with {flag}; leave one out"
+                f"--actors.{name}.router_replay=true cannot be combined with {flag}; remove one"
             )
 
 

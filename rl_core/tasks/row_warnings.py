@@ -125,12 +125,13 @@ def tool_warnings(
 ) -> Iterator[str]:
     """Warnings about tools that a trained actor does not read of, one by environment and actor."""
     warned: set[tuple[str, str]] = set()
-    for source in sources:
+    names = [name for name in config.trained if name in chats]
+    for source in sources if names else ():
         env = envs.get(source.env)
         if env is not None and "rollout" in env.hooks:
             continue  # The function writes its own messages, which may describe the tools.
-        for task, name in product(islice(source, NUM_ROWS), config.trained):
-            if name not in chats or (source.env, name) in warned:
+        for task, name in product(islice(source, NUM_ROWS), names):
+            if (source.env, name) in warned:
                 continue
             tools, messages = row_tools(task.row), task.messages
             if env is not None:

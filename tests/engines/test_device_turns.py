@@ -126,14 +126,14 @@ def test_no_learner_has_the_device_beside_an_engine_or_leaves_its_cache_to_one(
 
 # Besides actors.py: code that the lease enters, code called inside of it, and a tool without engines.
 MAY_ENTER = {
-    "engines.py",  # For a server that died, before it takes the rest of the device.
+    "factory.py",  # For a server that died, before it takes the rest of the device.
     "learner.py",
     "checkpoint.py",
-    "reference.py",
+    "kl.py",
     "replay.py",
     "resume.py",  # Before engines begin.
-    "teacher.py",
-    "weights_again.py",  # While all engines sleep.
+    "distill.py",
+    "weight_recovery.py",  # While all engines sleep.
 }
 
 

@@ -492,7 +492,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
             2,
             "qwen3_moe",
             {},
-            r"--tp=2: a qwen3_moe model splits layers as .* not known here; take --tp 1",
+            r"--tp=2: a qwen3_moe model splits layers as .*, which rl_core does not support; take --tp 1",
         ),
     ],
 )

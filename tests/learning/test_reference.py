@@ -281,7 +281,7 @@ def test_dpo_with_a_reference_of_the_last_step_is_dpo_around_the_policy(tmp_path
         ("--algo.reference_decay 0.9", "update a reference: give --algo.kl_coef"),
         (
             "--algo.kl_coef 1 --algo.reference_every 3 --algo.reference m",
-            "begins as the actor's model; leave out --algo.reference",
+            "starts as the actor's model; leave out --algo.reference",
         ),
         ("--algo.kl_coef 1 --algo.reference_decay 1", "would never update the reference"),
         ("--algorithm dpo --algo.reference_decay 1", "would never update the reference"),

@@ -250,16 +250,14 @@ def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
         ("--engine_ranks 1", "cannot be combined with --engine_ranks=1"),
         ("--rollout.lagged 0.5,4", "cannot be combined with --rollout.lagged"),
         ("--learner.kernels compile", "cannot be combined with --learner.kernels=compile"),
-        ("--actors.policy.lora.rank 2 --actors.b.share policy", "has no share"),
+        ("--actors.policy.lora.rank 2 --actors.b.share policy", "cannot be combined with share"),
     ],
 )
 def test_replay_is_refused_where_experts_could_be_others(family, flags, why, monkeypatch):  # noqa: F811
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     sizes = "--env_path x.py --out x --max_prompt_tokens 16 --max_tokens 16 --engine embedded"
     config = parse_config(kit.words("--model", family("qwen3_moe"), sizes, REPLAY, flags))
-    with pytest.raises(
-        ValueError, match=f"--actors.policy.router_replay=true {why}; leave one out"
-    ):
+    with pytest.raises(ValueError, match=f"--actors.policy.router_replay=true {why}; remove one"):
         make_chats(config)[0]["policy"]
 
 
