@@ -38,8 +38,8 @@ def can_fork() -> bool:
         return False
     from transformers import GenerationMixin, PreTrainedTokenizerFast  # noqa: F401
 
-    import rl_core.plan.plan
     import rl_core.plan.model_checks
+    import rl_core.plan.plan
     import rl_core.trainer  # noqa: F401
 
     return num_threads() == 1

@@ -164,7 +164,7 @@ def test_the_best_by_an_evaluation_is_kept(flags_of, tmp_path, capsys):
         )
     assert main(words(flags, "--num_steps 1 --keep_best score --out", tmp_path / "other")) == 1
     assert (
-        "--keep_best score is no metric of this evaluation; it has greedy_failed, greedy_pass, "
+        "--keep_best score is not a metric of this evaluation; it has greedy_failed, greedy_pass, "
         "greedy_reward/reward_fn, greedy_score" in capsys.readouterr().err
     )
 
