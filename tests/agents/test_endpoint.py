@@ -1163,7 +1163,9 @@ def test_threads_branch_repeat_and_end(monkeypatch):
                 new = [{"role": "user", "content": text}]
                 return await create(messages=new, thread=thread, **more)
 
-            first = await create(messages=HI, system="Hm.", thread={"type": "create"})
+            asked = {"thread": {"type": "create"}, "output_config": {"format": ANY_CITY}}
+            first = await create(messages=HI, system="Hm.", **asked)
+            assert llm.stored[first.id].schema is None
             left, right = [await continued(first, text) for text in ("left", "right")]
             again = await continued(first, "left")
             assert again.id == left.id and tree.num_retries == 1

@@ -131,8 +131,9 @@ def env(tmp_path):
     return load_env(str(tmp_path / "env.py"))
 
 
-def source_of(rows, env="env", files=()):
-    return TaskSource(rows, env=env, split="train", seed=0, shuffle=False, files=files)
+def source_of(rows, env="env", files=(), is_pairs=False):
+    fields = {"env": env, "split": "train", "seed": 0, "shuffle": False}
+    return TaskSource(rows, **fields, files=files, is_pairs=is_pairs)
 
 
 def warnings_of(config, env, *sources, chats=None):
@@ -243,7 +244,8 @@ def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
     config = Config(algorithm=algorithm, tasks_per_step=1)
     good = {key: value for key, value in row.items() if key not in ("label", "chosen_rating")}
     good |= {key: 9 for key in ("score_chosen", "chosen_score") if key in row}
-    lines = warnings_of(config, env, source_of([good, row, row]))
+    source = source_of([good, row, row], is_pairs=algorithm in PAIRS)
+    lines = warnings_of(config, env, source)
     rows = "2 of the first 3 rows of env, such as row 2 of load_tasks('train'): "
     assert [
         line for line in lines if "such as row" in line and remark in line and rows in line

@@ -656,6 +656,12 @@ UNTRAINED = itertools.product(
     (False, 0, 0.0, "false", "False", "0", np.bool_(False), np.int64(0)),
 )
 READINGS += [(said("a", **{k: v}), said("a", train=False), "not trained") for k, v in UNTRAINED]
+OTHER_ROLES = [(role, "assistant") for role in ("chatgpt", "ai", "bot", "chatbot")]
+OTHER_ROLES += [(role, "tool") for role in ("ipython", "tool_response")]
+READINGS += [
+    ({"role": role, "content": "a"}, {"role": name, "content": "a"}, f"{role!r} read as {name}")
+    for role, name in OTHER_ROLES
+]
 READINGS += [(said("a", train=each), said("a"), "") for each in (True, 1, 1.0, "true", np.True_)]
 
 
