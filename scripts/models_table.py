@@ -4,8 +4,7 @@
     python scripts/models_table.py gemma2 gpt_oss          # prints these rows
 
 Each family is a tiny random model of its own configuration class. One SFT step, two GRPO steps and
-two GRPO steps with adapters are runs of rl_core.train. Numbers in the table are differences in
-nats.
+two GRPO steps with adapters are runs of rl_core.train. Numbers are differences in nats.
 """
 
 from __future__ import annotations
@@ -336,6 +335,26 @@ def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
     return trial.row, trial.reasons
 
 
+def summary(results: dict[str, tuple[dict[str, str], list[str]]]) -> list[str]:
+    """Lines of the page: families by forward, largest differences, and each failure."""
+    lines = []
+    for kind in ("packed", "padded"):
+        names = [name for name, (row, _) in results.items() if row["forward"] == kind]
+        lines += [f"- **{kind}**: {', '.join(names)}"] * bool(names)
+    columns = {column: [row[column] for row, _ in results.values()] for column in COLUMNS}
+    numbers = {
+        column: max((value for value in values if value[0].isdigit()), key=float, default="-")
+        for column, values in columns.items()
+        if column in ("SFT", "reload", "engine")
+    }
+    largest = ", ".join(f"{column} {value}" for column, value in numbers.items())
+    lines.append(f"- **largest differences**: {largest}")
+    for name, (row, reasons) in results.items():
+        failed = ", ".join(column for column in COLUMNS if row[column] in ("**no**", "-"))
+        lines += [f"- **{name}**, {failed or 'differs'}: {'; '.join(reasons)}"] * bool(reasons)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -347,15 +366,12 @@ def main() -> None:
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    lines = [
-        "| family | " + " | ".join(COLUMNS) + " | missing |",
-        "|---" * (len(COLUMNS) + 2) + "|",
-    ]
+    results = {}
     for name in args.families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-            row, reasons = try_family(Path(folder), name)
-        lines.append(f"| {name} | " + " | ".join(row.values()) + f" | {'; '.join(reasons)} |")
-        print(lines[-1], flush=True)
+            results[name] = try_family(Path(folder), name)
+        print(name, *results[name][0].values(), *results[name][1], flush=True)
+    lines = summary(results)
     if args.out:
         about = Path(args.out).read_text().partition(MARK)[0]
         versions = (
