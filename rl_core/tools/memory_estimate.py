@@ -2,7 +2,7 @@
 
 Every episode counts as long as it may be. w bytes of a number in compute, L blocks, D hidden size,
 I of the MLP, Q and K widths of all heads of queries and of keys, V vocabulary; T tokens and M
-trained tokens of a microbatch on one rank. docs/parallelism.md explains each row.
+trained tokens of a microbatch on one rank. docs/parallelism.md has the largest rows.
 """
 
 from __future__ import annotations
