@@ -260,3 +260,13 @@ def test_one_place_loads_from_transformers_so_that_no_code_of_a_model_runs():
         if names & {"from_pretrained", "from_config"} or "trust_remote_code" in file.read_text():
             result[str(file.relative_to(ROOT))] = names
     assert list(result) == ["rl_core/data/pretrained.py"]
+
+
+def test_few_tests_are_tried_twice_and_each_exists():
+    lines = (ROOT / "tests/unsteady.txt").read_text().splitlines()
+    named = [line for line in lines if not line.startswith("#")]
+    assert len(named) == len(set(named)) <= 5
+    for file, name in (line.split("::") for line in named):
+        assert f"def {name}(" in (ROOT / file).read_text()
+    retries = re.findall(r"--last-failed(?!-)", (ROOT / ".ci/run").read_text())
+    assert len(retries) == 1
