@@ -76,7 +76,8 @@ def measure(seed: int) -> dict[str, float]:
     )
     sizes = f"--num_tasks {16 * COLLECTED} --tasks_per_step 16 --group_size 8 --min_reward 1"
     run(
-        f"rl_core.tools.cli collect {here}/warm/hf/policy {TASK} {rows} {sizes} --out {here}/collected"
+        f"rl_core.tools.cli collect {here}/warm/hf/policy {TASK} {rows} {sizes} "
+        f"--out {here}/collected"
     )
     right = (
         f"{imitate.replace('3e-3', '1e-3')} --model {here}/warm/hf/policy --data.train "

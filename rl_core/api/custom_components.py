@@ -116,13 +116,14 @@ def check_parameters(made: Optimizer, named: Sequence[tuple[str, Any]], name: st
         if "param_names" not in group:
             raise ValueError(
                 f"optimizer={name} has parameters without names, by which a checkpoint holds their "
-                "state; give it pairs as they come: torch.optim.AdamW(named_parameters, lr=optim.lr)"
+                "state; give it pairs as they come: torch.optim.AdamW(named_parameters, "
+                "lr=optim.lr)"
             )
         for weight_name, parameter in zip(group["param_names"], group["params"], strict=True):
             if known.get(weight_name) is not parameter:
                 raise ValueError(
-                    f"optimizer={name} has a parameter {weight_name!r}, which is none of the model's under "
-                    "this name; take the pairs of named_parameters as they come"
+                    f"optimizer={name} has a parameter {weight_name!r}, which is none of the "
+                    "model's under this name; take the pairs of named_parameters as they come"
                 )
 
 
@@ -193,8 +194,8 @@ def own_plugins(plugins: Any) -> list[Callable[[Any], Plugin]]:
 
 
 def own_plugin(plugin: Any) -> Callable[[Any], Plugin]:
-    """A constructor of a plugin whose errors name it. `plugin`: a class of Plugin, an object with some of
-    its hooks, or a function of the trainer that returns one of these. Raises ValueError."""
+    """A constructor of a plugin whose errors name it. `plugin`: a class of Plugin, an object with
+    some of its hooks, or a function of the trainer that returns one of these. Raises ValueError."""
     if isinstance(plugin, Plugin):
         name = type(plugin).__name__
         raise ValueError(

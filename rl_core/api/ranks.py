@@ -16,8 +16,8 @@ from rl_core.types import RunError
 
 def run_ranks(config: Config, environments: list[Environment], nproc: int) -> None:
     """Runs `rl-core train` with this configuration. Rows lie in OUT.rows, which a resumed run reads
-    again. Ctrl-C saves when the step is done. Raises ValueError for an environment that is not a file,
-    and RunError if the run fails."""
+    again. Ctrl-C saves when the step is done. Raises ValueError for an environment that is not a
+    file, and RunError if the run fails."""
     folder = Path(f"{config.out}.rows")
     for env in environments:
         if config.is_rl and not (env.flag == env.path and is_path(env.path)):

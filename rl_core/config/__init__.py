@@ -1,4 +1,5 @@
-"""Configuration: flags, their help, ranges and rules by subject; command line and YAML -> Config."""
+"""Configuration: flags, their help, ranges and rules by subject; command line and YAML ->
+Config."""
 
 from rl_core.config.actors import OWN_SECTIONS, ActorConfig, LoraConfig
 from rl_core.config.algorithm import (

@@ -1,4 +1,5 @@
-"""Config: the flags that have no section, and the sections of each subject. Imports nothing heavy."""
+"""Config: the flags that have no section, and the sections of each subject. Imports nothing
+heavy."""
 
 import math
 from dataclasses import dataclass, replace

@@ -241,8 +241,8 @@ class RowOrder:
 
 
 class TaskSource:
-    """The tasks of one environment's split, in order. Of several environments tasks/task_mix.py makes
-    one object like it."""
+    """The tasks of one environment's split, in order. Of several environments tasks/task_mix.py
+    makes one object like it."""
 
     def __init__(
         self,

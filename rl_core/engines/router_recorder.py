@@ -1,5 +1,5 @@
-"""Records the experts of each token in the cache of an embedded engine (router replay, R3, Ma et al.
-2025, arXiv:2510.11370).
+"""Records the experts of each token in the cache of an embedded engine (router replay, R3, Ma et
+al. 2025, arXiv:2510.11370).
 
 R routers, K experts per token, n rows of S tokens in a forward of the engine.
 """

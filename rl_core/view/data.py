@@ -286,8 +286,8 @@ class RunFolder:
         return unpacked(file, file.stat().st_mtime_ns)
 
     def search(self, text: str, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Entries with the text in their messages, in upper or lower case. Faster if entries of one file
-        follow each other."""
+        """Entries with the text in their messages, in upper or lower case. Faster if entries of one
+        file follow each other."""
         wanted = text.casefold()
         for entry in entries:
             try:

@@ -26,8 +26,8 @@ MAX_WAIT_S = 240.0
 
 
 def write_at_end(run: Any) -> None:
-    """Writes report.html of a run that is done, after its process group. A failure is a warning, since
-    the run itself went well."""
+    """Writes report.html of a run that is done, after its process group. A failure is a warning,
+    since the run itself went well."""
     file, errors = run.out / "report.html", ["it took too long"]
 
     def write() -> None:

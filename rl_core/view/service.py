@@ -31,8 +31,8 @@ Counts = dict[tuple[str, str, str], int]
 
 
 class ServiceWatch:
-    """A service, and its last answer. Raises ValueError or OSError for a wrong URL, or one that names
-    a missing file."""
+    """A service, and its last answer. Raises ValueError or OSError for a wrong URL, or one that
+    names a missing file."""
 
     def __init__(self, url: str):
         parts, settings = read_url(url, "--service", "HOST:PORT")
@@ -81,7 +81,8 @@ class ServiceWatch:
         self.workers, self.sessions, self.heard_s = workers, sessions, now_s
 
     def answer(self, *, first: int, find: str, order: str) -> dict[str, Any]:
-        """All that the page shows, with sessions from `first` on of those in which `find` stands."""
+        """All that the page shows, with sessions from `first` on of those in which `find`
+        stands."""
         with self.lock:
             self.look()
             return self.shown(first=first, find=find, order=order)

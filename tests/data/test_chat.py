@@ -590,7 +590,7 @@ def test_a_tokenizer_without_a_template_is_refused_and_load_chat_reads_one_from_
     (tmp_path / "mine.jinja").write_text(CHATML)
     chat = load_chat(str(tmp_path), str(tmp_path / "mine.jinja"))
     assert chat.decode(chat.prompt_ids([user("hello")])) == "user\nhello\nassistant\n"
-    with pytest.raises(ValueError, match="missing.jinja: no such file"):
+    with pytest.raises(ValueError, match=r"missing\.jinja: no such file"):
         load_chat(str(tmp_path), str(tmp_path / "missing.jinja"))
 
 
