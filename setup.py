@@ -48,6 +48,8 @@ EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
 # The last formats signatures.
 EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]
+# pyright brings Node, which tests/ground/test_types.py runs.
+EXTRAS["types"] = ["pyright[nodejs]>=1.1.400"]
 EXTRAS["test"] = [
     *EXTRAS["api"],
     *EXTRAS["json"],
@@ -95,6 +97,7 @@ setup(
     cmdclass={"build_py": BuildWithEnvironments},
     packages=find_packages(include=["rl_core", "rl_core.*"]),
     package_data={
+        "rl_core": ["py.typed"],
         "rl_core.config": ["*.yaml"],
         "rl_core.data": ["*.yaml"],
         "rl_core.run.display": ["*.yaml"],

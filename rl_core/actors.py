@@ -94,6 +94,7 @@ class ActorRuntime:
     async def learning(self) -> AsyncIterator[Learner]:
         """Inside, engines sleep and the learner is on the device. Engines stay asleep afterwards.
         Every rank must enter it."""
+        assert self.learner is not None
         await self.device.sleep()
         with self.learner.on_device():
             yield self.learner
@@ -102,6 +103,7 @@ class ActorRuntime:
     def learn(self, samples: list[TrainingSample], step: int) -> dict[str, Metric]:
         """The metrics of one step of the learner, which is on the device. Every rank must call
         it."""
+        assert self.learner is not None
         if self.device.ranks.device.type == "cuda":
             torch.cuda.set_device(self.device.ranks.device)  # each thread has its own
         minibatches, metrics = self.learner.shard(samples)
@@ -115,6 +117,7 @@ class ActorRuntime:
         with the old. Every rank must call it: gathering a weight is a collective."""
         if self.speaker is None:
             return
+        assert self.learner is not None
         self.device.hand_over()  # an engine takes memory for its weights now
         weights = self.learner.engine_weights(self.shares_weights)
         if self.engine is None:
@@ -137,7 +140,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
 
             dtype = compute_dtype(config)
             names = [*plan.chats, *maker.stale_names]
-            engines = connect(names, ranks, dtype, config.timeout_s)
+            engines |= connect(names, ranks, dtype, config.timeout_s)
         else:
             engines = maker.make_all(plan.chats, learners, ranks)
             lease = DeviceLease() if maker.takes_turns else None
@@ -172,6 +175,7 @@ def make_speaker(
 ) -> Actor:
     """The object that hooks call by an actor's name."""
     own = config.actors[name]
+    assert own.model
     ends = [*chat.stop_token_ids, *end_token_ids(own.model)]
     return Actor(
         name=name,

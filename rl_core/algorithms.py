@@ -264,6 +264,7 @@ def token_losses(
     else:
         losses, is_clipped = -batch.advantages * logprobs, None
     if "loss" in a.kl_terms:
+        assert batch.ref_logprobs is not None
         kind, coef = a.kl_terms["loss"]
         losses = losses + coef * kl_estimate(kind, logprobs, batch.ref_logprobs)
     if a.entropy_coef:

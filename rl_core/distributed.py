@@ -115,7 +115,7 @@ class Ranks:
 
     def set_flag(self, name: str) -> None:
         """On any rank has_flag(name) is true from now on."""
-        self.store.set(name, b"1")
+        self.store.set(name, "1")
 
     def has_flag(self, name: str) -> bool:
         return self.store.check([name])
@@ -131,7 +131,8 @@ class Heartbeat:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float):
-        self.store = store.clone()  # A client that waits for a key answers nobody else.
+        # A client that waits for a key answers nobody else. torch's stubs lack clone().
+        self.store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self.rank, self.watched = rank, (rank + 1) % size
         self.timeout_s = timeout_s
         self.period_s = min(timeout_s / BEATS, MAX_BEAT_S)
@@ -196,6 +197,7 @@ class Heartbeat:
         """Inside, the current task is cancelled once the watched rank stands still. Then raises
         RunError."""
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
         self.when_lost = lambda: loop.call_soon_threadsafe(task.cancel)
         try:
             if self.lost:  # while the models loaded
@@ -278,7 +280,7 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
         ) from error
     store.set_timeout(timeout)
     names = [f"present/{other}" for other in range(size)]
-    store.set(names[rank], b"1")
+    store.set(names[rank], "1")
     try:
         store.wait(names)
     except RuntimeError as error:

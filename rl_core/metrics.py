@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -13,8 +14,8 @@ from rl_core.distributed import Ranks, all_gather_json
 
 @dataclass(slots=True)
 class Mean:
-    total: float = 0.0
-    count: float = 1.0
+    total: float | torch.Tensor = 0.0
+    count: float | torch.Tensor = 1.0
 
     def __add__(self, other: Mean) -> Mean:
         return Mean(self.total + other.total, self.count + other.count)
@@ -43,10 +44,10 @@ class Max:
 @dataclass(slots=True)
 class Percentile:
     percent: float
-    values: list[float]  # numbers, or tensors of one
+    values: Sequence[float | torch.Tensor]  # Numbers, or tensors of one.
 
     def __add__(self, other: Percentile) -> Percentile:
-        return Percentile(self.percent, self.values + other.values)
+        return Percentile(self.percent, [*self.values, *other.values])
 
     @property
     def value(self) -> float:
@@ -63,10 +64,13 @@ def count_once(ranks: Ranks) -> Sum:
     return Sum(1 / ranks.size)
 
 
-def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = "") -> None:
+def add_metrics(into: dict[str, Metric], more: Mapping[str, Metric], prefix: str = "") -> None:
     for name, metric in more.items():
         name = prefix + name
-        into[name] = into[name] + metric if name in into else metric
+        if name in into:
+            # A name has metrics of one kind.
+            metric = into[name] + metric  # pyright: ignore[reportOperatorIssue]
+        into[name] = metric
 
 
 def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]:

@@ -1,5 +1,22 @@
-"""The loop, as a class that holds the state of a run. What a step does can be read here; how is one
-call away."""
+"""The loop, as a class that holds the state of a run. Each step runs
+
+    draw_groups() -> submit() -> RolloutWorker: pending -> running -> done -> collect()
+         ^                                        |  ^                           |
+         |                      Actor.generate()  |  | completions              v
+    TaskSource                                    v  |           advantages -> TrainingSamples
+                                                 Engine <- sync() <- Learner <-- learn()
+
+    waits                    for                               until
+    collect()                the groups of a step, all ranks   a group ends on any rank
+    an episode               its engine                        the completion, or resume()
+    actor.learning()         engines to leave the device       Device.sleep() returns
+    actor.sync()             every rank (a collective)         the last rank enters it
+    log_metrics()            every rank (a collective)         the last rank enters it
+
+With max_staleness 0 the worker is idle while learners learn. Otherwise episodes of later steps
+pause for learn() and sync(), or continue if other ranks hold the engines (--engine_ranks).
+Plugins extend the loop: comments at the calls below name those that act there, in their order.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +54,7 @@ class Trainer:
         """Loads the models and makes all that lives as long as the run."""
         config = plan.config
         self.plan, self.config, self.ranks = plan, config, ranks
+        assert config.out
         self.out = Path(config.out)
         self.began_at = self.phase_began = time.monotonic()
         self.phase = "start"
@@ -87,8 +105,11 @@ class Trainer:
         await self.start()
         while self.step < self.config.num_steps and not self.ended_by:
             metrics = await self.train_step()
+            # The terminal and trackers write the line of the step, then Evaluation evaluates,
+            # Signals may end the run, and the Checkpointer saves.
             await self.call("after_step", self.step, metrics)
         if not self.ended_by:
+            # BackgroundEvaluation waits for its last result, and the Checkpointer exports models.
             await self.call("finish")
 
     async def start(self) -> None:
@@ -99,6 +120,7 @@ class Trainer:
             async with self.actors[name].learning():
                 await self.sync(name, self.step)
         await self.resume()
+        # Evaluation evaluates the initial weights, and Signals begins to catch signals.
         await self.call("start")
 
     async def train_step(self) -> dict[str, float]:
@@ -116,6 +138,7 @@ class Trainer:
                     continue
                 async with self.actors[name].learning():
                     with self.timed("learn"):
+                        # Canary compares the learner's logprobs with the engine's.
                         await self.call("before_learn", name, step)
                         await self.learn(name, samples[name])
                     with self.timed("sync"):
@@ -135,10 +158,12 @@ class Trainer:
             self.position += self.config.tasks_per_step
             own = range(first + self.ranks.rank, self.position, self.ranks.size)
             return {self.config.trained[0]: plan.sft_dataset.samples_at(plan.train, own)}
+        # WeightRecovery resends weights to engines that lost them.
         await self.call("before_rollout", step)
         groups = await self.rollout()
         await self.device.sleep()
         trajectories = in_order(groups)
+        # RunFiles writes the episodes, and FailureLimit may end the run.
         await self.call("on_episodes", step + 1, f"step {step + 1}", trajectories)
         await self.call("after_rollout", step, groups)
         return training_samples(plan, trajectories, self.ranks)
@@ -158,6 +183,7 @@ class Trainer:
     def draw_groups(self, num_groups: int) -> list[Group]:
         """Groups of the next training tasks. Those that a resumed run had left come first."""
         left, self.pending = self.pending[:num_groups], self.pending[num_groups:]
+        assert self.plan.train is not None
         first, groups = self.position, []
         self.position += num_groups - len(left)
         for position in (*left, *range(first, self.position)):

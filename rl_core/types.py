@@ -53,6 +53,12 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
+    """The tokens of one turn.
+
+    Example: Completion(token_ids=[17, 4, 2], logprobs=[-0.1, -1.2, 0.0], text="42",
+    finish_reason="stop", policy_version=3, newer_versions=[(2, 4)]) was sampled by versions 3, 3
+    and 4 of the weights."""
+
     # [L] as sampled, the end token included if it was sampled.
     token_ids: list[int] = field(default_factory=list)
     # [L] nats, of the distribution that each token was drawn from.
@@ -79,6 +85,12 @@ class Completion:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
+    """One reply of an actor.
+
+    Example: the prompt [1, 5, 6] is answered by [7, 2], the environment says [8, 9], and the actor
+    replies [7, 3, 2]. The turns are Turn(new_ids=[1, 5, 6], is_fresh=True, completion=...) and
+    Turn(new_ids=[8, 9], is_fresh=False, completion=...): one sample of 10 tokens."""
+
     # Tokens since the actor's last turn; the whole prompt if the turn is fresh.
     new_ids: list[int]
     # The token stream begins here: the first turn, or the chat template rewrote history.
@@ -100,6 +112,11 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Trajectory:
+    """A scored conversation of one actor.
+
+    Example: Trajectory(task_id="train/17", index=2, turns=[turn], reward=0.75,
+    reward_parts={"correct": 1.0, "length": -0.25})."""
+
     task_id: str = ""
     env: str = ""
     group_id: str = ""  # trajectories with one (env, group_id, actor, seat) share a baseline
@@ -145,7 +162,15 @@ PER_TOKEN = {
 
 @dataclass(kw_only=True, slots=True)
 class TrainingSample:
-    """One sequence to learn from. Lists given for its arrays become arrays."""
+    """One sequence to learn from. Lists become arrays.
+
+    Example: prompt [1, 5], completion [7, 2] by version 3, advantage 0.5:
+        token_ids        [1, 5, 7, 2]
+        loss_mask        [False, False, True, True]
+        rollout_logprobs [0, 0, -0.1, -1.2]
+        policy_versions  [-1, -1, 3, 3]
+        advantages       [0, 0, 0.5, 0.5]
+    """
 
     token_ids: np.ndarray  # [L] int64
     # [L] bool, True where the token was sampled by the actor (or SFT trains it)
@@ -191,7 +216,18 @@ class SequenceShard:
 class PackedBatch:
     """One microbatch: N pieces of token sequences end to end, nothing padded. Pieces form trees: a
     piece is what several samples have in common, or the rest of one. The M trained tokens are
-    listed on their own: packing.py shifts once, so that nobody else has to."""
+    listed on their own: packing.py shifts once, so that nobody else has to.
+
+    Example: two samples [1, 5, 7, 2] and [1, 5, 8] with two prompt tokens and no shared piece:
+        input_ids     [1, 5, 1, 5, 7]      the last token of a sample predicts nothing
+        position_ids  [0, 1, 0, 1, 2]
+        cu_seqlens    [0, 2, 5]
+        parents       [-1, -1]
+        paths         [2, 3, 4], [0, 1]
+        labels        [7, 2, 8]
+        logit_indices [3, 4, 1]
+        sequences     [0, 0, 1]
+    """
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, place in the sequence

@@ -247,6 +247,7 @@ class Chat:
     @cached_property
     def tool_calls(self) -> Any:
         """Reads a completion's calls, and checks that calls of tools can be read."""
+        assert self._tool_reader is not None
         return self._tool_reader(self)
 
     def decode(self, token_ids: list[int]) -> str:
@@ -449,7 +450,7 @@ class TokenStream:
             rendered = self._chat.render(messages, self._tools)
         suffix = text_after(rendered, self.rendered, turn_text)
         self.messages, self.rendered, self.is_fresh = messages, rendered, suffix is None
-        if self.is_fresh:
+        if suffix is None:
             self.prompt_ids = self.new_ids = self._chat.encode(rendered)
         else:
             self.new_ids = self._chat.encode_after(token_ids, suffix)

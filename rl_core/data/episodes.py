@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from rl_core.types import Trajectory
@@ -66,7 +66,7 @@ def episode_means(
 
 def episode_rewards(trajectories: Iterable[Trajectory]) -> list[float]:
     """[episodes] the reward of each: the mean over its conversations."""
-    return episode_means(trajectories, lambda t: t.reward)
+    return episode_means(trajectories, lambda t: cast(float, t.reward))
 
 
 def has_spread(values: Sequence[float]) -> bool:

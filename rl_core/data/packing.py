@@ -225,9 +225,11 @@ def fill(
         tokens, work = costs[i]
         most = max(0, max_tokens - tokens)  # An empty bin takes any.
         while full and full[0][0] <= most:
-            heappush(least, heappop(full)[::-1])
+            filled, b, spent = heappop(full)
+            heappush(least, (spent, b, filled))
         while least and least[0][2] > most:
-            heappush(full, heappop(least)[::-1])
+            spent, b, filled = heappop(least)
+            heappush(full, (filled, b, spent))
         if not least:
             return None
         before, b, filled = least[0]
@@ -296,7 +298,8 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         parents=[piece.parent for piece in pieces],
         paths=paths,
-        **trained_columns(samples, paths),
+        # All of them are tensors, also by name.
+        **trained_columns(samples, paths),  # pyright: ignore[reportArgumentType]
     )
 
 

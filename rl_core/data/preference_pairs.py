@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from torch.utils.data import ConcatDataset
 
@@ -76,7 +78,8 @@ def pair_rows(
         if num_rows > 1 and part[0].keys() >= RATED and "chosen" not in part[0]:
             parts[i] = RatedRows(part, name)
             counts[i] = f"{name}, two rows a pair", num_rows // 2
-    return (parts[0] if len(parts) == 1 else ConcatDataset(parts)), counts
+    pairs = parts[0] if len(parts) == 1 else ConcatDataset(parts)
+    return cast("Sequence[dict[str, Any]]", pairs), counts
 
 
 def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
@@ -116,12 +119,13 @@ def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     for token_ids in ids:
         num = len(token_ids) + 1
         zeros = {
-            "rollout_logprobs": [0.0] * num,
-            "policy_versions": [-1] * num,
-            "advantages": [0.0] * num,
+            "rollout_logprobs": np.zeros(num),
+            "policy_versions": np.full(num, -1),
+            "advantages": np.zeros(num),
         }
-        mask = [0] * shared + [1] * (num - shared)
-        samples.append(TrainingSample(token_ids=[*token_ids, 0], loss_mask=mask, **zeros))
+        mask = np.arange(num) >= shared
+        padded = np.array([*token_ids, 0])
+        samples.append(TrainingSample(token_ids=padded, loss_mask=mask, **zeros))
     return with_margin(samples, row)
 
 
@@ -171,4 +175,5 @@ def pair_messages(
             )
         if not said.get("tool_calls") and not text_of(said).strip():
             raise LeftOutError(f"an empty {column!r}")
-    return context, *sides
+    chosen, rejected = sides
+    return context, chosen, rejected

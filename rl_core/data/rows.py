@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rl_core.errors import near_name
 from rl_core.errors import split as comma_split
@@ -62,7 +62,8 @@ def load_rows(
             raise ValueError(f"{name}: the data set is empty; it must have at least one row")
         parts += loaded
     rows = parts[0][1] if len(parts) == 1 else ConcatDataset([rows for _, rows in parts])
-    return rows, [(name, len(rows)) for name, rows in parts]
+    counts = [(name, len(rows)) for name, rows in parts]
+    return cast("Sequence[Row]", rows), counts
 
 
 def is_small_json(path: Path) -> bool:
@@ -162,7 +163,7 @@ def encoding_of(data: bytes) -> str | None:
 def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
     try:
         decoded = text.decode("utf-8-sig")
-        rows = json.loads(decoded)
+        value = json.loads(decoded)
     except RecursionError:
         raise ValueError(f"{place}: {NESTED}") from None
     except ValueError as error:
@@ -174,8 +175,8 @@ def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
         ) from None
     is_deep = may_be_deeper(decoded, MAX_NESTING)
     has_surrogates = ESCAPED.search(decoded) is not None
-    is_list = is_array and isinstance(rows, list)
-    rows = rows if is_list else [rows]
+    is_list = is_array and isinstance(value, list)
+    rows = cast("list[Row]", value if is_list else [value])
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rl_core.data.messages import without_nulls
 from rl_core.data.rows import (
@@ -98,14 +98,15 @@ def load_named(name: str, split: str, streaming: bool = False) -> Sequence[Row]:
         source, _, config = name.partition(":")
         remedy = "without a network name files, rl-core eval --bench by --bench_data FOLDER"
         with one_line_errors(f"{name} is not a file here ({remedy}), and the hub"):
-            return datasets.load_dataset(source, config or None, split=split, streaming=streaming)
+            rows = datasets.load_dataset(source, config or None, split=split, streaming=streaming)
+            return cast("Sequence[Row]", rows)
     with one_line_errors(str(path)):
         rows = datasets.load_from_disk(str(path))
-    if not isinstance(rows, dict):
-        return rows.to_iterable_dataset() if streaming else rows
-    if split not in rows:
-        raise ValueError(f"{path}: no split {split!r}; {nearest(split, rows)}")
-    return rows[split].to_iterable_dataset() if streaming else rows[split]
+    if isinstance(rows, dict):
+        if split not in rows:
+            raise ValueError(f"{path}: no split {split!r}; {nearest(split, map(str, rows))}")
+        rows = rows[split]
+    return cast("Sequence[Row]", rows.to_iterable_dataset() if streaming else rows)
 
 
 def load_table(files: list[Path], suffix: str, streaming: bool = False) -> Sequence[Row]:
@@ -122,12 +123,13 @@ def load_table(files: list[Path], suffix: str, streaming: bool = False) -> Seque
     names = [str(path) for path in files]
     with one_line_errors(", ".join(names)):
         if suffix not in SEPARATORS:
-            return datasets.load_dataset(
+            rows = datasets.load_dataset(
                 suffix[1:], data_files=names, split="train", streaming=streaming
             )
+            return cast("Sequence[Row]", rows)
         separator = SEPARATORS[suffix]
         columns = pandas.read_csv(names[0], sep=separator, nrows=0).columns
-        return datasets.load_dataset(
+        rows = datasets.load_dataset(
             "csv",
             data_files=names,
             split="train",
@@ -136,19 +138,21 @@ def load_table(files: list[Path], suffix: str, streaming: bool = False) -> Seque
             features=datasets.Features({column: datasets.Value("string") for column in columns}),
             keep_default_na=False,
         )
+        return cast("Sequence[Row]", rows)
 
 
 def without_null_keys(rows: Sequence[Row]) -> Sequence[Row]:
     """A table of `datasets` that gives its cells as messages_as_written(); anything else, and a
     table with a format of the user, as it is."""
-    if not hasattr(rows, "with_transform") or rows.format["type"] is not None:
+    table: Any = rows
+    if not hasattr(table, "with_transform") or table.format["type"] is not None:
         return rows
 
     def as_written(batch: dict[str, list]) -> dict[str, list]:
         columns = batch.items()
         return {name: [messages_as_written(name, v) for v in values] for name, values in columns}
 
-    return rows.with_transform(as_written)
+    return table.with_transform(as_written)
 
 
 def messages_as_written(column: str, value: Any) -> Any:
@@ -179,11 +183,11 @@ def without_arrays(value: Any) -> Any:
 @contextmanager
 def one_line_errors(source: str) -> Iterator[None]:
     """Errors of `datasets` become a ValueError of one line."""
-    import datasets
+    from datasets.exceptions import DatasetsError
 
     try:
         yield
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError) and (encoding := encoding_of(cause.object)):
             raise ValueError(f"{source}: not UTF-8 but probably {encoding}") from None
@@ -218,7 +222,7 @@ def load_rollouts(
             found.setdefault(episode["actor"], []).append(row)
     if len(found) == 1:
         [actor] = found
-    rows = found.get(actor, [])
+    rows = found.get(actor, []) if actor else []
     if min_reward is not None:
         rows = [row for row in rows if row["reward"] >= min_reward]
     if not rows:

@@ -226,7 +226,8 @@ class RowOrder:
         self.num_rows = num_rows
         self.seed = seed
         self.shuffle = shuffle
-        self.epoch, self.permutation = -1, None
+        self.epoch = -1
+        self.permutation: np.ndarray | None = None
 
     def row_index(self, position: int) -> int:
         epoch, offset = divmod(position, self.num_rows)
@@ -237,6 +238,7 @@ class RowOrder:
             # another numpy.
             random = np.random.RandomState(counter_seed(self.seed, "order", epoch))
             self.epoch, self.permutation = epoch, random.permutation(self.num_rows)
+        assert self.permutation is not None
         return int(self.permutation[offset])
 
 

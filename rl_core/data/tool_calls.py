@@ -157,7 +157,7 @@ def allowed(schema: Any, root: Any = None, depth: int = 0) -> tuple[list[str], l
     schema = resolved(schema, root)
     if not isinstance(schema, dict) or depth > MAX_REFS:
         return ["string"], None
-    rules: list[tuple[list[str] | None, list | None]] = []
+    rules: list[tuple[list[str], list | None]] = []
     if "type" in schema:
         kinds = schema["type"]
         rules.append(([kinds] if isinstance(kinds, str) else list(kinds or ()), None))
@@ -319,7 +319,7 @@ class ToolCalls:
         content = chat.special_token.sub("", rest).strip()
         return {"role": "assistant", "content": content, "tool_calls": calls}, False
 
-    def check(self, tools: Sequence[dict], where: str) -> None:
+    def check(self, tools: list[dict], where: str) -> None:
         """Raises ValueError if a call of one of the tools, as the chat's template writes it, cannot
         be parsed. Repeated calls for the same tools do nothing. `where`: source of the tools."""
         key = json.dumps(tools, default=str)
@@ -335,7 +335,7 @@ class ToolCalls:
         self.checked.add(key)
 
     def check_call(
-        self, function: dict, prompt: str, user: list[Message], tools: Sequence[dict], where: str
+        self, function: dict, prompt: str, user: list[Message], tools: list[dict], where: str
     ) -> None:
         chat, name = self.chat, function["name"]
         call = {"name": name, "arguments": sample_arguments(function)}

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from rl_core.config import Config
@@ -70,7 +71,7 @@ def load_hf_model(
     device: torch.device | None,
     is_scoring: bool = False,
     **options,
-) -> nn.Module:
+) -> PreTrainedModel:
     """The unsharded model, with attention over packed batches if it can be exchanged. A
     classifier's new head is 0, so that no reply is better than another. In dtype "auto", its
     files', weights on the CPU are read when they are used. Raises ValueError if transformers cannot
@@ -108,7 +109,7 @@ def load_hf_model(
     return model if "device_map" in options or device is None else model.to(device)
 
 
-def on_meta(model_config: PretrainedConfig, **options) -> nn.Module:
+def on_meta(model_config: PretrainedConfig, **options) -> PreTrainedModel:
     """The model's shapes alone."""
     with torch.device("meta"):
         return from_config(model_class(model_config), model_config, **options)

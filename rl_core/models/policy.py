@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, local, unsharded
@@ -53,7 +53,7 @@ class Policy(nn.Module):
 
     def __init__(
         self,
-        hf: nn.Module,
+        hf: PreTrainedModel,
         checkpoint_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         forward_pass: PackedForward,
@@ -190,20 +190,20 @@ class Policy(nn.Module):
         """A folder with the adapter alone, if there is one."""
 
 
-def backbone(hf: nn.Module) -> nn.Module:
+def backbone(hf: PreTrainedModel) -> nn.Module:
     """The module that returns hidden states; the language model of a multimodal model."""
     inner = getattr(hf.base_model, "language_model", hf.base_model).base_model
     has_head = inner.get_output_embeddings() is not None  # Llama 4's language model has a head.
     return inner.model if inner is hf or has_head else inner
 
 
-def blocks_of(hf: nn.Module) -> nn.ModuleList:
+def blocks_of(hf: PreTrainedModel) -> nn.ModuleList:
     """The transformer's layers."""
     lists = (m for m in backbone(hf).modules() if isinstance(m, nn.ModuleList))
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
-def without_dropout(hf: nn.Module) -> None:
+def without_dropout(hf: PreTrainedModel) -> None:
     """Turns off all that is random in training, so that the learner's logprobs are those that the
     engine samples with. Not eval(), with which transformers would not recompute activations."""
     for module in hf.modules():

@@ -41,6 +41,7 @@ def shard_policy(
 ) -> None:
     """Shards each block and the rest of the policy (FSDP2; HSDP with several replicas), after the
     policy's own split. Computes in `dtype` and reduces gradients in fp32."""
+    assert ranks.weights_mesh is not None
     placement = policy.split(ranks.weights_mesh)
     dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
     offload = OffloadPolicy()
@@ -151,7 +152,9 @@ class FusedWeight:
 def converted(
     converter: WeightConverter, parts: dict[str, list[Tensor]], name: str, options: dict
 ) -> dict[str, Tensor]:
-    converter.collected_tensors = {pattern: list(tensors) for pattern, tensors in parts.items()}
+    collected = {pattern: list(tensors) for pattern, tensors in parts.items()}
+    # transformers reads files in threads, and takes tensors that are loaded too.
+    converter.collected_tensors = collected  # pyright: ignore[reportAttributeAccessIssue]
     weights = {}
     for key, value in CONVERT(converter, name, **options).items():
         weights[key] = value[0] if isinstance(value, list) else value

@@ -30,6 +30,7 @@ def num_replicas(config: Config, num_ranks: int, actors: Iterable[str]) -> int:
         if actor.share:  # Trains an adapter of another actor's weights.
             continue
         try:
+            assert actor.model
             model = on_meta(load_model_config(actor.model))
         except (OSError, ValueError):
             return 1  # The checks of models report the error.

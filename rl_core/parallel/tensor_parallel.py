@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -142,7 +143,7 @@ class TensorParallelPolicy(Policy):
             if matches(name, readers):
                 module.register_forward_pre_hook(partial(share_input, self.mesh), with_kwargs=True)
         split(embedding, parallelize_plan=RowwiseParallel(input_layouts=Replicate()))
-        if is_tied:
+        if head is not None and is_tied:
             head.weight = embedding.weight
         elif head is not None:  # fused_logprobs() computes its product.
             weight = distribute_tensor(head.weight, self.mesh, [Shard(0)], src_data_rank=None)
@@ -154,7 +155,7 @@ class TensorParallelPolicy(Policy):
         # torch takes the norm only of tensors on one mesh.
         by_mesh: dict[DeviceMesh, list[Tensor]] = {}
         for grad in grads:
-            by_mesh.setdefault(grad.device_mesh, []).append(grad)
+            by_mesh.setdefault(cast(DTensor, grad).device_mesh, []).append(grad)
         norms = [super(TensorParallelPolicy, self).gradient_norm(g) for g in by_mesh.values()]
         return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -166,7 +167,7 @@ class TensorParallelPolicy(Policy):
         grads = []
         for name, parameter in self.hf.base_model.named_parameters():
             if parameter.grad is not None and matches(name, patterns):
-                grads.append(parameter.grad.to_local())
+                grads.append(cast(DTensor, parameter.grad).to_local())
         if not grads:
             return
         total = torch.cat([grad.flatten() for grad in grads])

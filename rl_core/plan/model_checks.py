@@ -17,6 +17,7 @@ def checked_chat(config: Config, name: str) -> Chat:
     """The chat template of an actor with a local model. Raises ValueError if the model does not
     support the flags."""
     actor = config.actors[name]
+    assert actor.model
     model_config = read_config(actor.model)
     is_scoring = "ForSequenceClassification" in str(model_config.architectures)
     if is_scoring and config.algorithm != "rm":

@@ -80,6 +80,7 @@ def make_plan(
     custom = custom or CustomComponents()
     num_sampling = config.engine_ranks or num_ranks()
     config = choose_engine(config, num_sampling, is_planned, custom.engine)
+    assert config.out
     check_folder(Path(config.out), config.resume)
     if config.trackers:
         check_trackers(config.trackers)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, cast
 from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
@@ -24,6 +24,14 @@ from rl_core.types import Completion, Message, RunError, SamplingParams, Traject
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
 SAMPLING = ("max_tokens", "stop", *DRAWING)  # Arguments of respond() that override the defaults.
 MAX_REVIVALS = 3  # Attempts at a task whose engine dies.
+
+
+class ChatEngine(Protocol):
+    """An engine that takes messages, such as an API."""
+
+    async def chat(
+        self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
+    ) -> tuple[Message, Completion]: ...
 
 
 class Conversation:
@@ -41,6 +49,7 @@ class Conversation:
         self.speaker = speaker
         self.session = session
         self.tools = tools
+        assert speaker.params is not None
         self.params = replace(speaker.params, **sampling) if sampling else speaker.params
         self.turn_params = self.params
         self.overridden = [name for name in DRAWING if name in sampling]
@@ -55,7 +64,7 @@ class Conversation:
         if speaker.chat:
             least = speaker.chat.least_tokens(self.history)
             check_room(least, speaker.max_context_tokens, "at least ")
-        self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
+        self.stream = TokenStream(speaker.chat, self.history, tools) if speaker.chat else None
         self.calls: Message | None = None  # The last turn as a message, if it called tools.
         self.metrics: dict[str, float] = {"tool_parse_failed": 0.0} if tools and self.stream else {}
         self.truncated = self.room < 1  # True if a turn hit max_tokens, or the context is full.
@@ -123,6 +132,7 @@ class Conversation:
 
     async def _hear(self, messages: list[Message]) -> None:
         """Appends messages to the tokens, unless they cannot fit."""
+        assert self.stream and self.speaker.chat
         self.is_full = self.is_full or self.speaker.chat.least_tokens(messages) >= self.room
         if not self.is_full:
             last = self.turns[-1].completion
@@ -145,10 +155,12 @@ class Conversation:
         self.marks.append((len(self.history), copy.copy(self.stream)))
 
     async def _chat(self, seed: int) -> tuple[Message, Completion]:
-        return await self.speaker.engine.chat(self.history, self.tools, self.turn_params, seed)
+        engine = cast(ChatEngine, self.speaker.engine)
+        return await engine.chat(self.history, self.tools, self.turn_params, seed)
 
     async def _sample(self, seed: int) -> Completion:
         actor = self.speaker
+        assert self.stream
         if self.room < 1:
             check_room(len(self.stream.prompt_ids), actor.max_context_tokens)
         limit = min(self.room, self.turn_params.max_tokens)
@@ -160,11 +172,13 @@ class Conversation:
         # The engine keeps no KV cache after the last turn.
         is_last = len(self.turns) + 1 == self.speaker.max_turns
         session = "" if is_last else self.session
+        assert self.stream
         return await self.speaker.generate(self.stream.prompt_ids, params, seed, session, **begun)
 
     def _read(self, completion: Completion) -> Message:
         """The turn as a message."""
         if self.tools:
+            assert self.stream and self.speaker.chat
             read = self.speaker.chat.tool_calls.read
             self.calls, has_failed = read(
                 completion, self.num_replies, self.tools, self.stream.rendered
@@ -185,6 +199,7 @@ class Conversation:
         """True if the chat template renders the conversation with these messages at its end."""
         if self.stream is None:
             return True
+        assert self.speaker.chat
         with suppress(ValueError):
             self.speaker.chat.render([*self.history, *messages], self.tools)
             return True
@@ -322,6 +337,7 @@ class Actor:
         engine = self.engine
         if self.stale_engine is not None and counter_seed("lagged", seed) < self.stale_frac * 2**32:
             engine = self.stale_engine
+        assert engine is not None
         async with self.device(engine):
             return await engine.generate(
                 prompt_ids, params, seed=seed, session=session, adapter=self.adapter, **begun
@@ -346,6 +362,7 @@ class Actor:
     def endpoint(self) -> AbstractAsyncContextManager[Any]:
         """An HTTP endpoint for programs that use this actor: `async with actor.endpoint() as llm`,
         then llm.base_url, llm.api_key and llm.trajectories(reward)."""
+        assert self.open_endpoint is not None
         return self.open_endpoint(self)
 
     def converse(
@@ -392,6 +409,7 @@ class Actor:
 async def revived(work: Callable[[], Awaitable[Any]], actors: Iterable[Any], where: str) -> Any:
     """The result of work(). If an engine dies meanwhile, restarts it and calls work() again. Raises
     RunError, which names `where`, if an engine cannot restart or dies again and again."""
+    last: EngineDied | None = None
     for _ in range(MAX_REVIVALS):
         try:
             return await work()

@@ -26,6 +26,8 @@ LOOK_S = 0.002  # Interval of polls of this rank's groups.
 
 
 class DeterministicWorker(ResumableWorker):
+    player: DeterministicPlayer
+
     def _fill(self) -> None:
         begun = {*self.running, *self.done}
         for key, group in self.pending.items():
@@ -43,6 +45,8 @@ class DeterministicWorker(ResumableWorker):
 
 
 class DeterministicConversation(ResumableConversation):
+    player: DeterministicPlayer
+
     def limit(self, num_tokens: int, max_tokens: int) -> int:
         """Tokens that a turn may have now; 0: it waits."""
         player = self.player
@@ -57,6 +61,7 @@ class DeterministicConversation(ResumableConversation):
         self, params: SamplingParams, seed: int, begun: Completion
     ) -> Completion:
         """The turn with the tokens that it may have now. Without a finish_reason more follow."""
+        assert self.stream
         episode, most = self.episode, params.max_tokens
         while not (limit := self.limit(len(begun.token_ids), most)):
             episode.held_in = self.player.window

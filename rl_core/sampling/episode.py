@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -307,7 +307,7 @@ def is_list(value: Any, kind: type) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
 
-def check_name(path: str, name: str, names: Sequence[str], where: str) -> None:
+def check_name(path: str, name: str, names: Collection[str], where: str) -> None:
     """Raises ValueError unless `name` is an actor."""
     if name not in names:
         raise ValueError(
@@ -350,6 +350,7 @@ def add_group_rewards(rewards: list[tuple[Hook, list[Trajectory], list[float | N
             add_parts(t.reward_parts, t.metrics, hook, {hook.name: value})
             if value is None:
                 continue
+            assert t.reward is not None
             t.reward += hook.weight * value
             if t.turn_rewards:
                 t.turn_rewards[-1] += hook.weight * value

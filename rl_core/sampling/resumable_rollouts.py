@@ -67,6 +67,7 @@ class ResumableConversation(Conversation):
         return known
 
     async def _generate(self, params: SamplingParams, seed: int, **begun: Any) -> Completion:
+        assert self.stream
         answer = self.answer(list(self.stream.prompt_ids), params)
         while not answer.completion.finish_reason:
             answer.completion = await self.continue_turn(params, seed, answer.completion)

@@ -66,7 +66,7 @@ class Group:
 
 
 def make_group(
-    config: Config, task: Task, drawn: dict[str, float] | None = None, **fields: Any
+    config: Config, task: Task, drawn: dict[str, Any] | None = None, **fields: Any
 ) -> Group:
     """`drawn`: sampling parameters of an evaluation; None uses each actor's training parameters.
     `fields`: further fields of the Group, such as size, batch and number."""
@@ -176,6 +176,7 @@ class EpisodeRunner:
         for speaker, actor in players.items():
             if actor.chat is not None:
                 actor.chat = actor.chat.with_variables(variables)
+            assert actor.params is not None
             actor.params = replace(actor.params, **group.own_params.get(speaker, {}))
             if group.label:  # Evaluations use the newest weights only.
                 actor.stale_engine = None

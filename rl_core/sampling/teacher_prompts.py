@@ -78,7 +78,9 @@ def teacher_limits(config: Config) -> Limits:
         envs = config.of(name).self_taught
         if not envs:
             continue
-        positions, key = max_positions(load_model_config(config.actors[name].model))
+        model = config.actors[name].model
+        assert model
+        positions, key = max_positions(load_model_config(model))
         limit = config.of(name).learner.microbatch_tokens * config.cp, "--learner.microbatch_tokens"
         if positions and positions < limit[0]:
             limit = positions, f"the model's {key}"

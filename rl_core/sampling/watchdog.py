@@ -138,7 +138,8 @@ async def end_tasks() -> None:
     if names:
         warn(f"a hook still runs although it was cancelled, and is left behind: {', '.join(names)}")
     for task in left:
-        task._log_destroy_pending = False  # The warning is printed.
+        # The warning is printed; asyncio has no public switch for its own.
+        task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def leave_threads(status: int) -> None:
