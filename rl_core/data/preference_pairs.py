@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-
 from torch.utils.data import ConcatDataset
 
 from rl_core.data.chat import Chat
