@@ -38,7 +38,8 @@ def pytest_addoption(parser):
 
 
 # Files that take longest begin first, so that no worker is left with one at the end.
-LONGEST = ["runs", "faults", "mesh", "logprobs", "learning", "gsm8k", "docs_run", "scores", "async"]
+LONGEST = ["places", "served", "faults", "sandbox", "python_api", "service", "runs", "python_parts"]
+LONGEST += ["background_evaluation", "tools_play", "kills", "sglang", "mesh", "logprobs", "learning"]
 LONG = {f"test_{name}.py": n for n, name in enumerate(LONGEST)}
 
 

@@ -95,7 +95,8 @@ def train(
     thread; returning False saves a checkpoint and ends the run, as Ctrl-C does. `plugins`:
     subclasses of rl_core.plugin.Plugin, or objects with some of its hooks. `loss`, `optimizer`,
     `engine`: replace those of the flags (api/custom_components.py). `nproc`: number of ranks on
-    this machine, each a process. Raises ValueError for a mistake and RunError if a run cannot continue.
+    this machine, each a process. Raises ValueError for a mistake and RunError if a run cannot
+    continue.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
