@@ -38,8 +38,10 @@ def pytest_addoption(parser):
 
 
 # Files that take longest begin first, so that no worker is left with one at the end.
-LONGEST = ["places", "served", "faults", "sandbox", "python_api", "service", "runs", "python_parts"]
-LONGEST += ["background_evaluation", "tools_play", "kills", "sglang", "mesh", "logprobs", "learning"]
+LONGEST = """
+rank_groups served faults sandbox train_api service runs custom_components background_evaluation
+model_player kills sglang mesh logprobs learning
+""".split()
 LONG = {f"test_{name}.py": n for n, name in enumerate(LONGEST)}
 
 

@@ -270,3 +270,9 @@ def test_few_tests_are_tried_twice_and_each_exists():
         assert f"def {name}(" in (ROOT / file).read_text()
     retries = re.findall(r"--last-failed(?!-)", (ROOT / ".ci/run").read_text())
     assert len(retries) == 1
+
+
+def test_the_longest_test_files_exist():
+    from conftest import LONG
+
+    assert {*LONG} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
