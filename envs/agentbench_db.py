@@ -6,7 +6,7 @@
 The model calls `execute_sql`. Its last message, without a call, is the answer; several values are a
 JSON list. Reward: 1 if it equals the row's `label` (numbers to 0.01), or, for types INSERT, UPDATE
 and DELETE, if the table is then as after the label, or has the row's `answer_md5`; else 0. Each
-episode has a database of its own, and 2 s for a statement. $AGENTBENCH_DB: mariadb (Debian's
+episode has a separate database, and 2 s for a statement. $AGENTBENCH_DB: mariadb (Debian's
 mariadb-server and pymysql; a server of this process, without a network), sqlite (in memory, without
 files), or auto (the default: MariaDB where both are installed). Columns are texts, as in
 AgentBench. Without --data.train: made-up orders, five types; a hash of the prompt says which tenth
@@ -138,11 +138,11 @@ def is_changed_right(database, row):
 def values_of(text):
     """The values of an answer: those of a JSON list, or one."""
     try:
-        given = json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError):
-        given = text
-    given = given if isinstance(given, list) else [given]
-    return [str(value).strip().strip("'\"").rstrip("%").replace(",", "") for value in given]
+        values = text
+    values = values if isinstance(values, list) else [values]
+    return [str(value).strip().strip("'\"").rstrip("%").replace(",", "") for value in values]
 
 
 def is_same(value, wanted):
@@ -171,5 +171,5 @@ def oracle(task):
     row, database = task.row, Database(task.row)
     if row["type"][0] in CHANGES:
         database.execute_sql(row["label"][0])
-    said = {"role": "assistant", "content": json.dumps(row["label"])}
-    return reward_fn([said], database, task)
+    message = {"role": "assistant", "content": json.dumps(row["label"])}
+    return reward_fn([message], database, task)

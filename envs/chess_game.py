@@ -39,7 +39,7 @@ VALUES = {
     chess.QUEEN: 9,
     chess.KING: 0,
 }
-# Of one seat; with --max_prompt_tokens it says how long a game's conversation may be.
+# Turns of one seat; with --max_prompt_tokens they bound a game's conversation.
 max_turns = 20
 
 
@@ -60,7 +60,7 @@ def position(level, rng):
 
 
 def has_mate(board):
-    """Whether a move mates."""
+    """True if a move mates."""
     return any(board.san(move).endswith("#") for move in board.legal_moves)
 
 
@@ -101,7 +101,7 @@ def random_move(task_id, board):
 
 
 def results(board, illegal):
-    """Of white, from 0 to 1."""
+    """Result of white, from 0 to 1."""
     if illegal is not None:
         return float(illegal == "black")
     if outcome := board.outcome(claim_draw=True):
@@ -119,20 +119,20 @@ async def play(task, players):
     board, replies = chess.Board(task.row["fen"]), {}
     legal, illegal = dict.fromkeys(SEATS, 0), None
     while len(board.move_stack) < MAX_PLIES and not board.outcome(claim_draw=True):
-        seat = SEATS[board.turn]
-        if players[seat] is None:
+        side = SEATS[board.turn]
+        if players[side] is None:
             board.push(random_move(task.id, board))
             continue
-        if seat in replies:
-            reply = await replies[seat].respond(shown(board))
+        if side in replies:
+            reply = await replies[side].respond(shown(board))
         else:
-            asked = f"{task.row['prompt']} You are {seat}.\n\n{shown(board)}"
-            reply = replies[seat] = await players[seat].respond(asked)
+            asked = f"{task.row['prompt']} You are {side}.\n\n{shown(board)}"
+            reply = replies[side] = await players[side].respond(asked)
         move = move_of(reply.answer, board)
         if move is None or reply.truncated:
-            illegal = seat
+            illegal = side
             break
-        legal[seat] += 1
+        legal[side] += 1
         board.push(move)
     return board, replies, legal, illegal
 
@@ -144,19 +144,19 @@ async def rollout(task, actors):
         raise ValueError(
             f"chess is for one or two actors, there are {len(names)}: {', '.join(names)}"
         )
-    seat, other = SEATS[turn], SEATS[not turn]
-    games, suffix = [{seat: actors[names[0]], other: actors[names[-1]]}], ""
+    side, other = SEATS[turn], SEATS[not turn]
+    games, suffix = [{side: actors[names[0]], other: actors[names[-1]]}], ""
     if task.row.get("opponent") == "random":
-        games, suffix = [{seat: actors[name], other: None} for name in names], "_random"
-    found = []
+        games, suffix = [{side: actors[name], other: None} for name in names], "_random"
+    trajectories = []
     for players in games:
         board, replies, legal, illegal = await play(task, players)
-        for place, reply in replies.items():
+        for name, reply in replies.items():
             result = results(board, illegal)
-            if place == "black":
+            if name == "black":
                 result = 1 - result
-            is_illegal = float(illegal == place)
-            parts = {"result": result, "legal": LEGAL * legal[place] / (legal[place] + is_illegal)}
-            metrics = {f"illegal{suffix}": is_illegal, f"moves{suffix}": float(legal[place])}
-            found.append(reply.trajectory(parts, seat=place, metrics=metrics))
-    return found
+            is_illegal = float(illegal == name)
+            parts = {"result": result, "legal": LEGAL * legal[name] / (legal[name] + is_illegal)}
+            metrics = {f"illegal{suffix}": is_illegal, f"moves{suffix}": float(legal[name])}
+            trajectories.append(reply.trajectory(parts, seat=name, metrics=metrics))
+    return trajectories

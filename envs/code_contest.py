@@ -59,5 +59,7 @@ def load_tasks(split):
 async def reward_fn(completion, task):
     code, language = code_of(completion)
     limit = float(re.match(r"[\d.]+", str(task.row.get("time_limit") or 2.0))[0])
-    found = await sandbox.run(code, tests=stdin_tests(task.row), language=language, timeout_s=limit)
-    return {"accepted": float(found.status == "ok"), "share": 0.1 * found.share}
+    result = await sandbox.run(
+        code, tests=stdin_tests(task.row), language=language, timeout_s=limit
+    )
+    return {"accepted": float(result.status == "ok"), "share": 0.1 * result.share}

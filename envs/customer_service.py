@@ -6,10 +6,10 @@
     --actors.user.train false
 
 With an actor `user` that one plays the customer from `scenario`, and says ###STOP### when it is
-done. Without it the customer is scripted: it tells its request, and then one of its facts a turn.
+done. Without it the customer is scripted: it states its request, then one of its facts a turn.
 The agent calls tools, or speaks. Reward: 1 if the shop's records are then as after the row's
-`actions`, and what the agent said holds all of the row's `outputs`; else 0. Kinds (column `kind`)
-and levels: status (1), cancel, address (2), refuse (3), where the policy forbids what is asked.
+`actions`, and the agent's replies hold all of the row's `outputs`; else 0. Kinds (column `kind`)
+and levels: status (1), cancel, address (2), refuse (3), where the policy forbids the request.
 Rows have a seed, which makes the records; a tenth is held out. Metric: `refused_calls`.
 Needs a GPU, not run.
 """

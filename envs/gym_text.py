@@ -15,9 +15,9 @@ environment's reward_threshold was reached, or its last step earned the most, an
 
 Rows: a prompt, `gym_env` (what gymnasium.make takes), and optionally `kwargs`, `seed`, `actions`
 (names). Without --data.train: FrozenLake on maps of 3x3 to 5x5, where the map says to which split
-it belongs; for another $GYM_ENV seeds 100 to 1,099, and 0 to 99 to evaluate, with what is KNOWN of
-it in the prompt. An error in the environment fails the episode, with its cause, as does a call that
-takes longer than STEP_S. Needs a GPU, not run.
+it belongs; for another $GYM_ENV seeds 100 to 1,099, and 0 to 99 to evaluate, with its entry of
+KNOWN in the prompt. An error in the environment fails the episode, with its cause, as does a call
+that takes longer than STEP_S. Needs a GPU, not run.
 """
 
 import math
@@ -156,17 +156,17 @@ async def rollout(task, actors):
         observation, _ = await in_time(env.reset, seed=row.get("seed", 0))
         actions = [] if names else [actions_of(env.action_space)]
         opening = [task.messages[-1]["content"], *actions, await in_time(shown, env, observation)]
-        said = [*task.messages[:-1], {"role": "user", "content": "\n\n".join(opening)}]
+        message = [*task.messages[:-1], {"role": "user", "content": "\n\n".join(opening)}]
         reply, rewards, earned, illegal, is_done = None, [], [], 0, False
         while len(rewards) < actor.max_turns and not is_done:
-            reply = await (reply or actor).respond(said)
+            reply = await (reply or actor).respond(message)
             if reply.truncated:
                 # Without text the context was full before it spoke.
                 rewards += [ILLEGAL] if reply.text else []
                 break
             action = action_of(reply.answer, env.action_space, names)
             if action is None:
-                said = "That is no action."
+                message = "That is no action."
                 illegal += 1
                 rewards.append(ILLEGAL)
                 continue
@@ -174,7 +174,7 @@ async def rollout(task, actors):
             is_done = terminated or truncated
             earned.append(float(reward))
             rewards.append(float(reward))
-            said = await in_time(shown, env, observation)
+            message = await in_time(shown, env, observation)
     finally:
         await in_time(env.close)
     metrics = {"illegal": float(illegal), "solved": float(is_done and is_solved(env, earned))}

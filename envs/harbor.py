@@ -1,14 +1,14 @@
-"""Tasks in Harbor's format, each in a box of its own, played by an agent with a shell.
+"""Tasks in Harbor's format, each in a separate box, played by an agent with a shell.
 
     rl-core check envs/harbor.py --data.train TASKS --oracle
     rl-core train --env_path envs/harbor.py --data.train TASKS --model Qwen/Qwen3-4B
     --out runs/harbor --max_prompt_tokens 4096 --max_tokens 1024 --learner.microbatch_tokens 24576
 
 TASKS is a folder of task folders, or one of these. Without --data.train the tasks are those in
-envs/tasks, of which every fourth is held out. Reward: what the task's tests/test.sh wrote. Metric:
-`commands`, how many ran. $HARBOR_DRIVER says what a box is: bubblewrap, docker or podman;
+envs/tasks, of which every fourth is held out. Reward: as the task's tests/test.sh writes it.
+Metric: number of `commands`. $HARBOR_DRIVER is the kind of box: bubblewrap, docker or podman;
 HARBOR_NETWORK=1 gives agents of tasks that want it the network. HARBOR_AGENT="my-agent {prompt}" is
-a command that plays in the place of the built-in agent. docs/agents.md.
+a command that replaces the built-in agent. docs/agents.md.
 """
 
 import os

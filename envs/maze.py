@@ -1,11 +1,11 @@
-"""A square of rooms, told by their numbers: from any room to the one in the middle, a step a turn.
+"""A square of numbered rooms: from any room to the one in the middle, a step a turn.
 
     rl-core train --env_path envs/maze.py --model M --out runs/maze --group_size 8 --max_tokens 4 \
         --max_prompt_tokens 48
 
 A reply is u, d, l or r; anything else, and a step into the wall, stays. 1 for arriving within
 max_turns, else 0. state_key is the room, so that steps from one room are compared with each other
-(GiGPO): which step helped is hard to tell from the end alone.
+(GiGPO): the end alone hardly shows which step helped.
 """
 
 SIZE = 5

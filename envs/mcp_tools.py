@@ -13,8 +13,8 @@ http://127.0.0.1:8000/mcp. A command sees HOME, PATH and the like, and the varia
 names, with commas between. $MCP_TOKEN goes to a URL as a bearer token. Records hold neither.
 
 Rows: a prompt and `answer`. Tools count towards --max_prompt_tokens. The actor reads text, and the
-text of resources. Of an image, audio or another resource it reads that there is one. What a tool
-refuses is told to the actor (metric `refused`). A server that cannot be reached, dies, or takes
+text of resources. An image, audio or another resource is replaced by a note. The actor reads
+a tool's refusal (metric `refused`). A server that cannot be reached, dies, or takes
 longer than CALL_S fails the episode, with the cause. Needs a GPU, not run.
 """
 
@@ -82,11 +82,11 @@ def public(text):
 
 
 async def call(client, function):
-    """(what the tool said, whether it refused)."""
-    given = function["arguments"]
+    """(text of the tool, True if it refused)."""
+    arguments = function["arguments"]
     try:
-        given = json.loads(given) if isinstance(given, str) else given  # text from an endpoint
-        result = await client.call_tool(function["name"], given)
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        result = await client.call_tool(function["name"], arguments)
     except (MCPError, ValueError) as error:
         if getattr(error, "code", None) in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
             raise
@@ -94,19 +94,19 @@ async def call(client, function):
     return public("\n".join(map(text_of, result.content))), bool(result.is_error)
 
 
-def text_of(part):
-    """What the actor reads of a part: its text, or that there is something which it cannot see."""
-    if part.type == "text":
-        return part.text
-    if part.type == "resource_link":
-        return f"[resource {part.name}: {part.uri}]"
-    if part.type == "resource":
-        resource = part.resource
+def text_of(content):
+    """Text of a content block, or a note for a block that is not text."""
+    if content.type == "text":
+        return content.text
+    if content.type == "resource_link":
+        return f"[resource {content.name}: {content.uri}]"
+    if content.type == "resource":
+        resource = content.resource
         return (
             getattr(resource, "text", None)
             or f"[resource {resource.uri} of type {resource.mime_type}, not shown]"
         )
-    return f"[{part.type} of type {part.mime_type}, not shown]"
+    return f"[{content.type} of type {content.mime_type}, not shown]"
 
 
 async def play(client, task, actor):
@@ -160,7 +160,7 @@ if __name__ == "__main__":
     from mcp.server import MCPServer
 
     def price(item: str) -> int:
-        """What one item costs, in crowns."""
+        """Price of one item, in crowns."""
         return PRICES[item]
 
     shop = MCPServer("shop")

@@ -76,13 +76,13 @@ async def ask(socket, kind, data=None):
 
 def fields_of(schema):
     """Name -> type of an action's fields, without those that every action has."""
-    found = {
+    matches = {
         name: about.get("type")
         for name, about in schema["properties"].items()
         if name != "metadata"
     }
-    required = [name for name in schema.get("required", ()) if name in found]
-    return {name: found[name] for name in required or found}
+    required = [name for name in schema.get("required", ()) if name in matches]
+    return {name: matches[name] for name in required or matches}
 
 
 def action_of(text, fields):
@@ -133,14 +133,14 @@ async def rollout(task, actors):
 
 async def play(socket, data, fields, task, actor):
     last = task.messages[-1]
-    said = "" if len(fields) == 1 else f"Actions are JSON objects with {json.dumps(fields)}.\n\n"
-    said = [
+    note = "" if len(fields) == 1 else f"Actions are JSON objects with {json.dumps(fields)}.\n\n"
+    text = [
         *task.messages[:-1],
-        last | {"content": f"{last['content']}\n\n{said}{shown(data['observation'])}"},
+        last | {"content": f"{last['content']}\n\n{note}{shown(data['observation'])}"},
     ]
     reply, rewards, illegal = None, [], 0
     while len(rewards) < actor.max_turns and not data.get("done"):
-        reply = await (reply or actor).respond(said)
+        reply = await (reply or actor).respond(text)
         if reply.truncated:
             # Without text the context was full before it spoke.
             rewards += [ILLEGAL] if reply.text else []
@@ -148,10 +148,10 @@ async def play(socket, data, fields, task, actor):
         try:
             data = await ask(socket, "step", action_of(reply.answer, fields))
         except (ValueError, Refused) as error:
-            said, illegal, rewards = f"That is no action: {error}", illegal + 1, [*rewards, ILLEGAL]
+            text, illegal, rewards = f"That is no action: {error}", illegal + 1, [*rewards, ILLEGAL]
             continue
         rewards.append(float(data.get("reward") or 0.0))
-        said = shown(data["observation"])
+        text = shown(data["observation"])
     if reply is None:
         raise ValueError("the OpenEnv server said that the episode ended when it began")
     steps = (await ask(socket, "state")).get("step_count") or 0

@@ -4,7 +4,7 @@ without network (docs/sandbox.md).
     rl-core train --env_path envs/python_tool.py --model Qwen/Qwen3-0.6B --out runs/python
     --max_prompt_tokens 1024 --max_tokens 512
 
-The model calls `python` and sees what the code wrote, its error, and the value of its last
+The model calls `python` and sees the code's output, its error, and the value of its last
 expression; variables stay until the episode ends. A call has 10 s. Reward: 1 if the last number of
 the last reply is the answer; 0 for a reply that is cut off or calls. Metric: `calls`. Rows of your
 own: a prompt, `answer`, and optionally `files` (name -> text). A hash of the prompt says which

@@ -68,5 +68,5 @@ def load_tasks(split):
 
 def reward_fn(completion, answer, gym, level, index, split):
     held = problems(gym, level, split)
-    said = extract_answer(completion.rpartition("</think>")[2])
-    return float(held.score_answer(said, held[index]))
+    reply = extract_answer(completion.rpartition("</think>")[2])
+    return float(held.score_answer(reply, held[index]))

@@ -8,7 +8,7 @@ objects and picks his.
         --group_size 8 --max_tokens 4 --max_prompt_tokens 64 --algo.entropy_coef 0.01
 
 Both earn 1 if he sent two digits and nothing else, and she picks the object that he saw.
-docs/actors.md has all commands and what they gave.
+docs/actors.md has all commands and their results.
 """
 
 import random

@@ -123,8 +123,8 @@ async def search(query):
         aiohttp.ClientSession(raise_for_status=True) as session,
         session.post(URL, json=asked) as reply,
     ):
-        [found] = (await reply.json())["result"]
-    return [passage["document"]["contents"] for passage in found]
+        [passages] = (await reply.json())["result"]
+    return [passage["document"]["contents"] for passage in passages]
 
 
 async def interact(messages):
@@ -133,11 +133,11 @@ async def interact(messages):
     queries = re.findall(r"(?s)<search>(.*?)</search>", messages[-1]["content"])
     if not queries:
         return [{"role": "user", "content": HOW}]
-    found = await search(queries[-1].strip())
+    passages = await search(queries[-1].strip())
     return [
         {
             "role": "user",
-            "content": "\n\n".join(passage[:1500] for passage in found) or "Nothing was found.",
+            "content": "\n\n".join(passage[:1500] for passage in passages) or "Nothing was found.",
         }
     ]
 

@@ -5,8 +5,8 @@ share of right positions.
     --actors.down.share up \
         --out runs/two_ways --max_tokens 8 --max_prompt_tokens 16
 
-An episode is of one of them, as the row says. Nothing but their adapters tells them apart.
-docs/actors.md has what they learned.
+An episode is of one of them, as the row says. They differ by their adapters alone.
+docs/actors.md has their results.
 """
 
 import itertools

@@ -10,7 +10,7 @@ without it a tenth is held out). TAU2_TOOLS, a module or a .py file, is run: of 
 your own with a class that is made with the records, `db`, and whose public methods are the tools
 (those named `assert_...` only judge). An actor `user` plays the customer, and ends with ###STOP###;
 without it the customer says at once all that it knows, and stops at the second answer. Reward: the
-product of what a task's `reward_basis` names: DB (records as after its actions), COMMUNICATE,
+product of the terms in a task's `reward_basis`: DB (records as after its actions), COMMUNICATE,
 ACTION, ENV_ASSERTION. NL_ASSERTION needs a judge, and is left out (metric `unjudged`). Tasks with
 tools of the user or a history are left out. docs/environments.md. Needs a GPU, not run.
 """

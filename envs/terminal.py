@@ -3,7 +3,7 @@
     rl-core train --env_path envs/terminal.py --model Qwen/Qwen3-0.6B --out runs/terminal
     --max_prompt_tokens 1024 --max_tokens 256
 
-The model calls `bash` and sees what the command wrote. Reward: 1 if the folder holds just the files
+The model calls `bash` and sees the command's output. Reward: 1 if the folder holds just the files
 that it should, with their texts. Kinds (column `kind`): write, copy, move, remove, join, fold. Rows
 of your own: a prompt, `files` (name -> text) before, and `wanted` after. A hash of the prompt says
 which tenth is held out. Curve on a CPU: docs/curves.md.

@@ -11,7 +11,7 @@ Players are the actors in the order of their names; one actor plays all seats. $
 Reward: the game's, usually 1, 0 or -1. Whose reply is cut off loses (-1) and ends the game; a game
 that is not over after --max_turns turns of a player earns 0. Metrics: `invalid`, `unfinished`.
 Every seed of $TEXTARENA_GAMES (1,000) is a task, and every tenth is held out. The library draws
-from Python's global generator: here each game has a stream of its own. A game that cannot begin is
+from Python's global generator: here each game has a separate stream. A game that cannot begin is
 refused before training; word games need NLTK's word lists. What was run: docs/environments.md.
 """
 
@@ -58,11 +58,11 @@ def load_tasks(split):
 
 
 class Game:
-    """A game that draws from a stream of its own."""
+    """A game with a separate random stream."""
 
     def __init__(self, seed):
         self.drawn = random.Random(seed).getstate()
-        # Without wrappers a player sees only what is new since its last turn.
+        # Without wrappers a player sees only news since its last turn.
         raw = f"{NAME}-raw"
         self.env = self.call(textarena.make, raw if raw in ENV_REGISTRY else NAME)
         self.call(self.env.reset, PLAYERS, seed)
@@ -77,7 +77,7 @@ class Game:
             random.setstate(before)
 
     def look(self):
-        """(the number of the player whose turn it is, what is new to it)."""
+        """(number of the player to move, observations since its last turn)."""
         player, observed = self.call(self.env.get_observation)
         if isinstance(observed, str):
             return player, observed
@@ -93,10 +93,10 @@ async def play(game, seats):
     """(each player's conversation, who was cut off or None, whether the game is over)."""
     replies = {}
     while True:
-        player, said = game.look()
-        said = said or "It is your turn."
+        player, text = game.look()
+        text = text or "It is your turn."
         speaker = replies.get(player) or seats[player]
-        reply = await speaker.respond(said)
+        reply = await speaker.respond(text)
         replies[player] = reply
         if reply.truncated:
             return replies, player, False
@@ -119,10 +119,12 @@ async def rollout(task, actors):
         rewards, infos = game.call(game.env.close)
     if cut is not None:
         rewards[cut] = -1.0
-    found = []
+    trajectories = []
     for player, reply in replies.items():
         invalid = infos.get(player, {}).get("invalid_move", False)
         metrics = {"invalid": float(invalid), "unfinished": float(not is_over)}
-        seat = f"player {player}"
-        found.append(reply.trajectory(float(rewards[player]), seat=seat, metrics=metrics))
-    return found
+        player_name = f"player {player}"
+        trajectories.append(
+            reply.trajectory(float(rewards[player]), seat=player_name, metrics=metrics)
+        )
+    return trajectories

@@ -50,16 +50,17 @@ def calculator(desk, expression):
         r"\*\*|[0-9)] *\(", expression
     ):
         raise ValueError("an expression has numbers, + - * / // % and parentheses alone")
-    found = eval(expression)  # of digits and these signs: nothing that takes long, and no name
-    return int(found) if found == int(found) else found
+    # The pattern above allows digits and these signs alone: no names and nothing slow.
+    number = eval(expression)
+    return int(number) if number == int(number) else number
 
 
 def search(desk, query):
     """Finds what is known about things."""
     words = bm25s.tokenize(query[:200], show_progress=False)
-    [found], [scores] = INDEX.retrieve(words, k=3, show_progress=False)
+    [matches], [scores] = INDEX.retrieve(words, k=3, show_progress=False)
     return (
-        "\n".join(text for text, score in zip(found, scores, strict=True) if score > 0)
+        "\n".join(text for text, score in zip(matches, scores, strict=True) if score > 0)
         or "Nothing was found."
     )
 
@@ -67,7 +68,7 @@ def search(desk, query):
 def read_file(desk, name):
     """Reads a file of the folder."""
     if name not in desk.files():
-        raise ValueError(f"there is no file {name!r}; there are {sorted(desk.files())}")
+        raise ValueError(f"file {name!r} does not exist; there are {sorted(desk.files())}")
     return desk.files()[name]
 
 
@@ -89,7 +90,7 @@ async def python(desk, code):
 
 
 class Desk:
-    """What the tools of one episode share."""
+    """State that the tools of one episode share."""
 
     def __init__(self, files):
         self.folder, self.refused = Path(tempfile.mkdtemp(prefix="rl_core_desk_")), []
@@ -103,14 +104,14 @@ class Desk:
 
 def schema(tool):
     names = [*inspect.signature(tool).parameters][1:]
-    given = {
+    parameters = {
         "type": "object",
         "properties": {name: {"type": "string"} for name in names},
         "required": names,
     }
     return {
         "type": "function",
-        "function": {"name": tool.__name__, "description": tool.__doc__, "parameters": given},
+        "function": {"name": tool.__name__, "description": tool.__doc__, "parameters": parameters},
     }
 
 
@@ -145,21 +146,21 @@ def question(kind, level, rng):
             "answer": sum(numbers),
             "files": {name: "\n".join(map(str, numbers))},
         }
-    found = [n for n in range(1, a * 4**level + 1) if n % b == 0 or str(d) in str(n)]
+    matches = [n for n in range(1, a * 4**level + 1) if n % b == 0 or str(d) in str(n)]
     return {
         "prompt": f"How many numbers from 1 to {a * 4**level} divide by {b} or hold a {d}?",
-        "answer": len(found),
+        "answer": len(matches),
     }
 
 
 def load_tasks(split):
     rng, rows = random.Random(0), {}
     for number in range(2400):
-        place = {
+        position = {
             "kind": ("calc", "price", "file", "code")[number % 4],
             "level": number // 4 % 3 + 1,
         }
-        row = {"files": {}} | question(*place.values(), rng) | place
+        row = {"files": {}} | question(*position.values(), rng) | position
         rows[row["prompt"]] = row
     return [
         row
@@ -172,24 +173,24 @@ def start(task):
     return Desk(task.row.get("files") or {})
 
 
-async def use(desk, name, given):
-    """(what the tool says, whether it refused)."""
+async def use(desk, name, arguments):
+    """(text of the tool, True if it refused)."""
     try:
-        given = json.loads(given) if isinstance(given, str) else given  # text from an endpoint
-        said = TOOLS[name](desk, **{argument: str(text) for argument, text in given.items()})
-        return str(await said if inspect.isawaitable(said) else said)[:2000], False
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        result = TOOLS[name](desk, **{argument: str(text) for argument, text in arguments.items()})
+        return str(await result if inspect.isawaitable(result) else result)[:2000], False
     except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, ArithmeticError) as error:
         return f"error: {type(error).__name__}: {error}", True
 
 
 async def interact(messages, state):
     calls = messages[-1].get("tool_calls") or []
-    said = [
+    replies = [
         (call["id"], *await use(state, call["function"]["name"], call["function"]["arguments"]))
         for call in calls
     ]
-    state.refused += [is_refused for *_, is_refused in said]
-    return [{"role": "tool", "content": text, "tool_call_id": id} for id, text, _ in said]
+    state.refused += [is_refused for *_, is_refused in replies]
+    return [{"role": "tool", "content": text, "tool_call_id": id} for id, text, _ in replies]
 
 
 def reward_fn(messages, answer):

@@ -5,7 +5,7 @@
 The level of a row (column `level`) is the number of its steps: something is bought, given away,
 lost, multiplied, shared out, or compared with what another person has, and from level 3 on there is
 a number that does not matter. A hash of the prompt says which tenth is held out. Rows of your own:
-a prompt, and `answer`, a number. A curriculum draws short ones first, then what is solved half of
+a prompt, and `answer`, a number. A curriculum draws short ones first, then those solved half of
 the time. Needs a GPU, not run.
 """
 

@@ -41,9 +41,9 @@ async def solve(question, client, model="gpt-5-mini", max_turns=4):
             return reply.content or ""
         messages.append(reply.model_dump(exclude_none=True))
         for call in reply.tool_calls:
-            given = json.loads(call.function.arguments)
-            said = calculate(given.get("expression"))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+            arguments = json.loads(call.function.arguments)
+            result = calculate(arguments.get("expression"))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return ""
 
 

@@ -57,7 +57,7 @@ def program(name):
 
 
 def missing():
-    """What MariaDB needs and this machine lacks, as a text; empty if nothing."""
+    """Missing requirements of MariaDB on this machine as text; empty if there are none."""
     if not (program("mariadbd") and program("mariadb-install-db") and shutil.which("setpriv")):
         return "MariaDB is not installed: apt-get install mariadb-server"
     return "" if find_spec("pymysql") else "pymysql is missing: pip install pymysql"
@@ -84,12 +84,18 @@ class Server:
         self.socket = f"{folder}/socket"
         user = server_user()
         shutil.chown(folder, user)
-        how = ["setpriv", "--pdeathsig", "KILL"]
+        drop = ["setpriv", "--pdeathsig", "KILL"]
         if os.geteuid() == 0:
-            how += ["--reuid", user, "--regid", str(pwd.getpwnam(user).pw_gid), "--clear-groups"]
+            drop += [
+                "--reuid",
+                user,
+                "--regid",
+                str(pwd.getpwnam(user).pw_gid),
+                "--clear-groups",
+            ]
         places = [f"--datadir={folder}/data"]
         made = subprocess.run(
-            [*how, program("mariadb-install-db"), *INSTALL.split(), *places],
+            [*drop, program("mariadb-install-db"), *INSTALL.split(), *places],
             capture_output=True,
             text=True,
             timeout=START_S,
@@ -100,7 +106,7 @@ class Server:
                 f"mariadb-install-db failed: {made.stdout[-500:]}{made.stderr[-500:]}"
             )
         places += [f"--socket={self.socket}", f"--pid-file={folder}/pid", f"--tmpdir={folder}"]
-        serve = [*how, program("mariadbd"), *SERVE.split(), *places]
+        serve = [*drop, program("mariadbd"), *SERVE.split(), *places]
         with tempfile.TemporaryFile("w+") as log:
             self.process = subprocess.Popen(
                 ["/bin/sh", "-c", SUPERVISOR, "sh", folder, *serve],
@@ -126,13 +132,14 @@ class Server:
             return False
         return True
 
-    def connect(self, **how):
-        """A new connection, of root if `how` has no user."""
+    def connect(self, **options):
+        """A new connection, of root if `options` has no user."""
         import pymysql
 
-        how = {"user": "root", "charset": "utf8mb4", "autocommit": True, "read_timeout": 30} | how
-        how |= {"ssl_disabled": True}  # A context of TLS takes 60 ms to make.
-        return pymysql.connect(unix_socket=self.socket, connect_timeout=10, **how)
+        defaults = {"user": "root", "charset": "utf8mb4", "autocommit": True, "read_timeout": 30}
+        # A TLS context takes 60 ms to make.
+        options = defaults | options | {"ssl_disabled": True}
+        return pymysql.connect(unix_socket=self.socket, connect_timeout=10, **options)
 
     def run(self, *statements):
         connection = self.connect(init_command="SET lock_wait_timeout = 10")
@@ -175,7 +182,7 @@ def server():
 
 
 class Session:
-    """A database of its own with one user. It is dropped with this object, or by close()."""
+    """A separate database with one user. It is dropped with this object, or by close()."""
 
     def __init__(self, statement_s, max_rows):
         self.statement_s, self.max_rows = statement_s, max_rows
@@ -183,8 +190,8 @@ class Session:
         self.name = self.server.new_database()
         self.close = weakref.finalize(self, self.server.drop, self.name)
 
-    def connect(self, **how):
-        return self.server.connect(user=self.name, database=self.name, **how)
+    def connect(self, **options):
+        return self.server.connect(user=self.name, database=self.name, **options)
 
     def execute(self, query):
         """The first rows of a statement's result. Raises ValueError with MariaDB's error, or if it
@@ -200,12 +207,12 @@ class Session:
                 )
             cursor = self.connection.cursor(pymysql.cursors.SSCursor)
             cursor.execute(query)
-            found = list(cursor.fetchmany(self.max_rows))
-            if len(found) == self.max_rows:  # Else close() would read millions of rows.
+            rows = list(cursor.fetchmany(self.max_rows))
+            if len(rows) == self.max_rows:  # Else close() would read millions of rows.
                 self.server.run(f"KILL QUERY {self.connection.thread_id()}")
             with suppress(pymysql.OperationalError):  # It was interrupted.
                 cursor.close()
-            return found
+            return rows
         except (pymysql.Error, UnicodeError, ValueError) as error:
             self.check(error)
             raise ValueError(f"{type(error).__name__}: {error}") from None
@@ -222,7 +229,7 @@ class Session:
         self.disconnect()
 
     def disconnect(self):
-        """A thread that still works for this connection would go on."""
+        """A thread that still works for this connection would continue."""
         connection, self.connection = self.connection, None
         if connection is None:
             return

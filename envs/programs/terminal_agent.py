@@ -1,4 +1,4 @@
-"""An agent with a shell: the model calls `bash`, reads what the command wrote, and goes on until it
+"""An agent with a shell: the model calls `bash`, reads the command's output, and continues until it
 calls nothing. It works in any box with `exec(command, timeout_s)`: one of rl_core.sandbox.boxes, or
 a task's of rl_core.environments.agents.harbor."""
 

@@ -1,4 +1,4 @@
-"""Environments after AgentBench: their solutions earn the most, and what is not one earns nothing;
+"""Environments after AgentBench: their solutions earn the most, and other replies nothing;
 AgentBench's own rows, where they are there; three steps of the real command."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def env_of(name: str):
 
 
 def part_of(name: str, topic: str):
-    """What the file of an environment calls so."""
+    """The object of this name in the file of an environment."""
     return env_of(name).hooks["oracle"].function.__globals__[topic]
 
 
@@ -429,7 +429,7 @@ def shortest(row: dict) -> list[str]:
 
 
 def conversation(name: str, row: dict, replies: list[str]) -> dict:
-    """What was said, as a row for SFT."""
+    """The conversation as a row for SFT."""
     result = play(env_of(name), *replies, row=row, max_turns=len(replies))
     reply, messages = iter(replies), []
     for message in result.messages:

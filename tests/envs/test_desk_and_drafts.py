@@ -52,7 +52,7 @@ def test_a_scripted_customer_tells_its_facts_one_by_one_and_then_stops():
     result = serve(row, "Your e-mail?", "Your postcode?", cancel, "It is cancelled.")
     heard = [m["content"] for m in result.messages if m["role"] == "user"]
     assert heard == [row["prompt"], *row["facts"]] and result.reward == 1
-    # Before the customer is done nothing counts, and what was not asked for is wrong.
+    # Before the customer is done nothing counts, and an action that nobody asked for is wrong.
     assert serve(row, "Hm?", cancel, max_turns=2).reward == 0
     address = called("change_address", order=row["order"], address="1 Hill Road")
     assert serve(row, cancel, address, "a", "b", "c").reward == 0

@@ -39,7 +39,7 @@ def called(tool: str, **arguments) -> str:
 def python_solver(row):
     [name] = row["files"]
     result = row["answer"]
-    # The second call needs what the first one has read.
+    # The second call needs the variable of the first.
     return [
         called("python", code=f"numbers = open('{name}').read().split()"),
         called("python", code="len(numbers)"),
@@ -135,7 +135,7 @@ def test_a_solver_earns_one_and_another_reply_nothing(name):
 
 
 def conversation(env, row, replies):
-    """What was said, as a row for SFT."""
+    """The conversation as a row for SFT."""
     result = stage.play(env, *replies, row=row, max_tokens=900, max_turns=len(replies))
     spoken, messages = iter(replies), []
     for message in result.messages:

@@ -168,12 +168,12 @@ def warm(tiny_model, made_once):
 
     def make(out):
         out.mkdir()
-        rng, said = random.Random(0), ["f=abs", "f=int", "print(1)", "print(2)"]
+        rng, replies = random.Random(0), ["f=abs", "f=int", "print(1)", "print(2)"]
         rows = [
             {
                 "messages": [
                     {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": rng.choice(said)},
+                    {"role": "assistant", "content": rng.choice(replies)},
                 ]
             }
             for _ in range(800)
@@ -213,8 +213,8 @@ def test_three_steps_of_training_learn_something(name, warm, tmp_path):
         sizes,
     ]
     run(tmp_path / "run", *flags)
-    found = steps(tmp_path / "run")
-    assert len(found) == 3 and all(row["learn/policy/grad_norm"] > 0 for row in found)
-    assert not any(row.get("rollout/policy/failed") for row in found)
-    first, *_, last = (row["rollout/policy/reward_mean"] for row in found)
+    lines = steps(tmp_path / "run")
+    assert len(lines) == 3 and all(row["learn/policy/grad_norm"] > 0 for row in lines)
+    assert not any(row.get("rollout/policy/failed") for row in lines)
+    first, *_, last = (row["rollout/policy/reward_mean"] for row in lines)
     assert last > first + 0.1, (first, last)

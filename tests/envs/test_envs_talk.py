@@ -177,7 +177,7 @@ def test_a_formula_is_compared_as_mathematics_and_a_cut_answer_is_wrong():
 
 
 def leaks(prompt, seed):
-    """A target that says its password to whoever says please, and repeats what it is told."""
+    """A target that says its password to whoever says please, and repeats requests."""
     word = re.search("The password is ([a-z]+)", prompt)[1]
     return (
         " ".join(word).upper()
@@ -233,7 +233,7 @@ GOOD = [
 )  # fmt: skip
 @pytest.mark.parametrize("pro", [0, 1])
 def test_rules_find_the_better_side_whoever_has_it(ann, ben, won, pro):
-    if pro:  # then ben is for the motion
+    if pro:  # Ben is for the motion.
         ann = [text.replace("I am against", "I am for") for text in ann]
     result = episode("debate", {"prompt": "More trains", "pro": pro}, ann=ann, ben=ben)
     assert {t.actor: t.seat for t in result} == {

@@ -52,19 +52,21 @@ def warm(tiny_model, made_once):
     """A tiny model that says what these environments read, at random."""
     rng = random.Random(0)
 
-    def row(*said):
-        roles = ["system"] * (len(said) % 2) + ["user", "assistant", "tool", "assistant"]
+    def row(*texts):
+        roles = ["system"] * (len(texts) % 2) + ["user", "assistant", "tool", "assistant"]
         return {
             "messages": [
-                {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+                {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
             ]
         }
 
     def make(out):
         out.mkdir()
-        how = env_of("search_qa").hooks["interact"].function.__globals__["HOW"]
+        instructions = env_of("search_qa").hooks["interact"].function.__globals__["HOW"]
         letters = rng.choices(string.ascii_lowercase, k=600)
-        rows = [row(how, "Which letter?", f"<answer>{letter}</answer>") for letter in letters]
+        rows = [
+            row(instructions, "Which letter?", f"<answer>{letter}</answer>") for letter in letters
+        ]
         rows += [row("Which is it?", str(rng.randrange(3))) for _ in letters]
         rows += [row("Which is it?", called("price", item="pamo"), "8", "0") for _ in letters[:400]]
         board = chess.Board()
@@ -106,10 +108,10 @@ def learns(model, name, out, rows, *flags, tasks=8, group=8):
         sizes,
         *flags,
     )
-    found = [row for row in metrics(out / "run") if "rollout/policy/reward_mean" in row]
-    assert len(found) == 3 and any(row.get("learn/policy/grad_norm", 0) > 0 for row in found)
-    assert not any(row.get("rollout/policy/failed") for row in found)
-    return found
+    steps = [row for row in metrics(out / "run") if "rollout/policy/reward_mean" in row]
+    assert len(steps) == 3 and any(row.get("learn/policy/grad_norm", 0) > 0 for row in steps)
+    assert not any(row.get("rollout/policy/failed") for row in steps)
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,10 @@ def test_each_hop_of_a_question_is_found_by_a_search_for_the_one_before():
     for row in [row for row in rows if row["hops"] == 4][:5]:
         says, heard = [f"<search>{row['person']}</search>"], ""
         for before in ("born in ", "province of ", "capital is "):
-            found = stage.play(env, *says, row=row, max_turns=len(says) + 1).messages[-2]["content"]
-            heard = found.split(before)[1].split(".")[0]
+            outcome = stage.play(env, *says, row=row, max_turns=len(says) + 1).messages[-2][
+                "content"
+            ]
+            heard = outcome.split(before)[1].split(".")[0]
             says.append(f"<search>{heard}</search>")
         last = stage.play(
             env, *says, f"I know. <answer>The {row['golden_answers'][0].upper()}!</answer>", row=row
@@ -161,7 +165,7 @@ def test_each_hop_of_a_question_is_found_by_a_search_for_the_one_before():
 
 
 @pytest.mark.parametrize(
-    "said, reward, turns",
+    "spoken, reward, turns",
     [
         (["<answer>x</answer>"], 0.0, 1),
         (["<answer>Gold</answer> no, <answer>x</answer>"], 0.0, 1),  # the last one counts
@@ -172,10 +176,10 @@ def test_each_hop_of_a_question_is_found_by_a_search_for_the_one_before():
         (["<search>x</search>", "<answer>the gold</answer>"], 1.0, 2),
     ],
 )  # fmt: skip
-def test_only_the_answer_alone_is_right(said, reward, turns):
+def test_only_the_answer_alone_is_right(spoken, reward, turns):
     row = {"question": "What glitters?", "golden_answers": ["Gold", "silver"]}
-    found = stage.play(env_of("search_qa"), *said, row=row, max_tokens=20_000)
-    assert (found.reward, len(found.turns)) == (reward, turns)
+    outcome = stage.play(env_of("search_qa"), *spoken, row=row, max_tokens=20_000)
+    assert (outcome.reward, len(outcome.turns)) == (reward, turns)
 
 
 def test_passages_may_come_from_a_file_and_what_shares_no_word_is_not_shown(tmp_path, monkeypatch):
@@ -183,15 +187,15 @@ def test_passages_may_come_from_a_file_and_what_shares_no_word_is_not_shown(tmp_
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(p) + "\n" for p in passages))
     monkeypatch.setenv("SEARCH_CORPUS", str(tmp_path / "corpus.jsonl"))
     row = {"question": "What glitters?", "golden_answers": ["Gold"]}
-    found = stage.play(
+    outcome = stage.play(
         env_of("search_qa"),
         "<search>what glitters</search>",
         "<search>zinc</search>",
         row=row,
         max_turns=3,
     )
-    said = [m["content"] for m in found.messages if m["role"] == "user"]
-    assert said[1:] == ["Gold\nGold glitters.", "Nothing was found."]
+    spoken = [m["content"] for m in outcome.messages if m["role"] == "user"]
+    assert spoken[1:] == ["Gold\nGold glitters.", "Nothing was found."]
 
 
 def test_a_search_server_that_is_away_or_silent_fails_the_episode(monkeypatch):
@@ -264,14 +268,16 @@ def test_a_map_of_ice_is_in_one_split():
 
 
 def test_the_actor_walks_over_ice_by_the_names_of_actions():
-    found = stage.play(
+    outcome = stage.play(
         env_of("gym_text"), "right", " Down\n", "jump", "4", "down", "right", row=LAKE
     )
-    said = [m["content"] for m in found.messages if m["role"] == "user"]
-    assert said[0] == "Go.\n\n[S]FH\nHFF\nFFG" and said[1] == "  (Right)\nS[F]H\nHFF\nFFG"
-    assert said[3:5] == ["That is no action."] * 2
-    assert found.turn_rewards == [0, 0, -0.05, -0.05, 0, 1] and found.reward == pytest.approx(0.9)
-    assert found.metrics == {"illegal": 2, "solved": 1}
+    spoken = [m["content"] for m in outcome.messages if m["role"] == "user"]
+    assert spoken[0] == "Go.\n\n[S]FH\nHFF\nFFG" and spoken[1] == "  (Right)\nS[F]H\nHFF\nFFG"
+    assert spoken[3:5] == ["That is no action."] * 2
+    assert outcome.turn_rewards == [0, 0, -0.05, -0.05, 0, 1] and outcome.reward == pytest.approx(
+        0.9
+    )
+    assert outcome.metrics == {"illegal": 2, "solved": 1}
     numbers = stage.play(env_of("gym_text"), *"21121", row=LAKE)
     assert (numbers.reward, numbers.metrics["illegal"]) == (1, 0)
     drowned = stage.play(env_of("gym_text"), "right", "right", "right", row=LAKE)
@@ -300,12 +306,12 @@ def test_a_text_environment_takes_the_reply_and_its_seed_repeats_it():
 
 def test_a_number_is_an_action_of_a_discrete_space():
     row = {"prompt": "Blackjack.", "gym_env": "Blackjack-v1", "seed": 1}
-    found = stage.play(env_of("gym_text"), "7", "stick", "-1", "\u0661", "0", row=row)
+    outcome = stage.play(env_of("gym_text"), "7", "stick", "-1", "\u0661", "0", row=row)
     assert (
-        "your sum 20, dealer's card 7, usable ace 0" in found.messages[0]["content"]
-        and found.metrics["illegal"] == 4
+        "your sum 20, dealer's card 7, usable ace 0" in outcome.messages[0]["content"]
+        and outcome.metrics["illegal"] == 4
     )
-    assert len(found.turns) == 5 and found.turn_rewards[4] in (-1, 0, 1)
+    assert len(outcome.turns) == 5 and outcome.turn_rewards[4] in (-1, 0, 1)
 
 
 SPACES = gymnasium.spaces
@@ -406,9 +412,9 @@ def test_taxi_is_solved_by_its_text_alone(monkeypatch):
     places, open_east = shown_taxi(first)
     there = way(places["yellow"], places["blue"], open_east)
     plan = [*there, "pickup", *way(places["blue"], places["magenta"], open_east), "dropoff"]
-    found = stage.play(env, *plan, row=row, max_turns=40)
-    assert len(plan) == len(found.turns) and found.turn_rewards[-1] == 20
-    assert found.metrics == {"illegal": 0, "solved": 1}
+    outcome = stage.play(env, *plan, row=row, max_turns=40)
+    assert len(plan) == len(outcome.turns) and outcome.turn_rewards[-1] == 20
+    assert outcome.metrics == {"illegal": 0, "solved": 1}
 
 
 def test_a_pole_that_falls_is_not_solved(monkeypatch):
@@ -452,8 +458,8 @@ def mcp(monkeypatch):
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def serve_shop(port: int) -> subprocess.Popen:
@@ -482,9 +488,13 @@ def test_tools_over_stdio_are_listed_called_and_refused(mcp):
         called("price", article="pamo"),
         " 16\n",
     ]
-    found = stage.play(mcp(), *says, row=PRICE, max_tokens=999)
-    assert (found.reward, found.metrics["called"], found.metrics["refused"]) == (1.0, 3.0, 2.0)
-    eight, unknown, wrong = [m for m in found.messages if m["role"] == "tool"]
+    outcome = stage.play(mcp(), *says, row=PRICE, max_tokens=999)
+    assert (outcome.reward, outcome.metrics["called"], outcome.metrics["refused"]) == (
+        1.0,
+        3.0,
+        2.0,
+    )
+    eight, unknown, wrong = [m for m in outcome.messages if m["role"] == "tool"]
     assert eight["content"] == "8" and eight["tool_call_id"] != unknown["tool_call_id"]
     assert "prize" in unknown["content"] and "item" in wrong["content"]
 
@@ -513,8 +523,8 @@ server.run("stdio")
 def test_the_actor_is_told_what_it_cannot_see(mcp, tmp_path):
     (tmp_path / "gallery.py").write_text(GALLERY)
     env = mcp(f"{sys.executable} {tmp_path}/gallery.py")
-    found = stage.play(env, called("look"), "16", row=PRICE, max_tokens=999)
-    [heard] = [m["content"] for m in found.messages if m["role"] == "tool"]
+    outcome = stage.play(env, called("look"), "16", row=PRICE, max_tokens=999)
+    [heard] = [m["content"] for m in outcome.messages if m["role"] == "tool"]
     assert heard.splitlines() == [
         "Here:",
         "[image of type image/png, not shown]",
@@ -530,14 +540,14 @@ def test_the_actor_is_told_what_it_cannot_see(mcp, tmp_path):
         ([called("price", item="pamo"), "16"], 1.0, 1),
         (["16"], 1.0, 0),
         ([called("price", item="pamo"), "It is 16 or 8"], 0.0, 1),
-        ([called("price", item="pamo")], 0.0, 5),  # for ever
+        ([called("price", item="pamo")], 0.0, 5),  # Repeated until the last turn.
         (["<tool_call>{'price'}</tool_call>"], 0.0, 0),
         (["", "16"], 0.0, 0),
     ],
 )
 def test_tools_over_http_and_what_the_last_reply_earns(says, reward, num_called, shop, mcp):
-    found = stage.play(mcp(shop), *says, row=PRICE, max_tokens=999)
-    assert (found.reward, found.metrics["called"]) == (reward, num_called)
+    outcome = stage.play(mcp(shop), *says, row=PRICE, max_tokens=999)
+    assert (outcome.reward, outcome.metrics["called"]) == (reward, num_called)
 
 
 def test_a_server_that_fails_is_the_cause_and_secrets_stay_out_of_it(mcp):
@@ -546,7 +556,7 @@ def test_a_server_that_fails_is_the_cause_and_secrets_stay_out_of_it(mcp):
     )
     error = stage.error_of(mcp(says, MCP_PASS="SHOP_KEY", SHOP_KEY="sesame"), "16", row=PRICE)
     assert "the MCP server failed: MCPError: Connection closed; no shop for ***" in error
-    # Of other variables of the run the command sees nothing.
+    # The command sees no other variables of the run.
     error = stage.error_of(mcp(says, MCP_PASS=""), "16", row=PRICE)
     assert "KeyError: 'SHOP_KEY'" in error
     assert "FileNotFoundError" in stage.error_of(mcp("/no/such/server"), "16", row=PRICE)
@@ -571,10 +581,10 @@ def test_a_server_that_dies_in_an_episode_fails_it_and_an_engine_that_dies_is_no
         return called("price", item="pamo")
 
     env = mcp(f"http://127.0.0.1:{port}/mcp", call_s=2.0)
-    [found] = stage.run(env, stage.cast(policy=second_call), rows=[PRICE], max_tokens=999)
-    assert found.status == "failed" and "the MCP server failed: " in found.error
-    # What was said so far is kept.
-    assert [m["content"] for m in found.messages if m["role"] == "tool"] == ["8"]
+    [outcome] = stage.run(env, stage.cast(policy=second_call), rows=[PRICE], max_tokens=999)
+    assert outcome.status == "failed" and "the MCP server failed: " in outcome.error
+    # Messages before the failure are kept.
+    assert [m["content"] for m in outcome.messages if m["role"] == "tool"] == ["8"]
 
     def engine_dies(prompt, seed):
         raise EngineDied("no more memory")
@@ -589,8 +599,8 @@ def test_three_steps_with_a_server_learn(warm, shop, monkeypatch, tmp_path):
     monkeypatch.setenv("MCP_SERVER", shop)
     rows = [{"prompt": "Which is it?", "answer": str(n)} for n in (0, 1)]
     flags = "--max_prompt_tokens 64 --max_tokens 80 --max_turns 2 --rollout.max_concurrent 8"
-    found = learns(warm, "mcp_tools", tmp_path, rows, flags, tasks=2)
-    assert any(row["rollout/policy/called"] for row in found)
+    steps = learns(warm, "mcp_tools", tmp_path, rows, flags, tasks=2)
+    assert any(row["rollout/policy/called"] for row in steps)
 
 
 # Tools of the environment's own
@@ -602,8 +612,8 @@ def tool_row(kind: str, level: int) -> dict:
     )
 
 
-def told(found) -> list[str]:
-    return [m["content"] for m in found.messages if m["role"] == "tool"]
+def tool_texts(outcome) -> list[str]:
+    return [m["content"] for m in outcome.messages if m["role"] == "tool"]
 
 
 def test_questions_are_of_each_kind_and_level_and_of_one_split():
@@ -630,7 +640,7 @@ def test_the_calculator_the_search_and_files_lead_to_answers():
     env, row, long = env_of("tool_use"), tool_row("price", 2), {"max_tokens": 999}
     one, other = re.findall(r"one (\w+)", row["prompt"])
     searches = called("search", query=one) + called("search", query=f"the {other}")
-    heard = told(stage.play(env, searches, row=row, max_turns=2, **long))
+    heard = tool_texts(stage.play(env, searches, row=row, max_turns=2, **long))
     prices = [
         re.search(f"One {name} costs ([0-9]+) crowns", text)[1]
         for name, text in zip((one, other), heard, strict=True)
@@ -639,18 +649,18 @@ def test_the_calculator_the_search_and_files_lead_to_answers():
         called("calculator", expression="+".join(prices)),
         f"They cost {sum(map(int, prices))} crowns.",
     ]
-    found = stage.play(env, *says, row=row, **long)
-    assert told(found) == [str(row["answer"])] and found.reward == 1.0
-    assert {"called": 1.0, "refused": 0.0}.items() <= found.metrics.items()
+    outcome = stage.play(env, *says, row=row, **long)
+    assert tool_texts(outcome) == [str(row["answer"])] and outcome.reward == 1.0
+    assert {"called": 1.0, "refused": 0.0}.items() <= outcome.metrics.items()
     row = tool_row("file", 3)
     [(name, text)] = row["files"].items()
     says = [
         called("read_file", name=name),
         called("calculator", expression=text.replace("\n", " + ")),
     ]
-    found = stage.play(env, *says, row=row, max_turns=3, **long)
+    outcome = stage.play(env, *says, row=row, max_turns=3, **long)
     # A call is no answer.
-    assert told(found)[:2] == [text, str(row["answer"])] and found.reward == 0.0
+    assert tool_texts(outcome)[:2] == [text, str(row["answer"])] and outcome.reward == 0.0
 
 
 def test_python_runs_in_the_sandbox_and_sees_the_folder_alone(monkeypatch):
@@ -669,13 +679,13 @@ def test_python_runs_in_the_sandbox_and_sees_the_folder_alone(monkeypatch):
         called("python", code=net),
     ]
     calls += [called("read_file", name="a.txt"), called("python", code=count)]
-    found = stage.play(env, "".join(calls), f"Counted: {row['answer']}", row=row, max_tokens=999)
-    written, saw, refused, text, counted = told(found)
+    outcome = stage.play(env, "".join(calls), f"Counted: {row['answer']}", row=row, max_tokens=999)
+    written, saw, refused, text, counted = tool_texts(outcome)
     assert (written, text, counted.strip()) == ("written", "hi", str(row["answer"]))
     assert (
         saw.startswith("None ['a.txt'") and saw.endswith("hi\n") and refused.startswith("error\n")
     )
-    assert found.reward == 1.0
+    assert outcome.reward == 1.0
 
 
 def test_wrong_calls_are_refused_with_a_reason_and_leave_nothing_behind(tmp_path, monkeypatch):
@@ -695,20 +705,20 @@ def test_wrong_calls_are_refused_with_a_reason_and_leave_nothing_behind(tmp_path
         called("write_file", name="..", text=""),
         called("__init__"),
     ]
-    found = stage.play(
+    outcome = stage.play(
         env_of("tool_use"), "".join(wrong), "9", row=tool_row("calc", 1), max_tokens=2000
     )
-    assert found.metrics["refused"] == found.metrics["called"] == len(wrong)
-    assert all(text.startswith("error: ") and "sesame" not in text for text in told(found))
+    assert outcome.metrics["refused"] == outcome.metrics["called"] == len(wrong)
+    assert all(text.startswith("error: ") and "sesame" not in text for text in tool_texts(outcome))
     use = env_of("tool_use").hooks["interact"].function.__globals__["use"]
-    for given in ("[1]", "1", '{"expression": "1"', None):  # of an endpoint
-        assert asyncio.run(use(None, "calculator", given))[1]
+    for argument_text in ("[1]", "1", '{"expression": "1"', None):  # As an endpoint sends it.
+        assert asyncio.run(use(None, "calculator", argument_text))[1]
     gc.collect()
     assert [file.name for file in tmp_path.iterdir()] == ["secret"]
 
 
 @pytest.mark.parametrize(
-    "said, reward",
+    "spoken, reward",
     [
         ("480", 1),
         ("4 8 0", 0),
@@ -720,9 +730,9 @@ def test_wrong_calls_are_refused_with_a_reason_and_leave_nothing_behind(tmp_path
         ("480.0", 1),
     ],
 )
-def test_the_last_number_counts(said, reward):
+def test_the_last_number_counts(spoken, reward):
     assert (
-        stage.play(env_of("tool_use"), said, row={"prompt": "60*8?", "answer": 480}).reward
+        stage.play(env_of("tool_use"), spoken, row={"prompt": "60*8?", "answer": 480}).reward
         == reward
     )
     both = stage.play(
@@ -741,7 +751,7 @@ def test_the_last_number_counts(said, reward):
 
 def test_three_steps_with_tools_learn(warm, tmp_path):
     rows = [{"prompt": "Which is it?", "answer": n} for n in (0, 1)]
-    found = learns(
+    steps = learns(
         warm,
         "tool_use",
         tmp_path,
@@ -749,7 +759,9 @@ def test_three_steps_with_tools_learn(warm, tmp_path):
         "--max_prompt_tokens 64 --max_tokens 80 --max_turns 2",
         tasks=4,
     )
-    assert any(row["rollout/policy/refused"] for row in found)  # it knows the tool of a shop
+    assert any(
+        row["rollout/policy/refused"] for row in steps
+    )  # The model knows the tools of a shop.
 
 
 # OpenEnv
@@ -849,8 +861,8 @@ def openenv(monkeypatch):
     """openenv(how the server is made) -> (the environment, the server)."""
     servers = []
 
-    def make(step_s: float = 60.0, token: str = "", **how):
-        servers.append(OpenEnvServer(**how))
+    def make(step_s: float = 60.0, token: str = "", **settings):
+        servers.append(OpenEnvServer(**settings))
         monkeypatch.setenv("OPENENV_URL", servers[-1].url + "/")
         monkeypatch.setenv("OPENENV_TOKEN", token)
         env = env_of("openenv_client")
@@ -864,11 +876,11 @@ def openenv(monkeypatch):
 
 def test_an_episode_is_a_session_of_reset_steps_and_state(openenv):
     env, server = openenv(token="sesame")
-    found = stage.play(
+    outcome = stage.play(
         env, "bbc", '{"message": "b"}', "x", row={"prompt": "Say it.", "reset": {"seed": 1}}
     )
-    assert [m["content"] for m in found.messages[:3]] == ["Say it.\n\nb", "bbc", "b"]
-    assert (found.reward, found.turn_rewards, found.metrics) == (
+    assert [m["content"] for m in outcome.messages[:3]] == ["Say it.\n\nb", "bbc", "b"]
+    assert (outcome.reward, outcome.turn_rewards, outcome.metrics) == (
         3.0,
         [2, 1, 0],
         {"steps": 3, "illegal": 0},
@@ -880,14 +892,16 @@ def test_an_episode_is_a_session_of_reset_steps_and_state(openenv):
 
 def test_an_action_of_several_fields_is_json_and_what_is_none_costs(openenv):
     env, _ = openenv(properties=ACTION | {"loud": {"type": "boolean"}})
-    # Only `message` is required, so that text will do; what the server refuses is told.
-    found = stage.play(env, "a", '{"loud": true}', "{a", '{"message": "aa"}', row={"prompt": "Go."})
-    assert found.turn_rewards == [1, -0.05, -0.05, 2, 2] and found.metrics == {
+    # Only `message` is required, so that text will do; the actor reads a refusal of the server.
+    outcome = stage.play(
+        env, "a", '{"loud": true}', "{a", '{"message": "aa"}', row={"prompt": "Go."}
+    )
+    assert outcome.turn_rewards == [1, -0.05, -0.05, 2, 2] and outcome.metrics == {
         "steps": 3,
         "illegal": 2,
     }
-    said = [m["content"] for m in found.messages if m["role"] == "user"]
-    assert "VALIDATION_ERROR" in said[2] and said[3].startswith(
+    spoken = [m["content"] for m in outcome.messages if m["role"] == "user"]
+    assert "VALIDATION_ERROR" in spoken[2] and spoken[3].startswith(
         "That is no action: Expecting property name"
     )
     cut = stage.play(env, "aaaa", row={"prompt": "Go."}, max_tokens=2)
@@ -918,8 +932,8 @@ def test_an_openenv_server_that_fails_is_the_cause(openenv):
 def test_an_episode_waits_until_a_full_server_has_room(openenv):
     env, server = openenv(room=0)
     threading.Timer(0.5, lambda: setattr(server, "room", 99)).start()
-    found = stage.play(env, "aa", "a", "a", row={"prompt": "Go."})
-    assert found.reward == 4 and server.sessions > 2
+    outcome = stage.play(env, "aa", "a", "a", row={"prompt": "Go."})
+    assert outcome.reward == 4 and server.sessions > 2
 
 
 def test_three_steps_with_an_openenv_server_learn(tiny_model, openenv, tmp_path, monkeypatch):
@@ -939,9 +953,9 @@ START = {"prompt": "Chess.", "fen": chess.STARTING_FEN}
 
 def games(row: dict, max_tokens: int = 50, **says) -> dict:
     """Trajectory by (actor, seat) of one game in which each actor says these."""
-    found = stage.run(env_of("chess_game"), stage.cast(**says), rows=[row], max_tokens=max_tokens)
-    assert all(t.status != "failed" for t in found), [t.error for t in found]
-    return {(t.actor, t.seat): t for t in found}
+    outcome = stage.run(env_of("chess_game"), stage.cast(**says), rows=[row], max_tokens=max_tokens)
+    assert all(t.status != "failed" for t in outcome), [t.error for t in outcome]
+    return {(t.actor, t.seat): t for t in outcome}
 
 
 def test_positions_are_of_three_levels_and_of_one_split():
@@ -962,14 +976,14 @@ def test_positions_are_of_three_levels_and_of_one_split():
 
 def is_mate(board, move) -> bool:
     board.push(move)
-    found = board.is_checkmate()
+    result = board.is_checkmate()
     board.pop()
-    return found
+    return result
 
 
 def test_fools_mate_is_played_in_both_notations_and_black_earns_it():
-    found = games(START, ann=["f3", "g4"], ben=["e7e5", "Qh4"])
-    white, black = found["ann", "white"], found["ben", "black"]
+    outcome = games(START, ann=["f3", "g4"], ben=["e7e5", "Qh4"])
+    white, black = outcome["ann", "white"], outcome["ben", "black"]
     assert (
         white.reward_parts == {"result": 0.0, "legal": pytest.approx(0.2)}
         and white.metrics["illegal"] == 0
@@ -995,11 +1009,11 @@ def test_fools_mate_is_played_in_both_notations_and_black_earns_it():
     "bad", ["e5", "Kd2", "", "I play e4.", "--", "0000", "e2e4 e7e5", "\x00", "O-O", "@@@@"]
 )
 def test_an_illegal_or_garbage_chess_move_loses(bad):
-    found = games(START, ann=[bad], ben=["e5"])
-    assert found["ann", "white"].reward_parts == {"result": 0.0, "legal": 0.0}
-    found = games(START, ann=["e4", bad], ben=["e5"])
-    assert found["ann", "white"].reward_parts == {"result": 0.0, "legal": pytest.approx(0.1)}
-    assert found["ben", "black"].reward == pytest.approx(1.2)
+    outcome = games(START, ann=[bad], ben=["e5"])
+    assert outcome["ann", "white"].reward_parts == {"result": 0.0, "legal": 0.0}
+    outcome = games(START, ann=["e4", bad], ben=["e5"])
+    assert outcome["ann", "white"].reward_parts == {"result": 0.0, "legal": pytest.approx(0.1)}
+    assert outcome["ben", "black"].reward == pytest.approx(1.2)
     cut = games(START, ann=["Nf3 Nf3"], ben=["e5"], max_tokens=3)
     assert cut["ann", "white"].reward == 0.0
 
@@ -1008,9 +1022,9 @@ def test_a_game_that_repeats_is_a_draw_and_one_that_is_too_long_is_scored_by_its
     monkeypatch,
 ):
     queen = {"prompt": "Chess.", "fen": "7k/8/8/8/8/8/8/1Q5K w - - 0 1"}
-    found = games(queen, ann=["Kg1", "Kh1"] * 9, ben=["Kg8", "Kh8"] * 9)
-    assert {t.reward_parts["result"] for t in found.values()} == {0.5} and len(
-        found["ann", "white"].turns
+    outcome = games(queen, ann=["Kg1", "Kh1"] * 9, ben=["Kg8", "Kh8"] * 9)
+    assert {t.reward_parts["result"] for t in outcome.values()} == {0.5} and len(
+        outcome["ann", "white"].turns
     ) < 9
     env = env_of("chess_game")
     monkeypatch.setitem(env.hooks["rollout"].function.__globals__, "MAX_PLIES", 3)
@@ -1029,13 +1043,13 @@ def test_the_random_player_of_chess_moves_legally_and_the_same_again():
     assert {key: t.messages for key, t in first.items()} == {
         key: t.messages for key, t in again.items()
     }
-    assert first["ben", "white"].reward_parts["result"] == 1.0  # each has a game of its own
+    assert first["ben", "white"].reward_parts["result"] == 1.0  # Each has a separate game.
     assert "moves_random" in first["ann", "white"].metrics and len(first["ann", "white"].turns) >= 2
 
 
 def test_three_steps_of_chess_learn(warm, tmp_path):
     rows = [START | {"prompt": "Go."}] * 2
-    found = learns(
+    steps = learns(
         warm,
         "chess_game",
         tmp_path,
@@ -1043,7 +1057,7 @@ def test_three_steps_of_chess_learn(warm, tmp_path):
         "--max_prompt_tokens 300 --max_tokens 6 --max_turns 2",
         tasks=2,
     )
-    assert any(row["rollout/policy/moves"] for row in found)
+    assert any(row["rollout/policy/moves"] for row in steps)
 
 
 # The table of all environments

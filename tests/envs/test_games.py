@@ -31,7 +31,7 @@ GAME = runpy.run_path(str(ENVS / "tic_tac_toe.py"))
 def play(
     name: str, replies: dict[str, list[str]], max_tokens: int = 99, split: str = "train", **columns
 ):
-    """The trajectories of one episode by actors that say what is written, and the environment's
+    """The trajectories of one episode by actors that say the replies in order, and the environment's
     task."""
     env, chat = load_env(str(ENVS / f"{name}.py")), plain_chat()
     row = env.load_tasks(split)[0] | columns
@@ -212,7 +212,7 @@ def test_the_random_player_moves_legally_and_the_same_way_again(side):
         for _ in range(2)
     ]
     assert [t.messages for t in games[0]] == [t.messages for t in games[1]]
-    assert {t.actor for t in games[0]} == {"ann", "ben"}  # each in a game of its own
+    assert {t.actor for t in games[0]} == {"ann", "ben"}  # Each has a separate game.
     for t in games[0]:
         assert t.seat == side and {"won_random", "illegal_random"} <= t.metrics.keys()
         boards = [m["content"][-11:] for m in t.messages if m["role"] == "user"]
@@ -332,7 +332,7 @@ def test_two_steps_of_training(name, actors, flags, make_model, tmp_path):
             f"eval/{name}/{actor}/greedy_score" if len(actors) > 1 else f"eval/{name}/greedy_score"
         )
         assert 0 <= rows[-1][score] <= 1
-        # A tenth of what an untrained model says is a digit: a win if the other's is none.
+        # A tenth of an untrained model's replies is a digit: a win if the other's is none.
         if name == "tic_tac_toe":
             assert any(0 < row.get(f"rollout/{actor}/won", 0) < 1 for row in rows)
             assert any(f"learn/{actor}/loss" in row for row in rows)

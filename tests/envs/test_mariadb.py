@@ -69,13 +69,13 @@ def test_without_a_server_auto_is_sqlite_and_mariadb_says_what_to_install(monkey
         (tmp_path / "programs" / file).write_text(text.replace(":/usr/sbin:/usr/local/sbin", ""))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("AGENTBENCH_DB", "mariadb")
-    how = "import agentbench_db; print(agentbench_db.Database.__name__)"
-    run = [sys.executable, "-c", how]
+    code = "import agentbench_db; print(agentbench_db.Database.__name__)"
+    run = [sys.executable, "-c", code]
     refused = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "AGENTBENCH_DB=mariadb: MariaDB is not installed: apt-get" in refused.stderr
     monkeypatch.setenv("AGENTBENCH_DB", "auto")
-    found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert found.stdout.strip() == "SQLite", found.stderr
+    result = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "SQLite", result.stderr
 
 
 @MARIADB
@@ -103,7 +103,7 @@ def test_a_change_is_compared_with_the_label_in_a_database_of_its_own(env):
 
 @MARIADB
 @pytest.mark.parametrize(
-    "query, said",
+    "query, error",
     [
         ("SELECT SLEEP(60)", "max_statement_time exceeded"),
         ("SET STATEMENT max_statement_time = 0 FOR SELECT SLEEP(60)", "timed out"),
@@ -122,8 +122,8 @@ def test_a_change_is_compared_with_the_label_in_a_database_of_its_own(env):
         ("SELECT '\ud800'", "surrogates"),
     ],
 )
-def test_a_statement_reaches_nothing_else_and_takes_neither_time_nor_disk(query, said, database):
-    with pytest.raises(ValueError, match=said):
+def test_a_statement_reaches_nothing_else_and_takes_neither_time_nor_disk(query, error, database):
+    with pytest.raises(ValueError, match=error):
         database.execute_sql(query)
     assert json.loads(database.execute_sql("SELECT who FROM `my %s`")) == [["Ada"], ["Ben"]]
 
@@ -131,8 +131,8 @@ def test_a_statement_reaches_nothing_else_and_takes_neither_time_nor_disk(query,
 @MARIADB
 def test_of_many_rows_the_first_are_shown_and_variables_stay(database):
     database.execute_sql("SET @kept = 7")
-    found = json.loads(database.execute_sql("SELECT seq FROM seq_1_to_1000000000"))
-    assert found == [[number] for number in range(1, 31)]
+    result = json.loads(database.execute_sql("SELECT seq FROM seq_1_to_1000000000"))
+    assert result == [[number] for number in range(1, 31)]
     assert database.execute_sql("SELECT @kept, 1.5, NULL") == '[[7, "1.5", null]]'
     assert database.execute_sql("DELETE FROM `my %s`") == "no rows"
 
@@ -174,8 +174,8 @@ time.sleep(600)
 
 @MARIADB
 def test_a_server_ends_with_its_process_and_one_that_died_is_a_failure_and_then_a_new_one(env):
-    how = [sys.executable, "-c", ENDLESS, str(ROOT / "envs")]
-    process = subprocess.Popen(how, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", ENDLESS, str(ROOT / "envs")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     pid, socket = process.stdout.readline().split()
     assert Path(f"/proc/{pid}").exists() and Path(socket).exists()
     process.kill()
@@ -211,12 +211,12 @@ def test_agentbenchs_changes_give_the_hashes_that_mysql_gave(env, data_dir):
     path = data_dir / "agentbench/dbbench/standard.jsonl"
     if not path.exists():
         pytest.skip(f"no agentbench in {data_dir}: clone github.com/THUDM/AgentBench's data there")
-    part = env.hooks["oracle"].function.__globals__
+    env_globals = env.hooks["oracle"].function.__globals__
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    found = Counter()
+    counts = Counter()
     for row in [row for row in rows if row["type"][0] in ("INSERT", "UPDATE")][1::5]:
-        made = part["Database"](row)
+        made = env_globals["Database"](row)
         made.execute_sql(row["label"][0])
-        found[part["table_md5"](made.rows()) in row["answer_md5"]] += 1
+        counts[env_globals["table_md5"](made.rows()) in row["answer_md5"]] += 1
         made.close()
-    assert found == {True: 40}
+    assert counts == {True: 40}

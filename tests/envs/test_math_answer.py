@@ -52,13 +52,13 @@ def source(*answers) -> list:
 @pytest.fixture(scope="module")
 def tasks(data_dir, request):
     """All rows with --slow, else every fifth."""
-    found = []
+    tasks = []
     for split, count in (("train", 7473), ("test", 1319)):
         rows = load_rows(str(data_dir / f"gsm8k_{split}.jsonl.gz"))
         check_columns(load_env(ENV), rows, split=split)
-        found += TaskSource(rows, env="math_answer", split=split, seed=0, shuffle=False)
+        tasks += TaskSource(rows, env="math_answer", split=split, seed=0, shuffle=False)
         assert len(rows) == count
-    return found if request.config.option.slow else found[::5]
+    return tasks if request.config.option.slow else tasks[::5]
 
 
 def final(row) -> str:
@@ -98,8 +98,8 @@ def test_every_number_counts_in_eight_formats_and_a_changed_one_in_none(style, t
     for task in tasks if request.config.option.slow else tasks[::20]:
         number = int(final(task.row).replace(",", ""))
         for n, reward in ((number, 1), (number + 1, 0)):
-            said = FORMATS[style].format(n=n, twice=2 * n)
-            assert maths(said, task.row["answer"]) == reward, (said, final(task.row))
+            reply = FORMATS[style].format(n=n, twice=2 * n)
+            assert maths(reply, task.row["answer"]) == reward, (reply, final(task.row))
 
 
 def test_sums_are_graded_right_and_held_out_apart():
@@ -176,7 +176,7 @@ for tower in {towers!r}:
         assert reward_fn([{{"content": style.format(tower)}}], "18") == 0
     assert reward_fn([{{"content": "First " + tower + ". Hence \\\\boxed{{18}}."}}], "18") == 1
 """
-    # A process of its own: what holds the interpreter would hold the tests too.
+    # A separate process: code that holds the interpreter would hold the tests too.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -76,9 +76,9 @@ BOXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("said, reference, reward", BOXED)
-def test_a_boxed_answer_is_compared_as_mathematics(said, reference, reward):
-    assert maths(f"So \\boxed{{{said}}}.", reference) == reward
+@pytest.mark.parametrize("answer, reference, reward", BOXED)
+def test_a_boxed_answer_is_compared_as_mathematics(answer, reference, reward):
+    assert maths(f"So \\boxed{{{answer}}}.", reference) == reward
 
 
 PLACED = [

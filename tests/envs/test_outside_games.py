@@ -45,8 +45,8 @@ def test_the_librarys_answers_earn_one_at_every_level(monkeypatch):
     }
     sizes = dict.fromkeys((0, 3), 0)
     for row in [*train[::8], *held_out[::4]]:
-        found = stage.play(env, f"So: {row['answer']}", row=row, max_tokens=500)
-        assert found.reward == 1, row
+        result = stage.play(env, f"So: {row['answer']}", row=row, max_tokens=500)
+        assert result.reward == 1, row
         wrong = stage.play(env, row["answer"].replace("answer", "b"), row=row, max_tokens=500)
         assert wrong.reward < 0.1
     for row in train:
@@ -63,28 +63,30 @@ def test_an_unknown_task_is_refused_with_the_nearest(monkeypatch):
 # TextArena
 
 
-def play(env, actors: dict, seed: int = 1, max_tokens: int = 200, **how):
+def play(env, actors: dict, seed: int = 1, max_tokens: int = 200, **options):
     row = {"prompt": "Play.", "game": "", "seed": seed}
-    return stage.run(env, stage.cast(**actors), rows=[row], max_tokens=max_tokens, **how)
+    return stage.run(env, stage.cast(**actors), rows=[row], max_tokens=max_tokens, **options)
 
 
 @TEXTARENA
 def test_two_actors_or_one_play_and_the_games_rewards_are_theirs(monkeypatch):
     env = env_of("textarena_env", monkeypatch, TEXTARENA_ENV="TicTacToe-v0")
-    found = play(env, {"ann": ["[0]", "[1]", "[2]"], "ben": ["[3]", "[4]"]})
-    assert {(t.actor, t.seat, t.reward) for t in found} == {
+    result = play(env, {"ann": ["[0]", "[1]", "[2]"], "ben": ["[3]", "[4]"]})
+    assert {(t.actor, t.seat, t.reward) for t in result} == {
         ("ann", "player 0", 1.0),
         ("ben", "player 1", -1.0),
     }
-    ben = next(t for t in found if t.actor == "ben")
+    ben = next(t for t in result if t.actor == "ben")
     assert "Player 0: [0]" in ben.messages[0]["content"] and len(ben.turns) == 2
-    assert "[0]" not in ben.messages[2]["content"].split("Current Board")[0]  # Only what is new.
-    own = play(env, {"policy": ["[4]", "[0]", "[8]", "[1]"]})
-    assert {t.actor for t in own} == {"policy"} and sorted(t.seat for t in own) == [
+    assert (
+        "[0]" not in ben.messages[2]["content"].split("Current Board")[0]
+    )  # New observations alone.
+    separate = play(env, {"policy": ["[4]", "[0]", "[8]", "[1]"]})
+    assert {t.actor for t in separate} == {"policy"} and sorted(t.seat for t in separate) == [
         "player 0",
         "player 1",
     ]
-    [lost] = [t for t in own if t.reward == -1]
+    [lost] = [t for t in separate if t.reward == -1]
     assert lost.metrics["invalid"] == 1  # Whoever took the other's cell again and again.
 
 
@@ -93,8 +95,8 @@ def test_who_is_cut_off_loses_and_a_game_that_is_not_over_earns_nothing(monkeypa
     env = env_of("textarena_env", monkeypatch, TEXTARENA_ENV="TicTacToe-v0")
     [cut] = play(env, {"ann": "[0] is my move", "ben": "[1]"}, max_tokens=5)
     assert (cut.actor, cut.status, cut.reward) == ("ann", "truncated", -1)
-    found = play(env, {"ann": "[0]", "ben": "[1]"}, max_turns=1)
-    assert {t.reward for t in found} == {0.0} and found[0].metrics["unfinished"] == 1
+    result = play(env, {"ann": "[0]", "ben": "[1]"}, max_turns=1)
+    assert {t.reward for t in result} == {0.0} and result[0].metrics["unfinished"] == 1
     [failed] = play(env, {"ann": "[0]", "ben": "[1]", "cleo": "[2]"})[:1]
     assert "3 actors for 2 players" in failed.error
 
@@ -107,10 +109,10 @@ def test_games_side_by_side_draw_as_alone_and_leave_pythons_generator_alone(monk
     together = play(env, {"ann": "[check]", "ben": "[check]"}, group_size=6)
     assert random.getstate() == before
     alone = play(env, {"ann": "[check]", "ben": "[check]"})
-    told = {t.actor: [m["content"] for m in t.messages] for t in alone}
-    assert all([m["content"] for m in t.messages] == told[t.actor] for t in together)
+    heard = {t.actor: [m["content"] for m in t.messages] for t in alone}
+    assert all([m["content"] for m in t.messages] == heard[t.actor] for t in together)
     other = play(env, {"ann": "[check]", "ben": "[check]"}, seed=2)
-    assert [m["content"] for m in other[0].messages] != told[other[0].actor]
+    assert [m["content"] for m in other[0].messages] != heard[other[0].actor]
 
 
 @TEXTARENA
@@ -148,13 +150,13 @@ def warm_syllogisms(tiny_model, made_once):
             env = env_of("reasoning_gym_env", patch, REASONING_GYM="syllogism")
         rows = []
         for number, row in enumerate(env.load_tasks("train")[:60]):
-            said = f"<answer>{('Yes', 'No')[number % 2]}</answer>"
+            reply = f"<answer>{('Yes', 'No')[number % 2]}</answer>"
             asked = {"role": "user", "content": row["prompt"]}
-            rows.append({"messages": [asked, {"role": "assistant", "content": said}]})
+            rows.append({"messages": [asked, {"role": "assistant", "content": reply}]})
         (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        how = "--algorithm sft --max_tokens 30 --max_prompt_tokens 1000 --tasks_per_step 8 "
-        how += "--num_steps 60 --optim.lr 4e-3 --data.train"
-        run(out / "run", "--model", tiny_model, how, out / "sft.jsonl")
+        flags = "--algorithm sft --max_tokens 30 --max_prompt_tokens 1000 --tasks_per_step 8 "
+        flags += "--num_steps 60 --optim.lr 4e-3 --data.train"
+        run(out / "run", "--model", tiny_model, flags, out / "sft.jsonl")
 
     return made_once("warm_syllogisms", make) / "run/hf/policy"
 
@@ -162,13 +164,15 @@ def warm_syllogisms(tiny_model, made_once):
 @REASONING_GYM
 def test_three_steps_of_a_task_learn(warm_syllogisms, monkeypatch, tmp_path):
     monkeypatch.setenv("REASONING_GYM", "syllogism")
-    how = "--tasks_per_step 2 --group_size 6 --num_steps 3 --max_tokens 30 --max_prompt_tokens 1000"
+    flags = (
+        "--tasks_per_step 2 --group_size 6 --num_steps 3 --max_tokens 30 --max_prompt_tokens 1000"
+    )
     path = ROOT / "envs/reasoning_gym_env.py"
-    out = run(tmp_path / "run", "--model", warm_syllogisms, "--env_path", path, how)
-    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
-    assert any(0 < line["rollout/policy/reward_mean"] < 1 for line in found)
-    assert not any(line.get("rollout/policy/failed") for line in found)
+    out = run(tmp_path / "run", "--model", warm_syllogisms, "--env_path", path, flags)
+    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
+    assert any(0 < line["rollout/policy/reward_mean"] < 1 for line in result)
+    assert not any(line.get("rollout/policy/failed") for line in result)
 
 
 @pytest.fixture(scope="module")
@@ -183,12 +187,12 @@ def warm(tiny_model, made_once):
         rows = []
         for number in range(60):
             asked = played[number % 2].messages[0]
-            said = {"role": "assistant", "content": f"[{number % 9}]"}
-            rows.append({"messages": [asked, said]})
+            reply = {"role": "assistant", "content": f"[{number % 9}]"}
+            rows.append({"messages": [asked, reply]})
         (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        how = "--algorithm sft --max_tokens 8 --max_prompt_tokens 1500 --tasks_per_step 8 "
-        how += "--num_steps 60 --optim.lr 4e-3 --data.train"
-        run(out / "run", "--model", tiny_model, how, out / "sft.jsonl")
+        flags = "--algorithm sft --max_tokens 8 --max_prompt_tokens 1500 --tasks_per_step 8 "
+        flags += "--num_steps 60 --optim.lr 4e-3 --data.train"
+        run(out / "run", "--model", tiny_model, flags, out / "sft.jsonl")
 
     return made_once("warm_cells", make) / "run/hf/policy"
 
@@ -196,9 +200,11 @@ def warm(tiny_model, made_once):
 @TEXTARENA
 def test_three_steps_of_a_game_learn(warm, monkeypatch, tmp_path):
     monkeypatch.setenv("TEXTARENA_ENV", "TicTacToe-v0")
-    how = "--tasks_per_step 2 --group_size 4 --num_steps 3 --max_tokens 8 --max_prompt_tokens 2500"
+    flags = (
+        "--tasks_per_step 2 --group_size 4 --num_steps 3 --max_tokens 8 --max_prompt_tokens 2500"
+    )
     path = ROOT / "envs/textarena_env.py"
-    out = run(tmp_path / "run", "--model", warm, "--env_path", path, how)
-    found = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(found) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in found)
-    assert not any(line.get("rollout/policy/failed") for line in found)
+    out = run(tmp_path / "run", "--model", warm, "--env_path", path, flags)
+    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
+    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
+    assert not any(line.get("rollout/policy/failed") for line in result)

@@ -1,4 +1,4 @@
-"""The rewards of rl_core/rewards: what is right, wrong, not readable, or means to deceive."""
+"""The rewards of rl_core/rewards: right, wrong, unreadable and deceitful replies."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_language_is_the_share_of_letters_of_a_script():
 
 
 def judged(function, says, *texts: str):
-    """What a reward gives whose judge says says(prompt, seed), and what the judge was asked."""
+    """Result of a reward whose judge replies says(prompt, seed), and the prompts of the judge."""
     actors = cast(judge=says)
     played = EpisodeActors(actors, SamplingParams(max_tokens=9999), 0, "s")
     result = asyncio.run(function(played["judge"], *texts))

@@ -1,5 +1,5 @@
-"""A reward model scores as in training, in the process and served; what goes wrong with the server
-is told, never scored."""
+"""A reward model scores as in training, in the process and served; an error of the server
+is raised, never scored."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def reward_model(tiny_model, tmp_path_factory):
 
 @contextmanager
 def serving(model, *flags):
-    """(URL, process) of a server in a process of its own."""
+    """(URL, process) of a server in a separate process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -126,7 +126,7 @@ def test_scores_are_the_learner_s_and_those_of_transformers(reward_model, batch_
             assert model(torch.tensor(sample.token_ids[None, :-1])).logits.item() == pytest.approx(
                 score, abs=1e-5
             )
-        if "<|end|>" not in str(talk):  # which transformers would make a special token
+        if "<|end|>" not in str(talk):  # transformers would make it a special token.
             ids = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
             assert ids == sample.token_ids[:-1].tolist()
 
@@ -228,7 +228,7 @@ def test_a_bad_request_is_told_what_is_wrong_and_does_not_harm_the_server(
 
 @pytest.mark.parametrize("value", ["https://a.page", "null"])
 def test_pages_in_a_browser_get_no_scores(value, server):
-    # Which a page may send without asking first.
+    # A page may send this type without a preflight request.
     headers = {"Origin": value, "Content-Type": "text/plain"}
     connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=30)
     for method, path in (("POST", "/classify"), ("GET", "/health")):
@@ -353,9 +353,11 @@ def train(env_text, tiny_model, folder, *more):
     return main([str(f) for f in [*flags, "--out", folder / "run", *more]])
 
 
-def example(what):
+def example(attribute):
     """A Python block of the docs."""
-    return next(b for b in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if what in b)
+    return next(
+        b for b in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if attribute in b
+    )
 
 
 def test_both_examples_of_the_docs_reward_episodes_alike(
@@ -363,14 +365,14 @@ def test_both_examples_of_the_docs_reward_episodes_alike(
 ):
     in_process = example("RewardModel").replace("runs/rm/hf/policy", str(reward_model))
     served = example("remote_scores").replace("http://127.0.0.1:8001", server)
-    found = []
+    rewards = []
     for name, text in {"in_process": in_process, "served": served}.items():
         assert train(text, tiny_model, tmp_path / name, "--num_steps", 3) == 0
         rows = metrics(tmp_path / name / "run")
         assert [row["rollout/policy/failed"] for row in rows] == [0, 0, 0]
         assert rows[0]["learn/policy/grad_norm"] > 0
-        found.append([row["rollout/policy/reward_mean"] for row in rows])
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
+        rewards.append([row["rollout/policy/reward_mean"] for row in rows])
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-4)
 
 
 def test_a_server_that_dies_fails_the_episodes_with_the_cause(tiny_model, reward_model, tmp_path):

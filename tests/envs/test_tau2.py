@@ -152,7 +152,7 @@ TEA = task_of(0, ["COMMUNICATE"], actions=[], communicate_info=["tea"])
 
 @pytest.fixture
 def warm(desk, tiny_model, tmp_path):
-    """A tiny model that says one of two things, of which one is to be told."""
+    """A tiny model that says one of two things, of which one is right."""
     (tmp_path / "tasks.json").write_text(json.dumps([TEA]))
     env = load_env(str(PATH))
     rows = []

@@ -38,7 +38,7 @@ NAMES |= {"what", "whole", "beside", "taken", "seat"}
 
 # Findings of each folder or page. Lower a number as soon as its folder has fewer.
 BUDGET = {
-    "envs": 111,
+    "envs": 13,
     "rl_core": 23,
     "rl_core/config": 12,
     "rl_core/data": 28,
@@ -57,7 +57,6 @@ BUDGET = {
     "tests/agents": 66,
     "tests/data": 77,
     "tests/docs": 1,
-    "tests/envs": 99,
     "tests/ground": 5,
     "tests/learning": 351,
     "tests/sandbox": 17,

@@ -14,9 +14,9 @@ EXPECTED = [
 
 try:
     with open("/app/totals.csv", newline="") as file:
-        found = list(csv.reader(file))
+        rows = list(csv.reader(file))
 except (OSError, ValueError, csv.Error):
-    found = []
-rows_right = sum(row in found for row in EXPECTED[1:])
+    rows = []
+rows_right = sum(row in rows for row in EXPECTED[1:])
 with open("/logs/verifier/reward.json", "w") as file:
-    json.dump({"reward": int(found == EXPECTED), "rows_right": rows_right}, file)
+    json.dump({"reward": int(rows == EXPECTED), "rows_right": rows_right}, file)

@@ -12,8 +12,8 @@ EXPECTED = {
 
 try:
     with open("/app/settings/merged.json") as file:
-        found = json.load(file)
+        merged = json.load(file)
 except (OSError, ValueError):
-    found = None
+    merged = None
 with open("/logs/verifier/reward.txt", "w") as file:
-    file.write(str(int(found == EXPECTED)))
+    file.write(str(int(merged == EXPECTED)))

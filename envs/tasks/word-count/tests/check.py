@@ -10,5 +10,5 @@ CASES = [
     ("4", "x1x2y_y\tz " * 3, "x 6\ny 6\nz 3\n"),
 ]
 
-found = [output("python3", "/app/words.py", number, given=text) for number, text, _ in CASES]
-write_reward(found == [expected for *_, expected in CASES])
+printed = [output("python3", "/app/words.py", number, text=text) for number, text, _ in CASES]
+write_reward(printed == [expected for *_, expected in CASES])

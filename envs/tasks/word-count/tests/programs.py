@@ -1,4 +1,4 @@
-"""Runs what the agent wrote, and sees that nothing of it goes on when the reward is written."""
+"""Runs the agent's program and ends all its processes before the reward is written."""
 
 import os
 import signal
@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 
-def output(*command, given="", cwd="/app"):
-    """What a program prints; None if it fails or runs too long."""
+def output(*command, text="", cwd="/app"):
+    """Output of a program; None if it fails or takes more than 10 s."""
     try:
         done = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=10, cwd=cwd
+            command, input=text, capture_output=True, text=True, timeout=10, cwd=cwd
         )
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
@@ -20,10 +20,10 @@ def output(*command, given="", cwd="/app"):
 def write_reward(is_right):
     """Into a folder that is made anew: a program may have written its own reward, or closed it."""
     end_others()
-    place = "/logs/verifier"
-    anew = f"chmod -R u+rwX /logs; rm -rf {place}; mkdir {place}"
+    folder = "/logs/verifier"
+    anew = f"chmod -R u+rwX /logs; rm -rf {folder}; mkdir {folder}"
     subprocess.run(["/bin/sh", "-c", anew], stderr=subprocess.DEVNULL, check=False)
-    Path(place, "reward.txt").write_text(str(int(is_right)))
+    Path(folder, "reward.txt").write_text(str(int(is_right)))
 
 
 def end_others():
