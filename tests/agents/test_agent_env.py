@@ -98,9 +98,9 @@ def reward_fn(result, actor):
 """,
         )
     )
-    found = run(env, cast(bob="B", alice="A", judge=("J", False)))
+    trajectories = run(env, cast(bob="B", alice="A", judge=("J", False)))
     # The second request of bob is the same as the first: a retry.
-    assert sorted((t.actor, t.reward, len(t.turns), t.error) for t in found) == [
+    assert sorted((t.actor, t.reward, len(t.turns), t.error) for t in trajectories) == [
         ("alice", 0.0, 1, ""),
         ("bob", 1.0, 1, ""),
     ]
@@ -116,8 +116,8 @@ def reward_fn(result):
 """
     env = load_env(command_env(tmp_path, program, reward))
     before = set(os.listdir("/tmp"))
-    found = run(env, cast(policy="four"), group_size=3)
-    assert [(t.reward, t.error) for t in found] == [(1.0, "")] * 3
+    trajectories = run(env, cast(policy="four"), group_size=3)
+    assert [(t.reward, t.error) for t in trajectories] == [(1.0, "")] * 3
     left = [name for name in set(os.listdir("/tmp")) - before if name.startswith("rl_core_agent")]
     assert left == []
 
@@ -126,7 +126,7 @@ def test_a_program_beside_the_environment_is_named_without_a_path(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "program.py").write_text(ASK + "print(ask('hi'), sys.argv[1])")
     command = [sys.executable, "tools/program.py", "{answer}"]
-    # A row's value is no file of the environment's folder.
+    # A row's value is not taken for a file of the environment's folder.
     reward = "def reward_fn(result): return float(result.text == 'x env.py')"
     env = load_env(write(tmp_path, f"agent = {command!r}\n{reward}"))
     (trajectory,) = run(env, cast(policy="x"), rows=[{"prompt": "hi", "answer": "env.py"}])
@@ -136,15 +136,15 @@ def test_a_program_beside_the_environment_is_named_without_a_path(tmp_path):
 def test_branches_are_trajectories_of_one_episode_with_one_reward(tmp_path):
     program = "ask('a'); ask('b'); ask('b', seed=1)"
     env = load_env(command_env(tmp_path, program, "def reward_fn(result): return 0.5"))
-    found = run(env, cast(policy="x"), group_size=2)
-    assert [(t.index, t.reward) for t in found] == [(0, 0.5)] * 3 + [(1, 0.5)] * 3
+    trajectories = run(env, cast(policy="x"), group_size=2)
+    assert [(t.index, t.reward) for t in trajectories] == [(0, 0.5)] * 3 + [(1, 0.5)] * 3
 
 
 REFUSED_CALL = 'ask("x", conversation=1)'
 BROKEN = {
     "raises": ("async def agent(task, llm): raise KeyError('x')", "KeyError: 'x'"),
     "asks nothing": ("async def agent(task, llm): return 4", "the agent asked no model"),
-    "raises, told once": (
+    "raises, reported once": (
         "async def agent(task, llm): return {}[task.id]",
         r"^agent\(\) failed for task \S+ \S+env.py:1: KeyError: '\S+'$",
     ),
@@ -211,8 +211,8 @@ def test_an_engine_that_dies_is_started_again_and_the_episode_played_again(tmp_p
 
 
 REFUSED = {
-    "a rollout beside it": ("async def rollout(task, actors): pass", "agent replaces 'rollout'"),
-    "tools beside it": ("tools = ['x']", "an agent sends its tools .* to _tools"),
+    "an agent and a rollout": ("async def rollout(task, actors): pass", "agent replaces 'rollout'"),
+    "an agent and tools": ("tools = ['x']", "an agent sends its tools .* to _tools"),
     "tools of a program": ("del agent\nasync def rollout(): 0\ntools = ['x']", "to _tools"),
     "no reward": ("", "an agent needs a hook that scores"),
 }
@@ -278,7 +278,7 @@ def test_a_run_learns_from_what_was_sampled_at_the_endpoint(tmp_path, tiny_model
     rows = steps(out)
     assert len(rows) == 2
     for row in rows:
-        # What the engine sampled with is what the learner computes.
+        # The learner computes the logprobs that the engine sampled with.
         assert abs(row["learn/policy/mismatch_kl_nats"]) < 1e-5
         assert row["learn/policy/grad_norm"] > 0
 

@@ -1,4 +1,4 @@
-"""An agent's command in a box: what it sees and reaches, and that nothing of it stays."""
+"""An agent's command in a box: its view, its reach, and its traces afterwards: none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROW = {"prompt": "2+2", "answer": "4"}
 
 
 def can_box() -> bool:
-    """Whether bubblewrap makes namespaces here."""
+    """True if bubblewrap makes namespaces here."""
     command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
     return bool(shutil.which("bwrap")) and subprocess.run(command, check=False).returncode == 0
 
@@ -48,15 +48,15 @@ def boxed_env(folder: Path, program: str, reward: str, box: str = "True") -> obj
     return load_env(str(file))
 
 
-def play(folder: Path, program: str, reward: str, box: str = "True", **how):
+def play(folder: Path, program: str, reward: str, box: str = "True", **options):
     (trajectory,) = run(
-        boxed_env(folder, program, reward, box), cast(policy="x"), rows=[ROW], **how
+        boxed_env(folder, program, reward, box), cast(policy="x"), rows=[ROW], **options
     )
     return trajectory
 
 
 def said_by(folder: Path, program: str, box: str = "True") -> str:
-    """What a program prints that asks once."""
+    """Output of a program that asks once."""
     reward = f"""
 async def reward_fn(result):
     open({str(folder / "said")!r}, "w").write(result.stdout + result.stderr)
@@ -180,8 +180,8 @@ for _ in range(100):
 async def reward_fn(result):
     return float(result.text == "x")
 """
-    found = play(tmp_path, program, reward, '{"processes": 60}', timeout_s=60.0)
-    assert (found.reward, found.error) == (1.0, "")
+    trajectories = play(tmp_path, program, reward, '{"processes": 60}', timeout_s=60.0)
+    assert (trajectories.reward, trajectories.error) == (1.0, "")
 
 
 # 127.0.0.2 is this machine too: who listens at all of its addresses answers there.
@@ -218,18 +218,18 @@ async def reward_fn(result):
     return float(result.stdout == "['task.json'] x\\\\n")
 """
     env = boxed_env(tmp_path, program, reward.replace("\\\\", "\\"))
-    found = run(env, cast(policy="x"), rows=[ROW] * 3, group_size=3)
-    assert [(t.reward, t.error) for t in found] == [(1.0, "")] * 9
+    trajectories = run(env, cast(policy="x"), rows=[ROW] * 3, group_size=3)
+    assert [(t.reward, t.error) for t in trajectories] == [(1.0, "")] * 9
 
 
 def processes_with(mark: str) -> list[str]:
-    found = []
+    folders = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += [file.parent.name] if mark.encode() in file.read_bytes() else []
+            folders += [file.parent.name] if mark.encode() in file.read_bytes() else []
         except OSError:
             continue
-    return found
+    return folders
 
 
 FORKS_AWAY = """
@@ -322,8 +322,8 @@ def test_a_rollout_of_its_own_runs_a_command_at_its_endpoint_in_its_box(tmp_path
     program = ASK + "print(ask('hi')); open('made.txt', 'w').write('0.25')"
     actors = cast(policy="x")
     actors["policy"].open_endpoint = Endpoints()
-    found = run(load_env(str(file)), actors, rows=[{"prompt": "a", "program": program}] * 2)
-    assert [(t.reward, t.error) for t in found] == [(0.25, "")] * 2
+    trajectories = run(load_env(str(file)), actors, rows=[{"prompt": "a", "program": program}] * 2)
+    assert [(t.reward, t.error) for t in trajectories] == [(0.25, "")] * 2
 
 
 def test_a_command_plays_tasks_in_harbors_format(monkeypatch):
@@ -333,8 +333,8 @@ def test_a_command_plays_tasks_in_harbors_format(monkeypatch):
     (log,) = task.glob("environment/**/*.log")
     right = sum(line.split()[2] == "ERROR" for line in log.read_text().splitlines())
     rewards = []
-    for said in (right, right + 1):
-        actors = cast(policy=str(said))
+    for answer in (right, right + 1):
+        actors = cast(policy=str(answer))
         actors["policy"].open_endpoint = Endpoints()
         (trajectory,) = run(load_env(str(ROOT / "envs/harbor.py")), actors, rows=task_rows(task))
         assert trajectory.error == ""
@@ -353,5 +353,5 @@ def test_a_command_that_asks_nothing_fails_its_task_with_what_it_wrote(monkeypat
 
 
 def braced(text: str) -> str:
-    """As a part of a command, in which single braces name columns."""
+    """Text escaped for a command, in which single braces name columns."""
     return text.replace("{", "{{").replace("}", "}}")

@@ -47,9 +47,9 @@ def test_a_command_in_a_container_reaches_the_endpoint_alone_and_rewards_look_in
     file = tmp_path / "env.py"
     file.write_text(ENV.format(engine=find_engine("this test"), image=IMAGE))
     env = load_env(str(file))
-    found = run(env, cast(policy="x"), rows=[ROW], group_size=2, timeout_s=300)
-    assert [(t.error, t.reward) for t in found] == [("", 1.0)] * 2
-    assert [turn.completion.text for turn in found[0].turns] == ["x"]
+    trajectories = run(env, cast(policy="x"), rows=[ROW], group_size=2, timeout_s=300)
+    assert [(t.error, t.reward) for t in trajectories] == [("", 1.0)] * 2
+    assert [turn.completion.text for turn in trajectories[0].turns] == ["x"]
 
 
 def test_a_task_in_a_container_is_solved_by_its_solution_and_not_by_nothing(

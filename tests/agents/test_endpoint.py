@@ -99,7 +99,7 @@ def text_of(trajectory):
 
 
 def wait_for_requests(engine, number):
-    """From now on the engine answers once so many requests are under way."""
+    """Makes the engine wait until N requests are under way."""
     generate, all_there, waiting = engine.generate, asyncio.Event(), []
 
     async def answer(*args, **kwargs):
@@ -116,9 +116,9 @@ def test_a_program_that_appends_gives_one_stream_of_the_sampled_tokens():
     async def play():
         async with endpoint("<think>hm</think> One ", "Two", "Three") as (llm, _):
             client, messages = openai_client(llm), list(HI)
-            for said in ("a", "b"):
+            for text in ("a", "b"):
                 reply = await chat(client, messages)
-                messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": said}]
+                messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": text}]
             await chat(client, messages)
             return llm.trajectories(0.5)
 
@@ -180,11 +180,11 @@ def test_calls_of_all_conversations_of_an_episode_have_different_ids():
     async def play():
         async with endpoint(CALL + CALL, CALL) as (llm, _):
             client = openai_client(llm)
-            found = []
+            calls = []
             for text in ("left", "right"):
                 asked = [{"role": "user", "content": text}]
-                found += (await chat(client, asked, tools=TOOLS)).tool_calls
-            return [call.id for call in found]
+                calls += (await chat(client, asked, tools=TOOLS)).tool_calls
+            return [call.id for call in calls]
 
     ids = asyncio.run(play())
     assert len(set(ids)) == 3 and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
@@ -214,11 +214,11 @@ def test_two_requests_that_continue_one_turn_at_once_are_two_branches():
             first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
             wait_for_requests(tree.actor.engine, 3)
             asked = [[*first, {"role": "user", "content": text}] for text in ("x", "y", "x")]
-            said = await asyncio.gather(*(chat(client, messages) for messages in asked))
-            return [message.content for message in said], llm.trajectories(1.0)
+            replies = await asyncio.gather(*(chat(client, messages) for messages in asked))
+            return [message.content for message in replies], llm.trajectories(1.0)
 
-    said, branches = asyncio.run(play())
-    assert sorted(said) == ["three", "three", "two"]
+    replies, branches = asyncio.run(play())
+    assert sorted(replies) == ["three", "three", "two"]
     assert len(branches) == 3
     assert len({id(branch.turns[0]) for branch in branches}) == 1
     assert all(len(branch.turns) == 2 for branch in branches)
@@ -233,8 +233,8 @@ def test_n_replies_are_branches():
             assert [choice.index for choice in reply.choices] == [0, 1]
             return sorted(c.message.content for c in reply.choices), llm.trajectories(1.0)
 
-    said, branches = asyncio.run(play())
-    assert said == ["one", "two"]
+    answer, branches = asyncio.run(play())
+    assert answer == ["one", "two"]
     assert len(branches) == 2
 
 
@@ -248,8 +248,8 @@ def test_n_replies_that_continue_a_turn_are_branches_of_it():
             reply = await client.chat.completions.create(model="m", messages=more, n=2)
             return sorted(c.message.content for c in reply.choices), llm.trajectories(1.0)
 
-    said, branches = asyncio.run(play())
-    assert said == ["three", "two"]
+    answers, branches = asyncio.run(play())
+    assert answers == ["three", "two"]
     assert [len(branch.turns) for branch in branches] == [2, 2]
     assert branches[0].turns[0] is branches[1].turns[0]
     for branch in branches:
@@ -306,9 +306,9 @@ def test_the_same_request_again_gets_the_same_reply_and_is_no_branch():
     async def play():
         async with endpoint("one", "two", "three") as (llm, tree):
             client = openai_client(llm)
-            said = [(await chat(client, HI)).content for _ in range(3)]
+            replies = [(await chat(client, HI)).content for _ in range(3)]
             other = (await chat(client, HI, seed=1)).content
-            return said, other, tree.num_retries, len(llm.trajectories(1.0))
+            return replies, other, tree.num_retries, len(llm.trajectories(1.0))
 
     assert asyncio.run(play()) == (["one"] * 3, "two", 2, 2)
 
@@ -421,12 +421,12 @@ def test_a_truncated_actor_leaves_the_others_trajectories_as_they_are():
 
 def test_seeds_do_not_depend_on_the_order_of_other_requests():
     async def seeds(order):
-        found = {}
+        answers = {}
         async with endpoint("one") as (llm, tree):
             generate = tree.actor.engine.generate
 
             async def note(ids, params, **more):
-                found[CHAT.tokenizer.decode(ids)] = more["seed"]
+                answers[CHAT.tokenizer.decode(ids)] = more["seed"]
                 return await generate(ids, params, **more)
 
             tree.actor.engine.generate = note
@@ -435,7 +435,7 @@ def test_seeds_do_not_depend_on_the_order_of_other_requests():
                 asked = [{"role": "user", "content": text.lower()}]
                 with suppress(openai.BadRequestError):
                     await chat(openai_client(llm), asked, **more)
-        return found
+        return answers
 
     first, second = (asyncio.run(seeds(order)) for order in ("abcA", "cxAyab"))
     assert len(set(first.values())) == 4
@@ -607,27 +607,27 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(said):
+@pytest.mark.parametrize("spoken", SAID)
+def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(spoken):
     asked = {"model": "m", "messages": HI, "tools": TOOLS, "logprobs": True}
 
     async def play():
-        async with endpoint(said) as (llm, _):
+        async with endpoint(spoken) as (llm, _):
             client = openai_client(llm).chat.completions
-            whole = await client.create(**asked)
+            complete = await client.create(**asked)
             async with client.stream(**asked) as events:
                 async for _ in events:
                     pass
                 streamed = await events.get_final_completion()
-            return [reply.choices[0].logprobs.content for reply in (whole, streamed)]
+            return [reply.choices[0].logprobs.content for reply in (complete, streamed)]
 
     for tokens in asyncio.run(play()):
-        assert b"".join(bytes(t.bytes) for t in tokens) == f"{said}<|end|>".encode()
-        assert len(tokens) == len(said.encode()) + 1
+        assert b"".join(bytes(t.bytes) for t in tokens) == f"{spoken}<|end|>".encode()
+        assert len(tokens) == len(spoken.encode()) + 1
 
 
 @pytest.mark.parametrize(
-    "said, shown",
+    "spoken, shown",
     [
         ("ab STOP", "ab "),
         ("abSTOPc", "ab"),
@@ -637,11 +637,11 @@ def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(said):
     ],
 )
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
-def test_neither_a_stop_nor_the_rest_of_its_token_is_shown(dialect, said, shown):
+def test_neither_a_stop_nor_the_rest_of_its_token_is_shown(dialect, spoken, shown):
     stops = ["STOP", "END"]
 
     async def play():
-        async with endpoint(said, "two") as (llm, tree):
+        async with endpoint(spoken, "two") as (llm, tree):
             generate = tree.actor.engine.generate
 
             async def to_the_end_of_the_token(ids, params, **more):
@@ -662,7 +662,7 @@ def test_neither_a_stop_nor_the_rest_of_its_token_is_shown(dialect, said, shown)
 
     text, (trajectory,) = asyncio.run(play())
     assert text == shown
-    assert f"<|start|>assistant\n{said}<|end|>" in text_of(trajectory)
+    assert f"<|start|>assistant\n{spoken}<|end|>" in text_of(trajectory)
 
 
 NON_SCHEMAS = [
@@ -800,8 +800,8 @@ def test_fields_of_a_tool_may_be_null():
             tool["parameters"] = None
             reply = await client.responses.create(model="m", input="hi", tools=[tool])
             function = {"name": "add", "description": None, "parameters": None, "strict": None}
-            said = await chat(client, HI, tools=[{"type": "function", "function": function}])
-            return [reply.output[0].name, said.tool_calls[0].function.name]
+            message = await chat(client, HI, tools=[{"type": "function", "function": function}])
+            return [reply.output[0].name, message.tool_calls[0].function.name]
 
     assert asyncio.run(play()) == ["add", "add"]
 
@@ -809,17 +809,17 @@ def test_fields_of_a_tool_may_be_null():
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_official_client_reads_text_and_several_calls(dialect, is_streamed):
-    said = f"Adding. {CALL}{CALL.replace('1', '7')}"
+    reply = f"Adding. {CALL}{CALL.replace('1', '7')}"
 
     async def play():
-        async with endpoint(said) as (llm, _):
+        async with endpoint(reply) as (llm, _):
             return await DIALECTS[dialect][is_streamed](llm)
 
     text, calls, finish, num_tokens = asyncio.run(play())
     assert text == "Adding."
     assert calls == [("add", {"a": 1, "b": [2, "x"]}), ("add", {"a": 7, "b": [2, "x"]})]
     assert finish == DIALECTS[dialect][2]
-    assert num_tokens == len(CHAT.encode(said)) + 1  # the end token
+    assert num_tokens == len(CHAT.encode(reply)) + 1  # the end token
 
 
 LAST_EVENTS = {
@@ -989,8 +989,8 @@ def test_a_conversation_by_responses_continues_by_items_and_by_id():
                 await client.responses.create(input="x", previous_response_id="resp_1", **asked)
             return third.output_text, llm.trajectories(1.0)
 
-    said, (trajectory,) = asyncio.run(play())
-    assert said == "bye"
+    reply, (trajectory,) = asyncio.run(play())
+    assert reply == "bye"
     assert len(trajectory.turns) == 3
     assert len(stream_of(trajectory)) == sum(
         len(turn.new_ids) + len(turn.completion.token_ids) for turn in trajectory.turns
@@ -1029,10 +1029,10 @@ def test_items_of_earlier_responses_are_named_by_their_ids():
             tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
             asked = {"model": "m", "tools": [tool]}
             first = await client.responses.create(input=HI, **asked)
-            said, call = first.output
+            reply, call = first.output
             items = [
                 {"role": "user", "content": "hi"},
-                {"type": "item_reference", "id": said.id},
+                {"type": "item_reference", "id": reply.id},
                 {"type": None, "id": call.id},
                 {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
             ]
@@ -1042,15 +1042,15 @@ def test_items_of_earlier_responses_are_named_by_their_ids():
                 await client.responses.create(input=unknown, **asked)
             async with endpoint("one") as (of_other, _):
                 for more, error in (
-                    ({"input": [{"type": "item_reference", "id": said.id}]}, "is no item of this"),
+                    ({"input": [{"type": "item_reference", "id": reply.id}]}, "is no item of this"),
                     ({"input": "x", "previous_response_id": first.id}, "is no reply of this"),
                 ):
                     with pytest.raises(openai.BadRequestError, match=error):
                         await openai_client(of_other).responses.create(**more, **asked)
             return second.output_text, llm.trajectories(1.0)
 
-    said, (trajectory,) = asyncio.run(play())
-    assert said == "three"
+    reply, (trajectory,) = asyncio.run(play())
+    assert reply == "three"
     assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
 
 
@@ -1070,8 +1070,8 @@ def test_calls_of_custom_tools_are_read_and_other_items_are_refused():
                 await client.responses.create(model="m", input=[*items, shell])
             return reply.output_text, tree.nodes[0].conversation.history
 
-    said, (_, asked, result, _) = asyncio.run(play())
-    assert said == "one" and result["content"] == "done"
+    answer, (_, asked, result, _) = asyncio.run(play())
+    assert answer == "one" and result["content"] == "done"
     (call,) = asked["tool_calls"]
     assert call["function"] == {"name": "patch", "arguments": {"input": "+ a"}}
 
@@ -1085,9 +1085,9 @@ def test_clients_find_models_and_that_something_listens():
             assert keyless.status_code == 401
             other = anthropic_client(llm)
             client = openai_client(llm)
-            found = [await client.models.retrieve("org/any"), await other.models.retrieve("any")]
+            models = [await client.models.retrieve("org/any"), await other.models.retrieve("any")]
             listed = [(await one.models.list()).data[0].id for one in (client, other)]
-            return [model.id for model in found], found[1].created_at.year, listed
+            return [model.id for model in models], models[1].created_at.year, listed
 
     assert asyncio.run(play()) == (["org/any", "any"], 1970, ["policy"] * 2)
 
@@ -1110,8 +1110,8 @@ def test_a_conversation_by_messages_continues_by_blocks():
             second = await client.messages.create(messages=more, **asked)
             return counted.input_tokens, second.content[0].text, llm.trajectories(1.0)
 
-    counted, said, (trajectory,) = asyncio.run(play())
-    assert said == "three" and len(trajectory.turns) == 2
+    counted, reply, (trajectory,) = asyncio.run(play())
+    assert reply == "three" and len(trajectory.turns) == 2
     assert counted == len(trajectory.turns[0].new_ids)
 
 
@@ -1136,15 +1136,15 @@ def test_a_thread_is_one_conversation(is_streamed, forgets):
             asked = {"model": "m", "max_tokens": 200, "system": "Hm.", "tools": [add]}
             runner = client.tool_runner(messages=HI, stream=is_streamed, **asked)
             async for reply in runner:
-                said = await reply.get_final_message() if is_streamed else reply
-                sent.append(llm.stored[said.id].continues is not None)
-                assert all(block.signature for block in said.content if block.type == "thinking")
+                message = await reply.get_final_message() if is_streamed else reply
+                sent.append(llm.stored[message.id].continues is not None)
+                assert all(block.signature for block in message.content if block.type == "thinking")
                 if forgets:
                     llm.stored.clear()
-            return said.content[0].text, llm.trajectories(1.0)
+            return message.content[0].text, llm.trajectories(1.0)
 
-    said, (trajectory,) = asyncio.run(play())
-    assert said == "three" and sent == [False, not forgets]
+    message, (trajectory,) = asyncio.run(play())
+    assert message == "three" and sent == [False, not forgets]
     assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
     assert text_of(trajectory).count("user\nhi<") == text_of(trajectory).count("Hm.") == 1
     assert "\n3<|end|>" in text_of(trajectory)
@@ -1169,8 +1169,8 @@ def test_threads_branch_repeat_and_end(monkeypatch):
             left, right = [await continued(first, text) for text in ("left", "right")]
             again = await continued(first, "left")
             assert again.id == left.id and tree.num_retries == 1
-            said = {"role": "assistant", "content": "one"}
-            sent = [*HI, said, {"role": "user", "content": "left"}]
+            message = {"role": "assistant", "content": "one"}
+            sent = [*HI, message, {"role": "user", "content": "left"}]
             again = await create(messages=sent, system="Hm.")
             assert again.id == left.id and tree.num_retries == 2
             with pytest.raises(anthropic.BadRequestError, match="system is the thread's") as error:
@@ -1297,12 +1297,12 @@ def test_bodies_are_bounded_and_must_be_json():
     async def play():
         async with endpoint("one") as (llm, _), httpx.AsyncClient() as client:
             headers = {"Authorization": f"Bearer {llm.api_key}"}
-            found = []
+            answers = []
             for body in (b"x" * (MAX_BODY_BYTES + 1), b"{", b"[]", b"[" * 100_000):
                 url = f"{llm.base_url}/chat/completions"
                 reply = await client.post(url, content=body, headers=headers)
-                found.append((reply.status_code, "message" in reply.json()["error"]))
-            return found
+                answers.append((reply.status_code, "message" in reply.json()["error"]))
+            return answers
 
     assert asyncio.run(play()) == [(413, True), (400, True), (400, True), (400, True)]
 
@@ -1379,20 +1379,26 @@ def test_a_refused_request_leaves_no_trace():
             for length in (1, 40_000) if refused else ():
                 with pytest.raises(openai.BadRequestError, match="refuses"):
                     await chat(client, [{"role": "system", "content": "be" * length}, *HI])
-            said = await chat(client, HI)
-            history = [*HI, {"role": "assistant", "content": said.content}]
+            reply = await chat(client, HI)
+            history = [*HI, {"role": "assistant", "content": reply.content}]
             for text in refused:
                 with pytest.raises(openai.BadRequestError, match="refuses"):
                     await chat(client, [*history, {"role": "user", "content": text}], n=2)
             history.append({"role": "user", "content": "good"})
-            said = await chat(client, history)
-            history.append({"role": "assistant", "content": said.content})
+            reply = await chat(client, history)
+            history.append({"role": "assistant", "content": reply.content})
             for text in refused:  # behind the last turn
                 with pytest.raises(openai.BadRequestError, match="refuses"):
                     await chat(client, [*history, {"role": "user", "content": text}])
-            (found,) = llm.trajectories(1.0)
-            kept = len(tree.actor.conversations), len(tree.answered), found.messages
-            return kept, found.status, found.metrics, stream_of(found), found.turns[-1].name
+            (trajectory,) = llm.trajectories(1.0)
+            kept = len(tree.actor.conversations), len(tree.answered), trajectory.messages
+            return (
+                kept,
+                trajectory.status,
+                trajectory.metrics,
+                stream_of(trajectory),
+                trajectory.turns[-1].name,
+            )
 
     assert asyncio.run(play("bad", "bad")) == asyncio.run(play())
 
@@ -1463,9 +1469,9 @@ def test_connections_of_a_box_are_bounded_as_all_are(monkeypatch, capsys):
 
 
 def test_a_message_and_its_echo_have_one_key_and_others_have_not():
-    said = {"role": "assistant", "content": "<think>a</think>b"}
-    assert key_of(said) == key_of({"role": "assistant", "content": " b\n"})
-    assert key_of(said) != key_of({"role": "user", "content": "b"})
+    message = {"role": "assistant", "content": "<think>a</think>b"}
+    assert key_of(message) == key_of({"role": "assistant", "content": " b\n"})
+    assert key_of(message) != key_of({"role": "user", "content": "b"})
     assert key_of({"role": "user", "content": "a b"}) != key_of({"role": "user", "content": "ab"})
     assert key_of({"role": "tool", "content": "3"}) != key_of({"role": "tool", "content": "4"})
 

@@ -122,8 +122,8 @@ def test_rows_are_a_folders_tasks_by_name_or_one_task(make):
 )
 def test_settings_of_all_versions_are_read(make, toml, expected):
     task = read_task(make(toml=toml))
-    found = (task.limits.memory_mib, task.limits.disk_mib, task.agent_timeout_s)
-    assert (*found, task.verifier.timeout_sec, task.allows_network) == expected
+    limits = (task.limits.memory_mib, task.limits.disk_mib, task.agent_timeout_s)
+    assert (*limits, task.verifier.timeout_sec, task.allows_network) == expected
 
 
 @pytest.mark.parametrize(
@@ -787,8 +787,8 @@ RAN = "=== test session starts ===\n"
 )
 def test_output_that_says_that_tools_are_missing(tmp_path, script, wrote, code, missing):
     (tmp_path / "test.sh").write_text(script)
-    found = VerifierTools.of(tmp_path).missing(wrote, code)
-    assert found.startswith(missing) and bool(found) == bool(missing)
+    problems = VerifierTools.of(tmp_path).missing(wrote, code)
+    assert problems.startswith(missing) and bool(problems) == bool(missing)
 
 
 @pytest.mark.parametrize(
@@ -843,18 +843,18 @@ def test_a_task_that_is_no_good_is_named(make, capsys):
     command = ["check", str(ROOT / "envs/harbor.py"), "--data.train", str(folder), "--oracle"]
     assert main(command) == 1
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    found = {line.split()[0]: line.split(None, 4)[1:] for line in lines if line[:4] == "task"}
-    assert found["task0"][:2] == ["1", "0"] and len(found["task0"]) == 3
-    assert found["task1"][:2] == ["0", "0"]
-    assert found["task1"][3] == "its solution earns 0, and doing nothing 0"
+    rows = {line.split()[0]: line.split(None, 4)[1:] for line in lines if line[:4] == "task"}
+    assert rows["task0"][:2] == ["1", "0"] and len(rows["task0"]) == 3
+    assert rows["task1"][:2] == ["0", "0"]
+    assert rows["task1"][3] == "its solution earns 0, and doing nothing 0"
     assert {"| solution/solve.sh: oh no", "| [ended with exit code 4]"} < {*lines}
-    assert found["task2"][:2] == ["none", "0"] and len(found["task2"]) == 3
-    assert found["task3"][:2] == ["0.5", "0"] and len(found["task3"]) == 3
-    assert found["task4"][:2] == ["failed", "failed"]
-    assert found["task4"][3].startswith("the tools of tests/test.sh are missing, in an untouched ")
-    assert found["task5"][:2] == ["1", "1"] and found["task5"][3] == "doing nothing solves it"
-    assert found["task7"][:2] == ["failed", "0"]
-    assert found["task7"][3].startswith("solution/solve.sh could not install: agents have no ")
+    assert rows["task2"][:2] == ["none", "0"] and len(rows["task2"]) == 3
+    assert rows["task3"][:2] == ["0.5", "0"] and len(rows["task3"]) == 3
+    assert rows["task4"][:2] == ["failed", "failed"]
+    assert rows["task4"][3].startswith("the tools of tests/test.sh are missing, in an untouched ")
+    assert rows["task5"][:2] == ["1", "1"] and rows["task5"][3] == "doing nothing solves it"
+    assert rows["task7"][:2] == ["failed", "0"]
+    assert rows["task7"][3].startswith("solution/solve.sh could not install: agents have no ")
     counts = {line.rsplit(None, 1)[0]: line.rsplit(None, 1)[1] for line in lines if " " in line}
     assert "4 of 7 tasks are not good to train on" in lines
     assert "1 several steps (the first: task6)" in lines

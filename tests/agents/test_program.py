@@ -1,4 +1,4 @@
-"""An agent's command: what it gets, how it ends, and that nothing of it stays."""
+"""An agent's command: its input, its end, and its traces afterwards: none."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ def test_output_keeps_its_beginning_and_end():
 @pytest.mark.parametrize("sizes", [[4], [3, 3], [1] * 11, [20], [7, 5]])
 def test_output_is_the_same_however_it_comes(sizes):
     text = bytes(range(97, 97 + sum(sizes)))
-    output, place = Output(max_bytes=10), 0
+    output, position = Output(max_bytes=10), 0
     for size in sizes:
-        output.add(text[place : place + size])
-        place += size
+        output.add(text[position : position + size])
+        position += size
     if len(text) <= 10:
         assert output.text() == text.decode()
     else:
@@ -159,23 +159,23 @@ def test_a_child_that_holds_the_pipe_is_not_waited_for():
 
 
 def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path):
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     code = DAEMON.replace("print(", "print(os.getpid(), ").replace(
-        "flush=True", f"file=open({str(told)!r}, 'w'), flush=True"
+        "flush=True", f"file=open({str(pid_file)!r}, 'w'), flush=True"
     )
 
     async def play():
         command = python(f"{code}\nimport time; time.sleep(999)")
         work = asyncio.ensure_future(run_command(command, ROW, {}))
         await asyncio.to_thread(
-            wait_until, lambda: told.exists() and told.read_text().strip(), "the pids"
+            wait_until, lambda: pid_file.exists() and pid_file.read_text().strip(), "the pids"
         )
         work.cancel()
         await asyncio.wait({work})
         return work.cancelled()
 
     assert asyncio.run(play())
-    pids = [int(pid) for pid in told.read_text().split()]
+    pids = [int(pid) for pid in pid_file.read_text().split()]
     wait_until(lambda: not any(is_running(pid) for pid in pids), "the end of all")
 
 
@@ -192,14 +192,14 @@ def test_a_run_that_is_killed_leaves_no_process_and_the_next_run_removes_its_fol
     daemon = DAEMON.replace("flush=True", "file=open('../pid', 'w'), flush=True")
     command = [*python(PLAYS), *python(f"{daemon}\nimport time; time.sleep(999)")]
     process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)})
-    told = temporary / "pid"
-    wait_until(lambda: told.exists() and told.read_text().strip(), "the daemon's pid")
+    pid_file = temporary / "pid"
+    wait_until(lambda: pid_file.exists() and pid_file.read_text().strip(), "the daemon's pid")
     assert len(list(temporary.glob("rl_core_agent_*/task.json"))) == 1
     scratch.remove_orphans(str(temporary))
     assert len(list(temporary.glob("rl_core_agent_*/task.json"))) == 1  # The owner is there.
     process.kill()
     process.wait()
-    wait_until(lambda: not is_running(int(told.read_text())), "the daemon's end")
+    wait_until(lambda: not is_running(int(pid_file.read_text())), "the daemon's end")
     scratch.remove_orphans(str(temporary))
     assert [path.name for path in temporary.iterdir()] == ["pid"]
 
@@ -214,7 +214,7 @@ FOLDERS = {
     "rl_core_agent_{here}_1_{other}_abcd1234": False,  # Process 1 is another one by now.
     "rl_core_agent_{here}_{pid}_{start}_abcd1234": True,
     "rl_core_agent_{here}_4194304_1_abcd1234": False,
-    "rl_core_agent_00000000_4194304_1_abcd1234": True,  # of another machine
+    "rl_core_agent_00000000_4194304_1_abcd1234": True,  # A folder of another machine.
     "rl_core_agent_abcd1234": True,
     "mine": True,
 }

@@ -110,31 +110,31 @@ def test_tasks_are_divided_and_every_tenth_is_held_out(sums):
     [("sums", ["It is 2"], 1.0), ("sums", ["It is 3"], 0.0), ("tool", [CALL, "It is 2"], 1.0)],
 )
 def test_an_environment_plays_at_the_endpoint_and_scores(sums, kind, replies, reward):
-    found = play(sums(kind), *replies)
-    assert (found.error, found.reward) == ("", reward)
-    assert found.metrics["num_turns"] == len(replies)
-    assert [turn.is_fresh for turn in found.turns] == [True, False][: len(replies)]
-    results = [message["content"] for message in found.messages if message["role"] == "tool"]
+    outcome = play(sums(kind), *replies)
+    assert (outcome.error, outcome.reward) == ("", reward)
+    assert outcome.metrics["num_turns"] == len(replies)
+    assert [turn.is_fresh for turn in outcome.turns] == [True, False][: len(replies)]
+    results = [message["content"] for message in outcome.messages if message["role"] == "tool"]
     assert results == (["2"] if kind == "tool" else [])
 
 
 def test_a_reply_that_is_cut_off_is_scored_as_it_is(sums):
-    found = play(sums("sums"), "It is 3, no, it is 2", max_tokens=7)
-    assert (found.error, found.reward) == ("", 0.0)
-    assert found.turns[0].completion.finish_reason == "length"
-    assert found.messages[-1]["content"] == "It is 3"
+    outcome = play(sums("sums"), "It is 3, no, it is 2", max_tokens=7)
+    assert (outcome.error, outcome.reward) == ("", 0.0)
+    assert outcome.turns[0].completion.finish_reason == "length"
+    assert outcome.messages[-1]["content"] == "It is 3"
 
 
 def test_an_episode_without_turns_left_is_truncated_and_scored(sums):
-    found = play(sums("tool"), CALL, "It is 2", max_turns=1)
-    assert (found.status, found.error, found.reward) == ("truncated", "", 0.0)
-    assert len(found.turns) == 1
+    outcome = play(sums("tool"), CALL, "It is 2", max_turns=1)
+    assert (outcome.status, outcome.error, outcome.reward) == ("truncated", "", 0.0)
+    assert len(outcome.turns) == 1
 
 
 def test_a_reward_that_raises_fails_its_episode_with_the_reason(sums):
-    found = play(sums("broken"), "It is 2")
-    assert (found.status, found.reward) == ("failed", None)
-    assert "no such sum" in found.error
+    outcome = play(sums("broken"), "It is 2")
+    assert (outcome.status, outcome.reward) == ("failed", None)
+    assert "no such sum" in outcome.error
 
 
 NULL = {"harness": {"id": "null"}}

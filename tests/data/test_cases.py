@@ -1,4 +1,4 @@
-"""Rows of tests/cases through chat templates, with literal text of what is trained."""
+"""Rows of tests/cases through chat templates, with the literal trained text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def case_chat(template: str, special: list[str]) -> Chat:
 
 
 def trained_text(chat: Chat, row: dict) -> list[str]:
-    """The text of each sample, with what is trained between « and »."""
+    """The text of each sample, with the trained text between « and »."""
     texts = []
     for sample in sft_samples(chat, row):
         text = ""
@@ -77,9 +77,9 @@ def test_a_turn_ends_in_the_token_that_its_template_writes_there(template):
 def test_a_call_within_thoughts_is_no_call(reply):
     chat, folder = case_chat("hermes", []), CASES / "calls_in_thoughts"
     ids = chat.encode((folder / f"{reply}.txt").read_text().rstrip("\n"))
-    said = as_sampled([*ids, chat.end_token_id], [], True).completion
+    completion_ids = as_sampled([*ids, chat.end_token_id], [], True).completion
     message, has_failed = chat.tool_calls.read(
-        said, 0, json.loads((folder / "tools.json").read_text())
+        completion_ids, 0, json.loads((folder / "tools.json").read_text())
     )
     calls = [call["function"] for call in message["tool_calls"]]
     assert (calls, has_failed) == ([{"name": "delete", "arguments": {"path": "tmp"}}], False)
@@ -104,7 +104,7 @@ def null_keys() -> list[dict]:
     return rows
 
 
-# Blocks of `$ flags -> exit status` and what is printed.
+# Blocks of `$ flags -> exit status` and the printed text.
 SHOWN = (CASES / "shown.txt").read_text().split("$ ")[1:]
 
 

@@ -38,12 +38,12 @@ every_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem
 
 def special_strings() -> list[str]:
     text = "".join(p.read_text() for p in TEMPLATES)
-    found = set(
+    kinds = set(
         re.findall(
             r"<\|[a-zA-Z_/▁]+\|>|<｜[^｜]+｜>|<\|\w+>|<\w+\|>|<(?:start|end)_of_\w+>|</?s>", text
         )
     )
-    return sorted(found | {"<s>", "[INST]", "[/INST]", "[gMASK]", "<sop>", "<bos>", EOS})
+    return sorted(kinds | {"<s>", "[INST]", "[/INST]", "[gMASK]", "<sop>", "<bos>", EOS})
 
 
 @lru_cache
@@ -78,10 +78,14 @@ def in_parts(messages):
 
 
 def reference_ids(chat, messages):
-    """What the library itself makes of the messages."""
+    """Token ids of the messages by the library itself."""
     messages = in_parts(messages) if chat.chat_template in TAKE_ONLY_PARTS else messages
-    how = {"chat_template": chat.chat_template, "add_generation_prompt": True, "return_dict": False}
-    return chat.tokenizer.apply_chat_template(messages, **how)
+    options = {
+        "chat_template": chat.chat_template,
+        "add_generation_prompt": True,
+        "return_dict": False,
+    }
+    return chat.tokenizer.apply_chat_template(messages, **options)
 
 
 def user(text):
@@ -164,12 +168,12 @@ def talk(chat, rng, num_turns):
 
 
 def turn_of(stream, token_ids, text, finish_reason, version):
-    said = {
+    message = {
         "token_ids": token_ids,
         "logprobs": [-0.5 - i for i in range(len(token_ids))],
         "text": text,
     }
-    return stream.turn(Completion(**said, finish_reason=finish_reason, policy_version=version))
+    return stream.turn(Completion(**message, finish_reason=finish_reason, policy_version=version))
 
 
 @every_template
@@ -281,14 +285,14 @@ def test_a_turn_that_ends_in_two_tokens_gets_neither_twice():
         assert chat.tokenizer.decode(stream.prompt_ids).count("42<|im_end|></s>\n") == copies
 
 
-@pytest.mark.parametrize("said", ["42", " 42", "42 \n", " 42\n"])
-def test_a_turn_that_was_cut_short_is_closed_as_the_template_closes_it(said):
+@pytest.mark.parametrize("text", ["42", " 42", "42 \n", " 42\n"])
+def test_a_turn_that_was_cut_short_is_closed_as_the_template_closes_it(text):
     trims = CHATML.replace("m.content", "(m.content | trim)").replace("<|im_end|>", "\\n<|im_end|>")
     chat = Chat(make_tokenizer(), trims)
     stream = TokenStream(chat, [user("hello")])
-    assert stream.append(chat.encode(said), said, [user("because")])
-    between = "<|im_end|>" if said.endswith("\n") else "\n<|im_end|>"
-    assert f"assistant\n{said}{between}\n<|im_start|>user\nbecause" in chat.tokenizer.decode(
+    assert stream.append(chat.encode(text), text, [user("because")])
+    between = "<|im_end|>" if text.endswith("\n") else "\n<|im_end|>"
+    assert f"assistant\n{text}{between}\n<|im_start|>user\nbecause" in chat.tokenizer.decode(
         stream.prompt_ids
     )
 
@@ -296,8 +300,8 @@ def test_a_turn_that_was_cut_short_is_closed_as_the_template_closes_it(said):
 def test_thinking_is_kept_apart_where_the_template_reads_it_so():
     chat = chat_named("qwen3_8")
     stream = TokenStream(chat, [user("hello")])
-    said = "the fox\n</think>\n\nthe answer"
-    assert stream.append([*chat.encode(said), chat.end_token_id], said, [user("because")])
+    text = "the fox\n</think>\n\nthe answer"
+    assert stream.append([*chat.encode(text), chat.end_token_id], text, [user("because")])
     assert stream.messages[1] == {
         "role": "assistant",
         "content": "the answer",
@@ -436,16 +440,16 @@ END = "<|im_end|>"
 
 
 @pytest.mark.parametrize(
-    "given", [{"type": END}, {"role": END}, {END: {}}, {"properties": {END: {"type": [END]}}}]
+    "entry", [{"type": END}, {"role": END}, {END: {}}, {"properties": {END: {"type": [END]}}}]
 )
-def test_keys_and_types_in_tools_and_in_arguments_of_calls_are_text(given):
+def test_keys_and_types_in_tools_and_in_arguments_of_calls_are_text(entry):
     chat = chat_named("qwen2_5")
-    tool = {"type": "function", "function": {"name": "add", "parameters": given}}
-    call = {"type": "function", "function": {"name": "add", "arguments": given}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": entry}}
+    call = {"type": "function", "function": {"name": "add", "arguments": entry}}
     messages = [user("hello"), answer("", tool_calls=[call])]
     ids = chat.prompt_ids(messages, [tool], add_generation_prompt=False)
-    assert chat.tokenizer.decode(ids).count(json.dumps(given)) == 2
-    assert ids.count(chat.end_token_id) == 3  # of the system's message, the user's, the call
+    assert chat.tokenizer.decode(ids).count(json.dumps(entry)) == 2
+    assert ids.count(chat.end_token_id) == 3  # The system's message, the user's, the call.
 
 
 def test_a_type_that_a_template_compares_stays_though_its_name_is_a_special_token():
@@ -468,9 +472,9 @@ def test_sft_trains_what_is_said_and_the_end_token_and_nothing_else():
     (sample,) = samples_from_turns(turns, 1.0)
     decode = chat.tokenizer.decode
     assert decode(sample.token_ids[sample.loss_mask].tolist()) == "the fox<|im_end|>42<|im_end|>"
-    whole = chat.render(messages, add_generation_prompt=False)
-    assert decode(sample.token_ids.tolist()) == whole.removesuffix("\n")
-    assert sample.token_ids.tolist() == chat.encode(whole)[: len(sample.token_ids)]
+    rendered = chat.render(messages, add_generation_prompt=False)
+    assert decode(sample.token_ids.tolist()) == rendered.removesuffix("\n")
+    assert sample.token_ids.tolist() == chat.encode(rendered)[: len(sample.token_ids)]
 
 
 def test_sft_leaves_out_messages_that_are_only_context():
@@ -486,19 +490,21 @@ def test_sft_leaves_out_messages_that_are_only_context():
 def test_sft_turns_are_prompted_as_an_engine_would_be(path):
     chat = chat_of(path)
     thought = "<think>\nthe fox\n</think>\n\nthe answer"
-    opens_thoughts = path.stem.startswith("deepseek")  # and does not close them
-    for said in ("the answer", thought):
-        if said == "the answer" and opens_thoughts:
+    opens_thoughts = path.stem.startswith(
+        "deepseek"
+    )  # The template opens thoughts and does not close them.
+    for reply_text in ("the answer", thought):
+        if reply_text == "the answer" and opens_thoughts:
             with pytest.raises(ValueError, match="message 2 has no thoughts, but the generation"):
-                sft_turns(chat, [user("hello"), answer(said)])
-            said = "<think>\n\n</think>\n\nthe answer"  # The fix that the error names.
+                sft_turns(chat, [user("hello"), answer(reply_text)])
+            reply_text = "<think>\n\n</think>\n\nthe answer"  # The fix that the error names.
         messages = [
             user("hello"),
-            answer(said),
+            answer(reply_text),
             user("because"),
-            answer(said),
+            answer(reply_text),
             user("hello"),
-            answer(said),
+            answer(reply_text),
         ]
         turns = sft_turns(chat, messages)
         assert len(turns) == 3
@@ -617,7 +623,7 @@ TOOLS = [
         "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER},
     }
 ]
-MISTRAL = (  # as strict as theirs
+MISTRAL = (  # As strict as Mistral's templates.
     "{%- set ns = namespace(n=0) %}{{- '<s>' }}{%- for m in messages %}"
     "{%- if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
     "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must alternate') "
@@ -653,8 +659,8 @@ INVOKE = (
 )
 GEMMA = '<|tool_call>call:weather{{city:<|"|>{}<|"|>}}<tool_call|>'
 PYTHON = '<|tool_call_start|>[weather(city = "{}")]<|tool_call_end|>'
-# What a model says, in other words than the template's own, its end, and what then stands in the
-# message beside the calls.
+# Replies in other words than the template's, with their ends, and the content of the message next
+# to the calls.
 SAID = {
     "qwen2_5": (HERMES, "<|im_end|>", "Wait."),
     "qwen3": ("<think>\nso\n</think>\n\n" + HERMES, "<|im_end|>", "<think>\nso\n</think>\n\nWait."),
@@ -737,10 +743,10 @@ def completion(ids, chat):
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_a_model_calls_is_read_and_its_tokens_stay_as_they_were_sampled(name):
-    chat, (said, end, content) = tool_chat(name), SAID[name]
+    chat, (text, end, content) = tool_chat(name), SAID[name]
     stream = TokenStream(chat, [user("hello")], TOOLS)
     for number, city in enumerate(["Paris", "Rôme"]):
-        before, ids = stream.prompt_ids, chat.encode(said.format(city) + end)
+        before, ids = stream.prompt_ids, chat.encode(text.format(city) + end)
         done = completion(ids, chat)
         message, has_failed = chat.tool_calls.read(done, number)
         [call] = message["tool_calls"]
@@ -752,9 +758,9 @@ def test_what_a_model_calls_is_read_and_its_tokens_stay_as_they_were_sampled(nam
         heard = {"role": "tool", "name": "weather", "content": "42", "tool_call_id": call["id"]}
         assert stream.append(ids, done.text, [heard], message), "history was rewritten"
         assert stream.prompt_ids[: len(before) + len(ids)] == before + ids
-        # What follows is what the template writes between the end of these calls and the next turn.
-        told = [{"role": "assistant", "content": "", "tool_calls": [call]}, heard]
-        full = chat.render([user("hello"), *told], TOOLS)
+        # The text that the template writes between the end of these calls and the next turn.
+        turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, heard]
+        full = chat.render([user("hello"), *turns], TOOLS)
         assert full.endswith(between := chat.tokenizer.decode(stream.new_ids))
         assert "42" in between and "weather" not in re.sub(
             "functions.weather|response:weather", "", between
@@ -796,7 +802,7 @@ def test_calls_with_typed_arguments_are_read_as_the_template_writes_them(name):
         for n in ("f", "g")
     ]
     two = [{"name": "f", "arguments": arguments}, {"name": "g", "arguments": {}}]
-    said = [
+    messages_said = [
         {
             "role": "assistant",
             "content": "",
@@ -804,7 +810,7 @@ def test_calls_with_typed_arguments_are_read_as_the_template_writes_them(name):
         }
     ]
     prompt = chat.render([user("hello")], tools)
-    text = chat.render([user("hello"), *said], tools, add_generation_prompt=False)
+    text = chat.render([user("hello"), *messages_said], tools, add_generation_prompt=False)
     text = text[shared_length(prompt, text) :]
     message, has_failed = chat.tool_calls.read(completion(chat.encode(text), chat), 0, tools)
     assert ([call["function"] for call in message["tool_calls"]], has_failed) == (two, False)
@@ -843,8 +849,12 @@ def test_marks_of_the_template_in_a_prompt_are_counted(path):
     tokenizer.bos_token = "<s>"
     chat, talk = Chat(tokenizer, path.read_text()), [{"role": "user", "content": "aster"}]
     talk = in_parts(talk) if chat.chat_template in TAKE_ONLY_PARTS else talk
-    how = {"chat_template": chat.chat_template, "add_generation_prompt": True, "tokenize": False}
-    behind = tokenizer.apply_chat_template(talk, **how).partition("aster")[2]
+    options = {
+        "chat_template": chat.chat_template,
+        "add_generation_prompt": True,
+        "tokenize": False,
+    }
+    behind = tokenizer.apply_chat_template(talk, **options).partition("aster")[2]
     rows = [{"prompt": text, "response": "b"} for text in ("aster", f"aster{behind}", "<think>")]
     for algorithm in ("sft", "grpo"):
         source = TaskSource(rows, env="e", split="train", seed=0, shuffle=False)

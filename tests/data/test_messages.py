@@ -58,7 +58,7 @@ TOOLS = [
 ]
 
 
-def said(text, **more):
+def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
@@ -76,53 +76,65 @@ def system(text, role="system"):
 
 
 def inline(thoughts, text):
-    return said(f"<think>\n{thoughts}\n</think>\n\n{text}")
+    return assistant(f"<think>\n{thoughts}\n</think>\n\n{text}")
 
 
 NESTED = {"zonk": "kalmia", "days": 20417, "exact": True, "ways": ["lupin"], "more": {"ivy": "oak"}}
 # Every text is a word that no template writes.
 CONVERSATIONS = {
-    "plain": [user("aster"), said("briar")],
-    "system": [system("aster"), user("briar"), said("cedar")],
-    "developer": [system("aster", "developer"), user("briar"), said("cedar")],
-    "turns": [system("aster"), user("briar"), said("cedar"), user("dahlia"), said("elder")],
-    "system_later": [user("aster"), said("briar"), system("cedar"), user("dahlia"), said("elder")],
-    "two_users": [user("aster"), user("briar"), said("cedar")],
-    "call": [user("aster"), said("", tool_calls=[call(zonk="briar")])],
+    "plain": [user("aster"), assistant("briar")],
+    "system": [system("aster"), user("briar"), assistant("cedar")],
+    "developer": [system("aster", "developer"), user("briar"), assistant("cedar")],
+    "turns": [
+        system("aster"),
+        user("briar"),
+        assistant("cedar"),
+        user("dahlia"),
+        assistant("elder"),
+    ],
+    "system_later": [
+        user("aster"),
+        assistant("briar"),
+        system("cedar"),
+        user("dahlia"),
+        assistant("elder"),
+    ],
+    "two_users": [user("aster"), user("briar"), assistant("cedar")],
+    "call": [user("aster"), assistant("", tool_calls=[call(zonk="briar")])],
     "call_result": [
         user("aster"),
-        said(None, tool_calls=[call(zonk="briar")]),
+        assistant(None, tool_calls=[call(zonk="briar")]),
         result("cedar"),
-        said("dahlia"),
+        assistant("dahlia"),
     ],
     "text_and_call": [
         user("aster"),
-        said("briar", tool_calls=[call(zonk="cedar")]),
+        assistant("briar", tool_calls=[call(zonk="cedar")]),
         result("dahlia"),
-        said("elder"),
+        assistant("elder"),
     ],
     "two_calls": [
         user("aster"),
-        said("", tool_calls=[call(zonk="briar"), call("dice", 1, sidd="cedar")]),
+        assistant("", tool_calls=[call(zonk="briar"), call("dice", 1, sidd="cedar")]),
         result("dahlia"),
         result("elder", 1),
-        said("fennel"),
+        assistant("fennel"),
     ],
-    "types": [user("aster"), said("", tool_calls=[call(**NESTED)])],
-    "no_arguments": [user("aster"), said("", tool_calls=[call("dice")])],
-    "result_alone": [user("aster"), said("briar"), result("cedar"), said("dahlia")],
-    "thoughts": [user("aster"), said("briar", reasoning_content="cedar")],
+    "types": [user("aster"), assistant("", tool_calls=[call(**NESTED)])],
+    "no_arguments": [user("aster"), assistant("", tool_calls=[call("dice")])],
+    "result_alone": [user("aster"), assistant("briar"), result("cedar"), assistant("dahlia")],
+    "thoughts": [user("aster"), assistant("briar", reasoning_content="cedar")],
     "thoughts_twice": [
         user("aster"),
-        said("briar", reasoning_content="cedar"),
+        assistant("briar", reasoning_content="cedar"),
         user("dahlia"),
-        said("elder", reasoning_content="fennel"),
+        assistant("elder", reasoning_content="fennel"),
     ],
     "thoughts_and_call": [
         user("aster"),
-        said("", reasoning_content="briar", tool_calls=[call(zonk="cedar")]),
+        assistant("", reasoning_content="briar", tool_calls=[call(zonk="cedar")]),
         result("dahlia"),
-        said("elder", reasoning_content="fennel"),
+        assistant("elder", reasoning_content="fennel"),
     ],
     "inline": [user("aster"), inline("briar", "cedar"), user("dahlia"), inline("elder", "fennel")],
 }
@@ -139,16 +151,16 @@ def words_of(value, is_key=False):
 
 
 def words(message, with_thoughts):
-    """What must come back of a message."""
+    """Pieces of text that must come back from a message."""
     thoughts, _, text = (message["content"] or "").rpartition("</think>")
-    found = [text.strip()] if text.strip() else []
+    pieces = [text.strip()] if text.strip() else []
     if with_thoughts:
-        found += [thoughts.removeprefix("<think>").strip()] if thoughts else []
-        found += words_of(message.get("reasoning_content", []))
+        pieces += [thoughts.removeprefix("<think>").strip()] if thoughts else []
+        pieces += words_of(message.get("reasoning_content", []))
     for one in message.get("tool_calls", []):
         function = one["function"]
-        found += [function["name"], *words_of(function["arguments"], is_key=True)]
-    return found
+        pieces += [function["name"], *words_of(function["arguments"], is_key=True)]
+    return pieces
 
 
 def forms(messages):
@@ -221,11 +233,11 @@ def schema(name, argument, kind):
 # In a table each call gets the other's argument too, and each message every key.
 TABLE = [
     {
-        "messages": [user("go"), said(None, tool_calls=[call("clock", zone="CET")])],
+        "messages": [user("go"), assistant(None, tool_calls=[call("clock", zone="CET")])],
         "tools": [schema("clock", "zone", "string")],
     },
     {
-        "messages": [user("go"), said(None, tool_calls=[call("dice", sides=6)]), result("4")],
+        "messages": [user("go"), assistant(None, tool_calls=[call("dice", sides=6)]), result("4")],
         "tools": [schema("dice", "sides", "integer")],
     },
 ]
@@ -277,21 +289,23 @@ def test_a_table_says_what_its_rows_say(name, read, tmp_path):
     chat = chat_named("qwen2_5")
     WAYS[name](tmp_path / name)
     for row, written in zip(read(tmp_path / name), TABLE, strict=True):
-        for found, expected in zip(sft_samples(chat, row), sft_samples(chat, written), strict=True):
-            assert found.token_ids.tolist() == expected.token_ids.tolist()
-            assert "null" not in chat.tokenizer.decode(found.token_ids)
+        for sample, expected in zip(
+            sft_samples(chat, row), sft_samples(chat, written), strict=True
+        ):
+            assert sample.token_ids.tolist() == expected.token_ids.tolist()
+            assert "null" not in chat.tokenizer.decode(sample.token_ids)
 
 
 def test_a_null_that_json_says_is_an_argument():
     calls = [{"function": {"name": "clock", "arguments": '{"zone": null}'}}]
-    for given in (calls, [call(zone=None)]):
-        (message,) = canonical_messages([said(None, tool_calls=given, name=None)])
+    for value in (calls, [call(zone=None)]):
+        (message,) = canonical_messages([assistant(None, tool_calls=value, name=None)])
         assert message["tool_calls"][0]["function"]["arguments"] == {"zone": None}
         assert "name" not in message
 
 
 BARE = json.dumps([TOOLS[0]["function"]])
-CHAT_MESSAGES = [system("aster"), user("briar"), said("cedar"), user("dahlia")]
+CHAT_MESSAGES = [system("aster"), user("briar"), assistant("cedar"), user("dahlia")]
 # Each row in one form, and the messages and tools that it says.
 ROWS = [
     ({"prompt": "aster"}, [user("aster")], None),
@@ -359,7 +373,7 @@ CHATML_ROW = "{mode}\n<|im_start|>system\naster<|im_end|>\n<|im_start|>user\nbri
 def test_each_row_has_its_variables_before_those_of_the_flag(entry, env_of_a_reward):
     chat = Chat(make_tokenizer(), VARIED, {"mode": "oak"}, ToolCalls)
     pair = {"prompt": "briar", "chosen": "cedar", "rejected": "elder"}
-    talks = {side: [user("briar"), said(pair[side])] for side in ("chosen", "rejected")}
+    talks = {side: [user("briar"), assistant(pair[side])] for side in ("chosen", "rejected")}
     for mode in ("ash", "elm", None, "ash"):
         row = {"system": "aster", "chat_template_kwargs": {"mode": mode}}
         if entry == "rl":
@@ -384,7 +398,7 @@ def env_of_a_reward(tmp_path_factory):
 
 
 def prompt_of_rl(env, chat, row):
-    """What the actor reads first in an episode."""
+    """Text that the actor reads first in an episode."""
     actors = {"policy": ScriptedActor(name="policy", chat=chat, replies=["fennel"])}
     (group,) = make_groups([make_task(row, 0, env.name, "train")])
     (trajectory,) = asyncio.run(EpisodeRunner({env.name: env}, actors, RolloutConfig()).play(group))
@@ -399,10 +413,10 @@ def bare(name, **arguments):
 AS_TEXT = '{"name": "clock", "arguments": {"zone": "CET"}}'
 CLOCK = TOOLS[0]["function"]
 QUOTED = """{"name": "clock", "arguments": '{"zone": "it's \\n"}'}"""
-TALK = [user("aster"), said(None, tool_calls=[bare("clock", zone="CET")])]
-ANSWERED = [*TALK, {"role": "tool", "content": "noon"}, said("briar")]
+TALK = [user("aster"), assistant(None, tool_calls=[bare("clock", zone="CET")])]
+ANSWERED = [*TALK, {"role": "tool", "content": "noon"}, assistant("briar")]
 HH = "\n\nHuman: aster\n\nAssistant: briar\n\nHuman: cedar\n\nAssistant: dahlia"
-HH_TALK = [user("aster"), said("briar"), user("cedar"), said("dahlia")]
+HH_TALK = [user("aster"), assistant("briar"), user("cedar"), assistant("dahlia")]
 
 
 def glaive(call, functions=BARE[1:-1]):
@@ -460,7 +474,7 @@ PUBLISHED = {
     "glaive_two": (glaive(AS_TEXT, f"{BARE[1:-1]}\n\n{BARE[1:-1]}"), None, TOOLS * 2),
     "glaive_none": (
         {"system": "SYSTEM: Help.", "chat": "USER: aster\n\n\nASSISTANT: briar <|endoftext|>"},
-        [system("Help."), user("aster"), said("briar")],
+        [system("Help."), user("aster"), assistant("briar")],
         None,
     ),
     "hermes": (hermes(f"<tool_call>\n{AS_TEXT}\n</tool_call>"), ANSWERED, TOOLS),
@@ -471,7 +485,7 @@ PUBLISHED = {
     ),
     "hermes_no_tools": (
         hermes("<tool_call>{}</tool_call>", "noon") | {"tools": None},
-        [user("aster"), said("<tool_call>{}</tool_call>"), *ANSWERED[2:]],
+        [user("aster"), assistant("<tool_call>{}</tool_call>"), *ANSWERED[2:]],
         None,
     ),
     "swe_smith": ({"messages": json.dumps(in_parts(HH_TALK))}, in_parts(HH_TALK), None),
@@ -510,7 +524,7 @@ def test_a_published_row_has_one_reading_for_rl_and_sft(name, env_of_a_reward):
     row, messages, tools = PUBLISHED[name]
     if messages is None:
         zones = {"glaive": "it's \n", "glaive_escaped": "it's"}
-        calls = said(None, tool_calls=[bare("clock", zone=zones.get(name, "CET"))])
+        calls = assistant(None, tool_calls=[bare("clock", zone=zones.get(name, "CET"))])
         messages = [system("Help. Use them"), user("aster"), calls, *ANSWERED[2:]]
     chat, written = chat_named("qwen2_5"), json.dumps(row)
     task = make_task(row, 0, "env", "train")
@@ -601,8 +615,8 @@ READINGS = [
     (user("a"), user("a"), ""),
     ({"from": "human", "value": "a"}, user("a"), "'human' read as user"),
     ({"role": "Human", "content": "a"}, user("a"), "'Human' read as user"),
-    ({"from": "gpt", "value": "a", "weight": 1}, said("a"), "'gpt' read as assistant"),
-    ({"role": "model", "content": "a"}, said("a"), "'model' read as assistant"),
+    ({"from": "gpt", "value": "a", "weight": 1}, assistant("a"), "'gpt' read as assistant"),
+    ({"role": "model", "content": "a"}, assistant("a"), "'model' read as assistant"),
     ({"role": "critic", "content": "a"}, {"role": "critic", "content": "a"}, ""),
     ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}, "read as tool"),
     (
@@ -613,36 +627,46 @@ READINGS = [
     (CALLED, CALLED, ""),
     ({"from": "function_call", "value": AS_TEXT}, CALLED, "'function_call' read as assistant"),
     ({"role": "tool_call", "content": f"[{AS_TEXT}]"}, CALLED, "'tool_call' read as assistant"),
-    (said(None, function_call=json.loads(AS_TEXT)), CALLED, "function_call read as tool_calls"),
-    (said(None, tool_calls=json.loads(AS_TEXT)), CALLED, ""),
-    (said(None, tool_calls=json.dumps(CALLS)), CALLED, ""),
     (
-        said(None, tool_calls=[{"function": {"name": "clock", "arguments": '{"zone": "CET"}'}}]),
+        assistant(None, function_call=json.loads(AS_TEXT)),
+        CALLED,
+        "function_call read as tool_calls",
+    ),
+    (assistant(None, tool_calls=json.loads(AS_TEXT)), CALLED, ""),
+    (assistant(None, tool_calls=json.dumps(CALLS)), CALLED, ""),
+    (
+        assistant(
+            None, tool_calls=[{"function": {"name": "clock", "arguments": '{"zone": "CET"}'}}]
+        ),
         CALLED,
         "arguments of clock() parsed",
     ),
     # LangChain's, Llama's and Anthropic's calls.
     (
-        said("", tool_calls=[{"name": "clock", "args": {"zone": "CET"}, "type": "tool_call"}]),
-        said("", tool_calls=CALLS),
+        assistant("", tool_calls=[{"name": "clock", "args": {"zone": "CET"}, "type": "tool_call"}]),
+        assistant("", tool_calls=CALLS),
         "args of clock() read as arguments",
     ),
     (
-        said(None, tool_calls=[{"name": "clock", "parameters": {"zone": "CET"}}]),
+        assistant(None, tool_calls=[{"name": "clock", "parameters": {"zone": "CET"}}]),
         CALLED,
         "parameters of clock() read as arguments",
     ),
     (
-        said(None, tool_calls=[{"name": "clock", "input": {"zone": "CET"}}]),
+        assistant(None, tool_calls=[{"name": "clock", "input": {"zone": "CET"}}]),
         CALLED,
         "input of clock() read as arguments",
     ),
-    (said("a", tool_calls=[]), said("a"), ""),
-    (said("<think>b</think>a", reasoning_content=""), said("<think>b</think>a"), ""),
-    (said("a", thinking="b"), said("a", reasoning_content="b"), "thinking read as reasoning"),
+    (assistant("a", tool_calls=[]), assistant("a"), ""),
+    (assistant("<think>b</think>a", reasoning_content=""), assistant("<think>b</think>a"), ""),
     (
-        said([{"type": "thinking", "thinking": "b"}, {"type": "text", "text": "a"}]),
-        said([{"type": "text", "text": "a"}], reasoning_content="b"),
+        assistant("a", thinking="b"),
+        assistant("a", reasoning_content="b"),
+        "thinking read as reasoning",
+    ),
+    (
+        assistant([{"type": "thinking", "thinking": "b"}, {"type": "text", "text": "a"}]),
+        assistant([{"type": "text", "text": "a"}], reasoning_content="b"),
         "thinking parts read as reasoning_content",
     ),
     (
@@ -655,44 +679,54 @@ UNTRAINED = itertools.product(
     ("train", "weight", "loss", "loss_mask", "trainable"),
     (False, 0, 0.0, "false", "False", "0", np.bool_(False), np.int64(0)),
 )
-READINGS += [(said("a", **{k: v}), said("a", train=False), "not trained") for k, v in UNTRAINED]
+READINGS += [
+    (assistant("a", **{k: v}), assistant("a", train=False), "not trained") for k, v in UNTRAINED
+]
 OTHER_ROLES = [(role, "assistant") for role in ("chatgpt", "ai", "bot", "chatbot")]
 OTHER_ROLES += [(role, "tool") for role in ("ipython", "tool_response")]
 READINGS += [
     ({"role": role, "content": "a"}, {"role": name, "content": "a"}, f"{role!r} read as {name}")
     for role, name in OTHER_ROLES
 ]
-READINGS += [(said("a", train=each), said("a"), "") for each in (True, 1, 1.0, "true", np.True_)]
+READINGS += [
+    (assistant("a", train=each), assistant("a"), "") for each in (True, 1, 1.0, "true", np.True_)
+]
 
 
 @pytest.mark.parametrize("message, canonical, note", READINGS)
 def test_messages_of_other_formats_have_one_form(message, canonical, note):
-    notes, given = [], json.dumps(message, default=str)
+    notes, text = [], json.dumps(message, default=str)
     assert canonical_messages([message], notes) == [canonical]
     assert canonical_messages([canonical]) == [canonical]
-    assert json.dumps(message, default=str) == given
+    assert json.dumps(message, default=str) == text
     assert note in " ".join(notes) and (note or not notes)
 
 
 @pytest.mark.parametrize(
     "message, match",
     [
-        (said(None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "a JSON object"),
-        (said(None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]), "a JSON object"),
-        (said(None, tool_calls=[{"function": {"arguments": {}}}]), "a function with a name"),
-        (said(None, tool_calls="f()"), "tool_calls must be a list, or its JSON text; is 'f"),
-        ({"from": "function_call", "value": "call it"}, "must be a list, or its JSON text"),
-        (said("a", weight=0.5), r"'weight' is 0.5; a message is trained \(true, 1\) or not"),
-        (said("a", loss_mask=[0, 1]), r"'loss_mask' is \[0, 1\]; a message is trained"),
-        (said("a", thinking="b", reasoning="c"), "thinking and reasoning differ"),
         (
-            said([{"type": "thinking", "thinking": "b"}], reasoning_content="c"),
+            assistant(None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+            "a JSON object",
+        ),
+        (
+            assistant(None, tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]),
+            "a JSON object",
+        ),
+        (assistant(None, tool_calls=[{"function": {"arguments": {}}}]), "a function with a name"),
+        (assistant(None, tool_calls="f()"), "tool_calls must be a list, or its JSON text; is 'f"),
+        ({"from": "function_call", "value": "call it"}, "must be a list, or its JSON text"),
+        (assistant("a", weight=0.5), r"'weight' is 0.5; a message is trained \(true, 1\) or not"),
+        (assistant("a", loss_mask=[0, 1]), r"'loss_mask' is \[0, 1\]; a message is trained"),
+        (assistant("a", thinking="b", reasoning="c"), "thinking and reasoning differ"),
+        (
+            assistant([{"type": "thinking", "thinking": "b"}], reasoning_content="c"),
             "reasoning_content and thinking differ",
         ),
         ({"role": "function_call"}, "is {'role': 'function_call'}"),
         (user("half \ud83d"), "a lone surrogate, '.ud83d', at character 5"),
         (user([{"type": "text", "text": "\udc00"}]), "a lone surrogate"),
-        (said("a", thinking="b\ud83d"), "a lone surrogate, '.ud83d', at character 1"),
+        (assistant("a", thinking="b\ud83d"), "a lone surrogate, '.ud83d', at character 1"),
         (user("a") | {"images": ["b.png"]}, "a part of type 'images' is not supported"),
     ],
 )
@@ -751,22 +785,22 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("part", KINDS, ids=lambda part: part["type"])
-def test_images_and_the_like_are_refused_wherever_messages_come_in(part, entry):
+@pytest.mark.parametrize("block", KINDS, ids=lambda block: block["type"])
+def test_images_and_the_like_are_refused_wherever_messages_come_in(block, entry):
     text = {"type": "text", "text": "a"}
-    with pytest.raises(ValueError, match=rf"a part of type '{part['type']}'"):
-        ENTRIES[entry]([{"role": "user", "content": [text, part]}])
+    with pytest.raises(ValueError, match=rf"a part of type '{block['type']}'"):
+        ENTRIES[entry]([{"role": "user", "content": [text, block]}])
 
 
 def test_an_assistant_that_begins_is_context():
-    chat, talk = chat_named("qwen2_5"), [said("a"), user("b"), said("c")]
+    chat, talk = chat_named("qwen2_5"), [assistant("a"), user("b"), assistant("c")]
     shared = [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]
     for row in ({"messages": talk}, {"conversations": [*shared, {"from": "gpt", "value": "c"}]}):
         (sample,) = sft_samples(chat, row)
         assert trained_text(chat, sample) == "c<|im_end|>"
         assert "assistant\na<|im_end|>" in chat.tokenizer.decode(sample.token_ids)
     with pytest.raises(ValueError, match="nothing to train: give one with role 'assistant' behind"):
-        sft_samples(chat, {"messages": [said("a"), said("b"), user("c")]})
+        sft_samples(chat, {"messages": [assistant("a"), assistant("b"), user("c")]})
 
 
 def test_gpt_oss_trains_thoughts_behind_a_call_with_thoughts():
@@ -784,9 +818,9 @@ def test_gpt_oss_trains_thoughts_behind_a_call_with_thoughts():
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "deepseekv3"])
 def test_thoughts_that_stand_in_the_content_too_are_trained_once(name):
     block = "<think>\nbriar\n</think>\n\nelder"
-    reply = said(block) | {"reasoning_content": "briar"}
+    reply = assistant(block) | {"reasoning_content": "briar"}
     (sample,) = sft_samples(chat_named(name), {"messages": [user("b"), reply]})
-    (bare,) = sft_samples(chat_named(name), {"messages": [user("b"), said(block)]})
+    (bare,) = sft_samples(chat_named(name), {"messages": [user("b"), assistant(block)]})
     text = trained_text(chat_named(name), sample)
     assert text == trained_text(chat_named(name), bare)
     assert (text.count("briar"), text.count("</think>")) == (1, 1)
@@ -794,7 +828,7 @@ def test_thoughts_that_stand_in_the_content_too_are_trained_once(name):
 
 def test_thoughts_are_closed_where_the_template_leaves_them_out():
     """DeepSeek's prompt ends in <think>, and its history has no thoughts."""
-    reply = said("elder") | {"reasoning_content": "briar"}
+    reply = assistant("elder") | {"reasoning_content": "briar"}
     (sample,) = sft_samples(chat_named("deepseekv3"), {"messages": [user("b"), reply]})
     text = trained_text(chat_named("deepseekv3"), sample)
     assert text == "briar\n</think>\n\nelder<｜end▁of▁sentence｜>"
@@ -802,16 +836,16 @@ def test_thoughts_are_closed_where_the_template_leaves_them_out():
 
 def test_conversations_of_one_shape_are_checked_once(monkeypatch):
     chat, rendered, counts = chat_named("qwen2_5"), [], []
-    whole = chat.tokenizer.apply_chat_template
+    template = chat.tokenizer.apply_chat_template
 
     def counted(messages, **options):
         rendered.append(messages)
-        return whole(messages, **options)
+        return template(messages, **options)
 
     monkeypatch.setattr(chat.tokenizer, "apply_chat_template", counted)
     for number in range(4):
         before = len(rendered)
-        sft_samples(chat, {"messages": [user(f"a{number}"), said(f"b{number}")]})
+        sft_samples(chat, {"messages": [user(f"a{number}"), assistant(f"b{number}")]})
         counts.append(len(rendered) - before)
     assert counts[0] > counts[1] == counts[2] == counts[3] == 2
 
@@ -823,8 +857,8 @@ SHAPES = {
         "{% for m in messages if not (tools and m.role == 'system') %}"
         + TURN.format("{{ m.content }}")
         + "{% endfor %}{{ tools }}",
-        ([system("aster"), said("briar")], None),
-        ([system("aster"), said("briar")], TOOLS),
+        ([system("aster"), assistant("briar")], None),
+        ([system("aster"), assistant("briar")], TOOLS),
         "its text",
     ),
     "an argument": (
@@ -834,8 +868,8 @@ SHAPES = {
             "{% for key in call.function.arguments.keys() %}{{ key }}{% endfor %}{% endfor %}"
         )
         + "{% endfor %}",
-        ([user("aster"), said("", tool_calls=[call(zone="")])], None),
-        ([user("aster"), said("", tool_calls=[call(zone="CET")])], None),
+        ([user("aster"), assistant("", tool_calls=[call(zone="")])], None),
+        ([user("aster"), assistant("", tool_calls=[call(zone="CET")])], None),
         "the argument 'zone'",
     ),
     "thoughts": (
@@ -848,8 +882,8 @@ SHAPES = {
     ),
     "calls as a text of OLMo 3": (
         "{% for m in messages %}" + TURN.format("{{ m.content }}") + "{% endfor %}",
-        ([user("aster"), said("briar", function_calls=" ")], None),
-        ([user("aster"), said("briar", function_calls="clock()")], None),
+        ([user("aster"), assistant("briar", function_calls=" ")], None),
+        ([user("aster"), assistant("briar", function_calls="clock()")], None),
         "its function_calls",
     ),
 }
@@ -875,7 +909,7 @@ SAYS = "def interact(messages): return {said}\ndef reward_fn(completion): return
 LOST = {
     "the call of clock()": {**CALLED, "content": "a"},
     "its text": {"role": "critic", "content": "a"},
-    "its thoughts": said("b", reasoning_content="a"),
+    "its thoughts": assistant("b", reasoning_content="a"),
 }
 
 
@@ -887,7 +921,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_at_every_entry(label,
         ValueError, match=rf"message 2 of \[user {lost['role']}.*{re.escape(label)}"
     )
     with refused:
-        sft_samples(chat, {"messages": [*talk, said("d")]})
+        sft_samples(chat, {"messages": [*talk, assistant("d")]})
     pair = {"prompt": talk, "chosen": "d", "rejected": "e"}
     if label == "its thoughts":
         pair = {"prompt": [user("a")], "chosen": [lost], "rejected": "e"}

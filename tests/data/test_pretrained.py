@@ -1,4 +1,4 @@
-"""Code that lies beside a model does not run, whatever the terminal answers."""
+"""Code in a model's folder does not run, whatever the terminal answers."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from rl_core.types import Completion, Turn
 
 
 def turn(new_ids, token_ids, version=0, is_fresh=False, newer=()):
-    said = {
+    message = {
         "token_ids": token_ids,
         "logprobs": [-float(t) for t in token_ids],
         "policy_version": version,
     }
-    completion = Completion(**said, text="", finish_reason="stop", newer_versions=list(newer))
+    completion = Completion(**message, text="", finish_reason="stop", newer_versions=list(newer))
     return Turn(new_ids=new_ids, is_fresh=is_fresh, completion=completion)
 
 

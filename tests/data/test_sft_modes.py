@@ -22,48 +22,48 @@ from rl_core.train import main
 from rl_core.types import PER_TOKEN
 
 
-def said(text, **more):
+def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
 def spans(chat, sample):
     """[(weight, text)] of a sample's runs of tokens of one weight."""
-    found = []
+    spans = []
     for token, weight, mask in zip(
         sample.token_ids, sample.advantages, sample.loss_mask, strict=True
     ):
         assert bool(weight) == bool(mask)
-        if not found or found[-1][0] != weight:
-            found.append((weight, []))
-        found[-1][1].append(token)
-    return [(weight, chat.tokenizer.decode(ids)) for weight, ids in found]
+        if not spans or spans[-1][0] != weight:
+            spans.append((weight, []))
+        spans[-1][1].append(token)
+    return [(weight, chat.tokenizer.decode(ids)) for weight, ids in spans]
 
 
 def random_talk(rng, num_turns):
     talk = [user(words(rng))]
     for number in range(num_turns):
-        talk += [said(f"said {number} {words(rng)}"), user(f"heard {number} {words(rng)}")]
+        talk += [assistant(f"said {number} {words(rng)}"), user(f"heard {number} {words(rng)}")]
     return talk if rng.random() < 0.5 else talk[:-1]
 
 
-def answer_text(chat, messages, place):
+def answer_text(chat, messages, index):
     """The answer messages[place] as the library renders it alone: from the end token before it to
     the generation prompt."""
 
     def text(**kwargs):
-        wrapped = [chat._in_form(m) for m in messages[: place + 1]]
+        wrapped = [chat._in_form(m) for m in messages[: index + 1]]
         return chat.tokenizer.apply_chat_template(
             wrapped, chat_template=chat.chat_template, tokenize=False, **kwargs
         )
 
-    whole, bare = (chat.encode(text(add_generation_prompt=prompted)) for prompted in (True, False))
+    full, bare = (chat.encode(text(add_generation_prompt=prompted)) for prompted in (True, False))
     end = next(
-        (i for i, (a, b) in enumerate(zip(whole, bare, strict=False)) if a != b),
-        min(len(whole), len(bare)),
+        (i for i, (a, b) in enumerate(zip(full, bare, strict=False)) if a != b),
+        min(len(full), len(bare)),
     )
-    answered = chat.tokenizer.decode(whole[:end])
+    answered = chat.tokenizer.decode(full[:end])
     return answered[
-        answered.index(messages[place - 1]["content"]) + len(messages[place - 1]["content"]) :
+        answered.index(messages[index - 1]["content"]) + len(messages[index - 1]["content"]) :
     ]
 
 
@@ -74,18 +74,18 @@ def test_observations_are_what_stands_between_a_turn_and_the_next_generation_pro
         return
     for num_turns in (1, 2, 3):
         talk = random_talk(rng, num_turns)
-        found = [
+        texts = [
             span for s in sft_samples(chat, {"messages": talk}, 1.0, 0.5) for span in spans(chat, s)
         ]
-        heard = [text for weight, text in found if weight == 0.5]
+        heard = [text for weight, text in texts if weight == 0.5]
         places = range(2, len(talk), 2)
         assert len(heard) == len(places)
-        for text, place in zip(heard, places, strict=True):
+        for text, index in zip(heard, places, strict=True):
             # An assistant's end token belongs to its turn, or where two end it, to both.
-            expected = answer_text(chat, talk, place)
+            expected = answer_text(chat, talk, index)
             assert text.strip() and expected.strip().endswith(text.strip()), (text, expected)
             missing = expected.strip()[: -len(text.strip())]
-            assert talk[place]["content"] in text and "said" not in missing
+            assert talk[index]["content"] in text and "said" not in missing
             assert not missing.strip() or missing.strip() in chat.tokenizer.get_vocab(), (
                 missing,
                 text,
@@ -99,10 +99,10 @@ def test_observations_are_what_stands_between_a_turn_and_the_next_generation_pro
 CHATML_TALK = [
     {"role": "system", "content": "rules"},
     user("task"),
-    said("look"),
+    assistant("look"),
     {"role": "tool", "content": "a door"},
     {"role": "tool", "content": "a key"},
-    said("open"),
+    assistant("open"),
     user("done"),
 ]
 LLAMA = (
@@ -143,13 +143,13 @@ def test_what_is_not_to_be_trained_is_no_observation():
     chat, context = Chat(make_tokenizer(), CHATML), {"train": False}
     talk = [
         user("a"),
-        said("b"),
+        assistant("b"),
         user("c") | context,
-        said("d"),
+        assistant("d"),
         user("e"),
-        said("f", **context),
+        assistant("f", **context),
         user("g"),
-        said("h"),
+        assistant("h"),
     ]
     talk += [user("i")]
     (sample,) = sft_samples(chat, {"messages": talk}, 0.0, 1.0)
@@ -168,7 +168,10 @@ PLAIN = (
 def test_a_template_without_special_tokens():
     chat = Chat(make_tokenizer(), PLAIN)
     (sample,) = sft_samples(
-        chat, {"messages": [user("a"), said("b"), user("c:"), said("d"), user("e")]}, 0.0, 1.0
+        chat,
+        {"messages": [user("a"), assistant("b"), user("c:"), assistant("d"), user("e")]},
+        0.0,
+        1.0,
     )
     assert [text for weight, text in spans(chat, sample) if weight] == ["user: c:\n", "user: e\n"]
 
@@ -184,7 +187,9 @@ def samples_with(chat, rows, action_weight, observation_weight):
 
 def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens(any_model):
     samples = samples_with(load_chat(str(any_model)), talks(), 1.0, 1.0)
-    loss, found = gradient(any_model, samples, "--algorithm sft --learner.microbatch_tokens 600")
+    loss, gradients = gradient(
+        any_model, samples, "--algorithm sft --learner.microbatch_tokens 600"
+    )
     model, total = AutoModelForCausalLM.from_pretrained(any_model, attn_implementation="sdpa"), 0.0
     for s in samples:
         labels = torch.tensor(np.where(s.loss_mask, s.token_ids, -100))[None]
@@ -195,7 +200,7 @@ def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_weights_are_linear_and_the_denominator_counts_trained_tokens(tiny_model):
@@ -209,8 +214,8 @@ def test_weights_are_linear_and_the_denominator_counts_trained_tokens(tiny_model
         )
 
     chat = load_chat(str(tiny_model))
-    found = [loss_and_gradient(900, *weights) for weights in [(1, 0), (0, 1), (0.5, 2.0), (1, 1)]]
-    (a, da, na), (o, do, no), (both, dboth, n), (plain, _, n1) = found
+    results = [loss_and_gradient(900, *weights) for weights in [(1, 0), (0, 1), (0.5, 2.0), (1, 1)]]
+    (a, da, na), (o, do, no), (both, dboth, n), (plain, _, n1) = results
     assert n == n1 == na + no
     assert both * n == pytest.approx(0.5 * a * na + 2.0 * o * no, rel=1e-5)
     assert plain * n == pytest.approx(a * na + o * no, rel=1e-5)
@@ -292,7 +297,11 @@ def test_sft_trains_on_exactly_the_sampled_tokens_of_good_episodes(
     flags += ["--data.min_reward", threshold, "--out", tmp_path / "run"]
     samples, shard = [], Learner.shard
     monkeypatch.setattr(
-        Learner, "shard", lambda learner, given: samples.extend(given) or shard(learner, given)
+        Learner,
+        "shard",
+        lambda learner, shard_samples: (
+            samples.extend(shard_samples) or shard(learner, shard_samples)
+        ),
     )
     assert main([str(flag) for flag in flags]) == 0
 
@@ -325,14 +334,14 @@ def test_another_tokenizer_or_template_reads_the_messages_anew(rollouts, tiny_mo
     row = next(row for row in load_rows(str(rollouts)) if len(row["turns"]) == 3)
     other = Chat(make_tokenizer(), CHATML)
     assert fingerprint(other) != fingerprint(load_chat(str(tiny_model)))
-    own = load_chat(str(tiny_model))
-    assert fingerprint(load_chat(str(tiny_model), CHATML)) != fingerprint(own)
+    chat_of_model = load_chat(str(tiny_model))
+    assert fingerprint(load_chat(str(tiny_model), CHATML)) != fingerprint(chat_of_model)
     (sample,) = sft_samples(other, row)
     actions = [text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight]
     assert actions == [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     # The actor saw it, and did not say it.
-    given = {**row, "messages": [user("few"), said("shots"), *row["messages"]]}
-    (sample,) = sft_samples(other, given)
+    longer = {**row, "messages": [user("few"), assistant("shots"), *row["messages"]]}
+    (sample,) = sft_samples(other, longer)
     assert [
         text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight
     ] == actions
@@ -398,7 +407,7 @@ def test_tools_of_a_row_may_be_json_text():
         "type": "function",
         "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}},
     }
-    row = {"messages": [user("1 and 2"), said("3")]}
+    row = {"messages": [user("1 and 2"), assistant("3")]}
     [plain] = sft_samples(chat, row)
     [listed] = sft_samples(chat, row | {"tools": [schema]})
     [texted] = sft_samples(chat, row | {"tools": json.dumps([schema])})
@@ -412,7 +421,7 @@ def test_tools_of_a_row_may_be_json_text():
 
 
 def test_a_row_is_tokenized_once_however_often_it_is_drawn(tiny_model, tmp_path, monkeypatch):
-    rows = [{"messages": [user(f"number {n}"), said("yes")]} for n in range(4)]
+    rows = [{"messages": [user(f"number {n}"), assistant("yes")]} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rendered, render = [], Chat.render
     monkeypatch.setattr(

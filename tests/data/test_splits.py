@@ -1,4 +1,4 @@
-"""Which rows a run trains and evaluates on: of each split its own, up to the limit, and to the last
+"""Rows that a run trains and evaluates on: those of each split, up to the limit, and to the last
 one."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ print(json.dumps({name: [row["prompt"] for row in load_rows(*how)[0]] for name, 
 
 
 def prompts(out, pattern: str) -> set[str]:
-    """What was asked in the episodes of these files."""
+    """Prompts of the episodes in these files."""
     files = sorted((out / "rollouts").glob(pattern))
     return {
         row["messages"][0]["content"].split()[0] for file in files for row in trajectories(file)
@@ -142,8 +142,8 @@ def test_a_run_checks_the_lengths_of_its_first_rows_and_of_those_that_it_draws(
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         data = ["--data.train", tmp_path / "rows.jsonl", "--env_path", tmp_path / "env.py"]
         sizes = "--max_prompt_tokens 40 --max_tokens 4 --tasks_per_step 4"
-        given = words("--model", tiny_model, sizes, "--out", tmp_path / "run", *data, *flags)
-        return make_plan(parse_config(given)).train
+        command = words("--model", tiny_model, sizes, "--out", tmp_path / "run", *data, *flags)
+        return make_plan(parse_config(command)).train
 
     order = plan(-1).order
     drawn = [order.row_index(position) for position in range(1200)]
@@ -198,8 +198,8 @@ def test_rows_that_are_left_out_are_told(algorithm, tiny_model, tmp_path, capsys
     planned = f"2 rows to train on {train}, 1 held out {held_out}\n"
     assert planned in capsys.readouterr().out
     run(tmp_path / "run", flags)
-    said = f"\n{algorithm}: 2 rows {train}, 1 held out {held_out}; 1 steps"
-    assert said in capsys.readouterr().out
+    expected = f"\n{algorithm}: 2 rows {train}, 1 held out {held_out}; 1 steps"
+    assert expected in capsys.readouterr().out
 
 
 def test_the_last_shorter_file_of_collected_episodes_is_written(tiny_model, tmp_path):
@@ -211,7 +211,7 @@ def test_the_last_shorter_file_of_collected_episodes_is_written(tiny_model, tmp_
         {row["task_id"] for row in trajectories(file)}
         for file in sorted((tmp_path / "out/rollouts").glob("step_*"))
     ]
-    assert [len(found) for found in tasks] == [2, 2, 1]
+    assert [len(tasks_of_rank) for tasks_of_rank in tasks] == [2, 2, 1]
     assert len(set().union(*tasks)) == 5
 
 
@@ -303,9 +303,9 @@ def test_environments_with_rows_of_one_split_alone_are_trained_or_evaluated(
     out = run(tmp_path / "run", flags)
     assert prompts(out, "step_*") == {"code", "math-train"}
     assert prompts(out, "eval_*") == ({"math-eval", "aime"} if is_evaluated else set())
-    said = capsys.readouterr().out
-    assert ("aime_eval is never played" in said) != is_evaluated
-    assert ("aime_eval has no training rows" in said) == is_evaluated
+    output = capsys.readouterr().out
+    assert ("aime_eval is never played" in output) != is_evaluated
+    assert ("aime_eval has no training rows" in output) == is_evaluated
 
 
 def test_environments_without_training_rows_alone_are_refused(tiny_model, tmp_path):
@@ -320,6 +320,8 @@ def test_environments_without_training_rows_alone_are_refused(tiny_model, tmp_pa
         f"{aime},{aime.replace('aime', 'b')}": "no environment has training rows",
     }.items():
         (tmp_path / "b.py").write_text((tmp_path / "aime.py").read_text())
-        given = words("--model", tiny_model, SIZES, "--out", tmp_path / "run", "--env_path", paths)
+        command = words(
+            "--model", tiny_model, SIZES, "--out", tmp_path / "run", "--env_path", paths
+        )
         with pytest.raises(ValueError, match=says):
-            make_plan(parse_config(given))
+            make_plan(parse_config(command))

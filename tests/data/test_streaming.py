@@ -27,11 +27,13 @@ def write_shards(folder: Path, suffix: str, num: int = 23, shards: int = 3) -> s
     folder.mkdir(exist_ok=True)
     rows = [{"prompt": str(n), "answer": str(n * n)} for n in range(num)]
     for shard in range(shards):
-        part = rows[shard * num // shards : (shard + 1) * num // shards]
+        rows_of_shard = rows[shard * num // shards : (shard + 1) * num // shards]
         file = folder / f"part{shard}.{suffix}"
-        text = "".join(json.dumps(row) + "\n" for row in part).encode()
+        text = "".join(json.dumps(row) + "\n" for row in rows_of_shard).encode()
         if suffix == "parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), file, row_group_size=3)
+            pyarrow.parquet.write_table(
+                pyarrow.Table.from_pylist(rows_of_shard), file, row_group_size=3
+            )
         else:
             file.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
     return f"{folder}/*.{suffix}"
@@ -79,7 +81,7 @@ def test_a_resumed_stream_goes_on_at_the_same_row(tmp_path, suffix, begin):
     assert prompts(until, range(begin)) == expected[:begin]
     state = json.loads(json.dumps(until.state()))
     assert prompts(tasks_of(path, state=state), range(begin, 70)) == expected[begin:]
-    # Without what the checkpoint kept, rows before are read again.
+    # Without the checkpoint's state, earlier rows are read again.
     assert prompts(tasks_of(path), range(begin, 70)) == expected[begin:]
     # An older position, of an episode that was under way.
     assert prompts(tasks_of(path, state=state), [0, begin]) == [expected[0], expected[begin]]
@@ -195,31 +197,31 @@ def where(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, error",
     [
         ("--num_epochs 1", "--num_epochs=1.0 needs the number of rows.*give --num_steps"),
         ("--data.skip_long", "--data.skip_long looks at all rows"),
     ],
 )
-def test_flags_that_need_all_rows_are_refused(tmp_path, flags, said):
+def test_flags_that_need_all_rows_are_refused(tmp_path, flags, error):
     (tmp_path / "env.py").write_text(LETTERS)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
-    given = words("--model m --engine embedded --data.streaming", flags, *where(tmp_path))
-    with pytest.raises(ValueError, match=said):
-        make_plan(parse_config([*given, "--out", str(tmp_path / "o")]))
+    command = words("--model m --engine embedded --data.streaming", flags, *where(tmp_path))
+    with pytest.raises(ValueError, match=error):
+        make_plan(parse_config([*command, "--out", str(tmp_path / "o")]))
 
 
 def test_load_tasks_and_a_curriculum_are_refused(tmp_path):
     (tmp_path / "env.py").write_text(LETTERS)
     flags = "--model m --engine embedded --data.streaming"
-    given = words(flags, "--env_path", tmp_path / "env.py", "--out", tmp_path / "o")
+    command = words(flags, "--env_path", tmp_path / "env.py", "--out", tmp_path / "o")
     with pytest.raises(ValueError, match=r"needs --data\.train"):
-        make_plan(parse_config(given))
+        make_plan(parse_config(command))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
     weight = "\ndef task_weight(success_rate):\n    return 1.0\n"
     (tmp_path / "env.py").write_text(LETTERS + weight)
     with pytest.raises(ValueError, match="task_weight"):
-        make_plan(parse_config([*given, *where(tmp_path)]))
+        make_plan(parse_config([*command, *where(tmp_path)]))
 
 
 def test_an_array_in_one_json_file_is_no_stream(tmp_path):
@@ -234,11 +236,11 @@ def test_a_resumed_run_has_the_weights_of_one_that_was_not_cut(tmp_path, tiny_mo
     flags = f"--model {tiny_model} --env_path {tmp_path / 'env.py'} --data.train {path} {STOP} "
     flags += "--data.streaming --data.shuffle_buffer 4 --tasks_per_step 3 --group_size 2 "
     flags += "--max_tokens 6 --max_prompt_tokens 16 --optim.lr 1e-3 --engine embedded"
-    whole = run(tmp_path / "whole", flags, "--num_steps 10")
+    uncut = run(tmp_path / "whole", flags, "--num_steps 10")
     run(tmp_path / "cut", flags, "--num_steps 4 --save_every 4")
     cut = run(tmp_path / "cut", flags, "--num_steps 10 --resume")
-    expected, found = weights(whole), weights(cut)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, resumed = weights(uncut), weights(cut)
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
 def test_sft_of_a_stream_is_the_same_on_two_ranks(tmp_path, tiny_model):
@@ -248,6 +250,6 @@ def test_sft_of_a_stream_is_the_same_on_two_ranks(tmp_path, tiny_model):
     flags += "--data.streaming --data.shuffle_buffer 4 --tasks_per_step 4 --num_steps 6 "
     flags += "--optim.lr 1e-3"
     expected = weights(run(tmp_path / "one", flags))
-    found = weights(run(tmp_path / "two", flags, ranks=2))
+    result = weights(run(tmp_path / "two", flags, ranks=2))
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
+        torch.testing.assert_close(result[name], weight, rtol=0, atol=1e-5)

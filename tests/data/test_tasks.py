@@ -140,7 +140,9 @@ def test_a_hub_name_has_a_config_and_a_split(monkeypatch):
 
     asked, table = [], datasets.Dataset.from_list(ROWS)
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda *args, **how: asked.append((*args, how["split"])) or table
+        datasets,
+        "load_dataset",
+        lambda *args, **options: asked.append((*args, options["split"])) or table,
     )
     for source in (
         "org/name",
@@ -283,13 +285,13 @@ FILES = {
 
 
 def test_errors_name_the_number_of_a_row_and_its_file(tmp_path):
-    given, want = [], []
+    made_rows, want = [], []
     for name, (text, num_rows) in FILES.items():
         data = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-        given.append(str(tmp_path / name))
+        made_rows.append(str(tmp_path / name))
         want += [f"row {number + 1} of {tmp_path / name}" for number in range(num_rows)]
-    rows, files = rows_of.load_rows(",".join(given), "train", load_other)
+    rows, files = rows_of.load_rows(",".join(made_rows), "train", load_other)
     assert [row_place(n, files, "train") for n in range(len(rows))] == want
     source = TaskSource(rows, env="e", split="train", seed=0, shuffle=False, files=files)
     assert [task.place for task in source] == want
@@ -326,7 +328,7 @@ def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_dra
     rows = load_rows(str(tmp_path / "x.jsonl"))
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert kept < 100_000 and len(rows) == 1000  # of 1 MB
+    assert kept < 100_000 and len(rows) == 1000  # Rows take 1 MB.
     assert [rows[n]["prompt"] for n in (0, 499, 501, 999, -1)] == [
         "say 0",
         "say 499",
@@ -377,10 +379,10 @@ def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
     share = [{"from": "system", "value": "be kind"}, *forms, *forms]
     talk = make_task({"conversations": share, "system": "be kind"}, 0, "e", "train").messages
     assert talk == [system, *user, {"role": "assistant", "content": "hello"}, *user]
-    told = make_task(
+    task_of_user = make_task(
         {"instruction": "Add.", "input": "1 + 1", "output": "2"}, 0, "e", "train"
     ).messages
-    assert told == [{"role": "user", "content": "Add.\n\n1 + 1"}]
+    assert task_of_user == [{"role": "user", "content": "Add.\n\n1 + 1"}]
     usual = (
         {"messages": user},
         {"prompt": "hi"},
@@ -469,7 +471,7 @@ def test_columns_that_are_empty_or_agree_change_no_prompt():
     "columns, prompt, answer",
     [
         ({"answer": "solution"}, "m", "s"),
-        ({"prompt": "problem"}, "p", "a"),  # before `messages`
+        ({"prompt": "problem"}, "p", "a"),  # `prompt` comes before `messages`.
         ({"question": "prompt", "prompt": "question"}, "q", "a"),
         ({"prompt": "solution", "answer": "problem"}, "s", "p"),
     ],
@@ -541,8 +543,8 @@ def test_order_is_the_same_everywhere_and_for_ever():
 
 def test_a_source_resumes_from_its_position(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(JSONL)
-    whole = TaskSource(ROWS, env="e", split="train", seed=3, shuffle=True)
-    tasks, ids = zip(*((whole.task(p), whole.task(p).id) for p in range(12)), strict=True)
+    all_tasks = TaskSource(ROWS, env="e", split="train", seed=3, shuffle=True)
+    tasks, ids = zip(*((all_tasks.task(p), all_tasks.task(p).id) for p in range(12)), strict=True)
     for rows in (ROWS, JsonLines(tmp_path / "x.jsonl")):
         resumed = TaskSource(rows, env="e", split="train", seed=3, shuffle=True)
         assert [resumed.task(p) for p in range(7, 12)] == list(tasks[7:])
@@ -557,8 +559,8 @@ def test_a_source_without_some_rows_keeps_the_ids_of_the_others():
     assert {source.task(p).id for p in range(2)} == {"eval/1", "eval/4"}
     with pytest.raises(ValueError, match="eval data set has no row that fits; raise --max_prompt"):
         source.keep([])
-    for split, part in (("train", "train"), ("eval/aime", "eval")):
-        with pytest.raises(ValueError, match=f"{split} data set has no row; .*--data.{part} or"):
+    for split, kind in (("train", "train"), ("eval/aime", "eval")):
+        with pytest.raises(ValueError, match=f"{split} data set has no row; .*--data.{kind} or"):
             TaskSource([], env="e", split=split, seed=0, shuffle=True)
 
 
@@ -570,8 +572,8 @@ def test_tasks_of_a_mix_are_the_same_from_any_position_on():
     weights = [3.0, 1.0, 0.5]
     mixes = [TaskMix([source(n) for n in "xyz"], weights) for _ in range(2)]
     orders = zip(mixes, (range(90), range(89, -1, -1)), strict=True)
-    whole, backwards = ([t.id + t.env for t in map(mix.task, places)] for mix, places in orders)
-    assert backwards == whole[::-1]
+    forwards, backwards = ([t.id + t.env for t in map(mix.task, places)] for mix, places in orders)
+    assert backwards == forwards[::-1]
     for n in (9, 18, 45, 90):
         for name, weight in zip("xyz", weights, strict=True):
-            assert abs(sum(t.endswith(name) for t in whole[:n]) - n * weight / 4.5) <= 1
+            assert abs(sum(t.endswith(name) for t in forwards[:n]) - n * weight / 4.5) <= 1

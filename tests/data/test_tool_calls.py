@@ -1,4 +1,4 @@
-"""Whether what a chat template writes as a call is read back, asked before a model loads."""
+"""Checks before a model loads that calls written by a chat template are read back."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def test_calls_within_thoughts_are_no_calls(name):
     for thoughts, prompt in turns:
         for mention in ("", "say <tool_call> "):
             text = thoughts.replace("I might", mention + "I might")
-            said = completion(chat.encode(text + real), chat)
-            message, has_failed = chat.tool_calls.read(said, 0, TOOLS, prompt)
+            reply = completion(chat.encode(text + real), chat)
+            message, has_failed = chat.tool_calls.read(reply, 0, TOOLS, prompt)
             assert not has_failed and [c["function"] for c in message["tool_calls"]] == [city]
             only = completion(chat.encode(text + "hello"), chat)
             assert chat.tool_calls.read(only, 0, TOOLS, prompt) == (None, False)

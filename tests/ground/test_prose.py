@@ -54,13 +54,11 @@ BUDGET = {
     "rl_core/view": 1,
     "scripts": 218,
     "tests": 3,
-    "tests/agents": 66,
-    "tests/data": 77,
+    "tests/agents": 3,
     "tests/docs": 1,
     "tests/ground": 5,
     "tests/learning": 351,
-    "tests/sandbox": 17,
-    "tests/service": 60,
+    "tests/service": 5,
     "tests/tools": 7,
 }
 

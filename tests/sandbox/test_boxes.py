@@ -114,8 +114,8 @@ def test_files_processes_network_and_variables_of_the_host_are_not_seen(tmp_path
     }
     # A namespace's own settings would stay for the next episode.
     commands["find /proc/sys -writable -type f"] = ""
-    own = os.path.dirname(sys.prefix)
-    commands[f"mv {own} {own}2 || echo refused"] = "refused\n"
+    prefix = os.path.dirname(sys.prefix)
+    commands[f"mv {prefix} {prefix}2 || echo refused"] = "refused\n"
 
     async def work(box):
         return {command: (await box.exec(command)).stdout for command in commands}
@@ -174,7 +174,7 @@ def test_a_bound_folder_is_read_only_unless_it_says_otherwise(tmp_path):
 
 
 FORK_BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-# Ignores every signal, hides in a session of its own, and closes its pipes.
+# Ignores every signal, hides in a separate session, and closes its pipes.
 HIDDEN = """
 import os, signal, time
 for number in range(1, 32):

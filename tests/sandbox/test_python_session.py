@@ -14,8 +14,8 @@ pytestmark = needs_bubblewrap
 ENDED = "[the interpreter ended; the next call has a new interpreter, without variables]"
 
 
-def said(*calls: str, timeout_s: float = 20.0, **limits) -> list[str]:
-    """What these calls of one session wrote."""
+def outputs(*calls: str, timeout_s: float = 20.0, **limits) -> list[str]:
+    """Outputs of these calls in one session."""
 
     async def run():
         async with await boxes.open({}, limits=boxes.Limits(**limits)) as box:
@@ -26,7 +26,7 @@ def said(*calls: str, timeout_s: float = 20.0, **limits) -> list[str]:
 
 
 def test_variables_and_imports_stay_and_a_last_expression_is_shown():
-    observed = said(
+    observed = outputs(
         "import math\nx = 3", "def f(n):\n    return n * x\nprint(f(2))\nf(3)", "math.pi", ""
     )
     assert observed == ["", "6\n9\n", "3.141592653589793\n", ""]
@@ -34,7 +34,7 @@ def test_variables_and_imports_stay_and_a_last_expression_is_shown():
 
 def test_an_error_is_told_with_its_lines_and_leaves_the_variables():
     code = "y = 1\ndef g():\n    return y / 0\ng()"
-    observed = said(code, "def (", "import sys; sys.exit(3)", "y", "input()", "'\ud800'")
+    observed = outputs(code, "def (", "import sys; sys.exit(3)", "y", "input()", "'\ud800'")
     assert '"<call 1>", line 3, in g\n    return y / 0' in observed[0]
     assert observed[0].endswith("ZeroDivisionError: division by zero\n")
     assert observed[1].endswith("SyntaxError: invalid syntax\n") and "ast.py" not in observed[1]
@@ -43,7 +43,7 @@ def test_an_error_is_told_with_its_lines_and_leaves_the_variables():
 
 
 def test_output_is_limited_and_that_of_programs_is_in_it():
-    long, program = said(
+    long, program = outputs(
         "print('a' * 50_000 + 'b')", "import os\n_ = os.system('echo out; echo bad >&2')"
     )
     assert 16_000 <= len(long) < 16_100
@@ -60,13 +60,13 @@ def test_output_is_limited_and_that_of_programs_is_in_it():
     ],
 )
 def test_an_interpreter_that_ends_is_replaced_and_that_is_told(code, why):
-    ended, after, new = said("z = 1", code, "z", "z = 2; z", timeout_s=2.0)[1:]
+    ended, after, new = outputs("z = 1", code, "z", "z = 2; z", timeout_s=2.0)[1:]
     assert ended.startswith(why) and ended.endswith("a new interpreter, without variables]")
     assert after.endswith("NameError: name 'z' is not defined\n") and new == "2\n"
 
 
 def test_memory_is_bounded_by_the_box():
-    observed = said("b = bytearray(2 << 30)", "1 + 1", memory_mib=512)
+    observed = outputs("b = bytearray(2 << 30)", "1 + 1", memory_mib=512)
     assert observed[0].endswith("MemoryError\n") and observed[1] == "2\n"
 
 

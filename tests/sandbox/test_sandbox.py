@@ -209,17 +209,18 @@ def fail(x): raise ValueError(f"no {x}")
 
 
 @pytest.mark.parametrize(
-    "how", [{"tests": ["assert f("]}, {"tests": ["assert f(1)"], "setup": "import no_such_module"}]
+    "options",
+    [{"tests": ["assert f("]}, {"tests": ["assert f(1)"], "setup": "import no_such_module"}],
 )
-def test_broken_tests_are_no_fault_of_the_program(sandbox, how):
+def test_broken_tests_are_no_fault_of_the_program(sandbox, options):
     with pytest.raises(
         ValueError, match=r"the tests are broken: (SyntaxError|ModuleNotFoundError)"
     ):
-        run(sandbox, DOUBLE, **how)
+        run(sandbox, DOUBLE, **options)
 
 
 @pytest.mark.parametrize(
-    "how, words",
+    "options, words",
     [
         ({"language": "cobol"}, "'cobol' is not one of python, bash, cpp"),
         ({"tests": ["assert f(1)"], "language": "bash"}, "tests are all pairs"),
@@ -227,9 +228,9 @@ def test_broken_tests_are_no_fault_of_the_program(sandbox, how):
         ({"timeout_s": 0}, "timeout_s=0 must be above 0"),
     ],
 )
-def test_wrong_arguments_are_named(sandbox, how, words):
+def test_wrong_arguments_are_named(sandbox, options, words):
     with pytest.raises(ValueError, match=words):
-        run(sandbox, DOUBLE, **how)
+        run(sandbox, DOUBLE, **options)
 
 
 def test_a_program_finds_nothing_of_another(sandbox):
@@ -464,9 +465,9 @@ def test_the_environment_of_the_docs_works_and_is_short(tmp_path):
     (tmp_path / "regex_golf.py").write_text(code)
     env = load_env(str(tmp_path / "regex_golf.py"))
     rows = env.load_tasks("train")
-    said = [("a$", 1.0), ("b$", 0.75), ("a", 0.75), ("((", 0.0), ("$", 0.25)]
-    assert [stage.play(env, reply, row=rows[0]).reward for reply, _ in said] == [
-        earned for _, earned in said
+    replies = [("a$", 1.0), ("b$", 0.75), ("a", 0.75), ("((", 0.0), ("$", 0.25)]
+    assert [stage.play(env, reply, row=rows[0]).reward for reply, _ in replies] == [
+        earned for _, earned in replies
     ]
 
 

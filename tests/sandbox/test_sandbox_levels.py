@@ -1,4 +1,4 @@
-"""Each level of the sandbox: that it starts, what a program sees there, how its end is judged,
+"""Each level of the sandbox: start, a program's view, verdicts on its end,
 where its limits are."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_system_calls_have_the_numbers_that_the_kernel_gave_them():
     assert used == tuple(seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) for name in names)
 
 
-# What a program sees
+# A program's view
 
 LOOK = """
 import json, os, stat, sys
@@ -107,12 +107,12 @@ def is_below(path: str, folders: set[str]) -> bool:
 def planted(monkeypatch) -> Iterator[list[str]]:
     """Secrets in the home folder, the current folder and the environment of this process: their
     paths."""
-    # Not below /tmp, of which a program has one of its own.
+    # Not below /tmp: a program has a separate /tmp.
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         home, here = Path(folder, "home"), Path(folder, "here")
-        for place in (home, here):
-            place.mkdir()
-            (place / "secret").write_text("planted")
+        for root in (home, here):
+            root.mkdir()
+            (root / "secret").write_text("planted")
         os.chmod(folder, 0o755)
         monkeypatch.setenv("HOME", str(home))
         monkeypatch.setenv("SECRET", "planted")
@@ -132,9 +132,9 @@ def test_what_a_program_sees_is_what_it_may_see(level, planted):
 
     may = allowed()
     above = {str(folder) for path in may for folder in Path(path).parents}
-    own = {"/proc", "/dev", "/tmp", "/dev/pts", "/dev/shm"}
+    mounts = {"/proc", "/dev", "/tmp", "/dev/pts", "/dev/shm"}
     # Its own copies of them, where nothing else lies.
-    in_box = own | above if level != "landlock" else set()
+    in_box = mounts | above if level != "landlock" else set()
     outside = [path for path in observed["open"] if not is_below(os.path.realpath(path), may)]
     assert [path for path in outside if path not in in_box] == []
     assert [path for path in may if path in host and path not in observed["open"]] == []
@@ -148,7 +148,7 @@ def test_what_a_program_sees_is_what_it_may_see(level, planted):
     if level == "landlock":
         assert folders["/"] is folders["/dev"] is folders["/proc"] is None
         return
-    assert set(folders["/"]) == {path.split("/")[1] for path in may | own} | {"box"}
+    assert set(folders["/"]) == {path.split("/")[1] for path in may | mounts} | {"box"}
     assert folders["/dev"] == sorted(DEVICES + TERMINALS)
     assert folders["/proc"] == []
     assert not folders["/dev/pts"] and not folders["/dev/shm"]
@@ -243,7 +243,7 @@ def test_system_calls_newer_than_libseccomp_change_no_file_of_the_host(filtered)
         assert os.listxattr(file.name) == []
 
 
-# How its end is judged
+# Verdicts on a program's end
 
 
 @pytest.mark.parametrize("end", ["import ctypes; ctypes.string_at(0)", "import os; os.abort()"])
@@ -288,7 +288,7 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_a_limit_holds_where_it_is_said_to_be(strongest, name):
     if name == "disk_mib" and strongest.start() == "landlock":
-        pytest.skip("no sandbox level with a disk of its own")
+        pytest.skip("no sandbox level with a separate disk")
     code, below, above, status = EDGES[name]
     timeout_s = 1.5 if name == "timeout_s" else 60
     observed = [
@@ -318,8 +318,8 @@ def test_limits_of_the_kernel_are_those_that_were_given(closed):
 
 def test_limits_that_are_not_given_are_those_of_the_docs():
     text = (ROOT / "docs/sandbox.md").read_text()
-    told = ", ".join(f"{name}={getattr(Limits(), name)}" for name in Limits.__slots__)
-    assert f"limits=Limits({told})" in text
+    listed = ", ".join(f"{name}={getattr(Limits(), name)}" for name in Limits.__slots__)
+    assert f"limits=Limits({listed})" in text
 
 
 # A program that shares one core with its own processes.
@@ -343,11 +343,11 @@ CROWDS = {
 
 @pytest.mark.parametrize("crowd", CROWDS)
 def test_a_program_gets_no_time_for_waiting_for_its_own_processes(closed, crowd):
-    """The core that it shares with six of its own gives it a seventh: all that it needs in seven
-    times the time that it has."""
+    """One core shared with six processes of the program gives it a seventh: it needs seven times
+    its limit."""
     code = CROWDED.format(begin=CROWDS[crowd]).replace("{{", "{").replace("}}", "}")
     # At level landlock the user's other processes count too, such as those of tests that run
-    # beside this one.
+    # at the same time.
     roomy = Sandbox(level=closed.level, limits=Limits(processes=1000))
     assert run(roomy, code, timeout_s=0.8).status == "timeout"
     roomy.close()

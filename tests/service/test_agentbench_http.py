@@ -171,7 +171,7 @@ def hosts():
             app.router.add_post(f"/api/{verb}", getattr(host, verb))
         runner = web.AppRunner(app, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)  # as uvicorn
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)  # The backlog of uvicorn.
         await site.start()
         observed[kind] = host, f"127.0.0.1:{runner.addresses[0][1]}"
 

@@ -1,4 +1,4 @@
-"""Hooks of served environments that ask actors: what a worker asks, and what it makes of the
+"""Hooks of served environments that ask actors: a worker's questions, and its use of the
 answers."""
 
 from __future__ import annotations
@@ -277,7 +277,9 @@ def test_a_hook_that_gives_up_an_ask_goes_on_and_a_session_that_is_cancelled_end
             asks += (await client.answer(1)).asked.asks
         assert [ask.id for ask in asks] == [1, 2]
         monkeypatch.setattr(actors, "LISTEN_S", 0.01)
-        assert not (await client.answer(1, spoken(1))).WhichOneof("news")  # which the hook gave up
+        assert not (await client.answer(1, spoken(1))).WhichOneof(
+            "news"
+        )  # The hook gave up this call.
         assert await client.cancel() == pb.CANCELLED
         await client.answer(1, spoken(1), code="ended")
         over = client.worker.envs["game"].env.hooks["rollout"].function.__globals__["over"]
@@ -324,7 +326,9 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
         assert json.loads(second.asked.openings[0].messages)[0]["content"] == "a"
         assert (await client.answer(6, spoken(4, "four"))).score.scores[0].reward == 2.0
         assert (await client.answer(5, spoken(3, "four"))).score.scores[0].reward == 7.0
-        assert await client.score(hooks=["one"], number=5) == first  # which had not been heard
+        assert (
+            await client.score(hooks=["one"], number=5) == first
+        )  # The first answer had not arrived.
         assert (await client.score(hooks=["two"])).asked.asks
         assert (await client.answer(5)).score.scores[0].reward == 7.0
         assert await client.cancel() == pb.COMPLETED
@@ -379,16 +383,16 @@ def test_who_takes_the_place_of_a_lost_session_hears_what_was_said_and_asks_the_
     async def play(one: int, two: int, other: int) -> list[tuple]:
         speakers.begin()
         speakers.open(pb.Opening(conversation=one, **opened))
-        said = [await say(one)]
+        replies = [await say(one)]
         speakers.open(pb.Opening(conversation=two, fork_of=one))
-        said += [
+        replies += [
             await say(one, "more"),
             await say(two, "less"),
             await say(one, "x" * 200),
             await say(two, "and"),
         ]
         speakers.open(pb.Opening(conversation=other, actor="nobody", messages="[]"))
-        return [*said, await say(other)]
+        return [*replies, await say(other)]
 
     async def lose_it() -> None:
         first = await play(1, 2, 3)

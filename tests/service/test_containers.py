@@ -1,4 +1,4 @@
-"""Environments with an image: what they say of it, the command that is built, and what runs in the
+"""Environments with an image: its settings, the command that is built, and the program of the
 container, as a process."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def advantage_fn(rewards):
 
 
 class AsProcess(Runtime):
-    """What would run in the container, without one."""
+    """The program of a container, run without one."""
 
     def argv(self, name, path, settings, hook_timeout_s):
         line = [sys.executable, "-m", "rl_core.service.contained", path]
@@ -123,8 +123,10 @@ async def begin(ask, code: int = 0, prompt: str = "x"):
 
 
 async def say(ask, session: str, text: str, number: int = 0, code: int = 0):
-    said = pb.Said(messages=json.dumps([{"role": "assistant", "content": text}]))
-    reply = await ask(code, interact=pb.InteractRequest(session=session, number=number, said=said))
+    message = pb.Said(messages=json.dumps([{"role": "assistant", "content": text}]))
+    reply = await ask(
+        code, interact=pb.InteractRequest(session=session, number=number, said=message)
+    )
     return reply if code else json.loads(reply.messages)[0]["content"]
 
 
@@ -255,13 +257,13 @@ def test_a_container_that_talks_nonsense_is_refused(tmp_path):
     (tmp_path / "boxed.py").write_text(BOXED)
     path = str(tmp_path / "boxed.py")
 
-    async def main(said: bytes):
+    async def main(garbage: bytes):
         class Nonsense(AsProcess):
             def argv(self, *_):
                 return [
                     sys.executable,
                     "-c",
-                    f"import os, sys; os.write(1, {said!r}); sys.stdin.read()",
+                    f"import os, sys; os.write(1, {garbage!r}); sys.stdin.read()",
                 ]
 
         runtime = Nonsense(program="", worker="0" * 12)
@@ -271,8 +273,8 @@ def test_a_container_that_talks_nonsense_is_refused(tmp_path):
             )
         await runtime.close()
 
-    for said in (b"\x00\x00\x00\x02\xff\xff", b"Hello, I am no frame"):
-        asyncio.run(asyncio.wait_for(main(said), 90))
+    for garbage in (b"\x00\x00\x00\x02\xff\xff", b"Hello, I am no frame"):
+        asyncio.run(asyncio.wait_for(main(garbage), 90))
 
 
 def test_the_command_limits_the_container(tmp_path):
@@ -380,7 +382,7 @@ def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path,
         await asyncio.to_thread(
             wait_until, lambda: log.read_text().splitlines().count(where) == 2, "they run", 30
         )
-        boxes[1].process.kill()  # the engine's client; its container goes on
+        boxes[1].process.kill()  # Ends the engine's client; its container continues.
         for box in boxes * 2:
             box.close()
         await runtime.close()

@@ -1,5 +1,5 @@
-"""What an operator does to a service: lists and ends sessions, drains a worker, and says which
-worker a session starts on."""
+"""Actions of a service's operator: listing and ending sessions, draining a worker, and choosing the
+worker that a session starts on."""
 
 from __future__ import annotations
 

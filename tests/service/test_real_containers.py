@@ -106,7 +106,7 @@ class Boxes(Service):
         self.worker = self.workers()[0].name
 
     def containers(self) -> list[str]:
-        """Of the first worker."""
+        """Container of the first worker."""
         listing = [
             "ps",
             "--all",
@@ -124,7 +124,7 @@ class Boxes(Service):
         return self.call("start", timeout_s=120, env="boxed", row='{"prompt": "x"}').session
 
     def hang(self, session: str, number: int) -> None:
-        """What only the end of its container stops."""
+        """Processes that only the end of the container stops."""
 
         def run():
             with suppress(grpc.RpcError, ValueError):  # ValueError: the channel is closed
@@ -135,7 +135,7 @@ class Boxes(Service):
         wait_until(lambda: self.cpu_s() > before + 1, "a hook that hangs")
 
     def cpu_s(self) -> float:
-        """Of all programs in containers here: who hangs computes."""
+        """Programs in all containers here. A program that hangs uses CPU."""
         seen = [p.info for p in psutil.process_iter(["cmdline", "cpu_times"])]
         return sum(
             sum(p["cpu_times"][:2])

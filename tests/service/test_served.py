@@ -52,7 +52,7 @@ from rl_core.types import SamplingParams, Task
 
 
 def load_env(path: str) -> environments.Env:
-    """As a run does."""
+    """Plays as a run does."""
     module = client.load_module(path) if "://" in path else None
     return environments.load_env(path, module=module)
 
@@ -61,7 +61,7 @@ ROWS = """
 def load_tasks(split):
     return [{"prompt": f"{n} and {n * 7 % 10}", "answer": str(n)} for n in range(8 if split == "train" else 3)]
 """
-# Rewards of all kinds, a curriculum, and advantages of its own.
+# Rewards of all kinds, a curriculum, and custom advantages.
 SCORED = f"""{ROWS}
 from rl_core import reward
 
@@ -396,9 +396,8 @@ def play(
 TINY = (
     f"--max_tokens 8 --max_prompt_tokens 24 --tasks_per_step 6 --num_steps 2 --optim.lr 1e-2 {STOP}"
 )
-# How an engine rounds depends on what it computes together, and on whose cache it still has: one
-# slot, and over several turns one episode at a time, so that the numbers do not depend on when an
-# environment answers.
+# An engine's rounding depends on its batch and on its caches: one slot, and over several turns one
+# episode at a time, so that the numbers do not depend on when an environment answers.
 TINY += " --rollout.max_concurrent 1"
 ALONE = "--algorithm reinforce_pp --group_size 1 --eval.samples 0"
 SAME = {
@@ -429,15 +428,15 @@ def lasting(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
-@pytest.mark.parametrize("how", SAME)
+@pytest.mark.parametrize("mode", SAME)
 def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
-    how, service, files, tiny_model, tmp_path
+    mode, service, files, tiny_model, tmp_path
 ):
     local = {name: files / f"{name}.py" for name in ENVS}
     served = local | {name: service.url(name) for name in ENVS if name != "count"}
     outs = []
     for name, paths in {"local": local, "served": served}.items():
-        flags = words(TINY, SAME[how].format(model=tiny_model, **paths))
+        flags = words(TINY, SAME[mode].format(model=tiny_model, **paths))
         outs.append(run(tmp_path / name, flags))
     one, two = outs
     assert lasting(metrics(one)) == lasting(metrics(two)) and len(metrics(one)) >= 2
@@ -446,9 +445,9 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
     rows = [[row for file in observed for row in trajectories(file)] for observed in played]
     assert rows[0] == rows[1] and all(row["status"] != "failed" for row in rows[0])
     assert len({row["reward"] for row in rows[0]}) > 5
-    assert any(row["teacher_ids"] for row in rows[0]) == (how == "a teacher")
+    assert any(row["teacher_ids"] for row in rows[0]) == (mode == "a teacher")
     keys = {turn["state_key"] for row in rows[0] for turn in row["turns"]}
-    assert KEYS.get(how, {""}) <= keys, keys
+    assert KEYS.get(mode, {""}) <= keys, keys
 
 
 # Environment -> flags of check, which tries some of its tasks.
@@ -495,12 +494,12 @@ OTHERS = ["chess_game", "mcp_tools", "openenv_client", "reward_model", "tau2_env
 def examples(files):
     """All environments of the repository and one more, one worker with room for three sessions of
     each, and a token."""
-    # Whose libraries are not installed.
+    # Their libraries are not installed.
     outside = {"reasoning_gym_env", "textarena_env", "verifiers_env"}
     names = {path.stem for path in ROOT.glob("envs/*.py")} - outside
     assert names == {*ALIKE, *OTHERS}
     paths = [files / "count.py", *(ROOT / f"envs/{name}.py" for name in sorted(names))]
-    os.environ["OPENENV_URL"] = "http://127.0.0.1:9"  # where nobody listens
+    os.environ["OPENENV_URL"] = "http://127.0.0.1:9"  # Nobody listens there.
     made = Service(*paths, "--workers", "1", "--capacity", "3", token=TOKEN)
     del os.environ["OPENENV_URL"]
     yield made
@@ -551,8 +550,8 @@ def test_environments_that_check_cannot_try_begin_sessions(examples, token):
     assert scored.rewards and {*scored.hooks} == {"start", "reward_fn"}
 
 
-def line_of(text: str, part: str) -> int:
-    return next(n for n, line in enumerate(text.splitlines(), 1) if part in line)
+def line_of(text: str, words_of_line: str) -> int:
+    return next(n for n, line in enumerate(text.splitlines(), 1) if words_of_line in line)
 
 
 def test_a_failing_hook_reads_as_that_of_a_file(service, files):
@@ -682,8 +681,7 @@ def test_a_session_whose_worker_died_fails_or_is_played_again(on_lost, service):
 
 
 class Acting(ScriptedActor):
-    """It does something before a turn: act(number of the turn), which may give what it waits
-    for."""
+    """Calls act(number of the turn) before a turn, and awaits its result if there is one."""
 
     act: Any = None
 
@@ -717,7 +715,7 @@ def speakers(act=lambda turn: None, **more) -> dict[str, ScriptedActor]:
 
 
 def kill_once(service: Service, env: str, at: int):
-    """Kills the worker that holds a session of the environment, before so many turns were said."""
+    """Kills the worker that holds a session of the environment, before N turns were played."""
     killed = []
 
     def act(turn: int) -> None:
@@ -897,7 +895,7 @@ def test_what_is_said_to_a_session_that_another_replaced_takes_no_number_of_it(s
         lost = playing.state.name
         await playing.say("a")
         await playing.state.begin("start")
-        # A reward that runs beside another.
+        # A reward that runs at the same time as another.
         with pytest.raises(client.ServiceError, match=f"session {lost} was lost"):
             await playing.state.send("reward_fn", lost, pb.AnswerRequest())
         assert await playing.say("b") == "2"
@@ -905,11 +903,11 @@ def test_what_is_said_to_a_session_that_another_replaced_takes_no_number_of_it(s
     asyncio.run(replace())
 
 
-@pytest.mark.parametrize("said", ["name", "luck"])
-def test_a_replay_that_is_answered_otherwise_fails(said, service):
+@pytest.mark.parametrize("replies", ["name", "luck"])
+def test_a_replay_that_is_answered_otherwise_fails(replies, service):
     async def lose() -> None:
         playing = await Playing(service.url("count", on_lost="replay")).start()
-        await playing.say(said)  # a message, and a reward, that each session draws
+        await playing.say(replies)  # a message, and a reward, that each session draws
         playing.kill_worker(service)
         await playing.say("b")
 
@@ -960,7 +958,7 @@ def test_a_completion_and_the_info_of_a_task_travel(service):
 
 
 class Cutting:
-    """A TCP proxy that cuts all its connections, again and again or when it is told."""
+    """A TCP proxy that cuts all its connections, repeatedly or on request."""
 
     def __init__(self, address: str, every_s: float, delay_s: float = 0.0, port: int = 0):
         """delay_s: until it connects to the address."""
@@ -1009,7 +1007,7 @@ class Cutting:
         self.writers = set()
 
     async def after(self, wait_s: float, asked) -> Any:
-        """What is asked, with a cut meanwhile."""
+        """Result of a request with a cut meanwhile."""
         asking = asyncio.ensure_future(asked)
         await asyncio.sleep(wait_s)
         self.loop.call_soon_threadsafe(self.abort)
@@ -1072,7 +1070,7 @@ def test_a_start_whose_answer_is_lost_is_one_session(roomy):
 
     assert asyncio.run(start()) == (1, "1", 1 / 8)
     wait_until(lambda: roomy.num_open() == 0, "no other session was left")
-    assert roomy.num_completed() == before + 1  # what was scored was not given up
+    assert roomy.num_completed() == before + 1  # A scored call is not abandoned.
     proxy.end()
 
 
@@ -1084,7 +1082,7 @@ def test_a_worker_whose_connection_breaks_goes_on_and_does_nothing_twice(files):
 
     async def talk() -> list[str]:
         playing = Playing(hub.url("count"), start_s=0.6)
-        host.stderr.close()  # nobody reads what the worker says of it
+        host.stderr.close()  # Nobody reads the worker's message.
         await proxy.after(0.2, playing.start())
         return [await proxy.after(0.2, playing.say("wait")), await playing.say("a")]
 
@@ -1198,7 +1196,7 @@ def test_a_wrong_token_is_refused_at_once_and_two_ranks_share_a_service_without_
     began = time.monotonic()
     with pytest.raises(ValueError, match="bearer token"):
         load_env(examples.url("sort_digits", token_file=tmp_path / "wrong"))
-    assert time.monotonic() - began < 100  # not the 120 s for a service that is away
+    assert time.monotonic() - began < 100  # Less than the 120 s for an unreachable service.
     (tmp_path / "right").write_text(TOKEN + "\n")
     paths = f"{examples.url('sort_digits', token_file=tmp_path / 'right')},{ROOT}/envs/countdown.py"
     flags = words(
@@ -1254,15 +1252,15 @@ def test_a_service_that_takes_seconds_to_greet_a_client_is_reached(service):
 )
 def test_an_address_at_which_nothing_can_be_is_given_up_soon(address, why, monkeypatch):
     monkeypatch.setattr(connection, "NOWHERE_S", 0.2)
-    told = rf"could not be reached for 0.2 s: .*{why}.*; \?reconnect_s=120 in the URL waits longer"
-    with pytest.raises(ValueError, match=f"(?i){told}"):
+    error = rf"could not be reached for 0.2 s: .*{why}.*; \?reconnect_s=120 in the URL waits longer"
+    with pytest.raises(ValueError, match=f"(?i){error}"):
         load_env(f"grpc://{address}/count")
 
 
 def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(
     service, monkeypatch, capfd
 ):
-    # Which does not count where the URL says how long.
+    # The flag does not count if the URL sets the time.
     monkeypatch.setattr(connection, "NOWHERE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -1310,7 +1308,7 @@ def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_mi
         )
         monkeypatch.setenv("LOCAL_RANK", "1")
         held._tell(60.0)
-        assert proxy.address not in capfd.readouterr().err  # another rank of the machine tells it
+        assert proxy.address not in capfd.readouterr().err  # Another rank of the machine prints it.
         proxy = Cutting(service.address, every_s=600, port=int(proxy.address.rpartition(":")[2]))
         assert loading.result(60).max_turns == env.max_turns
     proxy.end()
@@ -1390,10 +1388,10 @@ def test_the_example_plays_with_nothing_but_grpc(examples, token):
     ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert said[0] == "648 tasks" and said.count('reward 1, of {"reward_fn": 1.0}') == 2
-    asked = [line.partition(": ")[2] for line in said if line.startswith("user: ")]
-    output = [line.partition(": ")[2] for line in said if line.startswith("tool: ")]
+    printed = done.stdout.splitlines()
+    assert printed[0] == "648 tasks" and printed.count('reward 1, of {"reward_fn": 1.0}') == 2
+    asked = [line.partition(": ")[2] for line in printed if line.startswith("user: ")]
+    output = [line.partition(": ")[2] for line in printed if line.startswith("tool: ")]
     assert [eval(product) for product in asked] == [int(text) for text in output] and len(
         output
     ) == 2

@@ -408,7 +408,7 @@ def test_a_silent_worker_is_removed_and_its_sessions_go_on_when_it_is_back(servi
             == StatusCode.DATA_LOSS
         )
         assert session[:12] not in {worker.name for worker in service.workers()}
-        assert service.interact(service.start(), 1) == "1"  # on the other one
+        assert service.interact(service.start(), 1) == "1"  # On the other worker.
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_until(
@@ -517,7 +517,7 @@ def test_a_client_that_does_not_read_slows_nobody_and_fills_no_memory(service):
     wait_until(lambda: hub.memory_info().rss > before + (32 << 20), "replies wait")
     other = service.start()
     assert [service.interact(other, n) for n in range(1, 21)] == [str(n) for n in range(1, 21)]
-    # Of each worker: all were answered.
+    # All requests of each worker were answered.
     for last in {session[:12]: session for session in sessions}.values():
         assert len(service.interact(last, 1, f"big {4 << 20}")) == 4 << 20
     assert hub.memory_info().rss - before < 340 << 20
@@ -536,7 +536,7 @@ def test_a_client_that_reads_late_gets_all_replies(service):
     ]
     for first in (0, 20):
         late.say(*(pb.Request(id=n, interact=asked[n]) for n in range(first, first + 20)))
-        # Of each worker.
+        # Requests of each worker.
         for last in {sessions[n][:12]: sessions[n] for n in range(first, first + 20)}.values():
             assert len(service.interact(last, 1, f"big {4 << 20}")) == 4 << 20
     assert all(len(reply.interact.messages) > 4 << 20 for reply in late.hear(40).values())
@@ -707,8 +707,8 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
 )
 def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        flags = flags.replace("TAKEN", str(taken.getsockname()[1]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flags = flags.replace("TAKEN", str(listener.getsockname()[1]))
         assert cli.main(["serve", str(counter), "--port", "0", *flags.split()]) == 1
     assert message in capsys.readouterr().err
 
@@ -928,7 +928,7 @@ def test_prometheus_reads_what_happened(counter):
 
         wait_until(
             lambda: values().get(("rl_core_ended_total", "counter", "agent_error")) == 1,
-            "a heartbeat told",
+            "a heartbeat sent",
         )
         observed = values()
         of_env = {

@@ -421,7 +421,7 @@ def test_forged_workers_are_refused_or_answered_for(service, fuzz):
         )
         message = made.pick(message, pb.FromWorker(), pb.FromWorker(replies=[pb.Reply(id=1)]))
         assert code_of(lambda message=message: join(message.SerializeToString())) == WRONG
-    # An environment of its own, no room, replies that nobody asked for, and then nonsense.
+    # A separate environment, no room, replies that nobody asked for, and then nonsense.
     for n in range(500):
         name = made.hex(12)
         hello = pb.FromWorker(
@@ -434,9 +434,9 @@ def test_forged_workers_are_refused_or_answered_for(service, fuzz):
             pb.Reply(id=made.random.getrandbits(64), code=made.pick(-1, 0, 999), error=made.text())
             for _ in range(5)
         ]
-        said = [hello.SerializeToString(), pb.FromWorker(replies=replies).SerializeToString()]
-        said += [b"\xff\xff"] if n % 2 else []
-        assert code_of(lambda said=said: join(*said)) == (WRONG if n % 2 else OK)
+        frames = [hello.SerializeToString(), pb.FromWorker(replies=replies).SerializeToString()]
+        frames += [b"\xff\xff"] if n % 2 else []
+        assert code_of(lambda frames=frames: join(*frames)) == (WRONG if n % 2 else OK)
 
 
 def test_a_worker_that_answers_with_something_else_is_an_internal_error(service, fuzz):

@@ -1,5 +1,5 @@
-"""The HTTP port of rl-core serve under attack: what strangers send is not inflated, read on, waited
-for or told at length."""
+"""The HTTP port of rl-core serve under attack: data of strangers is not inflated, read to its end, waited
+for or logged at length."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOMB = gzip.compress(bytes(32 << 20))
 
 
 def with_port(play, monkeypatch, *, most: int = 1000, first_s: float = 60.0):
-    """What play(port) returns, beside a hub without workers. most, first_s: bounds of connections
+    """Result of play(port) next to a hub without workers. most, first_s: bounds of connections
     without the token."""
     monkeypatch.setattr(door, "MAX_STRANGERS", most)
     monkeypatch.setattr(door, "FIRST_S", first_s)

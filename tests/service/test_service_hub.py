@@ -41,7 +41,7 @@ def starting(key: str = "") -> pb.Request:
     return pb.Request(start=pb.StartRequest(env="e", key=key))
 
 
-async def happens(fact, what: str) -> None:
+async def happens(fact, description: str) -> None:
     async def wait() -> None:
         while True:
             if fact():
@@ -51,7 +51,7 @@ async def happens(fact, what: str) -> None:
     try:
         await asyncio.wait_for(wait(), 30)
     except asyncio.TimeoutError:
-        raise AssertionError(what) from None
+        raise AssertionError(description) from None
 
 
 @asynccontextmanager

@@ -1,5 +1,4 @@
-"""Sessions of served environments: what a worker answers, and that it is what the same file gives
-in process."""
+"""Sessions of served environments: a worker's answers equal those of the same file in process."""
 
 from __future__ import annotations
 
@@ -119,7 +118,7 @@ async def until(fact) -> None:
 
 
 def play(worker: Worker, script, kind=Client, **start):
-    """script(client) in a session of its own; then what is left of it."""
+    """Result of script(client) in a separate session, and the remains of that session."""
 
     async def main():
         client = kind(worker)
