@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from string import ascii_lowercase
@@ -483,7 +483,7 @@ def start_process(*args: str | Path) -> subprocess.Popen:
 
 
 class ForkedProcess:
-    """As start_process(), with what it uses of Popen's interface, but forked like ranks: imports are
+    """A forked start_process() with the parts of Popen's interface that tests use: imports are
     done."""
 
     def __init__(self, *args: str | Path):
@@ -608,6 +608,20 @@ def sample(token_ids: list[int], mask: list[int], advantage: float, group_id: st
     }
     values["advantages"] = [advantage * m for m in mask]
     return TrainingSample(token_ids=token_ids, loss_mask=mask, group_id=group_id, **values)
+
+
+# Llama's layout twice, one family on padded rows, and mixtures of experts.
+FAST_FAMILIES = ("llama", "seed_oss", "lfm2", "mixtral", "qwen3_moe")
+
+
+def families(names: Iterable[str]) -> list[Any]:
+    """Parameters of these model families; all but FAST_FAMILIES run with --slow alone."""
+    import pytest
+
+    return [
+        pytest.param(name, marks=() if name in FAST_FAMILIES else pytest.mark.slow)
+        for name in names
+    ]
 
 
 def loss_rounding(samples: list) -> float:

@@ -57,7 +57,6 @@ BUDGET = {
     "tests/agents": 3,
     "tests/docs": 1,
     "tests/ground": 5,
-    "tests/learning": 351,
     "tests/service": 5,
     "tests/tools": 7,
 }

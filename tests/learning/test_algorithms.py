@@ -131,11 +131,11 @@ def annotated(learner: Learner, samples: list[TrainingSample]):
     that hangs on the token alone: any layout of the batch gets the same."""
     (minibatch,), _ = learner.shard(samples)
     with torch.no_grad():
-        own = [learner.policy(b, 1.0)[0] for b in minibatch.batches]
-    for batch, logprobs in zip(minibatch.batches, own, strict=True):
+        current = [learner.policy(b, 1.0)[0] for b in minibatch.batches]
+    for batch, logprobs in zip(minibatch.batches, current, strict=True):
         batch.rollout_logprobs = logprobs + (0.5 * torch.sin(5 * batch.labels.double())).float()
     learner.annotate([minibatch])
-    for batch, logprobs in zip(minibatch.batches, own, strict=True):
+    for batch, logprobs in zip(minibatch.batches, current, strict=True):
         batch.old_logprobs = logprobs + (0.5 * torch.sin(3 * batch.labels.double())).float()
     return minibatch
 
@@ -149,9 +149,9 @@ def learner_gradients(learner: Learner, samples) -> tuple[dict[str, torch.Tensor
         )
         loss.backward()
         total += loss.item()
-    found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
+    grads = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
     learner.policy.zero_grad()
-    return found, total
+    return grads, total
 
 
 def reference_logprobs(learner: Learner, ids_BL: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def naive_kl(kind: str, d):
 
 
 def naive_advantages(learner: Learner, s, kl: list[float]) -> list[float]:
-    """Of each trained token, with the KL to the reference where it is not in the loss."""
+    """Advantages of the trained tokens, minus a KL that is not in the loss."""
     a = learner.algorithm
     advantages = [s.advantages[i] for i, m in enumerate(s.loss_mask) if m]
     if a.kl_in == "reward" and not a.has_critic:
@@ -264,9 +264,9 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
         }[a.aggregation]
         total = total + naive_loss(a, *rest, advantages) / denominator
     total.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
     learner.policy.zero_grad()
-    return found, total.item()
+    return grads, total.item()
 
 
 @pytest.mark.parametrize("preset, flags", CASES, ids=NAMES)
@@ -335,10 +335,10 @@ def trl_gradients(
     }
     trainer.model.train()
     with torch.no_grad():
-        own, *_ = trainer._get_per_token_logps_and_entropies(
+        current, *_ = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, is_token, longest - 1
         )
-    inputs["old_per_token_logps"] = own + (0.5 * torch.sin(3 * ids[:, 1:].double())).float()
+    inputs["old_per_token_logps"] = current + (0.5 * torch.sin(3 * ids[:, 1:].double())).float()
     if part_of(learner, "Reference"):
         # Padding stands last and is masked.
         inputs["ref_per_token_logps"] = reference_logprobs(learner, ids)
@@ -463,7 +463,7 @@ def test_the_overlong_penalty_is_dapos():
         ([10, 40], [9, 36], 0, -0.5),
         ([10, 40], [8, 39], 0, -7 / 8),
         ([4], [3], 8, -3 / 4),  # a buffer above the limit
-        ([0], [98], 4, -0.5),  # of an older rollout
+        ([0], [98], 4, -0.5),  # An older rollout has no limit.
     ],
 )
 def test_the_overlong_penalty_uses_the_limit_of_each_turn(limits, lengths, buffer, penalty):
@@ -524,9 +524,9 @@ def test_updates_stop_when_the_mean_kl_to_the_steps_start_is_above_the_target(ti
         learner.annotate(minibatches)
         return learner.step(minibatches, 0), [p.clone() for p in learner.policy.parameters()]
 
-    whole, after_two = run()
-    assert whole["updates"].value == 2
-    kl = 2 * whole["step_kl_nats"].value  # of the second update; the first has none
+    unbounded, after_two = run()
+    assert unbounded["updates"].value == 2
+    kl = 2 * unbounded["step_kl_nats"].value  # Only the second update has a KL.
     assert kl > 1e-4
     below, after_one = run("--algo.target_kl", str(0.7 * kl))
     assert (below["updates"].value, below["kl_stopped_updates"].value) == (1, 1)
@@ -579,7 +579,7 @@ def test_a_preset_part_given_by_flag_overrides_the_environments_advantages(tiny_
 
 
 @pytest.mark.parametrize(
-    "returned, said",
+    "returned, message",
     [
         ("1 / 0", "ZeroDivisionError"),
         ("rewards[1:]", "gave 3 values"),
@@ -587,12 +587,15 @@ def test_a_preset_part_given_by_flag_overrides_the_environments_advantages(tiny_
     ],
 )
 def test_wrong_advantages_of_an_environment_stop_the_run_with_its_name(
-    returned, said, tiny_model, tmp_path, capsys
+    returned, message, tiny_model, tmp_path, capsys
 ):
     assert run_custom(returned, tiny_model, tmp_path) == 1
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert (
-        len(error) == 1 and said in error[0] and "env.py" in error[0] and "advantage_fn" in error[0]
+        len(error) == 1
+        and message in error[0]
+        and "env.py" in error[0]
+        and "advantage_fn" in error[0]
     )
 
 
@@ -626,27 +629,27 @@ def test_groups_without_signal_are_refilled(tiny_model, tmp_path):
     ]
     flags += ["--algo.refill_rounds", "9"]
     flags += ["--sampling.stop", '["a","b","c","d","e","f","g"]']  # replies of many lengths
-    whole = tmp_path / "whole"
-    assert main([*flags, "--num_steps", "1", "--out", str(whole)]) == 0
+    out = tmp_path / "whole"
+    assert main([*flags, "--num_steps", "1", "--out", str(out)]) == 0
 
     # Tasks 0, 3 and 6 have a signal: the first three, then replacements for two, until there are
     # three.
-    found = trajectories(whole / "rollouts/step_000001.jsonl.zst")
-    drawn = [t["task_id"] for t in found if t["index"] == 0]
+    rows = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    drawn = [t["task_id"] for t in rows if t["index"] == 0]
     assert sorted(drawn, key=lambda name: int(name.split("/")[1])) == [
         f"train/{n}" for n in range(len(drawn))
     ]
     assert sum(int(name.split("/")[1]) % 3 == 0 for name in drawn) == 3
-    state = json.loads((whole / "checkpoints/step_000001/state.json").read_text())
+    state = json.loads((out / "checkpoints/step_000001/state.json").read_text())
     assert state["position"] == len(drawn) > 3
-    row = metrics(whole)[0]
+    row = metrics(out)[0]
     assert row["rollout/refill_rounds"] > 0 and row["rollout/groups_missing"] == 0
 
     # The loss is the mean over the tokens of groups with a signal alone.
     groups: dict[str, list[tuple[float, int]]] = {}
-    for t in found:
-        said = sum(len(turn["completion"]["token_ids"]) for turn in t["turns"])
-        groups.setdefault(t["group_id"], []).append((t["reward"], said))
+    for t in rows:
+        num_tokens = sum(len(turn["completion"]["token_ids"]) for turn in t["turns"])
+        groups.setdefault(t["group_id"], []).append((t["reward"], num_tokens))
     groups = {name: g for name, g in groups.items() if len({reward for reward, _ in g}) > 1}
     advantages = [
         a
@@ -689,13 +692,13 @@ def test_the_reference_is_the_model_at_the_start(warm_model, sort_data, tmp_path
         "--model", warm_model, SORT, "--data.train", sort_data / "train.jsonl", "--tasks_per_step 4"
     )
     flags += words("--optim.lr 1e-3 --num_steps 3")
-    found = {}
+    kls = {}
     for coef in ("0.001", "10"):
         out = tmp_path / coef
         assert main([*flags, "--algo.kl_coef", coef, "--out", str(out)]) == 0
-        found[coef] = [row["learn/policy/ref_kl_nats"] for row in metrics(out)]
-        assert abs(found[coef][0]) < 1e-7 < found[coef][1]
-    assert found["10"][2] < found["0.001"][2]
+        kls[coef] = [row["learn/policy/ref_kl_nats"] for row in metrics(out)]
+        assert abs(kls[coef][0]) < 1e-7 < kls[coef][1]
+    assert kls["10"][2] < kls["0.001"][2]
 
 
 def episode_of(rewards: list[float]) -> Trajectory:
@@ -726,21 +729,22 @@ def test_turns_have_the_discounted_return_from_each_on_over_all_turns_of_the_gro
     got = turn_advantages(group, [0.0, 0.0], row, None)
     for advantages, returns in zip(got, expected, strict=True):
         assert advantages == pytest.approx([next(centred) for _ in returns])
-    whole = turn_advantages(group, [0.0, 0.0], PRESETS["dr_grpo"], None)
-    assert whole == [[0.0] * 3, [0.0] * 2]  # both earned 3 in all
+    of_episodes = turn_advantages(group, [0.0, 0.0], PRESETS["dr_grpo"], None)
+    assert of_episodes == [[0.0] * 3, [0.0] * 2]  # Both episodes earned 3.
 
 
 def test_a_group_has_signal_where_turns_differ_if_turns_have_advantages_of_their_own():
-    whole, turns = PRESETS["dapo"], dataclasses.replace(PRESETS["dapo"], turn_discount=0.9)
+    episodes, turns = PRESETS["dapo"], dataclasses.replace(PRESETS["dapo"], turn_discount=0.9)
     groups = {
         "equal": [episode_of([1.0, 0.0]), episode_of([1.0, 0.0])],
         "only in turns": [episode_of([1.0, 0.0]), episode_of([0.0, 1.0])],
         "in all": [episode_of([1.0, 0.0]), episode_of([0.0, 0.0])],
     }
-    found = {
-        name: (has_signal(group, whole), has_signal(group, turns)) for name, group in groups.items()
+    signals = {
+        name: (has_signal(group, episodes), has_signal(group, turns))
+        for name, group in groups.items()
     }
-    assert found == {
+    assert signals == {
         "equal": (False, False),
         "only in turns": (False, True),
         "in all": (True, True),

@@ -45,7 +45,7 @@ FAMILIES = (
 
 @dataclass
 class Shard:
-    """What one rank holds of documents of these lengths: local starts, each local token's place,
+    """One rank's shard of documents of these lengths: local starts, each local token's position,
     and which token it is."""
 
     cu_seqlens: Tensor
@@ -58,9 +58,9 @@ class Shard:
 
     def of(self, x: Tensor, padding: float = 0.0) -> Tensor:
         """This rank's part; `padding` is what stands in padded places."""
-        part = x[self.tokens.clamp(min=0)].clone()
-        part[~self.is_real] = padding
-        return part
+        values = x[self.tokens.clamp(min=0)].clone()
+        values[~self.is_real] = padding
+        return values
 
     def plan(self, group) -> AttentionPlan:
         device = torch.device("cpu")
@@ -74,9 +74,9 @@ def shard(lengths: list[int], rank: int, size: int) -> Shard:
     for length in lengths:
         chunk = -(-length // (2 * size))
         for i in (rank, 2 * size - 1 - rank):
-            place = torch.arange(i * chunk, (i + 1) * chunk)
-            positions.append(place)
-            tokens.append(torch.where(place < length, begin + place, -1))
+            positions_of_chunk = torch.arange(i * chunk, (i + 1) * chunk)
+            positions.append(positions_of_chunk)
+            tokens.append(torch.where(positions_of_chunk < length, begin + positions_of_chunk, -1))
         starts.append(starts[-1] + 2 * chunk)
         begin += length
     return Shard(torch.tensor(starts, dtype=torch.int32), torch.cat(positions), torch.cat(tokens))
@@ -101,10 +101,10 @@ def seen_tokens(
             related[number] |= related[parent]
         before.append(sum(lengths[n] for n in range(number) if related[number, n]))
     piece = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    place = torch.cat([torch.arange(p, p + n) for p, n in zip(before, lengths, strict=True)])
+    position = torch.cat([torch.arange(p, p + n) for p, n in zip(before, lengths, strict=True)])
     is_related = related[piece][:, piece]
-    distance = place[:, None] - place
-    return is_related & (distance >= 0) & (distance < (window or len(place) + 1))
+    distance = position[:, None] - position
+    return is_related & (distance >= 0) & (distance < (window or len(position) + 1))
 
 
 def make_inputs(
@@ -146,19 +146,19 @@ def error(mine: Tensor, right: Tensor) -> float:
 def ring_errors(
     inputs: list[Tensor], lengths: list[int], group, window=None, attend=packed_attention
 ) -> dict:
-    """How far output and gradients of this rank's tokens are off, and what gradient padding has."""
+    """Errors of the output and gradients of this rank's tokens, and the gradient of padding."""
     mine = shard(lengths, group.rank(), group.size())
-    # What stands in padded places may be anything that is finite; only its output's gradient is
+    # Padded positions may hold any finite value; only their output's gradient is
     # none.
     q, k, v, dout = *(mine.of(x, padding=7.0) for x in inputs[:3]), mine.of(inputs[3])
     call = partial(attend, plan=mine.plan(group), scale=SCALE, window=window)
-    found = results(call, q, k, v, dout)
+    computed = results(call, q, k, v, dout)
     right, real = reference(inputs, lengths, window), mine.is_real
     worst = {
         name: error(x[real], mine.of(y)[real])
-        for name, x, y in zip("oqkv", found, right, strict=True)
+        for name, x, y in zip("oqkv", computed, right, strict=True)
     }
-    return worst | {"padding": max(x[~real].abs().sum().item() for x in found[1:])}
+    return worst | {"padding": max(x[~real].abs().sum().item() for x in computed[1:])}
 
 
 def through_checkpoint(*args, **kwargs):
@@ -255,12 +255,12 @@ def model_errors(arch: str, group, is_checkpointed: bool) -> dict:
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(40, (sum(lengths),), generator=generator)
     weights = torch.randn(sum(lengths), 40, generator=generator, dtype=torch.float64)
-    whole, model = (
+    plain, model = (
         small_model(arch, "eager" if arch == "gpt_oss" else "sdpa"),
         small_model(arch, NAME),
     )
     logits = torch.cat(
-        [whole(input_ids=x[None], use_cache=False).logits[0] for x in input_ids.split(lengths)]
+        [plain(input_ids=x[None], use_cache=False).logits[0] for x in input_ids.split(lengths)]
     )
     (logits * weights).sum().backward()
 
@@ -268,12 +268,12 @@ def model_errors(arch: str, group, is_checkpointed: bool) -> dict:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mine = shard(lengths, group.rank(), group.size())
-    given = {"input_ids": mine.of(input_ids)[None], "position_ids": mine.positions[None]}
-    local = model(**given, use_cache=False, attention_plan=mine.plan(group)).logits[0]
+    inputs = {"input_ids": mine.of(input_ids)[None], "position_ids": mine.positions[None]}
+    local = model(**inputs, use_cache=False, attention_plan=mine.plan(group)).logits[0]
     (local * mine.of(weights)).sum().backward()
     grads = torch.cat([p.grad.flatten() for p in model.parameters()])
     dist.all_reduce(grads, group=group)
-    right = torch.cat([p.grad.flatten() for p in whole.parameters()])
+    right = torch.cat([p.grad.flatten() for p in plain.parameters()])
     is_real = mine.is_real
     return {
         "logits": error(local[is_real], logits.detach()[mine.tokens[is_real]]),
@@ -282,41 +282,41 @@ def model_errors(arch: str, group, is_checkpointed: bool) -> dict:
 
 
 def measure(path: str) -> None:
-    """What every rank runs; the worst of all ranks is written."""
+    """Runs on every rank and writes the largest error of all ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found: dict[str, dict] = {}
+    errors: dict[str, dict] = {}
     for size in SIZES:
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, 4, size)]
         group = groups[dist.get_rank() // size]
         gqa = HEADS["gqa"]
         for name, heads in HEADS.items():
             for window in (None, *WINDOWS):
-                found[f"exact/{name}/{window}/{size}"] = ring_errors(
+                errors[f"exact/{name}/{window}/{size}"] = ring_errors(
                     make_inputs(LENGTHS, heads), LENGTHS, group, window
                 )
-        found[f"exact/one document/{size}"] = ring_errors(make_inputs([30], gqa), [30], group)
+        errors[f"exact/one document/{size}"] = ring_errors(make_inputs([30], gqa), [30], group)
         for window in (None, 6):
             inputs = make_inputs(LENGTHS, gqa)
-            found[f"exact/recomputed/{window}/{size}"] = ring_errors(
+            errors[f"exact/recomputed/{window}/{size}"] = ring_errors(
                 inputs, LENGTHS, group, window, through_checkpoint
             )
             inputs = make_inputs(LENGTHS, gqa, torch.float32)
-            found[f"float32/{window}/{size}"] = ring_errors(inputs, LENGTHS, group, window)
+            errors[f"float32/{window}/{size}"] = ring_errors(inputs, LENGTHS, group, window)
         low = make_inputs([40, 9, 120], gqa, torch.bfloat16)
-        found[f"bfloat16/{size}"] = ring_errors(low, [40, 9, 120], group)
+        errors[f"bfloat16/{size}"] = ring_errors(low, [40, 9, 120], group)
         for arch in ARCHITECTURES:
             for is_checkpointed in (False, True):
-                found[f"model/{arch}/{is_checkpointed}/{size}"] = model_errors(
+                errors[f"model/{arch}/{is_checkpointed}/{size}"] = model_errors(
                     arch, group, is_checkpointed
                 )
-        found[f"memory/{size}"] = measure_memory(group)
-        found[f"messages/{size}"] = {"left": marker_is_next(group)}
+        errors[f"memory/{size}"] = measure_memory(group)
+        errors[f"messages/{size}"] = {"left": marker_is_next(group)}
     everyone = [None] * 4
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, errors)
     if dist.get_rank() == 0:
         worst = {
-            key: {n: max(each[key][n] for each in everyone) for n in found[key]} for key in found
+            key: {n: max(each[key][n] for each in everyone) for n in errors[key]} for key in errors
         }
         Path(path).write_text(json.dumps(worst))
     dist.destroy_process_group()
@@ -330,9 +330,11 @@ def measured(torchrun, tmp_path_factory) -> dict:
 
 
 def worst(measured: dict, start: str) -> dict[str, float]:
-    found = {key: max(values.values()) for key, values in measured.items() if key.startswith(start)}
-    assert found, start
-    return found
+    largest = {
+        key: max(values.values()) for key, values in measured.items() if key.startswith(start)
+    }
+    assert largest, start
+    return largest
 
 
 def test_outputs_and_gradients_are_those_of_whole_attention_with_any_ring_window_and_heads(
@@ -345,14 +347,14 @@ def test_outputs_and_gradients_are_those_of_whole_attention_with_any_ring_window
 
 def test_bfloat16_is_as_near_as_attention_that_is_not_cut(measured):
     low = make_inputs([40, 9, 120], HEADS["gqa"], torch.bfloat16)
-    found = [[], [], [], []]
+    rounded = [[], [], [], []]
     for parts in zip(*(x.split([40, 9, 120]) for x in low), strict=True):
         one = results(partial(whole_attention, seen=seen_tokens([len(parts[0])])), *parts)
-        for total, x in zip(found, one, strict=True):
+        for total, x in zip(rounded, one, strict=True):
             total.append(x)
     right = reference(low, [40, 9, 120])
     for size in SIZES:
-        for name, x, y in zip("oqkv", found, right, strict=True):
+        for name, x, y in zip("oqkv", rounded, right, strict=True):
             assert measured[f"bfloat16/{size}"][name] < 1.5 * error(torch.cat(x), y), (name, size)
 
 
@@ -365,7 +367,7 @@ def test_what_a_rank_keeps_falls_with_the_number_of_ranks(measured):
     for size in SIZES:
         assert memory[size]["ring"] * size == memory[1]["ring"]
         assert memory[size]["window"] * size == memory[1]["window"]
-    # A quarter, and what is in transit: beside its own, one rank's keys and their gradient, never
+    # A quarter, and one rank's keys and gradients in transit next to the local ones, never
     # those of all. A single rank copies nothing.
     assert memory[4]["peak"] < 0.5 * memory[1]["peak"], memory
     assert memory[2]["peak"] < 0.85 * memory[1]["peak"], memory
@@ -384,8 +386,8 @@ def family_plan(device: str = "cpu", kernel: str = "auto"):
 def family_errors(heads, window, dtype=torch.float64, device="cpu", dim=8, kernel="auto") -> float:
     inputs = make_inputs(FAMILIES[0], heads, dtype, dim)
     attend = partial(packed_attention, plan=family_plan(device, kernel), scale=SCALE, window=window)
-    found = results(attend, *(x.to(device) for x in inputs))
-    return max(map(error, found, reference(inputs, FAMILIES[0], window, FAMILIES[1])))
+    computed = results(attend, *(x.to(device) for x in inputs))
+    return max(map(error, computed, reference(inputs, FAMILIES[0], window, FAMILIES[1])))
 
 
 @pytest.mark.parametrize("window", [None, *WINDOWS])
@@ -406,33 +408,33 @@ def test_attention_written_out_for_what_has_no_fused_kernel_gives_the_same(windo
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
 def test_sinks_and_caps_are_those_of_transformers_own_attention(name, window):
-    own = import_module(f"transformers.models.{name}.modeling_{name}").eager_attention_forward
+    eager = import_module(f"transformers.models.{name}.modeling_{name}").eager_attention_forward
     sinks, heads = torch.linspace(-1, 2, 4).requires_grad_(), HEADS["gqa"]
     changes, learned = ({"s_aux": sinks}, [sinks]) if name == "gpt_oss" else ({"softcap": 0.7}, [])
     module = SimpleNamespace(num_key_value_groups=2, training=False, sinks=sinks)
     *qkv, dout = (x.transpose(0, 1)[None] for x in make_inputs(FAMILIES[0], heads, torch.float32))
     hidden = torch.zeros(1).masked_fill(~seen_tokens(*FAMILIES, window), -torch.inf)[None, None]
-    found = []
-    for attend, mask in ((own, hidden), (attention_forward, None)):
+    computed = []
+    for attend, mask in ((eager, hidden), (attention_forward, None)):
         ours = {"sliding_window": window, "attention_plan": family_plan()} if mask is None else {}
-        given = [x.detach().requires_grad_() for x in qkv]
-        out = attend(module, *given, mask, scaling=1.3, **changes, **ours)[0]
-        found.append(
-            [out.detach(), *torch.autograd.grad(out, given + learned, dout.transpose(1, 2))]
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = attend(module, *leaves, mask, scaling=1.3, **changes, **ours)[0]
+        computed.append(
+            [out.detach(), *torch.autograd.grad(out, leaves + learned, dout.transpose(1, 2))]
         )
-    assert len(found[0]) == 4 + len(learned)
-    assert max(map(error, found[1], (x.double() for x in found[0]))) < 1e-4
+    assert len(computed[0]) == 4 + len(learned)
+    assert max(map(error, computed[1], (x.double() for x in computed[0]))) < 1e-4
 
 
 def test_values_narrower_than_keys_are_those_of_the_models_own_attention():
-    whole, model, ids = (
+    plain, model, ids = (
         small_model("deepseek_v3", "sdpa"),
         small_model("deepseek_v3", NAME),
         torch.arange(20)[None],
     )
     plan = AttentionPlan(torch.tensor([0, 20]), [-1], TORCH, torch.device("cpu"))
     mine = model(input_ids=ids, use_cache=False, attention_plan=plan).logits
-    torch.testing.assert_close(mine, whole(input_ids=ids, use_cache=False).logits)
+    torch.testing.assert_close(mine, plain(input_ids=ids, use_cache=False).logits)
 
 
 def blocks_of(lengths: list[int]) -> cpu_attention.Layout:
@@ -463,8 +465,8 @@ def test_queries_below_shared_pieces_are_slices_that_cost_no_copy():
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_torch_takes_what_its_flash_kernels_are_given(window):
-    # Shapes only: it needs no GPU to see that arguments and the layout of the log-sum-exp still are
-    # what they were.
+    # Shapes only: it needs no GPU to see that arguments and the layout of the log-sum-exp are
+    # unchanged.
     num = sum(FAMILIES[0])
     q, k = (torch.empty(num, h, 16, dtype=torch.bfloat16, device="meta") for h in (4, 2))
     attend = partial(packed_attention, plan=family_plan("meta"), scale=SCALE, window=window)
@@ -479,7 +481,7 @@ def test_kernels_of_a_gpu_give_what_whole_attention_does(kernel, window):
         pytest.importorskip("flash_attn.flash_attn_interface")
     for heads in HEADS.values():
         of_rounding = family_errors(heads, window, torch.bfloat16, "cpu", 64)
-        # These kernels round probabilities too; what is wrong is wrong by far more.
+        # These kernels round probabilities too; a wrong result is off by far more.
         assert family_errors(heads, window, torch.bfloat16, "cuda", 64, kernel) < 3 * of_rounding
     assert family_errors(HEADS["gqa"], window, torch.float32, "cuda", 64) < 1e-4
 
@@ -513,7 +515,7 @@ FLASH_ATTN_2 = {
 @pytest.mark.parametrize(
     "files, kernel",
     [
-        ({}, "TORCH"),  # what the removal of a library leaves
+        ({}, "TORCH"),  # A removed library leaves an empty folder.
         ({"cute/__init__.py": ""}, "TORCH"),  # flash-attn-4, which SGLang requires
         ({"__init__.py": "import flash_attn_2_cuda"}, "TORCH"),  # built for another torch
         # Without the functions that are used.
@@ -549,10 +551,10 @@ def test_a_kernel_whose_library_does_not_import_is_refused(tiny_model, tmp_path,
         "flash_attn",
     ]
     assert main(["--model", str(tiny_model), *flags]) != 0
-    said = capfd.readouterr().err
+    printed = capfd.readouterr().err
     assert (
         "--attention=flash_attn needs flash_attn, which does not import here (ModuleNotFoundError"
-        in said
+        in printed
     )
 
 

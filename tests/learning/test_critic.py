@@ -1,5 +1,4 @@
-"""PPO's critic: advantages and losses against the papers' formulas, and what a run with a critic
-must keep."""
+"""PPO's critic: advantages and losses against the papers' formulas, and runs with a critic."""
 
 from __future__ import annotations
 
@@ -62,12 +61,12 @@ def plain_values(learner: Learner, sample: TrainingSample) -> list[float]:
 def naive_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """A(t) = d(t) + gamma lam A(t+1) with d(t) = r(t) + gamma V(t+1) - V(t), from the last step
     back."""
-    found, following, advantage = [], 0.0, 0.0
+    advantages, following, advantage = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         advantage = reward + gamma * following - value + gamma * lam * advantage
         following = value
-        found.append(advantage)
-    return found[::-1]
+        advantages.append(advantage)
+    return advantages[::-1]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_advantages_of_ragged_sequences_are_the_papers_recursion(gamma, lam):
     draw, lengths = random.Random(0), [1, 7, 1, 1, 130, 2, 33]
     rewards, values = ([[draw.gauss(0, 1) for _ in range(n)] for n in lengths] for _ in range(2))
     sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    flat = [torch.tensor([x for part in parts for x in part]) for parts in (rewards, values)]
+    flat = [torch.tensor([x for row in rows for x in row]) for rows in (rewards, values)]
     want = [a for r, v in zip(rewards, values, strict=True) for a in naive_gae(r, v, gamma, lam)]
     torch.testing.assert_close(
         gae_advantages(*flat, sequences, gamma, lam), torch.tensor(want), atol=1e-5, rtol=1e-5
@@ -140,16 +139,16 @@ def test_explained_variance_is_one_less_the_share_of_what_is_left():
     torch.manual_seed(0)
     goal, values = torch.randn(200), torch.randn(200)
     halves = {}
-    for part in (slice(0, 30), slice(30, None)):
-        add_metrics(halves, value_sums(values[part], goal[part]))
-    found = value_metrics(reduce_metrics(halves, init_ranks(60)))
+    for half in (slice(0, 30), slice(30, None)):
+        add_metrics(halves, value_sums(values[half], goal[half]))
+    metrics_of = value_metrics(reduce_metrics(halves, init_ranks(60)))
     want = 1 - (goal - values).var() / goal.var()
-    assert found["critic_explained_variance"].value == pytest.approx(want.item(), rel=1e-5)
-    assert found["critic_value_mean"].value == pytest.approx(values.mean().item(), abs=1e-6)
+    assert metrics_of["critic_explained_variance"].value == pytest.approx(want.item(), rel=1e-5)
+    assert metrics_of["critic_value_mean"].value == pytest.approx(values.mean().item(), abs=1e-6)
     for same, expected in ((goal, 1.0), (torch.full((200,), 3.0), 0.0)):
         means = reduce_metrics(value_sums(same, goal), init_ranks(60))
-        found = value_metrics(means)["critic_explained_variance"]
-        assert found.value == pytest.approx(expected, abs=1e-5)
+        metrics_of = value_metrics(means)["critic_explained_variance"]
+        assert metrics_of.value == pytest.approx(expected, abs=1e-5)
     for size in (200, 0):
         constant = value_sums(values[:size], torch.ones(size))
         means = reduce_metrics(constant, init_ranks(60))
@@ -185,7 +184,7 @@ def test_with_a_critic_that_knows_nothing_the_first_gradient_is_that_of_reinforc
     "flags", [(), ("--algo.aggregation", "sequence", "--algo.normalize", "none")]
 )
 def test_four_microbatches_teach_actor_and_critic_what_one_does(flags, tiny_model):
-    samples, found = ragged_samples(20, shared_prompt=12), []
+    samples, changes = ragged_samples(20, shared_prompt=12), []
     for tokens in ("8192", "100"):
         more = words(
             "--learner.microbatch_tokens",
@@ -200,8 +199,8 @@ def test_four_microbatches_teach_actor_and_critic_what_one_does(flags, tiny_mode
         values = learner.annotate(minibatches) | learner.step(minibatches, 0)
         after = {f"critic {n}": p for n, p in critic_of(learner).named_parameters()}
         after |= dict(learner.policy.named_parameters())
-        found.append(({n: (after[n] - before[n]).detach() for n in after}, values))
-    (one, a), (four, b) = found
+        changes.append(({n: (after[n] - before[n]).detach() for n in after}, values))
+    (one, a), (four, b) = changes
     assert_same(one, four)
     assert max(v.abs().max() for n, v in one.items() if n.startswith("critic")) > 1e-3
     assert a["critic_clip_frac"].value > 0
@@ -210,17 +209,17 @@ def test_four_microbatches_teach_actor_and_critic_what_one_does(flags, tiny_mode
 
 
 def test_the_critics_loss_is_a_mean_over_tokens_however_the_policys_is_aggregated(tiny_model):
-    found = []
+    rows = []
     for kind in ("token", "constant", "sequence"):
         learner = make_ppo(tiny_model, "--algo.aggregation", kind)
         minibatches, _ = learner.shard(ragged_samples())
         learner.annotate(minibatches)
         (batch,) = minibatches[0].batches
         want = ((batch.values - batch.returns) ** 2).mean().item() / 2
-        found.append(learner.step(minibatches, 0))
-        assert found[-1]["critic_loss"].value == pytest.approx(want, rel=1e-4)
-        assert found[-1]["critic_grad_norm"].value == pytest.approx(
-            found[0]["critic_grad_norm"].value, rel=1e-4
+        rows.append(learner.step(minibatches, 0))
+        assert rows[-1]["critic_loss"].value == pytest.approx(want, rel=1e-4)
+        assert rows[-1]["critic_grad_norm"].value == pytest.approx(
+            rows[0]["critic_grad_norm"].value, rel=1e-4
         )
 
 
@@ -251,9 +250,9 @@ def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
     for step in range(3):
         minibatches, _ = learner.shard(ragged_samples(seed=step))
         learner.annotate(minibatches)
-        found = learner.step(minibatches, step)
+        row = learner.step(minibatches, step)
         is_same = all(torch.equal(a, b) for a, b in zip(start, actor.parameters(), strict=True))
-        assert is_same == (step < 2) == ("loss" not in found)
+        assert is_same == (step < 2) == ("loss" not in row)
         assert not any(torch.equal(a, b) for a, b in zip(values, critic.parameters(), strict=True))
         values = [p.clone() for p in critic.parameters()]
     assert learner.optimizer.state[next(actor.parameters())]["step"] == 1
@@ -267,8 +266,8 @@ def test_a_critic_may_take_several_updates_for_one_of_the_policy(tiny_model):
         learner.annotate(minibatches)
         batches.append(minibatches)
     part_of(one, "Critic").before_update(one, batches[0][0], 0.0)
-    found = [learner.step(b, 0) for learner, b in zip((one, two), batches, strict=True)]
-    assert found[1]["critic_updates"].value == 2 * found[0]["critic_updates"].value
+    rows = [learner.step(b, 0) for learner, b in zip((one, two), batches, strict=True)]
+    assert rows[1]["critic_updates"].value == 2 * rows[0]["critic_updates"].value
     for a, b in zip(critic_of(one).parameters(), critic_of(two).parameters(), strict=True):
         assert torch.equal(a, b)
     assert [learner.num_updates for learner in (one, two)] == [1, 1]
@@ -282,8 +281,8 @@ def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
     )
 
     def new_critic(*args):
-        own = learners.make_learner(config, learner.algorithm, "policy", learner.ranks)
-        return critic_of(own)(*args)
+        fresh_learner = learners.make_learner(config, learner.algorithm, "policy", learner.ranks)
+        return critic_of(fresh_learner)(*args)
 
     with torch.no_grad():
         want, _ = critic_of(learner)(batch, 1.0)
@@ -339,11 +338,11 @@ def test_each_tasks_tokens_have_mean_0_and_deviation_1_as_in_agentrl():
     """AgentRL (arXiv:2510.04206): (A - mean) / deviation over all tokens of a task in the batch."""
     groups, ranks = groups_of_two_envs(), init_ranks(60)
     plain = samples_of(groups, PRESETS["grpo"], 10)
-    found = samples_of(groups, PRESETS["grpo"], 10, normalised=partial(normalised, "task", ranks))
+    scaled = samples_of(groups, PRESETS["grpo"], 10, normalised=partial(normalised, "task", ranks))
     env_of = [t.env for g in groups for t in g]
     for env in ("small", "large", "flat"):
         before, after = [], []
-        for p, s, e in zip(plain, found, env_of, strict=True):
+        for p, s, e in zip(plain, scaled, env_of, strict=True):
             sampled = torch.tensor(p.loss_mask, dtype=torch.bool)
             if e == env:
                 before.append(torch.tensor(p.advantages).double()[sampled])
@@ -358,14 +357,14 @@ def branches(env: str, group: int, rewards: list[float], num: int) -> list[Traje
     """An episode of a turn of `num` tokens, and a branch of 3 tokens for each reward."""
     root = episode(env, group, 0.0, num).turns[0]
     root.name = f"{env}{group}#0"
-    found = []
+    episodes = []
     for number, reward in enumerate(rewards):
         t = episode(env, group, reward, 3)
         [leaf] = t.turns
         leaf.name, leaf.is_fresh = f"{env}{group}#1.{number}", False
         t.turns = [root, leaf]
-        found.append(t)
-    return found
+        episodes.append(t)
+    return episodes
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -382,8 +381,8 @@ def test_tokens_that_branches_share_count_once_with_the_mean_of_their_advantages
     for name, wanted in expected.items():
         scale = partial(normalised, name, ranks) if name else None
         samples = samples_of(groups, row, 10, normalised=scale)
-        found = np.concatenate([s.advantages[s.loss_mask.astype(bool)] for s in samples])
-        assert np.sort(found) == pytest.approx(np.sort(wanted))
+        advantages = np.concatenate([s.advantages[s.loss_mask.astype(bool)] for s in samples])
+        assert np.sort(advantages) == pytest.approx(np.sort(wanted))
 
 
 def critic_weights(out, step: int) -> dict[str, torch.Tensor]:
@@ -398,8 +397,8 @@ def test_a_policy_with_adapters_has_a_whole_critic(warm_model, sort_data, tmp_pa
     flags = words("--model", warm_model, SORT, sizes, sort_data / "train.jsonl")
     flags += ["--actors.policy.lora.rank", "4", "--optim.lr", "1e-3", "--critic.lr", "1e-3"]
     assert main([*flags, "--out", str(tmp_path / "run")]) == 0
-    found = critic_weights(tmp_path / "run", 2)
-    assert not any("lora" in n for n in found) and found["param/hf.score.weight"].any()
+    saved = critic_weights(tmp_path / "run", 2)
+    assert not any("lora" in n for n in saved) and saved["param/hf.score.weight"].any()
     assert metrics(tmp_path / "run")[0]["learn/policy/critic_value_mean"] == 0
 
 
@@ -429,6 +428,6 @@ def test_ppo_teaches_the_order_and_its_critic_learns_what_to_expect(warm_model, 
     rows = metrics(tmp_path / "o")
     rewards = [row["rollout/policy/reward_mean"] for row in rows]
     explained = [row["learn/policy/critic_explained_variance"] for row in rows]
-    first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
+    first, last = (sum(window) / 5 for window in (rewards[:5], rewards[-5:]))
     assert last > first + 0.3, (first, last)
     assert explained[0] == 0 and sum(explained[10:]) / 50 > 0.05, explained

@@ -57,7 +57,7 @@ class Reads(TorchFunctionMode):
 
 
 class Fetched(torch.autograd.Function):
-    """What FSDP does with CPU offload: a weight comes to the device, its gradient returns to the
+    """FSDP's CPU offload: a weight comes to the device, its gradient returns to the
     CPU."""
 
     @staticmethod
@@ -115,7 +115,7 @@ def meta_learner(
     preset = make_algorithm(algorithm, config.algo)
     ranks = dataclasses.replace(init_ranks(60), device=META)
 
-    def load(path: str, is_frozen: bool = False, is_scoring: bool = False, **how) -> Policy:
+    def load(path: str, is_frozen: bool = False, is_scoring: bool = False, **options) -> Policy:
         return meta_policy(model, is_scoring, dtype, "none" if is_frozen else offload)
 
     spec = LearnerContext(
@@ -186,7 +186,7 @@ def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(
         sizes, starts = torch.zeros(2, 3, dtype=torch.long)
         with slots.borrowed(), torch.inference_mode():
             slots.forward(cache, slice(0, 3), tokens, None, 7)  # prompts
-            # What follows cached turns.
+            # A prompt behind cached turns.
             slots.forward(cache, slice(0, 3), tokens, starts, 14, sizes)
             hidden = slots.forward(cache, slice(0, 3), tokens[:, :1], starts, 15)
             logits = slots.logits(hidden[:, 0])

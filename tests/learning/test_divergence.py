@@ -71,10 +71,10 @@ def draw(*shape: int, seed: int, dtype=torch.float64) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def make_factors(num_tokens: int, num_ids: int, width: int, seed: int, how=(0.7, None), **kind):
+def make_factors(num_tokens: int, num_ids: int, width: int, seed: int, scaling=(0.7, None), **kind):
     hidden = draw(num_tokens, width, seed=seed, **kind)
     weight = 3 * draw(num_ids, width, seed=seed + 1, **kind) / width**0.5
-    return hidden.requires_grad_(), weight.requires_grad_(), *how
+    return hidden.requires_grad_(), weight.requires_grad_(), *scaling
 
 
 def gradients_of(values: torch.Tensor, factors) -> list[torch.Tensor]:
@@ -84,23 +84,23 @@ def gradients_of(values: torch.Tensor, factors) -> list[torch.Tensor]:
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """So that 37 tokens and 101 ids are many tiles."""
+    """Tiles so small that 37 tokens and 101 ids are many."""
     monkeypatch.setattr(divergence, "CPU_TILE_BYTES", 4 * 8 * 16)
     monkeypatch.setattr(fused, "LEAST_IDS", 16)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("how", [(0.7, None), (1.3, 5.0)])
-def test_tiles_give_the_formula_and_its_gradient(small_tiles, form, how):
-    student = make_factors(37, 101, 12, 1, how)
-    teacher = tuple(x.detach() for x in make_factors(37, 104, 20, 5, how)[:2]) + how
+@pytest.mark.parametrize("scaling", [(0.7, None), (1.3, 5.0)])
+def test_tiles_give_the_formula_and_its_gradient(small_tiles, form, scaling):
+    student = make_factors(37, 101, 12, 1, scaling)
+    teacher = tuple(x.detach() for x in make_factors(37, 104, 20, 5, scaling)[:2]) + scaling
     # The teacher's embedding has rows that pad it.
-    bounded = teacher[0], teacher[1][:101], *how
+    bounded = teacher[0], teacher[1][:101], *scaling
     expected = written_out(form, log_softmax(student), log_softmax(bounded))
-    found = fused_divergence(student, WholeVocabulary(teacher, make_form(form, BETA)), 101)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    values = fused_divergence(student, WholeVocabulary(teacher, make_form(form, BETA)), 101)
+    torch.testing.assert_close(values, expected, atol=1e-12, rtol=1e-10)
     for got, wanted in zip(
-        gradients_of(found, student), gradients_of(expected, student), strict=True
+        gradients_of(values, student), gradients_of(expected, student), strict=True
     ):
         torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-9)
         assert wanted.abs().max() > 0.01
@@ -111,7 +111,7 @@ def test_the_likeliest_tokens_and_one_bucket_for_the_rest(small_tiles, form):
     student = make_factors(37, 101, 12, 1)
     logq = log_softmax([x.detach() for x in make_factors(37, 101, 20, 5)[:2]] + [1.0, None])
     top = logq.topk(7)
-    found = fused_divergence(
+    values = fused_divergence(
         student, TopTokens(top.indices, top.values, make_form(form, BETA)), 101
     )
 
@@ -121,9 +121,9 @@ def test_the_likeliest_tokens_and_one_bucket_for_the_rest(small_tiles, form):
         return torch.cat([logprobs.gather(1, top.indices), rest], 1)
 
     expected = written_out(form, buckets(log_softmax(student)), buckets(logq))
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-8)
+    torch.testing.assert_close(values, expected, atol=1e-10, rtol=1e-8)
     for got, wanted in zip(
-        gradients_of(found, student), gradients_of(expected, student), strict=True
+        gradients_of(values, student), gradients_of(expected, student), strict=True
     ):
         torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-7)
 
@@ -136,15 +136,15 @@ def test_the_rest_has_a_floor_where_the_likeliest_tokens_are_all(form, rounding)
     ids = torch.arange(3).expand(5, -1)
     probs = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).expand(5, -1)
     logq = probs.log() + rounding
-    found = fused_divergence(student, TopTokens(ids, logq, make_form(form, BETA)), 40)
+    values = fused_divergence(student, TopTokens(ids, logq, make_form(form, BETA)), 40)
     logp = log_softmax(student)
     buckets = torch.cat([logp[:, :3], logp[:, 3:].logsumexp(-1, keepdim=True)], 1)
     floor = torch.full((5, 1), 1e-6, dtype=torch.float64).log()
     expected = written_out(form, buckets, torch.cat([logq, floor], 1))
-    assert found.isfinite().all()
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-8)
+    assert values.isfinite().all()
+    torch.testing.assert_close(values, expected, atol=1e-10, rtol=1e-8)
     for got, wanted in zip(
-        gradients_of(found, student), gradients_of(expected, student), strict=True
+        gradients_of(values, student), gradients_of(expected, student), strict=True
     ):
         torch.testing.assert_close(got, wanted, atol=1e-10, rtol=1e-7)
 
@@ -198,7 +198,7 @@ def teacher(make_model):
 def test_the_loss_is_the_mean_over_trained_tokens_by_transformers(tiny_model, teacher, form):
     flags = f"--algo.teacher_loss {form} --sampling.temperature 0.8 --algo.teacher_coef 0.5"
     beta = f"--algo.teacher_beta {BETA}" if form == "jsd" else ""
-    _, found = gradient(tiny_model, SAMPLES, PLAIN, flags, beta, "--algo.teacher", teacher)
+    _, grads = gradient(tiny_model, SAMPLES, PLAIN, flags, beta, "--algo.teacher", teacher)
     student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
     terms = []
@@ -210,9 +210,9 @@ def test_the_loss_is_the_mean_over_trained_tokens_by_transformers(tiny_model, te
         terms.append(written_out(form, logp, logq))
     (0.5 * torch.cat(terms).mean()).backward()
     for name, weight in student.named_parameters():
-        if name in found:
-            torch.testing.assert_close(found[name].double(), weight.grad, atol=2e-6, rtol=1e-4)
-    assert len(found) > 20 and max(g.abs().max() for g in found.values()) > 1e-3
+        if name in grads:
+            torch.testing.assert_close(grads[name].double(), weight.grad, atol=2e-6, rtol=1e-4)
+    assert len(grads) > 20 and max(g.abs().max() for g in grads.values()) > 1e-3
 
 
 MESHES = {"dp 2": Mesh(dp_shard=2), "cp 2": Mesh(cp=2), "tp 2": Mesh(tp=2)}
@@ -225,8 +225,8 @@ def compare(ranks, model: str, teacher: str, out: str) -> None:
         mine = [s for n, s in enumerate(SAMPLES) if n % 2 == ranks.rank]
         cut = f"--cp {mesh.cp} --tp {mesh.tp}"
         flags = PLAIN, EXACT, cut, "--learner.microbatch_tokens 100 --algo.teacher", teacher
-        _, found = gradient(model, mine, *flags, ranks=on_mesh(ranks, mesh))
-        torch.save(found, f"{out}.{name}.{ranks.rank}")
+        _, grads = gradient(model, mine, *flags, ranks=on_mesh(ranks, mesh))
+        torch.save(grads, f"{out}.{name}.{ranks.rank}")
 
 
 def test_two_ranks_take_the_gradient_of_one(tiny_model, teacher, tmp_path):
@@ -234,10 +234,10 @@ def test_two_ranks_take_the_gradient_of_one(tiny_model, teacher, tmp_path):
     _, wanted = gradient(tiny_model, SAMPLES, PLAIN, EXACT, "--algo.teacher", teacher)
     for name in MESHES:
         for rank in range(2):
-            found = torch.load(f"{tmp_path / 'taken'}.{name}.{rank}")
-            assert found.keys() == wanted.keys()
+            grads = torch.load(f"{tmp_path / 'taken'}.{name}.{rank}")
+            assert grads.keys() == wanted.keys()
             for weight, value in wanted.items():
-                torch.testing.assert_close(found[weight], value, atol=2e-6, rtol=1e-4)
+                torch.testing.assert_close(grads[weight], value, atol=2e-6, rtol=1e-4)
 
 
 def likeliest_gradient(ranks, model: str, teacher: str, out: str) -> None:
@@ -255,8 +255,8 @@ def likeliest_gradient(ranks, model: str, teacher: str, out: str) -> None:
             TeacherOutput(logprobs=output.logprobs, top=(top.indices, top.values))
         ]
     learner.step([minibatch], 0)
-    found = {name: before[name] - weight for name, weight in learner.named_weights()}
-    torch.save(found, f"{out}.{ranks.rank}")
+    grads = {name: before[name] - weight for name, weight in learner.named_weights()}
+    torch.save(grads, f"{out}.{ranks.rank}")
 
 
 def likeliest_on_split_head(ranks, *args: str) -> None:
@@ -269,10 +269,10 @@ def test_the_likeliest_tokens_of_a_head_that_is_split(tiny_model, teacher, tmp_p
     of_ranks(2, __file__, "likeliest_on_split_head", tiny_model, teacher, tmp_path / "split")
     wanted = torch.load(f"{tmp_path / 'whole'}.0")
     for rank in range(2):
-        found = torch.load(f"{tmp_path / 'split'}.{rank}")
-        assert found.keys() == wanted.keys()
+        grads = torch.load(f"{tmp_path / 'split'}.{rank}")
+        assert grads.keys() == wanted.keys()
         for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, atol=2e-6, rtol=1e-4)
+            torch.testing.assert_close(grads[name], value, atol=2e-6, rtol=1e-4)
     assert max(value.abs().max() for value in wanted.values()) > 1e-3
 
 
@@ -283,7 +283,7 @@ def whole_logits(hf, ids: list[int], mask) -> torch.Tensor:
 
 
 def wanted_gradients(learner, hf, teacher: str) -> dict[str, torch.Tensor]:
-    """Of the mean KL(teacher || student) over the samples' tokens, by autograd over all logits."""
+    """Gradients of the mean KL(teacher || student) over tokens, by autograd over all logits."""
     other, terms = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32), []
     for s in SAMPLES:
         ids = s.token_ids.tolist()
@@ -305,20 +305,20 @@ FORWARD = f"{PLAIN} --algo.teacher_loss forward_kl --algo.teacher"
 def found_gradients(learner, samples=SAMPLES) -> dict[str, torch.Tensor]:
     (minibatch,), _ = learner.shard(samples)
     learner.annotate([minibatch])
-    for part in learner.extensions:
-        part.before_update(learner, minibatch, 0)
+    for extension in learner.extensions:
+        extension.before_update(learner, minibatch, 0)
     learner.backward(minibatch)
     return grads_of(learner)
 
 
 def test_adapters_have_the_gradient_of_the_whole_logits(tiny_model, teacher):
     learner = make_learner(tiny_model, "--actors.policy.lora.rank 4", FORWARD, teacher)
-    found = found_gradients(learner)
+    grads = found_gradients(learner)
     learner.policy.hf.set_attn_implementation("sdpa")
     wanted = wanted_gradients(learner, learner.policy.hf, teacher)
-    assert found.keys() == wanted.keys() and all(".lora_" in name for name in found)
+    assert grads.keys() == wanted.keys() and all(".lora_" in name for name in grads)
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(grads[name], value, atol=1e-6, rtol=1e-4)
     assert max(value.abs().max() for value in wanted.values()) > 1e-3
 
 
@@ -328,10 +328,10 @@ def test_with_top_k_the_divergence_is_over_the_whole_vocabulary(tiny_model, teac
     for s in SAMPLES:
         lines = [f"{token} 90 91" for token in s.token_ids[s.loss_mask]]
         samples.append(replace(s, kept_ids=lines))
-    found = found_gradients(learner, samples)
+    grads = found_gradients(learner, samples)
     learner.policy.hf.set_attn_implementation("sdpa")
     for name, value in wanted_gradients(learner, learner.policy.hf, teacher).items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(grads[name], value, atol=1e-6, rtol=1e-4)
 
 
 def test_a_model_on_padded_rows_learns_from_one_that_is_packed(family, teacher):  # noqa: F811
@@ -339,10 +339,10 @@ def test_a_model_on_padded_rows_learns_from_one_that_is_packed(family, teacher):
     for model in learner.models():
         choose_forward(model, learner.ranks)
     assert type(learner.policy.forward_pass).__name__ == "PaddedForward"
-    found = found_gradients(learner)
+    grads = found_gradients(learner)
     wanted = wanted_gradients(learner, learner.policy.hf, teacher)
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=2e-6, rtol=1e-3)
+        torch.testing.assert_close(grads[name], value, atol=2e-6, rtol=1e-3)
     assert len(wanted) > 10
 
 
@@ -352,11 +352,11 @@ def test_each_minibatch_has_the_mean_over_its_own_tokens(tiny_model, teacher):
     learner.annotate(minibatches)
     assert sorted(minibatch.num_tokens for minibatch in minibatches) == [5, 6]
     for minibatch in minibatches:
-        own = SAMPLES[:2] if minibatch.num_tokens == 6 else SAMPLES[2:]
-        alone = found_gradients(make_learner(tiny_model, FORWARD, teacher), own)
+        samples = SAMPLES[:2] if minibatch.num_tokens == 6 else SAMPLES[2:]
+        alone = found_gradients(make_learner(tiny_model, FORWARD, teacher), samples)
         learner.policy.zero_grad()
-        for part in learner.extensions:
-            part.before_update(learner, minibatch, 0)
+        for extension in learner.extensions:
+            extension.before_update(learner, minibatch, 0)
         learner.backward(minibatch)
         for name, value in grads_of(learner).items():
             torch.testing.assert_close(value, alone[name], atol=1e-6, rtol=1e-4)
@@ -376,14 +376,14 @@ def test_a_head_that_is_not_a_product_is_refused(tiny_model, teacher, whose):
 
 def test_the_mean_of_means_weighs_each_sequence_alike(tiny_model, teacher):
     flags = FORWARD, teacher, "--algo.aggregation sequence"
-    _, found = gradient(tiny_model, SAMPLES, *flags)
+    _, grads = gradient(tiny_model, SAMPLES, *flags)
     total: dict[str, torch.Tensor] = {}
     for s in SAMPLES:
-        _, own = gradient(tiny_model, [s], FORWARD, teacher)
-        for name, value in own.items():
+        _, of_sample = gradient(tiny_model, [s], FORWARD, teacher)
+        for name, value in of_sample.items():
             total[name] = total.get(name, 0) + value / len(SAMPLES)
     for name, value in total.items():
-        torch.testing.assert_close(found[name], value, atol=2e-6, rtol=1e-3)
+        torch.testing.assert_close(grads[name], value, atol=2e-6, rtol=1e-3)
 
 
 def test_a_teacher_that_leaves_the_device_teaches_the_same(tiny_model, teacher):
@@ -391,22 +391,22 @@ def test_a_teacher_that_leaves_the_device_teaches_the_same(tiny_model, teacher):
     rows = []
     for leaves in (False, True):
         learner = make_learner(tiny_model, FORWARD, teacher)
-        part = part_of(learner, "ExactTeacher")
-        [policy] = part.models
+        extension = part_of(learner, "ExactTeacher")
+        [policy] = extension.models
         if leaves:
             for weight in policy.hf.parameters():
                 weight.data = weight.data.clone()  # a file's pages cannot leave
-            own = Policy(
+            offloaded = Policy(
                 policy.hf,
                 torch.float32,
                 torch.float32,
                 policy.forward_pass,
                 host_copies=HostCopies(torch.device("cpu"), is_constant=True),
             )
-            with own.on_device():
+            with offloaded.on_device():
                 pass
-            assert not own.is_on_device
-            part.teachers[:] = [ModelTeacher(own, 1.0)]
+            assert not offloaded.is_on_device
+            extension.teachers[:] = [ModelTeacher(offloaded, 1.0)]
         rows += learn(learner, SAMPLES)
     one, other = (row["teacher_loss_nats"] for row in rows)
     assert one == pytest.approx(other, rel=1e-6)
@@ -442,13 +442,17 @@ def test_a_resumed_run_is_as_one_that_was_not_stopped(tmp_path, tiny_model, teac
         f"--algorithm opd --env_path {tmp_path / 'ask.py'} --max_tokens 6 --tasks_per_step 2 "
         f"--group_size 2 --optim.lr 1e-3 --model {tiny_model} --algo.teacher_loss jsd --algo.teacher"
     )
-    whole = weights(run(tmp_path / "whole", flags, teacher, "--num_steps 4"))
+    uninterrupted = weights(run(tmp_path / "whole", flags, teacher, "--num_steps 4"))
     run(tmp_path / "parts", flags, teacher, "--num_steps 2")
     parts = weights(run(tmp_path / "parts", flags, teacher, "--num_steps 4 --resume"))
     begun = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    moved = [(whole[n].float() - w).abs().max() for n, w in begun.named_parameters() if n in whole]
+    moved = [
+        (uninterrupted[n].float() - w).abs().max()
+        for n, w in begun.named_parameters()
+        if n in uninterrupted
+    ]
     assert max(moved) > 1e-3
-    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    assert all(torch.equal(value, parts[name]) for name, value in uninterrupted.items())
 
 
 if __name__ == "__main__":

@@ -50,8 +50,10 @@ def imitated(prompts=(1,), num=9, longest=25) -> list:
     for i in range(num):
         group = random.Random(f"group {i // 3}")
         prompt = [group.randrange(8, 104) for _ in range(prompts[i // 3 % len(prompts)])]
-        said = [draw.randrange(8, 104) for _ in range(draw.randint(1, longest))]
-        samples.append(sample(prompt + said, [0] * len(prompt) + [1] * len(said), 1.0, f"{i // 3}"))
+        reply = [draw.randrange(8, 104) for _ in range(draw.randint(1, longest))]
+        samples.append(
+            sample(prompt + reply, [0] * len(prompt) + [1] * len(reply), 1.0, f"{i // 3}")
+        )
     return samples
 
 
@@ -78,19 +80,19 @@ def read(samples, ids) -> torch.Tensor:
     return torch.arange(ids.shape[1]) < lengths[:, None] - 1
 
 
-def assert_same(found, wanted, tolerance=2e-6):
-    assert found.keys() == wanted.keys()
+def assert_same(actual, wanted, tolerance=2e-6):
+    assert actual.keys() == wanted.keys()
     assert max(value.abs().max() for value in wanted.values()) > 1e-4, "no gradient to compare"
     for name in wanted:
         torch.testing.assert_close(
-            found[name], wanted[name], atol=tolerance, rtol=1e-4, msg=lambda m, n=name: f"{n} {m}"
+            actual[name], wanted[name], atol=tolerance, rtol=1e-4, msg=lambda m, n=name: f"{n} {m}"
         )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(family, name):
     samples, coef = imitated(prompts=(1, 7, 4)), 0.5
-    row, found = update(family(name), samples, COEF, str(coef))
+    row, grads = update(family(name), samples, COEF, str(coef))
     model = load_plain(family(name))
     model.router_aux_loss_coef = coef
     ids, labels = padded(samples)
@@ -103,23 +105,23 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(family, name):
     out.loss.backward()
     assert row["router_aux_loss"] == pytest.approx(out.aux_loss.item(), rel=1e-5)
     assert row["loss"] == pytest.approx((out.loss - coef * out.aux_loss).item(), rel=1e-5)
-    assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+    assert_same(grads, {n: p.grad for n, p in model.named_parameters()})
     _, without = update(family(name), samples)
-    router = next(n for n in found if n.endswith(("gate.weight", "router.weight")))
-    assert (found[router] - without[router]).abs().max() > 1e-3
+    router = next(n for n in grads if n.endswith(("gate.weight", "router.weight")))
+    assert (grads[router] - without[router]).abs().max() > 1e-3
 
 
 def chosen(model, name: str, ids: torch.Tensor) -> list[tuple[torch.Tensor, list[list[int]]]]:
-    """Of each layer with experts: the routers' logits of one sequence's tokens, and whom each goes
-    to, by transformers."""
-    found, kinds = [], ("MixtralTopKRouter", "DeepseekV3TopkRouter")
-    keep = lambda module, _, out: found.append((out[0].detach(), out[2].tolist()))  # noqa: E731
+    """For each layer with experts, the router logits of one sequence's tokens, and the experts
+    of each, by transformers."""
+    choices, kinds = [], ("MixtralTopKRouter", "DeepseekV3TopkRouter")
+    keep = lambda module, _, out: choices.append((out[0].detach(), out[2].tolist()))  # noqa: E731
     hooks = [m.register_forward_hook(keep) for m in model.modules() if type(m).__name__ in kinds]
     with torch.no_grad():
         model(input_ids=ids[None], use_cache=False)
     for hook in hooks:
         hook.remove()
-    return found
+    return choices
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
@@ -161,11 +163,11 @@ SPLITS = {
 def test_splits_of_a_minibatch_give_one_loss_load_and_gradient(family, name, split):
     """A prompt of 60 tokens is shared in one microbatch, and stands alone in another."""
     samples = imitated(prompts=(60, 3))
-    row, whole = update(family(name), samples, COEF, "0.5")
-    other, found = update(family(name), samples, COEF, "0.5", SPLITS[split])
+    row, wanted = update(family(name), samples, COEF, "0.5")
+    other, grads = update(family(name), samples, COEF, "0.5", SPLITS[split])
     for key in ("router_aux_loss", "expert_load_maxvio", "loss"):
         assert other[key] == pytest.approx(row[key], rel=1e-5), key
-    assert_same(found, whole)
+    assert_same(grads, wanted)
 
 
 def test_an_update_leaves_no_graph_behind(family):
@@ -177,12 +179,12 @@ def test_an_update_leaves_no_graph_behind(family):
 
 
 def compare(ranks, folder, out) -> dict:
-    """Every rank: what an update took away from a router, and its metrics, for meshes of these
+    """Every rank: the change of an update, and its metrics, for meshes of these
     ranks."""
     from rl_core.distributed import Mesh, on_mesh
     from rl_core.metrics import reduce_metrics
 
-    found = {}
+    rows = {}
     for name, mesh in {
         "dp": Mesh(dp_shard=2),
         "cp": Mesh(cp=2),
@@ -201,19 +203,19 @@ def compare(ranks, folder, out) -> dict:
         torch.save(
             {n: before[n] - w for n, w in learner.named_weights()}, f"{out}.{name}.{ranks.rank}"
         )
-        found[name] = row
-    return found
+        rows[name] = row
+    return rows
 
 
 def test_ranks_give_one_loss_load_and_gradient(family, tmp_path):
-    row, whole = update(family("qwen3_moe"), imitated(prompts=(60, 3)), COEF, "0.5")
-    for rank, found in enumerate(
+    row, wanted = update(family("qwen3_moe"), imitated(prompts=(60, 3)), COEF, "0.5")
+    for rank, rows in enumerate(
         of_ranks(2, __file__, "compare", family("qwen3_moe"), tmp_path / "taken")
     ):
-        for name, values in found.items():
+        for name, values in rows.items():
             for key in ("router_aux_loss", "expert_load_maxvio", "loss"):
                 assert values[key] == pytest.approx(row[key], rel=1e-5), (name, key)
-            assert_same(torch.load(tmp_path / f"taken.{name}.{rank}"), whole)
+            assert_same(torch.load(tmp_path / f"taken.{name}.{rank}"), wanted)
 
 
 @pytest.mark.parametrize(
@@ -258,8 +260,8 @@ def drawn(model, *flags, ranks=None):
     """A learner with adapters that are not nothing, on experts too."""
     learner = make_learner(model, SFT, SGD, LORA, *flags, ranks=ranks)
     for number, (_, parameter) in enumerate(adapter_parameters(learner.policy.hf)):
-        part, slices = local_slices(parameter)
-        part.copy_(
+        local_part, slices = local_slices(parameter)
+        local_part.copy_(
             torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))[slices]
             / 10
         )
@@ -267,8 +269,8 @@ def drawn(model, *flags, ranks=None):
     return learner
 
 
-def taken(learner, samples) -> dict:
-    """What one step of SGD with rate 1 takes away from the adapters."""
+def adapter_step(learner, samples) -> dict:
+    """The change of the adapters in one step of SGD with rate 1, negated."""
     before = {
         name: weight.clone() for name, weight in adapter_weights(learner.policy.hf, "default")
     }
@@ -302,11 +304,11 @@ def test_adapters_on_experts_learn_by_the_merged_models_gradient_and_are_exporte
     ids, labels = padded(samples)
     plain(input_ids=ids, attention_mask=read(samples, ids).long(), labels=labels).loss.backward()
     pairs = {n: w.detach().clone() for n, w in adapter_weights(learner.policy.hf, "default")}
-    found, scale, num = taken(learner, samples), 32 / 2, 4
+    grads, scale, num = adapter_step(learner, samples), 32 / 2, 4
     # peft puts the layer of gate_up_proj inside that of down_proj, or the other way.
     for inner in ("", ".base_layer"):
         prefix = f"base_model.model.model.layers.1.mlp.experts{inner}.lora_"
-        a, b = (pairs[f"{prefix}{part}.weight"] for part in "AB")
+        a, b = (pairs[f"{prefix}{factor}.weight"] for factor in "AB")
         a, b = a.view(num, 2, -1), b.view(len(b), 2, num).permute(2, 0, 1)
         both = [
             p.grad
@@ -321,25 +323,25 @@ def test_adapters_on_experts_learn_by_the_merged_models_gradient_and_are_exporte
         wanted = {"A": scale * b.mT @ dw, "B": scale * dw @ a.mT}
         wanted = {"A": wanted["A"].flatten(0, 1), "B": wanted["B"].permute(1, 2, 0).flatten(1)}
         assert_same(
-            {part: found[f"{prefix}{part}.weight"] for part in "AB"}, wanted, tolerance=1e-5
+            {factor: grads[f"{prefix}{factor}.weight"] for factor in "AB"}, wanted, tolerance=1e-5
         )
 
 
 def compare_adapters(ranks, folder, out) -> None:
-    """Every rank: what an update took away from adapters."""
+    """Every rank: the negated change of adapters in an update."""
     for name, flags in {
         "dp": "",
         "recomputed": "--learner.activations recompute",
         "always": "--learner.offload always",
     }.items():
         learner = drawn(folder, flags, ranks=ranks)
-        torch.save(taken(learner, imitated()[ranks.rank :: 2]), f"{out}.{name}.{ranks.rank}")
+        torch.save(adapter_step(learner, imitated()[ranks.rank :: 2]), f"{out}.{name}.{ranks.rank}")
         torch.save(dict(learner.named_weights()), f"{out}.{name}.merged.{ranks.rank}")
 
 
 def test_ranks_train_adapters_on_experts_alike(family, tmp_path):
     learner = drawn(family("qwen3_moe"))
-    wanted, merged = taken(learner, imitated()), dict(learner.named_weights())
+    wanted, merged = adapter_step(learner, imitated()), dict(learner.named_weights())
     of_ranks(2, __file__, "compare_adapters", family("qwen3_moe"), tmp_path / "taken")
     for name in ("dp", "recomputed", "always"):
         assert_same(torch.load(tmp_path / f"taken.{name}.1"), wanted)
@@ -363,11 +365,11 @@ def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, 
         sizes,
         lora,
     )
-    said = (
+    is_reported = (
         "k trained; no adapters on experts.down_proj, experts.gate_up_proj)"
         in capfd.readouterr().out
     )
-    assert said == (targets == "all-linear")
+    assert is_reported == (targets == "all-linear")
     assert kit.steps(out)[-1]["learn/policy/mismatch_kl_nats_max"] < 1e-6, (
         "the engine has the merged experts"
     )
@@ -412,14 +414,14 @@ def test_adapters_on_experts_are_refused_where_they_cannot_be(
     "name, billions", [("mixtral", 12.88), ("gpt_oss", 5.13 + 0.58), ("llama", 6.74)]
 )
 def test_active_parameters_are_those_that_are_published(name, billions):
-    """Of Mixtral-8x7B, gpt-oss-120b (whose 5.13 leave out the embedding) and Llama-2-7B, which are
+    """Mixtral-8x7B, gpt-oss-120b (whose 5.13 leave out the embedding) and Llama-2-7B are
     the families' defaults."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name))
     assert active_parameters(model) == pytest.approx(billions * 1e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", kit.families(FAMILIES))
 def test_of_experts_those_count_that_a_token_goes_to_and_of_layers_those_with_attention(name):
     config = family_config(name)
     text = config.get_text_config()
@@ -443,8 +445,10 @@ def test_mfu_of_a_mixture_counts_the_work_that_is_done(family):
     learner = make_learner(family("qwen3_moe"), SFT)
     _, packing = learner.shard(imitated())
     work = packing["pack/fill_frac"].total
-    found = mfu(learner, work, 2.0, peak_flops("NVIDIA H100 80GB HBM3"))["mfu"].value
-    assert found == pytest.approx(6 * active_parameters(learner.policy.hf) * work / (2.0 * 989e12))
+    utilization = mfu(learner, work, 2.0, peak_flops("NVIDIA H100 80GB HBM3"))["mfu"].value
+    assert utilization == pytest.approx(
+        6 * active_parameters(learner.policy.hf) * work / (2.0 * 989e12)
+    )
     assert active_parameters(learner.policy.hf) < sum(
         p.numel() for p in learner.policy.parameters()
     )

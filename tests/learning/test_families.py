@@ -1,4 +1,4 @@
-"""A short form of docs/models.md, and what is named and left alone in exports."""
+"""A short form of docs/models.md, and the names and unchanged weights of exports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import transformers
-from kit import embedded, longrope, make_learner, make_skeleton, sample, steps
+from kit import embedded, families, longrope, make_learner, make_skeleton, sample, steps
 from models_table import (
     FAMILIES,
     LIMITS,
@@ -53,14 +53,14 @@ RUNS = ("sft", "grpo", "lora")
 FROZEN = ("correction_bias", "vision", "visual", "multi_modal_projector")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families(FAMILIES))
 def test_configurations_of_the_table_hold_only_what_their_family_has(name):
     config = family_config(name)
-    for part in (config, config.get_text_config(), getattr(config, "vision_config", config)):
-        assert part.to_dict().keys() <= type(part)().to_dict().keys()
+    for section in (config, config.get_text_config(), getattr(config, "vision_config", config)):
+        assert section.to_dict().keys() <= type(section)().to_dict().keys()
 
 
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("name", families(FORWARDS))
 def test_a_family_computes_what_transformers_does_and_is_exported_as_it_came(name, tmp_path):
     if (name, transformers.__version__) == ("llama4", "5.24.0"):
         pytest.skip("Llama 4 with its vision tower fails in transformers 5.24.0")
@@ -83,7 +83,7 @@ def test_a_family_computes_what_transformers_does_and_is_exported_as_it_came(nam
     assert streamed.keys() == before.keys() and all(
         torch.equal(v, before[n]) for n, v in streamed.items()
     )
-    frozen = [n for n in before if any(part in n for part in FROZEN)]
+    frozen = [n for n in before if any(fragment in n for fragment in FROZEN)]
     assert all(
         weights.keys() == before.keys() and torch.equal(before[n], weights[n])
         for weights in after
@@ -134,9 +134,10 @@ def test_padded_rows_are_the_same_over_two_ranks_and_are_not_cut(tmp_path, torch
     ]
     flags += ["--data.train", tmp_path / "rows.jsonl", "--optim.name", "sgd"]
     for num in (1, 2):
-        said = torchrun(num, *map(str, [*flags, "--out", tmp_path / f"{num}"])).stdout
+        printed = torchrun(num, *map(str, [*flags, "--out", tmp_path / f"{num}"])).stdout
         assert (
-            said.count("padded rows, which is slower than packed: it has layers of kind conv") == 1
+            printed.count("padded rows, which is slower than packed: it has layers of kind conv")
+            == 1
         )
     one, two = (steps(tmp_path / f"{num}") for num in (1, 2))
     for key in ("learn/policy/loss", "learn/policy/grad_norm"):
@@ -180,9 +181,9 @@ def test_sequences_that_longrope_allows_do_not_change_each_other(name, tmp_path)
     # One token more changes all of them.
     assert (plain_logprobs(plain, ids[:1], ids[1:])[:-1] - alone[0]).abs().max() > 0.1
     batch = pack_samples([sample(row, [0] + [1] * (len(row) - 1), 1.0) for row in sequences])
-    found = make_learner(tmp_path).forward(batch)[0].detach()
+    logprobs = make_learner(tmp_path).forward(batch)[0].detach()
     for number, expected in enumerate(alone):
-        assert torch.allclose(found[batch.sequences == number], expected, atol=1e-5)
+        assert torch.allclose(logprobs[batch.sequences == number], expected, atol=1e-5)
 
     engine = embedded(plain, max_context_tokens=200)
     params = SamplingParams(max_tokens=100)

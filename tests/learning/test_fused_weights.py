@@ -30,28 +30,28 @@ KINDS = ("dp 2", "hsdp 2", "lora", "scores", "offload")
 
 
 def compare_loading(ranks, *models) -> dict:
-    """Every rank: what it holds otherwise than transformers loads, by model and kind."""
-    found = {}
+    """Every rank: the weights that differ from those of transformers, by model and kind."""
+    differing = {}
     for path in models:
         for kind in KINDS:
             if kind not in ("dp 2", "lora") and not path.endswith("qwen3_moe"):
                 continue
             of_kind = on_mesh(ranks, Mesh(dp_replicate=2)) if kind == "hsdp 2" else ranks
             adapters = {"default": (LoraConfig(rank=2), 0)} if kind == "lora" else None
-            how = LearnerConfig(offload="always") if kind == "offload" else None
+            options = LearnerConfig(offload="always") if kind == "offload" else None
             policy = make_policy(
-                path, torch.float32, of_kind, how, adapters, is_scoring=kind == "scores"
+                path, torch.float32, of_kind, options, adapters, is_scoring=kind == "scores"
             )
-            whole = loading.load_hf_model(path, torch.float32, ranks.device, kind == "scores")
-            found[f"{Path(path).name} {kind}"] = differences(policy, whole)
-    return found
+            plain = loading.load_hf_model(path, torch.float32, ranks.device, kind == "scores")
+            differing[f"{Path(path).name} {kind}"] = differences(policy, plain)
+    return differing
 
 
 def test_each_of_two_ranks_holds_its_part_of_what_transformers_loads(family):  # noqa: F811
-    for found in of_ranks(
+    for differing in of_ranks(
         2, __file__, "compare_loading", *(family(name) for name in FAMILIES), timeout_s=300
     ):
-        assert len(found) == 2 * len(FAMILIES) + 3 and not any(found.values()), found
+        assert len(differing) == 2 * len(FAMILIES) + 3 and not any(differing.values()), differing
 
 
 def export(ranks, model, out) -> list[str]:
@@ -78,33 +78,33 @@ def test_two_ranks_export_and_stream_the_checkpoints_own_names_and_buffers(famil
             load_file(tmp_path / "export/model.safetensors"),
         )
         assert names == sorted(before)
-        for found in (streamed, after):
-            assert found.keys() == before.keys()
-            assert all(torch.equal(value, before[n]) for n, value in found.items())
+        for weights in (streamed, after):
+            assert weights.keys() == before.keys()
+            assert all(torch.equal(value, before[n]) for n, value in weights.items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_of_a_checkpoints_experts_only_those_of_an_index_are_read(family, name):  # noqa: F811
-    whole = dict(
+    plain = dict(
         loading.load_hf_model(family(name), torch.float32, torch.device("cpu")).named_parameters()
     )
     with fused_later() as fused:
         loading.load_hf_model(family(name), "auto", None)
-    assert fused.keys() == {n for n in whole if whole[n].ndim == 3}
+    assert fused.keys() == {n for n in plain if plain[n].ndim == 3}
     for n, weight in fused.items():
         weight.parts = {
             p: [t if e in (1, 2) else None for e, t in enumerate(ts)]
             for p, ts in weight.parts.items()
         }
-        part = slice(1, 3), slice(3, 20), slice(0, 9)
-        assert torch.equal(weight[part], whole[n].detach()[part])
-        assert weight[(slice(4, 4), *part[1:])].shape == (0, 17, 9)
+        index = slice(1, 3), slice(3, 20), slice(0, 9)
+        assert torch.equal(weight[index], plain[n].detach()[index])
+        assert weight[(slice(4, 4), *index[1:])].shape == (0, 17, 9)
 
 
 def measure_peak(ranks, model, small) -> dict:
     """Every rank: MiB by which its peak grew while the model was loaded and split."""
     make_policy(small, torch.float32, ranks)  # imports, threads
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak to the memory in use.
     before = peak_mib()
     policy = make_policy(model, torch.float32, ranks)
     return {
@@ -123,9 +123,9 @@ def test_a_rank_reads_and_holds_little_more_than_its_own_experts(family, tmp_pat
         "num_hidden_layers": 8,
     }
     model = save_model(tmp_path / "model", family("qwen3_moe"), **sizes, vocab_size=200)
-    for found in of_ranks(2, __file__, "measure_peak", model, family("qwen3_moe")):
-        print(f"{found}, MiB")
-        assert found["model"] > 140 and found["grew"] < 0.65 * found["model"]
+    for mib in of_ranks(2, __file__, "measure_peak", model, family("qwen3_moe")):
+        print(f"{mib}, MiB")
+        assert mib["model"] > 140 and mib["grew"] < 0.65 * mib["model"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a learner and the embedded engine compute on a GPU is what they compute on a CPU."""
+"""A learner and the embedded engine compute the same on a GPU and on a CPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ WORKS = {
 }
 
 
-def off(found, expected) -> float:
-    """How far two gradients are apart, by the longer one's length."""
-    apart = sum((found[n].cpu() - w.cpu()).double().square().sum() for n, w in expected.items())
+def off(grads, expected) -> float:
+    """The distance of two gradients, relative to the expected one's norm."""
+    apart = sum((grads[n].cpu() - w.cpu()).double().square().sum() for n, w in expected.items())
     return (apart / sum(w.double().square().sum().cpu() for w in expected.values())).sqrt().item()
 
 
@@ -37,10 +37,10 @@ def test_gradients_on_a_gpu_are_those_on_a_cpu(tiny_model, flags):
     there = dataclasses.replace(here, device=torch.device("cpu"))
     samples = ragged_samples(24, shared_prompt=20)
     loss, expected = gradient(tiny_model, samples, flags, ranks=there)
-    found_loss, found = gradient(tiny_model, samples, flags, ranks=here)
-    assert found_loss == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    loss_on_gpu, grads = gradient(tiny_model, samples, flags, ranks=here)
+    assert loss_on_gpu == pytest.approx(loss, rel=1e-4, abs=1e-6)
     assert any(w.abs().max() > 0 for w in expected.values())
-    assert off(found, expected) < 1e-3
+    assert off(grads, expected) < 1e-3
 
 
 @pytest.mark.parametrize("num_slots", [3, 12])

@@ -73,11 +73,11 @@ def test_old_logprobs_of_joined_batches_are_those_of_transformers(tiny_model):
         for number, path in enumerate(batch.paths):
             with torch.no_grad():
                 logits = hf(batch.input_ids[path][None]).logits[0] / 0.7
-            own = batch.sequences == number
-            places = [path.tolist().index(i) for i in batch.logit_indices[own].tolist()]
-            expected = logits.log_softmax(-1)[places, batch.labels[own]]
+            of_sequence = batch.sequences == number
+            places = [path.tolist().index(i) for i in batch.logit_indices[of_sequence].tolist()]
+            expected = logits.log_softmax(-1)[places, batch.labels[of_sequence]]
             torch.testing.assert_close(
-                batch.old_logprobs[own].double(), expected, rtol=0, atol=1e-5
+                batch.old_logprobs[of_sequence].double(), expected, rtol=0, atol=1e-5
             )
 
 
@@ -89,8 +89,8 @@ def test_forwards_without_gradient_are_fewer_by_the_ratio_of_the_flags(tiny_mode
 
 
 def joined_on_ranks(ranks: Ranks, model: str, flags: str) -> list:
-    own = ragged_samples(24)[ranks.rank :: ranks.size]
-    batches, _ = annotated(model, flags, own, ranks)
+    samples = ragged_samples(24)[ranks.rank :: ranks.size]
+    batches, _ = annotated(model, flags, samples, ranks)
     return [batch.old_logprobs.tolist() for batch in batches]
 
 
@@ -133,7 +133,7 @@ def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         ("--learner.inference_tokens 9000", "at least twice --learner.microbatch_tokens=8192"),
         ("--learner.inference_tokens 20000 --cp 2", "--cp=2"),
@@ -141,9 +141,9 @@ def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
         ("--learner.inference_tokens automatic", "inference_tokens"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(flags, said):
+def test_what_cannot_be_joined_is_refused(flags, message):
     arguments = words("--model m --env_path e.py --out x --engine embedded", flags)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_options(parse_config(arguments))
 
 

@@ -23,7 +23,7 @@ def make_learner(model, *flags, algorithm="grpo") -> Learner:
 
 
 def ragged_samples(num=12, seed=0, shared_prompt=0) -> list[TrainingSample]:
-    """Two turns each: prompt, reply, what the environment said, reply. Some advantages are zero,
+    """Two turns each: prompt, reply, environment's message, reply. Some advantages are zero,
     some tokens at the end untrained. With shared_prompt, four samples each begin with the same
     tokens and some replies are a single token."""
     draw = random.Random(seed)
@@ -75,9 +75,9 @@ def gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch
         loss = losses.sum() / minibatches[0].denominator
         loss.backward()
         total += loss.item()
-    found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
+    grads = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
     learner.policy.zero_grad()
-    return found, total
+    return grads, total
 
 
 def padded_gradients(
@@ -104,7 +104,7 @@ def padded_gradients(
                 continue
             lp = logprobs[row, i - 1, s.token_ids[i]]
             if not a.is_rl:
-                loss = loss - s.advantages[i] * lp / count  # of sft: the token's weight
+                loss = loss - s.advantages[i] * lp / count  # SFT stores the token's weight here.
                 continue
             old = lp.detach() - old_shift * torch.sin(torch.tensor(float(s.token_ids[i])))
             ratio = torch.exp(lp - old)
@@ -120,9 +120,9 @@ def padded_gradients(
                 / count
             )
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
     learner.policy.zero_grad()
-    return found, loss.item()
+    return grads, loss.item()
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance=2e-6):
@@ -273,8 +273,8 @@ def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradien
         "0.01",
     ]
     learner, plain = (make_learner(tiny_model, *flags, "--num_steps", "9") for _ in range(2))
-    own = list(learner.policy.parameters())
-    copies = [torch.nn.Parameter(p.detach().clone()) for p in own]
+    weights_of_learner = list(learner.policy.parameters())
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in weights_of_learner]
     matrices, rest = (
         [p for p in copies if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)
     )
@@ -285,9 +285,14 @@ def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradien
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.8)
     warmup = [0.08 * x / 4 for x in (1, 1.5, 2, 2.5, 3, 3.5)]
     rates = iter([*warmup, 0.08, 0.08 * (1 - 0.5 / 6)])  # two updates in each of four steps
-    seen = []  # at each update: the weights before it and its gradients
+    seen = []  # Weights before each update, and its gradients.
     learner.optimizer.register_step_pre_hook(
-        lambda *_: seen.append(([p.detach().clone() for p in own], [p.grad.clone() for p in own]))
+        lambda *_: seen.append(
+            (
+                [p.detach().clone() for p in weights_of_learner],
+                [p.grad.clone() for p in weights_of_learner],
+            )
+        )
     )
     for step in range(4):
         samples = ragged_samples(seed=step)
@@ -307,7 +312,7 @@ def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradien
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-    # Of each of 8 updates of at most lr: some ten roundings of 2^-24.
+    # Each of 8 updates moves at most lr, with some ten roundings of 2^-24.
     for (n, a), b in zip(learner.policy.named_parameters(), copies, strict=True):
         torch.testing.assert_close(
             a, b.detach(), atol=8 * 10 * 2**-24 * 0.08, rtol=1e-5, msg=lambda m, n=n: f"{n}: {m}"
@@ -332,8 +337,8 @@ def test_all_logprobs_of_the_learner_are_at_the_temperature_of_sampling(tiny_mod
             if s.loss_mask[i]
         ]
     hf.set_attn_implementation("rl_core_packed")
-    for found in (batch.old_logprobs, batch.ref_logprobs, learner.forward(batch)[0]):
-        pairs = sorted(zip(batch.labels.tolist(), found.tolist(), strict=True))
+    for logprobs_of in (batch.old_logprobs, batch.ref_logprobs, learner.forward(batch)[0]):
+        pairs = sorted(zip(batch.labels.tolist(), logprobs_of.tolist(), strict=True))
         assert [x for pair in pairs for x in pair] == pytest.approx(
             [x for pair in sorted(want) for x in pair], abs=1e-5
         )

@@ -52,7 +52,7 @@ def make_model(kind: str, seed: int = 0):
 
 
 def check_patches() -> None:
-    """What is put into a model, and that an architecture without kernels is refused."""
+    """Modules that are patched, and the refusal of an architecture without kernels."""
     for kind, norms in {"qwen2": 5, "qwen3": 9, "llama": 5}.items():
         model, other = make_model(kind), make_model(kind, seed=1)
         weights = dict(model.named_parameters())
@@ -92,7 +92,7 @@ def compare_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
             assert error < tolerance, (kind, tuple(plain.shape), error.item())
 
 
-# In a process of its own: Liger sets rotary positions for every model of the process.
+# Runs in a separate process: Liger sets rotary positions for every model of the process.
 def run_here(code: str) -> None:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(

@@ -1,4 +1,4 @@
-"""The learner's own decoder of Llama's layout gives what the models' own forward gives."""
+"""The learner's decoder of Llama's layout equals the models' forward in transformers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rl_core.models.kernels.llama_cpu import OneDNNLinear, RMSNorm, Rotary
 def both_gradients(learner) -> list[dict[str, torch.Tensor]]:
     """By the decoder that stands in for the model's own, and by that."""
     assert learner.policy.decoder is not None
-    found = [gradients(learner, ragged_samples(), 0.3)]
+    both = [gradients(learner, ragged_samples(), 0.3)]
     learner.policy.use_decoder(None)
-    found.append(gradients(learner, ragged_samples(), 0.3))
-    (mine, loss), (own, own_loss) = found
-    assert loss == pytest.approx(own_loss, abs=loss_rounding(ragged_samples()))
-    return [mine, own]
+    both.append(gradients(learner, ragged_samples(), 0.3))
+    (mine, loss), (plain, plain_loss) = both
+    assert loss == pytest.approx(plain_loss, abs=loss_rounding(ragged_samples()))
+    return [mine, plain]
 
 
 WINDOWS = {
     "qwen3": {},
-    "llama": {"sliding_window": 4},  # which it does not know
+    "llama": {"sliding_window": 4},  # Llama's configuration has no such key.
     "mistral": {"sliding_window": 4},
     "qwen2": {
         "use_sliding_window": True,
@@ -59,13 +59,13 @@ def test_gradients_of_adapters_are_those_of_the_models_own_forward(tiny_model, p
     learner.policy.hf.requires_grad_(False)
     for name, parameter in learner.policy.hf.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    found = []
+    both = []
     for decoder in (learner.policy.decoder, None):
         learner.policy.use_decoder(decoder)
         learner.backward(learner.shard(ragged_samples())[0][0])
-        found.append({name: p.grad.clone() for name, p in learner.trained_parameters()})
+        both.append({name: p.grad.clone() for name, p in learner.trained_parameters()})
         learner.policy.zero_grad()
-    assert_same(*found)
+    assert_same(*both)
 
 
 @pytest.mark.parametrize("flags", ["--learner.kernels compile", "--learner.activations recompute"])
@@ -78,14 +78,14 @@ def test_gradients_of_onednn_products_are_those_of_a_linear_layer(is_trained):
     torch.manual_seed(0)
     layer = torch.nn.Linear(48, 32).requires_grad_(is_trained)
     x = torch.randn(40, 48, requires_grad=True)
-    found = []
+    both = []
     for y in (layer(x), OneDNNLinear.apply(x, layer.weight, layer.bias)):
         x.grad = None
         layer.zero_grad()
-        y.sum(1).cos().sum().backward()  # whose gradient of y has a stride of 0
+        y.sum(1).cos().sum().backward()  # The gradient of y has a stride of 0.
         grads = [p.grad for p in (x, *layer.parameters()) if p.requires_grad]
-        found.append([y.detach(), *grads])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+        both.append([y.detach(), *grads])
+    torch.testing.assert_close(both[1], both[0], rtol=1e-5, atol=1e-5)
 
 
 def test_norms_and_rotary_positions_have_the_derivative_of_their_formula():

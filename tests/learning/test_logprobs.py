@@ -180,7 +180,7 @@ def test_no_tokens_give_no_logprobs_and_a_gradient_of_zero():
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made under it, beside the inputs, held at once."""
+    """Peak bytes of tensors made under this mode, without the inputs."""
 
     def __init__(self, *inputs: torch.Tensor):
         super().__init__()
@@ -244,7 +244,7 @@ def test_peak_memory_is_below_a_gibibyte_at_the_sizes_of_real_models(
     hidden = torch.empty(num_tokens, width, dtype=dtype, device="meta", requires_grad=True)
     weight = torch.empty(num_ids, width, dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty(num_tokens, dtype=torch.long, device="meta")
-    # Of the weight's gradient.
+    # The weight's gradient is summed in fp32.
     sums = 4 * num_ids * width if dtype == torch.bfloat16 else 0
     with PeakBytes(hidden, weight, labels) as memory:
         logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
@@ -268,11 +268,11 @@ def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_
     for tile_bytes, num_tiles in [
         (fused.CPU_TILE_BYTES, 6),
         (fused.CUDA_TILE_BYTES, 6),
-        (256 << 20, 1),  # of models/kernels/triton_logprobs.py
+        (256 << 20, 1),  # TILE_BYTES of the Triton kernels.
     ]:
         tokens, ids = fused.tile_shape(num_tokens, num_ids, width, tile_bytes)
         assert tokens >= 1 and 1 <= ids <= num_ids
-        # In fp32: the tile and what is made of it, the sums of the hidden states' gradient, two
+        # In fp32: the tile and its derived tensors, the sums of the hidden states' gradient, two
         # factors raised.
         tensors = num_tiles * tokens * ids + 2 * tokens * width + max(tokens, ids) * width
         kept = fused.KEPT_BYTES if tile_bytes == fused.CPU_TILE_BYTES else 0
@@ -285,9 +285,12 @@ def compare_triton_kernels(device: str) -> None:
     from rl_core.models.kernels import triton_logprobs as kernel
 
     low = torch.bfloat16 if device == "cuda" else torch.float16
-    for tile_bytes, how in ((256 << 20, [(0.7, 0.6)]), (4 * 140 * 2100, [(1.0, 0.0), (0.7, 0.6)])):
+    for tile_bytes, settings in (
+        (256 << 20, [(0.7, 0.6)]),
+        (4 * 140 * 2100, [(1.0, 0.0), (0.7, 0.6)]),
+    ):
         kernel.TILE_BYTES = tile_bytes
-        for temperature, entropy_coef in how:
+        for temperature, entropy_coef in settings:
             inputs = make_inputs(150, 4200, 72, device=device, offset=5.0)
             assert_equal_to_all_logits(inputs, temperature, entropy_coef, 2e-6, 1e-5, kernel=kernel)
         inputs = make_inputs(5, 40, 24, low, device)
@@ -363,8 +366,8 @@ def compile_triton_kernels() -> None:
                 file.write(made.asm["cubin"])
                 file.flush()
                 command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-                said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            assert "STACK:0 " in said and "LOCAL:0 " in said, (kernel, capability, said)
+                usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            assert "STACK:0 " in usage and "LOCAL:0 " in usage, (kernel, capability, usage)
 
 
 @needs_triton
@@ -420,7 +423,7 @@ def test_a_heads_bias_scale_and_cap_are_what_the_family_applies(kind):
         "head_dim": 8,
         "moe_intermediate_size": 16,
     }
-    if kind == "minicpm3":  # whose logits_scaling is computed
+    if kind == "minicpm3":  # This family computes logits_scaling.
         del sizes["logits_scaling"]
         sizes |= {"dim_model_base": 4}
     config = AutoConfig.for_model(kind, **sizes)
@@ -540,8 +543,8 @@ def test_scores_of_bf16_factors_are_in_fp32():
     hidden = torch.randn(9, 64, dtype=torch.bfloat16)
     expected = hidden.double() @ hf.score.weight[0].double()
     policy = Policy(hf, torch.bfloat16, torch.float32, PackedForward(DENSE))
-    found, _ = policy.outputs(hidden, torch.zeros(9), 1.0)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4, check_dtype=False)
+    scores, _ = policy.outputs(hidden, torch.zeros(9), 1.0)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4, check_dtype=False)
 
 
 def test_a_bias_of_scores_is_added():

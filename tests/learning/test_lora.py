@@ -1,5 +1,5 @@
-"""Adapters: what is trained, what the engine and the export get, over ranks and after resuming; the
-model in 4 bits."""
+"""Adapters: trained weights, weights of the engine and the export, over ranks and after resuming;
+the model in 4 bits."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(
         before = base(ids).logits
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "policy_adapter")(ids).logits
     assert (want - before).abs().max() > 0.1
-    # An adapter that was trained beside 4 bits is as good beside the model that they came from, up
-    # to their rounding.
+    # An adapter trained on a 4-bit model fits the model before quantization, up
+    # to the rounding of 4 bits.
     tolerance = 1e-5 if flags is LORA else 0.5 * (want - before).abs().max().item()
     torch.testing.assert_close(adapted, want, atol=tolerance, rtol=1e-5)
     config = json.loads((tmp_path / "policy_adapter/adapter_config.json").read_text())

@@ -30,10 +30,10 @@ def gradients(learner, samples) -> dict[str, torch.Tensor]:
     minibatches, _ = learner.shard(samples)
     learner.backward(minibatches[0])
     learner.clip_gradients()
-    found = {}
+    grads = {}
     for name, parameter in learner.trained_parameters():
-        found[name] = local(parameter.grad).float().clone()
-    return found
+        grads[name] = local(parameter.grad).float().clone()
+    return grads
 
 
 def faint(samples, by: float):
@@ -46,7 +46,7 @@ def test_gradients_that_fp16_could_not_hold_are_those_of_fp32(tiny_model, in_fp1
     flags = words("--optim.max_grad_norm 0")
     exact = gradients(make_learner(tiny_model, *words(SFT), *flags), faint(ragged_samples(), 1e-5))
     learner = in_fp16(*flags)
-    found = gradients(learner, faint(ragged_samples(), 1e-5))
+    scaled = gradients(learner, faint(ragged_samples(), 1e-5))
     learner.policy.zero_grad()
     part_of(learner, "LossScale").loss_scale = 1.0
     lost = gradients(learner, faint(ragged_samples(), 1e-5))
@@ -55,7 +55,7 @@ def test_gradients_that_fp16_could_not_hold_are_those_of_fp32(tiny_model, in_fp1
         parts = [(of[name] - exact[name]).norm() / exact[name].norm() for name in exact]
         return max(parts).item()
 
-    assert error(found) < 0.03 < 0.2 < error(lost)
+    assert error(scaled) < 0.03 < 0.2 < error(lost)
 
 
 def test_the_scale_is_that_of_torchs_grad_scaler(in_fp16, monkeypatch):
@@ -69,14 +69,14 @@ def test_the_scale_is_that_of_torchs_grad_scaler(in_fp16, monkeypatch):
     for step in range(24):
         before = learner.num_updates
         weights = [local(p).clone() for _, p in learner.trained_parameters()]
-        found = learner.step(learner.shard(ragged_samples(seed=step))[0], step)
+        row = learner.step(learner.shard(ragged_samples(seed=step))[0], step)
         is_updated = learner.num_updates > before
         same = [
             torch.equal(local(p), w)
             for (_, p), w in zip(learner.trained_parameters(), weights, strict=True)
         ]
         assert all(same) != is_updated
-        assert ("overflowed_updates" in found) != is_updated
+        assert ("overflowed_updates" in row) != is_updated
         # The same gradients, finite or not, for torch's own.
         scaler.scale(weight.sum()).backward()
         weight.grad = torch.full((1,), 1.0 if is_updated else float("inf"))
@@ -91,8 +91,8 @@ def test_the_scale_is_that_of_torchs_grad_scaler(in_fp16, monkeypatch):
 
 def test_a_loss_that_is_not_finite_is_no_overflow(in_fp16):
     learner = in_fp16()
-    found = learner.step(learner.shard(faint(ragged_samples(), float("nan")))[0], 0)
-    assert "nonfinite_updates" in found and "overflowed_updates" not in found
+    row = learner.step(learner.shard(faint(ragged_samples(), float("nan")))[0], 0)
+    assert "nonfinite_updates" in row and "overflowed_updates" not in row
     assert part_of(learner, "LossScale").loss_scale == fp16.FIRST_SCALE
 
 
@@ -121,13 +121,13 @@ def test_a_run_in_fp16_learns_resumes_and_counts_what_overflowed(
         SFT, "--learner.dtype float16 --tasks_per_step 4 --max_tokens 40 --max_prompt_tokens 24"
     )
     flags += words("--model", tiny_model, "--data.train", sort_data / "few.jsonl")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole, flags, "--num_steps 4", ranks=ranks)
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    run(uninterrupted, flags, "--num_steps 4", ranks=ranks)
     run(parts, flags, "--num_steps 2", ranks=ranks)
     run(parts, flags, "--num_steps 4 --resume", ranks=ranks)
-    rows = [[row["learn/policy/loss"] for row in metrics(out)] for out in (whole, parts)]
+    rows = [[row["learn/policy/loss"] for row in metrics(out)] for out in (uninterrupted, parts)]
     assert rows[0] == rows[1] and rows[0][-1] < rows[0][0]
-    assert metrics(whole)[-1]["learn/policy/loss_scale"] == fp16.FIRST_SCALE
+    assert metrics(uninterrupted)[-1]["learn/policy/loss_scale"] == fp16.FIRST_SCALE
     saved = json.loads((parts / "checkpoints/step_000004/state.json").read_text())
     assert saved["optimizers"]["policy"]["state"] == {"scale": 2.0**16, "finite_in_a_row": 4}
 

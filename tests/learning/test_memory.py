@@ -1,4 +1,4 @@
-"""What little memory must not change: weights that each rank reads by itself, and what waits on the
+"""Memory savers change no result: weights that each rank reads by itself, and tensors kept on the
 host.
 
 Run as a file it is one rank of a comparison.
@@ -44,7 +44,7 @@ def save_model(
     config = AutoConfig.from_pretrained(like, tie_word_embeddings=is_tied, **changes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for parameter in model.parameters():  # biases and norms that differ from what they are drawn as
+    for parameter in model.parameters():  # Gives biases and norms other values than their defaults.
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1.0)
     shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -52,18 +52,18 @@ def save_model(
     return folder
 
 
-def differences(policy, whole) -> list[str]:
-    """What this rank holds otherwise than the whole model does, buffers included."""
-    expected = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+def differences(policy, plain) -> list[str]:
+    """Names of this rank's weights and buffers that differ from the unsharded model's."""
+    expected = dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers())
     got = dict(policy.hf.named_parameters(remove_duplicate=False)) | dict(policy.hf.named_buffers())
     got = {n.replace(".base_layer.", "."): v for n, v in got.items() if ".lora_" not in n}
     assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
-    parts = {name: local_slices(value) for name, value in got.items()}
-    wanted = {name: expected[name].detach()[slices] for name, (_, slices) in parts.items()}
+    shards = {name: local_slices(value) for name, value in got.items()}
+    wanted = {name: expected[name].detach()[slices] for name, (_, slices) in shards.items()}
     return [
         n
-        for n, (part, _) in parts.items()
-        if part.dtype != wanted[n].dtype or not torch.equal(part, wanted[n])
+        for n, (values, _) in shards.items()
+        if values.dtype != wanted[n].dtype or not torch.equal(values, wanted[n])
     ]
 
 
@@ -81,14 +81,14 @@ def weights_after(learner, num_steps: int = 4, leaves: bool = False) -> dict[str
 
 
 def held(learner) -> list[torch.Tensor]:
-    """What the optimizer holds, and the weights that it changes, as they are on this rank."""
+    """The optimizer's state and the weights that it changes, as they are on this rank."""
     states = [
         v
         for s in learner.optimizer.state.values()
         for v in s.values()
         if isinstance(v, torch.Tensor)
     ]
-    states = list({id(v): v for v in states}.values())  # in 8 bits some are shared
+    states = list({id(v): v for v in states}.values())  # 8-bit states share some tensors.
     return [local_slices(t)[0] for t in [*learner.policy.parameters(), *states]]
 
 
@@ -103,7 +103,7 @@ UPDATES = {
 def compare_updates(ranks: Ranks, model: str) -> dict:
     """Every rank: the weights after four updates of a learner that leaves the device, and of one
     that stays."""
-    found = {}
+    results_of = {}
     for name, more in UPDATES.items():
         of_mesh = on_mesh(ranks, Mesh(tp=2)) if "tp" in name else ranks
         results = {}
@@ -116,13 +116,13 @@ def compare_updates(ranks: Ranks, model: str) -> dict:
             )
         moved = max((w - results[False][n]).abs().max().item() for n, w in start.items())
         equal = all(torch.equal(w, results[False][n]) for n, w in results[True].items())
-        found[name] = {"moved": moved, "equal": equal}
-    return found
+        results_of[name] = {"moved": moved, "equal": equal}
+    return results_of
 
 
 def compare_loading(ranks: Ranks, *models: str) -> dict:
     """Every rank: each model as the learner loads it and as transformers does."""
-    found = {}
+    differing = {}
     kinds = {
         "dp 2": (ranks, None, False),
         "scores": (ranks, None, True),
@@ -130,7 +130,7 @@ def compare_loading(ranks: Ranks, *models: str) -> dict:
         "tp 2": (on_mesh(ranks, Mesh(tp=2)), None, False),
     }
     for path in models:
-        whole = loading.load_hf_model(path, torch.float32, ranks.device)
+        plain = loading.load_hf_model(path, torch.float32, ranks.device)
         scores = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=torch.float32
         )
@@ -139,15 +139,15 @@ def compare_loading(ranks: Ranks, *models: str) -> dict:
             policy = make_policy(
                 path, torch.float32, ranks_of_kind, None, adapters, is_scoring=is_scoring
             )
-            expected = scores if is_scoring else whole
-            found[f"{Path(path).name} {kind}"] = differences(policy, expected)
+            expected = scores if is_scoring else plain
+            differing[f"{Path(path).name} {kind}"] = differences(policy, expected)
             assert (
                 is_scoring
-                or policy.hf.generation_config.to_dict() == whole.generation_config.to_dict()
+                or policy.hf.generation_config.to_dict() == plain.generation_config.to_dict()
             )
             for name, parameter in adapter_parameters(policy.hf):
                 assert local_slices(parameter)[0].any() == (".lora_A." in name)
-    return found
+    return differing
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +155,10 @@ def updated(tiny_model):
     return of_ranks(2, __file__, "compare_updates", tiny_model)
 
 
-@pytest.mark.parametrize("how", UPDATES)
-def test_sharded_weights_that_wait_on_the_host_are_trained_the_same(updated, how):
+@pytest.mark.parametrize("kind", UPDATES)
+def test_sharded_weights_that_wait_on_the_host_are_trained_the_same(updated, kind):
     for of_rank in updated:
-        assert of_rank[how]["equal"] and of_rank[how]["moved"] > 1e-3
+        assert of_rank[kind]["equal"] and of_rank[kind]["moved"] > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -226,15 +226,15 @@ def test_a_reference_is_copied_to_the_host_once(tiny_model):
 def count_reductions(ranks: Ranks, model: str) -> dict:
     """Every rank: all-reduces and gradient norm of an update in one microbatch, and in several, of
     two copies of the weights."""
-    ranks, found = on_mesh(ranks, Mesh(dp_replicate=2)), {}
+    ranks, counts = on_mesh(ranks, Mesh(dp_replicate=2)), {}
     for tokens in (8192, 100):
         learner = kit.make_learner(model, "--learner.microbatch_tokens", tokens, ranks=ranks)
         (minibatch,), _ = learner.shard(ragged_samples(20))
         with torch.profiler.profile() as profile:
             norm = learner.update(minibatch, 0)[0]["grad_norm"].total
         count = sum(e.count for e in profile.key_averages() if e.key == "c10d::allreduce_")
-        found[len(minibatch.batches)] = count, norm
-    return found
+        counts[len(minibatch.batches)] = count, norm
+    return counts
 
 
 def test_copies_of_the_weights_add_up_their_gradients_once_for_an_update(tiny_model):
@@ -290,7 +290,7 @@ def test_compiled_blocks_give_the_same_gradient_and_are_compiled_once(make_model
 
 
 def load_onto_the_host(ranks: Ranks, model: str) -> dict:
-    """Where weights and buffers lie. A device "meta" stands for the GPU."""
+    """Devices of weights and buffers. A device "meta" stands for the GPU."""
     hf, read = fsdp.load_on_meta(model, torch.float32)
     policy = Policy(hf, torch.float32, torch.float32, None)
     fsdp.shard_policy(policy, torch.float32, ranks)
@@ -323,12 +323,12 @@ def test_nothing_of_a_learner_is_left_on_the_gpu_while_it_waits(tiny_model):
 @pytest.mark.gpu
 def test_activations_on_the_host_take_less_of_the_gpu(tiny_model):
     peaks = {}
-    for how in ("keep", "offload"):
-        learner = make_learner(tiny_model, "--learner.activations", how)
+    for mode in ("keep", "offload"):
+        learner = make_learner(tiny_model, "--learner.activations", mode)
         gradients(learner, ragged_samples(64))
         torch.cuda.reset_peak_memory_stats()
         gradients(learner, ragged_samples(64))
-        peaks[how] = torch.cuda.max_memory_allocated()
+        peaks[mode] = torch.cuda.max_memory_allocated()
     assert peaks["offload"] < peaks["keep"]
 
 
@@ -372,7 +372,7 @@ def test_a_model_whose_files_name_weights_otherwise_is_loaded_as_transformers_do
 
 
 def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
-    """All through the command: a policy beside a critic and a reference, evaluated, saved, and
+    """All through the command: a policy with a critic and a reference, evaluated, saved, and
     resumed."""
     (tmp_path / "env.py").write_text(
         'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
@@ -390,19 +390,21 @@ def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
         "--algo.kl_coef 0.01"
     )
     flags += words("--eval_every 2 --eval.num_tasks 2 --eval.samples 0 --learner.offload")
-    found = {}
+    weights_of = {}
     for offload in ("none", "phase", "always"):
         more = "--learner.activations offload" if offload == "always" else ""
         run(tmp_path / offload, flags, offload, more, "--num_steps 2")
         run(tmp_path / offload, flags, offload, more, "--num_steps 5 --save_every 1 --resume")
-        found[offload] = weights(tmp_path / offload)
+        weights_of[offload] = weights(tmp_path / offload)
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    assert max((w - start[n]).abs().max() for n, w in found["none"].items()) > 1e-4
+    assert max((w - start[n]).abs().max() for n, w in weights_of["none"].items()) > 1e-4
     differences = {}
     for offload in ("phase", "always"):
-        of_weights = [(w - found[offload][n]).abs().max() for n, w in found["none"].items()]
+        of_weights = [
+            (w - weights_of[offload][n]).abs().max() for n, w in weights_of["none"].items()
+        ]
         differences[offload] = max(of_weights).item()
-    # What always waits is sharded, and computed by the model's own forward. Adam's eps bounds how
+    # --learner.offload always shards weights and uses the model's forward. Adam's eps bounds how
     # a gradient's rounding moves a weight: by lr / eps = 1 times 8 units of fp32 of about 5 nats,
     # in each of 5 steps.
     bound = 5 * (8 * 2**-24 * 5)
@@ -416,17 +418,17 @@ def peak_mib() -> float:
 
 def measure_peak(ranks: Ranks, model: str, small: str) -> dict:
     """Every rank: MiB by which its peak grew while the model was loaded and split, in both ways."""
-    found = {}
+    mib = {}
     make_policy(small, torch.float32, ranks)  # imports, threads
-    for how in ("parts", "whole"):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
+    for mode in ("parts", "whole"):
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak to the memory in use.
         before = peak_mib()
-        load = loading.load_hf_model if how == "whole" else make_policy
-        module = load(model, torch.float32, ranks.device if how == "whole" else ranks)
-        found[how] = peak_mib() - before
-        found["model"] = sum(p.numel() for p in module.parameters()) * 4 / 2**20
+        load = loading.load_hf_model if mode == "whole" else make_policy
+        module = load(model, torch.float32, ranks.device if mode == "whole" else ranks)
+        mib[mode] = peak_mib() - before
+        mib["model"] = sum(p.numel() for p in module.parameters()) * 4 / 2**20
         del module
-    return found
+    return mib
 
 
 def test_a_rank_holds_little_more_than_its_own_part_while_it_loads(tiny_model, tmp_path):
@@ -440,10 +442,10 @@ def test_a_rank_holds_little_more_than_its_own_part_while_it_loads(tiny_model, t
     }
     sizes |= {"layer_types": ["full_attention"] * 8, "head_dim": 64, "vocab_size": 32000}
     model = save_model(tmp_path / "model", tiny_model, **sizes)
-    for found in of_ranks(2, __file__, "measure_peak", model, tiny_model):
-        print(f"{found}, MiB")
-        assert found["model"] > 140
-        assert found["parts"] < 0.65 * found["model"] < found["model"] < found["whole"]
+    for mib in of_ranks(2, __file__, "measure_peak", model, tiny_model):
+        print(f"{mib}, MiB")
+        assert mib["model"] > 140
+        assert mib["parts"] < 0.65 * mib["model"] < mib["model"] < mib["whole"]
 
 
 if __name__ == "__main__":

@@ -212,28 +212,28 @@ def train(learner, num_samples: int, first: int = 0, num: int = 2) -> dict[str, 
             [s for i, s in enumerate(samples) if (i // 2) % ranks.size == ranks.rank]
         )
         learner.annotate(minibatches)
-        found = reduce_metrics(learner.step(minibatches, step), ranks)
-        facts |= {f"{step} {name}": value for name, value in found.items()}
+        row = reduce_metrics(learner.step(minibatches, step), ranks)
+        facts |= {f"{step} {name}": value for name, value in row.items()}
     return facts
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
+def full(value: torch.Tensor) -> torch.Tensor:
     return (
         (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().contiguous()
     )
 
 
 def everything(learner) -> dict[str, torch.Tensor]:
-    """Weights and what the optimizer knows of each."""
-    found = {n: whole(w) for n, w in learner.named_weights()}
+    """Weights, and the optimizer's state of each."""
+    tensors = {n: full(w) for n, w in learner.named_weights()}
     for group in learner.optimizer.param_groups:
         for name, p in zip(group["param_names"], group["params"], strict=True):
-            found |= {
-                f"{kind} {name}": whole(v)
+            tensors |= {
+                f"{kind} {name}": full(v)
                 for kind, v in learner.optimizer.state[p].items()
                 if v is not None
             }
-    return found
+    return tensors
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -249,7 +249,7 @@ def compare(ranks: Ranks, folder: str, cases: str) -> dict:
         "logprobs": logprobs_of_a_split_vocabulary(ranks),
         "bf16": in_bf16(folder / "qwen3", ranks, alone),
     }
-    # Each process group of gloo has threads of its own, so that a mesh is made once.
+    # Each process group of gloo starts threads, so that a mesh is made once.
     on = {name: on_mesh(ranks, mesh) for name, mesh in MESHES.items() if mesh.size == ranks.size}
     for case, num, mesh in [c for c in json.loads(cases) if c[-1] in on]:
         model, flags = CASES[case][:2]
@@ -261,26 +261,26 @@ def compare(ranks: Ranks, folder: str, cases: str) -> dict:
         held = (
             sum(local(p.detach()).numel() for p in weights) * ranks.size / MESHES[mesh].dp_replicate
         )
-        found = {"held": held / sum(p.numel() for p in weights), "facts": train(learner, num)}
-        found["trained"] = distance(expected, everything(learner))
+        result = {"held": held / sum(p.numel() for p in weights), "facts": train(learner, num)}
+        result["trained"] = distance(expected, everything(learner))
         if (case, num, mesh) in SAVED:
-            found["travels"] = travels(folder, model, flags, learner, alone)
-        results[f"{case}, {num}, {mesh}"] = found
+            result["travels"] = travels(folder, model, flags, learner, alone)
+        results[f"{case}, {num}, {mesh}"] = result
     return results
 
 
 def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict[str, float]:
-    """How far weights and state are from themselves after a checkpoint, read by other meshes, and
+    """Distances of weights and state after a checkpoint that other meshes read, and
     an export."""
     ranks, before, saved = learner.ranks, everything(learner), folder / "checkpoints/step_000003"
     save_checkpoint(saved, {"policy": learner}, {"step": 3}, ranks, 1)
     written = sum(f.stat().st_size for f in saved.glob("policy/*.safetensors"))
-    found = {"written": written / sum(v.nbytes for v in before.values())}
+    distances = {"written": written / sum(v.nbytes for v in before.values())}
     sharded = on_mesh(ranks, Mesh(dp_shard=ranks.size))
     for name, on in (("to one rank", alone), ("to dp", sharded), ("and back", ranks)):
         other = make_learner(folder / model, flags, ranks=on)
         load_checkpoint(saved, {"policy": other})
-        found[name] = distance(before, everything(other))
+        distances[name] = distance(before, everything(other))
         barrier(ranks)  # all have read it
         if name == "to dp":
             save_checkpoint(saved, {"policy": other}, {"step": 3}, on, 1)
@@ -290,16 +290,16 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
     )
     barrier(ranks)
     exported = make_learner(folder / "export", flags, ranks=alone)
-    weights = {n: whole(w) for n, w in learner.named_weights()}
-    found["exported"] = distance({n: whole(w) for n, w in exported.named_weights()}, weights)
+    weights = {n: full(w) for n, w in learner.named_weights()}
+    distances["exported"] = distance({n: full(w) for n, w in exported.named_weights()}, weights)
     barrier(ranks)
-    return found
+    return distances
 
 
 def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
-    """How far they and their gradients are from those of a whole one: of one tile and several, by
+    """Distances of logprobs and gradients from an unsplit vocabulary's: one tile and several, by
     torch and by Triton."""
-    mesh, found = init_device_mesh("cpu", (ranks.size,)), {}
+    mesh, distances = init_device_mesh("cpu", (ranks.size,)), {}
     kernels = {"torch": None}
     if importlib.util.find_spec("triton"):
         for name in [n for n in sys.modules if "triton" in n and "_C" not in n]:
@@ -321,18 +321,15 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
                 logprobs, entropy = fused.fused_logprobs(h, w, labels, 0.7)
             ((logprobs + entropy) * share).sum().backward()
             both.append(
-                {
-                    str(i): whole(value)
-                    for i, value in enumerate((logprobs, entropy, h.grad, w.grad))
-                }
+                {str(i): full(value) for i, value in enumerate((logprobs, entropy, h.grad, w.grad))}
             )
-        found[f"{kind} {num_tokens}"] = distance(*both)
-    return found
+        distances[f"{kind} {num_tokens}"] = distance(*both)
+    return distances
 
 
 def in_bf16(path: Path, ranks: Ranks, alone: Ranks) -> dict[str, float]:
-    """How far logprobs in bf16 are from fp32, with matrices split and whole."""
-    found = {}
+    """Distances of logprobs in bf16 from fp32, with matrices split and whole."""
+    logprobs = {}
     for name, on, dtype in (
         ("exact", alone, torch.float32),
         ("whole", on_mesh(ranks, Mesh(dp_shard=ranks.size)), torch.bfloat16),
@@ -340,14 +337,16 @@ def in_bf16(path: Path, ranks: Ranks, alone: Ranks) -> dict[str, float]:
     ):
         batch = make_learner(path, SGD, ranks=alone).shard(ragged(6, 100, False))[0][0].batches[0]
         with torch.no_grad():
-            found[name] = make_policy(str(path), dtype, on)(batch, 0.9)[0]
-    return {name: (found[name] - found["exact"]).abs().max().item() for name in ("whole", "split")}
+            logprobs[name] = make_policy(str(path), dtype, on)(batch, 0.9)[0]
+    return {
+        name: (logprobs[name] - logprobs["exact"]).abs().max().item() for name in ("whole", "split")
+    }
 
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """results(number of ranks) -> what compare() found, and what one rank did."""
-    folder, facts, found = tmp_path_factory.mktemp("mesh"), {}, {}
+    folder, facts, of_size = tmp_path_factory.mktemp("mesh"), {}, {}
     cases = json.dumps(
         [
             case
@@ -359,52 +358,58 @@ def results(request, tmp_path_factory):
     for case, (model, flags, nums, _) in CASES.items():
         for num in nums:
             learner = make_learner(folder / model, flags)
-            start = {n: whole(w) for n, w in learner.named_weights()}
+            start = {n: full(w) for n, w in learner.named_weights()}
             facts[f"{case}, {num}"] = train(learner, num)
-            assert distance(start, {n: whole(w) for n, w in learner.named_weights()}) > 1e-4
+            assert distance(start, {n: full(w) for n, w in learner.named_weights()}) > 1e-4
             save_file(everything(learner), folder / f"{case} {num}.safetensors")
 
     def get(size: int) -> tuple[dict, dict]:
-        if size not in found:
+        if size not in of_size:
             interpret = {"TRITON_INTERPRET": "1"}
-            found[size] = of_ranks(
+            of_size[size] = of_ranks(
                 size, __file__, "compare", folder, cases, timeout_s=300, env=interpret
             )[0]
-        return found[size], facts
+        return of_size[size], facts
 
     return get
 
 
 @pytest.mark.parametrize("case, num, mesh", marked(list(dict.fromkeys(ALL + LOSSES))))
 def test_an_update_is_the_same_on_every_mesh(results, case, num, mesh):
-    found, facts = results(MESHES[mesh].size)
-    found, expected = found[f"{case}, {num}, {mesh}"], facts[f"{case}, {num}"]
-    assert found["facts"].keys() == expected.keys()
+    result, facts = results(MESHES[mesh].size)
+    result, expected = result[f"{case}, {num}, {mesh}"], facts[f"{case}, {num}"]
+    assert result["facts"].keys() == expected.keys()
     for name, value in expected.items():
-        assert found["facts"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    assert found["trained"] < 1e-5
+        assert result["facts"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert result["trained"] < 1e-5
     if case not in ("sft", "rm"):
         # Norms and some biases are whole on every rank.
-        assert found["held"] == pytest.approx(1, abs=0.06)
+        assert result["held"] == pytest.approx(1, abs=0.06)
 
 
 @pytest.mark.parametrize("case, num, mesh", marked(SAVED))
 def test_a_checkpoint_of_any_mesh_is_read_by_any_other(results, case, num, mesh):
-    found = results(MESHES[mesh].size)[0][f"{case}, {num}, {mesh}"]["travels"]
-    assert found["to one rank"] == found["to dp"] == found["and back"] == found["exported"] == 0
-    # Headers are large beside so few weights; but no part is written twice.
-    assert found["written"] < 1.3
+    distances = results(MESHES[mesh].size)[0][f"{case}, {num}, {mesh}"]["travels"]
+    assert (
+        distances["to one rank"]
+        == distances["to dp"]
+        == distances["and back"]
+        == distances["exported"]
+        == 0
+    )
+    # Headers are large relative to so few weights, but no shard is written twice.
+    assert distances["written"] < 1.3
 
 
 def test_logprobs_of_a_split_vocabulary_are_those_of_a_whole_one(results):
-    found = results(4)[0]["logprobs"]
-    assert max(found.values()) < 1e-5
-    assert found["torch 9"] > 0  # another order of sums: they were split
+    distances = results(4)[0]["logprobs"]
+    assert max(distances.values()) < 1e-5
+    assert distances["torch 9"] > 0  # another order of sums: they were split
 
 
 def test_bf16_is_as_near_as_without(results):
-    found = results(4)[0]["bf16"]
-    assert 0 < found["split"] < 1.5 * found["whole"]
+    errors = results(4)[0]["bf16"]
+    assert 0 < errors["split"] < 1.5 * errors["whole"]
 
 
 @pytest.mark.parametrize(
@@ -440,7 +445,7 @@ def test_models_that_learn_together_are_counted_together_but_not_one_that_they_s
 
 
 def average(ranks: Ranks) -> list:
-    """Of three parameters: all ranks used the first, rank 0 the second, none the third."""
+    """Averages gradients of three parameters, used by all ranks, by rank 0 and by none."""
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     parameters[0].grad = torch.tensor([1.0, 10.0]) * (1 + ranks.rank)
     if ranks.rank == 0:
@@ -533,8 +538,8 @@ def gather_without_warnings(ranks: Ranks) -> list:
 
 
 def test_ranks_tell_each_other_values_and_torch_warns_of_nothing():
-    found = of_ranks(2, __file__, "gather_without_warnings")
-    assert found == [[{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}]] * 2
+    gathered = of_ranks(2, __file__, "gather_without_warnings")
+    assert gathered == [[{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}]] * 2
 
 
 def test_a_run_with_a_model_that_cannot_be_split_is_refused(places, tmp_path):

@@ -41,24 +41,24 @@ def assert_equal_state(a, b):
     )
 
 
-@pytest.mark.parametrize("what", ["advantage inf", "advantage nan", "weights"])
-def test_an_update_that_is_not_finite_changes_nothing(what, tiny_model, capsys):
+@pytest.mark.parametrize("fault", ["advantage inf", "advantage nan", "weights"])
+def test_an_update_that_is_not_finite_changes_nothing(fault, tiny_model, capsys):
     learner = make_learner(tiny_model, "--optim.lr 1e-3 --learner.microbatch_tokens 150")
     assert step_with(learner, None, 0)["updates"].value == 1
-    if what == "weights":
-        with torch.no_grad():  # finite, but what it is multiplied with overflows
+    if fault == "weights":
+        with torch.no_grad():  # Finite weights whose products overflow.
             next(learner.policy.parameters()).mul_(1e30)
     before = state_of(learner)
-    found = step_with(learner, None if what == "weights" else float(what.split()[1]), 6)
-    assert {name: m.value for name, m in found.items()} == {"nonfinite_updates": 1}
+    row = step_with(learner, None if fault == "weights" else float(fault.split()[1]), 6)
+    assert {name: m.value for name, m in row.items()} == {"nonfinite_updates": 1}
     assert_equal_state(before, state_of(learner))
     assert all(p.grad is None for p in learner.policy.parameters())
 
-    said = capsys.readouterr().out
-    assert "step 7, update 0 of policy is not finite: gradient norm nan, loss" in said
-    # Of such weights the loss is finite and the gradient is not.
-    assert (", loss nan" in said or "inf" in said) == (what != "weights")
-    assert what == "weights" or step_with(learner, None, 7)["updates"].value == 1
+    printed = capsys.readouterr().out
+    assert "step 7, update 0 of policy is not finite: gradient norm nan, loss" in printed
+    # With such weights the loss is finite and the gradient is not.
+    assert (", loss nan" in printed or "inf" in printed) == (fault != "weights")
+    assert fault == "weights" or step_with(learner, None, 7)["updates"].value == 1
 
 
 def test_the_fourth_in_a_row_stops_the_run(tiny_model):
@@ -116,8 +116,8 @@ def test_an_infinite_loss_on_one_rank_skips_the_update_on_all(
     saved = [{}, {}, {}]
     for step, rank in itertools.product(range(3), range(num_ranks)):
         folder = tmp_path / f"run/checkpoints/step_{step + 1:06d}/policy"
-        found = load_file(folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors")
-        saved[step] |= {(rank, name): value for name, value in found.items()}
+        shard = load_file(folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors")
+        saved[step] |= {(rank, name): value for name, value in shard.items()}
     one, two, three = saved
     assert one.keys() == two.keys() == three.keys() and any(
         "exp_avg_sq/" in name for _, name in one

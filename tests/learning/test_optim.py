@@ -1,4 +1,4 @@
-"""Optimizers and schedules: what a step does, over sharded weights too, and what resuming
+"""Optimizers and schedules: steps, over sharded weights too, and the state that resuming
 restores."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import metrics, run, weights, words
+from kit import families, metrics, run, weights, words
 from models_table import FAMILIES, family_config
 from safetensors.torch import load_file
 from test_learner import make_learner, ragged_samples
@@ -47,7 +47,7 @@ def test_8_bits_hold_the_state_of_large_weights_and_learn_almost_the_same(tiny_m
         assert (a - b).norm() < 0.2 * (a - c).norm(), a.shape
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families(FAMILIES))
 def test_no_family_decays_a_bias_or_what_transformers_trainer_does_not(name):
     model = on_meta(family_config(name))
     groups = parameter_groups(model.named_parameters(), 0.1)
@@ -83,11 +83,11 @@ def test_a_new_run_starts_from_the_optimizer_of_another_with_its_own_weights(
     run(tmp_path / "second", flags, rate, "--num_steps 1 --optim.load", first)
     loaded = saved_state(tmp_path / "second", 1)
     run(tmp_path / "plain", flags, rate, "--num_steps 1")
-    before, own = saved_state(first, 2), saved_state(tmp_path / "plain", 1)
+    before, plain = saved_state(first, 2), saved_state(tmp_path / "plain", 1)
     start = {name: value.float() for name, value in load_model(tiny_model).items()}
-    for name in [n.removeprefix("exp_avg/") for n in own if n.startswith("exp_avg/")]:
-        # Of AdamW from nothing the first mean is 0.1 of the gradient, the second 0.05 of its square.
-        gradient = own[f"exp_avg/{name}"] / 0.1
+    for name in [n.removeprefix("exp_avg/") for n in plain if n.startswith("exp_avg/")]:
+        # A new AdamW's first mean is 0.1 of the gradient, the second 0.05 of its square.
+        gradient = plain[f"exp_avg/{name}"] / 0.1
         mean = 0.9 * before[f"exp_avg/{name}"] + 0.1 * gradient
         square = 0.95 * before[f"exp_avg_sq/{name}"] + 0.05 * gradient**2
         torch.testing.assert_close(loaded[f"exp_avg/{name}"], mean, atol=1e-6, rtol=1e-4)
@@ -114,17 +114,17 @@ def test_a_critic_starts_from_the_optimizer_of_the_other_critic(places, tmp_path
 
 
 def saved_state(out, step: int, learner: str = "policy") -> dict:
-    found = {}
+    tensors = {}
     for file in (out / f"checkpoints/step_{step:06d}/{learner}").glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def load_model(folder) -> dict:
-    found = {}
+    tensors = {}
     for file in Path(folder).glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,11 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
     ]
     # The checkpoint follows an evaluation, after which FSDP's root is still whole.
     args += ["--data.eval", sort_data / "few.jsonl", "--eval.num_tasks", 6, "--eval_every", 2]
-    whole, parts = [*args, "--out", tmp_path / "whole"], [*args, "--out", tmp_path / "parts"]
-    torchrun(2, "-m", "rl_core.train", *whole, "--num_steps", 4)
+    uninterrupted, parts = (
+        [*args, "--out", tmp_path / "whole"],
+        [*args, "--out", tmp_path / "parts"],
+    )
+    torchrun(2, "-m", "rl_core.train", *uninterrupted, "--num_steps", 4)
     torchrun(2, "-m", "rl_core.train", *parts, "--num_steps", 2)
     assert main([*map(str, parts), "--num_steps", "4", "--resume"]) == 1
     error = capsys.readouterr().err
@@ -217,7 +220,7 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
 
 
 @pytest.mark.parametrize(
-    "schedule, rates",  # of steps 0, 1, 2 (warm-up), 3, 12, 16, 19 and of the end, 20
+    "schedule, rates",  # Steps 0, 1, 2 (warm-up), 3, 12, 16, 19 and the end, 20.
     [
         ("constant", [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]),
         (

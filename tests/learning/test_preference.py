@@ -340,9 +340,9 @@ def gradients(learner, samples) -> tuple[dict[str, torch.Tensor], float]:
         loss = learner.losses(batch)[0].sum() / minibatch.denominator
         loss.backward()
         total += loss.item()
-    found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
+    grads = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
     learner.policy.zero_grad()
-    return found, total
+    return grads, total
 
 
 def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:

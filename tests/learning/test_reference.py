@@ -30,7 +30,7 @@ SIZES = "--max_tokens 6 --tasks_per_step 3 --group_size 3 --optim.lr 1e-2"
 
 
 def logprobs_of(model, s, temperature: float = 1.0) -> torch.Tensor:
-    """Of a sample's trained tokens, by transformers in the model's dtype."""
+    """Logprobs of a sample's trained tokens, by transformers in the model's dtype."""
     ids = torch.tensor(s.token_ids[None])
     logits = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
     return logits.gather(1, ids[0, 1:, None])[:, 0][torch.tensor(s.loss_mask[1:])]
@@ -55,7 +55,7 @@ def test_kls_in_the_reward_and_in_the_loss_are_the_formulas_in_fp64(
     """A sample whose advantage is 0 is moved by its KL."""
     other = make_model(seed=7)
     samples = [*SAMPLES, sample([30, 31, 32, 33], [0, 1, 1, 1], 0.0, "b")]
-    _, found = gradient(tiny_model, samples, flags, "--algo.reference", other)
+    _, grads = gradient(tiny_model, samples, flags, "--algo.reference", other)
     student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     reference = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float64)
     losses = []
@@ -71,24 +71,24 @@ def test_kls_in_the_reward_and_in_the_loss_are_the_formulas_in_fp64(
             losses.append(loss)
     torch.stack(losses).mean().backward()
     for name, weight in student.named_parameters():
-        if name in found:
-            torch.testing.assert_close(found[name].double(), weight.grad, atol=5e-6, rtol=1e-4)
-    assert max(g.abs().max() for g in found.values()) > 1e-3
+        if name in grads:
+            torch.testing.assert_close(grads[name].double(), weight.grad, atol=5e-6, rtol=1e-4)
+    assert max(g.abs().max() for g in grads.values()) > 1e-3
 
 
 def test_with_a_critic_the_kl_of_the_reward_is_in_its_rewards_alone(tiny_model):
-    """Beside one in the advantage: that of the reward reaches it by GAE."""
+    """With another KL in the advantage: the KL of the reward reaches advantages by GAE."""
     flags = "--algorithm ppo --algo.normalize none --algo.kl_reward k1,0.2 --algo.kl_coef 0.1"
     learner = make_learner(tiny_model, flags, "--algo.kl k2 --algo.kl_in advantage")
     (minibatch,), _ = learner.shard(SAMPLES)
     learner.annotate([minibatch])
     [batch] = minibatch.batches
     d = (batch.rollout_logprobs - batch.ref_logprobs).double()
-    # The critic's values are 0 at first: GAE sums what is still to come, times lambda each.
+    # The critic's values are 0 at first: GAE sums the later rewards, times lambda each.
     for s in (0, 1):
         at = (batch.sequences == s).nonzero()[:, 0]
         length = len(at)
-        # Samples are sorted: the reward is told by the length.
+        # Samples are sorted: the length identifies the reward.
         advantage = 0.7 if length == 4 else -0.7
         rewards = -0.2 * d[at]
         rewards[-1] += advantage
@@ -103,18 +103,18 @@ def kept(learner) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in part_of(learner, "RenewedReference").copy.tensors]
 
 
-def own(learner) -> list[torch.Tensor]:
+def trained_weights(learner) -> list[torch.Tensor]:
     return [weight.detach().clone() for _, weight in learner.trained_parameters()]
 
 
 @pytest.mark.parametrize("lora", ["", "--actors.policy.lora.rank 4"])
 def test_a_reference_is_the_policy_of_every_nth_step_to_the_bit(tiny_model, lora):
     learner = make_learner(tiny_model, SGD, lora, "--algo.kl_coef 0.1 --algo.reference_every 2")
-    begin = own(learner)
+    begin = trained_weights(learner)
     expected = [begin]
     for step in range(5):
         learn(learner, SAMPLES, first=step)
-        expected.append(own(learner))
+        expected.append(trained_weights(learner))
         last = expected[(step + 1) // 2 * 2]
         assert all(map(torch.equal, kept(learner), last)), step
     assert not all(map(torch.equal, expected[0], expected[2]))
@@ -122,25 +122,33 @@ def test_a_reference_is_the_policy_of_every_nth_step_to_the_bit(tiny_model, lora
 
 def test_a_reference_that_decays_is_the_recurrence_in_fp64(tiny_model):
     learner = make_learner(tiny_model, SGD, "--algo.log_kl true --algo.reference_decay 0.9")
-    mean = [weight.double() for weight in own(learner)]
+    mean = [weight.double() for weight in trained_weights(learner)]
     for step in range(6):
         learn(learner, SAMPLES, first=step)
-        mean = [0.9 * m + 0.1 * w.double() for m, w in zip(mean, own(learner), strict=True)]
-    for found, expected in zip(kept(learner), mean, strict=True):
-        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
-    assert max((a - b).abs().max() for a, b in zip(kept(learner), own(learner), strict=True)) > 1e-3
+        mean = [
+            0.9 * m + 0.1 * w.double() for m, w in zip(mean, trained_weights(learner), strict=True)
+        ]
+    for copy, expected in zip(kept(learner), mean, strict=True):
+        torch.testing.assert_close(copy.double(), expected, atol=1e-6, rtol=0)
+    assert (
+        max(
+            (a - b).abs().max()
+            for a, b in zip(kept(learner), trained_weights(learner), strict=True)
+        )
+        > 1e-3
+    )
 
 
 def test_every_and_decay_together_are_trls_sync_of_a_reference(tiny_model):
     """TRL: every ref_model_sync_steps, alpha * policy + (1 - alpha) * reference."""
     flags = "--algo.kl_coef 0.1 --algo.reference_every 3 --algo.reference_decay 0.4"
     learner = make_learner(tiny_model, SGD, flags)
-    begin, alpha = own(learner), 0.6
+    begin, alpha = trained_weights(learner), 0.6
     for step in range(3):
         assert all(map(torch.equal, kept(learner), begin))
         learn(learner, SAMPLES, first=step)
-    for found, first, now in zip(kept(learner), begin, own(learner), strict=True):
-        torch.testing.assert_close(found, alpha * now + (1 - alpha) * first)
+    for copy, first, now in zip(kept(learner), begin, trained_weights(learner), strict=True):
+        torch.testing.assert_close(copy, alpha * now + (1 - alpha) * first)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -150,10 +158,10 @@ def test_a_renewed_reference_reads_by_its_own_weights_and_leaves_the_policys(
     flags = f"--algo.kl_coef 0.1 --algo.reference_every 100 --sampling.temperature {temperature}"
     learner = make_learner(tiny_model, SGD, flags)
     learn(learner, SAMPLES, SAMPLES)
-    before = own(learner)
+    before = trained_weights(learner)
     (minibatch,), _ = learner.shard(SAMPLES)
     learner.annotate([minibatch])
-    assert all(map(torch.equal, own(learner), before))
+    assert all(map(torch.equal, trained_weights(learner), before))
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     [batch] = minibatch.batches
     with torch.no_grad():
@@ -199,19 +207,19 @@ RENEWED = {
 
 
 def numbers(out) -> list[dict]:
-    """What steps learned, without times."""
+    """Metrics of learning of each step, without times."""
     return [{k: v for k, v in row.items() if k.startswith("learn/")} for row in steps(out)]
 
 
-@pytest.mark.parametrize("how", RENEWED)
-def test_a_run_with_a_renewed_reference_resumes_to_the_bit(how, tmp_path, tiny_model):
+@pytest.mark.parametrize("case", RENEWED)
+def test_a_run_with_a_renewed_reference_resumes_to_the_bit(case, tmp_path, tiny_model):
     (tmp_path / "ask.py").write_text(ASK)
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED[how])
-    whole = run(tmp_path / "whole", flags, "--num_steps 5")
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED[case])
+    uninterrupted = run(tmp_path / "whole", flags, "--num_steps 5")
     parts = run(tmp_path / "parts", flags, "--num_steps 3")
     run(parts, flags, "--num_steps 5 --resume")
-    assert numbers(parts) == numbers(whole)
-    for name, weight in weights(whole).items():
+    assert numbers(parts) == numbers(uninterrupted)
+    for name, weight in weights(uninterrupted).items():
         assert torch.equal(weights(parts)[name], weight)
 
 
@@ -234,13 +242,13 @@ def test_a_run_with_a_renewed_reference_goes_on_with_another_number_of_ranks(tmp
     (tmp_path / "ask.py").write_text(ASK)
     flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED["mean"])
     flags += words("--optim.name sgd --optim.lr 0.05")
-    whole = run(tmp_path / "whole", flags, "--num_steps 4")
+    uninterrupted = run(tmp_path / "whole", flags, "--num_steps 4")
     parts = run(tmp_path / "parts", flags, "--num_steps 2", ranks=2)
     run(parts, flags, "--num_steps 4 --resume")
-    for name, weight in weights(whole).items():
+    for name, weight in weights(uninterrupted).items():
         torch.testing.assert_close(weights(parts)[name], weight, atol=2e-5, rtol=1e-4)
     assert numbers(parts)[-1]["learn/policy/ref_kl_nats"] == pytest.approx(
-        numbers(whole)[-1]["learn/policy/ref_kl_nats"], rel=1e-3, abs=1e-5
+        numbers(uninterrupted)[-1]["learn/policy/ref_kl_nats"], rel=1e-3, abs=1e-5
     )
 
 
@@ -273,7 +281,7 @@ def test_dpo_with_a_reference_of_the_last_step_is_dpo_around_the_policy(tmp_path
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         ("--algo.kl_reward k1,0.1 --algo.kl_coef 0.1 --algo.kl_in reward", "two KLs in the reward"),
         ("--algo.kl_loss k3,0.1 --algo.kl_coef 0.1", "two KLs in the loss"),
@@ -287,10 +295,10 @@ def test_dpo_with_a_reference_of_the_last_step_is_dpo_around_the_policy(tmp_path
         ("--algorithm dpo --algo.reference_decay 1", "would never update the reference"),
     ],
 )
-def test_flags_of_a_reference_that_contradict_each_other_are_refused(flags, said):
+def test_flags_of_a_reference_that_contradict_each_other_are_refused(flags, message):
     env = "" if "dpo" in flags else "--env_path e.py"
     config = parse_config(words("--model m --out runs/x", env, flags))
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         choose_algorithm(config, {})
 
 

@@ -36,15 +36,16 @@ def routers_of(model) -> list:
 
 def experts_of(model, token_ids) -> torch.Tensor:
     """[L - 1, routers, top_k] by transformers itself, each token's in order of their numbers."""
-    found: list[torch.Tensor] = []
+    choices: list[torch.Tensor] = []
     hooks = [
-        m.register_forward_hook(lambda _, __, out: found.append(out[2])) for m in routers_of(model)
+        m.register_forward_hook(lambda _, __, out: choices.append(out[2]))
+        for m in routers_of(model)
     ]
     with torch.no_grad():
         model(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False)
     for hook in hooks:
         hook.remove()
-    return torch.stack(found, 1).sort(-1).values
+    return torch.stack(choices, 1).sort(-1).values
 
 
 def conversations(model, num_prompts=3, group=2, **spec) -> list:
@@ -64,9 +65,11 @@ def conversations(model, num_prompts=3, group=2, **spec) -> list:
                 seen += [*new, *done.token_ids]
             return turns
 
-        found = await asyncio.gather(*(talk(number) for number in range(num_prompts * group)))
+        conversations_turns = await asyncio.gather(
+            *(talk(number) for number in range(num_prompts * group))
+        )
         await engine.close()
-        return found
+        return conversations_turns
 
     played = asyncio.run(play(embedded(model, num_slots=3, recorder=Recorder, **spec)))
     return [samples_from_turns(turns, 1.0, f"{n // group}")[0] for n, turns in enumerate(played)]
@@ -74,7 +77,7 @@ def conversations(model, num_prompts=3, group=2, **spec) -> list:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_the_engine_records_the_experts_of_every_token_but_the_last(family, name):  # noqa: F811
-    """Of prompts that several share, of turns that find the first one's cache, and row by row
+    """Covers prompts that several share, turns that find the first one's cache, and row by row
     (gpt-oss)."""
     samples, plain = conversations(load_plain(family(name))), load_plain(family(name))
     for s in samples:
@@ -93,7 +96,7 @@ def disturbed(learner):
 
 @torch.no_grad()
 def test_the_learner_goes_by_the_engines_experts_and_is_nearer_to_it(family):  # noqa: F811
-    samples, found = conversations(load_plain(family("qwen3_moe"))), {}
+    samples, results = conversations(load_plain(family("qwen3_moe"))), {}
     for flag in (REPLAY, ""):
         learner = disturbed(make_learner(family("qwen3_moe"), flag))
         [minibatch], _ = learner.shard(samples)
@@ -103,25 +106,25 @@ def test_the_learner_goes_by_the_engines_experts_and_is_nearer_to_it(family):  #
         chose = torch.stack(kit.part_of(learner, "Experts").routers.experts, 1)
         recorded = make_learner(family("qwen3_moe"), REPLAY).shard(samples)[0][0].batches[0].experts
         same = (chose == recorded).float().mean()
-        found[flag] = same, (logprobs - batch.rollout_logprobs).abs().mean()
-    assert found[REPLAY][0] == 1.0 and found[""][0] < 0.9
-    assert found[REPLAY][1] < found[""][1]
+        results[flag] = same, (logprobs - batch.rollout_logprobs).abs().mean()
+    assert results[REPLAY][0] == 1.0 and results[""][0] < 0.9
+    assert results[REPLAY][1] < results[""][1]
 
 
 def with_experts(samples) -> list:
     """Experts at random, those of a prompt for all that share it."""
     for s in samples:
         prompt = len(s.token_ids) - int(s.loss_mask.sum())
-        for part, seed in (
+        for tokens, seed in (
             (slice(0, prompt), s.group_id),
             (slice(prompt, None), str(s.token_ids.tolist())),
         ):
             draw = random.Random(seed)
-            drawn = [[draw.sample(range(4), 2) for _ in range(2)] for _ in s.token_ids[part]]
+            drawn = [[draw.sample(range(4), 2) for _ in range(2)] for _ in s.token_ids[tokens]]
             known = torch.tensor(drawn, dtype=torch.int16)
             s.experts = (
                 known.numpy()
-                if part.start == 0
+                if tokens.start == 0
                 else torch.cat([torch.from_numpy(s.experts), known]).numpy()
             )
         s.experts = s.experts[:-1]
@@ -133,12 +136,12 @@ def written_out(folder, samples) -> dict[str, torch.Tensor]:
     over given experts."""
     model, lost = load_plain(folder), []
     for s in samples:
-        given = torch.from_numpy(s.experts).long()
+        experts = torch.from_numpy(s.experts).long()
 
-        def route(number, router, hidden, given=given):
+        def route(number, router, hidden, experts=experts):
             logits = hidden[0].reshape(-1, hidden[0].shape[-1]) @ router.weight.T
-            weights = logits.softmax(-1).gather(1, given[:, number])
-            return logits, weights / weights.sum(-1, keepdim=True), given[:, number]
+            weights = logits.softmax(-1).gather(1, experts[:, number])
+            return logits, weights / weights.sum(-1, keepdim=True), experts[:, number]
 
         hooks = [
             m.register_forward_hook(lambda m, hidden, _, n=n, route=route: route(n, m, hidden))
@@ -147,10 +150,10 @@ def written_out(folder, samples) -> dict[str, torch.Tensor]:
         logits = model(input_ids=torch.from_numpy(s.token_ids[None, :-1]), use_cache=False).logits[
             0
         ]
-        said = torch.from_numpy(s.loss_mask[1:])
+        is_trained = torch.from_numpy(s.loss_mask[1:])
         lost.append(
-            -logits.log_softmax(-1)[said].gather(
-                1, torch.from_numpy(s.token_ids[1:])[said][:, None]
+            -logits.log_softmax(-1)[is_trained].gather(
+                1, torch.from_numpy(s.token_ids[1:])[is_trained][:, None]
             )[:, 0]
         )
         for hook in hooks:
@@ -177,32 +180,32 @@ SPLITS = {
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_gradient_is_that_of_the_models_formula_over_the_given_experts(family, split):  # noqa: F811
     samples = with_experts(imitated(prompts=(60, 3)))
-    _, found = update(family("mixtral"), samples, SPLITS[split])
-    assert_same(found, written_out(family("mixtral"), samples))
+    _, grads = update(family("mixtral"), samples, SPLITS[split])
+    assert_same(grads, written_out(family("mixtral"), samples))
 
 
 def test_padded_rows_go_by_the_given_experts(family):  # noqa: F811
     """gpt-oss: one sample after the other, which pads nothing, and all at once, with prompts that
     are shared."""
     samples = with_experts(imitated(prompts=(60, 3)))
-    row, whole = update(family("gpt_oss"), samples, COEF, "0.5")
-    other, found = update(
+    row, wanted = update(family("gpt_oss"), samples, COEF, "0.5")
+    other, grads = update(
         family("gpt_oss"), samples, COEF, "0.5", "--learner.microbatch_tokens 104"
     )
-    assert_same(found, whole)
+    assert_same(grads, wanted)
     assert other["router_aux_loss"] == pytest.approx(row["router_aux_loss"], rel=1e-5)
-    _, own = update(family("gpt_oss"), imitated(prompts=(60, 3)), COEF, "0.5")
-    assert max((own[n] - whole[n]).abs().max() for n in own) > 1e-3
+    _, by_routers = update(family("gpt_oss"), imitated(prompts=(60, 3)), COEF, "0.5")
+    assert max((by_routers[n] - wanted[n]).abs().max() for n in by_routers) > 1e-3
 
 
 def compare(ranks, folder, out) -> None:
-    """Every rank: what an update took away from the weights, for meshes of these ranks."""
+    """Every rank: the negated change of weights in an update, for meshes of these ranks."""
     from rl_core.distributed import Mesh, on_mesh
 
     for name, mesh in {"dp": Mesh(dp_shard=2), "cp": Mesh(cp=2)}.items():
         mine = with_experts(imitated(prompts=(60, 3)))[ranks.rank :: 2]
-        _, taken = update(folder, mine, f"--cp {mesh.cp}", ranks=on_mesh(ranks, mesh))
-        torch.save(taken, f"{out}.{name}.{ranks.rank}")
+        _, grads = update(folder, mine, f"--cp {mesh.cp}", ranks=on_mesh(ranks, mesh))
+        torch.save(grads, f"{out}.{name}.{ranks.rank}")
 
 
 def test_experts_travel_with_their_samples_to_other_ranks(family, tmp_path):  # noqa: F811

@@ -1,4 +1,4 @@
-"""Self-distillation: what the teacher reads, its tokens, the gradient, and what goes wrong."""
+"""Self-distillation: the teacher's prompt, its tokens, the gradient, and errors."""
 
 import asyncio
 import dataclasses
@@ -52,7 +52,7 @@ def taught(ids: list[int], mask: list[int], before: list[int] | None, group: str
     return dataclasses.replace(made, teacher_ids=torch.tensor(before).numpy())
 
 
-# Of different lengths; the second has two turns, with a token between them.
+# Their lengths differ; the second has two turns, with a token between them.
 SAMPLES = [
     taught([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 1, 1], [30, 31, 32, 33]),
     taught([5, 6, 20, 21, 22, 23], [0, 0, 1, 0, 1, 1], [40]),
@@ -66,7 +66,7 @@ def logprobs_of(model, ids: list[int]) -> torch.Tensor:
 
 
 def as_read(s) -> tuple[list[int], torch.Tensor]:
-    """What the teacher reads, and which logprobs are of trained tokens."""
+    """The tokens that the teacher reads, and a mask of the trained ones' logprobs."""
     first = int(s.loss_mask.argmax())
     ids = [*s.teacher_ids.tolist(), *s.token_ids[first:].tolist()]
     mask = [*[False] * len(s.teacher_ids), *s.loss_mask[first:].tolist()]
@@ -74,7 +74,7 @@ def as_read(s) -> tuple[list[int], torch.Tensor]:
 
 
 def test_the_gradient_is_that_of_the_formula_by_transformers(tiny_model):
-    _, found = gradient(tiny_model, SAMPLES, PLAIN, "latest")
+    _, grads = gradient(tiny_model, SAMPLES, PLAIN, "latest")
     student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     losses = []
     for s in SAMPLES:
@@ -85,9 +85,9 @@ def test_the_gradient_is_that_of_the_formula_by_transformers(tiny_model):
         losses.append(-gain * logprobs_of(student, s.token_ids.tolist())[mask[1:]])
     torch.cat(losses).mean().backward()
     for name, weight in student.named_parameters():
-        if name in found:
-            torch.testing.assert_close(found[name].double(), weight.grad, atol=5e-6, rtol=1e-4)
-    assert max(g.abs().max() for g in found.values()) > 1e-3
+        if name in grads:
+            torch.testing.assert_close(grads[name].double(), weight.grad, atol=5e-6, rtol=1e-4)
+    assert max(g.abs().max() for g in grads.values()) > 1e-3
 
 
 @pytest.mark.parametrize("form", ["reverse_kl", "forward_kl"])
@@ -96,7 +96,7 @@ def test_exact_forms_are_the_divergence_over_the_vocabulary(form, tiny_model):
     untaught = taught([5, 6, 50, 51], [0, 0, 1, 1], None)
     samples = [*SAMPLES, untaught]
     flags = f"--algo.teacher_loss {form} --sampling.temperature 0.6"
-    _, found = gradient(tiny_model, samples, PLAIN, "latest", flags)
+    _, grads = gradient(tiny_model, samples, PLAIN, "latest", flags)
     student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     terms, num_tokens = [], 0
     for s in samples:
@@ -106,27 +106,27 @@ def test_exact_forms_are_the_divergence_over_the_vocabulary(form, tiny_model):
         read, where = as_read(s)
         with torch.no_grad():
             theirs = (student(torch.tensor([read])).logits[0, :-1] / 0.6).log_softmax(-1)[where]
-        own = (student(torch.tensor(s.token_ids[None])).logits[0, :-1] / 0.6).log_softmax(-1)
-        own = own[torch.tensor(s.loss_mask[1:])]
-        one, other = (own, theirs) if form == "reverse_kl" else (theirs, own)
+        logp = (student(torch.tensor(s.token_ids[None])).logits[0, :-1] / 0.6).log_softmax(-1)
+        logp = logp[torch.tensor(s.loss_mask[1:])]
+        one, other = (logp, theirs) if form == "reverse_kl" else (theirs, logp)
         terms.append((one.exp() * (one - other)).sum())
     (torch.stack(terms).sum() / num_tokens).backward()
     for name, weight in student.named_parameters():
-        if name in found:
-            torch.testing.assert_close(found[name].double(), weight.grad, atol=5e-6, rtol=1e-3)
-    assert max(g.abs().max() for g in found.values()) > 1e-4
+        if name in grads:
+            torch.testing.assert_close(grads[name].double(), weight.grad, atol=5e-6, rtol=1e-3)
+    assert max(g.abs().max() for g in grads.values()) > 1e-4
 
 
 def advantages(learner, samples) -> dict[int, list[float]]:
     """Length of a sample -> advantages of its trained tokens."""
     (minibatch,), _ = learner.shard(samples)
     learner.annotate([minibatch])
-    found = {}
+    by_length = {}
     for batch in minibatch.batches:
         for number in range(len(batch.paths)):
-            own = batch.advantages[batch.sequences == number]
-            found[len(own)] = own.tolist()
-    return found
+            of_sequence = batch.advantages[batch.sequences == number]
+            by_length[len(of_sequence)] = of_sequence.tolist()
+    return by_length
 
 
 def test_a_sample_without_a_teacher_has_the_term_0(tiny_model):
@@ -135,9 +135,9 @@ def test_a_sample_without_a_teacher_has_the_term_0(tiny_model):
         dataclasses.replace(sample([5, 6, 7, 8], [0, 0, 1, 1], 2.0, "a"), teacher_ids=None),
         dataclasses.replace(SAMPLES[0]),
     ]
-    found = advantages(learner, paid)
-    assert found[2] == [2.0, 2.0]
-    assert min(map(abs, found[4])) > 1e-3
+    by_length = advantages(learner, paid)
+    assert by_length[2] == [2.0, 2.0]
+    assert min(map(abs, by_length[4])) > 1e-3
 
 
 @pytest.mark.parametrize("update", ["start", "latest", "ema"])
@@ -154,26 +154,26 @@ def test_the_teacher_has_the_weights_that_were_asked_for(update, lora, tiny_mode
         now = [weight.detach().clone() for _, weight in learner.trained_parameters()]
         mean = [0.8 * m + 0.2 * w for m, w in zip(mean, now, strict=True)]
     states.append({name: value.clone() for name, value in learner.named_weights()})
-    found = advantages(learner, SAMPLES)
+    by_length = advantages(learner, SAMPLES)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     if update == "latest":
         model.load_state_dict(states[1], strict=False)
     elif update == "ema":
         with torch.no_grad():
-            for (_, own), value in zip(learner.trained_parameters(), mean, strict=True):
-                own.copy_(value)
+            for (_, weight), value in zip(learner.trained_parameters(), mean, strict=True):
+                weight.copy_(value)
         model.load_state_dict(dict(learner.named_weights()), strict=False)
     for s in SAMPLES:
         read, where = as_read(s)
         with torch.no_grad():
             expected = logprobs_of(model, read)[where] + 4.6
-        own = torch.tensor(found[int(s.loss_mask.sum())])
-        torch.testing.assert_close(own, expected, atol=2e-4, rtol=1e-4)
+        weight = torch.tensor(by_length[int(s.loss_mask.sum())])
+        torch.testing.assert_close(weight, expected, atol=2e-4, rtol=1e-4)
     moved = max((a - b).abs().max() for a, b in zip(*(s.values() for s in states), strict=True))
     assert moved > 1e-3
 
 
-# What the teacher reads
+# The teacher's prompt.
 
 
 @pytest.fixture
@@ -181,10 +181,10 @@ def chat(tiny_model):
     return load_chat(str(tiny_model))
 
 
-def played(chat, *said: str) -> Trajectory:
+def played(chat, *texts: str) -> Trajectory:
     """A dialogue: a user's text and a reply in turn."""
     ids, turns, messages = [], [], []
-    for number, text in enumerate(said):
+    for number, text in enumerate(texts):
         messages.append({"role": "assistant" if number % 2 else "user", "content": text})
         if number % 2:
             reply = [*chat.encode(text), chat.end_token_id]
@@ -200,12 +200,12 @@ def played(chat, *said: str) -> Trajectory:
 def test_the_teachers_prompt_stands_before_the_first_reply_and_the_rest_stays(chat):
     t = played(chat, "ab", "cd", "ef", "gh")
     t.teacher_ids = prompt_ids(chat, t, [{"role": "user", "content": "ab? it is cd"}], None)
-    [own] = taught_samples(t, [1.0, 1.0], set(), ["x"], True)
-    read = as_teacher_reads(own)
+    [each] = taught_samples(t, [1.0, 1.0], set(), ["x"], True)
+    read = as_teacher_reads(each)
     first = len(t.turns[0].new_ids)
-    assert own.token_ids.tolist() == samples_from_turns(t.turns, 1.0)[0].token_ids.tolist()
-    assert read.token_ids.tolist() == [*t.teacher_ids[0], *own.token_ids[first:].tolist()]
-    assert read.token_ids[read.loss_mask].tolist() == own.token_ids[own.loss_mask].tolist()
+    assert each.token_ids.tolist() == samples_from_turns(t.turns, 1.0)[0].token_ids.tolist()
+    assert read.token_ids.tolist() == [*t.teacher_ids[0], *each.token_ids[first:].tolist()]
+    assert read.token_ids[read.loss_mask].tolist() == each.token_ids[each.loss_mask].tolist()
     text = chat.tokenizer.decode(read.token_ids)
     assert text.startswith("<|user|>ab? it is cd<|end|>") and text.endswith("gh<|end|>")
     assert "ef" in text
@@ -224,25 +224,25 @@ def test_a_stream_that_begins_anew_has_the_turns_before_it(chat):
     assert first == chat.prompt_ids(shown)
     assert second == chat.prompt_ids([*shown, *t.messages[1:3]])
     t.teacher_ids = [first, second]
-    own = taught_samples(t, [1.0, 1.0], set(), ["x"], True)
-    assert [s.teacher_ids.tolist() for s in own] == [first, second]
+    samples = taught_samples(t, [1.0, 1.0], set(), ["x"], True)
+    assert [s.teacher_ids.tolist() for s in samples] == [first, second]
 
 
 def test_a_branch_that_shares_a_turn_keeps_it_as_context(chat):
     t = played(chat, "ab", "cd", "ef", "gh")
     t.teacher_ids = [chat.prompt_ids([{"role": "user", "content": "zz"}])]
-    [own] = taught_samples(t, [1.0, 1.0], {"t1"}, ["x"], True)
+    [each] = taught_samples(t, [1.0, 1.0], {"t1"}, ["x"], True)
     shared = t.turns[0].completion.token_ids
-    assert own.teacher_ids.tolist() == [*t.teacher_ids[0], *shared, *t.turns[1].new_ids]
-    assert own.token_ids[own.loss_mask].tolist() == t.turns[1].completion.token_ids
+    assert each.teacher_ids.tolist() == [*t.teacher_ids[0], *shared, *t.turns[1].new_ids]
+    assert each.token_ids[each.loss_mask].tolist() == t.turns[1].completion.token_ids
 
 
 def test_without_a_teacher_an_episode_is_left_out_where_the_teacher_alone_says_what_is_good(chat):
     t = played(chat, "ab", "cd")
     assert taught_samples(t, [1.0], set(), ["x"], True) == []
     for envs, is_alone in ((["x"], False), (["other"], True)):
-        [own] = taught_samples(t, [1.0], set(), envs, is_alone)
-        assert own.teacher_ids is None
+        [each] = taught_samples(t, [1.0], set(), envs, is_alone)
+        assert each.teacher_ids is None
 
 
 def asked(env_of, returned: str) -> list[dict]:
@@ -267,7 +267,7 @@ def test_the_hook_gives_a_text_messages_or_nothing(env_of):
 
 
 @pytest.mark.parametrize(
-    "returned, said",
+    "returned, message",
     [
         ("7", "the value of teacher_prompt() is 7; it must be a text, a list of messages, or None"),
         ("''", "the value of teacher_prompt() is ''"),
@@ -278,8 +278,8 @@ def test_the_hook_gives_a_text_messages_or_nothing(env_of):
         ("1 / 0", "teacher_prompt() failed for task t/0: x.py:3: ZeroDivisionError"),
     ],
 )
-def test_what_is_no_prompt_is_an_error_that_says_so(env_of, returned, said):
-    with pytest.raises((ValueError, RuntimeError), match=re.escape(said)):
+def test_what_is_no_prompt_is_an_error_that_says_so(env_of, returned, message):
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
         asked(env_of, returned)
 
 
@@ -325,13 +325,13 @@ async def teacher_prompt(trajectories, actor):
 @pytest.mark.parametrize("update", ["ema", "start"])
 def test_a_resumed_run_is_the_uninterrupted_run(update, tmp_path, tiny_model):
     flags = flags_of(tiny_model, tmp_path, update=update)
-    whole = run(tmp_path / "whole", flags, "--num_steps 4")
+    uninterrupted = run(tmp_path / "whole", flags, "--num_steps 4")
     parts = run(tmp_path / "parts", flags, "--num_steps 2")
     run(parts, flags, "--num_steps 4 --resume")
-    assert numbers(parts) == numbers(whole)
-    for name, weight in weights(whole).items():
+    assert numbers(parts) == numbers(uninterrupted)
+    for name, weight in weights(uninterrupted).items():
         assert torch.equal(weights(parts)[name], weight)
-    [kept] = trajectories(whole / "rollouts/step_000001.jsonl.zst")[:1]
+    [kept] = trajectories(uninterrupted / "rollouts/step_000001.jsonl.zst")[:1]
     assert kept["teacher_messages"][0]["content"].endswith(("abab", "cdcd", "efef"))
 
 
@@ -358,13 +358,13 @@ def test_a_hook_that_fails_is_a_failed_episode_and_others_learn(tmp_path, tiny_m
     )
     flags = flags_of(tiny_model, tmp_path, code)
     out = run(tmp_path / "run", flags, "--num_steps 1 --rollout.max_failed_fraction 0.9")
-    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
-    reasons = {t["error"] for t in found if t["status"] == "failed"}
+    rows = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    reasons = {t["error"] for t in rows if t["status"] == "failed"}
     assert any("KeyError: 'lost'" in reason for reason in reasons)
     assert any(
         "above the model's max_position_embeddings=4096; shorten it" in reason for reason in reasons
     )
-    assert sum(t["status"] == "failed" for t in found) == 6
+    assert sum(t["status"] == "failed" for t in rows) == 6
     assert metrics(out)[0]["learn/policy/teacher_kl_nats"] != 0
 
 
@@ -373,9 +373,9 @@ def test_a_hook_that_hangs_is_a_failed_episode(tmp_path, tiny_model):
     flags = flags_of(tiny_model, tmp_path, code)
     more = "--num_steps 1 --rollout.hook_timeout_s 0.2 --rollout.max_failed_fraction 1"
     out = run(tmp_path / "run", flags, more, status=1)  # nothing was learned
-    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
-    assert {t["status"] for t in found} == {"failed"}
-    assert all("teacher_prompt() ran longer than 0.2 s" in t["error"] for t in found)
+    rows = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    assert {t["status"] for t in rows} == {"failed"}
+    assert all("teacher_prompt() ran longer than 0.2 s" in t["error"] for t in rows)
 
 
 def test_an_evaluation_and_a_run_without_self_do_not_call_the_hook(tmp_path, tiny_model):
@@ -414,7 +414,7 @@ def test_a_misspelled_hook_and_an_unknown_argument_are_refused_with_the_nearest(
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         ("--algo.teacher t --algo.teacher_update ema", "needs --algo.teacher self"),
         ("--algo.teacher self --algo.teacher_decay 0.9", "with --algo.teacher_update ema"),
@@ -428,9 +428,9 @@ def test_a_misspelled_hook_and_an_unknown_argument_are_refused_with_the_nearest(
         ),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(flags, said):
+def test_flags_that_contradict_each_other_are_refused(flags, message):
     config = parse_config(words("--model m --env_path e.py --out runs/x", flags))
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         choose_algorithm(config, {})
 
 

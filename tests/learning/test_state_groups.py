@@ -1,4 +1,4 @@
-"""GiGPO: turns that began in equal states share a baseline beside the episodes'."""
+"""GiGPO: turns that began in equal states share a baseline in addition to the episodes'."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def episode(index: int, keys: str, rewards: list[float], **more) -> Trajectory:
     )
 
 
-def found(group: list[Trajectory], algorithm: Algorithm = HALF, advantage_fn=None):
+def advantages_of(group: list[Trajectory], algorithm: Algorithm = HALF, advantage_fn=None):
     return turn_advantages(group, [0.0] * len(group), algorithm, advantage_fn)
 
 
@@ -59,11 +59,11 @@ def test_the_papers_formula_on_an_example_by_hand():
     0.70711, -1.41421, 0.70711. Returns from the state a on are 1/2, 0, 1/4: mean 1/4, deviation
     sqrt(1/24), A_S = 1.22474, -1.22474, 0. From b on they are 1; 1/2, 1: mean 5/6, deviation
     sqrt(1/18), A_S = 0.70711; -1.41421, 0.70711. Nobody else was in c."""
-    assert found(THREE) == near(
+    assert advantages_of(THREE) == near(
         [[1.931852, 1.414214], [-2.638958, -1.414214], [0.707107, -0.707107, 1.414214]]
     )
     weighted = dataclasses.replace(HALF, state_coef=0.1)
-    assert found(THREE, weighted) == near(
+    assert advantages_of(THREE, weighted) == near(
         [[0.829581, 0.777817], [-1.536688, -1.414214], [0.707107, 0.565685, 0.777817]]
     )
 
@@ -74,11 +74,11 @@ def test_without_the_deviation_and_with_the_other_episodes_alone():
     mean = dataclasses.replace(HALF, advantage="group_mean")
     want = [[1 / 3 + 1 / 4, 1 / 3 + 1 / 6], [-2 / 3 - 1 / 4, -2 / 3]]
     want.append([1 / 3, 1 / 3 - 1 / 3, 1 / 3 + 1 / 6])
-    assert found(THREE, mean) == near(want)
+    assert advantages_of(THREE, mean) == near(want)
     rloo = dataclasses.replace(HALF, advantage="rloo")
     want = [[1 / 2 + 3 / 8, 1 / 2 + 1 / 4], [-1 - 3 / 8, -1.0]]
     want.append([1 / 2 + 0.0, 1 / 2 - 1 / 2, 1 / 2 + 0.0])
-    assert found(THREE, rloo) == near(want)
+    assert advantages_of(THREE, rloo) == near(want)
 
 
 @pytest.mark.parametrize("kind", ["group_mean", "group_norm", "group_norm_unbiased", "rloo"])
@@ -86,16 +86,16 @@ def test_where_no_state_comes_again_and_with_coefficient_0_it_is_the_plain_advan
     row = dataclasses.replace(HALF, advantage=kind)
     zero = [0.0] * 3
     off = dataclasses.replace(row, state_coef=0.0)
-    assert found(THREE, off) == plain.turn_advantages(THREE, zero, row, None)
+    assert advantages_of(THREE, off) == plain.turn_advantages(THREE, zero, row, None)
     apart = [episode(0, "ab", [0, 1]), episode(1, "c", [0]), episode(2, "---", [0, 0, 1])]
-    assert found(apart, row) == plain.turn_advantages(apart, zero, row, None)
+    assert advantages_of(apart, row) == plain.turn_advantages(apart, zero, row, None)
     assert state_metrics(apart)["shared_state_frac"].value == 0.0
 
 
 def test_the_order_of_episodes_does_not_matter():
-    wanted = dict(zip("012", found(THREE), strict=True))
+    wanted = dict(zip("012", advantages_of(THREE), strict=True))
     for order in itertools.permutations(range(3)):
-        rows = found([THREE[n] for n in order])
+        rows = advantages_of([THREE[n] for n in order])
         for n, row in zip(order, rows, strict=True):
             assert row == pytest.approx(wanted[str(n)])
 
@@ -105,7 +105,7 @@ def test_with_a_turn_discount_the_turns_own_advantage_takes_the_episodes_place()
     returns = [1, 1, 0, 0, 1, 1, 1]
     mean = statistics.mean(returns)
     of_states = [1 / 4, 1 / 6, -1 / 4, 0.0, 0.0, -1 / 3, 1 / 6]
-    flat = [value for own in found(THREE, row) for value in own]
+    flat = [value for row_of in advantages_of(THREE, row) for value in row_of]
     assert flat == pytest.approx([r - mean + s for r, s in zip(returns, of_states, strict=True)])
 
 
@@ -119,17 +119,19 @@ def test_conversations_that_branch_share_a_turn_which_counts_once():
     other = episode(1, "a", [1.0])
     row = dataclasses.replace(HALF, advantage="group_mean", state_coef=2.0)
     base = plain.turn_advantages([*tree, other], [0.0] * 3, row, None)
-    rows = found([*tree, other], row)
+    rows = advantages_of([*tree, other], row)
     of_states = [
-        [(value - b) / 2 for value, b in zip(own, of, strict=True)]
-        for own, of in zip(rows, base, strict=True)
+        [(value - b) / 2 for value, b in zip(row_of, of, strict=True)]
+        for row_of, of in zip(rows, base, strict=True)
     ]
     # From a on: (1/2 + 0) / 2 and 1, an episode each. From b on: 1 and 0, of one episode.
     mean = (1 / 4 + 1) / 2
     assert of_states == near([[1 / 4 - mean, 1 / 2], [1 / 4 - mean, -1 / 2], [1 - mean]])
-    alone = found(tree, row)
+    alone = advantages_of(tree, row)
     base = plain.turn_advantages(tree, [0.0] * 2, row, None)
-    assert [own[0] for own in alone] == [own[0] for own in base], "one turn alone has no signal"
+    assert [row_of[0] for row_of in alone] == [row_of[0] for row_of in base], (
+        "one turn alone has no signal"
+    )
     samples = samples_of([[*tree, other]], row, 10, advantages_of=turn_advantages)
     assert sum(int(sample.loss_mask.sum()) for sample in samples) == 4  # the root once
 
@@ -143,11 +145,11 @@ def test_an_episode_weighs_the_same_however_many_conversations_it_returns():
 
     for kind in ("group_mean", "group_norm", "group_norm_unbiased", "rloo"):
         row = dataclasses.replace(HALF, advantage=kind)
-        once, thrice = found(group(1), row), found(group(3), row)
+        once, thrice = advantages_of(group(1), row), advantages_of(group(3), row)
         assert [thrice[0], *thrice[3:]] == near(once), kind
     two = [episode(n // 2, "ab"[n % 2], [float(n)]) for n in range(4)]
     row = dataclasses.replace(HALF, advantage="group_norm_unbiased")
-    assert all(math.isfinite(value) for own in found(two, row) for value in own)
+    assert all(math.isfinite(value) for row_of in advantages_of(two, row) for value in row_of)
 
 
 def test_penalties_are_in_the_returns():
@@ -164,7 +166,7 @@ def test_advantage_fn_gets_the_returns_of_each_state():
         return [10.0 * value for value in values]
 
     row = dataclasses.replace(HALF, advantage="custom")
-    rows = found(THREE, row, advantage_fn)
+    rows = advantages_of(THREE, row, advantage_fn)
     assert seen == [[1.0, 0.0, 1.0], [0.5, 0.0, 0.25], [1.0, 0.5, 1.0]]
     assert rows == near([[15.0, 20.0], [0.0, 0.0], [12.5, 15.0, 20.0]])
 
@@ -172,7 +174,7 @@ def test_advantage_fn_gets_the_returns_of_each_state():
 @pytest.mark.parametrize("kind", ["gae", "none", "zero"])
 def test_an_advantage_that_compares_no_episodes_compares_no_states(kind):
     row = dataclasses.replace(HALF, advantage=kind)
-    assert found(THREE, row) == plain.turn_advantages(THREE, [0.0] * 3, row, None)
+    assert advantages_of(THREE, row) == plain.turn_advantages(THREE, [0.0] * 3, row, None)
 
 
 def test_a_group_of_equal_rewards_has_signal_where_states_differ():
@@ -188,7 +190,7 @@ def test_a_group_of_equal_rewards_has_signal_where_states_differ():
 
 
 def test_the_metric_counts_turns_whose_state_came_again():
-    # Of the seven turns all but that in c.
+    # Six of the seven turns: all but the one in c.
     assert state_metrics(THREE)["shared_state_frac"].value == 6 / 7
     seats = [dataclasses.replace(t, seat=str(t.index)) for t in THREE]
     assert state_metrics(seats)["shared_state_frac"].value == 2 / 7  # b of the third

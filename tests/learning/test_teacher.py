@@ -52,7 +52,7 @@ def test_the_gradient_is_that_of_the_papers_formula_by_transformers(
     tiny_model, teacher, temperature
 ):
     drawn = f"--sampling.temperature {temperature} --algo.teacher"
-    _, found = gradient(tiny_model, SAMPLES, PLAIN, drawn, teacher)
+    _, grads = gradient(tiny_model, SAMPLES, PLAIN, drawn, teacher)
     student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     terms = []
@@ -65,16 +65,16 @@ def test_the_gradient_is_that_of_the_papers_formula_by_transformers(
     expected = torch.cat(terms).mean()
     expected.backward()
     for name, weight in student.named_parameters():
-        if name in found:
-            torch.testing.assert_close(found[name], weight.grad, atol=2e-6, rtol=1e-4)
-    assert len(found) > 20 and max(g.abs().max() for g in found.values()) > 1e-3
+        if name in grads:
+            torch.testing.assert_close(grads[name], weight.grad, atol=2e-6, rtol=1e-4)
+    assert len(grads) > 20 and max(g.abs().max() for g in grads.values()) > 1e-3
 
 
 def test_half_the_coefficient_is_half_the_gradient(tiny_model, teacher):
-    _, whole = gradient(tiny_model, SAMPLES, PLAIN, "--algo.teacher", teacher)
+    _, full = gradient(tiny_model, SAMPLES, PLAIN, "--algo.teacher", teacher)
     half_flags = (PLAIN, "--algo.teacher_coef 0.5 --algo.teacher", teacher)
     _, half = gradient(tiny_model, SAMPLES, *half_flags)
-    for name, value in whole.items():
+    for name, value in full.items():
         torch.testing.assert_close(2 * half[name], value, atol=1e-6, rtol=1e-4)
 
 
@@ -129,7 +129,7 @@ def test_a_frozen_actor_of_the_run_may_be_the_teacher_of_one_actor(tmp_path, tin
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         ("--algorithm opd", "learns from a teacher alone: give --algo.teacher"),
         ("--algo.teacher_coef 2", "--algo.teacher_coef needs --algo.teacher"),
@@ -156,9 +156,9 @@ def test_a_frozen_actor_of_the_run_may_be_the_teacher_of_one_actor(tmp_path, tin
         ),
     ],
 )
-def test_flags_that_contradict_a_teacher_are_refused(flags, said):
+def test_flags_that_contradict_a_teacher_are_refused(flags, message):
     config = parse_config(words("--model m --env_path e.py --out runs/x", flags))
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         choose_algorithm(config, {})
 
 
@@ -196,10 +196,10 @@ def test_an_actor_that_learns_teaches_as_it_was_before_its_own_update(tiny_model
     (minibatch,), _ = learners["bob"].shard([sample([5, 6, 7, 8], [0, 0, 1, 1], 0.0, "a")])
     other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     for _ in range(2):
-        found = learners["bob"].annotate([minibatch])["teacher_kl_nats"].value
+        kl = learners["bob"].annotate([minibatch])["teacher_kl_nats"].value
         with torch.no_grad():
             gain = logprobs_of(other, [5, 6, 7, 8], 0.6)[1:] + 4.6
-        assert found == pytest.approx(-gain.mean().item(), abs=1e-4)
+        assert kl == pytest.approx(-gain.mean().item(), abs=1e-4)
         # Whatever it learns, it teaches then.
         for weight in other.parameters():
             weight.data *= 1.1
@@ -217,14 +217,14 @@ def test_an_actor_that_trains_an_adapter_teaches_with_it(tiny_model, teacher):
     for _, weight in learners["eve"].trained_parameters():
         weight.data.normal_(std=0.2)
     (minibatch,), _ = learners["bob"].shard([sample([5, 6, 7, 8], [0, 0, 1, 1], 0.0, "a")])
-    found = learners["bob"].annotate([minibatch])["teacher_kl_nats"].value
+    kl = learners["bob"].annotate([minibatch])["teacher_kl_nats"].value
     kls = []
     for weights in ({}, dict(learners["eve"].named_weights())):
         other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
         other.load_state_dict(weights, strict=False)
         with torch.no_grad():
             kls.append(-(logprobs_of(other, [5, 6, 7, 8])[1:] + 4.6).mean().item())
-    assert found == pytest.approx(kls[1], abs=1e-4) != pytest.approx(kls[0], abs=1e-2)
+    assert kl == pytest.approx(kls[1], abs=1e-4) != pytest.approx(kls[0], abs=1e-2)
 
 
 def test_the_head_of_a_teacher_that_learns_is_read_again(tiny_model, teacher):
@@ -277,15 +277,15 @@ for of_env, name in zip(OF_ENVS, "abc", strict=True):
 
 def gradients_by_environment(ranks, model: str, flags: str, out: str) -> None:
     mine = [s for number, s in enumerate(OF_ENVS) if number % 2 == ranks.rank]
-    _, found = gradient(model, mine, PLAIN, flags, ranks=ranks)
-    torch.save(found, f"{out}.{ranks.rank}")
+    _, grads = gradient(model, mine, PLAIN, flags, ranks=ranks)
+    torch.save(grads, f"{out}.{ranks.rank}")
 
 
 @pytest.mark.parametrize("form", ["sampled", "reverse_kl"])
 def test_each_environment_has_a_teacher_of_its_own_or_none(tmp_path, make_model, teacher, form):
     model, other = make_model(), make_model(seed=8, hidden=48)
     flags = SPLIT.format(one=teacher, other=other) + f" --algo.teacher_loss {form}"
-    _, found = gradient(model, OF_ENVS, PLAIN, flags)
+    _, grads = gradient(model, OF_ENVS, PLAIN, flags)
     student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total, num_tokens = torch.zeros(()), sum(int(s.loss_mask[1:].sum()) for s in OF_ENVS)
     for s, path in zip(OF_ENVS[:2], (teacher, other), strict=True):
@@ -301,13 +301,13 @@ def test_each_environment_has_a_teacher_of_its_own_or_none(tmp_path, make_model,
             total = total + (logp.exp() * (logp - logq)).sum()
     (total / num_tokens).backward()
     for name, weight in student.named_parameters():
-        if name in found:
-            torch.testing.assert_close(found[name], weight.grad, atol=2e-6, rtol=1e-4)
+        if name in grads:
+            torch.testing.assert_close(grads[name], weight.grad, atol=2e-6, rtol=1e-4)
     # A sample's environment is known on the rank that learns from it.
     of_ranks(2, __file__, "gradients_by_environment", model, flags, tmp_path / "taken")
     for rank in range(2):
         for name, value in torch.load(f"{tmp_path / 'taken'}.{rank}").items():
-            torch.testing.assert_close(value, found[name], atol=2e-6, rtol=1e-4)
+            torch.testing.assert_close(value, grads[name], atol=2e-6, rtol=1e-4)
 
 
 def test_a_teacher_of_one_environment_needs_that_of_the_others():
@@ -324,8 +324,8 @@ def test_two_environments_are_taught_in_a_run(tmp_path, tiny_model, teacher):
         f"--tasks_per_step 2 --group_size 2 --num_steps 2 --algo.teacher {teacher} "
         f"--envs.two.teacher none --algo.teacher_loss jsd --model {tiny_model}"
     )
-    found = [row["learn/policy/teacher_loss_nats"] for row in steps(run(tmp_path / "run", flags))]
-    assert len(found) == 2 and min(found) > 0
+    losses = [row["learn/policy/teacher_loss_nats"] for row in steps(run(tmp_path / "run", flags))]
+    assert len(losses) == 2 and min(losses) > 0
 
 
 def test_rewards_by_advantage_fn_are_not_added_to_a_teacher_unasked(tmp_path):
@@ -344,10 +344,10 @@ def test_a_teacher_that_cannot_judge_is_refused_before_it_loads(tmp_path, tiny_m
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
     flags = "--env_path e.py --out x --algorithm opd --model"
-    for teacher, said in ((short, "short has 16 positions"), (tmp_path / "none", "none")):
-        given = words(flags, tiny_model, "--algo.teacher", teacher)
-        with pytest.raises(ValueError, match=said) as caught:
-            checked_chat(parse_config(given), "policy")
+    for teacher, message in ((short, "short has 16 positions"), (tmp_path / "none", "none")):
+        arguments = words(flags, tiny_model, "--algo.teacher", teacher)
+        with pytest.raises(ValueError, match=message) as caught:
+            checked_chat(parse_config(arguments), "policy")
         assert "Repo id" not in str(caught.value)
 
 
@@ -362,9 +362,9 @@ def test_a_step_replayed_with_another_objective_has_the_same_teacher(tmp_path, t
     model = ["--model", tiny_model, "--env_path", tmp_path / "ask.py", "--algo.teacher", teacher]
     flags = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --num_steps 1 --algo.kl_coef 0.1"
     out = run(tmp_path / "run", *model, flags)
-    found = replay(out, 1, ["--algo.clip_low=0.3"])
+    replayed = replay(out, 1, ["--algo.clip_low=0.3"])
     kl = "learn/policy/teacher_kl_nats"
-    assert found.replayed[kl] == found.recorded[kl] > 0
+    assert replayed.replayed[kl] == replayed.recorded[kl] > 0
 
 
 if __name__ == "__main__":

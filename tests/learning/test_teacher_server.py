@@ -1,5 +1,5 @@
-"""A teacher behind a URL: what is learned is what the same teacher's folder gives, and whatever a
-server says that is no logprob ends the run with a clear line."""
+"""A teacher behind a URL: gradients equal those of the same teacher's folder, and any answer of a
+server without logprobs ends the run with a clear error."""
 
 from __future__ import annotations
 
@@ -59,27 +59,27 @@ class ModelServer:
         assert asked["return_logprob"] and asked["sampling_params"]["max_new_tokens"] == 1
         ids, start, k = asked["input_ids"], asked["logprob_start_len"], asked["top_logprobs_num"]
         rows = self.logprobs(ids)[start:]
-        own, top = [self.item(None, ids[start])], [None]
+        chosen, top = [self.item(None, ids[start])], [None]
         for row, token_id in zip(rows, ids[start + 1 :], strict=True):
-            own.append(self.item(row[token_id].item(), token_id))
+            chosen.append(self.item(row[token_id].item(), token_id))
             best = row.topk(k)
             top.append(
                 [self.item(*pair) for pair in zip(*map(torch.Tensor.tolist, best), strict=True)]
             )
-        return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": top}}
+        return {"meta_info": {"input_token_logprobs": chosen, "input_top_logprobs": top}}
 
     def completions(self, asked: dict) -> dict:
         assert asked["model"] == "judge" and asked["max_tokens"] == 1
-        ids, k, found = asked["prompt"], asked["prompt_logprobs"], [None]
+        ids, k, rows_of_prompt = asked["prompt"], asked["prompt_logprobs"], [None]
         for row, token_id in zip(self.logprobs(ids), ids[1:], strict=True):
             named = {*row.topk(k).indices.tolist(), token_id}
-            found.append(
+            rows_of_prompt.append(
                 {
                     str(n): {"logprob": row[n].item(), "decoded_token": self.tokenizer.decode([n])}
                     for n in named
                 }
             )
-        return {"choices": [{"prompt_logprobs": found}]}
+        return {"choices": [{"prompt_logprobs": rows_of_prompt}]}
 
     async def answer(self, request) -> web.Response:
         if request.path == "/v1/models":
@@ -135,17 +135,17 @@ def teacher(make_model):
 
 @pytest.fixture
 def served(teacher):
-    with serving(teacher) as found:
-        yield found
+    with serving(teacher) as server_and_url:
+        yield server_and_url
 
 
 @pytest.mark.parametrize("path", ["", "/v1", "/v1#judge"])
 def test_the_sampled_form_is_that_of_the_teachers_folder(tiny_model, teacher, served, path):
     server, url = served
-    _, found = gradient(tiny_model, SAMPLES, PLAIN, "--algo.teacher", url + path)
+    _, grads = gradient(tiny_model, SAMPLES, PLAIN, "--algo.teacher", url + path)
     _, wanted = gradient(tiny_model, SAMPLES, PLAIN, "--algo.teacher", teacher)
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(grads[name], value, atol=1e-6, rtol=1e-4)
     assert server.num_asked == len(SAMPLES) and server.most_at_once > 1
     assert max(value.abs().max() for value in wanted.values()) > 1e-3
 
@@ -155,7 +155,7 @@ def test_the_sampled_form_is_that_of_the_teachers_folder(tiny_model, teacher, se
 def test_the_likeliest_tokens_and_the_rest_by_transformers(tiny_model, teacher, served, path, form):
     _, url = served
     flags = f"--algo.teacher_loss {form} --algo.teacher_top_k 6 --algo.teacher {url}{path}"
-    _, found = gradient(tiny_model, SAMPLES, PLAIN, flags)
+    _, grads = gradient(tiny_model, SAMPLES, PLAIN, flags)
     student = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     terms = []
@@ -169,8 +169,8 @@ def test_the_likeliest_tokens_and_the_rest_by_transformers(tiny_model, teacher, 
         terms.append((p * (p / q).log() if form == "reverse_kl" else q * (q / p).log()).sum(-1))
     torch.cat(terms).mean().backward()
     for name, weight in student.named_parameters():
-        if name in found:
-            torch.testing.assert_close(found[name], weight.grad, atol=5e-6, rtol=1e-3)
+        if name in grads:
+            torch.testing.assert_close(grads[name], weight.grad, atol=5e-6, rtol=1e-3)
 
 
 def test_a_busy_server_is_asked_again(tiny_model, served):
@@ -194,9 +194,9 @@ NONSENSE = {
 @pytest.mark.parametrize("kind", NONSENSE)
 def test_what_is_no_logprob_ends_the_run(tiny_model, served, kind):
     server, url = served
-    change, said = NONSENSE[kind]
+    change, message = NONSENSE[kind]
     server.changes = [None, change]
-    with pytest.raises(RunError, match=re.escape(said)) as caught:
+    with pytest.raises(RunError, match=re.escape(message)) as caught:
         gradient(tiny_model, SAMPLES, PLAIN, "--algo.teacher", url)
     assert url in str(caught.value) and len(str(caught.value)) < 700
 
@@ -215,10 +215,10 @@ def compare(ranks, model: str, url: str, out: str) -> str:
     mine = [s for number, s in enumerate(SAMPLES) if number % 2 == ranks.rank]
     flags = "--algo.teacher_loss jsd --algo.teacher_top_k 6 --algo.teacher"
     try:
-        _, found = gradient(model, mine, PLAIN, flags, url, ranks=ranks)
+        _, grads = gradient(model, mine, PLAIN, flags, url, ranks=ranks)
     except RunError as error:
         return str(error)
-    torch.save(found, f"{out}.{ranks.rank}")
+    torch.save(grads, f"{out}.{ranks.rank}")
     return ""
 
 
@@ -243,8 +243,8 @@ def test_a_run_learns_from_a_server(tmp_path, tiny_model, served):
         f"--algorithm opd --env_path {tmp_path / 'ask.py'} --max_tokens 6 --tasks_per_step 2 "
         f"--group_size 2 --num_steps 2 --model {tiny_model} --algo.teacher {served[1]}/v1"
     )
-    found = [row["learn/policy/teacher_kl_nats"] for row in steps(run(tmp_path / "run", flags))]
-    assert len(found) == 2 and min(found) > 0
+    kls = [row["learn/policy/teacher_kl_nats"] for row in steps(run(tmp_path / "run", flags))]
+    assert len(kls) == 2 and min(kls) > 0
 
 
 def test_a_server_that_is_not_there_or_reads_other_text_is_refused_at_the_start(
@@ -280,8 +280,10 @@ check_teachers(parse_config(sys.argv[1:]), "policy")
 
 def test_only_a_teacher_behind_a_url_needs_httpx(tiny_model, teacher):
     def check(name):
-        given = words(f"{PLAIN} --model {tiny_model} --env_path e.py --out x --algo.teacher {name}")
-        command = [sys.executable, "-c", WITHOUT_HTTPX, *given]
+        arguments = words(
+            f"{PLAIN} --model {tiny_model} --env_path e.py --out x --algo.teacher {name}"
+        )
+        command = [sys.executable, "-c", WITHOUT_HTTPX, *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     folder, url = check(teacher), check("http://127.0.0.1:1/v1")

@@ -62,7 +62,7 @@ def turn(draw: random.Random, name: str, is_fresh: bool = False, length: int = 5
 def episode(
     name: str, depth: int, advantage: float, group: str, like: Sequence[Turn] = ()
 ) -> tuple[list[TrainingSample], list[Turn]]:
-    """(samples, turns of the trunk): a branch after each turn of a trunk of so many turns. The
+    """(samples, turns of the trunk): a branch after each turn of a trunk of `depth` turns. The
     trunk begins with the tokens of other turns, sampled anew."""
     draw, trunk = random.Random(name), []
     for number in range(depth):
@@ -92,17 +92,19 @@ def pairs() -> list[TrainingSample]:
     for group in range(3):
         prompt = [draw.randrange(8, 104) for _ in range(12)]
         for advantage in (0.3, 0.0):
-            said = [draw.randrange(8, 104) for _ in range(draw.randint(2, 9))]
-            mask = [0] * len(prompt) + [1] * len(said)
-            samples.append(sample(prompt + said, mask, advantage, f"{group}"))
+            reply = [draw.randrange(8, 104) for _ in range(draw.randint(2, 9))]
+            mask = [0] * len(prompt) + [1] * len(reply)
+            samples.append(sample(prompt + reply, mask, advantage, f"{group}"))
     return samples
 
 
-def taken(learner, samples: list[TrainingSample], is_unrolled: bool = False) -> tuple[float, dict]:
+def step_of(
+    learner, samples: list[TrainingSample], is_unrolled: bool = False
+) -> tuple[float, dict]:
     """(loss, what one step of SGD with rate 1 takes away from each weight)."""
     before = {}
-    for part in learner.trained():
-        before |= {f"{part.name} {n}": w.clone() for n, w in part.named_weights()}
+    for each in learner.trained():
+        before |= {f"{each.name} {n}": w.clone() for n, w in each.named_weights()}
     minibatches, _ = learner.shard(samples)
     if is_unrolled:
         [minibatch] = minibatches
@@ -111,14 +113,14 @@ def taken(learner, samples: list[TrainingSample], is_unrolled: bool = False) -> 
     learner.annotate(minibatches)
     loss = learner.step(minibatches, 0)["loss"].value
     after = {}
-    for part in learner.trained():
-        after |= {f"{part.name} {n}": w for n, w in part.named_weights()}
+    for each in learner.trained():
+        after |= {f"{each.name} {n}": w for n, w in each.named_weights()}
     return float(loss), {name: before[name] - after[name] for name in before}
 
 
 def test_a_small_tree_as_it_stands_in_a_batch(monkeypatch):
     monkeypatch.setattr(packing, "SHARE_TOKENS", 1)
-    # 1 2 3 is in front of all, 4 5 of two; the third and the fourth sample are alike.
+    # All begin with 1 2 3, two go 4 5 next; the third and the fourth sample are equal.
     samples = [
         sample([1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 0, 1, 1, 1], 1.0),
         sample([1, 2, 3, 4, 5, 8, 9], [0, 0, 0, 0, 0, 1, 1], 2.0),
@@ -179,23 +181,23 @@ def test_every_preset_learns_from_trees_what_it_learns_from_the_samples_one_by_o
 ):
     flags = SGD, f"--algorithm {preset}", PRESETS[preset]
     samples = pairs() if preset in ("dpo", "rm") else forest(3)
-    wanted_loss, wanted = taken(make_learner(tiny_model, *flags), samples, is_unrolled=True)
-    loss, found = taken(make_learner(tiny_model, *flags), samples)
+    wanted_loss, wanted = step_of(make_learner(tiny_model, *flags), samples, is_unrolled=True)
+    loss, grads = step_of(make_learner(tiny_model, *flags), samples)
     assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-6)
-    assert_same(found, wanted, tolerance=1e-5)
+    assert_same(grads, wanted, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [100, 150])
 def test_several_microbatches_of_trees_give_one_gradient(tokens, tiny_model):
     samples, flags = forest(3), (SGD, "--algorithm grpo")
-    wanted_loss, wanted = taken(make_learner(tiny_model, *flags), samples, is_unrolled=True)
+    wanted_loss, wanted = step_of(make_learner(tiny_model, *flags), samples, is_unrolled=True)
     learner = make_learner(tiny_model, *flags, f"--learner.microbatch_tokens {tokens}")
     [minibatch], _ = learner.shard(samples)
     assert len(minibatch.batches) > 1
     assert max(len(batch.input_ids) for batch in minibatch.batches) <= tokens
-    loss, found = taken(learner, samples)
+    loss, grads = step_of(learner, samples)
     assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-6)
-    assert_same(found, wanted, tolerance=1e-5)
+    assert_same(grads, wanted, tolerance=1e-5)
 
 
 def test_padded_rows_of_a_tree_are_its_samples_and_give_the_same_gradient(tiny_model):
@@ -207,9 +209,9 @@ def test_padded_rows_of_a_tree_are_its_samples_and_give_the_same_gradient(tiny_m
     wanted, wanted_loss = padded_gradients(learner, samples)
     set_attention(learner.policy.hf, "sdpa")
     learner.policy.use_forward(PaddedForward())
-    found, loss = gradients(learner, samples)
+    grads, loss = gradients(learner, samples)
     assert loss == pytest.approx(wanted_loss, rel=2e-6, abs=2e-6)
-    assert_same(found, wanted)
+    assert_same(grads, wanted)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "qwen3_moe"])
@@ -219,13 +221,13 @@ def test_windows_sinks_caps_and_experts_of_a_tree_are_those_of_its_samples(name,
     flags = [SGD, "--algorithm sft"]
     if name == "qwen3_moe":
         flags.append("--actors.policy.router_aux_loss_coef 0.5")
-    wanted_loss, wanted = taken(make_learner(folder, *flags), forest(6), is_unrolled=True)
+    wanted_loss, wanted = step_of(make_learner(folder, *flags), forest(6), is_unrolled=True)
     learner = make_learner(folder, *flags)
     window = getattr(learner.policy.hf.config, "sliding_window", None) or 0
     assert window < max(len(each.token_ids) for each in forest(6))
-    loss, found = taken(learner, forest(6))
+    loss, grads = step_of(learner, forest(6))
     assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=loss_rounding(forest(6)))
-    assert_same(found, wanted, tolerance=1e-5)
+    assert_same(grads, wanted, tolerance=1e-5)
 
 
 def test_shared_tokens_go_to_the_experts_of_the_first_sample_that_read_them(made_once):
@@ -296,8 +298,8 @@ def plan_of(
 
 
 def test_what_a_unit_saves_is_what_neighbours_have_in_common():
-    """By hand: a trunk of 40, two branches of 10 and one of 10 that leaves it after 20. The second
-    group has so many tokens that the first is not split: a unit has half of a rank's at most."""
+    """Worked by hand: a trunk of 40, two branches of 10 and one of 10 that leaves it after 20. The other
+    group is so large that the first is not split: a unit has half of a rank's at most."""
     trunk = list(range(40))
     streams = [trunk + [50] * 10, trunk + [60] * 10, trunk[:20] + [70] * 10]
     samples = [sample(s, [0] + [1] * (len(s) - 1), 1.0, "g") for s in streams]
@@ -323,9 +325,9 @@ def test_a_unit_that_saves_too_little_is_halved_and_its_second_half_begins_after
         mask = [0] + [1] * (len(stream) - 1)
         samples.append(sample(stream, mask, 1.0, "h" if number == 4 else "g"))
     _, [units] = plan_of([samples], PackBudget(max_tokens=330))
-    found = [(unit.first, unit.num_samples, unit.num_tokens) for unit in units]
-    assert found == [(0, 2, 200), (2, 2, 140), (4, 1, 1000)]
-    for first, num_samples, num_tokens in found:
+    bounds = [(unit.first, unit.num_samples, unit.num_tokens) for unit in units]
+    assert bounds == [(0, 2, 200), (2, 2, 140), (4, 1, 1000)]
+    for first, num_samples, num_tokens in bounds:
         batch = pack_samples(samples[first : first + num_samples])
         assert len(batch.input_ids) == num_tokens
 
@@ -345,7 +347,7 @@ def test_a_sample_that_is_skipped_hides_nothing_from_its_neighbours():
 
 
 def sixteen_episodes() -> list[TrainingSample]:
-    """Each of its own group, as a learner sorts them."""
+    """Samples of 16 groups of one episode, sorted as a learner sorts them."""
     samples = []
     for number in range(16):
         samples += episode(f"{number}", 4, 1.0, f"{number:02d}")[0]
@@ -378,29 +380,29 @@ MESHES = {"dp 2": Mesh(dp_shard=2), "cp 2": Mesh(cp=2)}
 
 
 def compare(ranks, folder, out) -> dict[str, float]:
-    """The loss on each mesh; the first rank writes what was taken away."""
+    """The loss on each mesh; each rank writes the negated change of the weights."""
     losses = {}
     for name, mesh in MESHES.items():
         for preset in ("grpo", "ppo"):
             flags = SGD, f"--algorithm {preset} --cp {mesh.cp}", "--learner.microbatch_tokens 150"
             learner = make_learner(folder, *flags, ranks=on_mesh(ranks, mesh))
             mine = [s for s in forest(3) if int(s.group_id) == ranks.rank]
-            loss, found = taken(learner, mine)
+            loss, grads = step_of(learner, mine)
             losses[f"{name} {preset}"] = loss
-            torch.save(found, f"{out}.{name}.{preset}.{ranks.rank}")
+            torch.save(grads, f"{out}.{name}.{preset}.{ranks.rank}")
     return losses
 
 
 def test_ranks_that_hold_trees_take_the_gradient_of_one_rank(tiny_model, tmp_path):
-    found = of_ranks(2, __file__, "compare", tiny_model, tmp_path / "taken")
+    losses = of_ranks(2, __file__, "compare", tiny_model, tmp_path / "taken")
     for preset in ("grpo", "ppo"):
         learner = make_learner(tiny_model, SGD, f"--algorithm {preset}")
-        _, wanted = taken(learner, forest(3), is_unrolled=True)
+        _, wanted = step_of(learner, forest(3), is_unrolled=True)
         for name in MESHES:
             for rank in range(2):
                 taken_there = torch.load(tmp_path / f"taken.{name}.{preset}.{rank}")
                 assert_same(taken_there, wanted, tolerance=1e-5)
-    assert len(found) == 2
+    assert len(losses) == 2
 
 
 if __name__ == "__main__":

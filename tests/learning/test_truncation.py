@@ -54,9 +54,9 @@ def drawn(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """(tokens, logprobs, ids that each was drawn from) of one row of logits at each uniform."""
     numbers = torch.tensor([[0.0, temperature, top_k, top_p, min_p]] * len(uniforms)).T
     most = top_k or len(logits)
-    how = RowParams(numbers=numbers, num_ordered=most, num_kept=most)
+    params = RowParams(numbers=numbers, num_ordered=most, num_kept=most)
     logits = logits.expand(len(uniforms), -1)
-    tokens, logprobs, *kept = sample(logits, torch.tensor(uniforms), how)
+    tokens, logprobs, *kept = sample(logits, torch.tensor(uniforms), params)
     ids = [{int(n) for n in of_one if n >= 0} for of_one in torch.stack(kept, 1).tolist()]
     return tokens.long().tolist(), logprobs, ids
 
@@ -100,15 +100,17 @@ def conversations(model, **limits) -> list:
                 new = [draw.randrange(8, 104) for _ in range(draw.randint(3, 12))]
                 num = random.Random(number + 10 * turn).randint(1, 9)
                 params = SamplingParams(max_tokens=num, keeps_ids=True, **limits)
-                how = {"seed": number + 10 * turn, "session": f"{number}"}
-                done = await engine.generate([*seen, *new], params, **how)
-                turns.append(Turn(new_ids=new, is_fresh=not turn, completion=done, name=str(how)))
+                draw_of = {"seed": number + 10 * turn, "session": f"{number}"}
+                done = await engine.generate([*seen, *new], params, **draw_of)
+                turns.append(
+                    Turn(new_ids=new, is_fresh=not turn, completion=done, name=str(draw_of))
+                )
                 seen += [*new, *done.token_ids]
             return turns
 
-        found = await asyncio.gather(*map(talk, range(8)))
+        turns_of = await asyncio.gather(*map(talk, range(8)))
         await engine.close()
-        return found
+        return turns_of
 
     played = asyncio.run(play(embedded(model, num_slots=3)))
     samples = []
@@ -178,7 +180,7 @@ def test_loss_and_gradient_are_those_of_masked_logits_in_fp64(played, make_model
     model, samples = played
     other = make_model(seed=4)
     flags = f"{TOP} --sampling.temperature 0.7 --algo.entropy_coef 0.1 --algo.kl_coef 0.2"
-    loss, found = gradient(model, samples, flags, f"--algo.reference {other}")
+    loss, grads = gradient(model, samples, flags, f"--algo.reference {other}")
     hf, reference = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, other)
     )
@@ -195,10 +197,10 @@ def test_loss_and_gradient_are_those_of_masked_logits_in_fp64(played, make_model
     expected.backward()
     assert loss == pytest.approx(expected.item(), abs=2e-6)
     parameters = dict(hf.named_parameters())
-    assert parameters.keys() == found.keys()
-    for name, value in found.items():
+    assert parameters.keys() == grads.keys()
+    for name, value in grads.items():
         torch.testing.assert_close(value.double(), parameters[name].grad, atol=2e-5, rtol=1e-4)
-    assert max(value.abs().max() for value in found.values()) > 0.01
+    assert max(value.abs().max() for value in grads.values()) > 0.01
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
@@ -209,7 +211,7 @@ def test_logprobs_and_entropy_are_those_of_masked_logits(monkeypatch, cap, tile_
     hidden, weight = (torch.randn(n, 16, generator=draw).double() for n in (23, 37))
     lines = [" ".join(map(str, choose.sample(range(37), choose.randint(1, 9)))) for _ in range(23)]
     first = torch.tensor([int(line.split()[-1]) for line in lines])
-    labels, found = support_labels(first, lines), []
+    labels, both = support_labels(first, lines), []
     share = torch.randn(2, 23, generator=draw).double()
     for is_ours in (True, False):
         h, w = (value.clone().requires_grad_() for value in (hidden, weight))
@@ -223,8 +225,8 @@ def test_logprobs_and_entropy_are_those_of_masked_logits(monkeypatch, cap, tile_
                 mask[row, [int(n) for n in line.split()]] = 0.0
             logprobs, entropy = logprobs_and_entropies(z + mask, first)
         (share[0] * logprobs + share[1] * entropy).sum().backward()
-        found.append((logprobs, entropy, h.grad, w.grad))
-    for ours, expected in zip(*found, strict=True):
+        both.append((logprobs, entropy, h.grad, w.grad))
+    for ours, expected in zip(*both, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-12, rtol=0)
 
 
@@ -232,35 +234,35 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_states_get_theirs():
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=draw).double() for n in (5, 9))
     labels = support_labels(torch.tensor([0, 1, 2, 3, 4]), ["0 8", "1 2 3", "2", "3 7", "4 0"])
-    found = []
+    grads = []
     for is_trained in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
         support_logprobs(h, w, labels)[0].sum().backward()
-        found.append(h.grad)
+        grads.append(h.grad)
         assert (w.grad is not None) == is_trained
-    assert torch.equal(*found)
+    assert torch.equal(*grads)
 
 
 def test_bf16_products_are_summed_in_fp32():
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=draw).bfloat16() for n in (5, 9))
     labels = torch.arange(9).expand(5, -1)
-    found = support_logprobs(hidden, weight, labels)[0]
+    logprobs = support_logprobs(hidden, weight, labels)[0]
     expected = (hidden.double() @ weight.double().T).log_softmax(-1)[:, 0]
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_microbatches_give_the_same_gradient(played):
     model, samples = played
     flags = f"{TOP} --sampling.temperature 0.7 --algo.entropy_coef 0.1"
-    loss, found = gradient(model, samples, flags)
+    loss, grads = gradient(model, samples, flags)
     sizes = "--max_prompt_tokens 20 --max_tokens 30 --learner.microbatch_tokens 50"
     split = make_learner(model, flags, sizes)
     assert len(split.shard(samples)[0][0].batches) >= 4
-    loss_split, found_split = gradient(model, samples, flags, sizes)
+    loss_split, grads_split = gradient(model, samples, flags, sizes)
     assert loss_split == pytest.approx(loss, abs=1e-6)
-    for name, value in found.items():
-        torch.testing.assert_close(found_split[name], value, atol=1e-6, rtol=0)
+    for name, value in grads.items():
+        torch.testing.assert_close(grads_split[name], value, atol=1e-6, rtol=0)
 
 
 @torch.no_grad()
@@ -292,7 +294,7 @@ def test_reinforce_over_the_ids_is_unbiased():
 
     z = logits.clone().requires_grad_()
     (-(probs(z) * rewards).sum()).backward()
-    found = {}
+    grads = {}
     for name in ("kept", "all"):
         ours = logits.clone().requires_grad_()
         for pair in [(i, j) for i in (0, 2) for j in range(3)]:
@@ -306,9 +308,9 @@ def test_reinforce_over_the_ids_is_unbiased():
             one = kit.sample([0, *pair], [0, 1, 1], rewards[pair].item())
             losses, _ = policy_losses(Algorithm(), pack_samples([one]), logprobs)
             (probs(logits)[pair] * losses.sum()).backward()
-        found[name] = ours.grad
-    torch.testing.assert_close(found["kept"], z.grad, atol=1e-6, rtol=0)
-    assert (found["all"] - z.grad).abs().max() > 0.05
+        grads[name] = ours.grad
+    torch.testing.assert_close(grads["kept"], z.grad, atol=1e-6, rtol=0)
+    assert (grads["all"] - z.grad).abs().max() > 0.05
 
 
 def test_each_label_stands_before_the_other_ids_of_its_line():
@@ -326,15 +328,15 @@ def test_tokens_without_their_ids_are_refused(played):
 
 
 def test_what_training_cannot_do_is_refused_at_start_up(places):
-    given = words("--model {model} --env_path {dir}/letters.py --out x".format(**places))
-    choose_algorithm(parse_config([*given, *words(TOP)]), {})
+    flags = words("--model {model} --env_path {dir}/letters.py --out x".format(**places))
+    choose_algorithm(parse_config([*flags, *words(TOP)]), {})
     for wrong in ("--sampling.top_k 5000", "--sampling.top_p 0", "--sampling.min_p 2"):
         with pytest.raises(ValueError, match=wrong.split()[0]):
-            parse_config([*given, *words(wrong)])
+            parse_config([*flags, *words(wrong)])
     sft = words("--algorithm sft --data.train rows.jsonl --sampling.top_k 3")
     with pytest.raises(ValueError, match="top_k=3 has no meaning for --algorithm sft"):
-        parse_config([*given[:2], *given[4:], *sft])
-    config = parse_config([*given, "--engine", "sglang", "--sampling.top_k", "20"])
+        parse_config([*flags[:2], *flags[4:], *sft])
+    config = parse_config([*flags, "--engine", "sglang", "--sampling.top_k", "20"])
     with pytest.raises(ValueError, match="SGLang's logprobs are of all ids"):
         SGLangEngine.check(config, "policy", True)
 
@@ -380,12 +382,12 @@ def test_a_teacher_that_reads_other_batches_reads_the_same_ids(played, make_mode
         flags = f"--env_path x.py,y.py --algo.teacher {other} --envs.y.teacher none"
     learner = make_learner(model, TOP, "--sampling.temperature 0.7", flags)
     judge = AutoModelForCausalLM.from_pretrained(model if whose == "self" else other).double()
-    given = []
+    read_by_teacher = []
     for number, one in enumerate(samples):
         before = np.array([9, 10, 11 + number]) if whose == "self" else None
-        given.append(replace(one, env="xy"[number % 2], teacher_ids=before))
+        read_by_teacher.append(replace(one, env="xy"[number % 2], teacher_ids=before))
     expected = []
-    for one in given:
+    for one in read_by_teacher:
         if whose != "self" and one.env == "y":
             continue
         read = one
@@ -398,9 +400,9 @@ def test_a_teacher_that_reads_other_batches_reads_the_same_ids(played, make_mode
         with torch.no_grad():
             of_one = logprobs_and_entropies(*masked_logits(judge, read))[0]
         expected += of_one.tolist()
-    batch = batch_of(learner, given)
-    [part] = [part for part in learner.extensions if hasattr(part, "teachers")]
-    part.annotate([batch])
+    batch = batch_of(learner, read_by_teacher)
+    [extension] = [extension for extension in learner.extensions if hasattr(extension, "teachers")]
+    extension.annotate([batch])
     [output] = batch.teacher.outputs
     assert sorted(output.logprobs.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
 
@@ -442,10 +444,10 @@ def test_a_step_is_replayed_from_its_rollouts(places, tmp_path):
     from rl_core.tools.replay import replay
 
     out = run(tmp_path / "run", RUN.format(**places), TOP, "--learner.minibatches 2")
-    found = replay(out, 2, [])
-    assert found.recorded.keys() <= found.replayed.keys()
+    step = replay(out, 2, [])
+    assert step.recorded.keys() <= step.replayed.keys()
     for name in ("learn/policy/loss", "learn/policy/grad_norm", "learn/policy/entropy_nats"):
-        assert found.replayed[name] == pytest.approx(found.recorded[name], rel=1e-4, abs=1e-6)
+        assert step.replayed[name] == pytest.approx(step.recorded[name], rel=1e-4, abs=1e-6)
 
 
 def test_ids_travel_from_ranks_that_only_sample(places, tmp_path):
@@ -459,9 +461,9 @@ def test_ids_travel_from_ranks_that_only_sample(places, tmp_path):
 
 @pytest.mark.parametrize("alone", ["--sampling.top_p 0.9", "--sampling.min_p 0.02"])
 def test_top_p_or_min_p_alone_takes_the_largest_top_k_and_says_so(places, tmp_path, capfd, alone):
-    said = "top_p and min_p choose among the 1,024 likeliest ids"
+    note = "top_p and min_p choose among the 1,024 likeliest ids"
     out = run(tmp_path / "run", RUN.format(**places), alone)
-    assert capfd.readouterr().out.count(said) == 1
+    assert capfd.readouterr().out.count(note) == 1
     assert metrics(out)[-1]["learn/policy/mismatch_kl_nats"] < 1e-6
     again = [*words(RUN.format(**places), alone, "--num_steps 3"), "--resume"]
     assert len(metrics(run(out, *again))) > 2
@@ -477,7 +479,7 @@ def test_top_p_or_min_p_alone_takes_the_largest_top_k_and_says_so(places, tmp_pa
         "judge": 0,
         "alice": 5,
     }
-    assert f"\nbob: {said}" in capfd.readouterr().out
+    assert f"\nbob: {note}" in capfd.readouterr().out
 
 
 def test_an_actor_has_limits_of_its_own(places, tmp_path):
@@ -494,12 +496,12 @@ def test_an_actor_has_limits_of_its_own(places, tmp_path):
 
 
 def test_evaluations_have_limits_of_their_own_alone(places):
-    given = "--model {model} --env_path x.py --out x --actors.policy.sampling.top_k 3"
-    config = parse_config(words(given.format(**places), TOP))
+    flags = "--model {model} --env_path x.py --out x --actors.policy.sampling.top_k 3"
+    config = parse_config(words(flags.format(**places), TOP))
     task = Task(id="0", env="x", row={}, messages=[])
-    place = {"batch": "0", "number": 0, "size": 2}
-    training = make_group(config, task, **place)
-    greedy = make_group(config, task, {"temperature": 0.0}, **place)
+    position = {"batch": "0", "number": 0, "size": 2}
+    training = make_group(config, task, **position)
+    greedy = make_group(config, task, {"temperature": 0.0}, **position)
     assert (training.params.top_k, training.params.top_p, training.params.keeps_ids) == (5, 0.8, 1)
     assert training.own_params["policy"] == {"top_k": 3}
     assert (greedy.params.top_k, greedy.params.top_p, greedy.params.keeps_ids) == (0, 1.0, 0)
@@ -507,16 +509,18 @@ def test_evaluations_have_limits_of_their_own_alone(places):
 
 
 def test_an_actor_behind_an_api_gets_its_own_limits_alone(places):
-    given = (
+    flags = (
         "--model {model} --env_path x.py --out x --actors.judge.api http://127.0.0.1:1/v1 "
         "--actors.judge.model m --actors.critic.api http://127.0.0.1:1/v1 --actors.critic.model m "
         "--actors.critic.sampling.top_p 0.5 --sampling.min_p 0.01"
     )
-    config = parse_config(words(given.format(**places), TOP))
+    config = parse_config(words(flags.format(**places), TOP))
     task = Task(id="0", env="x", row={}, messages=[])
     group = make_group(config, task, batch="0", number=0, size=2)
-    params = {name: replace(group.params, **own) for name, own in group.own_params.items()}
-    limits = {name: (own.top_k, own.top_p, own.min_p) for name, own in params.items()}
+    params = {name: replace(group.params, **changes) for name, changes in group.own_params.items()}
+    limits = {
+        name: (changes.top_k, changes.top_p, changes.min_p) for name, changes in params.items()
+    }
     assert limits == {"policy": (5, 0.8, 0.01), "judge": (0, 1.0, 0.0), "critic": (0, 0.5, 0.0)}
 
 

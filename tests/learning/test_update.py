@@ -23,9 +23,9 @@ BASE = (
 @dataclass
 class Case:
     flags: str
-    rates: list[list[float]]  # of the updates of each step
+    rates: list[list[float]]  # Learning rates of the updates of each step.
     make: Callable = torch.optim.AdamW
-    how: dict | None = None  # of the optimizer
+    options: dict | None = None  # Arguments of the optimizer.
     epochs: int = 1
     temperature: float = 1.0
     clip: tuple[float, float] = (0.2, 0.2)
@@ -45,7 +45,7 @@ CASES = {
     ),
     "linear": Case("--optim.schedule linear --num_steps 4", [[0.01, 0.00875], [0.0075, 0.00625]]),
     "beta2": Case(
-        "--optim.betas 0.8,0.6 --optim.eps 1e-4", FLAT, how=ADAMW | {"betas": (0.8, 0.6)}
+        "--optim.betas 0.8,0.6 --optim.eps 1e-4", FLAT, options=ADAMW | {"betas": (0.8, 0.6)}
     ),
     "sgd": Case("--optim.name sgd", FLAT, torch.optim.SGD, SGD),
     "norm": Case(
@@ -86,7 +86,7 @@ def make_samples(seed: int, num: int = 8) -> list[TrainingSample]:
 
 
 def logprobs(model, sample: TrainingSample, temperature: float) -> torch.Tensor:
-    """Of the trained tokens."""
+    """Logprobs of the trained tokens."""
     ids = torch.as_tensor(sample.token_ids)
     scores = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
     return scores.gather(-1, ids[1:, None])[:, 0][torch.as_tensor(sample.loss_mask)[1:].bool()]
@@ -97,11 +97,17 @@ def step_by_hand(
 ) -> None:
     """One step of GRPO on these minibatches, over and over as there are rates."""
     with torch.no_grad():
-        old = {id(s): logprobs(model, s, case.temperature) for part in parts for s in part}
-        ref = {id(s): logprobs(reference, s, case.temperature) for part in parts for s in part}
+        old = {
+            id(s): logprobs(model, s, case.temperature) for minibatch in parts for s in minibatch
+        }
+        ref = {
+            id(s): logprobs(reference, s, case.temperature)
+            for minibatch in parts
+            for s in minibatch
+        }
     for update, rate in enumerate(rates):
-        part, losses, drift = parts[update % len(parts)], [], []
-        for s in part:
+        minibatch, losses, drift = parts[update % len(parts)], [], []
+        for s in minibatch:
             new, advantage = (
                 logprobs(model, s, case.temperature),
                 float(s.advantages.max() + s.advantages.min()),
@@ -130,19 +136,20 @@ def test_a_step_is_what_the_formulas_say(name, tiny_model):
     case = CASES[name]
     learner = make_learner(tiny_model, BASE, case.flags)
     model, reference = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in "ab")
-    optimizer = case.make(model.parameters(), lr=0.0, **(case.how or ADAMW))
+    optimizer = case.make(model.parameters(), lr=0.0, **(case.options or ADAMW))
     made = 0.0
     for step, rates in enumerate(case.rates):
         samples = make_samples(step)
         plan, _ = learner.shard(samples)
         known = [
-            {round(a, 4) for b in part.batches for a in b.advantages.tolist()} for part in plan
+            {round(a, 4) for b in minibatch.batches for a in b.advantages.tolist()}
+            for minibatch in plan
         ]
         parts = [
             [s for s in samples if round(float(s.advantages.max() + s.advantages.min()), 4) in of]
             for of in known
         ]
-        assert [len(part) for part in parts] == [4, 4]
+        assert [len(minibatch) for minibatch in parts] == [4, 4]
         [row] = learn(learner, samples, first=step)
         made += row["updates"]
         step_by_hand(case, model, reference, optimizer, parts, rates)
@@ -155,14 +162,14 @@ def test_a_step_is_what_the_formulas_say(name, tiny_model):
 
 
 def gradients_of_updates(learner, samples: list[TrainingSample]) -> list[list[torch.Tensor]]:
-    """Of each optimizer step of one step, unclipped."""
-    found = []
+    """Unclipped gradients of each optimizer step of one training step."""
+    grads = []
     parameters = [weight for _, weight in learner.policy.hf.named_parameters()]
     learner.optimizer.register_step_pre_hook(
-        lambda *_: found.append([p.grad.clone() for p in parameters])
+        lambda *_: grads.append([p.grad.clone() for p in parameters])
     )
     learn(learner, samples)
-    return found
+    return grads
 
 
 MANY = "--learner.minibatches 2 --learner.epochs 2 --learner.microbatch_tokens 220"
@@ -184,18 +191,18 @@ def test_an_update_divides_the_sum_of_losses_once(aggregation, more, tiny_model)
     got = gradients_of_updates(learner, samples)
     assert len(got) == len(halves) * (2 if "epochs" in more else 1)
     for update, gradients in enumerate(got):
-        part = halves[update % len(halves)]
+        samples_of_update = halves[update % len(halves)]
         model, total = AutoModelForCausalLM.from_pretrained(tiny_model), 0.0
-        num_tokens = sum(int(s.loss_mask.sum()) for s in part)
-        for s in part:
+        num_tokens = sum(int(s.loss_mask.sum()) for s in samples_of_update)
+        for s in samples_of_update:
             advantage = float(s.advantages.max() + s.advantages.min())
-            said = logprobs(model, s, 1.0)
+            spoken = logprobs(model, s, 1.0)
             divisors = {
                 "token": num_tokens,
-                "sequence": len(part) * len(said),
-                "constant": len(part) * 60 * 3,
+                "sequence": len(samples_of_update) * len(spoken),
+                "constant": len(samples_of_update) * 60 * 3,
             }
-            total = total - advantage * said.sum() / divisors[aggregation]
+            total = total - advantage * spoken.sum() / divisors[aggregation]
         total.backward()
         wanted = [weight.grad for _, weight in model.named_parameters()]
         # A sum over some hundred tokens in fp32, of terms that are as large as the largest
@@ -219,10 +226,10 @@ def test_dr_grpos_constant_counts_the_tokens_of_all_turns_that_the_environment_a
         flags,
         "--max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4",
     )
-    found, total = trajectories(out / "rollouts/step_000001.jsonl.zst"), 0.0
-    assert max(len(t["turns"]) for t in found) == 3
-    for t in found:
-        rewards = [other["reward"] for other in found if other["group_id"] == t["group_id"]]
+    rows, total = trajectories(out / "rollouts/step_000001.jsonl.zst"), 0.0
+    assert max(len(t["turns"]) for t in rows) == 3
+    for t in rows:
+        rewards = [other["reward"] for other in rows if other["group_id"] == t["group_id"]]
         num_tokens = sum(len(turn["completion"]["token_ids"]) for turn in t["turns"])
         total -= (t["reward"] - sum(rewards) / 4) * num_tokens
     [row] = steps(out)
