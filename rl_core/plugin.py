@@ -4,14 +4,60 @@ calls all plugins in the order of run/options.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from rl_core.config import Config
+    from rl_core.distributed import Ranks
     from rl_core.metrics import Metric
     from rl_core.sampling.rollout import Group
-    from rl_core.types import TrainingSample, Trajectory
+    from rl_core.types import Task, TrainingSample, Trajectory
+
+
+class RunState(Protocol):
+    """The attributes and methods of the Trainer that plugins use."""
+
+    plan: Any  # A plan.plan.Plan, which is on a higher floor.
+    config: Config
+    ranks: Ranks
+    out: Path
+    learners: dict[str, Any]  # learning.learner.Learner
+    actors: dict[str, Any]  # actors.ActorRuntime
+    device: Any  # actors.Device
+    worker: Any  # A RolloutWorker; plugins of asynchronous runs use its subclasses.
+    log: Any  # run.run_folder.RunLog
+    checkpoint: Path | None
+    plugins: list[Plugin]
+    step: int
+    first_step: int
+    position: int
+    pending: list[int]
+    metrics: dict[str, Metric]
+    agreed: dict[str, float]
+    data_state: dict[str, Any]
+    ended_by: str
+    is_interrupted: bool
+    began_at: float
+    phase: str
+    phase_began: float
+
+    @property
+    def speakers(self) -> dict[str, Any]: ...
+    @property
+    def signal(self) -> int: ...
+    async def call(self, name: str, *args: Any) -> None: ...
+    async def resume(self) -> None: ...
+    def timed(self, phase: str) -> AbstractContextManager[None]: ...
+    def begin_phase(self, phase: str) -> None: ...
+    def note(self, prefix: str, metrics: dict[str, Metric]) -> None: ...
+    def make_group(self, position: int, task: Task) -> Group: ...
+    def draw_groups(self, num_groups: int) -> list[Group]: ...
+    def log_metrics(self) -> dict[str, float]: ...
+    def read_data_state(self) -> dict[str, Any]: ...
+    def end(self, reason: str, is_interrupted: bool = False) -> None: ...
 
 
 class Plugin:
@@ -23,7 +69,7 @@ class Plugin:
     forward pass). `step` counts the steps that are done.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         """No model is loaded yet: what can be refused is refused here."""
         self.trainer = trainer
 
@@ -113,4 +159,4 @@ class CustomComponents:
     token_loss: Callable | None = None  # A learner.TokenLoss.
     make_optimizer: Callable | None = None  # (named parameters, config.optim) -> Optimizer.
     engine: Any = None  # A class of sampling.engine.Engine.
-    plugins: tuple[Callable[[Any], Plugin], ...] = ()
+    plugins: tuple[Callable[[RunState], Plugin], ...] = ()

@@ -13,7 +13,7 @@ from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import all_gather_json
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Max
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import DRAWING, revived
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, RunError, SamplingParams, TrainingSample, Turn, counter_seed
@@ -24,7 +24,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 class Canary(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         # Actor -> the engine's completions, until the learner checks their logprobs.
         self.answers: dict[str, list[TrainingSample]] = {}

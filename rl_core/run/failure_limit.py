@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.data.episodes import failure_reason
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.types import RunError, Trajectory
 
 MAX_REASONS, MAX_REASON_CHARS = 20, 600  # Limits of the reasons that ranks exchange.
@@ -16,7 +16,7 @@ WINDOW_ROWS, MIN_ROWS = 200, 50
 
 
 class FailureLimit(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.rows: dict[tuple[str, str], float] = {}  # See refuse_failures().
         # Numbers of episodes, and of failed ones, in this process.

@@ -15,23 +15,23 @@ from rl_core.engines.options import engine_factory
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
-    from rl_core.plugin import Plugin
+    from rl_core.plugin import Plugin, RunState
     from rl_core.sampling.engine import Engine
 
 
-def rank_groups(trainer: Any) -> Plugin:
+def rank_groups(trainer: RunState) -> Plugin:
     from rl_core.run.rank_group_client import RankGroupClient
 
     return RankGroupClient(trainer)
 
 
-def run_files(trainer: Any) -> Plugin:
+def run_files(trainer: RunState) -> Plugin:
     from rl_core.run.saving.run_files import RunFiles
 
     return RunFiles(trainer)
 
 
-def terminal(trainer: Any) -> Plugin:
+def terminal(trainer: RunState) -> Plugin:
     if sys.stdout.isatty():
         from rl_core.run.display.panel import Panel
 
@@ -41,30 +41,30 @@ def terminal(trainer: Any) -> Plugin:
     return Terminal(trainer)
 
 
-def trackers(trainer: Any) -> Plugin:
+def trackers(trainer: RunState) -> Plugin:
     from rl_core.run.display.trackers import Trackers
 
     return Trackers(trainer)
 
 
-def has_curriculum(trainer: Any) -> bool:
+def has_curriculum(trainer: RunState) -> bool:
     plan = trainer.plan
     return plan.config.is_rl and any("task_weight" in env.hooks for env in plan.envs.values())
 
 
-def curriculum(trainer: Any) -> Plugin:
+def curriculum(trainer: RunState) -> Plugin:
     from rl_core.run.curriculum import Curriculum
 
     return Curriculum(trainer)
 
 
-def stream_state(trainer: Any) -> Plugin:
+def stream_state(trainer: RunState) -> Plugin:
     from rl_core.run.stream_state import StreamState
 
     return StreamState(trainer)
 
 
-def may_lack_weights(trainer: Any) -> bool:
+def may_lack_weights(trainer: RunState) -> bool:
     config, plan = trainer.config, trainer.plan
     if not config.is_rl:
         return False
@@ -72,67 +72,67 @@ def may_lack_weights(trainer: Any) -> bool:
     return factory.may_lack_weights(trainer.ranks)
 
 
-def weight_recovery(trainer: Any) -> Plugin:
+def weight_recovery(trainer: RunState) -> Plugin:
     from rl_core.run.weight_recovery import WeightRecovery
 
     return WeightRecovery(trainer)
 
 
-def canary(trainer: Any) -> Plugin:
+def canary(trainer: RunState) -> Plugin:
     from rl_core.run.canary import Canary
 
     return Canary(trainer)
 
 
-def stale_policy(trainer: Any) -> Plugin:
+def stale_policy(trainer: RunState) -> Plugin:
     from rl_core.run.stale_policy import StalePolicy
 
     return StalePolicy(trainer)
 
 
-def staleness(trainer: Any) -> Plugin:
+def staleness(trainer: RunState) -> Plugin:
     from rl_core.run.staleness import StaleGroups
 
     return StaleGroups(trainer)
 
 
-def profiler(trainer: Any) -> Plugin:
+def profiler(trainer: RunState) -> Plugin:
     from rl_core.run.display.profiler import Profiler
 
     return Profiler(trainer)
 
 
-def mfu(trainer: Any) -> Plugin:
+def mfu(trainer: RunState) -> Plugin:
     from rl_core.run.display.mfu import Mfu
 
     return Mfu(trainer)
 
 
-def dynamic_sampling(trainer: Any) -> Plugin:
+def dynamic_sampling(trainer: RunState) -> Plugin:
     from rl_core.run.dynamic_sampling import Refill
 
     return Refill(trainer)
 
 
-def episode_metrics(trainer: Any) -> Plugin:
+def episode_metrics(trainer: RunState) -> Plugin:
     from rl_core.run.evaluation.episode_metrics import EpisodeMetrics
 
     return EpisodeMetrics(trainer)
 
 
-def best_keeper(trainer: Any) -> Plugin:
+def best_keeper(trainer: RunState) -> Plugin:
     from rl_core.run.saving.checkpointer import BestKeeper
 
     return BestKeeper(trainer)
 
 
-def print_samples(trainer: Any) -> Plugin:
+def print_samples(trainer: RunState) -> Plugin:
     from rl_core.run.evaluation.print_samples import LogSamples
 
     return LogSamples(trainer)
 
 
-def evaluation(trainer: Any) -> Plugin:
+def evaluation(trainer: RunState) -> Plugin:
     if trainer.config.eval.background:
         from rl_core.run.evaluation.background_evaluation import BackgroundEvaluation
 
@@ -142,41 +142,41 @@ def evaluation(trainer: Any) -> Plugin:
     return Evaluation(trainer)
 
 
-def signals(trainer: Any) -> Plugin:
+def signals(trainer: RunState) -> Plugin:
     from rl_core.run.process.signals import SignalHandler
 
     return SignalHandler(trainer)
 
 
-def served_env_hashes(trainer: Any) -> Plugin:
+def served_env_hashes(trainer: RunState) -> Plugin:
     from rl_core.run.served_env_hashes import ServedCodes
 
     return ServedCodes(trainer)
 
 
-def failure_limit(trainer: Any) -> Plugin:
+def failure_limit(trainer: RunState) -> Plugin:
     from rl_core.run.failure_limit import FailureLimit
 
     return FailureLimit(trainer)
 
 
-def checkpointer(trainer: Any) -> Plugin:
+def checkpointer(trainer: RunState) -> Plugin:
     from rl_core.run.saving.checkpointer import Checkpointer
 
     return Checkpointer(trainer)
 
 
-def loads_optimizer(trainer: Any) -> bool:
+def loads_optimizer(trainer: RunState) -> bool:
     return any(trainer.config.of(name).optim.load for name in trainer.config.trained)
 
 
-def optimizer_start(trainer: Any) -> Plugin:
+def optimizer_start(trainer: RunState) -> Plugin:
     from rl_core.run.saving.optimizer_start import OptimizerStart
 
     return OptimizerStart(trainer)
 
 
-def push_to_hub(trainer: Any) -> Plugin:
+def push_to_hub(trainer: RunState) -> Plugin:
     from rl_core.run.saving.push_to_hub import Hub
 
     return Hub(trainer)
@@ -223,7 +223,7 @@ LAST_PLUGINS = (
 )
 
 
-def make_plugins(trainer: Any) -> list[Plugin]:
+def make_plugins(trainer: RunState) -> list[Plugin]:
     custom = tuple((bool, make) for make in trainer.plan.custom.plugins)
     rows = PLUGINS + custom + LAST_PLUGINS
     return [make(trainer) for is_used, make in rows if is_used(trainer)]

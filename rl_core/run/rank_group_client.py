@@ -17,7 +17,7 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.engines.remote import EngineClient, RemoteEngine, engines_at, received_metrics
 from rl_core.learning.minibatches import from_bytes, to_bytes
 from rl_core.parallel.rank_groups import RankGroup
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import RunError, TrainingSample
 
@@ -40,7 +40,7 @@ class RankGroupClient(Plugin):
     """Sends samples as soon as they are made. Local learners learn in the meantime, and the step
     ends when the other groups have learned too."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.groups: list[RankGroup] = trainer.plan.places[1:]
         # Facts of the learners that were saved last, and of their snapshots that are updated.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.types import Trajectory
 
@@ -19,7 +19,7 @@ FILE = "served_env_code.jsonl"
 class ServedCodes(Plugin):
     """Writes each hash with the first step in which this rank saw it; client.py logs a warning."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.known: dict[str, set[str]] = {}  # environment -> hashes
 

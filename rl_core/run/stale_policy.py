@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from rl_core.data.episodes import succeeded
 from rl_core.engines.weights import on_host
 from rl_core.metrics import Mean, Metric
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.rollout import Group, in_order
 from rl_core.types import Trajectory
 
@@ -24,7 +24,7 @@ from rl_core.types import Trajectory
 class StalePolicy(Plugin):
     """Rank 0 keeps the stale weights in a file, for checkpoints."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.every: int = trainer.config.rollout.lagged[1]  # Versions between two updates.
         self.folder = trainer.out / "older"

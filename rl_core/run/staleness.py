@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.metrics import Max, Mean
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.sampling.resumable_rollouts import FILE, read_groups
@@ -18,7 +18,7 @@ from rl_core.types import Task
 class StaleGroups(Plugin):
     """Saves and restores unfinished groups. The run's worker is a ResumableWorker."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.kept: dict[int, dict[str, Any]] = {}  # Position -> saved group of this rank.
 

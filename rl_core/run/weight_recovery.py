@@ -7,12 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.distributed import all_gather_json
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import revived
 
 
 class WeightRecovery(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.versions: dict[str, int] = {}  # Actor -> version of the weights in its engine.
         self.num_times = 0  # Number of recoveries.

@@ -3,15 +3,13 @@ count (PaLM, arXiv:2204.02311, appendix B)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import active_parameters
 from rl_core.learning.teachers.distill import SampledTeacher
 from rl_core.metrics import Mean, Metric
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.display.gpus import PEAK_TFLOPS
 
 
@@ -23,7 +21,7 @@ def peak_flops(name: str) -> float | None:
 
 
 class Mfu(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.peak = peak_flops(torch.cuda.get_device_name())
         self.before = (0.0, 0.0)  # Work and seconds of the actors that learned before this one.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 
 
 class Profiler(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.profile: torch.profiler.profile | None = None
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean
-from typing import Any
 
 from rl_core.data.rows import read_json
+from rl_core.plugin import RunState
 
 Row = Mapping[str, float | None]
 # The first pattern with a metric that was measured at least twice is printed.
@@ -22,7 +22,7 @@ SCORES = (
 MOST_STEPS = 10  # Most steps to average for metrics of training, whose tasks differ.
 
 
-def print_summary(trainer: Any) -> None:
+def print_summary(trainer: RunState) -> None:
     """Prints the lines. The run's files are complete."""
     config, say, done = trainer.config, trainer.log.say, trainer.step
     duration = timedelta(seconds=int(time.monotonic() - trainer.began_at))

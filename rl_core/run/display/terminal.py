@@ -18,7 +18,7 @@ import transformers
 
 from rl_core.config import ActorConfig, flat
 from rl_core.errors import printable
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.display.warnings import RunWarnings
 from rl_core.tasks.row_lengths import left_out
 
@@ -43,7 +43,7 @@ def quiet() -> None:
 
 
 class Terminal(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.metrics: dict[str, float] = {}  # Of the last step.
         self.said_at = -math.inf
@@ -88,7 +88,7 @@ def warn(step: int, text: str) -> None:
     print(f"warning: step {step}: {printable(text)}", file=sys.stderr, flush=True)
 
 
-def loaded(trainer: Any) -> str:
+def loaded(trainer: RunState) -> str:
     """Three lines: the models, the data and the plan, the devices and the first step."""
     config, plan = trainer.config, trainer.plan
     models = []
@@ -142,7 +142,7 @@ def size_of(learner: Any) -> str:
     return text
 
 
-def devices(trainer: Any) -> str:
+def devices(trainer: RunState) -> str:
     """8 x NVIDIA H100 80GB HBM3 (dp_shard 8), sglang engine, new weights by files"""
     ranks = trainer.ranks
     device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device)

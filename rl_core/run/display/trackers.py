@@ -28,7 +28,7 @@ from rl_core.config.flag_parsing import flags_in
 from rl_core.data.rows import read_json, write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.errors import nearest, require, split
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.types import Trajectory
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ NUM_ROWS = 8  # Rows of a table of samples.
 class Trackers(Plugin):
     """Sends metrics and samples to trackers, on the writer rank."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.deadline_s = min(60.0, trainer.config.timeout_s / 2)  # The other ranks wait.
         self.threads: dict[str, tuple[threading.Thread, SimpleQueue]] = {}

@@ -23,7 +23,6 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,6 +32,7 @@ from rl_core.data.rows import read_json, rename_into_place
 from rl_core.distributed import all_gather_json
 from rl_core.errors import refuse, split
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
+from rl_core.plugin import RunState
 from rl_core.run.evaluation.eval_folder import cell_of
 from rl_core.run.evaluation.evaluation import Evaluation, task_metrics
 from rl_core.run.saving.checkpointer import export
@@ -86,7 +86,7 @@ class BackgroundEvaluation(Evaluation):
     """The writer rank owns the files and the process. All ranks know which evaluation is
     running."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         config, used = trainer.config, 0
         if trainer.ranks.device.type == "cuda":

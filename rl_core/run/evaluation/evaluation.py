@@ -14,7 +14,7 @@ from rl_core.data.episodes import succeeded
 from rl_core.learning.learner import Learner, mean_of
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Metric, add_metrics
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.evaluation.episode_metrics import held_out_metrics, num_failed, part_metrics
 from rl_core.sampling.rollout import in_order, make_group
 from rl_core.types import Task, Trajectory
@@ -26,7 +26,7 @@ IS_SHOWN = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass|failed)$))")
 class Evaluation(Plugin):
     """Greedy score, avg@k and pass@k of episodes; the loss of rows."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.is_left = False  # True: a resumed run evaluates this step.
 

@@ -13,10 +13,9 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rl_core.metrics import Max, Metric
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 WATCH_S = 0.2
@@ -25,7 +24,7 @@ WATCH_S = 0.2
 class SignalHandler(Plugin):
     """Handles signals of a run. A rank that only samples leaves signals to the learners."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.received = 0  # The signal that this rank received.
         self.before: dict[int, object] = {}

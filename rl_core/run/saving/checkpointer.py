@@ -18,7 +18,7 @@ from rl_core.data.episodes import grouped
 from rl_core.data.rows import write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.metrics import Max, Metric
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.evaluation.evaluation import task_metrics
 from rl_core.run.run_folder import naming
 from rl_core.run.saving.checkpoint import (
@@ -39,7 +39,7 @@ class Checkpointer(Plugin):
     """Saves every --save_every steps, by the clock, and when the run ends. Ranks agree on the age
     of the last checkpoint, so that all of them save at the same step."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.saved_at, self.saved_step = time.monotonic(), -1
         self.updates_before: dict[str, int] = {}
@@ -145,7 +145,7 @@ class BestKeeper(Plugin):
     than in all evaluations before. Compares two evaluations over the tasks that have a value in
     both, because episodes of other tasks failed."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.metric = trainer.config.keep_best
         self.pattern = re.compile(ROOM + re.escape(self.metric))
@@ -233,13 +233,13 @@ def common_means(
     return sums[0], sums[1]
 
 
-async def export(trainer: Any, folder: Path) -> None:
+async def export(trainer: RunState, folder: Path) -> None:
     """Exports each model as a Hugging Face folder."""
     await export_local(trainer, folder)
     await trainer.call("export", folder)
 
 
-async def export_local(trainer: Any, folder: Path) -> None:
+async def export_local(trainer: RunState, folder: Path) -> None:
     """Exports the models of this rank's learners."""
     for name in trainer.learners:
         async with trainer.actors[name].learning() as learner:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.learning.learner import Learner
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.saving.checkpoint import (
     checkpoints_in,
     optimizer_tensors,
@@ -17,7 +17,7 @@ from rl_core.run.saving.resume import check_optimizer, fill, find_damage, make_s
 
 
 class OptimizerStart(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         """Raises ValueError if there is no such checkpoint, or if it lacks an actor."""
         super().__init__(trainer)
         self.folders: dict[str, Path] = {}

@@ -4,12 +4,11 @@ each model goes to ORG/NAME-ACTOR."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi
 
 from rl_core.config import Config
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.types import RunError
 
 
@@ -20,7 +19,7 @@ def repositories(config: Config) -> dict[str, str]:
 
 
 class Hub(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         """Creates the repositories at the start, so that a wrong name or token fails before
         training. Raises ValueError."""
         super().__init__(trainer)

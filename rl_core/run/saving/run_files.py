@@ -18,7 +18,7 @@ from rl_core.algorithms import PRESETS
 from rl_core.config import MAX_TOP_K, STARTED, Config, flat, to_yaml
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.rows import TOKENIZERS, write_whole
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.tasks.row_warnings import data_warnings
 from rl_core.types import Trajectory
@@ -27,7 +27,7 @@ MAY_DIFFER = ("resume", "out", "num_steps")
 
 
 class RunFiles(Plugin):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.writing: asyncio.Future | None = None  # The file of rollouts that is being written.
         if trainer.ranks.is_writer:
