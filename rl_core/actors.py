@@ -38,7 +38,7 @@ class Device:
         config: Config,
         ranks: Ranks,
         engines: Iterable[Engine | None],
-        lease: Any,
+        lease: DeviceLease | None,
     ):
         engines = list(engines)
         self.ranks, self.lease = ranks, lease  # None: engines do not share the device
@@ -168,7 +168,7 @@ def make_speaker(
     config: Config,
     name: str,
     chat: Chat,
-    lease: Any,
+    lease: DeviceLease | None,
     engine: Engine | None,
     adapter: str,
     stale_engine: Engine | None = None,
