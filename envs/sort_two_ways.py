@@ -2,7 +2,7 @@
 share of right positions.
 
     rl-core train --env_path envs/sort_two_ways.py --actors.up.model MODEL --actors.up.lora.rank 16
-    --actors.down.share up \
+    --actors.down.lora_base up \
         --out runs/two_ways --max_tokens 8 --max_prompt_tokens 16
 
 An episode is of one of them, as the row says. They differ by their adapters alone.

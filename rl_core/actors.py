@@ -44,7 +44,7 @@ class Device:
         self.ranks, self.lease = ranks, lease  # None: engines do not share the device
         self.engines = list(dict.fromkeys(e for e in engines if e is not None))
         # None of `engines` is on this rank where a neighbour's spans its device.
-        self.is_shared = bool(engines) and not ranks.engine_ranks
+        self.is_shared = bool(engines) and not ranks.rollout_ranks
         self.spans_ranks = any(config.of(name).engine_tp > 1 for name in config.actors)
         self.is_asynchronous = config.max_staleness > 0
 
@@ -131,7 +131,7 @@ class ActorRuntime:
 
 def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[str, ActorRuntime]:
     """All actors of a run as this rank sees them. Where rows are learned they have no engines."""
-    config, lease, is_elsewhere = plan.config, None, ranks.engine_ranks and not ranks.is_engine
+    config, lease, is_elsewhere = plan.config, None, ranks.rollout_ranks and not ranks.is_engine
     engines: dict[str, Engine | None] = {}
     if config.is_rl:
         maker = engine_factory(config, plan.local, plan.custom.engine)
@@ -186,8 +186,8 @@ def make_speaker(
         max_tokens=own.max_tokens,
         is_trainable=own.is_trained,
         adapter=adapter,
-        lease=None if config.actors[own.share or name].engine_urls else lease,
+        lease=None if config.actors[own.lora_base or name].engine_urls else lease,
         stale_engine=stale_engine,
-        stale_frac=config.rollout.lagged[0],
+        stale_frac=config.rollout.stale_policy_frac,
         open_endpoint=endpoint_opener(config.agents),
     )

@@ -35,15 +35,15 @@ class Algorithm:
     kl_loss: tuple[str, float] | None = None
     log_kl: bool = False
     entropy_coef: float = 0.0
-    correction: str = "none"
+    importance_correction: str = "none"
     correction_range: tuple[float, float] = (0.5, 2.0)
-    overlong: str = "none"
+    truncation_penalty: str = "none"
     overlong_buffer: int = 0
-    refill_rounds: int = 0
+    dynamic_sampling_rounds: int = 0
     target_kl: float = 0.0
     turn_discount: float | None = None
-    state_coef: float = 1.0
-    state_discount: float = 0.95
+    gigpo_coef: float = 1.0
+    gigpo_discount: float = 0.95
     reference: str | None = None  # None: the model at the start
     reference_every: int = 0  # steps after which it is renewed from the policy
     reference_decay: float = 0.0
@@ -244,11 +244,11 @@ def correction_weights(a: Algorithm, old_logprobs: Tensor, batch: PackedBatch) -
     0."""
     low, high = a.correction_range
     log_c = (old_logprobs - batch.rollout_logprobs).detach()
-    if a.correction == "sequence_mask":
+    if a.importance_correction == "sequence_mask":
         c = sequence_mean(log_c, batch).exp()
         return ((c >= low) & (c <= high)).to(c.dtype)
     c = log_c.exp()
-    if a.correction == "tis":
+    if a.importance_correction == "tis":
         return c.clamp(max=high)
     return c.where((c >= low) & (c <= high), 0.0)
 
@@ -281,7 +281,7 @@ def policy_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor) -> tuple[T
     if a.objective in OF_SEQUENCE:
         log_ratio = sequence_mean(log_ratio, batch)
     losses, is_clipped = OBJECTIVES[a.objective](a, logprobs, log_ratio, batch.advantages)
-    if a.correction != "none":
+    if a.importance_correction != "none":
         losses = losses * correction_weights(a, old, batch)
     return losses, is_clipped
 
@@ -294,7 +294,7 @@ PRESETS = {
     "dr_grpo": Algorithm(advantage="group_mean", aggregation="constant"),
     # Yu et al. 2025, arXiv:2503.14476: clip-higher, dynamic sampling, token mean, soft overlong
     # punishment, no KL
-    "dapo": Algorithm(clip_high=0.28, overlong="soft", refill_rounds=10),
+    "dapo": Algorithm(clip_high=0.28, truncation_penalty="soft", dynamic_sampling_rounds=10),
     # Zheng et al. 2025, arXiv:2507.18071, section 5.1: bounds of the length-normalised ratio
     "gspo": Algorithm(objective="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
     # MiniMax 2025, arXiv:2506.13585, eq. 4: no lower bound; the upper as in Khatri et al. 2025,

@@ -55,18 +55,19 @@ class Mesh:
         return self.dp_replicate * self.num_shards
 
 
-MESH_FLAGS = ("dp_replicate", "cp", "tp", "engine_ranks")
+MESH_FLAGS = ("dp_replicate", "cp", "tp", "rollout_ranks")
 
 
 def make_mesh(
-    num_ranks: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0
+    num_ranks: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, rollout_ranks: int = 0
 ) -> Mesh:
     """The mesh of all ranks that learn; dp_shard takes the ranks that other dimensions leave.
     Raises ValueError if the other dimensions do not divide the number of ranks."""
-    num_learners, others = num_ranks - engine_ranks, dp_replicate * cp * tp
+    num_learners, others = num_ranks - rollout_ranks, dp_replicate * cp * tp
     if num_learners < 1:
         raise ValueError(
-            f"--engine_ranks={engine_ranks} must leave at least one rank of {num_ranks} to learn; "
+            f"--rollout_ranks={rollout_ranks} must leave at least one rank of {num_ranks} to "
+            "learn; "
             "raise --nproc_per_node, or lower it"
         )
     if num_learners % others:
@@ -87,7 +88,7 @@ class Ranks:
     weights_mesh: DeviceMesh | None = None
     # Ranks that hold parts of the same sequences; None if that is this one.
     cp_group: dist.ProcessGroup | None = None
-    engine_ranks: int = 0  # how many ranks only sample; 0: each rank does both
+    rollout_ranks: int = 0  # how many ranks only sample; 0: each rank does both
     is_engine: bool = False  # its engines are asked by ranks that play episodes
     group: int = 0  # number of its process group; 0 plays episodes
     store: dist.Store = dataclasses.field(default_factory=dist.HashStore)  # shared by all ranks
@@ -240,20 +241,20 @@ def init_ranks(
     if size > 1:
         store = meet(rank, size, timeout_s)
         heartbeat = Heartbeat(store, rank, size, timeout_s)
-    engine_ranks = 0 if groups else size - mesh.size
+    rollout_ranks = 0 if groups else size - mesh.size
     groups = groups or (range(mesh.size), range(mesh.size, size))
     number = [rank in group for group in groups].index(True)
     ranks = Ranks(
         rank=groups[number].index(rank),
         size=len(groups[number]),
         device=device,
-        engine_ranks=engine_ranks,
+        rollout_ranks=rollout_ranks,
         is_engine=number > 0,
         group=number,
         store=dist.PrefixStore("rl_core", store),
         heartbeat=heartbeat,
     )
-    if engine_ranks and ranks.is_engine:
+    if rollout_ranks and ranks.is_engine:
         mesh = Mesh(dp_shard=ranks.size)
     with explain_timeouts("start", ranks, timeout_s):
         dist.init_process_group(

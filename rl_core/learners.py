@@ -53,8 +53,8 @@ def make_learners(
     model train an adapter of it each."""
     learners: dict[str, Learner] = {}
     # Owners first.
-    for name in sorted(algorithms, key=lambda name: bool(config.actors[name].share)):
-        owner = learners.get(config.actors[name].share)
+    for name in sorted(algorithms, key=lambda name: bool(config.actors[name].lora_base)):
+        owner = learners.get(config.actors[name].lora_base)
         shared = owner.policy if owner else None
         own = config.of(name), algorithms[name], name
         learners[name] = make_learner(*own, ranks, shared, learners, custom)

@@ -14,7 +14,7 @@
     log_metrics()            every rank (a collective)         the last rank enters it
 
 With max_staleness 0 the worker is idle while learners learn. Otherwise episodes of later steps
-pause for learn() and sync(), or continue if other ranks hold the engines (--engine_ranks).
+pause for learn() and sync(), or continue if other ranks hold the engines (--rollout_ranks).
 Plugins extend the loop: comments at the calls below name those that act there, in their order.
 """
 
@@ -134,7 +134,7 @@ class Trainer:
             await self.call("on_samples", step, samples)
             for name in self.learners:
                 # The samples of those that do not learn in this step are left out.
-                if (step + 1) % self.config.actors[name].learn_every:
+                if (step + 1) % self.config.actors[name].update_every:
                     continue
                 async with self.actors[name].learning():
                     with self.timed("learn"):
@@ -206,7 +206,7 @@ class Trainer:
         """One step of a learner. With engines on other ranks the step runs in a
         thread, so that conversations continue."""
         learn = self.actors[name].learn
-        if self.ranks.engine_ranks:
+        if self.ranks.rollout_ranks:
             metrics = await asyncio.to_thread(learn, samples, self.step)
         else:
             metrics = learn(samples, self.step)

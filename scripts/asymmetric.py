@@ -47,9 +47,9 @@ LENGTHS = "--max_prompt_tokens 240 --max_tokens 10"
 ATTACKER = (
     "--actors.attacker.algorithm ppo --actors.attacker.algo.kl_coef 0.01 "
     "--actors.attacker.optim.lr 1e-3 --actors.attacker.critic.lr 3e-3 "
-    "--actors.attacker.critic.gae_lambda 1 --actors.attacker.learner.minibatches 2"
+    "--actors.attacker.critic.gae_lambda 1 --actors.attacker.learner.updates_per_epoch 2"
 )
-TARGET = "--actors.target.optim.lr 2e-4 --actors.target.learn_every 8"
+TARGET = "--actors.target.optim.lr 2e-4 --actors.target.update_every 8"
 PLAY = f"rl_core.train --env_path envs/jailbreak.py {LENGTHS} --tasks_per_step 8 --group_size 16"
 
 

@@ -45,8 +45,8 @@ RUNS = {
     "synchronous": [],
     "max_staleness 1": ["--max_staleness", "1"],
     "max_staleness 2": ["--max_staleness", "2"],
-    "engine_ranks 1, max_staleness 1": ["--engine_ranks", "1", "--max_staleness", "1"],
-    "engine_ranks 1, max_staleness 2": ["--engine_ranks", "1", "--max_staleness", "2"],
+    "rollout_ranks 1, max_staleness 1": ["--rollout_ranks", "1", "--max_staleness", "1"],
+    "rollout_ranks 1, max_staleness 2": ["--rollout_ranks", "1", "--max_staleness", "2"],
 }
 
 

@@ -208,7 +208,7 @@ def main() -> None:
         nargs="+",
         choices=["files", "device"],
         default=["files", "device"],
-        help="ways to SGLang (--engine_weights); seconds of both are also told as ratios",
+        help="ways to SGLang (--weight_sync); seconds of both are also told as ratios",
     )
     parser.add_argument("--model", help="folder; without it one with random weights is made")
     parser.add_argument(

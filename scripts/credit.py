@@ -5,7 +5,7 @@ three seeds.
 
 A tiny model walks through envs/maze.py. Its warm-up shows walks of which three of ten steps lead
 nearer to the goal and the others go anywhere. Then it learns from the reward at the end: once with
-state_key (GiGPO), once with --algo.state_coef 0 (GRPO). Prints a table, and after how many episodes
+state_key (GiGPO), once with --algo.gigpo_coef 0 (GRPO). Prints a table, and after how many episodes
 the mean reward of ten steps reached the marks. The runs lie in runs/credit.
 """
 
@@ -26,7 +26,7 @@ from make_tiny_model import make_tiny_model
 MAZE = runpy.run_path(str(ROOT / "envs/maze.py"))
 TASKS, GROUP, WINDOW = 8, 8, 10
 MARKS = (0.6, 0.7, 0.8, 0.9)
-WAYS = {"grpo": "--algo.state_coef 0", "gigpo": ""}
+WAYS = {"grpo": "--algo.gigpo_coef 0", "gigpo": ""}
 LEARN = (
     f"rl_core.train --env_path envs/maze.py --group_size {GROUP} --tasks_per_step {TASKS} "
     "--max_tokens 4 --max_prompt_tokens 48 --optim.lr 5e-4 --optim.warmup_steps 5 "

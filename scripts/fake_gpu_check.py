@@ -278,14 +278,14 @@ EXPERTS = {
 STEPS = {name: [name] for name in PRESETS} | {
     "corrections": [
         "grpo",
-        "--algo.correction",
+        "--algo.importance_correction",
         "sequence_mask",
         "--algo.kl_coef",
         "0.1",
         "--learner.epochs",
         "2",
     ],
-    "target KL": ["grpo", "--algo.target_kl", "1", "--learner.minibatches", "2"],
+    "target KL": ["grpo", "--algo.target_kl", "1", "--learner.updates_per_epoch", "2"],
     "SGD": ["sft", "--optim.name", "sgd"],
 }
 for offload in ("none", "always"):

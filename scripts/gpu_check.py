@@ -95,7 +95,7 @@ def stages(out: Path) -> dict[str, Stage]:
         ),
         # Without it the first run's weights stay on the device.
         "sglang_files": run(
-            "sglang_files", f"--engine sglang --engine_weights files {EVALUATED}", package="sglang"
+            "sglang_files", f"--engine sglang --weight_sync files {EVALUATED}", package="sglang"
         ),
         "embedded": run("embedded", f"--engine embedded {EVALUATED}"),
         "offload_always": run("offload_always", "--engine embedded --learner.offload always"),

@@ -154,8 +154,8 @@ OF_ENGINE = (
         "engine_urls name engines that run already; leave one of them out",
     ),
     (
-        lambda engine, c: c.engine_ranks or any(actor.ranks for actor in c.actors.values()),
-        "it is of this process, and cannot be on other ranks; leave out engine_ranks and "
+        lambda engine, c: c.rollout_ranks or any(actor.ranks for actor in c.actors.values()),
+        "it is of this process, and cannot be on other ranks; leave out rollout_ranks and "
         "actors.NAME.ranks",
     ),
     (

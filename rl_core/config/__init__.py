@@ -22,6 +22,7 @@ from rl_core.config.parse import (
     parse_config,
     read_config,
     to_yaml,
+    with_new_names,
 )
 from rl_core.config.rollout import (
     MAX_TOP_K,
@@ -59,4 +60,5 @@ __all__ = [
     "parse_config",
     "read_config",
     "to_yaml",
+    "with_new_names",
 ]

@@ -66,7 +66,9 @@ class ActorConfig(Section, prefix="actors.NAME."):
     router_replay: bool = flag(
         False, "mixture of experts: the learner routes as the engine did (R3)", only=RL
     )
-    share: str | None = flag(None, "actor with LoRA whose base model and engine this one uses too")
+    lora_base: str | None = flag(
+        None, "actor with LoRA whose base model and engine this one uses too"
+    )
     chat_template: str | None = flag(
         None, "file with a Jinja chat template, instead of the tokenizer's"
     )
@@ -75,7 +77,7 @@ class ActorConfig(Section, prefix="actors.NAME."):
     )
     lora: LoraConfig = flag(LoraConfig, "adapters")
     algorithm: Literal[RL] | None = flag(None, "its own preset; default: --algorithm", only=RL)
-    learn_every: AtLeast1 = flag(1, "update this actor every N steps", only=RL)
+    update_every: AtLeast1 = flag(1, "update this actor every N steps", only=RL)
     ranks: str | None = flag(
         None, "separate ranks, such as 4-7: actors on separate ranks learn concurrently", only=RL
     )
@@ -166,18 +168,19 @@ OF_ACTOR = [
         ".learner.kernels: all actors have the same; give --learner.kernels",
     ),
     (
-        lambda c, name, a: "dtype" in a.learner and c.engine_ranks,
-        ".learner.dtype: with --engine_ranks all actors have the same; give --learner.dtype",
+        lambda c, name, a: "dtype" in a.learner and c.rollout_ranks,
+        ".learner.dtype: with --rollout_ranks all actors have the same; give --learner.dtype",
     ),
     (
-        lambda c, name, a: a.learn_every > 1 and c.rollout.lagged[0],
-        ".learn_every={a.learn_every} and --rollout.lagged cannot be combined: stale weights are "
+        lambda c, name, a: a.update_every > 1 and c.rollout.stale_policy_frac,
+        ".update_every={a.update_every} and --rollout.stale_policy_frac cannot be combined: "
+        "stale weights are "
         "refreshed by updates; remove one",
     ),
     (
-        lambda c, name, a: a.learn_every > max(1, c.num_steps),
-        ".learn_every={a.learn_every}: the actor would not learn in --num_steps={c.num_steps}; "
-        "lower learn_every",
+        lambda c, name, a: a.update_every > max(1, c.num_steps),
+        ".update_every={a.update_every}: the actor would not learn in --num_steps={c.num_steps}; "
+        "lower update_every",
     ),
 ]
 # a: an actor that shares the model of o.
@@ -186,17 +189,19 @@ OF_SHARER = [
         lambda c, name, a, o: (
             a.learner.keys() & OF_MODEL or a.engine_tp or a.engine_args or a.engine_memory_frac
         ),
-        ".share={a.share}: learner.activations, learner.offload, learner.dtype and engine_* are "
-        "the model's; give them to {a.share}",
+        ".lora_base={a.lora_base}: learner.activations, learner.offload, learner.dtype and "
+        "engine_* are "
+        "the model's; give them to {a.lora_base}",
     ),
     (
-        lambda c, name, a, o: o.share or not o.is_trained or not o.lora.rank,
-        ".share={a.share}: a shared model is frozen and has adapters; give "
-        "--actors.{a.share}.lora.rank 16",
+        lambda c, name, a, o: o.lora_base or not o.is_trained or not o.lora.rank,
+        ".lora_base={a.lora_base}: a shared model is frozen and has adapters; give "
+        "--actors.{a.lora_base}.lora.rank 16",
     ),
     (
         lambda c, name, a, o: "experts" in split(f"{a.lora.targets},{o.lora.targets}"),
-        ".share={a.share}: engines apply no adapters on experts of several actors; leave experts "
+        ".lora_base={a.lora_base}: engines apply no adapters on experts of several actors; leave "
+        "experts "
         "out of lora.targets",
     ),
     (
@@ -207,12 +212,14 @@ OF_SHARER = [
             or a.model != o.model
             or (a.is_trained and a.lora.quantize != o.lora.quantize)
         ),
-        ".share={a.share} takes the model and engine of {a.share}; leave out model, lora.quantize, "
+        ".lora_base={a.lora_base} takes the model and engine of {a.lora_base}; leave out model, "
+        "lora.quantize, "
         "api and engine_urls",
     ),
     (
-        lambda c, name, a, o: o.lora.quantize != "none" and c.engine_ranks,
-        ".share={a.share}: only an engine of the learner's ranks reads a shared model in 4 bits; "
-        "leave out --engine_ranks",
+        lambda c, name, a, o: o.lora.quantize != "none" and c.rollout_ranks,
+        ".lora_base={a.lora_base}: only an engine of the learner's ranks reads a shared model in "
+        "4 bits; "
+        "leave out --rollout_ranks",
     ),
 ]

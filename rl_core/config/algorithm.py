@@ -56,20 +56,22 @@ class AlgoConfig(Section, prefix="algo."):
     )
     log_kl: bool | None = flag(None, "log the KL to the reference model without a penalty")
     entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off")
-    correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
+    importance_correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
         None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)"
     )
     correction_range: tuple[NotNegative, NotNegative] | None = flag(
         None, "its bounds, such as 0.5,2"
     )
-    overlong: Literal["none", "mask", "soft"] | None = flag(
+    truncation_penalty: Literal["none", "mask", "soft"] | None = flag(
         None, "truncated: mask, or DAPO's penalty"
     )
     overlong_buffer: Count | None = flag(None, "last tokens with soft penalty; 0: a fifth")
-    refill_rounds: Count | None = flag(None, "dynamic sampling: refill zero-signal groups")
+    dynamic_sampling_rounds: Count | None = flag(
+        None, "dynamic sampling: refill zero-signal groups"
+    )
     turn_discount: Fraction | None = flag(None, "advantage per turn, with this discount")
-    state_coef: NotNegative | None = flag(None, "GiGPO: weight of equal states' turns; default: 1")
-    state_discount: Fraction | None = flag(None, "GiGPO: discount of their returns; default: 0.95")
+    gigpo_coef: NotNegative | None = flag(None, "GiGPO: weight of equal states' turns; default: 1")
+    gigpo_discount: Fraction | None = flag(None, "GiGPO: discount of their returns; default: 0.95")
     reference: str | None = flag(
         None, "reference model of the KL and of DPO: folder or hub name", only=(*RL, "dpo")
     )
@@ -150,9 +152,10 @@ OF_ALGORITHM = [
     ),
     (
         lambda c, a, f: (
-            c.group_size < 2 and (ADVANTAGES[a.advantage].needs_group or a.refill_rounds)
+            c.group_size < 2 and (ADVANTAGES[a.advantage].needs_group or a.dynamic_sampling_rounds)
         ),
-        "--group_size={c.group_size}: a baseline and refill_rounds compare episodes of a group; "
+        "--group_size={c.group_size}: a baseline and dynamic_sampling_rounds compare episodes of "
+        "a group; "
         "take at least 2, or --algo.advantage none or gae",
     ),
     (
@@ -165,24 +168,24 @@ OF_ALGORITHM = [
             a.has_critic
             and (
                 a.objective == "gspo"
-                or a.refill_rounds
+                or a.dynamic_sampling_rounds
                 or a.normalize in ("env", "task")
                 or a.turn_discount is not None
             )
         ),
         "--algo.advantage=gae: a critic learns from every token; leave out objective gspo, "
-        "refill_rounds, normalize env or task and turn_discount",
+        "dynamic_sampling_rounds, normalize env or task and turn_discount",
     ),
     (
-        lambda c, a, f: c.algo.state_coef and not compares_states(a),
-        "--algo.state_coef={c.algo.state_coef}: turns from equal states are compared with the "
+        lambda c, a, f: c.algo.gigpo_coef and not compares_states(a),
+        "--algo.gigpo_coef={c.algo.gigpo_coef}: turns from equal states are compared with the "
         "advantage of episodes, and --algo.advantage {a.advantage} compares none; leave it out, "
         "or take --algorithm grpo",
     ),
     (
-        lambda c, a, f: c.algo.state_discount is not None and not compares_states(a),
-        "--algo.state_discount={c.algo.state_discount} discounts returns that are compared between "
-        "turns from equal states; leave it out, or take --algo.state_coef 1 and an advantage that "
+        lambda c, a, f: c.algo.gigpo_discount is not None and not compares_states(a),
+        "--algo.gigpo_discount={c.algo.gigpo_discount} discounts returns that are compared between "
+        "turns from equal states; leave it out, or take --algo.gigpo_coef 1 and an advantage that "
         "compares, such as group_norm",
     ),
     (
@@ -203,13 +206,15 @@ OF_ALGORITHM = [
         "is usual",
     ),
     (
-        lambda c, a, f: c.algo.correction_range and a.correction == "none",
-        "--algo.correction_range needs --algo.correction; give --algo.correction tis, or leave it "
+        lambda c, a, f: c.algo.correction_range and a.importance_correction == "none",
+        "--algo.correction_range needs --algo.importance_correction; give "
+        "--algo.importance_correction tis, or leave it "
         "out",
     ),
     (
-        lambda c, a, f: a.overlong_buffer and a.overlong != "soft",
-        "--algo.overlong_buffer needs --algo.overlong soft; give it, or leave the buffer out",
+        lambda c, a, f: a.overlong_buffer and a.truncation_penalty != "soft",
+        "--algo.overlong_buffer needs --algo.truncation_penalty soft; give it, or leave the "
+        "buffer out",
     ),
     (
         lambda c, a, f: a.advantage == "zero" and not a.teacher,
@@ -307,9 +312,9 @@ OF_ALGORITHM = [
         "one out, or give --algo.kl_in reward",
     ),
     (
-        lambda c, a, f: a.target_kl and c.learner.minibatches * c.learner.epochs == 1,
+        lambda c, a, f: a.target_kl and c.learner.updates_per_epoch * c.learner.epochs == 1,
         "--algo.target_kl={a.target_kl} skips later updates of a step: raise "
-        "--learner.minibatches or --learner.epochs",
+        "--learner.updates_per_epoch or --learner.epochs",
     ),
 ]
 # Rules of the reference model, which DPO has too.
@@ -340,7 +345,7 @@ def is_url(name: str) -> bool:
 
 
 def compares_states(algorithm: Algorithm) -> bool:
-    """True if turns that began in equal states are compared: --algo.state_coef with an advantage
+    """True if turns that began in equal states are compared: --algo.gigpo_coef with an advantage
     that compares episodes."""
     is_compared = ADVANTAGES[algorithm.advantage].needs_group or algorithm.advantage == "custom"
-    return is_compared and algorithm.state_coef > 0
+    return is_compared and algorithm.gigpo_coef > 0

@@ -65,6 +65,9 @@ class Config(Section):
         None, "ORG/NAME on the Hugging Face hub that gets the model at the end"
     )
     seed: int = flag(0, "random seed of everything that is drawn")
+    deterministic: bool = flag(
+        False, "tests: asynchronous runs that repeat bit for bit; slow", only=RL
+    )
     resume: bool = flag(False, "resume from the newest checkpoint in --out")
     chat_template_kwargs: dict[str, Any] = flag(
         dict, 'what templates read: {"enable_thinking": false}'
@@ -75,11 +78,11 @@ class Config(Section):
     engine_memory_frac: MemoryFraction = flag(
         0.6, "fraction of GPU memory for weights and KV cache of engines"
     )
-    engine_weights: Literal["auto", "device", "broadcast", "files"] = flag(
+    weight_sync: Literal["auto", "device", "broadcast", "files"] = flag(
         "auto", "sglang: how new weights get there; auto: on GPUs device (CUDA IPC), else files"
     )
     engine_bucket_mib: AtLeast1 = flag(512, "device and broadcast: MiB of weights sent at once")
-    engine_ranks: Count = flag(0, "asynchronous: last ranks that only sample", only=RL)
+    rollout_ranks: Count = flag(0, "asynchronous: last ranks that only sample", only=RL)
     max_staleness: Count = flag(
         0, "asynchronous: versions by which samples may be off-policy", only=RL
     )
@@ -97,7 +100,7 @@ class Config(Section):
     run_name: str | None = flag(
         None, "project/group/name in trackers; default: the last folders of --out"
     )
-    log_samples: Count = flag(0, "number of episodes of each evaluation to print")
+    print_samples: Count = flag(0, "number of episodes of each evaluation to print")
     profile_step: Count = flag(0, "write torch.profiler's trace of this step; 0: none")
     canary_tolerance: NotNegative | None = flag(
         None, "largest logprob mismatch of engine and learner; 0: off"
@@ -144,7 +147,7 @@ class Config(Section):
 
     def sharers(self, name: str) -> list[str]:
         """Names of the actors that share this one's model."""
-        return [other for other, actor in self.actors.items() if actor.share == name]
+        return [other for other, actor in self.actors.items() if actor.lora_base == name]
 
     @property
     def env_paths(self) -> dict[str, str]:

@@ -29,7 +29,6 @@ PAIRS = {
     "kl_reward": "; give an estimator and its coefficient, such as k1,0.05",
     "kl_loss": "; give an estimator and its coefficient, such as k3,0.05",
     "correction_range": "; give the lowest and the highest ratio, such as 0.5,2",
-    "lagged": "; give a share of turns and the steps to renew its weights, such as 0.25,4",
     "betas": "; give AdamW's two decays, such as 0.9,0.95",
 }
 # Names that other trainers give our flags, by our flag.

@@ -20,15 +20,19 @@ class OptimConfig(Section, prefix="optim."):
     eps: NotNegative = flag(1e-8, "AdamW's epsilon")
     weight_decay: NotNegative = flag(0.0, "weight decay of matrices; biases and norms have none")
     max_grad_norm: NotNegative = flag(1.0, "clip the gradient to this norm; 0 is off")
-    load: str | None = flag(None, "run or checkpoint whose optimizer state a new run starts from")
+    init_from: str | None = flag(
+        None, "run or checkpoint whose optimizer state a new run starts from"
+    )
 
 
 @dataclass(kw_only=True)
 class LearnerConfig(Section, prefix="learner."):
-    minibatches: AtLeast1 = flag(1, "optimizer steps of one step, each on its share of the tasks")
+    updates_per_epoch: AtLeast1 = flag(
+        1, "optimizer updates (minibatches) of one epoch, each on its share of the tasks"
+    )
     epochs: AtLeast1 = flag(1, "passes over the episodes of a step")
     microbatch_tokens: AtLeast1 = flag(8192, "tokens of one forward and backward on a rank, packed")
-    inference_tokens: Count | Literal["auto"] = flag(
+    logprob_microbatch_tokens: Count | Literal["auto"] = flag(
         0, "of forwards without gradient (old logprobs, reference); 0: microbatch_tokens; auto"
     )
     activations: Literal["keep", "recompute", "offload"] = flag(
@@ -47,24 +51,28 @@ class LearnerConfig(Section, prefix="learner."):
 OF_INFERENCE = [
     (
         lambda c: (
-            c.learner.inference_tokens != "auto"
-            and c.learner.inference_tokens < 2 * c.learner.microbatch_tokens
+            c.learner.logprob_microbatch_tokens != "auto"
+            and c.learner.logprob_microbatch_tokens < 2 * c.learner.microbatch_tokens
         ),
-        "--learner.inference_tokens={c.learner.inference_tokens} must be at least twice "
+        "--learner.logprob_microbatch_tokens={c.learner.logprob_microbatch_tokens} must be at "
+        "least twice "
         "--learner.microbatch_tokens={c.learner.microbatch_tokens}, since whole microbatches are "
         "joined; raise it, or leave it out",
     ),
     (
         lambda c: c.cp > 1,
-        "--learner.inference_tokens cannot join sequences that --cp={c.cp} splits; leave one out",
+        "--learner.logprob_microbatch_tokens cannot join sequences that --cp={c.cp} splits; "
+        "leave one out",
     ),
     (
         lambda c: c.algo.teacher == "self" or c.algo.teacher_loss not in (None, "sampled"),
-        "--learner.inference_tokens cannot be combined with --algo.teacher self, nor with an "
+        "--learner.logprob_microbatch_tokens cannot be combined with --algo.teacher self, nor "
+        "with an "
         "--algo.teacher_loss other than sampled; leave it out",
     ),
     (
         lambda c: any(env.teacher for env in c.envs.values()),
-        "--learner.inference_tokens cannot be combined with --envs.NAME.teacher; leave it out",
+        "--learner.logprob_microbatch_tokens cannot be combined with --envs.NAME.teacher; leave "
+        "it out",
     ),
 ]

@@ -10,6 +10,7 @@ import dataclasses
 import glob
 import os
 import re
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -59,7 +60,7 @@ def checked(config: Config) -> Config:
             )
         actors["policy"] = replace(actors.get("policy", ActorConfig()), model=config.model)
     for name, actor in actors.items():
-        if owner := actors.get(actor.share):
+        if owner := actors.get(actor.lora_base):
             actors[name] = sharing(actor, owner)
     config = replace(config, actors=actors)
     check(config)
@@ -113,12 +114,62 @@ def forget_model(layer: dict[str, Any], flag: str) -> None:
         layer.pop("model", None)
 
 
+# Names of flags in files of older versions -> the flags.
+RENAMED = {
+    "engine_ranks": "rollout_ranks",
+    "engine_weights": "weight_sync",
+    "log_samples": "print_samples",
+    "agents.address": "agents.public_host",
+    "algo.correction": "algo.importance_correction",
+    "algo.overlong": "algo.truncation_penalty",
+    "algo.refill_rounds": "algo.dynamic_sampling_rounds",
+    "algo.state_coef": "algo.gigpo_coef",
+    "algo.state_discount": "algo.gigpo_discount",
+    "learner.inference_tokens": "learner.logprob_microbatch_tokens",
+    "learner.minibatches": "learner.updates_per_epoch",
+    "optim.load": "optim.init_from",
+    "rollout.fixed_order": "deterministic",
+    "rollout.lagged": "rollout.stale_policy_frac",
+    "learn_every": "update_every",  # Flags of an actor.
+    "share": "lora_base",
+}
+
+
+def with_new_names(sections: Any) -> Any:
+    """The sections of a file, possibly of an older version, with the present names of flags."""
+    if not isinstance(sections, dict):
+        return sections
+    sections = deepcopy(sections)
+    actors = sections.get("actors")
+    for tree in (sections, *(actors.values() if isinstance(actors, dict) else ())):
+        for old, new in RENAMED.items():
+            rename(tree, old, new)
+    rollout = sections.get("rollout")
+    if isinstance(rollout, dict):  # The older flag had both values.
+        frac = rollout.get("stale_policy_frac")
+        values = frac.strip("[]").split(",") if isinstance(frac, str) else frac
+        if isinstance(values, list) and len(values) == 2:
+            rollout["stale_policy_frac"], rollout["stale_policy_refresh"] = values
+    return sections
+
+
+def rename(tree: Any, old: str, new: str) -> None:
+    """Moves the value of a flag in the sections of a file to the flag's present name."""
+    section, _, name = old.rpartition(".")
+    table = tree.get(section) if section and isinstance(tree, dict) else tree
+    if not (isinstance(table, dict) and name in table):
+        return
+    value = table.pop(name)
+    section, _, name = new.rpartition(".")
+    (tree.setdefault(section, {}) if section else tree)[name] = value
+
+
 def read_file(path: str) -> dict[str, Any]:
     """The sections of a YAML file. Raises ValueError, with its name, for all that is wrong in
     them."""
     try:
         text = Path(path).read_text()
-        sections = yaml.safe_load(text)
+        sections = with_new_names(yaml.safe_load(text))
         from_sections(sections)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}; name a YAML file of flags") from None
@@ -158,7 +209,7 @@ PATH_FIELDS = (
     "eval",
     "reference",
     "teacher",
-    "load",
+    "init_from",
 )
 
 

@@ -20,9 +20,10 @@ OF_RANKS = [
         ".ranks={a.ranks}: rank 0 plays the episodes and writes files; give higher ranks",
     ),
     (
-        lambda c, a: a.share,
-        ".ranks={a.ranks}: the actor shares the model of {a.share} and its ranks; give ranks to "
-        "{a.share}",
+        lambda c, a: a.lora_base,
+        ".ranks={a.ranks}: the actor shares the model of {a.lora_base} and its ranks; give ranks "
+        "to "
+        "{a.lora_base}",
     ),
     (
         lambda c, a: a.api or a.engine_urls,
@@ -30,9 +31,9 @@ OF_RANKS = [
         "ranks; leave one out",
     ),
     (
-        lambda c, a: c.engine_ranks or c.max_staleness or c.rollout.lagged[0],
-        ".ranks={a.ranks} cannot be combined with --engine_ranks, --max_staleness or "
-        "--rollout.lagged; leave one out",
+        lambda c, a: c.rollout_ranks or c.max_staleness or c.rollout.stale_policy_frac,
+        ".ranks={a.ranks} cannot be combined with --rollout_ranks, --max_staleness or "
+        "--rollout.stale_policy_frac; leave one out",
     ),
     (
         lambda c, a: a.router_replay,
@@ -66,7 +67,7 @@ def check_teachers_are_near(config: Config, name: str) -> None:
 def ranks_of(config: Config, name: str) -> tuple[int, ...]:
     """Ranks of an actor; () for the ranks that are left."""
     actor = config.actors[name]
-    owner = config.actors[actor.share] if actor.share else actor
+    owner = config.actors[actor.lora_base] if actor.lora_base else actor
     return numbers(owner.ranks or "")
 
 

@@ -42,9 +42,11 @@ class RolloutConfig(Section, prefix="rollout."):
         "the run stops when more of its last 200 rows (at least 50) fail, or a whole step",
     )
     save: bool = flag(True, "write every trajectory to rollouts/")
-    fixed_order: bool = flag(False, "tests: asynchronous runs that repeat bit for bit; slow")
-    lagged: tuple[Fraction, Annotated[int, Ge(2)]] = flag(
-        (0.0, 4), "off-policy: share of turns by older weights, steps to renew"
+    stale_policy_frac: Fraction = flag(
+        0.0, "cross-policy sampling: fraction of turns from a stale policy; 0: off"
+    )
+    stale_policy_refresh: Annotated[int, Ge(2)] = flag(
+        4, "cross-policy sampling: refresh interval of the stale policy in steps"
     )
 
 
@@ -53,7 +55,7 @@ class AgentsConfig(Section, prefix="agents."):
     host: str = flag(
         "127.0.0.1", "where requests of agent programs arrive; 0.0.0.0: from other machines too"
     )
-    address: str | None = flag(
+    public_host: str | None = flag(
         None, "hostname that agent programs connect to; default: --agents.host or this machine's"
     )
     response_format: Literal["ignore", "refuse", "enforce"] = flag(

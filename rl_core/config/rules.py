@@ -41,8 +41,8 @@ OF_RUN = [
         "--algorithm {c.algorithm} trains one actor; give one model",
     ),
     (
-        lambda c: c.tasks_per_step % c.learner.minibatches,
-        "--learner.minibatches={c.learner.minibatches} must divide "
+        lambda c: c.tasks_per_step % c.learner.updates_per_epoch,
+        "--learner.updates_per_epoch={c.learner.updates_per_epoch} must divide "
         "--tasks_per_step={c.tasks_per_step}; change one of them",
     ),
     (
@@ -71,8 +71,10 @@ OF_RUN = [
         "sigmoid; add it, or leave the smoothing out",
     ),
     (
-        lambda c: c.rollout.lagged[0] and any(a.share or a.servers for a in c.actors.values()),
-        "--rollout.lagged needs a second engine: leave out share and engine_urls",
+        lambda c: (
+            c.rollout.stale_policy_frac and any(a.lora_base or a.servers for a in c.actors.values())
+        ),
+        "--rollout.stale_policy_frac needs a second engine: leave out lora_base and engine_urls",
     ),
 ]
 
@@ -104,11 +106,13 @@ def check_actors(config: Config) -> None:
     for name, actor in config.actors.items():
         prefix = f"--actors.{name}"
         others = {other: config.actors[other] for other in config.actors if other != name}
-        if actor.share:
-            if actor.share not in others:
-                near = nearest(actor.share, others)
-                raise ValueError(f"{prefix}.share={actor.share} is not another actor; {near}")
-            refuse(OF_SHARER, prefix, c=config, name=name, a=actor, o=others[actor.share])
+        if actor.lora_base:
+            if actor.lora_base not in others:
+                near = nearest(actor.lora_base, others)
+                raise ValueError(
+                    f"{prefix}.lora_base={actor.lora_base} is not another actor; {near}"
+                )
+            refuse(OF_SHARER, prefix, c=config, name=name, a=actor, o=others[actor.lora_base])
         if not actor.model:
             near = f"; of the actors, {nearest(name, others)}" if others else ""
             raise ValueError(

@@ -122,8 +122,8 @@ class EmbeddedEngine(Engine):
             raise ValueError(f"--engine_tp={config.engine_tp} needs --engine sglang")
         if config.engine_args:
             raise ValueError(f"--engine_args={config.engine_args} needs --engine sglang")
-        if config.engine_weights != "auto":
-            raise ValueError(f"--engine_weights={config.engine_weights} needs --engine sglang")
+        if config.weight_sync != "auto":
+            raise ValueError(f"--weight_sync={config.weight_sync} needs --engine sglang")
 
     def __init__(self, spec: EngineSpec) -> None:
         model = self.model = spec.module

@@ -37,7 +37,7 @@ class EngineFactory:
         self.local = [name for name in classes if name in local]
         # Actors with an engine on this device; actors that share a model have one engine.
         self.owners = [
-            name for name in self.local if not (config.actors[name].share or self.servers(name))
+            name for name in self.local if not (config.actors[name].lora_base or self.servers(name))
         ]
 
     def servers(self, name: str) -> list[str]:
@@ -72,8 +72,8 @@ class EngineFactory:
     @property
     def lagged(self) -> list[str]:
         """Trained actors, which have a second engine with stale weights; [] without
-        --rollout.lagged."""
-        return list(self.config.trained) if self.config.rollout.lagged[0] else []
+        --rollout.stale_policy_frac."""
+        return list(self.config.trained) if self.config.rollout.stale_policy_frac else []
 
     @property
     def stale_names(self) -> list[str]:
@@ -92,19 +92,19 @@ class EngineFactory:
     def learns_alone(self, ranks: Ranks) -> bool:
         """True if this rank's learners can send their weights whenever an engine lacks them: no
         other rank has a shard, and learners are idle while engines sample."""
-        return ranks.size == 1 and not self.config.max_staleness and not ranks.engine_ranks
+        return ranks.size == 1 and not self.config.max_staleness and not ranks.rollout_ranks
 
     def can_agree(self, ranks: Ranks) -> bool:
         """True if all ranks resend weights together when an engine lacks them
         (run/weight_recovery.py). Separate rank groups have no common collective, and engines that
         take turns would lack weights at each turn."""
-        is_separate = ranks.is_engine and not ranks.engine_ranks
+        is_separate = ranks.is_engine and not ranks.rollout_ranks
         return not (self.learns_alone(ranks) or is_separate or self.takes_turns)
 
     def may_lack_weights(self, ranks: Ranks) -> bool:
         """True if an engine here may lose weights that only all ranks together can resend."""
         is_elsewhere = any(cls.is_elsewhere for cls in self.classes.values())
-        keeps_none = self.config.engine_weights != "files"
+        keeps_none = self.config.weight_sync != "files"
         return is_elsewhere and keeps_none and self.can_agree(ranks)
 
     def adapter_of(self, name: str) -> str:
@@ -114,7 +114,7 @@ class EngineFactory:
         actor, layers = self.config.actors[name], self.classes[name].serves_lora
         if not actor.is_trained:
             return ""
-        is_unmerged = actor.share or self.config.sharers(name)
+        is_unmerged = actor.lora_base or self.config.sharers(name)
         # Servers that run already were not started to serve adapters.
         if layers and actor.lora.rank and not is_unmerged and not actor.servers:
             from rl_core.learning.lora import is_served
@@ -124,7 +124,7 @@ class EngineFactory:
 
     def shares_weights(self, learner: Learner | None) -> bool:
         """True if this actor's engine samples with the learner's tensors."""
-        if learner is None or learner.ranks.engine_ranks:
+        if learner is None or learner.ranks.rollout_ranks:
             return False
         return learner.policy.shares_weights and self.classes[learner.name].shares_weights
 
@@ -135,10 +135,12 @@ class EngineFactory:
         share a model have one engine. None: another rank's engine uses this rank's device."""
         by_owner: dict[str, Engine | None] = {}
         for name in self.local:
-            owner = self.config.actors[name].share or name
+            owner = self.config.actors[name].lora_base or name
             if owner not in by_owner:
                 by_owner[owner] = self.make(owner, chats[owner], learners.get(owner), ranks)
-        engines = {name: by_owner[self.config.actors[name].share or name] for name in self.local}
+        engines = {
+            name: by_owner[self.config.actors[name].lora_base or name] for name in self.local
+        }
         for name in self.lagged:
             engines[name + STALE] = self.make(name, chats[name], None, ranks, STALE)
         return engines
@@ -168,7 +170,7 @@ class EngineFactory:
             model=actor.model,
             module=module,
             tokenizer=chat.tokenizer,
-            num_slots=1 if config.rollout.fixed_order else num_slots,
+            num_slots=1 if config.deterministic else num_slots,
             max_context_tokens=config.max_context_tokens,
             dtype=compute_dtype(config),
             device=ranks.device,
@@ -184,7 +186,7 @@ class EngineFactory:
             memory_frac=round(actor.engine_memory_frac or share, 3),
             url=url,
             folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
-            weights=config.engine_weights,
+            weights=config.weight_sync,
             bucket_bytes=config.engine_bucket_mib << 20,
             resend=resend_of(learner) if self.learns_alone(ranks) else None,
             waits_for_weights=not role and self.can_agree(ranks),

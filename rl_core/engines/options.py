@@ -39,7 +39,7 @@ def auto_engine(config: Config) -> str:
     import torch
 
     actors = config.actors
-    owners = [actors[actor.share] for actor in actors.values() if actor.share in actors]
+    owners = [actors[actor.lora_base] for actor in actors.values() if actor.lora_base in actors]
     is_4_bit = any(owner.lora.quantize != "none" for owner in owners)
     has_sglang = torch.cuda.is_available() and find_spec("sglang") is not None
     return "sglang" if has_sglang and not is_4_bit else "embedded"

@@ -1,5 +1,5 @@
 """Engines on other ranks, served over HTTP to the ranks that play episodes: torchrun's last ranks
-(--engine_ranks), and rank groups of an actor (run/rank_group_server.py).
+(--rollout_ranks), and rank groups of an actor (run/rank_group_server.py).
 
 Requests are JSON: POST /ACTOR/VERB, where a verb is a method of Engine. Weights do not pass through
 HTTP: the first learner broadcasts them in buckets to all ranks that sample. Nothing is pickled.
@@ -115,7 +115,7 @@ def make_weight_channel(ranks: Ranks, timeout_s: float) -> WeightChannel:
     """Every rank must call it. Waits until the others do."""
     group, group_rank = None, ranks.rank + 1 if ranks.is_engine else 0
     if ranks.is_engine or ranks.rank == 0:
-        store, size = dist.PrefixStore("weights", ranks.store), ranks.engine_ranks + 1
+        store, size = dist.PrefixStore("weights", ranks.store), ranks.rollout_ranks + 1
         if ranks.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout_s)
@@ -438,7 +438,7 @@ def connect(
     """A learner's engines by actor. Waits until the ranks that sample have published their
     addresses."""
     channel = make_weight_channel(ranks, timeout_s)
-    size = ranks.engine_ranks
+    size = ranks.rollout_ranks
     return engines_at(1, size, names, ranks, timeout_s, channel=channel, dtype=dtype)
 
 

@@ -57,20 +57,21 @@ class AdapterSlot:
 
 # (condition, message of the error). c: the configuration; a: the actor.
 OF_SGLANG = [
-    (lambda c, a: c.rollout.fixed_order, ": --rollout.fixed_order=true needs --engine embedded"),
+    (lambda c, a: c.deterministic, ": --deterministic=true needs --engine embedded"),
     (
-        lambda c, a: c.engine_weights == "device" and a.servers,
-        ".engine_urls: --engine_weights=device needs a server that the run itself starts on its "
+        lambda c, a: c.weight_sync == "device" and a.servers,
+        ".engine_urls: --weight_sync=device needs a server that the run itself starts on its "
         "device; take broadcast or files",
     ),
     (
-        lambda c, a: c.engine_weights == "broadcast" and not a.servers,
-        ": --engine_weights=broadcast is for servers that run already, on separate GPUs "
+        lambda c, a: c.weight_sync == "broadcast" and not a.servers,
+        ": --weight_sync=broadcast is for servers that run already, on separate GPUs "
         "(--actors.NAME.engine_urls); take device or files",
     ),
     (
-        lambda c, a: a.share and c.actors[a.share].lora.quantize != "none",
-        ".share={a.share}: only an embedded engine reads a shared model in 4 bits; take --engine "
+        lambda c, a: a.lora_base and c.actors[a.lora_base].lora.quantize != "none",
+        ".lora_base={a.lora_base}: only an embedded engine reads a shared model in 4 bits; take "
+        "--engine "
         "embedded",
     ),
     (

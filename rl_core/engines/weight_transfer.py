@@ -50,7 +50,7 @@ def described_way(spec: EngineSpec) -> str:
     if spec.weights != "auto" or way != "files" or spec.device.type == "cpu":
         return way
     if spec.url:
-        return "files (--engine_weights broadcast for a server on separate GPUs)"
+        return "files (--weight_sync broadcast for a server on separate GPUs)"
     return "files (its learners could not send them again to a server that died)"
 
 
@@ -148,8 +148,8 @@ class BucketsWay:
         if self.spec.resend is None:
             raise RunError(
                 f"the server of engine {self.spec.name} died, and nobody can send its weights "
-                f"again: --engine_weights={self.spec.weights} keeps no copy. Continue with "
-                "--resume; --engine_weights files keeps a copy"
+                f"again: --weight_sync={self.spec.weights} keeps no copy. Continue with "
+                "--resume; --weight_sync files keeps a copy"
             )
         return iter(self.spec.resend())
 

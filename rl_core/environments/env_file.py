@@ -331,7 +331,7 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
             from rl_core.sampling.teacher_prompts import check_taught
 
             check_taught(settings, name, envs)
-        if settings.algo.state_coef or settings.algo.state_discount:
+        if settings.algo.gigpo_coef or settings.algo.gigpo_discount:
             check_keys(settings, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(
@@ -356,7 +356,7 @@ def check_keys(config: Config, envs: dict[str, Env]) -> None:
     """Raises ValueError for flags of equal states if no environment defines state_key()."""
     if not envs or any(env.hooks.keys() & {"state_key", "rollout"} for env in envs.values()):
         return
-    for flag in ("state_coef", "state_discount"):
+    for flag in ("gigpo_coef", "gigpo_discount"):
         value = getattr(config.algo, flag)
         if value:
             raise ValueError(

@@ -30,8 +30,8 @@ def samples_of(
     make_samples: MakeSamples | None = None,
 ) -> list[TrainingSample]:
     """Training samples of all groups with their advantages. Truncated trajectories are penalised
-    (overlong "soft") or masked: they count in the baseline, but neither in the loss nor in its
-    denominator. A turn that branches share is trained once, with the mean of their advantages.
+    (truncation_penalty "soft") or masked: they count in the baseline, but neither in the loss nor
+    in its denominator. A turn that branches share is trained once, with the mean of their advantages.
     `advantage_fns`: by environment. `normalised`: whitens all advantages.
     `advantages_of` replaces turn_advantages(), `make_samples` trajectory_samples()."""
     advantages_of = advantages_of or turn_advantages
@@ -39,12 +39,12 @@ def samples_of(
     judged: Judged = []
     for group in groups:
         penalties = [0.0] * len(group)
-        if algorithm.overlong == "soft":
+        if algorithm.truncation_penalty == "soft":
             penalties = [overlong_penalty(t, max_tokens, algorithm.overlong_buffer) for t in group]
         advantage_fn = (advantage_fns or {}).get(group[0].env)
         advantages = advantages_of(group, penalties, algorithm, advantage_fn)
         judged += zip(group, advantages, strict=True)
-    if algorithm.overlong == "mask":
+    if algorithm.truncation_penalty == "mask":
         judged = [(t, values) for t, values in judged if t.status != "truncated"]
     judged = with_shared_turns(judged)
     if normalised:

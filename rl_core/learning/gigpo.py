@@ -37,7 +37,7 @@ def turn_advantages(
     algorithm: Algorithm,
     advantage_fn: AdvantageFn | None,
 ) -> list[list[float]]:
-    """Advantages of each trajectory's turns: those of advantages.py plus state_coef times the
+    """Advantages of each trajectory's turns: those of advantages.py plus gigpo_coef times the
     turn's advantage among the turns from its state."""
     of_episodes = advantages.turn_advantages(group, penalties, algorithm, advantage_fn)
     if not compares_states(algorithm):
@@ -45,7 +45,7 @@ def turn_advantages(
     of_states = state_advantages(group, penalties, algorithm, advantage_fn)
     sums = []
     for first, second in zip(of_episodes, of_states, strict=True):
-        sums.append((np.array(first) + algorithm.state_coef * np.array(second)).tolist())
+        sums.append((np.array(first) + algorithm.gigpo_coef * np.array(second)).tolist())
     return sums
 
 
@@ -57,11 +57,11 @@ def state_advantages(
 ) -> list[list[float]]:
     """Advantages of each trajectory's turns: the turn's return compared with those of all turns of
     the group with its state key. 0 without a key, or if no other turn has it. The return is r_k + g
-    r_{k+1} + ... with g = state_discount."""
+    r_{k+1} + ... with g = gigpo_discount."""
     states: dict[str, dict[str, StateVisit]] = defaultdict(dict)
     visits_of: list[list[StateVisit]] = []
     for number, (t, penalty) in enumerate(zip(group, penalties, strict=True)):
-        returns = turn_returns(t, penalty, algorithm.state_discount)
+        returns = turn_returns(t, penalty, algorithm.gigpo_discount)
         visits = []
         # A conversation without turns has a return too.
         for index, (turn, value) in enumerate(zip(t.turns, returns, strict=False)):

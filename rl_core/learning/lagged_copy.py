@@ -29,8 +29,8 @@ class WeightSnapshot:
         stores the snapshot if it is updated."""
         self.policy, self.adapter = spec.policy, spec.adapter
         self.name, self.every, self.decay = f"{spec.name}_{name}", every, decay
-        # The actor may be updated only every learn_every steps.
-        self.stride = spec.config.actors[spec.name].learn_every
+        # The actor may be updated only every update_every steps.
+        self.stride = spec.config.actors[spec.name].update_every
         self.tensors = [on_host(shard) for shard in self.shards()]
 
     def shards(self) -> list[Tensor]:

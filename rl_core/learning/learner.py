@@ -141,7 +141,7 @@ class Learner:
         if config.learner.offload == "phase":
             copies = HostCopies(ranks.device)
             self.state_on_device = partial(copies.on_device, self.optimizer_state)
-        self.updates_per_step = config.learner.minibatches * config.learner.epochs
+        self.updates_per_step = config.learner.updates_per_epoch * config.learner.epochs
         mesh = ranks.mesh
         self.budget = PackBudget(
             max_tokens=config.learner.microbatch_tokens * mesh.cp,

@@ -59,7 +59,7 @@ def shard_samples(
     at most once, from the rank that has it to the ranks that train on it. Every rank must call it
     and computes the same plan. `extensions` of the learner may add columns to each batch."""
     plans, local_samples = plan_minibatches(
-        samples, algorithm, config.learner.minibatches, budget, ranks
+        samples, algorithm, config.learner.updates_per_epoch, budget, ranks
     )
     received = move_samples(local_samples, plans, budget.num_ranks, ranks)
     share = budget.num_ranks / ranks.size  # Ranks of one bin (cp, tp) count together as one.

@@ -1,5 +1,5 @@
-"""--learner.inference_tokens: larger microbatches for forwards without gradient: old logprobs, the
-reference's and the teacher's logprobs, the critic's values."""
+"""--learner.logprob_microbatch_tokens: larger microbatches for forwards without gradient: old
+logprobs, the reference's and the teacher's logprobs, the critic's values."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def num_joined(learner: Learner) -> int:
     """Microbatches in one forward without gradient. auto: as many as fit into the memory of one
     microbatch with gradient. Without gradient one block's activations are alive at a time."""
     settings = learner.config.learner
-    if settings.inference_tokens != "auto":
-        return settings.inference_tokens // settings.microbatch_tokens
+    if settings.logprob_microbatch_tokens != "auto":
+        return settings.logprob_microbatch_tokens // settings.microbatch_tokens
     policy, tp = learner.policy, learner.ranks.mesh.tp
     w = policy.compute_dtype.itemsize
     size = widths(policy.hf.config.get_text_config())

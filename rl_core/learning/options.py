@@ -133,7 +133,7 @@ def learner_factory(
 
     make_optimizer = make_optimizer or OPTIMIZERS[config.optim.name]()
     makers = []
-    if config.learner.inference_tokens:
+    if config.learner.logprob_microbatch_tokens:
         from rl_core.learning.no_grad_batches import JoinedBatches
 
         makers.append(lambda ranks: JoinedBatches())
@@ -199,11 +199,11 @@ def step_samples(
     from rl_core.learning.advantages import samples_of
 
     normalised = advantages_of = make_samples = None
-    if algorithm.refill_rounds:
+    if algorithm.dynamic_sampling_rounds:
         from rl_core.learning.signal import has_signal
 
         groups = [group for group in groups if has_signal(group, algorithm)]
-    if algorithm.state_coef and any(t.has_state_keys for group in groups for t in group):
+    if algorithm.gigpo_coef and any(t.has_state_keys for group in groups for t in group):
         from rl_core.learning import gigpo
 
         advantages_of = gigpo.turn_advantages

@@ -29,9 +29,9 @@ def check_replay(config: Config, name: str) -> None:
             config.max_staleness,
             f"--max_staleness={config.max_staleness}",
         ),  # Older tokens would get the experts of newer weights.
-        (config.engine_ranks, f"--engine_ranks={config.engine_ranks}"),
-        (config.rollout.lagged[0], "--rollout.lagged"),
-        (actor.share or config.sharers(name), "share"),
+        (config.rollout_ranks, f"--rollout_ranks={config.rollout_ranks}"),
+        (config.rollout.stale_policy_frac, "--rollout.stale_policy_frac"),
+        (actor.lora_base or config.sharers(name), "lora_base"),
     ):
         if is_given:
             raise ValueError(

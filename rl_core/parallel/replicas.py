@@ -27,7 +27,7 @@ def num_replicas(config: Config, num_ranks: int, actors: Iterable[str]) -> int:
         has_frozen_models = settings.algo.teacher or settings.algo.reference  # Of any size.
         if compute_dtype(settings) != torch.float32 or not is_plain or has_frozen_models:
             return 1
-        if actor.share:  # Trains an adapter of another actor's weights.
+        if actor.lora_base:  # Trains an adapter of another actor's weights.
             continue
         try:
             assert actor.model

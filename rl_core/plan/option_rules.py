@@ -25,7 +25,7 @@ def check_options(config: Config) -> None:
                 raise ValueError(f"--{flag}={value} is unknown; {nearest(value, table)}")
         if settings.optim.name == "adamw8bit":
             require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
-        if settings.learner.inference_tokens:
+        if settings.learner.logprob_microbatch_tokens:
             check_inference(settings)
     if config.learner.kernels == "liger":
         require("liger_kernel", "--learner.kernels=liger", "liger")

@@ -78,7 +78,7 @@ def make_plan(
     run is for another machine. Raises ValueError."""
     quiet()
     custom = custom or CustomComponents()
-    num_sampling = config.engine_ranks or num_ranks()
+    num_sampling = config.rollout_ranks or num_ranks()
     config = choose_engine(config, num_sampling, is_planned, custom.engine)
     assert config.out
     check_folder(Path(config.out), config.resume)
@@ -123,7 +123,7 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
         mesh, local = own.mesh, own.actors
     else:
         sizes = {name: getattr(config, name) for name in MESH_FLAGS}
-        num_learners = num_ranks() - config.engine_ranks
+        num_learners = num_ranks() - config.rollout_ranks
         sizes["dp_replicate"] = num_replicas(config, num_learners, config.trained)
         mesh = make_mesh(num_ranks(), **sizes)
     for name in config.trained:
@@ -211,9 +211,11 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     is_default &= config.sampling == SamplingConfig()
     if not is_default or config.group_size < 2:
         check_algorithm(config, algorithm, has_advantage_fn)
-    if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
+    if (
+        config.max_staleness or config.rollout.stale_policy_frac
+    ) and config.algo.importance_correction is None:
         # Weights each token by how likely the newer policy makes it.
-        algorithm = replace(algorithm, correction="tis")
+        algorithm = replace(algorithm, importance_correction="tis")
     return algorithm
 
 

@@ -38,7 +38,7 @@ class Canary(Plugin):
             if actor.shares_weights and not is_first:
                 continue
             # With separate engine ranks, rank 0 samples from all engines.
-            is_asked = actor.engine and (not ranks.engine_ranks or ranks.rank == 0)
+            is_asked = actor.engine and (not ranks.rollout_ranks or ranks.rank == 0)
             self.answers[name] = await self._ask(actor) if is_asked else []
 
     async def before_learn(self, actor: str, step: int) -> None:
@@ -57,7 +57,7 @@ class Canary(Plugin):
         num_ids = min(len(speaker.chat.tokenizer), vocabulary)
         size = min(PROMPT_TOKENS, speaker.max_context_tokens // 2)
         prompts = []
-        for i in range(max(NUM_PROMPTS, self.trainer.ranks.engine_ranks)):
+        for i in range(max(NUM_PROMPTS, self.trainer.ranks.rollout_ranks)):
             prompts.append([counter_seed("canary", i, j) % num_ids for j in range(size)])
         limit = min(NEW_TOKENS, speaker.max_context_tokens - size)
         drawn = {name: getattr(learner.config.sampling, name) for name in DRAWING}

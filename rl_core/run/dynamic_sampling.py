@@ -14,7 +14,7 @@ from rl_core.sampling.rollout import Group, in_order
 class Refill(Plugin):
     async def refill(self, groups: list[Group]) -> list[Group]:
         trainer, rounds = self.trainer, 0
-        max_rounds = max(a.refill_rounds for a in trainer.plan.algorithms.values())
+        max_rounds = max(a.dynamic_sampling_rounds for a in trainer.plan.algorithms.values())
         more: list[Group] = []
         missing = self.num_missing(groups)
         while missing and rounds < max_rounds:
@@ -23,14 +23,16 @@ class Refill(Plugin):
             oldest = trainer.step - trainer.config.max_staleness
             more += await trainer.worker.collect(missing, oldest)
             missing = self.num_missing([*groups, *more])
-        metrics = {"refill_rounds": Mean(rounds), "groups_missing": Mean(missing)}
+        metrics = {"dynamic_sampling_rounds": Mean(rounds), "groups_missing": Mean(missing)}
         trainer.note("rollout/", metrics)
         return more
 
     def num_missing(self, groups: list[Group]) -> int:
         """Number of groups with signal that the step lacks, over all ranks."""
         trainer, with_signal = self.trainer, set()
-        asking = {name: a for name, a in trainer.plan.algorithms.items() if a.refill_rounds}
+        asking = {
+            name: a for name, a in trainer.plan.algorithms.items() if a.dynamic_sampling_rounds
+        }
         learned = [t for t in in_order(groups) if t.actor in asking]
         for group in baseline_groups(learned):
             if has_signal(group, asking[group[0].actor]):

@@ -167,7 +167,7 @@ def checkpointer(trainer: RunState) -> Plugin:
 
 
 def loads_optimizer(trainer: RunState) -> bool:
-    return any(trainer.config.of(name).optim.load for name in trainer.config.trained)
+    return any(trainer.config.of(name).optim.init_from for name in trainer.config.trained)
 
 
 def optimizer_start(trainer: RunState) -> Plugin:
@@ -195,20 +195,20 @@ PLUGINS = (
     (lambda trainer: trainer.config.data.streaming, stream_state),
     (may_lack_weights, weight_recovery),
     (lambda trainer: trainer.config.is_rl and trainer.config.canary_tolerance != 0, canary),
-    (lambda trainer: trainer.config.rollout.lagged[0] > 0, stale_policy),
+    (lambda trainer: trainer.config.rollout.stale_policy_frac > 0, stale_policy),
     (
-        lambda trainer: trainer.config.max_staleness or trainer.config.rollout.fixed_order,
+        lambda trainer: trainer.config.max_staleness or trainer.config.deterministic,
         staleness,
     ),
     (lambda trainer: trainer.config.profile_step, profiler),
     (lambda trainer: torch.cuda.is_available(), mfu),
     (
-        lambda trainer: any(a.refill_rounds for a in trainer.plan.algorithms.values()),
+        lambda trainer: any(a.dynamic_sampling_rounds for a in trainer.plan.algorithms.values()),
         dynamic_sampling,
     ),
     (lambda trainer: True, episode_metrics),
     (lambda trainer: trainer.config.keep_best, best_keeper),
-    (lambda trainer: trainer.config.log_samples, print_samples),
+    (lambda trainer: trainer.config.print_samples, print_samples),
     (lambda trainer: trainer.config.eval_every, evaluation),
 )
 # After the plugins of a script: evaluations end before signals are caught, and a checkpoint has the

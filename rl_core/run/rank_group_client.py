@@ -61,7 +61,7 @@ class RankGroupClient(Plugin):
         self.waited_for = []
         for group in self.groups:
             names = [name for name in group.actors if name in samples]
-            names = [name for name in names if not (step + 1) % config.actors[name].learn_every]
+            names = [name for name in names if not (step + 1) % config.actors[name].update_every]
             if not names:
                 continue
             self.waited_for.append(group)

@@ -1,5 +1,5 @@
 """A rank of a rank group (--actors.NAME.ranks): serves its actors' engines to the ranks that play
-episodes, as a rank of --engine_ranks does, and learns from the samples that they send.
+episodes, as a rank of --rollout_ranks does, and learns from the samples that they send.
 
 POST /ACTOR/learn brings samples, /ACTOR/learned waits for the metrics. begin, save, export and
 finish reach all ranks of the group, in the same order.

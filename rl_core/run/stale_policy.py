@@ -26,7 +26,9 @@ class StalePolicy(Plugin):
 
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
-        self.every: int = trainer.config.rollout.lagged[1]  # Versions between two updates.
+        self.every: int = (
+            trainer.config.rollout.stale_policy_refresh
+        )  # Versions between two updates.
         self.folder = trainer.out / "older"
 
     async def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Groups that span several policy versions (--max_staleness, --rollout.fixed_order): checkpoints
+"""Groups that span several policy versions (--max_staleness, --deterministic): checkpoints
 keep the completions so far."""
 
 from __future__ import annotations

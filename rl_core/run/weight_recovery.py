@@ -27,7 +27,7 @@ class WeightRecovery(Plugin):
         """Recovers before the canary samples, which takes part in no collective while it waits."""
         ranks = self.trainer.ranks
         # With separate engine ranks, rank 0 wakes all engines.
-        if not ranks.engine_ranks or ranks.rank == 0:
+        if not ranks.rollout_ranks or ranks.rank == 0:
             await revived(self._wake, self.trainer.speakers.values(), "the start of a rollout")
         await self.meet()
 

@@ -1,5 +1,5 @@
-"""--rollout.fixed_order: sampled tokens and the groups of a step depend only on counters. So a run
-with --max_staleness or --engine_ranks can be compared, bit for bit, with one that was stopped. For
+"""--deterministic: sampled tokens and the groups of a step depend only on counters. So a run
+with --max_staleness or --rollout_ranks can be compared, bit for bit, with one that was stopped. For
 tests: it is slow.
 
 A step takes the oldest groups, complete or not, and waits for them. Meanwhile each conversation of

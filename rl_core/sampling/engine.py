@@ -133,7 +133,7 @@ class EngineSpec:
     memory_frac: float  # Fraction of a GPU's memory.
     url: str = ""  # Address of a running server; "": the engine starts one.
     folder: str | None = None  # Shared folder for weights of a server on another host.
-    weights: str = "auto"  # --engine_weights
+    weights: str = "auto"  # --weight_sync
     bucket_bytes: int = 512 << 20
     # Yields the newest weights again without other ranks; None if that is impossible.
     resend: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None

@@ -16,7 +16,7 @@ def make_worker(
 ) -> RolloutWorker:
     """The rollout worker of a rank. `speakers`: what hooks address, by the name of the actor."""
     player_class, worker_class = EpisodeRunner, RolloutWorker
-    if config.rollout.fixed_order:
+    if config.deterministic:
         from rl_core.sampling.deterministic_rollouts import DeterministicPlayer, DeterministicWorker
 
         player_class, worker_class = DeterministicPlayer, DeterministicWorker

@@ -40,7 +40,7 @@ class EpisodeRecord:
     # Keys: conversation and number of the turn.
     answers: dict[str, Answer] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)  # keys of turns since the episode began
-    num_sampled: int = 0  # turns that are being sampled, with --rollout.fixed_order
+    num_sampled: int = 0  # turns that are being sampled, with --deterministic
     held_in: int = -1  # the last window in which a turn waited
 
 

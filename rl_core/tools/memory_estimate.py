@@ -81,7 +81,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     learner = config.learner
     shards = mesh.dp_shard * mesh.cp * mesh.tp
     trained, frozen = size.adapters or size.total, 0.0
-    if size.adapters and not actor.share:
+    if size.adapters and not actor.lora_base:
         of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
         frozen = of_linear * size.linear + w * (size.total - size.linear)
     weights = (4 * trained + frozen) / shards
@@ -138,7 +138,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     from rl_core.tasks.row_lengths import left_out
 
     config, mesh = plan.config, plan.mesh
-    meshes, num_ranks = {}, mesh.size + config.engine_ranks
+    meshes, num_ranks = {}, mesh.size + config.rollout_ranks
     for group in plan.places[1:]:
         meshes |= dict.fromkeys(group.actors, group.mesh)
         num_ranks += len(group.ranks)
@@ -148,7 +148,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         size = model_size(actor)
         of_actor = replace(plan, config=config.of(name), algorithms={name: plan.algorithms[name]})
         table = learner_bytes(of_actor, actor, size, mesh)
-        if config.is_rl and not actor.share:
+        if config.is_rl and not actor.lora_base:
             table |= engine_bytes(of_actor, name, size, mesh)
         sampling, learning = zip(*table.values(), strict=True)
         table["sum"] = sum(sampling), sum(learning)

@@ -26,9 +26,9 @@ FLAGS = """All other flags are those of a run (rl-core train --help), such as --
 # One process samples, whatever the run did that made the model.
 ALONE = {
     "resume": "false",
-    "engine_ranks": 0,
+    "rollout_ranks": 0,
     "max_staleness": 0,
-    "rollout.lagged": "0,4",
+    "rollout.stale_policy_frac": "0",
     "profile_step": 0,
 }
 ALONE |= {
@@ -36,7 +36,7 @@ ALONE |= {
     "tp": 1,
     "dp_replicate": 1,
     "learner.microbatch_tokens": 2**30,
-    "learner.minibatches": 1,
+    "learner.updates_per_epoch": 1,
 }
 ALONE |= {
     "learner.kernels": "default",
@@ -132,7 +132,7 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
     actors = dict(config.actors)
     for name in names:
         actor = replace(
-            actors[name], model=model, share=None, lora=LoraConfig(), engine_urls=None, api=None
+            actors[name], model=model, lora_base=None, lora=LoraConfig(), engine_urls=None, api=None
         )
         if is_api:
             actor = replace(actor, model=name, api=url, train=False)

@@ -3,7 +3,7 @@ and gradient norm.
 
 It begins at the newest checkpoint before the step, or at the model with which the run began, and
 learns the steps between again from their rollouts. With --algorithm, --algo.*, --optim.*,
---learner.minibatches, --learner.epochs or --critic.* the step itself is learned with another
+--learner.updates_per_epoch, --learner.epochs or --critic.* the step itself is learned with another
 objective. Nothing in the run's folder changes but tokens/, which --tokens writes.
 """
 
@@ -46,7 +46,14 @@ HOW = {
     "learner.offload",
     "learner.dtype",
 }
-OBJECTIVE = ("algorithm", "algo.", "optim.", "critic.", "learner.minibatches", "learner.epochs")
+OBJECTIVE = (
+    "algorithm",
+    "algo.",
+    "optim.",
+    "critic.",
+    "learner.updates_per_epoch",
+    "learner.epochs",
+)
 CLOSE = 1e-4  # relative difference that rounding explains
 Values = dict[str, list[float]]  # Name of a quantity -> its value for each token.
 
@@ -198,7 +205,7 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
 
         check_exists(run)
     base = ["--config", str(run / "config.yaml"), f"--out={run}"]
-    base += ["--engine_ranks=0", "--resume=false"]
+    base += ["--rollout_ranks=0", "--resume=false"]
     parts = []
     # Another one does not know the parts that were set for the run's.
     if "algorithm" in dict(given_flags(flags)):
@@ -265,7 +272,7 @@ def learn(
     metrics: dict[str, Any] = {}
     samples = training_samples(plan, trajectories, ranks)
     for name, learner in learners.items():
-        if number % plan.config.actors[name].learn_every:
+        if number % plan.config.actors[name].update_every:
             continue
         with learner.on_device():
             minibatches, _ = learner.shard(samples[name])
@@ -427,7 +434,8 @@ def table(result: Replayed) -> str:
             worst = max(worst, change)
     if not result.is_other and worst > CLOSE:
         lines.append(
-            "warning: loss or gradient norm is not the recorded one: was the run resumed with other "
+            "warning: loss or gradient norm is not the recorded one: was the run resumed with "
+            "other "
             "flags than those of config.yaml, did its model, environment or this program change, "
             "or were experts replayed?"
         )

@@ -189,7 +189,7 @@ def works(plan: Plan) -> Iterator[Work]:
         config, algorithm = plan.config.of(name), plan.algorithms[name]
         learner, actor = config.learner, plan.config.actors[name]
         num_replies = 2 if algorithm.is_pairs else 1
-        is_old = config.is_rl and learner.minibatches * learner.epochs > 1
+        is_old = config.is_rl and learner.updates_per_epoch * learner.epochs > 1
         yield Work(
             size=model_size(actor),
             active=active_parameters(on_meta(load_model_config(actor.model))),
@@ -209,7 +209,7 @@ def works(plan: Plan) -> Iterator[Work]:
 def estimate(plan: Plan, gpu: Gpu) -> dict[str, Any]:
     """Seconds of the parts of a step, GiB on one rank, and what to expect first."""
     config, mesh = plan.config, plan.mesh
-    num_engines = max(1, (config.engine_ranks or mesh.size) // config.engine_tp)
+    num_engines = max(1, (config.rollout_ranks or mesh.size) // config.engine_tp)
     names = ("prefill", "decode", "compute", "traffic", "sync", "plan")
     seconds = dict.fromkeys(names, 0.0)
     for work in works(plan):
@@ -226,11 +226,11 @@ def estimate(plan: Plan, gpu: Gpu) -> dict[str, Any]:
     sample = seconds["prefill"] + seconds["decode"]
     # The next block is gathered while one is computed.
     learn = max(seconds["compute"], seconds["traffic"]) + seconds["plan"]
-    both = max(sample, learn) if config.engine_ranks else sample + learn
+    both = max(sample, learn) if config.rollout_ranks else sample + learn
     held = [actor["bytes_on_one_rank"]["sum"] for actor in facts(plan)["actors"].values()]
     most = max(sum(one[phase] for one in held) for phase in ("sample", "learn"))
     row = {
-        "gpus": mesh.size + config.engine_ranks,
+        "gpus": mesh.size + config.rollout_ranks,
         "engine": config.engine if config.is_rl else None,
         "dtype": config.learner.dtype,
         "seconds": seconds,
@@ -279,7 +279,7 @@ figures          of data sheets, not measured: {tflops:g} TFLOP/s of which {comp
 memory of {memory_gbs:g} GB/s ({memory:.0%}),
                  NVLink of {nvlink_gbs:g} and a network card of {network_gbs:g} GB/s for each GPU \
 ({link:.0%}); nodes of {node} GPUs; every episode as long as it may be
-efficiency       against the first row that fits. A step is sampling, learning and sync, one after the other; with --engine_ranks the two overlap
+efficiency       against the first row that fits. A step is sampling, learning and sync, one after the other; with --rollout_ranks the two overlap
 compute, traffic traffic is hidden behind compute; the longer one counts. plan: balancing all samples, on every rank's CPU"""
 COLUMNS = ("prefill", "decode", "compute", "traffic", "sync", "plan")
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import yaml
 import zstandard
 
-from rl_core.config import flat
+from rl_core.config import flat, with_new_names
 
 FILE = re.compile(r"(step|eval)_(\d+)_?(.*?)(?:\.rank_\d+)?\.jsonl\.zst")
 TOKEN_IDS = re.compile(rb'"token_ids": \[([^\]]*)\]')
@@ -140,7 +140,7 @@ class RunFolder:
             return {}
         try:
             with open_file(file) as raw:
-                return flat(yaml.load(raw, Loader=LOADER) or {})
+                return flat(with_new_names(yaml.load(raw, Loader=LOADER) or {}))
         except (OSError, yaml.YAMLError, *UNREADABLE) as error:
             self.skip(file, error)
             return {}

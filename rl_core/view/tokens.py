@@ -120,7 +120,7 @@ def tokenizer_of(run: RunFolder, actor: str) -> Tokenizer | None:
     cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    owner = run.config.get(f"actors.{actor}.share") or actor
+    owner = run.config.get(f"actors.{actor}.lora_base") or actor
     model = run.config.get(f"actors.{owner}.model") or run.config.get("model") or ""
     places = [run.path / "hf" / actor, run.path / "best" / actor, Path(model)]
     file = next(

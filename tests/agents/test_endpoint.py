@@ -495,7 +495,7 @@ def test_programs_elsewhere_are_told_an_address_of_this_machine():
     address, elsewhere = asyncio.run(play(AgentsConfig(host="0.0.0.0")))
     assert address.split("//")[1].split(":")[0] in own_addresses() | {socket.gethostname()}
     assert elsewhere == [401] * len(own_addresses() - {"127.0.0.1"})  # a key is asked for
-    address, _ = asyncio.run(play(AgentsConfig(host="0.0.0.0", address="node7")))
+    address, _ = asyncio.run(play(AgentsConfig(host="0.0.0.0", public_host="node7")))
     assert address.startswith("http://node7:")
 
 

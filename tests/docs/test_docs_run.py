@@ -350,8 +350,8 @@ def as_module(words: list[str]) -> tuple[int, list[str]]:
         args = args[at:]
     elif first == "rl-core":
         args = ["-m", "rl_core.tools.cli", *args]
-    if "--engine_ranks" in args:
-        ranks = 1 + int(args[args.index("--engine_ranks") + 1])
+    if "--rollout_ranks" in args:
+        ranks = 1 + int(args[args.index("--rollout_ranks") + 1])
     if args[:1] == ["-m"]:
         args = [*args[: 3 if args[1] == "rl_core.tools.cli" else 2], *smaller(args)]
     elif args[0] == "scripts/demo_data.py":

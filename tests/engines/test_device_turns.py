@@ -89,8 +89,8 @@ RUNS = {
     "episodes across steps": f"{ONE} --max_staleness 1",
     "two engines, one awake": f"{TWO} --learner.offload phase",
     "two engines awake": f"{TWO} --rollout.engines_awake all",
-    "older weights": f"{ONE} --rollout.lagged 0.5,2",
-    "older weights, episodes across steps": f"{ONE} --rollout.lagged 0.5,2 --max_staleness 1",
+    "older weights": f"{ONE} --rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 2",
+    "older weights, episodes across steps": f"{ONE} --rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 2 --max_staleness 1",
 }
 SIZES = (
     "--tasks_per_step 2 --group_size 2 --max_tokens 8 --max_prompt_tokens 16 --eval.num_tasks 2 "

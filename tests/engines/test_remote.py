@@ -40,7 +40,7 @@ def in_threads(function, arguments) -> list:
 @pytest.fixture
 def ranks():
     """A learner and two ranks that sample, which are processes in all but their threads."""
-    same = {"store": dist.HashStore(), "device": torch.device("cpu"), "engine_ranks": NUM_ENGINES}
+    same = {"store": dist.HashStore(), "device": torch.device("cpu"), "rollout_ranks": NUM_ENGINES}
     samplers = [
         SimpleNamespace(rank=n, size=NUM_ENGINES, is_engine=True, group=1, **same)
         for n in range(NUM_ENGINES)
@@ -267,7 +267,7 @@ def test_of_engines_that_take_turns_one_is_awake_after_an_update_of_another(rank
     awake: list[set[str]] = [set()]
     names = ("policy", "policy.older")
     engines = {name: Watched(name, load(tiny_model), awake) for name in names}
-    ranks = [SimpleNamespace(**(vars(one) | {"engine_ranks": 1})) for one in ranks[:2]]
+    ranks = [SimpleNamespace(**(vars(one) | {"rollout_ranks": 1})) for one in ranks[:2]]
 
     def serve() -> None:
         channel = make_weight_channel(ranks[1], 60)

@@ -581,7 +581,14 @@ def test_auto_is_the_embedded_engine_without_a_gpu(tiny_model, sort_data, tmp_pa
 
 def two_ways(model, out, *more) -> list[str]:
     """Flags of two actors over one model that learn opposite tasks."""
-    flags = ["--actors.up.model", model, "--actors.up.lora.rank", 16, "--actors.down.share", "up"]
+    flags = [
+        "--actors.up.model",
+        model,
+        "--actors.up.lora.rank",
+        16,
+        "--actors.down.lora_base",
+        "up",
+    ]
     flags += [
         "--env_path",
         ENV.parent / "sort_two_ways.py",
@@ -721,7 +728,7 @@ def test_one_engine_over_two_ranks_has_both_learners_weights(
 ):
     out = tmp_path / "run"
     learn = ["--engine", "sglang", "--engine_tp", "2", "--num_steps", "3", "--optim.lr", "1e-3"]
-    learn += ["--engine_weights", way]
+    learn += ["--weight_sync", way]
     torchrun(2, "-m", "rl_core.train", *flags(warm_model, sort_data, out, *learn), timeout_s=900)
     rows = metrics(out)
     assert len(rows) == 3 and max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-6
@@ -765,10 +772,10 @@ def children_of(pid: int | str, *more: str) -> list[str]:
     "ranks",
     [
         pytest.param(["1"], id="in step"),
-        pytest.param(["2", "--engine_ranks", "1"], id="engine rank"),
-        pytest.param(["1", "--engine_weights", "device"], id="no copy", marks=pytest.mark.slow),
+        pytest.param(["2", "--rollout_ranks", "1"], id="engine rank"),
+        pytest.param(["1", "--weight_sync", "device"], id="no copy", marks=pytest.mark.slow),
         pytest.param(
-            ["2", "--engine_ranks", "1", "--engine_weights", "device", "--max_staleness", "1"],
+            ["2", "--rollout_ranks", "1", "--weight_sync", "device", "--max_staleness", "1"],
             id="no copy, engine rank",
             marks=pytest.mark.slow,
         ),

@@ -76,7 +76,7 @@ def test_two_learners_send_their_shards_again_to_servers_that_died(
 ):
     """Once in an update, once in a rollout. A save puts servers to sleep, and they keep no copy."""
     out = tmp_path / "run"
-    learn = ["--engine", "sglang", "--engine_weights", "device", "--num_steps", "5"]
+    learn = ["--engine", "sglang", "--weight_sync", "device", "--num_steps", "5"]
     learn += ["--optim.lr", "1e-3", "--save_every", "3", *more]
     torchrun(2, __file__, *flags(warm_model, sort_data, out, *learn), timeout_s=900)
     rows = metrics(out)
@@ -100,7 +100,7 @@ def test_two_learners_broadcast_their_shards_to_a_server_each(
     command = [sys.executable, "-m", "sglang.launch_server", *server_args(spec), "--port"]
     env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     ports, servers = [free_port(), free_port()], []
-    learn = ["--engine_weights", "broadcast", "--num_steps", "3", "--optim.lr", "1e-3"]
+    learn = ["--weight_sync", "broadcast", "--num_steps", "3", "--optim.lr", "1e-3"]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     learn += ["--actors.policy.engine_urls", ",".join(urls)]
     try:

@@ -40,7 +40,10 @@ def talk(tiny_model, tmp_path) -> list[str]:
     """Flags of bob and alice, who share his model, with adapters of different sizes."""
     (tmp_path / "talk.py").write_text(TALK)
     flags = words(
-        "--actors.bob.model", tiny_model, "--actors.bob.lora.rank 4 --actors.alice.share bob", ALICE
+        "--actors.bob.model",
+        tiny_model,
+        "--actors.bob.lora.rank 4 --actors.alice.lora_base bob",
+        ALICE,
     )
     return words(flags, STOP, SIZES, "--env_path", tmp_path / "talk.py")
 
@@ -144,7 +147,7 @@ def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
 def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said_before(
     talk, tmp_path
 ):
-    judge = "--actors.judge.share bob --actors.judge.train false"
+    judge = "--actors.judge.lora_base bob --actors.judge.train false"
     shared = make_run(tmp_path / "run", talk, judge, "--actors.bob.lr 0 --algo.kl_coef 0.01")
     assert "judge" not in shared.learners and len(shared.device.engines) == 1
     for name, learner in shared.learners.items():
@@ -198,7 +201,7 @@ def test_each_export_is_the_base_with_its_adapter(talk, tiny_model, tmp_path):
     assert not torch.equal(*logits)
 
 
-@pytest.mark.parametrize("flags", ["--engine_ranks 1", "--max_staleness 1"])
+@pytest.mark.parametrize("flags", ["--rollout_ranks 1", "--max_staleness 1"])
 def test_adapters_reach_engines_that_go_on_while_learners_learn(flags, talk, tmp_path):
     out = run(tmp_path / "run", talk, flags, "--num_steps 3", ranks=2 if "engine" in flags else 1)
     for row, name in itertools.product(metrics(out), ("bob", "alice")):
@@ -209,7 +212,7 @@ def test_adapters_reach_engines_that_go_on_while_learners_learn(flags, talk, tmp
 def test_who_shares_takes_what_is_not_given_and_a_saved_configuration_is_the_same():
     bob = (
         "--actors.bob.model m --actors.bob.lora.rank 4 --env_path x/talk.py --out x "
-        "--actors.alice.share bob"
+        "--actors.alice.lora_base bob"
     )
     alice = parse_config(words(bob, "--actors.bob.lora.alpha 8")).actors["alice"]
     assert alice.model == "m" and (alice.lora.rank, alice.lora.alpha) == (4, 8)
@@ -223,7 +226,7 @@ def test_two_actors_over_one_model_learn_opposite_tasks_at_once(warm_model, tmp_
     flags = words(
         "--actors.up.model",
         warm_model,
-        "--actors.up.lora.rank 16 --actors.down.share up --num_steps 60",
+        "--actors.up.lora.rank 16 --actors.down.lora_base up --num_steps 60",
     )
     flags += words(
         "--env_path",

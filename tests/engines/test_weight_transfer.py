@@ -393,10 +393,10 @@ URL = ["--actors.policy.engine_urls", "http://a:1"]
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--engine", "embedded", "--engine_weights", "files"], "files needs --engine sglang"),
-        (["--engine", "sglang", "--engine_weights", "broadcast"], "for servers that run already"),
+        (["--engine", "embedded", "--weight_sync", "files"], "files needs --engine sglang"),
+        (["--engine", "sglang", "--weight_sync", "broadcast"], "for servers that run already"),
         (
-            [*URL, "--engine", "sglang", "--engine_weights", "device"],
+            [*URL, "--engine", "sglang", "--weight_sync", "device"],
             "a server that the run itself",
         ),
     ],

@@ -485,7 +485,9 @@ def test_one_run_learns_all_five_kinds_and_shows_each_its_numbers(warm, tmp_path
         turns = max(turns, *map(len, kinds))
     options = "--tasks_per_step 5 --group_size 8 --num_steps 3 --optim.lr 1e-4 --max_tokens 120 "
     options += "--sampling.temperature 0.4 --max_prompt_tokens 1000 --algo.normalize task "
-    options += f"--rollout.lagged 0.5,2 --max_turns {turns}"
+    options += (
+        f"--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 2 --max_turns {turns}"
+    )
     mix = ["--env_path", ",".join(paths), *rows]
     out = run(tmp_path / "run", "--model", warm, *mix, *words(options))
     result = [line for line in metrics(out) if "time/step_s" in line]

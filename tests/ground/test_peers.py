@@ -6,6 +6,25 @@ import pytest
 
 from rl_core.config import known_flags, parse_config
 
+# Older names of our flags.
+OLDER = """
+rollout.lagged --rollout.stale_policy_frac
+rollout.fixed_order --deterministic
+algo.state_coef --algo.gigpo_coef
+algo.state_discount --algo.gigpo_discount
+algo.refill_rounds --algo.dynamic_sampling_rounds
+algo.correction --algo.importance_correction
+algo.overlong --algo.truncation_penalty
+engine_ranks --rollout_ranks
+engine_weights --weight_sync
+learner.inference_tokens --learner.logprob_microbatch_tokens
+learner.minibatches --learner.updates_per_epoch
+log_samples --print_samples
+agents.address --agents.public_host
+optim.load --optim.init_from
+actors.policy.share --actors.policy.lora_base
+actors.policy.learn_every --actors.policy.update_every
+"""
 # Names as their configurations have them -> our flag, or the beginning of a sentence.
 RL2 = """
 train_data.path --data.train
@@ -15,7 +34,7 @@ train_data.experience.max_turns --max_turns
 train_data.max_turns --max_turns
 train_data.experience.max_new_tokens --max_tokens
 train_data.sampling_params.max_new_tokens --max_tokens
-train_data.experience.mask_offpolicy_data --algo.correction
+train_data.experience.mask_offpolicy_data --algo.importance_correction
 test_data.path --data.eval
 test_data.experience.responses_per_prompt --eval.samples
 data.train.path --data.train
@@ -29,11 +48,11 @@ data.max_length --max_tokens
 data.batch_size --tasks_per_step
 actor.model_name --model
 actor.max_length_per_device --learner.microbatch_tokens
-actor.max_inference_length_per_device --learner.inference_tokens
+actor.max_inference_length_per_device --learner.logprob_microbatch_tokens
 actor.temperature --sampling.temperature
-actor.update_per_rollout --learner.minibatches
+actor.update_per_rollout --learner.updates_per_epoch
 actor.clip --algo.clip_low
-actor.tis_coef --algo.correction
+actor.tis_coef --algo.importance_correction
 actor.avg_level --algo.aggregation
 actor.freeze_steps --critic.warmup_steps
 actor.offload_model --learner.offload
@@ -77,7 +96,7 @@ rollout.test_sampling_params.temperature --eval.sampling
 rollout.env_path --env_path
 rollout.max_turns --max_turns
 rollout.partial_rollout --max_staleness
-rollout.dynamic_filtering --algo.refill_rounds
+rollout.dynamic_filtering --algo.dynamic_sampling_rounds
 adv.estimator --algorithm
 adv.gamma did you mean 'critic.gamma'
 adv.lamda --critic.gae_lambda
@@ -97,7 +116,7 @@ trainer.use_wandb --trackers
 TRL = """
 output_dir --out
 per_device_train_batch_size --learner.microbatch_tokens
-per_device_eval_batch_size --learner.inference_tokens
+per_device_eval_batch_size --learner.logprob_microbatch_tokens
 num_train_epochs --num_epochs
 epochs --num_epochs
 max_steps --num_steps
@@ -155,7 +174,7 @@ max_prompt_length --max_prompt_tokens
 shuffle_dataset --data.shuffle
 pad_to_multiple_of packing is always on
 generation_batch_size --tasks_per_step
-steps_per_generation --learner.minibatches
+steps_per_generation --learner.updates_per_epoch
 temperature --sampling.temperature
 top_k --sampling.top_k
 repetition_penalty rl_core has no counterpart
@@ -175,14 +194,14 @@ importance_sampling_level --algo.objective
 reward_weights rewards are weighed in the environment
 scale_rewards --algo.advantage
 loss_type --algo.aggregation
-mask_truncated_completions --algo.overlong
+mask_truncated_completions --algo.truncation_penalty
 sync_ref_model --algo.reference_every
 ref_model_mixup_alpha --algo.reference_decay
 entropy_coef --algo.entropy_coef
 max_tool_calling_iterations --max_turns
-vllm_importance_sampling_correction --algo.correction
+vllm_importance_sampling_correction --algo.importance_correction
 vllm_importance_sampling_clip_max --algo.correction_range
-log_completions --log_samples
+log_completions --print_samples
 chat_template_path --actors.policy.chat_template
 dataset_text_field SFT reads prompt and completion
 dataset_num_proc rows need no loader processes
@@ -225,7 +244,7 @@ trainer.default_local_dir --out
 trainer.project_name --run_name
 trainer.experiment_name --run_name
 trainer.logger --trackers
-trainer.log_val_generations --log_samples
+trainer.log_val_generations --print_samples
 trainer.rollout_data_dir every trajectory is in rollouts/
 trainer.val_before_train the first evaluation comes before
 trainer.val_only rl-core eval RUN evaluates alone
@@ -248,7 +267,7 @@ actor_rollout_ref.model.lora_rank --actors.policy.lora.rank
 actor_rollout_ref.model.lora_alpha --actors.policy.lora.alpha
 actor_rollout_ref.model.target_modules --actors.policy.lora.targets
 actor_rollout_ref.actor.strategy FSDP2 shards over all ranks
-actor_rollout_ref.actor.ppo_mini_batch_size --learner.minibatches
+actor_rollout_ref.actor.ppo_mini_batch_size --learner.updates_per_epoch
 actor_rollout_ref.actor.ppo_epochs --learner.epochs
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu --learner.microbatch_tokens
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu --learner.microbatch_tokens
@@ -277,7 +296,7 @@ actor_rollout_ref.actor.fsdp_config.fsdp_size --dp_replicate
 actor_rollout_ref.actor.ulysses_sequence_parallel_size --cp
 actor_rollout_ref.actor.megatron.tensor_model_parallel_size --tp
 actor_rollout_ref.actor.checkpoint.save_contents --save_optimizer
-actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu --learner.inference_tokens
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu --learner.logprob_microbatch_tokens
 actor_rollout_ref.ref.fsdp_config.param_offload --learner.offload
 actor_rollout_ref.rollout.n --group_size
 actor_rollout_ref.rollout.name --engine
@@ -338,9 +357,9 @@ algorithm.use_kl_in_reward --algo.kl_in reward
 algorithm.kl_penalty --algo.kl
 algorithm.kl_ctrl.kl_coef --algo.kl_coef
 algorithm.kl_ctrl.target_kl rl_core has no counterpart
-algorithm.rollout_correction.rollout_is --algo.correction
+algorithm.rollout_correction.rollout_is --algo.importance_correction
 algorithm.rollout_correction.rollout_is_threshold --algo.correction_range
-algorithm.filter_groups.enable --algo.refill_rounds
+algorithm.filter_groups.enable --algo.dynamic_sampling_rounds
 global_profiler.steps --profile_step
 """
 OPENRLHF = """
@@ -357,8 +376,8 @@ train.agent_func_path --env_path
 actor_num_nodes torchrun's
 actor.num_gpus_per_node torchrun's
 ref.num_nodes torchrun's
-vllm_num_engines --engine_ranks
-vllm.num_engines --engine_ranks
+vllm_num_engines --rollout_ranks
+vllm.num_engines --rollout_ranks
 vllm.tensor_parallel_size --engine_tp
 vllm.gpu_memory_utilization --engine_memory_frac
 vllm.enable_sleep engines and learners share
@@ -399,9 +418,9 @@ actor.gradient_checkpointing_enable --learner.activations
 ref.offload --learner.offload
 use_dynamic_batch --learner.microbatch_tokens
 train.max_tokens_per_gpu --learner.microbatch_tokens
-rollout.max_tokens_per_gpu --learner.inference_tokens
+rollout.max_tokens_per_gpu --learner.logprob_microbatch_tokens
 micro_train_batch_size --learner.microbatch_tokens
-micro_rollout_batch_size --learner.inference_tokens
+micro_rollout_batch_size --learner.logprob_microbatch_tokens
 rollout.batch_size --tasks_per_step
 rollout_batch_size --tasks_per_step
 rollout.n_samples_per_prompt --group_size
@@ -426,12 +445,12 @@ value_clip did you mean 'critic.value_clip'
 algo.advantage.lambd --critic.gae_lambda
 algo.advantage.estimator --algorithm
 algo.advantage.no_std_norm --algo.advantage
-algo.advantage.is_correction_type --algo.correction
+algo.advantage.is_correction_type --algo.importance_correction
 algo.kl.init_coef --algo.kl_coef
 algo.kl.estimator --algo.kl
 algo.kl.use_loss --algo.kl_in loss
 algo.kl.horizon rl_core has no counterpart
-algo.dynamic_filtering_enable --algo.refill_rounds
+algo.dynamic_filtering_enable --algo.dynamic_sampling_rounds
 actor.policy_loss_type --algorithm
 actor.entropy_coef --algo.entropy_coef
 actor.aux_loss_coef --actors.policy.router_aux_loss_coef
@@ -459,7 +478,7 @@ use_ms rl_core has no counterpart
 """
 ROWS = {
     tuple(line.split(" ", 1))
-    for table in (RL2, TRL, VERL, OPENRLHF)
+    for table in (OLDER, RL2, TRL, VERL, OPENRLHF)
     for line in table.strip().splitlines()
 }
 SAME = {name for name, ours in ROWS if f"--{name}" == ours}

@@ -67,7 +67,7 @@ REFUSED = {
         "--algorithm ppo --critic.model {out}/other": "has a vocabulary of 77 tokens",
         "--algorithm ppo --env_path "
         "{dir}/own_advantage.py": "set --algo.advantage gae to keep the critic",
-        "--engine_ranks 1": "must leave at least one rank of 1 to learn",
+        "--rollout_ranks 1": "must leave at least one rank of 1 to learn",
     },
     FIT: {
         "--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'",
@@ -318,26 +318,20 @@ FLAGS = [
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be a valid number"),
     (
         MODEL,
-        "--learner.inference_tokens many",
-        "--learner.inference_tokens=many must be a valid integer, unable to parse string as an "
+        "--learner.logprob_microbatch_tokens many",
+        "--learner.logprob_microbatch_tokens=many must be a valid integer, unable to parse string as an "
         "integer, or must be 'auto'",
     ),
     (
         MODEL,
-        "--learner.inference_tokens -5",
-        "--learner.inference_tokens=-5 must be greater than or equal to 0, or must be 'auto'",
+        "--learner.logprob_microbatch_tokens -5",
+        "--learner.logprob_microbatch_tokens=-5 must be greater than or equal to 0, or must be 'auto'",
     ),
     (MODEL, "--algorithm poo", "--algorithm=poo must be 'grpo', 'dr_grpo', "),
     (
         MODEL,
         "--optim.betas 0.9",
         "--optim.betas=[0.9] must be two values; give AdamW's two decays, such as 0.9,0.95",
-    ),
-    (
-        MODEL,
-        "--rollout.lagged 0.25",
-        "--rollout.lagged=[0.25] must be two values; give a share of turns and the steps to renew "
-        "its weights, such as 0.25,4",
     ),
     (
         MODEL,
@@ -360,7 +354,11 @@ FLAGS = [
     (MODEL, "--chat_template_kwargs {x", "--chat_template_kwargs={x must be a valid dictionary"),
     (MODEL, "--num_steps=-1", "--num_steps=-1 must be greater than or equal to 0"),
     (MODEL, "--sampling.temperature 0", "--sampling.temperature=0 must be greater than 0"),
-    (MODEL, "--rollout.lagged 0.5,1", "--rollout.lagged=1 must be greater than or equal to 2"),
+    (
+        MODEL,
+        "--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 1",
+        "--rollout.stale_policy_refresh=1 must be greater than or equal to 2",
+    ),
     (
         MODEL,
         "--actors.policy.lora.rank=-1",
@@ -389,7 +387,11 @@ FLAGS = [
     (MODEL, "--sft.weights 1,1", "no meaning for --algorithm grpo"),
     (MODEL, "--data.min_reward 1", "no meaning for --algorithm grpo"),
     # batches and memory
-    (MODEL, "--learner.minibatches 3", "--learner.minibatches=3 must divide --tasks_per_step=16"),
+    (
+        MODEL,
+        "--learner.updates_per_epoch 3",
+        "--learner.updates_per_epoch=3 must divide --tasks_per_step=16",
+    ),
     (MODEL, "--learner.microbatch_tokens 50", "must hold a whole episode (or pair) of 768 tokens"),
     (MODEL, "--algorithm rm --learner.microbatch_tokens 1000", "of 1536 tokens"),
     (MODEL, "--learner.kernels compile --tp 2", "has no --tp"),
@@ -407,11 +409,19 @@ FLAGS = [
     # older weights
     (
         MODEL,
-        "--rollout.fixed_order true --engine sglang",
-        "--rollout.fixed_order=true needs --engine embedded",
+        "--deterministic true --engine sglang",
+        "--deterministic=true needs --engine embedded",
     ),
-    (MODEL, "--rollout.lagged 0.5,4 --actors.policy.engine_urls http://127.0.0.1:1", "engine_urls"),
-    (BOB, "--rollout.lagged 0.5,4 --actors.alice.share bob", "share and engine_urls"),
+    (
+        MODEL,
+        "--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 4 --actors.policy.engine_urls http://127.0.0.1:1",
+        "engine_urls",
+    ),
+    (
+        BOB,
+        "--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 4 --actors.alice.lora_base bob",
+        "lora_base and engine_urls",
+    ),
     # actors
     (PAIR, "--actors.bob.train false --actors.alice.train false", "none of the actors learns"),
     (PAIR, "--actors.bob.api http://x/v1 --actors.bob.train true", "an endpoint cannot learn"),
@@ -428,42 +438,46 @@ FLAGS = [
     (BOB, f"{NF4} --learner.offload always", "leave one out"),
     (BOB, f"{NF4} --learner.kernels compile", "leave one out"),
     # shared models
-    (BOB, "--actors.alice.share bop", "share=bop is not another actor; did you mean 'bob'"),
-    (BOB, "--actors.bob.share bob", "share=bob is not another actor"),
+    (BOB, "--actors.alice.lora_base bop", "lora_base=bop is not another actor; did you mean 'bob'"),
+    (BOB, "--actors.bob.lora_base bob", "lora_base=bob is not another actor"),
     (
         BOB,
-        "--actors.alice.share bob --actors.carol.share alice",
+        "--actors.alice.lora_base bob --actors.carol.lora_base alice",
         "a shared model is frozen and has adapters",
     ),
-    (BOB, "--actors.alice.share bob --actors.bob.lora.rank 0", "give --actors.bob.lora.rank 16"),
     (
         BOB,
-        "--actors.alice.share bob --actors.alice.model n",
+        "--actors.alice.lora_base bob --actors.bob.lora.rank 0",
+        "give --actors.bob.lora.rank 16",
+    ),
+    (
+        BOB,
+        "--actors.alice.lora_base bob --actors.alice.model n",
         "leave out model, lora.quantize, api and engine_urls",
     ),
     (
         BOB,
-        "--actors.alice.share bob --actors.alice.api http://x/v1",
+        "--actors.alice.lora_base bob --actors.alice.api http://x/v1",
         "leave out model, lora.quantize, api and engine_urls",
     ),
     (
         BOB,
-        "--actors.alice.share bob --actors.bob.engine_urls http://127.0.0.1:1",
+        "--actors.alice.lora_base bob --actors.bob.engine_urls http://127.0.0.1:1",
         "leave out model, lora",
     ),
     (
         BOB,
-        f"--actors.alice.share bob {NF4.replace('bob', 'alice')} --actors.alice.lora.rank 4",
+        f"--actors.alice.lora_base bob {NF4.replace('bob', 'alice')} --actors.alice.lora.rank 4",
         "leave out model, lora",
     ),
-    (BOB, "--actors.alice.share bob --actors.alice.lora.alpha 4", "alice.lora.rank is missing"),
+    (BOB, "--actors.alice.lora_base bob --actors.alice.lora.alpha 4", "alice.lora.rank is missing"),
     (
         BOB,
-        "--actors.j.share bob --actors.j.train false --actors.j.lora.rank 4",
+        "--actors.j.lora_base bob --actors.j.train false --actors.j.lora.rank 4",
         "to an actor that learns",
     ),
-    (BOB, f"{NF4} --actors.alice.share bob --engine_ranks 1", "leave out --engine_ranks"),
-    (BOB, f"{NF4} --actors.alice.share bob --engine sglang", "take --engine embedded"),
+    (BOB, f"{NF4} --actors.alice.lora_base bob --rollout_ranks 1", "leave out --rollout_ranks"),
+    (BOB, f"{NF4} --actors.alice.lora_base bob --engine sglang", "take --engine embedded"),
     (MODEL, "--actors.policy.router_replay true --engine sglang", "needs --engine embedded"),
     (
         MODEL,
@@ -498,19 +512,23 @@ FLAGS = [
     (MODEL, "--algo.dual_clip 0.9", "must be above 1"),
     (MODEL, "--algo.objective cispo --algo.dual_clip 3", "take objective clip"),
     (MODEL, "--algo.kl k1", "need --algo.kl_coef above 0"),
-    (MODEL, "--algo.correction_range 0.5,3", "needs --algo.correction"),
-    (MODEL, "--algo.correction mask --algo.correction_range 3,2", "the lower first"),
-    (MODEL, "--algo.overlong_buffer 5", "needs --algo.overlong soft"),
-    (MODEL, "--algo.refill_rounds 1 --group_size 1 --algo.advantage none", "--group_size=1"),
-    (MODEL, "--algo.target_kl 0.1", "raise --learner.minibatches"),
+    (MODEL, "--algo.correction_range 0.5,3", "needs --algo.importance_correction"),
+    (MODEL, "--algo.importance_correction mask --algo.correction_range 3,2", "the lower first"),
+    (MODEL, "--algo.overlong_buffer 5", "needs --algo.truncation_penalty soft"),
+    (
+        MODEL,
+        "--algo.dynamic_sampling_rounds 1 --group_size 1 --algo.advantage none",
+        "--group_size=1",
+    ),
+    (MODEL, "--algo.target_kl 0.1", "raise --learner.updates_per_epoch"),
     (MODEL, "--critic.lr 1e-4", "take --algorithm ppo"),
     (MODEL, f"{PPO} --algo.objective gspo", "leave out objective gspo"),
-    (MODEL, f"{PPO} --algo.refill_rounds 2", "refill_rounds"),
+    (MODEL, f"{PPO} --algo.dynamic_sampling_rounds 2", "dynamic_sampling_rounds"),
     (MODEL, f"{PPO} --algo.normalize env", "normalize env"),
     (MODEL, f"{PPO} --algo.turn_discount 0.9", "and turn_discount"),
-    (MODEL, f"{PPO} --algo.state_coef 1", "--algo.advantage gae compares none"),
-    (MODEL, "--algorithm reinforce_pp --algo.state_discount 0.9", "--algo.state_discount=0.9"),
-    (MODEL, "--algo.state_coef 0 --algo.state_discount 0.9", "take --algo.state_coef 1"),
+    (MODEL, f"{PPO} --algo.gigpo_coef 1", "--algo.advantage gae compares none"),
+    (MODEL, "--algorithm reinforce_pp --algo.gigpo_discount 0.9", "--algo.gigpo_discount=0.9"),
+    (MODEL, "--algo.gigpo_coef 0 --algo.gigpo_discount 0.9", "take --algo.gigpo_coef 1"),
     (MODEL, f"{PPO} --critic.gamma 1.5", "--critic.gamma=1.5 must be less than or equal to 1"),
 ]
 

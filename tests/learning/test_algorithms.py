@@ -31,7 +31,7 @@ from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
 RL = [name for name, row in PRESETS.items() if row.is_rl]
-MISMATCH = ("--algo.correction", "mask", "--algo.correction_range", "0.5,1.5")
+MISMATCH = ("--algo.importance_correction", "mask", "--algo.correction_range", "0.5,1.5")
 CASES = [  # preset, flags that change parts of it
     *((name, ()) for name in RL),
     ("grpo", ("--algo.aggregation", "sequence")),
@@ -46,9 +46,9 @@ CASES = [  # preset, flags that change parts of it
     ("ppo", ("--algo.kl_coef", "0.1", "--algo.kl_in", "advantage", "--algo.normalize", "none")),
     ("cispo", ("--algo.advantage", "gae", "--algo.entropy_coef", "0.01")),
     ("grpo", ("--algo.kl_coef", "0.1", "--algo.kl_in", "advantage")),
-    ("grpo", ("--algo.correction", "tis", "--algo.correction_range", "0.5,1.1")),
+    ("grpo", ("--algo.importance_correction", "tis", "--algo.correction_range", "0.5,1.1")),
     ("cispo", MISMATCH),
-    ("gspo", ("--algo.correction", "sequence_mask", "--algo.correction_range", "0.9,2")),
+    ("gspo", ("--algo.importance_correction", "sequence_mask", "--algo.correction_range", "0.9,2")),
 ]
 NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
 
@@ -68,15 +68,15 @@ DEFAULTS = {
     "kl_loss": None,
     "log_kl": False,
     "entropy_coef": 0.0,
-    "correction": "none",
+    "importance_correction": "none",
     "correction_range": (0.5, 2.0),
-    "overlong": "none",
+    "truncation_penalty": "none",
     "overlong_buffer": 0,
-    "refill_rounds": 0,
+    "dynamic_sampling_rounds": 0,
     "target_kl": 0.0,
     "turn_discount": None,
-    "state_coef": 1.0,
-    "state_discount": 0.95,
+    "gigpo_coef": 1.0,
+    "gigpo_discount": 0.95,
     "reference": None,
     "reference_every": 0,
     "reference_decay": 0.0,
@@ -94,7 +94,7 @@ DEFAULTS = {
 TABLE = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
-    "dapo": {"clip_high": 0.28, "overlong": "soft", "refill_rounds": 10},
+    "dapo": {"clip_high": 0.28, "truncation_penalty": "soft", "dynamic_sampling_rounds": 10},
     "gspo": {"objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
     "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "rloo": {"advantage": "rloo", "aggregation": "constant", "kl": "k1", "kl_in": "reward"},
@@ -207,11 +207,11 @@ def naive_sequence(learner: Learner, s) -> tuple:
 
 def naive_correction(a, of_token: float, of_sequence: float) -> float:
     low, high = a.correction_range
-    if a.correction == "tis":
+    if a.importance_correction == "tis":
         return min(of_token, high)
-    if a.correction == "mask":
+    if a.importance_correction == "mask":
         return of_token if low <= of_token <= high else 0.0
-    if a.correction == "sequence_mask":
+    if a.importance_correction == "sequence_mask":
         return float(low <= of_sequence <= high)
     return 1.0
 
@@ -493,7 +493,7 @@ def test_the_overlong_penalty_is_of_an_episodes_longest_turn():
             dataclasses.replace(episode(1.0, n).turns[0], is_fresh=not i)
             for i, n in enumerate(lengths)
         ]
-        row = dataclasses.replace(PRESETS["dr_grpo"], overlong="soft", overlong_buffer=4)
+        row = dataclasses.replace(PRESETS["dr_grpo"], truncation_penalty="soft", overlong_buffer=4)
         return [max(s.advantages, key=abs) for s in samples_of([[long, episode(0.0, 1)]], row, 10)]
 
     assert advantages(6, 6) == advantages(5) == pytest.approx([0.5, -0.5])
@@ -509,7 +509,7 @@ def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline()
     group = [episode(1.0, 4), episode(0.0, 6), episode(0.5, 10, "truncated")]
 
     def advantages(overlong):
-        row = dataclasses.replace(PRESETS["dr_grpo"], overlong=overlong)
+        row = dataclasses.replace(PRESETS["dr_grpo"], truncation_penalty=overlong)
         return [max(s.advantages, key=abs) for s in samples_of([group], row, 10)]
 
     assert advantages("none") == pytest.approx([0.5, -0.5, 0.0])
@@ -627,7 +627,7 @@ def test_groups_without_signal_are_refilled(tiny_model, tmp_path):
         "--optim.lr",
         "1e-3",
     ]
-    flags += ["--algo.refill_rounds", "9"]
+    flags += ["--algo.dynamic_sampling_rounds", "9"]
     flags += ["--sampling.stop", '["a","b","c","d","e","f","g"]']  # replies of many lengths
     out = tmp_path / "whole"
     assert main([*flags, "--num_steps", "1", "--out", str(out)]) == 0
@@ -643,7 +643,7 @@ def test_groups_without_signal_are_refilled(tiny_model, tmp_path):
     state = json.loads((out / "checkpoints/step_000001/state.json").read_text())
     assert state["position"] == len(drawn) > 3
     row = metrics(out)[0]
-    assert row["rollout/refill_rounds"] > 0 and row["rollout/groups_missing"] == 0
+    assert row["rollout/dynamic_sampling_rounds"] > 0 and row["rollout/groups_missing"] == 0
 
     # The loss is the mean over the tokens of groups with a signal alone.
     groups: dict[str, list[tuple[float, int]]] = {}
@@ -681,9 +681,9 @@ def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
         "--num_steps",
         "1",
     ]
-    assert main([*flags, "--algo.refill_rounds", "2", "--out", str(tmp_path / "run")]) == 0
+    assert main([*flags, "--algo.dynamic_sampling_rounds", "2", "--out", str(tmp_path / "run")]) == 0
     row = metrics(tmp_path / "run")[0]
-    assert row["rollout/refill_rounds"] == 2 and row["rollout/groups_missing"] == 2
+    assert row["rollout/dynamic_sampling_rounds"] == 2 and row["rollout/groups_missing"] == 2
     assert len(trajectories(tmp_path / "run/rollouts/step_000001.jsonl.zst")) == 4 * (3 + 2 + 2)
 
 

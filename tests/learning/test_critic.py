@@ -224,7 +224,7 @@ def test_the_critics_loss_is_a_mean_over_tokens_however_the_policys_is_aggregate
 
 
 def test_advantages_are_normalised_over_all_tokens_of_the_step(tiny_model):
-    learner = make_ppo(tiny_model, "--learner.minibatches", "2")
+    learner = make_ppo(tiny_model, "--learner.updates_per_epoch", "2")
     minibatches, _ = learner.shard(ragged_samples())
     learner.annotate(minibatches)
     every = torch.cat([b.advantages for m in minibatches for b in m.batches])
@@ -423,7 +423,7 @@ def test_ppo_teaches_the_order_and_its_critic_learns_what_to_expect(warm_model, 
         "false",
     ]
     flags += ["--critic.lr", "3e-3", "--critic.warmup_steps", "10", "--critic.gae_lambda", "1"]
-    flags += ["--learner.minibatches", "4", "--learner.epochs", "2", "--algorithm", "ppo"]
+    flags += ["--learner.updates_per_epoch", "4", "--learner.epochs", "2", "--algorithm", "ppo"]
     assert main(["--model", str(warm_model), *SORT, *flags, "--out", str(tmp_path / "o")]) == 0
     rows = metrics(tmp_path / "o")
     rewards = [row["rollout/policy/reward_mean"] for row in rows]

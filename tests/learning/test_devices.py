@@ -34,10 +34,10 @@ SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors
 # entropy.
 LOSSES = dict.fromkeys(PRESETS, "")
 LOSSES |= {
-    "grpo": "--learner.epochs 2 --algo.kl_coef 0.1 --algo.entropy_coef 0.01 --algo.correction tis",
-    "dr_grpo": "--algo.correction mask --algo.target_kl 9 --learner.minibatches 2",
+    "grpo": "--learner.epochs 2 --algo.kl_coef 0.1 --algo.entropy_coef 0.01 --algo.importance_correction tis",
+    "dr_grpo": "--algo.importance_correction mask --algo.target_kl 9 --learner.updates_per_epoch 2",
     "dapo": "--algo.dual_clip 3",
-    "gspo": "--learner.epochs 2 --algo.correction sequence_mask",
+    "gspo": "--learner.epochs 2 --algo.importance_correction sequence_mask",
     "rloo": "--algo.kl_coef 0.1",
     "ppo": "--learner.epochs 2 --algo.kl_coef 0.1",
 }

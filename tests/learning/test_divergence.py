@@ -347,7 +347,7 @@ def test_a_model_on_padded_rows_learns_from_one_that_is_packed(family, teacher):
 
 
 def test_each_minibatch_has_the_mean_over_its_own_tokens(tiny_model, teacher):
-    learner = make_learner(tiny_model, FORWARD, teacher, "--learner.minibatches 2")
+    learner = make_learner(tiny_model, FORWARD, teacher, "--learner.updates_per_epoch 2")
     minibatches, _ = learner.shard(SAMPLES)
     learner.annotate(minibatches)
     assert sorted(minibatch.num_tokens for minibatch in minibatches) == [5, 6]

@@ -390,7 +390,7 @@ def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, 
         ),
         (
             "qwen3_moe",
-            "experts --actors.b.share policy",
+            "experts --actors.b.lora_base policy",
             "no adapters on experts of several actors",
         ),
     ],

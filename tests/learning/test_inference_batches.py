@@ -1,4 +1,4 @@
-"""--learner.inference_tokens: joined forwards give what each microbatch gives by itself."""
+"""--learner.logprob_microbatch_tokens: joined forwards give what each microbatch gives by itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_core.learning.no_grad_batches import (
 )
 from rl_core.plan.option_rules import check_options
 
-SMALL = "--learner.microbatch_tokens 100 --learner.minibatches 2"
+SMALL = "--learner.microbatch_tokens 100 --learner.updates_per_epoch 2"
 CASES = {
     "old": "--learner.epochs 2",
     "reference": "--algo.kl_coef 0.1",
@@ -58,14 +58,18 @@ def assert_equal_batches(joined: list, alone: list) -> None:
 def test_joined_forwards_fill_in_what_single_ones_do(tiny_model, case, shared):
     samples = ragged_samples(24, shared_prompt=shared)
     alone, _ = annotated(tiny_model, CASES[case], samples)
-    joined, _ = annotated(tiny_model, f"{CASES[case]} --learner.inference_tokens 400", samples)
+    joined, _ = annotated(
+        tiny_model, f"{CASES[case]} --learner.logprob_microbatch_tokens 400", samples
+    )
     assert len(alone) > 4
     assert_equal_batches(joined, alone)
 
 
 def test_old_logprobs_of_joined_batches_are_those_of_transformers(tiny_model):
     samples = ragged_samples(24)
-    flags = "--learner.epochs 2 --sampling.temperature 0.7 --learner.inference_tokens 10000"
+    flags = (
+        "--learner.epochs 2 --sampling.temperature 0.7 --learner.logprob_microbatch_tokens 10000"
+    )
     [*batches], num_forwards = annotated(tiny_model, flags, samples)
     assert num_forwards == 1 < len(batches)
     hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
@@ -84,7 +88,9 @@ def test_old_logprobs_of_joined_batches_are_those_of_transformers(tiny_model):
 def test_forwards_without_gradient_are_fewer_by_the_ratio_of_the_flags(tiny_model):
     samples = ragged_samples(24)
     _, alone = annotated(tiny_model, "--learner.epochs 2", samples)
-    _, joined = annotated(tiny_model, "--learner.epochs 2 --learner.inference_tokens 399", samples)
+    _, joined = annotated(
+        tiny_model, "--learner.epochs 2 --learner.logprob_microbatch_tokens 399", samples
+    )
     assert joined == -(-alone // 3) < alone
 
 
@@ -98,7 +104,7 @@ def test_two_ranks_join_in_step(tiny_model):
     flags = "--learner.epochs 2"
     case = __file__, "joined_on_ranks", str(tiny_model)
     alone = of_ranks(2, *case, flags)
-    joined = of_ranks(2, *case, f"{flags} --learner.inference_tokens 200")
+    joined = of_ranks(2, *case, f"{flags} --learner.logprob_microbatch_tokens 200")
     for mine, theirs in zip(joined, alone, strict=True):
         for ours, expected in zip(mine, theirs, strict=True):
             assert ours == pytest.approx(expected, abs=1e-5)
@@ -116,7 +122,7 @@ def test_rows_of_fewer_ids_are_filled_when_they_are_joined(tiny_model):
 
 
 def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
-    learner = make_learner(tiny_model, "--learner.inference_tokens auto")
+    learner = make_learner(tiny_model, "--learner.logprob_microbatch_tokens auto")
     text = learner.policy.hf.config
     # L = 2, D = 64, I = 128, all heads 4 x 16 wide, in fp32: written out by hand.
     size = widths(text)
@@ -127,7 +133,7 @@ def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
     assert activation_bytes(size, 4, 1, False) == size.layers * block + outside
     assert num_joined(learner) == int(expected)
     deep = make_learner(
-        tiny_model, "--learner.inference_tokens auto --learner.activations recompute"
+        tiny_model, "--learner.logprob_microbatch_tokens auto --learner.activations recompute"
     )
     assert num_joined(deep) == 1  # recomputed, a block's activations are all that is kept
 
@@ -135,10 +141,13 @@ def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--learner.inference_tokens 9000", "at least twice --learner.microbatch_tokens=8192"),
-        ("--learner.inference_tokens 20000 --cp 2", "--cp=2"),
-        ("--learner.inference_tokens auto --algo.teacher self", "leave it out"),
-        ("--learner.inference_tokens automatic", "inference_tokens"),
+        (
+            "--learner.logprob_microbatch_tokens 9000",
+            "at least twice --learner.microbatch_tokens=8192",
+        ),
+        ("--learner.logprob_microbatch_tokens 20000 --cp 2", "--cp=2"),
+        ("--learner.logprob_microbatch_tokens auto --algo.teacher self", "leave it out"),
+        ("--learner.logprob_microbatch_tokens automatic", "logprob_microbatch_tokens"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(flags, message):

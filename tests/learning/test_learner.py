@@ -216,7 +216,13 @@ def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_f
     tiny_model,
 ):
     learner = make_learner(
-        tiny_model, "--learner.minibatches", "2", "--learner.epochs", "2", "--optim.lr", "0.01"
+        tiny_model,
+        "--learner.updates_per_epoch",
+        "2",
+        "--learner.epochs",
+        "2",
+        "--optim.lr",
+        "0.01",
     )
     samples = ragged_samples(12)[1:]  # a group of one, then groups of two
     minibatches, _ = learner.shard(samples)
@@ -267,7 +273,7 @@ def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradien
     flags += [
         "--optim.max_grad_norm",
         "0.01",
-        "--learner.minibatches",
+        "--learner.updates_per_epoch",
         "2",
         "--algo.entropy_coef",
         "0.01",

@@ -103,7 +103,7 @@ CASES = {
     "sft": ("qwen3", f"{SGD} --algorithm sft", [14], FIRST),
     "grpo": (
         "qwen3",
-        f"{SGD} --learner.minibatches 2 --learner.epochs 2 --algo.kl_coef 0.1",
+        f"{SGD} --learner.updates_per_epoch 2 --learner.epochs 2 --algo.kl_coef 0.1",
         [14, 2],
         FIRST,
     ),
@@ -439,7 +439,7 @@ def test_models_that_learn_together_are_counted_together_but_not_one_that_they_s
     bob = f"--env_path x.py --out x --model {tiny_model} --actors.bob.model {tiny_model}"
     config = parse_config(words(bob, "--actors.bob.train true"))
     assert num_replicas(config, 4, ["policy"]) == 4 and num_replicas(config, 4, config.trained) == 1
-    shared = "--actors.policy.lora.rank 2 --actors.bob.lora.rank 2 --actors.bob.share policy"
+    shared = "--actors.policy.lora.rank 2 --actors.bob.lora.rank 2 --actors.bob.lora_base policy"
     config = parse_config(words(bob, shared, "--actors.bob.train true"))
     assert num_replicas(config, 4, config.trained) == 4
 

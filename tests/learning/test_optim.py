@@ -80,7 +80,7 @@ def test_a_new_run_starts_from_the_optimizer_of_another_with_its_own_weights(
     flags = words(flags, "--data.train", sort_data / "few.jsonl", "--model", tiny_model)
     first, rate = tmp_path / "first", words("--optim.lr 1e-2 --optim.max_grad_norm 0")
     run(first, flags, rate, "--num_steps 2")
-    run(tmp_path / "second", flags, rate, "--num_steps 1 --optim.load", first)
+    run(tmp_path / "second", flags, rate, "--num_steps 1 --optim.init_from", first)
     loaded = saved_state(tmp_path / "second", 1)
     run(tmp_path / "plain", flags, rate, "--num_steps 1")
     before, plain = saved_state(first, 2), saved_state(tmp_path / "plain", 1)
@@ -103,7 +103,7 @@ def test_a_critic_starts_from_the_optimizer_of_the_other_critic(places, tmp_path
     )
     flags, first = flags.format(**places), tmp_path / "first"
     run(first, flags, "--num_steps 2")
-    run(tmp_path / "next", flags, "--num_steps 1 --seed 5 --optim.load", first)
+    run(tmp_path / "next", flags, "--num_steps 1 --seed 5 --optim.init_from", first)
     [critic] = [folder.name for folder in first.glob("checkpoints/step_000002/*critic*")]
     before, after = saved_state(first, 2, critic), saved_state(tmp_path / "next", 1, critic)
     names = [name for name in before if name.startswith("exp_avg_sq/")]
@@ -140,7 +140,7 @@ def test_an_optimizer_that_is_not_there_is_refused(
     flags = "--algorithm sft --tasks_per_step 4 --max_tokens 40 --max_prompt_tokens 24"
     flags = words(flags, "--data.train", sort_data / "few.jsonl", "--model", tiny_model)
     run(tmp_path / "light", flags, "--num_steps 1 --save_optimizer false")
-    run(tmp_path / "next", flags, "--num_steps 1 --optim.load", tmp_path / path, status=1)
+    run(tmp_path / "next", flags, "--num_steps 1 --optim.init_from", tmp_path / path, status=1)
     assert message in capsys.readouterr().err
 
 

@@ -174,7 +174,7 @@ def test_a_renewed_reference_reads_by_its_own_weights_and_leaves_the_policys(
 
 
 def test_an_actor_that_learns_seldom_renews_at_the_first_step_after_each_nth(tiny_model):
-    flags = "--algo.kl_coef 0.1 --algo.reference_every 3 --actors.policy.learn_every 2"
+    flags = "--algo.kl_coef 0.1 --algo.reference_every 3 --actors.policy.update_every 2"
     learner = make_learner(tiny_model, SGD, flags)
     renewed = []
     for step in (1, 3, 5, 7, 9, 11):

@@ -250,10 +250,16 @@ def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
     "flags, why",
     [
         ("--max_staleness 1", "cannot be combined with --max_staleness=1"),
-        ("--engine_ranks 1", "cannot be combined with --engine_ranks=1"),
-        ("--rollout.lagged 0.5,4", "cannot be combined with --rollout.lagged"),
+        ("--rollout_ranks 1", "cannot be combined with --rollout_ranks=1"),
+        (
+            "--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 4",
+            "cannot be combined with --rollout.stale_policy_frac",
+        ),
         ("--learner.kernels compile", "cannot be combined with --learner.kernels=compile"),
-        ("--actors.policy.lora.rank 2 --actors.b.share policy", "cannot be combined with share"),
+        (
+            "--actors.policy.lora.rank 2 --actors.b.lora_base policy",
+            "cannot be combined with share",
+        ),
     ],
 )
 def test_replay_is_refused_where_experts_could_be_others(family, flags, why, monkeypatch):  # noqa: F811

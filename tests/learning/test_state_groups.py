@@ -16,7 +16,7 @@ from rl_core.learning.gigpo import state_metrics, turn_advantages
 from rl_core.learning.signal import has_signal
 from rl_core.types import Completion, Trajectory, Turn
 
-HALF = dataclasses.replace(PRESETS["grpo"], state_discount=0.5)
+HALF = dataclasses.replace(PRESETS["grpo"], gigpo_discount=0.5)
 
 
 def turn(name: str, key: str) -> Turn:
@@ -62,7 +62,7 @@ def test_the_papers_formula_on_an_example_by_hand():
     assert advantages_of(THREE) == near(
         [[1.931852, 1.414214], [-2.638958, -1.414214], [0.707107, -0.707107, 1.414214]]
     )
-    weighted = dataclasses.replace(HALF, state_coef=0.1)
+    weighted = dataclasses.replace(HALF, gigpo_coef=0.1)
     assert advantages_of(THREE, weighted) == near(
         [[0.829581, 0.777817], [-1.536688, -1.414214], [0.707107, 0.565685, 0.777817]]
     )
@@ -85,7 +85,7 @@ def test_without_the_deviation_and_with_the_other_episodes_alone():
 def test_where_no_state_comes_again_and_with_coefficient_0_it_is_the_plain_advantage(kind):
     row = dataclasses.replace(HALF, advantage=kind)
     zero = [0.0] * 3
-    off = dataclasses.replace(row, state_coef=0.0)
+    off = dataclasses.replace(row, gigpo_coef=0.0)
     assert advantages_of(THREE, off) == plain.turn_advantages(THREE, zero, row, None)
     apart = [episode(0, "ab", [0, 1]), episode(1, "c", [0]), episode(2, "---", [0, 0, 1])]
     assert advantages_of(apart, row) == plain.turn_advantages(apart, zero, row, None)
@@ -117,7 +117,7 @@ def test_conversations_that_branch_share_a_turn_which_counts_once():
     for number, t in enumerate(tree):
         t.turns = [root, turn(f"0#1.{number}", "b")]
     other = episode(1, "a", [1.0])
-    row = dataclasses.replace(HALF, advantage="group_mean", state_coef=2.0)
+    row = dataclasses.replace(HALF, advantage="group_mean", gigpo_coef=2.0)
     base = plain.turn_advantages([*tree, other], [0.0] * 3, row, None)
     rows = advantages_of([*tree, other], row)
     of_states = [
@@ -178,12 +178,12 @@ def test_an_advantage_that_compares_no_episodes_compares_no_states(kind):
 
 
 def test_a_group_of_equal_rewards_has_signal_where_states_differ():
-    row = dataclasses.replace(HALF, refill_rounds=1)
+    row = dataclasses.replace(HALF, dynamic_sampling_rounds=1)
     soon, late = episode(0, "a", [1.0]), episode(1, "ab", [0.0, 1.0])
     assert has_signal([soon, late], row)
-    assert not has_signal([soon, late], dataclasses.replace(row, state_coef=0.0))
-    assert not has_signal([soon, late], dataclasses.replace(row, state_discount=1.0))
-    assert not has_signal([soon, late], dataclasses.replace(row, advantage="custom", state_coef=0))
+    assert not has_signal([soon, late], dataclasses.replace(row, gigpo_coef=0.0))
+    assert not has_signal([soon, late], dataclasses.replace(row, gigpo_discount=1.0))
+    assert not has_signal([soon, late], dataclasses.replace(row, advantage="custom", gigpo_coef=0))
     row = dataclasses.replace(row, advantage="custom")
     assert has_signal([soon, late], row)
     assert not has_signal([soon, dataclasses.replace(soon, index=2)], row)

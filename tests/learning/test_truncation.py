@@ -348,7 +348,7 @@ RUN = (
 
 
 def test_a_run_learns_with_several_updates_and_a_reference(places, tmp_path):
-    more = "--learner.epochs 2 --algo.kl_coef 0.1 --algo.correction tis --eval_every 2"
+    more = "--learner.epochs 2 --algo.kl_coef 0.1 --algo.importance_correction tis --eval_every 2"
     out = run(tmp_path / "run", RUN.format(**places), TOP, more)
     rows = [row for row in metrics(out) if "learn/policy/loss" in row]
     assert len(rows) == 2
@@ -413,7 +413,7 @@ def test_a_teacher_that_reads_other_batches_reads_the_same_ids(played, make_mode
         "--actors.policy.lora.rank 4 --algo.kl_coef 0.1",
         "--algorithm ppo --critic.lr 1e-2",
         "--algorithm opd --algo.teacher {other}",
-        "--algorithm gspo --sampling.min_p 0.05 --learner.minibatches 2",
+        "--algorithm gspo --sampling.min_p 0.05 --learner.updates_per_epoch 2",
     ],
 )
 def test_what_learns_beside_reads_the_same_ids(places, tmp_path, more):
@@ -428,7 +428,7 @@ def test_what_learns_beside_reads_the_same_ids(places, tmp_path, more):
 
 def test_a_resumed_run_is_the_uninterrupted_one(places, tmp_path):
     """Completions that were under way keep the ids of their first tokens."""
-    more = "--max_staleness 1 --rollout.fixed_order true --num_steps 4 --save_every 2"
+    more = "--max_staleness 1 --deterministic true --num_steps 4 --save_every 2"
     flags = (RUN.format(**places), TOP, more, "--keep_checkpoints 0")
     out = run(tmp_path / "run", *flags)
     expected = kit.weights(out)
@@ -443,7 +443,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(places, tmp_path):
 def test_a_step_is_replayed_from_its_rollouts(places, tmp_path):
     from rl_core.tools.replay import replay
 
-    out = run(tmp_path / "run", RUN.format(**places), TOP, "--learner.minibatches 2")
+    out = run(tmp_path / "run", RUN.format(**places), TOP, "--learner.updates_per_epoch 2")
     step = replay(out, 2, [])
     assert step.recorded.keys() <= step.replayed.keys()
     for name in ("learn/policy/loss", "learn/policy/grad_norm", "learn/policy/entropy_nats"):
@@ -452,7 +452,7 @@ def test_a_step_is_replayed_from_its_rollouts(places, tmp_path):
 
 def test_ids_travel_from_ranks_that_only_sample(places, tmp_path):
     """And to the rank that trains on the sample."""
-    more = "--engine_ranks 1 --max_staleness 1 --max_turns 2"
+    more = "--rollout_ranks 1 --max_staleness 1 --max_turns 2"
     out = run(tmp_path / "run", RUN.format(**places), TOP, more, ranks=3)
     rows = [row for row in metrics(out) if "learn/policy/loss" in row]
     assert len(rows) == 2

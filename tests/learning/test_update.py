@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.types import TrainingSample
 
 BASE = (
-    "--optim.max_grad_norm 0 --learner.minibatches 2 --optim.lr 0.01 --optim.betas 0.9,0.95 "
+    "--optim.max_grad_norm 0 --learner.updates_per_epoch 2 --optim.lr 0.01 --optim.betas 0.9,0.95 "
     "--optim.eps 1e-4"
 )
 
@@ -172,11 +172,11 @@ def gradients_of_updates(learner, samples: list[TrainingSample]) -> list[list[to
     return grads
 
 
-MANY = "--learner.minibatches 2 --learner.epochs 2 --learner.microbatch_tokens 220"
+MANY = "--learner.updates_per_epoch 2 --learner.epochs 2 --learner.microbatch_tokens 220"
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--learner.microbatch_tokens 220", "--learner.minibatches 2", MANY]
+    "more", ["", "--learner.microbatch_tokens 220", "--learner.updates_per_epoch 2", MANY]
 )
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_an_update_divides_the_sum_of_losses_once(aggregation, more, tiny_model):
@@ -256,8 +256,8 @@ def test_weight_decay_is_of_matrices_alone(tiny_model):
     "more, kind, bound",
     [
         ("", "ratio", 1.0),
-        ("--algo.correction tis", "tis", 2.0),
-        ("--algo.correction mask", "mask", 2.0),
+        ("--algo.importance_correction tis", "tis", 2.0),
+        ("--algo.importance_correction mask", "mask", 2.0),
     ],
 )
 def test_what_the_engine_sampled_is_weighted_by_the_correction(more, kind, bound, tiny_model):

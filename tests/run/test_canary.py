@@ -155,7 +155,13 @@ def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tm
 
 
 def test_a_rank_that_only_samples_with_other_weights_stops_the_run(tiny_model, torchrun, tmp_path):
-    flags = [*flags_of(tiny_model, tmp_path / "run"), "--engine_ranks", "2", "--max_staleness", "1"]
+    flags = [
+        *flags_of(tiny_model, tmp_path / "run"),
+        "--rollout_ranks",
+        "2",
+        "--max_staleness",
+        "1",
+    ]
     done = run_broken(torchrun, 3, tmp_path, flags, rank=2, call=2)
     assert "--canary_tolerance allows 0.001" in done.stderr and "rank 0 ended with 1" in done.stdout
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1]

@@ -84,7 +84,14 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
     assert warned(late, tmp_path / "e") == []  # a penalty that is no longer earned
     stale = [row(mismatch_kl_nats=0.05, reward_mean=0.3 + 0.01 * n) for n in range(20)]
     assert warned(stale, tmp_path / "c", "--max_staleness 2") == []
-    assert warned(stale, tmp_path / "f", "--rollout.lagged 0.5,3") == []
+    assert (
+        warned(
+            stale,
+            tmp_path / "f",
+            "--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 3",
+        )
+        == []
+    )
     # Within groups, of which these compare none.
     same = [row(reward_mean=n, zero_signal_frac=1.0) for n in range(9)]
     for n, flags in enumerate(

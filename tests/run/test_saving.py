@@ -60,7 +60,7 @@ def flags_of(places, tmp_path):
     [
         (TO_ONE, 2, ""),
         (TO_ALL, 2, ""),
-        (TO_ALL, 2, "--engine_ranks 1"),
+        (TO_ALL, 2, "--rollout_ranks 1"),
         (TO_ALL, 1, "--eval_every 1 --eval.samples 0"),
     ],
 )

@@ -48,7 +48,10 @@ def talk(tiny_model, tmp_path) -> list[str]:
     flags += words(
         "--max_tokens 12 --max_prompt_tokens 150 --tasks_per_step 4 --group_size 4 --optim.lr 3e-3"
     )
-    return [*flags, *words(f"--rollout.lagged 0.4,{EVERY}")]
+    return [
+        *flags,
+        *words(f"--rollout.stale_policy_frac 0.4 --rollout.stale_policy_refresh {EVERY}"),
+    ]
 
 
 def load_engine(folder: Path, version: int) -> EmbeddedEngine:
@@ -166,7 +169,7 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
 
 
 def test_a_run_without_them_has_nothing_of_it_and_can_go_on_with_them(talk, tmp_path):
-    out, plain = tmp_path / "run", talk[: talk.index("--rollout.lagged")]
+    out, plain = tmp_path / "run", talk[: talk.index("--rollout.stale_policy_frac")]
     assert main([*plain, "--num_steps", "1", "--out", str(out)]) == 0
     assert not any("lag" in name for row in metrics(out) for name in row) and not list(
         out.rglob("*lagged*")
@@ -183,8 +186,8 @@ def test_what_older_weights_said_is_corrected_unless_the_run_says_otherwise(talk
     norms = {}
     for name, more in {
         "default": "",
-        "tis": "--algo.correction tis",
-        "none": "--algo.correction none",
+        "tis": "--algo.importance_correction tis",
+        "none": "--algo.importance_correction none",
     }.items():
         flags = words(talk, more, "--optim.lr 1e-2 --num_steps 3 --out", tmp_path / name)
         assert main(flags) == 0
@@ -219,9 +222,9 @@ def check_logprobs(turns: list[dict], models: dict[int, torch.nn.Module]) -> Non
 
 STALE = "--max_staleness 1 --tasks_per_step 2 --save_every 1 --keep_checkpoints 0"
 LONG = ["--sampling.stop", json.dumps(list("abcd"))]  # most turns are interrupted
-ORDERED = f"{STALE} --rollout.fixed_order true"
+ORDERED = f"{STALE} --deterministic true"
 # Sampling ranks -> flags, number of ranks.
-PLACES = {"the learner's ranks": ("", 1), "a separate rank": ("--engine_ranks 1", 2)}
+PLACES = {"the learner's ranks": ("", 1), "a separate rank": ("--rollout_ranks 1", 2)}
 
 
 @pytest.fixture
@@ -280,9 +283,9 @@ def test_engines_on_ranks_of_their_own_give_what_they_give_in_turn_with_a_learne
     "more, ranks",
     [
         ("", 1),
-        ("--engine_ranks 1", 2),
+        ("--rollout_ranks 1", 2),
         pytest.param("--engine sglang", 1, marks=needs_sglang),
-        pytest.param("--engine sglang --engine_ranks 1", 2, marks=needs_sglang),
+        pytest.param("--engine sglang --rollout_ranks 1", 2, marks=needs_sglang),
     ],
 )
 def test_tokens_name_the_weights_that_sampled_them_whatever_the_order(

@@ -152,7 +152,7 @@ def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys)
 
 
 def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
-    more = "--eval_every 1 --log_samples 5 --eval.samples 0"
+    more = "--eval_every 1 --print_samples 5 --eval.samples 0"
     prompt = "'7 ' * 100 + chr(27) + ' 7' * 100"
     assert (
         main(

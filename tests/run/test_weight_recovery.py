@@ -102,8 +102,8 @@ def rows_of(out) -> list[dict]:
     [
         (2, ""),
         (2, "--max_staleness 1"),
-        (3, "--engine_ranks 1"),
-        (3, "--engine_ranks 1 --max_staleness 1"),
+        (3, "--rollout_ranks 1"),
+        (3, "--rollout_ranks 1 --max_staleness 1"),
     ],
 )
 def test_ranks_send_weights_again_wherever_an_engine_lacks_them(

@@ -116,7 +116,7 @@ def test_a_rank_that_stands_still_is_named_by_what_the_others_wait_for(start):
 
 # Ranks that wait for another one over HTTP, not in a collective operation.
 APART = {
-    "an engine's rank": "--engine_ranks 1",
+    "an engine's rank": "--rollout_ranks 1",
     "an actor's rank": "--actors.policy.ranks 1",
 }
 FROZEN = """

@@ -46,7 +46,7 @@ SHARED = (
 )
 SEVERAL = RL.replace("letters.py", "letters.py,{dir}/digits.py") + " --envs.digits.weight 0.5"
 # A part of the turns is spoken by older weights, so that there is something to correct.
-OLDER = " --rollout.lagged 0.5,3 --num_steps 3"
+OLDER = " --rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 3 --num_steps 3"
 FIRST = RL.replace("letters", "ask") + STOP + " --num_steps 1 --optim.lr 1e-2"
 
 # Name -> flags of the run. "A; B" is two runs, of which A writes to {first} and B to {out}: with
@@ -54,23 +54,23 @@ FIRST = RL.replace("letters", "ask") + STOP + " --num_steps 1 --optim.lr 1e-2"
 RUNS = {
     "smoke-grpo": f"{RL} --eval_every 2 --eval.samples 2",
     "smoke-sft": f"{FIT} --algorithm sft --data.train {{dir}}/rows.jsonl",
-    "smoke-minibatches": f"{RL} --learner.minibatches 2 --learner.epochs 2 --learner.microbatch_tokens 100",
+    "smoke-minibatches": f"{RL} --learner.updates_per_epoch 2 --learner.epochs 2 --learner.microbatch_tokens 100",
     "dr_grpo": f"{RL} --algorithm dr_grpo",
-    "dapo": f"{RL} --algorithm dapo --learner.minibatches 2",
+    "dapo": f"{RL} --algorithm dapo --learner.updates_per_epoch 2",
     "gspo": f"{RL} --algorithm gspo --learner.epochs 2",
     "cispo": f"{RL} --algorithm cispo --learner.epochs 2",
     "rloo": f"{RL} --algorithm rloo",
     "reinforce_pp": f"{RL} --algorithm reinforce_pp --algo.kl_coef 0.1",
-    "ppo": f"{RL} --algorithm ppo --learner.minibatches 2 --critic.lr 1e-2",
+    "ppo": f"{RL} --algorithm ppo --learner.updates_per_epoch 2 --critic.lr 1e-2",
     "ppo-turns": f"{RL.replace('letters', 'ask')}{STOP} --algorithm ppo --critic.gamma 0.9 --critic.warmup_steps 1",
     "kl_in_reward": f"{RL} --algo.kl_coef 0.1 --algo.kl_in reward --algo.kl k1",
     "kl_in_loss": f"{RL} --algo.kl_coef 0.1 --algo.kl_in loss --algo.kl k3 --learner.epochs 2 --sampling.temperature 0.8",
     "kl_in_advantage": f"{RL} --algo.kl_coef 0.1 --algo.kl_in advantage --algo.kl k2",
-    "entropy": f"{RL} --algo.entropy_coef 0.01 --algo.overlong soft --optim.schedule cosine --optim.warmup_steps 2",
+    "entropy": f"{RL} --algo.entropy_coef 0.01 --algo.truncation_penalty soft --optim.schedule cosine --optim.warmup_steps 2",
     "sgd": f"{RL} --optim.name sgd --optim.lr 0.1 --optim.weight_decay 0.1 --sampling.temperature 0.7",
-    "tis": f"{RL} --algo.correction tis --algo.correction_range 0.5,1.1{OLDER}",
-    "mask": f"{RL} --algo.correction mask --algo.correction_range 0.9,1.1{OLDER}",
-    "sequence_mask": f"{RL} --algo.correction sequence_mask --algo.correction_range 0.99,1.01{OLDER}",
+    "tis": f"{RL} --algo.importance_correction tis --algo.correction_range 0.5,1.1{OLDER}",
+    "mask": f"{RL} --algo.importance_correction mask --algo.correction_range 0.9,1.1{OLDER}",
+    "sequence_mask": f"{RL} --algo.importance_correction sequence_mask --algo.correction_range 0.99,1.01{OLDER}",
     "lora": f"{RL}{LORA} --algo.kl_coef 0.1",
     "qlora": f"{RL.replace('{model}', '{wide}')}{LORA} --actors.policy.lora.quantize nf4",
     "sft-rollouts": f"{FIRST}; {FIT} --algorithm sft --data.train {{first}}/rollouts --max_prompt_tokens 200",
@@ -86,7 +86,7 @@ RUNS = {
     "resumed": f"{RL} --num_steps 1; {RL} --resume --num_steps 3",
     "two_ranks": f"{RL} --learner.epochs 2",
     "two_copies": f"{RL} --learner.epochs 2 --dp_replicate auto",
-    "engine_rank": f"{RL} --engine_ranks 1",
+    "engine_rank": f"{RL} --rollout_ranks 1",
     "cp": f"{RL} --cp 2 --learner.epochs 2",
     "tp": f"{RL} --tp 2 --learner.epochs 2",
 }

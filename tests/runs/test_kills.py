@@ -47,16 +47,16 @@ PLACES = {
     "rename": "os:rename",
     "export": "rl_core.run.saving.checkpointer:export_policy",
 }
-ASYNC = f"{TALK} {STOP} --tasks_per_step 2 --group_size 3 --rollout.fixed_order true"
+ASYNC = f"{TALK} {STOP} --tasks_per_step 2 --group_size 3 --deterministic true"
 # Name -> flags, number of ranks.
 SETUPS = {
     "grpo": (f"{RL} --eval_every 2 --eval.samples 0 --eval.num_tasks 2", 1),
     "stale": (f"{ASYNC} --max_staleness 2", 1),
     "sft": (SFT, 1),
-    "engine rank": (f"{ASYNC} --max_staleness 1 --engine_ranks 1", 2),
+    "engine rank": (f"{ASYNC} --max_staleness 1 --rollout_ranks 1", 2),
     "ppo": (f"{PPO} --critic.warmup_steps 1", 1),
     "stale dapo": (f"{ASYNC} --max_staleness 1 --algorithm dapo --env_path {{dir}}/digits.py", 1),
-    "dr_grpo": (f"{RL} --algorithm dr_grpo --learner.minibatches 2", 1),
+    "dr_grpo": (f"{RL} --algorithm dr_grpo --learner.updates_per_epoch 2", 1),
     "dapo": (f"{RL} --algorithm dapo --env_path {{dir}}/digits.py", 1),
     "gspo": (f"{RL} --algorithm gspo --algo.kl_coef 0.1 --learner.epochs 2", 1),
     "cispo": (f"{TALK} {STOP} --algorithm cispo", 1),
@@ -70,7 +70,7 @@ SETUPS = {
     "older weights": (f"{TALK} {STOP} {OLDER}", 1),
     "weighted tasks": (f"{ASYNC} --max_staleness 1 --env_path {{dir}}/weighted.py", 1),
     "stale, two actors": (
-        f"{TWO} --tasks_per_step 2 --group_size 3 --rollout.fixed_order true --max_staleness 1",
+        f"{TWO} --tasks_per_step 2 --group_size 3 --deterministic true --max_staleness 1",
         1,
     ),
     "stale, with evaluations": (
@@ -79,14 +79,14 @@ SETUPS = {
     ),
     "stale ppo": (f"{ASYNC} --max_staleness 1 --algorithm ppo --critic.lr 1e-2", 1),
     "stale, two ranks": (f"{ASYNC} --max_staleness 2", 2),
-    "two ranks": (f"{RL} --rollout.fixed_order true --learner.offload phase", 2),
+    "two ranks": (f"{RL} --deterministic true --learner.offload phase", 2),
     "stale, older weights": (f"{ASYNC} --max_staleness 1 {OLDER}", 1),
-    "engine rank, older weights": (f"{ASYNC} --max_staleness 1 --engine_ranks 1 {OLDER}", 2),
+    "engine rank, older weights": (f"{ASYNC} --max_staleness 1 --rollout_ranks 1 {OLDER}", 2),
     "an actor apart": (
-        f"{TWO} --actors.alice.ranks 1 --rollout.fixed_order true --eval_every 2 --eval.samples 0",
+        f"{TWO} --actors.alice.ranks 1 --deterministic true --eval_every 2 --eval.samples 0",
         2,
     ),
-    "two learners, two engines": (f"{ASYNC} --max_staleness 1 --engine_ranks 2", 4),
+    "two learners, two engines": (f"{ASYNC} --max_staleness 1 --rollout_ranks 2", 4),
 }
 NUM_FAULTS = 50
 QUICK = 6  # Cases that every run of the tests plays.

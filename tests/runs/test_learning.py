@@ -13,15 +13,15 @@ QUICK = "--optim.lr 3e-4 --optim.warmup_steps 5 --algo.clip_high 0.28"
 # Name -> flags: 40 steps of each must raise the reward of sorting.
 SORTING = {
     **{
-        preset: f"--algorithm {preset} --optim.lr 5e-4 --learner.minibatches 2"
+        preset: f"--algorithm {preset} --optim.lr 5e-4 --learner.updates_per_epoch 2"
         for preset in ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
     },
-    "ppo": "--algorithm ppo --optim.lr 5e-4 --critic.lr 3e-3 --learner.minibatches 2",
+    "ppo": "--algorithm ppo --optim.lr 5e-4 --critic.lr 3e-3 --learner.updates_per_epoch 2",
     "adapter": "--actors.policy.lora.rank 4 --optim.lr 5e-3",
     "4 bits": "--actors.policy.lora.rank 4 --actors.policy.lora.quantize nf4 --optim.lr 5e-3",
-    "older weights": "--rollout.lagged 0.25,5 --optim.lr 5e-4",
+    "older weights": "--rollout.stale_policy_frac 0.25 --rollout.stale_policy_refresh 5 --optim.lr 5e-4",
     "stale": "--max_staleness 1 --optim.lr 5e-4",
-    "stale, apart": "--max_staleness 2 --engine_ranks 1 --optim.lr 5e-4",
+    "stale, apart": "--max_staleness 2 --rollout_ranks 1 --optim.lr 5e-4",
 }
 
 
@@ -46,7 +46,7 @@ def test_the_reward_of_sorting_rises(case, warm_model, tmp_path):
     flags = words(
         "--model", warm_model, SORT, QUICK, SORTING[case], "--num_steps 40 --rollout.save false"
     )
-    out = run(tmp_path / "run", flags, ranks=2 if "engine_ranks" in SORTING[case] else 1)
+    out = run(tmp_path / "run", flags, ranks=2 if "rollout_ranks" in SORTING[case] else 1)
     rewards = [row["rollout/policy/reward_mean"] for row in steps(out)]
     first, last = (sum(item) / 5 for item in (rewards[:5], rewards[-5:]))
     assert last > first + 0.1, (first, last)

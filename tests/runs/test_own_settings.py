@@ -78,19 +78,22 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
         ("--actors.policy.optim.lr high", "--actors.policy.optim.lr=high must be a valid number"),
         ("--actors.policy.algo.clip_low 2", "--actors.policy.algo.clip_low=2 must be less than"),
         ("--actors.policy.algorithm sft", "--actors.policy.algorithm=sft"),
-        ("--actors.policy.learner.minibatches 3", "actor policy: --learner.minibatches=3 must"),
-        ("--actors.policy.learner.kernels liger", "all actors have the same"),
-        ("--actors.policy.learn_every 200", "the actor would not learn in --num_steps=100"),
         (
-            "--actors.policy.learn_every 2 --rollout.lagged 0.5,2",
-            ".learn_every=2 and --rollout.lagged cannot be combined",
+            "--actors.policy.learner.updates_per_epoch 3",
+            "actor policy: --learner.updates_per_epoch=3 must",
+        ),
+        ("--actors.policy.learner.kernels liger", "all actors have the same"),
+        ("--actors.policy.update_every 200", "the actor would not learn in --num_steps=100"),
+        (
+            "--actors.policy.update_every 2 --rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 2",
+            ".update_every=2 and --rollout.stale_policy_frac cannot be combined",
         ),
         (
             "--actors.judge.model m --actors.judge.train false --actors.judge.algo.kl_coef 1",
             "--actors.judge: lora.rank, lr, algorithm, algo",
         ),
         (
-            "--actors.policy.lora.rank 2 --actors.b.share policy --actors.b.learner.offload phase",
+            "--actors.policy.lora.rank 2 --actors.b.lora_base policy --actors.b.learner.offload phase",
             "are the model's; give them to policy",
         ),
     ],
@@ -134,10 +137,10 @@ def two(tmp_path, tiny_model):
 
 
 def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(two, capsys):
-    one = "--optim.lr 1e-2 --learner.minibatches 2 --sampling.temperature 0.7"
+    one = "--optim.lr 1e-2 --learner.updates_per_epoch 2 --sampling.temperature 0.7"
     other = (
         "--optim.lr 3e-3 --optim.name sgd --algorithm ppo --algo.kl_coef 0.1 "
-        "--learner.minibatches 1 --sampling.temperature 1 --critic.lr 2e-3 --critic.gae_lambda 0.9 "
+        "--learner.updates_per_epoch 1 --sampling.temperature 1 --critic.lr 2e-3 --critic.gae_lambda 0.9 "
         "--critic.warmup_steps 1"
     )
     mixed = two("mixed", one, other.replace("--", "--actors.bob."))
@@ -164,10 +167,10 @@ def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(t
 
 
 def test_an_actor_that_learns_every_second_step_changes_in_these_alone(two, capsys):
-    out = two("every", "--optim.lr 1e-2 --actors.bob.learn_every 2")
+    out = two("every", "--optim.lr 1e-2 --actors.bob.update_every 2")
     learned = [("learn/bob/loss" in row, "learn/alice/loss" in row) for row in steps(out)]
     assert learned == [(False, True), (True, True), (False, True)]
-    assert "bob by separate settings: learn_every 2" in capsys.readouterr().out
+    assert "bob by separate settings: update_every 2" in capsys.readouterr().out
     result = replay(out, 3, [])
     assert result.replayed == result.recorded and result.between == 0.0
 

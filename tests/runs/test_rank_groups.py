@@ -118,7 +118,7 @@ APART = {
         "--learner.offload phase",
         "--actors.alice.ranks 1 --actors.judge.ranks 1 --rollout.engines_awake one",
     ),
-    "three and one": (4, "--actors.alice.learn_every 2", "--actors.alice.ranks 3"),
+    "three and one": (4, "--actors.alice.update_every 2", "--actors.alice.ranks 3"),
     "one and three, adapters": (4, LORA, "--actors.alice.ranks 1-3"),
     "a critic, two halves of each sequence": (
         4,
@@ -255,11 +255,14 @@ REFUSED = [
         "ranks 1-3 (alice): --dp_replicate 1 * --cp 1 * --tp 2",
     ),
     ("--actors.alice.ranks 3 --tp 2", "ranks 0-2 (bob): "),
-    ("--actors.alice.ranks 3 --engine_ranks 1", "leave one out"),
+    ("--actors.alice.ranks 3 --rollout_ranks 1", "leave one out"),
     ("--actors.alice.ranks 3 --max_staleness 1", "leave one out"),
-    ("--actors.alice.ranks 3 --rollout.lagged 0.5,4", "leave one out"),
     (
-        "--actors.bob.lora.rank 4 --actors.alice.model b --actors.alice.share bob "
+        "--actors.alice.ranks 3 --rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 4",
+        "leave one out",
+    ),
+    (
+        "--actors.bob.lora.rank 4 --actors.alice.model b --actors.alice.lora_base bob "
         "--actors.alice.ranks 3",
         "give ranks to bob",
     ),
@@ -290,7 +293,7 @@ def test_rows_are_learned_on_all_ranks(algorithm):
 
 def test_places_have_what_is_left_first():
     assert numbers("4-6,8") == (4, 5, 6, 8)
-    flags = "--actors.bob.lora.rank 4 --actors.alice.ranks 2-3 --actors.carol.share bob"
+    flags = "--actors.bob.lora.rank 4 --actors.alice.ranks 2-3 --actors.carol.lora_base bob"
     config = parse_config(words(MODEL, flags, "--actors.bob.ranks 5,7 --tp 2"))
     assert rank_groups_of(config, 8) == [
         RankGroup(ranks=(0, 1, 4, 6), actors=[], mesh=Mesh(dp_shard=4)),

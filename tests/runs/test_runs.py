@@ -41,11 +41,11 @@ DPO = f"{FIT} --algorithm dpo --data.train {{dir}}/pairs.jsonl"
 RM = DPO.replace("dpo", "rm")
 PPO = f"{RL} --algorithm ppo --critic.lr 1e-2"
 TALK = RL.replace("letters", "ask")  # over several turns
-OLDER = "--rollout.lagged 0.5,3"
+OLDER = "--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 3"
 
 RESUMED = {
     "warm-up": f"{RL} --optim.warmup_steps 3 --eval_every 2",
-    "epochs and KL": f"{RL} --learner.epochs 2 --learner.minibatches 2 --algo.kl_coef 0.1",
+    "epochs and KL": f"{RL} --learner.epochs 2 --learner.updates_per_epoch 2 --algo.kl_coef 0.1",
     "refilled groups": f"{RL} --algorithm dapo --env_path {{dir}}/digits.py",
     "environments": f"{RL} --env_path {{dir}}/letters.py,{{dir}}/digits.py --envs.digits.weight 0.5",
     "curriculum": f"{RL} --env_path {{dir}}/weighted.py",
@@ -146,7 +146,7 @@ def test_a_run_that_sigterm_ends_goes_on_bit_for_bit(case, make_flags, tmp_path)
 TWO_RANKS = {
     "grpo": (f"{RL} --tasks_per_step 7 --group_size 3 --learner.microbatch_tokens 100", ""),
     "gspo": (
-        f"{RL} --algorithm gspo --algo.kl_coef 0.1 --learner.minibatches 2 --algo.target_kl 0.5",
+        f"{RL} --algorithm gspo --algo.kl_coef 0.1 --learner.updates_per_epoch 2 --algo.target_kl 0.5",
         "",
     ),
     "refilled": (f"{RL} --algorithm dapo --env_path {{dir}}/digits.py", ""),
@@ -156,7 +156,10 @@ TWO_RANKS = {
         "",
     ),
     "one episode": (f"{PPO} --tasks_per_step 1 --group_size 1", ""),
-    "gae, cispo": (f"{RL} --algorithm cispo --algo.advantage gae --learner.minibatches 2", ""),
+    "gae, cispo": (
+        f"{RL} --algorithm cispo --algo.advantage gae --learner.updates_per_epoch 2",
+        "",
+    ),
     "normalized": (f"{TALK} {STOP} --algo.normalize env --algo.turn_discount 0.9", ""),
     "states": (f"{RL.replace('letters', 'keyed')} {STOP} --algo.turn_discount 0.9", ""),
     "sft": (f"{SFT} --learner.microbatch_tokens 200 --sft.weights 0.25,0.5", ""),
@@ -170,8 +173,8 @@ TWO_RANKS = {
     "shared, 4 bits": (f"{SHARED} --actors.bob.lora.quantize nf4", "--learner.offload phase"),
     "offload": (f"{PPO} --algo.kl_coef 0.1", "--learner.offload always"),
     "older weights": (f"{RL} {OLDER} --num_steps 4", ""),
-    "engine ranks, older weights": (f"{RL} {OLDER} --num_steps 4", "--engine_ranks 1"),
-    "engine ranks": (f"{RL} --algo.correction none --eval_every 2", "--engine_ranks 1"),
+    "engine ranks, older weights": (f"{RL} {OLDER} --num_steps 4", "--rollout_ranks 1"),
+    "engine ranks": (f"{RL} --algo.importance_correction none --eval_every 2", "--rollout_ranks 1"),
     "tp": (f"{PPO} --algo.kl_coef 0.1", "--tp 2"),
     "cp": (f"{PPO} --algo.kl_coef 0.1", "--cp 2"),
 }
@@ -515,7 +518,7 @@ def test_odd_rows_are_told_once_when_a_run_starts(says, places, tmp_path, capsys
 def test_an_actor_may_say_less_in_a_turn_than_the_others(make_flags, tmp_path):
     flags = words(
         make_flags(TWO),
-        "--max_tokens 9 --actors.bob.max_tokens 4 --eval_every 1 --num_steps 1 --algo.overlong "
+        "--max_tokens 9 --actors.bob.max_tokens 4 --eval_every 1 --num_steps 1 --algo.truncation_penalty "
         "soft",
     )
     longest, limits = {"bob": 0, "alice": 0}, set()

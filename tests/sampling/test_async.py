@@ -303,7 +303,7 @@ def test_ranks_that_only_sample_serve_several_learners(uneven, tmp_path):
         "--data.eval",
         rows,
     ]
-    run_ranks(4, "-m", "rl_core.train", *flags, "--engine_ranks", "2", "--out", out)
+    run_ranks(4, "-m", "rl_core.train", *flags, "--rollout_ranks", "2", "--out", out)
     assert max(ages_of(out)) <= 1
     assert tasks_of(out) == [n for n in range(16) for _ in range(4)]
     for row in learning(out):
@@ -330,7 +330,7 @@ def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
         *uneven,
         "--num_steps",
         "100000",
-        "--engine_ranks",
+        "--rollout_ranks",
         "1",
         "--out",
         str(tmp_path / "run"),
@@ -358,7 +358,7 @@ def test_a_rank_that_only_samples_may_start_late(uneven, tmp_path):
         *uneven,
         "--num_steps",
         "1",
-        "--engine_ranks",
+        "--rollout_ranks",
         "1",
         "--out",
         tmp_path / "run",

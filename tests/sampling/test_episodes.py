@@ -373,7 +373,7 @@ def test_a_group_is_refilled_unless_actors_that_learn_differ(places, tmp_path):
         "--max_tokens 8 --max_prompt_tokens 40 --group_size 2",
     )
     out = tmp_path / "run"
-    flags += words("--tasks_per_step 2 --num_steps 1 --algo.refill_rounds 1 --out", out)
+    flags += words("--tasks_per_step 2 --num_steps 1 --algo.dynamic_sampling_rounds 1 --out", out)
     assert train(flags) == 0
     [row] = metrics(out)
     rewards = {

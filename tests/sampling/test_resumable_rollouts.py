@@ -79,7 +79,7 @@ def is_start(kept: dict, full: dict) -> bool:
 RUNS = [
     (1, ""),
     (2, ""),
-    (2, "--engine_ranks 1 --sampling.top_k 5"),
+    (2, "--rollout_ranks 1 --sampling.top_k 5"),
     pytest.param(1, "--engine sglang", marks=needs_sglang),
 ]
 
@@ -110,7 +110,7 @@ def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(
 
 
 def test_a_checkpoint_without_what_was_under_way_has_its_tasks_played_again(flags, tmp_path):
-    out = run(tmp_path / "run", flags, "--rollout.fixed_order true")
+    out = run(tmp_path / "run", flags, "--deterministic true")
     checkpoint = back_to_step_2(out)
     [file] = checkpoint.glob("under_way*")
     file.unlink()
@@ -132,7 +132,7 @@ def test_a_checkpoint_without_what_was_under_way_has_its_tasks_played_again(flag
 
 
 def test_a_fixed_order_mixes_versions_and_repeats_bit_for_bit(flags, tmp_path):
-    flags = words(flags, "--rollout.fixed_order true --num_steps 5")
+    flags = words(flags, "--deterministic true --num_steps 5")
     one, two = (run(tmp_path / name, flags) for name in ("one", "two"))  # its hooks run in threads
     assert lasting(metrics(one)) == lasting(metrics(two))
     assert_same_weights(one, two)

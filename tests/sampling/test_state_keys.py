@@ -107,7 +107,7 @@ FLAGS = "--model m --out runs/x --env_path x.py"
 
 
 @pytest.mark.parametrize(
-    "flag", ["--algo.state_coef 0.5", "--actors.policy.algo.state_discount 0.9"]
+    "flag", ["--algo.gigpo_coef 0.5", "--actors.policy.algo.gigpo_discount 0.9"]
 )
 def test_flags_of_states_need_an_environment_that_tells_them(env_of, flag):
     config = parse_config(words(FLAGS, flag))
@@ -127,7 +127,7 @@ def test_a_recorded_step_is_learned_again_by_its_keys(places, tmp_path):
     assert "[1, " in "".join(keys) and len(keys) > 2
     result = replay(out, 2, [])
     assert result.replayed == result.recorded
-    off = replay(out, 2, ["--algo.state_coef", "0"])
+    off = replay(out, 2, ["--algo.gigpo_coef", "0"])
     assert off.replayed["learn/policy/grad_norm"] != result.replayed["learn/policy/grad_norm"]
 
 

@@ -193,7 +193,7 @@ class NoSpec(Whole):
         (Misspelt, {}, r"Misspelt.slep\(\) is no method of Engine; did you mean 'sleep'"),
         (NoSpec, {}, r"NoSpec\(\) is made with EngineSpec alone"),
         (Whole, {"engine": "embedded"}, "the configuration names an engine, too"),
-        (Whole, {"engine_ranks": 1}, "cannot be on other ranks; leave out engine_ranks"),
+        (Whole, {"rollout_ranks": 1}, "cannot be on other ranks; leave out rollout_ranks"),
         (Whole, {"max_staleness": 1}, r"override pause\(\) and resume"),
         (Whole, {"algorithm": "sft"}, "sample nothing; leave it out"),
         (Picky, {}, "nothing for policy"),

@@ -19,7 +19,7 @@ RL = (
 )
 ASK = "--model {model} --env_path {dir}/ask.py " + RL
 TALK = (
-    "--actors.bob.model {model} --actors.alice.share bob --actors.bob.lora.rank 4 "
+    "--actors.bob.model {model} --actors.alice.lora_base bob --actors.bob.lora.rank 4 "
     "--actors.alice.lr 3e-3"
 )
 TALK += " --env_path {dir}/talk.py --max_tokens 20 --algo.kl_coef 0.1 " + RL
@@ -43,7 +43,7 @@ def exact(result: dict, row: dict) -> None:
     "flags, saved, begins",
     [
         (ASK, "--save_every 3 --eval_every 4 --eval.samples 0 --eval.num_tasks 1", "/checkpoints/step_000003"),
-        (ASK + " --learner.minibatches 2", "--save_every 2", "/checkpoints/step_000002, and step 3 learned again"),
+        (ASK + " --learner.updates_per_epoch 2", "--save_every 2", "/checkpoints/step_000002, and step 3 learned again"),
         (ASK + " --algorithm ppo --optim.warmup_steps 2", "", "the model with which the run began, and steps 1 to 3"),
         (TALK, "--save_every 2", "/checkpoints/step_000002, and step 3"),
     ],

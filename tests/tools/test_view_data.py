@@ -136,7 +136,7 @@ def test_each_token_has_its_own_logprob_and_version(run, tiny_model):
         2,
         [trajectory(0, actor="alice", turns=[Turn(new_ids=[9], is_fresh=True, completion=done)])],
     )
-    ours = {"bob": {"model": str(tiny_model)}, "alice": {"share": "bob"}}
+    ours = {"bob": {"model": str(tiny_model)}, "alice": {"lora_base": "bob"}}
     (run.path / "config.yaml").write_text(yaml.safe_dump({"actors": ours}))
     (run.path / "tokens").mkdir()
     # A token too few.

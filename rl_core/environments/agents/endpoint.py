@@ -289,7 +289,7 @@ class EndpointServer:
             max_per_key=MAX_CONNECTIONS,
         )
         host = self.config.host if self.config else LOOPBACK
-        address = self.config.address if self.config else None
+        address = self.config.public_host if self.config else None
         port = await server.listen(host)
         self.address = f"http://{address or reachable(host)}:{port}"
         self.server = server

@@ -113,7 +113,7 @@ def loaded(trainer: RunState) -> str:
         start = f"--resume: continues from step {trainer.step} of {config.num_steps}"
     lines = [", ".join(models), work, f"{devices(trainer)}; {start}"]
     for name, actor in config.actors.items():
-        if actor.own or actor.learn_every > 1:
+        if actor.own or actor.update_every > 1:
             lines.append(f"{name} {own_settings(actor)}")
     lines += [engine.shortage for engine in trainer.device.engines if engine.shortage]
     return "\n".join(lines)
@@ -122,8 +122,8 @@ def loaded(trainer: RunState) -> str:
 def own_settings(actor: ActorConfig) -> str:
     """by separate settings: algorithm ppo, optim.lr 1e-05"""
     values = [f"{flag} {value}" for flag, value in flat(actor.own).items()]
-    if actor.learn_every > 1:
-        values.append(f"learn_every {actor.learn_every}")
+    if actor.update_every > 1:
+        values.append(f"update_every {actor.update_every}")
     return f"by separate settings: {', '.join(values)}"
 
 
@@ -147,8 +147,8 @@ def devices(trainer: RunState) -> str:
     ranks = trainer.ranks
     device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device)
     num_elsewhere = sum(len(group.ranks) for group in trainer.plan.places[1:])
-    text = f"{ranks.size + ranks.engine_ranks + num_elsewhere} x {device}"
-    sizes = asdict(ranks.mesh) | {"engine_ranks": ranks.engine_ranks}
+    text = f"{ranks.size + ranks.rollout_ranks + num_elsewhere} x {device}"
+    sizes = asdict(ranks.mesh) | {"rollout_ranks": ranks.rollout_ranks}
     if split := " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1):
         text += f" ({split})"
     if trainer.config.is_rl:

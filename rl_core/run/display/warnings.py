@@ -63,7 +63,7 @@ def is_constant_part(values: list[float], run: RunWarnings, name: str) -> bool:
 
 
 def is_off_policy(values: list[float], run: RunWarnings, name: str) -> bool:
-    is_stale = run.config.max_staleness or run.config.rollout.lagged[0]
+    is_stale = run.config.max_staleness or run.config.rollout.stale_policy_frac
     return min(values) > MISMATCH * (OFF_POLICY if is_stale else 1.0)
 
 
@@ -109,7 +109,8 @@ RULES = (
         SHORT,
         is_often_truncated,
         f"is {{value:.2f}} over {SHORT} steps: these episodes hit a length limit before they "
-        "ended; try a larger --max_tokens, --max_turns or a --sampling.stop, --algo.overlong soft, "
+        "ended; try a larger --max_tokens, --max_turns or a --sampling.stop, "
+        "--algo.truncation_penalty soft, "
         "and read some replies (rl-core show)",
     ),
     Rule(
@@ -160,7 +161,8 @@ RULES = (
         3,
         is_off_policy,
         "is {value:.2g} over 3 steps: the engine samples with other probabilities than the learner "
-        "computes; try --algo.correction tis, --learner.dtype float32, a smaller --max_staleness, "
+        "computes; try --algo.importance_correction tis, --learner.dtype float32, a smaller "
+        "--max_staleness, "
         "and look at canary_max_diff",
     ),
     Rule(

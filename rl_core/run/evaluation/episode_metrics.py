@@ -50,7 +50,7 @@ class EpisodeMetrics(Plugin):
                 seconds = sum(metrics[name].value for name in phases if name in metrics)
                 speed = Sum(tokens / seconds)
                 trainer.note("time/", {f"{phase}_tokens_per_s": speed})
-        if trainer.ranks.engine_ranks:
+        if trainer.ranks.rollout_ranks:
             waited = Mean(metrics["time/generate_s"].value, metrics["time/step_s"].value)
             trainer.note("time/", {"learners_idle_frac": waited})
 

@@ -1,4 +1,4 @@
-"""--log_samples: prints greedy episodes of each evaluation."""
+"""--print_samples: prints greedy episodes of each evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LogSamples(Plugin):
         """Prints some of this rank's episodes, evenly spread."""
         if "/greedy" not in name:
             return
-        say, num = self.trainer.log.say, self.trainer.config.log_samples
+        say, num = self.trainer.log.say, self.trainer.config.print_samples
         for t in trajectories[:: max(1, len(trajectories) // num)][:num]:
             parts = [f"{name} {value:.4g}" for name, value in t.reward_parts.items()]
             result = f"reward {t.reward} ({', '.join(parts)}), {t.status} {cut(t.error)}"

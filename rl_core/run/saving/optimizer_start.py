@@ -1,4 +1,5 @@
-"""--optim.load: starts a new run with the optimizer state of another run, without its weights."""
+"""--optim.init_from: starts a new run from the optimizer state of another run, but not its
+weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class OptimizerStart(Plugin):
         super().__init__(trainer)
         self.folders: dict[str, Path] = {}
         for name in trainer.plan.local_algorithms:
-            if path := trainer.config.of(name).optim.load:
+            if path := trainer.config.of(name).optim.init_from:
                 self.folders[name] = checkpoint_at(Path(path), name)
 
     def load(self, state: dict[str, Any]) -> None:
@@ -31,7 +32,7 @@ class OptimizerStart(Plugin):
             return
         for name, folder in self.folders.items():
             if damage := find_damage(folder, self.trainer.ranks):
-                raise ValueError(f"--optim.load: {damage}; name another checkpoint")
+                raise ValueError(f"--optim.init_from: {damage}; name another checkpoint")
             saved = read_object(folder / "state.json")["optimizers"]
             for learner in trained_learners({name: self.trainer.learners[name]}).values():
                 if facts := saved.get(learner.name):
@@ -44,18 +45,19 @@ def checkpoint_at(path: Path, actor: str) -> Path:
     folders = [path] if (path / "manifest.json").exists() else checkpoints_in(path / "checkpoints")
     if not folders:
         raise ValueError(
-            f"--optim.load={path} has no checkpoint; name a run's folder, or one of its "
+            f"--optim.init_from={path} has no checkpoint; name a run's folder, or one of its "
             "checkpoints/step_N"
         )
     folder = folders[-1]
     saved = read_object(folder / "state.json")["optimizers"]
     if actor not in saved:
         raise ValueError(
-            f"--optim.load: {folder} has no actor {actor!r}; it has {', '.join(saved)}"
+            f"--optim.init_from: {folder} has no actor {actor!r}; it has {', '.join(saved)}"
         )
     if not saved[actor]["steps"] or not saved[actor].get("is_saved", True):
         raise ValueError(
-            f"--optim.load: {folder} has no optimizer state of {actor}; name a run that made an "
+            f"--optim.init_from: {folder} has no optimizer state of {actor}; name a run that "
+            "made an "
             "update and has --save_optimizer true"
         )
     return folder

@@ -15,7 +15,7 @@ import yaml
 import zstandard
 
 from rl_core.algorithms import PRESETS
-from rl_core.config import MAX_TOP_K, STARTED, Config, flat, to_yaml
+from rl_core.config import MAX_TOP_K, STARTED, Config, flat, to_yaml, with_new_names
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.rows import TOKENIZERS, write_whole
 from rl_core.plugin import Plugin, RunState
@@ -162,7 +162,7 @@ def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:
 def read_config(path: Path) -> dict[str, Any]:
     """The flags of a run's config.yaml. Raises ValueError if it holds none."""
     try:
-        flags = yaml.safe_load(path.read_bytes())
+        flags = with_new_names(yaml.safe_load(path.read_bytes()))
     except (yaml.YAMLError, UnicodeDecodeError):
         flags = None
     if not isinstance(flags, dict):
