@@ -258,7 +258,7 @@ def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
         ("--learner.kernels compile", "cannot be combined with --learner.kernels=compile"),
         (
             "--actors.policy.lora.rank 2 --actors.b.lora_base policy",
-            "cannot be combined with share",
+            "cannot be combined with lora_base",
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_an_update_divides_the_sum_of_losses_once(aggregation, more, tiny_model)
         "--optim.name sgd --optim.lr 1e-20 --optim.max_grad_norm 0 --max_turns 3 --algo.aggregation"
     )
     learner, samples = make_learner(tiny_model, stays, aggregation, more), make_samples(1, 40)
-    halves = [samples[:20], samples[20:]] if "minibatches" in more else [samples]
+    halves = [samples[:20], samples[20:]] if "updates_per_epoch" in more else [samples]
     if "microbatch" in more:
         assert min(len(m.batches) for m in learner.shard(samples)[0]) > 1
     got = gradients_of_updates(learner, samples)

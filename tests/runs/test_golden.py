@@ -41,7 +41,7 @@ TWO = (
     f" --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4{STOP}"
 )
 SHARED = (
-    TWO.replace(".alice.model {other}", ".alice.share bob")
+    TWO.replace(".alice.model {other}", ".alice.lora_base bob")
     + " --actors.bob.lora.rank 4 --actors.alice.lora.rank 2"
 )
 SEVERAL = RL.replace("letters.py", "letters.py,{dir}/digits.py") + " --envs.digits.weight 0.5"

@@ -31,7 +31,7 @@ TWO = (
     f" --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4 {STOP}"
 )
 SHARED = (
-    TWO.replace(".alice.model {other}", ".alice.share bob")
+    TWO.replace(".alice.model {other}", ".alice.lora_base bob")
     + " --actors.bob.lora.rank 4 --actors.alice.lora.rank 2"
 )
 LORA = "--actors.policy.lora.rank 4"
