@@ -31,7 +31,8 @@ def samples_of(
 ) -> list[TrainingSample]:
     """Training samples of all groups with their advantages. Truncated trajectories are penalised
     (truncation_penalty "soft") or masked: they count in the baseline, but neither in the loss nor
-    in its denominator. A turn that branches share is trained once, with the mean of their advantages.
+    in its denominator. A turn that branches share is trained once, with the mean of their
+    advantages.
     `advantage_fns`: by environment. `normalised`: whitens all advantages.
     `advantages_of` replaces turn_advantages(), `make_samples` trajectory_samples()."""
     advantages_of = advantages_of or turn_advantages
