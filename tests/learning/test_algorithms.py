@@ -681,7 +681,9 @@ def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
         "--num_steps",
         "1",
     ]
-    assert main([*flags, "--algo.dynamic_sampling_rounds", "2", "--out", str(tmp_path / "run")]) == 0
+    assert (
+        main([*flags, "--algo.dynamic_sampling_rounds", "2", "--out", str(tmp_path / "run")]) == 0
+    )
     row = metrics(tmp_path / "run")[0]
     assert row["rollout/dynamic_sampling_rounds"] == 2 and row["rollout/groups_missing"] == 2
     assert len(trajectories(tmp_path / "run/rollouts/step_000001.jsonl.zst")) == 4 * (3 + 2 + 2)
