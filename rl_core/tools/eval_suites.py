@@ -21,7 +21,7 @@ CONNECT_S = 5.0
 def bench_flags(names: str, folder: str | None) -> list[str]:
     """--env_path and the held-out rows of these benchmarks. Rows are files in the folder, or of the
     hub if none is named. Raises ValueError for an unknown name, and for rows that are not there."""
-    table = yaml.safe_load(Path(__file__).with_name("benches.yaml").read_text())
+    table = yaml.safe_load(Path(__file__).with_name("eval_suites.yaml").read_text())
     folder = folder or os.environ.get(VARIABLE)
     if folder is None and not is_hub_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"  # Without it, the hub's library tries for a minute.
