@@ -92,8 +92,8 @@ class ActorRuntime:
 
     @asynccontextmanager
     async def learning(self) -> AsyncIterator[Learner]:
-        """Inside, engines sleep and the learner is on the device. Engines stay asleep afterwards.
-        Every rank must enter it."""
+        """A context in which engines sleep and the learner is on the device. Engines stay asleep
+        afterwards. Every rank must enter it."""
         assert self.learner is not None
         await self.device.sleep()
         with self.learner.on_device():
@@ -101,8 +101,8 @@ class ActorRuntime:
         self.device.hand_over()
 
     def learn(self, samples: list[TrainingSample], step: int) -> dict[str, Metric]:
-        """The metrics of one step of the learner, which is on the device. Every rank must call
-        it."""
+        """Runs one step of the learner, which is on the device, and returns the metrics. Every rank
+        must call it."""
         assert self.learner is not None
         if self.device.ranks.device.type == "cuda":
             torch.cuda.set_device(self.device.ranks.device)  # each thread has its own
@@ -113,12 +113,12 @@ class ActorRuntime:
         return metrics
 
     async def sync(self, version: int) -> None:
-        """The engine gets the learner's weights. One that shares them only drops what it computed
-        with the old. Every rank must call it: gathering a weight is a collective."""
+        """Sends the learner's weights to the engine, or drops the caches of an engine that shares
+        them. Every rank must call this, because gathering a weight is a collective."""
         if self.speaker is None:
             return
         assert self.learner is not None
-        self.device.hand_over()  # an engine takes memory for its weights now
+        self.device.hand_over()  # The engine allocates memory for its weights now.
         weights = self.learner.engine_weights(self.shares_weights)
         if self.engine is None:
             for _ in weights or ():
@@ -126,11 +126,11 @@ class ActorRuntime:
             return
         await self.engine.update(weights, version, adapter=self.adapter)
         if self.device.lease is not None:
-            await self.engine.sleep()  # a learner has the device
+            await self.engine.sleep()  # A learner has the device.
 
 
 def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[str, ActorRuntime]:
-    """All actors of a run as this rank sees them. Where rows are learned they have no engines."""
+    """All actors of a run on this rank. Without RL they have no engines."""
     config, lease, is_elsewhere = plan.config, None, ranks.rollout_ranks and not ranks.is_engine
     engines: dict[str, Engine | None] = {}
     if config.is_rl:
@@ -146,8 +146,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
             lease = DeviceLease() if maker.takes_turns else None
         engines |= rank_group_engines(plan, ranks)
     if config.learner.kernels == "liger":
-        # Last, since what is loaded after it is of Liger's classes, which lack options of some
-        # models.
+        # Last, because later models would be of Liger's classes, which lack some models' options.
         apply_liger(learners, engines.values())
     device = Device(config, ranks, engines.values(), lease)
     actors = {}
@@ -158,9 +157,15 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         if name in engines:
             actor.engine, actor.adapter = engines[name], maker.adapter_of(name)
             actor.shares_weights = maker.shares_weights(actor.learner)
-            own = actor.engine, actor.adapter, engines.get(name + STALE)
-            own_lease = lease if name in plan.local else None
-            actor.speaker = make_speaker(config, name, plan.chats[name], own_lease, *own)
+            actor.speaker = make_speaker(
+                config,
+                name,
+                plan.chats[name],
+                lease if name in plan.local else None,
+                actor.engine,
+                actor.adapter,
+                engines.get(name + STALE),
+            )
     return actors
 
 
@@ -173,20 +178,20 @@ def make_speaker(
     adapter: str,
     stale_engine: Engine | None = None,
 ) -> Actor:
-    """The object that hooks call by an actor's name."""
-    own = config.actors[name]
-    assert own.model
-    ends = [*chat.stop_token_ids, *end_token_ids(own.model)]
+    """The Actor that hooks receive by an actor's name."""
+    settings = config.actors[name]
+    assert settings.model
+    ends = [*chat.stop_token_ids, *end_token_ids(settings.model)]
     return Actor(
         name=name,
         engine=engine,
         chat=chat,
         stop_token_ids=tuple(dict.fromkeys(ends)),
         max_context_tokens=config.max_context_tokens,
-        max_tokens=own.max_tokens,
-        is_trainable=own.is_trained,
+        max_tokens=settings.max_tokens,
+        is_trainable=settings.is_trained,
         adapter=adapter,
-        lease=None if config.actors[own.lora_base or name].engine_urls else lease,
+        lease=None if config.actors[settings.lora_base or name].engine_urls else lease,
         stale_engine=stale_engine,
         stale_frac=config.rollout.stale_policy_frac,
         open_endpoint=endpoint_opener(config.agents),

@@ -70,25 +70,26 @@ class Algorithm:
 
     @property
     def has_critic(self) -> bool:
-        """A second model estimates the reward still to come, and is trained with the policy."""
+        """True if a value model is trained with the policy."""
         return self.advantage == "gae"
 
     @property
     def kl_terms(self) -> dict[str, tuple[str, float]]:
-        """Place (reward, loss, advantage) -> (estimator, coefficient) of each KL penalty."""
+        """Target (reward, loss, advantage) -> (estimator, coefficient) of each KL penalty."""
         terms = {"reward": self.kl_reward, "loss": self.kl_loss}
         if self.kl_coef:
             terms[self.kl_in] = self.kl, self.kl_coef
-        return {place: term for place, term in terms.items() if term and term[1]}
+        return {target: term for target, term in terms.items() if term and term[1]}
 
     @property
     def needs_reference(self) -> bool:
-        """Compares with a reference model."""
+        """True if the policy is compared with a reference model."""
         return bool(self.kl_terms) or self.log_kl or self.has_reference
 
     @property
     def penalises_advantages(self) -> bool:
-        """The KL to the reference is subtracted from advantages. A critic's rewards contain it."""
+        """True if the KL to the reference is subtracted from advantages. With a critic it is in the
+        rewards."""
         terms = self.kl_terms
         return "advantage" in terms or ("reward" in terms and not self.has_critic)
 
@@ -321,6 +322,6 @@ PRESETS = {
 
 
 def make_algorithm(preset: str, parts: Any) -> Algorithm:
-    """The preset's row of the table with the parts of --algo.* that were set one by one."""
-    given = {name: value for name, value in vars(parts).items() if value is not None}
-    return dataclasses.replace(PRESETS[preset], **given)
+    """The preset with the fields that --algo.* overrides."""
+    overrides = {name: value for name, value in vars(parts).items() if value is not None}
+    return dataclasses.replace(PRESETS[preset], **overrides)

@@ -222,12 +222,11 @@ def init_ranks(
     is_sharded: bool = False,
     groups: Sequence[Sequence[int]] = (),
 ) -> Ranks:
-    """This process's place, from the variables that torchrun sets. Several ranks are a process
-    group, and so is one that alone is to hold its weights as shards, as mixed precision asks.
-    Without a mesh all are data parallel. Ranks beyond the mesh only sample: they and those that
-    learn are each a process group of their own, numbered from 0. So is each of `groups`, whose
-    first plays episodes; the mesh is that of this rank's. Raises RunError if a rank does not come
-    within `timeout_s`."""
+    """This process's ranks, from torchrun's variables. Makes a process group for several ranks, or
+    for a single rank with sharded weights (mixed precision). Without a mesh all ranks are data
+    parallel. Ranks beyond the mesh only sample; learning and sampling ranks form separate process
+    groups, numbered from 0. So do `groups`, whose first rank plays episodes; `mesh` is then that of
+    this rank's group. Raises RunError if a rank does not join within `timeout_s`."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -10,8 +10,8 @@ from typing import Any
 
 
 def split(text: str | None) -> list[str]:
-    """Parts of a flag's value that stand between commas."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
+    """Items of a flag's value, separated by commas."""
+    return [item.strip() for item in (text or "").split(",") if item.strip()]
 
 
 def printable(text: str, also: str = "") -> str:
@@ -27,7 +27,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is nearly spelled like `name`. Equal endings of files do not count."""
+    """The known name that is spelled most like `name`. Equal file suffixes do not count."""
     known = list(known)
     suffix = PurePath(name).suffix
     if not any(other.endswith(suffix) for other in known):

@@ -37,8 +37,8 @@ Adapter = tuple[LoraConfig, int]
 def is_sharded(config: Config) -> bool:
     """True if even a single rank holds the weights of a learner as FSDP shards."""
     for name in config.trained:
-        own = config.of(name)
-        if compute_dtype(own) != torch.float32 or own.learner.offload == "always":
+        actor_config = config.of(name)
+        if compute_dtype(actor_config) != torch.float32 or actor_config.learner.offload == "always":
             return True
     return False
 
@@ -49,15 +49,16 @@ def make_learners(
     ranks: Ranks,
     custom: CustomComponents | None = None,
 ) -> dict[str, Learner]:
-    """The learner of each actor that `algorithms` names, by its own settings. Those that share a
-    model train an adapter of it each."""
+    """Builds the learner of each actor in `algorithms` with the actor's settings. Learners that
+    share a model train one adapter each."""
     learners: dict[str, Learner] = {}
     # Owners first.
     for name in sorted(algorithms, key=lambda name: bool(config.actors[name].lora_base)):
         owner = learners.get(config.actors[name].lora_base)
         shared = owner.policy if owner else None
-        own = config.of(name), algorithms[name], name
-        learners[name] = make_learner(*own, ranks, shared, learners, custom)
+        learners[name] = make_learner(
+            config.of(name), algorithms[name], name, ranks, shared, learners, custom
+        )
     models = itertools.chain(*(learner.models() for learner in learners.values()))
     for model in dict.fromkeys(models):
         choose_forward(model, ranks)
@@ -74,10 +75,10 @@ def make_learner(
     learners: Mapping[str, Learner] | None = None,
     custom: CustomComponents | None = None,
 ) -> Learner:
-    """The learner of an actor, with an optimizer that has not stepped yet, and with the parts that
-    the algorithm asks for. A reference and a critic start as the model at the start of the run.
-    `shared`: the model of which it trains an adapter. `learners`: of all actors, once they are
-    made. `custom`: a script's loss, optimizer and engine."""
+    """Builds an actor's learner with a new optimizer and the extensions of its algorithm. A
+    reference and a critic start as the run's initial model. `shared`: the base model of an
+    adapter. `learners`: learners built so far. `custom`: a script's loss, optimizer and
+    engine."""
     actor, custom = config.actors[name], custom or CustomComponents()
     load = partial(
         make_policy, dtype=compute_dtype(config), ranks=ranks, attention=config.attention

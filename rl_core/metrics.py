@@ -79,15 +79,15 @@ def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]
     tensors: dict[tuple[str, int], torch.Tensor] = {}
     for name, metric in metrics.items():
         sent[name] = [type(metric).__name__]
-        for place, field in enumerate(fields(metric), 1):
+        for position, field in enumerate(fields(metric), 1):
             value = getattr(metric, field.name)
             sent[name].append(value)
             if torch.is_tensor(value):
-                tensors[name, place] = value.to(ranks.device, torch.float64)
+                tensors[name, position] = value.to(ranks.device, torch.float64)
     # The device is waited for once.
     numbers = torch.stack([*tensors.values()]).tolist() if tensors else []
-    for (name, place), number in zip(tensors, numbers, strict=True):
-        sent[name][place] = number
+    for (name, position), number in zip(tensors, numbers, strict=True):
+        sent[name][position] = number
     merged: dict[str, Metric] = {}
     for received in all_gather_json(sent, ranks):
         for name, (kind, *values) in received.items():

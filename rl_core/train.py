@@ -48,8 +48,7 @@ def run_command(argv: list[str] | None) -> int:
         if print_help(argv):
             return 0
         config = parse_config(argv)
-        # Until modules and rows are there: to look for garbage in them again and again would take a
-        # second.
+        # Off while modules and rows load, because collections would take a second.
         gc.disable()
         from rl_core.actors import make_actors
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
@@ -63,10 +62,10 @@ def run_command(argv: list[str] | None) -> int:
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS)
         gc.enable()
-        groups = [place.ranks for place in plan.places]
+        groups = [group.ranks for group in plan.rank_groups]
         ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), groups)
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
-            barrier(ranks)  # every rank has seen that the folder is free
+            barrier(ranks)  # Every rank has checked that the folder is free.
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 if ranks.is_engine:
                     trainer = make_engine_rank(plan, ranks, make_learners, make_actors)

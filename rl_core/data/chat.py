@@ -196,14 +196,13 @@ class Chat:
         self.shapes.check(messages, (bool(tools), add_generation_prompt, *replies), rendered)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Token ids of a rendering or another marked text, or of a part of one that `continues`
-        others."""
+        """Token ids of a marked text, such as a rendering. `continues`: of a later piece of it."""
         ids: list[int] = []
-        *parts, last = text.split(_MARK)
-        for part in parts:
+        *pieces, last = text.split(_MARK)
+        for piece in pieces:
             # A special token of one character stands before its mark.
-            plain = part[-1:] if part[-1:] in self.special_ids else ""
-            ids += self._encode(part.removesuffix(plain), continues or bool(ids))
+            plain = piece[-1:] if piece[-1:] in self.special_ids else ""
+            ids += self._encode(piece.removesuffix(plain), continues or bool(ids))
             ids += self._encode(plain, continues or bool(ids), split_special_tokens=True)
         return ids + self._encode(last, continues or bool(ids))
 
@@ -223,11 +222,11 @@ class Chat:
             return self._mark_text(value)
         if isinstance(value, dict):
             marked = {}
-            for key, part in value.items():
-                is_known = key in ("role", "type") and part in _KNOWN
+            for key, item in value.items():
+                is_known = key in ("role", "type") and item in _KNOWN
                 # Templates read the keys that are plain names.
                 name = key if str(key).isidentifier() else self.marked(key)
-                marked[name] = part if is_known else self.marked(part)
+                marked[name] = item if is_known else self.marked(item)
             return marked
         if isinstance(value, (list, tuple)):
             return [self.marked(v) for v in value]
@@ -406,15 +405,15 @@ class TokenStream:
         """Adds the actor's sampled token_ids (decoded: text; read: calls, if it called tools) and
         new_messages of others; prompt_ids then ends with the next generation prompt. False if the
         template rewrote history, so that prompt_ids begins anew."""
-        said, message = text, self._chat.assistant_message(text)
+        sampled, message = text, self._chat.assistant_message(text)
         if calls is not None:
-            said, message = self._chat.tool_calls.in_stream(
+            sampled, message = self._chat.tool_calls.in_stream(
                 self.rendered, self.messages, calls, text, new_messages, self._tools
             )
         messages = [*self.messages, message, *new_messages]
         self.replies += (len(self.messages),)
         self._chat.check(messages, self._tools, replies=self.replies)
-        return self.extend(token_ids, said, messages)
+        return self.extend(token_ids, sampled, messages)
 
     async def append_soon(
         self,
@@ -506,28 +505,28 @@ def num_chars(value: Any) -> int:
 
 
 def unmarked(text: str) -> str:
-    """A rendering without marks."""
+    """The rendering without marks."""
     return text.replace(_MARK, "")
 
 
-def text_after(rendered: str, seen: str, said: str) -> str | None:
-    """The text behind seen + said in rendered; None if rendered does not begin with them. Ignores
-    whitespace, which templates trim, and marks."""
-    wanted = seen + said
+def text_after(rendered: str, seen: str, reply: str) -> str | None:
+    """The text after seen + reply in rendered; None if rendered does not begin with them. Ignores
+    marks, and whitespace, which templates trim."""
+    wanted = seen + reply
     if rendered.startswith(seen):
-        rendered, wanted = rendered[len(seen) :], said
+        rendered, wanted = rendered[len(seen) :], reply
     if rendered.startswith(wanted):
         return rendered[len(wanted) :]
-    place = 0
+    index = 0
     for char in wanted:
         if is_unseen(char):
             continue
-        while is_unseen(rendered[place : place + 1]):
-            place += 1
-        if rendered[place : place + 1] != char:
+        while is_unseen(rendered[index : index + 1]):
+            index += 1
+        if rendered[index : index + 1] != char:
             return None
-        place += 1
-    suffix = rendered[place:].lstrip(_MARK)
+        index += 1
+    suffix = rendered[index:].lstrip(_MARK)
     return suffix.lstrip() if wanted[-1:].isspace() else suffix
 
 

@@ -70,14 +70,14 @@ class RatedRows(Sequence):
 def pair_rows(
     rows: Sequence[dict[str, Any]], files: Sequence[tuple[str, int]]
 ) -> tuple[Sequence[dict[str, Any]], Sequence[tuple[str, int]]]:
-    """(rows of pairs, name and number of pairs of each file) of the rows of load_rows(): RatedRows
-    for a file of rated replies."""
-    parts, counts = list(getattr(rows, "datasets", [rows])), list(files)
-    for i, (part, (name, num_rows)) in enumerate(zip(parts, files, strict=True)):
-        if num_rows > 1 and part[0].keys() >= RATED and "chosen" not in part[0]:
-            parts[i] = RatedRows(part, name)
+    """(rows of pairs, name and number of pairs of each file) of the result of load_rows(). Files of
+    rated replies become RatedRows."""
+    tables, counts = list(getattr(rows, "datasets", [rows])), list(files)
+    for i, (table, (name, num_rows)) in enumerate(zip(tables, files, strict=True)):
+        if num_rows > 1 and table[0].keys() >= RATED and "chosen" not in table[0]:
+            tables[i] = RatedRows(table, name)
             counts[i] = f"{name}, two rows a pair", num_rows // 2
-    pairs = parts[0] if len(parts) == 1 else ConcatDataset(parts)
+    pairs = tables[0] if len(tables) == 1 else ConcatDataset(tables)
     return cast("Sequence[dict[str, Any]]", pairs), counts
 
 
@@ -87,14 +87,14 @@ def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     context, *replies = pair_messages(row)
     context, samples, chat = as_context(context), [], row_chat(chat, row)
     for side, reply in zip(PAIR, replies, strict=True):
-        found = sft_samples(chat, {"messages": context + reply, "tools": row_tools(row)})
-        if len(found) != 1:
+        sequences = sft_samples(chat, {"messages": context + reply, "tools": row_tools(row)})
+        if len(sequences) != 1:
             raise ValueError(
                 f"the chat template rewrites earlier turns of column {side!r}, so that its tokens "
-                f"are {len(found)} "
+                f"are {len(sequences)} "
                 "sequences; give a reply of one assistant message"
             )
-        samples += found
+        samples += sequences
     return with_margin(samples, row)
 
 
@@ -164,15 +164,15 @@ def pair_messages(
         context = with_opening(row, sides[0][:shared], notes)
         sides = [side[shared:] for side in sides]
     for column, side in zip(PAIR, sides, strict=True):
-        said = side[-1] if side else {}
-        if not context or not side or not side[0]["role"] == said["role"] == "assistant":
+        last = side[-1] if side else {}
+        if not context or not side or not side[0]["role"] == last["role"] == "assistant":
             raise ValueError(
                 f"column {column!r} must be a reply that begins and ends with an assistant's text, "
                 "or a conversation "
                 "that begins as the other one does, differs, and ends so; is "
                 f"{shorten(row[column])}"
             )
-        if not said.get("tool_calls") and not text_of(said).strip():
+        if not last.get("tool_calls") and not text_of(last).strip():
             raise LeftOutError(f"an empty {column!r}")
     chosen, rejected = sides
     return context, chosen, rejected

@@ -29,7 +29,7 @@ IN_MEMORY_BYTES = 64 << 20
 MAX_NESTING = 200
 NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
-# Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
+# File next to a run's rollouts: actor -> fingerprint of the tokenizer.
 TOKENIZERS = "tokenizers.json"
 
 
@@ -41,9 +41,9 @@ def load_rows(
     `save_to_disk`, or "org/name[:config]" on the hub; "@validation" behind it names a split.
 
     `split` chooses where none is named; a file is one split. load_other(name, files, split) gives
-    the name and the rows of each part that is no JSON, or too large for memory; no files: a name on
-    the hub, or a folder that `datasets` saved. Raises ValueError, with file and line, for what is
-    missing, cut short, empty or no object.
+    the name and the rows of each source that is not JSON or too large for memory; no files: a name
+    on the hub, or a folder that `datasets` saved. Raises ValueError, with file and line, for
+    a row that is missing, cut short, empty or not an object.
     """
     from torch.utils.data import ConcatDataset
 
@@ -160,17 +160,17 @@ def encoding_of(data: bytes) -> str | None:
     return None
 
 
-def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
+def parse_rows(text: bytes, location: str, is_array: bool = False) -> list[Row]:
     try:
         decoded = text.decode("utf-8-sig")
         value = json.loads(decoded)
     except RecursionError:
-        raise ValueError(f"{place}: {NESTED}") from None
+        raise ValueError(f"{location}: {NESTED}") from None
     except ValueError as error:
         if encoding := encoding_of(text):
-            raise ValueError(f"{place}: not UTF-8 but probably {encoding}") from None
+            raise ValueError(f"{location}: not UTF-8 but probably {encoding}") from None
         raise ValueError(
-            f"{place}: not JSON in UTF-8: {error}. The file may be cut short; a file with one "
+            f"{location}: not JSON in UTF-8: {error}. The file may be cut short; a file with one "
             "object per line must end in .jsonl"
         ) from None
     is_deep = may_be_deeper(decoded, MAX_NESTING)
@@ -180,9 +180,9 @@ def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(
-                f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}"
+                f"{location}: a row must be a JSON object, this is {json.dumps(row)[:40]}"
             )
-        where = f"row {number} of {place}" if is_list else place
+        where = f"row {number} of {location}" if is_list else location
         if is_deep and nesting(row) > MAX_NESTING:
             raise ValueError(f"{where}: {NESTED}")
         if has_surrogates:

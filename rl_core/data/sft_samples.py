@@ -51,13 +51,13 @@ def sft_samples(
     if observation_weight:
         turns, is_action = with_observations(chat, messages, turns, tools)
         weights = [action_weight if action else observation_weight for action in is_action]
-    found = []
+    samples = []
     for sample in samples_from_turns(turns, weights):
         sample.loss_mask = sample.advantages != 0
         sample.policy_versions = np.where(sample.loss_mask, 0, -1)
         if sample.loss_mask.any():
-            found.append(sample)
-    return found
+            samples.append(sample)
+    return samples
 
 
 def row_chat(chat: Chat, row: dict[str, Any]) -> Chat:
@@ -292,33 +292,38 @@ def with_observations(
         chat.check(messages, tools)
         stream.extend(last.token_ids, text, messages)
         answers.append(as_sampled([], stream.new_ids, stream.is_fresh))
-    found, is_action = [turns[0]], [True]
+    observed, is_action = [turns[0]], [True]
     ends = [*trained[1:], len(messages)]
     for i, turn in enumerate(answers):
         begin, until = trained[i] + 1, ends[i]
         answer, ids = messages[begin:until], turn.new_ids
         if answer and all(map(is_trained, answer)):
-            said = turns[i].completion.token_ids
-            start, end = answer_span(chat, said, turn, messages[:until], begin, tools)
-            found.append(as_sampled(ids[start:end], ids[:start], turn.is_fresh))
+            sampled_ids = turns[i].completion.token_ids
+            start, end = answer_span(chat, sampled_ids, turn, messages[:until], begin, tools)
+            observed.append(as_sampled(ids[start:end], ids[:start], turn.is_fresh))
             is_action.append(False)
             turn = replace(turn, new_ids=ids[end:], is_fresh=False)
         if until < len(messages):
-            found.append(turn)
+            observed.append(turn)
             is_action.append(True)
-    return found, is_action
+    return observed, is_action
 
 
 def answer_span(
-    chat: Chat, said: list[int], turn: Turn, messages: list[Message], first: int, tools: list | None
+    chat: Chat,
+    sampled_ids: list[int],
+    turn: Turn,
+    messages: list[Message],
+    first: int,
+    tools: list | None,
 ) -> tuple[int, int]:
-    """(start, end) of messages[first:] in turn.new_ids, which follow the tokens `said`; empty if
-    they are not found."""
+    """(start, end) of messages[first:] in turn.new_ids, which follow `sampled_ids`; empty
+    if they are not found."""
     end = answer_end(chat, turn.new_ids)
     stops = set(chat.stop_token_ids)
     if not turn.is_fresh:
         # A truncated turn has no end token; the template's is not part of the answer.
-        has_end = not stops.isdisjoint(said[-1:])
+        has_end = not stops.isdisjoint(sampled_ids[-1:])
         gets_end = not chat.end_token_ids.isdisjoint(turn.new_ids[:1])
         return int(gets_end and not has_end), end
     # The template rewrote what stands before: the answer's text begins behind the last end token
@@ -338,7 +343,7 @@ def answer_span(
 
 
 def answer_end(chat: Chat, prompt_ids: list[int]) -> int:
-    """Where a prompt's generation prompt begins; the prompt's length if it ends in none."""
+    """Index at which a prompt's generation prompt begins; the prompt's length without one."""
     text, ids = generation_prompt(chat)
     if not text:
         return len(prompt_ids)

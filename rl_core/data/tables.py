@@ -1,8 +1,8 @@
-"""Rows that are no JSON, or too large for memory: tables, the hub, large .jsonl files, rollouts,
-tasks in Harbor's format.
+"""Rows from sources other than JSON, or too large for memory: tables, the hub, large .jsonl files,
+rollouts, tasks in Harbor's format.
 
-`datasets` reads all but JSON, which it would change: dates become times, integers beside 1.5 become
-floats, and every row gets the columns of all others.
+`datasets` does not read JSON here, because it would change rows: dates become times, integers in a
+column with 1.5 become floats, and every row gets the columns of all others.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def load_other(
 
 
 class JsonLines(Sequence):
-    """The rows of a .jsonl file that is too large for memory: each is read from disk when it is
-    asked for. The file must not change. Raises ValueError, with file and line, for a bad line among
-    the first CHECKED_ROWS or the last; others are found when drawn."""
+    """Rows of a .jsonl file that is too large for memory, each read from disk when it is drawn. The
+    file must not change. Raises ValueError, with file and line, for a bad line among the first
+    CHECKED_ROWS or the last; others raise when they are drawn."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.starts, self.numbers = array("q"), array("q")  # of each row: its byte, its line
+        self.starts, self.numbers = array("q"), array("q")  # Byte and line of each row.
         start = 0
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -200,7 +200,7 @@ def load_rollouts(
 ) -> list[Row]:
     """Episodes as rows: messages, reward, and the tokens of each turn, with the fingerprint of
     their tokenizer."""
-    found: dict[str, list[Row]] = {}  # by actor
+    rows_of: dict[str, list[Row]] = {}  # Actor -> rows.
     for file in files:
         names = file.parent / TOKENIZERS
         tokenizers = json.loads(names.read_text()) if names.is_file() else {}
@@ -219,16 +219,16 @@ def load_rollouts(
                 "turns": turns,
                 "tokenizer": tokenizers.get(episode["actor"], ""),
             }
-            found.setdefault(episode["actor"], []).append(row)
-    if len(found) == 1:
-        [actor] = found
-    rows = found.get(actor, []) if actor else []
+            rows_of.setdefault(episode["actor"], []).append(row)
+    if len(rows_of) == 1:
+        [actor] = rows_of
+    rows = rows_of.get(actor, []) if actor else []
     if min_reward is not None:
         rows = [row for row in rows if row["reward"] >= min_reward]
     if not rows:
         best = []
-        for name, own in sorted(found.items()):
-            best.append(f"{name} with rewards up to {max(row['reward'] for row in own)}")
+        for name, actor_rows in sorted(rows_of.items()):
+            best.append(f"{name} with rewards up to {max(row['reward'] for row in actor_rows)}")
         raise ValueError(
             f"{source}: no episode of {actor} with --data.min_reward={min_reward}; it holds those "
             f"of {', '.join(best) or 'nobody: all failed'}; --actors.bob.model takes those of bob"
@@ -237,7 +237,7 @@ def load_rollouts(
 
 
 def read_episodes(file: Path) -> Iterator[Row]:
-    """A file of a run's rollouts. Raises ValueError for another one."""
+    """Episodes in a file of a run's rollouts. Raises ValueError for another file."""
     for number, episode in enumerate(read_json(file), 1):
         if not {"messages", "turns", "reward", "status", "actor"} <= episode.keys():
             raise ValueError(

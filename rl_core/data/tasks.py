@@ -48,18 +48,18 @@ MEDIA = re.compile("<(image|video|audio)>")
 
 
 def make_task(
-    row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, place: str = ""
+    row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, location: str = ""
 ) -> Task:
-    """The task of row `index` (from 0), as of read_row(). A preference pair has no messages."""
-    place = place or row_place(index, (), split)
+    """The task of row `index` (from 0), read by read_row(). A preference pair has no messages."""
+    location = location or row_place(index, (), split)
     try:
         row = read_row(row)
         messages = [] if is_pair else prompt_messages(row)
         row_tools(row)
         row_variables(row)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
-    return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=place)
+        raise ValueError(f"{location}: {error}") from None
+    return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=location)
 
 
 def read_row(row: dict[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
@@ -243,8 +243,8 @@ class RowOrder:
 
 
 class TaskSource:
-    """The tasks of one environment's split, in order. Of several environments tasks/task_mix.py
-    makes one object like it."""
+    """The tasks of one environment's split, in order. tasks/task_mix.py mixes those of several
+    environments."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class TaskSource:
         is_pairs: bool = False,
         files: Sequence[tuple[str, int]] = (),
     ):
-        """`files`: as of load_rows; none: the rows of load_tasks()."""
+        """`files`: names and row counts of load_rows(); empty for rows of load_tasks()."""
         self.rows = rows
         self.env = env
         self.split = split
@@ -266,7 +266,7 @@ class TaskSource:
         self.is_pairs = is_pairs
         self.files = files
         self.sources = [self]
-        # Reasons for which pairs are left out, besides their length -> number of pairs.
+        # Reason other than length -> number of pairs that are left out for it.
         self.left_out: Counter[str] = Counter()
         self.keep(range(len(rows)))
 
@@ -283,18 +283,18 @@ class TaskSource:
         return self.task_of_row(self.kept[self.order.row_index(position)])
 
     def task_of_row(self, index: int) -> Task:
-        place = row_place(index, self.files, self.split)
-        return make_task(self.rows[index], index, self.env, self.split, self.is_pairs, place)
+        location = row_place(index, self.files, self.split)
+        return make_task(self.rows[index], index, self.env, self.split, self.is_pairs, location)
 
     def drawn_before(self, position: int) -> list[int]:
         """Number of tasks of each source before a position."""
         return [position]
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Keeps these rows alone; they keep their ids."""
+        """Keeps only these rows. Their ids do not change."""
         if not indices:
-            part = self.split.partition("/")[0]
-            fix = f"no row; give some by --data.{part} or load_tasks({part!r})"
+            flag = self.split.partition("/")[0]
+            fix = f"no row; give some by --data.{flag} or load_tasks({flag!r})"
             if len(self.rows):
                 fix = "no row that fits; raise --max_prompt_tokens"
             if self.left_out.total() == len(self.rows) > 0:

@@ -1,4 +1,4 @@
-"""Records the experts of each token in the cache of an embedded engine (router replay, R3, Ma et
+"""Records the experts of each token in the cache of an embedded engine for router replay (R3, Ma et
 al. 2025, arXiv:2510.11370).
 
 R routers, K experts per token, n rows of S tokens in a forward of the engine.
@@ -19,7 +19,7 @@ KEPT = "experts"  # Name of the cache's entry.
 
 
 class Recorder:
-    """Keeps the experts of each token beside its keys and values, in the cache of an embedded
+    """Keeps the experts of each token with its keys and values, in the cache of an embedded
     engine."""
 
     def __init__(self, model: nn.Module):
@@ -32,14 +32,14 @@ class Recorder:
         if kwargs.get("slot_plan") or kwargs.get("use_cache"):
             self.routers.open()
 
-    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, Any], found: Any) -> None:
+    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if not self.routers.is_open:
             return
         self.routers.close()
         # [R, n * S, K].
         experts, plan = torch.stack(self.routers.experts).short(), kwargs.get("slot_plan")
-        if plan is None:  # one row, in transformers' own cache
-            cache = next(found[name] for name in CACHE_NAMES if name in found)
+        if plan is None:  # One row, in the cache of transformers.
+            cache = next(output[name] for name in CACHE_NAMES if name in output)
             before = getattr(cache, KEPT, experts[:, :0])
             setattr(cache, KEPT, torch.cat([before, experts], 1))
         else:

@@ -281,7 +281,7 @@ def check_columns(
                 has_prompt = first_column(row, PROMPT_COLUMNS) is not None
                 if not has_prompt and name not in PROMPT_COLUMNS:
                     # Raises: a row without a prompt is rarely meant for these hooks.
-                    make_task(row, index, env.name, split, place=source)
+                    make_task(row, index, env.name, split, location=source)
                 raise ValueError(
                     f"{env.path}: {user} names {name!r}, which is neither one of its arguments "
                     f"nor a column of {source}; {hint}"

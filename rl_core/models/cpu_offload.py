@@ -21,8 +21,8 @@ class HostCopies:
 
     @contextmanager
     def on_device(self, tensors: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """A context in which the tensors are on the device. They leave it at the end of the first
-        one. Contexts may be nested."""
+        """A context in which the tensors are on the device. Contexts may be nested; the outermost
+        one moves the tensors back."""
         if not self.depth:
             self.to_device()
         self.depth += 1
@@ -30,7 +30,7 @@ class HostCopies:
             yield
         finally:
             self.depth -= 1
-        if not self.depth:  # not after an error, which ends the run
+        if not self.depth:  # Skipped after an error, which ends the run.
             self.to_host(tensors())
 
     def to_host(self, tensors: Iterable[Tensor]) -> None:

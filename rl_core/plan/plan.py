@@ -40,15 +40,15 @@ from rl_core.tasks.sources import eval_tasks, held_out_tasks, train_tasks
 
 @dataclass(kw_only=True)
 class Plan:
-    """A run that was checked before any model loads."""
+    """A checked run, before any model loads."""
 
     config: Config
     algorithms: dict[str, Algorithm]  # By the name of each trained actor.
     mesh: Mesh
     envs: dict[str, Env]  # By the name of the file.
-    local: list[str]  # actors whose models are on this rank
-    # Ranks and their actors, those that play episodes first; none if no actor has its own.
-    places: list[Any] = field(default_factory=list)
+    local: list[str]  # Actors whose models are on this rank.
+    # Groups of ranks with their actors, rollout ranks first; empty without separate ranks.
+    rank_groups: list[Any] = field(default_factory=list)
     train: TaskSource | None = None
     # By the name of its environment, or of the held-out set.
     eval: dict[str, TaskSource] = field(default_factory=dict)
@@ -116,11 +116,11 @@ def make_plan(
 def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     """The plan without rows and engines. Reads only advantage_fn of the environments."""
     algorithms, local = {}, list(config.actors)
-    places = rank_groups_of(config, num_ranks())
-    if places:
+    rank_groups = rank_groups_of(config, num_ranks())
+    if rank_groups:
         rank = int(os.environ.get("RANK", 0))
-        own = next(place for place in places if rank in place.ranks)
-        mesh, local = own.mesh, own.actors
+        group = next(group for group in rank_groups if rank in group.ranks)
+        mesh, local = group.mesh, group.actors
     else:
         sizes = {name: getattr(config, name) for name in MESH_FLAGS}
         num_learners = num_ranks() - config.rollout_ranks
@@ -129,7 +129,12 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     for name in config.trained:
         algorithms[name] = choose_algorithm(config.of(name), envs)
     return Plan(
-        config=config, algorithms=algorithms, mesh=mesh, envs=envs, local=local, places=places
+        config=config,
+        algorithms=algorithms,
+        mesh=mesh,
+        envs=envs,
+        local=local,
+        rank_groups=rank_groups,
     )
 
 
@@ -142,7 +147,7 @@ def check_folder(out: Path, is_resumed: bool) -> None:
         raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
     if out.exists() and not is_resumed and any(out.iterdir()):
         raise ValueError(
-            f"--out {out} exists already; go on with it by --resume, or name another folder"
+            f"--out {out} exists already; continue it with --resume, or name another folder"
         )
 
 
@@ -153,15 +158,15 @@ def load_envs(
     flags' limits hold, then a file's own. `modules`: instead of files."""
     envs, sections = {}, {}
     for name, path in config.env_paths.items():
-        own, section = (modules or {}).get(name), config.env(name)
-        if own is None and "://" in path:
-            own = load_served(path)
+        module, section = (modules or {}).get(name), config.env(name)
+        if module is None and "://" in path:
+            module = load_served(path)
         env = env_file.load_env(
             path,
             hook_timeout_s=config.rollout.hook_timeout_s,
             max_turns=section.max_turns or config.max_turns,
             fitting_turns=partial(fitting_turns, config, section),
-            module=own,
+            module=module,
             agents=config.agents,
         )
         envs[name], sections[name] = env, replace(section, max_turns=env.max_turns)
@@ -230,8 +235,8 @@ def choose_engine(
     check_options(config)
     if config.is_rl:
         config = with_top_k(config)
-        places = rank_groups_of(config, num_ranks)
-        engine_factory(config, engine=engine).check(num_ranks, is_planned, places)
+        rank_groups = rank_groups_of(config, num_ranks)
+        engine_factory(config, engine=engine).check(num_ranks, is_planned, rank_groups)
     return config
 
 

@@ -1,4 +1,4 @@
-"""Rewards that people reuse: plain functions of a reply, for `reward_fn` of an environment.
+"""Common rewards: plain functions of a reply, for `reward_fn` of an environment.
 
     from rl_core.rewards import maths, matches
 
@@ -6,9 +6,9 @@
         return {"right": maths(completion, answer), "format": 0.1 * matches(completion,
         r"(?s)<think>.*</think>.+")}
 
-Each says its range and its source. Those that ask a model or run code are `async`: await them in an
-`async def` hook. A reply without what is scored earns the lowest value; a reference without it
-raises ValueError.
+Each docstring has the range and the source. Functions that ask a model or run code are `async`:
+await them in an `async def` hook. A reply that holds nothing to score earns the lowest value;
+such a reference raises ValueError.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ COMPARE = (
 def exact(text: str, answer: str) -> float:
     """1 if the texts are equal apart from case, articles, punctuation and space, else 0. As SQuAD
     (arXiv:1606.05250)."""
-    said, wanted = (
-        re.findall(r"\b(?!(?:an?|the)\b)\w+", str(part).casefold()) for part in (text, answer)
+    words, expected = (
+        re.findall(r"\b(?!(?:an?|the)\b)\w+", str(each).casefold()) for each in (text, answer)
     )
-    return float(said == wanted != [])
+    return float(words == expected != [])
 
 
 def numeric(text: str, answer: str | float, tolerance: float = 1e-6) -> float:
     """1 if the last numbers of text and answer are equal within a relative tolerance, else 0. As
     many score GSM8K (arXiv:2110.14168): thousands separators, currency and units do not count."""
-    said, wanted = (re.findall(NUMBER, str(part), re.ASCII) for part in (text, answer))
-    if not wanted:
+    numbers, expected = (re.findall(NUMBER, str(each), re.ASCII) for each in (text, answer))
+    if not expected:
         raise ValueError(f"answer={answer!r} must hold a number")
-    values = [float(found[-1].replace(",", "")) for found in (said, wanted) if found]
+    values = [float(each[-1].replace(",", "")) for each in (numbers, expected) if each]
     return float(len(values) == 2 and math.isclose(*values, rel_tol=tolerance))
 
 
 @contextmanager
 def needing(function: str, extra: str) -> Iterator[None]:
-    """Around imports. Raises ImportError with the extra that installs the missing library."""
+    """A context for imports. Raises ImportError with the extra that installs a missing library."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -94,7 +94,7 @@ def maths(text: str, answer: str | float | list[str]) -> float:
 
 def matches(text: str, pattern: str) -> float:
     """1 if the whole text matches the regular expression, else 0: a reward for the form, as in
-    DeepSeek-R1 (arXiv:2501.12948). A pattern that backtracks for ever on some text holds the hook's
+    DeepSeek-R1 (arXiv:2501.12948). A pattern that backtracks without end blocks the hook's
     thread."""
     return float(re.fullmatch(pattern, text.strip()) is not None)
 
@@ -124,8 +124,8 @@ async def code_tests(
 def syntax(text: str, name: str = "") -> float:
     """1 if the last code block of the text, or all of it, is Python with a function (called `name`,
     if given) that does something, else 0. `pass`, `...`, a bare `return` and a docstring do
-    nothing. After CodeRL, which tells what does not compile from what fails
-    (arXiv:2207.01780)."""
+    nothing. After CodeRL, which separates code that does not compile from code that
+    fails (arXiv:2207.01780)."""
     blocks = re.findall(FENCE, text)
     try:
         tree = ast.parse(blocks[-1] if blocks else text)
@@ -172,7 +172,7 @@ def repetition(text: str, size: int = 4) -> float:
 def language(text: str, script: str = "LATIN") -> float:
     """The share of letters of a script, in [0, 1]; 0 without letters. `script`: first words of
     Unicode's names of its letters, such as "LATIN", "CYRILLIC", "CJK HIRAGANA KATAKANA". As
-    DeepSeek-R1 keeps to one language (arXiv:2501.12948); it does not tell English from German."""
+    in DeepSeek-R1 (arXiv:2501.12948). Languages with one script are not distinguished."""
     scripts = [
         unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha()
     ]
@@ -185,13 +185,13 @@ def rouge(text: str, reference: str, kind: str = "L") -> float:
     to z and digits: a text in another script has none."""
     if kind not in ("1", "2", "L"):
         raise ValueError(f"kind={kind!r} must be 1, 2 or L: kind='L', say")
-    said, wanted = (re.findall("[a-z0-9]+", part.lower()) for part in (text, reference))
-    if not wanted:
+    words, expected = (re.findall("[a-z0-9]+", each.lower()) for each in (text, reference))
+    if not expected:
         raise ValueError(f"reference={reference!r} must hold a word of a to z or digits")
     if kind == "L":
-        return 2 * common_subsequence(said, wanted) / (len(said) + len(wanted))
-    own, other = ngrams(said, int(kind)), ngrams(wanted, int(kind))
-    return 2 * (own & other).total() / max(1, own.total() + other.total())
+        return 2 * common_subsequence(words, expected) / (len(words) + len(expected))
+    grams, other = ngrams(words, int(kind)), ngrams(expected, int(kind))
+    return 2 * (grams & other).total() / max(1, grams.total() + other.total())
 
 
 def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
@@ -208,7 +208,7 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def ngrams(items: Sequence[str], size: int) -> Counter:
-    """Each run of `size` items, with how often it stands there."""
+    """N-grams of `size` items with their counts."""
     return Counter(zip(*(items[first:] for first in range(size)), strict=False))
 
 
@@ -216,20 +216,20 @@ def bleu(text: str, reference: str) -> float:
     """BLEU of a sentence, in [0, 1] (Papineni et al. 2002, aclanthology.org/P02-1040). As
     `sacrebleu.sentence_bleu` / 100: tokens of mteval-v13a, up to 4-grams, exponential smoothing,
     effective order."""
-    said, wanted = words_13a(text), words_13a(reference)
-    if not wanted:
+    words, expected = words_13a(text), words_13a(reference)
+    if not expected:
         raise ValueError(f"reference={reference!r} must hold a word")
-    if not set(said) & set(wanted):
+    if not set(words) & set(expected):
         return 0.0
     smoothing, logs = 1.0, []
-    for size in range(1, min(4, len(said)) + 1):
-        own = ngrams(said, size)
-        same: float = (own & ngrams(wanted, size)).total()
+    for size in range(1, min(4, len(words)) + 1):
+        grams = ngrams(words, size)
+        same: float = (grams & ngrams(expected, size)).total()
         if not same:
             smoothing *= 2
             same = 1 / smoothing
-        logs.append(math.log(same / own.total()))
-    brevity = min(0.0, 1 - len(wanted) / len(said))
+        logs.append(math.log(same / grams.total()))
+    brevity = min(0.0, 1 - len(expected) / len(words))
     return math.exp(brevity + sum(logs) / len(logs))
 
 
@@ -246,15 +246,15 @@ def words_13a(text: str) -> list[str]:
 def chrf(text: str, reference: str) -> float:
     """chrF: F2 of character n-grams up to 6, without white space, in [0, 1] (Popovic 2015,
     aclanthology.org/W15-3049). As `sacrebleu.sentence_chrf` / 100; it fits any script."""
-    said, wanted = ("".join(part.split()) for part in (text, reference))
-    if not wanted:
+    characters, expected = ("".join(each.split()) for each in (text, reference))
+    if not expected:
         raise ValueError(f"reference={reference!r} must hold a character")
     precision = recall = 0.0
-    sizes = range(1, min(6, len(said), len(wanted)) + 1)
+    sizes = range(1, min(6, len(characters), len(expected)) + 1)
     for size in sizes:
-        own, other = ngrams(said, size), ngrams(wanted, size)
-        same = (own & other).total()
-        precision += same / own.total() / len(sizes)
+        grams, other = ngrams(characters, size), ngrams(expected, size)
+        same = (grams & other).total()
+        precision += same / grams.total() / len(sizes)
         recall += same / other.total() / len(sizes)
     return 5 * precision * recall / (4 * precision + recall) if recall else 0.0
 
@@ -264,11 +264,12 @@ async def judge(actor: Actor, question: str, reply: str, rubric: str) -> float:
     single grading (arXiv:2306.05685). Raises ValueError if its verdict cannot be read."""
     parts = [tagged("rubric", rubric), tagged("question", question), tagged("reply", reply)]
     asked = f"{SCORE}\n\n" + "\n".join(parts)
-    said = (await actor.respond(asked)).answer
-    scores = re.findall(r"\[\[\s*(10|[1-9])\s*\]\]", said)
+    verdict = (await actor.respond(asked)).answer
+    scores = re.findall(r"\[\[\s*(10|[1-9])\s*\]\]", verdict)
     if not scores:
         raise ValueError(
-            f"{actor.name}, who judges, said {said[-80:]!r}; it must end with a score such as [[7]]"
+            f"the judge {actor.name} replied {verdict[-80:]!r}; the reply must end with a score "
+            "such as [[7]]"
         )
     return (int(scores[-1]) - 1) / 9
 
@@ -283,8 +284,8 @@ async def compare(actor: Actor, question: str, first: str, second: str, rubric: 
         (first, second, {"A": 1.0, "B": 0.0}),
         (second, first, {"A": 0.0, "B": 1.0}),
     ):
-        said = (await actor.respond(f"{asked}\n{tagged('A', a)}\n{tagged('B', b)}")).answer
-        verdicts = re.findall(r"\[\[([ABC])\]\]", said)
+        verdict = (await actor.respond(f"{asked}\n{tagged('A', a)}\n{tagged('B', b)}")).answer
+        verdicts = re.findall(r"\[\[([ABC])\]\]", verdict)
         wins += value.get(verdicts[-1] if verdicts else "C", 0.5) / 2
     return wins
 
@@ -299,7 +300,7 @@ def together(size: int, wait_s: float = 1.0) -> Callable[[Batch], TogetherCalls]
 
 
 class TogetherCalls:
-    """The calls that wait for a function of together()."""
+    """The waiting calls of a function decorated with together()."""
 
     def __init__(self, function: Batch, size: int, wait_s: float):
         self.function, self.size, self.wait_s = function, size, wait_s
@@ -309,7 +310,7 @@ class TogetherCalls:
 
     async def __call__(self, item: Any) -> Any:
         loop = asyncio.get_running_loop()
-        # A loop before this one may have ended while calls waited.
+        # An earlier event loop may have ended while calls waited.
         self.waiting = [call for call in self.waiting if call[1].get_loop() is loop]
         future = loop.create_future()
         self.waiting.append((item, future))
@@ -330,7 +331,7 @@ class TogetherCalls:
             task.add_done_callback(self.tasks.discard)
 
     async def run(self, calls: list[tuple[Any, asyncio.Future]]) -> None:
-        """Gives each call its result, or all of them the error."""
+        """Sets each call's result, or the error of all."""
         error, results = None, []
         try:
             results = list(await self.function([item for item, _ in calls]))
@@ -351,6 +352,6 @@ class TogetherCalls:
 
 
 def tagged(name: str, text: str) -> str:
-    """The text in a tag, which it cannot close, nor open another."""
+    """The text in a tag. The text cannot close the tag or open another."""
     # Replaced, because the text left after a removal could be a tag again.
     return f"<{name}>\n{re.sub(TAG, '(tag)', text)}\n</{name}>"

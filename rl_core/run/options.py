@@ -185,7 +185,7 @@ def push_to_hub(trainer: RunState) -> Plugin:
 # (is it used?, what makes it), in the order in which plugins are called.
 PLUGINS = (
     # First, so that rollouts use the weights that it loads.
-    (lambda trainer: trainer.plan.places, rank_groups),
+    (lambda trainer: trainer.plan.rank_groups, rank_groups),
     # Writes the episodes of a step before the run may end because of them.
     (lambda trainer: True, run_files),
     # Before evaluations, whose lines follow the line of their step.
@@ -239,7 +239,7 @@ def make_engine_rank(
     plan: Any, ranks: Ranks, make_learners: Callable, make_actors: Callable
 ) -> Any:
     """A rank that plays no episodes: ranks that play them send requests to its engines."""
-    if plan.places:
+    if plan.rank_groups:
         from rl_core.run.rank_group_server import RankGroupTrainer
 
         return RankGroupTrainer(plan, ranks, make_learners, make_actors, signals, learner_plugins)
@@ -250,8 +250,8 @@ def make_engine_rank(
 
 def rank_group_engines(plan: Any, ranks: Ranks) -> dict[str, Engine]:
     """Engines of actors on other rank groups, as ranks that play episodes see them."""
-    if ranks.is_engine or not plan.places:
+    if ranks.is_engine or not plan.rank_groups:
         return {}
-    from rl_core.run.rank_group_client import connect_places
+    from rl_core.run.rank_group_client import connect_rank_groups
 
-    return connect_places(plan, ranks)
+    return connect_rank_groups(plan, ranks)

@@ -22,10 +22,10 @@ from rl_core.sampling.engine import EngineDied
 from rl_core.types import RunError, TrainingSample
 
 
-def connect_places(plan: Any, ranks: Ranks) -> dict[str, RemoteEngine]:
+def connect_rank_groups(plan: Any, ranks: Ranks) -> dict[str, RemoteEngine]:
     """The engine of each actor with separate ranks. Waits until these ranks have loaded it."""
     engines, timeout_s = {}, plan.config.timeout_s
-    for number, group in enumerate(plan.places[1:], 1):
+    for number, group in enumerate(plan.rank_groups[1:], 1):
         engines |= engines_at(number, len(group.ranks), group.actors, ranks, timeout_s)
     return engines
 
@@ -42,7 +42,7 @@ class RankGroupClient(Plugin):
 
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
-        self.groups: list[RankGroup] = trainer.plan.places[1:]
+        self.groups: list[RankGroup] = trainer.plan.rank_groups[1:]
         # Facts of the learners that were saved last, and of their snapshots that are updated.
         self.optimizers: dict[str, dict[str, Any]] = {}
         self.copies: dict[str, None] = {}

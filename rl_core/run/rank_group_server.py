@@ -57,7 +57,7 @@ class RankGroupTrainer:
         self.actors = make_actors(plan, self.learners, ranks)
         self.device = next(iter(self.actors.values())).device
         engines = {name: self.actors[name].engine for name in plan.local}
-        num_playing = len(plan.places[0].ranks)
+        num_playing = len(plan.rank_groups[0].ranks)
         num_senders = len(pairs_of(ranks.rank, ranks.size, num_playing, ranks.size))
         self.server = RankGroupServer(self, engines, self.device.lease, ranks, num_senders)
 

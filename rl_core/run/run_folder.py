@@ -1,4 +1,4 @@
-"""A run's folder: its lock and metrics.jsonl; full disks."""
+"""A run's folder: its lock, metrics.jsonl and errors of full disks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from rl_core.metrics import Metric, reduce_metrics
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Holds the folder until the run ends, however it ends. Raises ValueError if another run has
-    it."""
+    """Locks the folder until the run ends. Raises ValueError if another run holds the lock."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -29,7 +28,7 @@ def locked(out: Path) -> Iterator[None]:
             f"--out {out} cannot be made: {error.strerror}; name a folder where you may write"
         ) from None
     with open(out / ".lock", "a+") as file:
-        for wait_s in (0.1, 0.0):  # who looks whether a run goes on holds it for an instant
+        for wait_s in (0.1, 0.0):  # A reader that probes the lock holds it for an instant.
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -38,7 +37,7 @@ def locked(out: Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "process unknown"
             raise ValueError(
-                f"--out {out} belongs to a run that is going on ({holder}); wait for it, or name "
+                f"--out {out} is used by another run ({holder}); wait for it, or name "
                 "another folder"
             )
         file.truncate(0)
@@ -52,13 +51,13 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raises OSError that names the path where a disk is full: few libraries do."""
+    """Raises OSError with the path if the disk is full, because few libraries name it."""
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception.
         for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             if (text := os.strerror(number)) in str(error):
-                text = f"{path}: {text}; make room there, and go on with --resume"
+                text = f"{path}: {text}; make room there, and continue with --resume"
                 raise OSError(text) from error
         raise
 
@@ -69,7 +68,7 @@ class RunLog:
     def __init__(self, out: Path, ranks: Ranks, resume_step: int, is_evaluated_again: bool = False):
         self.ranks, self.path = ranks, out / "metrics.jsonl"
         if ranks.is_writer and self.path.exists():
-            # A run without a checkpoint begins anew.
+            # Without a checkpoint the run starts again.
             keep_lines_until(self.path, resume_step or -1, is_evaluated_again)
 
     def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
@@ -77,7 +76,7 @@ class RunLog:
         line: dict[str, float | None] = {"step": step}
         for name, value in values.items():
             if not name.startswith("keep/"):
-                line[name] = value if math.isfinite(value) else None  # JSON has no others
+                line[name] = value if math.isfinite(value) else None  # JSON has no NaN or infinity.
         if self.ranks.is_writer:
             with naming(self.path), open(self.path, "a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -89,13 +88,14 @@ class RunLog:
 
 
 def keep_lines_until(path: Path, step: int, is_evaluated_again: bool) -> None:
-    """Drops what a run wrote after the checkpoint that it goes on from, the evaluation of that step
-    if it is made again, and lines that are none, such as one cut short by the run's end."""
+    """Drops lines after the checkpoint from which a run resumes, the evaluation of that step if it
+    is repeated, and invalid lines, such as one cut short by a crash."""
     kept = []
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
             row = json.loads(line)
-            is_again = is_evaluated_again and "time/step_s" not in row  # which an evaluation lacks
+            # Lines of an evaluation have no time/step_s.
+            is_again = is_evaluated_again and "time/step_s" not in row
             if row["step"] < step or (row["step"] == step and not is_again):
                 kept.append(line)
         except (ValueError, KeyError, TypeError):

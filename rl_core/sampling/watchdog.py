@@ -32,7 +32,7 @@ BEAT_S = 1.0
 BLOCKED_S = 1.0  # An async hook that blocks the event loop for this time is named.
 NUM_LOOKS = 4  # Looks at the event loop's thread in BLOCKED_S.
 IDLE_FRAC = 0.05  # A thread that uses a smaller fraction of a processor waits for an answer.
-# What holds text or bytes that are not in a file yet.
+# Types of file objects that buffer unwritten text or bytes.
 WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 exit_now = os._exit  # refusing_exits() replaces os._exit.

@@ -1,4 +1,4 @@
-"""Which held-out tasks a run is evaluated on (--data.eval, load_tasks of environments)."""
+"""Held-out sets of a run (--data.eval, load_tasks of environments)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rl_core.errors import split
 
 
 def held_out(config: Config, envs: Iterable[str]) -> Iterator[tuple[str, str, str, str | None]]:
-    """(name of the set, its environment, its split, the rows' source or None) of each."""
+    """(name, environment, split, source of the rows or None) of each held-out set."""
     envs = list(envs)
     for env in envs:
-        for own, path in named_sets(config.env(env).eval or config.data.eval).items():
-            if not own:
+        for set_name, path in named_sets(config.env(env).eval or config.data.eval).items():
+            if not set_name:
                 yield env, env, "eval", path
             elif len(envs) > 1:
-                yield f"{env}/{own}", env, f"eval/{own}", path
+                yield f"{env}/{set_name}", env, f"eval/{set_name}", path
             else:
-                yield own, env, f"eval/{own}", path
+                yield set_name, env, f"eval/{set_name}", path
 
 
 def named_sets(value: str | None) -> dict[str, str | None]:

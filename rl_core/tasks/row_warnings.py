@@ -101,8 +101,8 @@ def column_warnings(
         among = f"of the first {use.num_rows} rows of {source.env}"
         for remark, rows in use.remarks.items():
             if is_new(source, remark):
-                place = row_place(rows[0], source.files, source.split)
-                yield f"{len(rows)} {among}, such as {place}: {remark}"
+                location = row_place(rows[0], source.files, source.split)
+                yield f"{len(rows)} {among}, such as {location}: {remark}"
         for column, num in use.lost.items():
             if is_new(source, column):
                 yield (

@@ -20,12 +20,12 @@ SAMPLES = {"sft": sft_samples, "dpo": reply_pair, "rm": scored_pair}
 
 
 def check_rows(config: Config, rows: Sequence[Row], path: str, is_train: bool) -> None:
-    """Raises ValueError for a run's rollouts, or for other rows, where they have no meaning."""
+    """Raises ValueError for rollouts outside of SFT, or for other rows with --data.min_reward."""
     if is_trajectory(rows[0]) and config.algorithm != "sft":
         raise ValueError(f"{path} holds a run's episodes, which are for --algorithm sft; name rows")
-    parts = [part for part in getattr(rows, "datasets", [rows]) if len(part)]
+    tables = [table for table in getattr(rows, "datasets", [rows]) if len(table)]
     min_reward = config.data.min_reward
-    if is_train and min_reward is not None and not all(is_trajectory(part[0]) for part in parts):
+    if is_train and min_reward is not None and not all(is_trajectory(table[0]) for table in tables):
         raise ValueError(
             f"--data.min_reward={min_reward} is for a run's rollouts, and {path} holds none; drop "
             "it"

@@ -95,9 +95,9 @@ def held_out_tasks(config: Config, envs: dict[str, Env], name: str) -> dict[str,
 
 
 def load_source(
-    config: Config, env: Env | None, name: str, part: str, path: str | None
+    config: Config, env: Env | None, name: str, split: str, path: str | None
 ) -> TaskSource | None:
-    is_train = part == "train"
+    is_train = split == "train"
     is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
     if is_train and config.data.streaming:
         return streamed_tasks(config, env, name, path, is_pairs)
@@ -118,7 +118,7 @@ def load_source(
                 check_columns_exist(rows, config.data.columns, path, is_train)
             rows = RenamedColumns(rows, config.data.columns)
     elif env and env.load_tasks:
-        rows, files = env.load_tasks(part), ()
+        rows, files = env.load_tasks(split), ()
         if not len(rows):
             return None  # An environment may be for training, or for evaluation, alone.
     else:
@@ -126,13 +126,13 @@ def load_source(
     if env and env.row_to_prompt:
         rows = MadePrompts(rows, env.row_to_prompt, env.path)
     if config.is_rl:
-        check_columns(env, rows, files, part)
+        check_columns(env, rows, files, split)
     elif path:
         check_rows(config, rows, path, is_train)
     return TaskSource(
         rows,
         env=name,
-        split=part,
+        split=split,
         files=files,
         seed=config.seed,
         shuffle=config.data.shuffle and is_train,

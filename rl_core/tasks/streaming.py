@@ -1,8 +1,8 @@
 """--data.streaming: training rows read one after the other, from the hub or from large files.
 
-No file is downloaded or read as a whole. Rows are shuffled within blocks of --data.shuffle_buffer,
-each by a seed of its own, so that the row at a position depends on nothing that was drawn before.
-Every rank reads the same stream and takes its own positions of it.
+No complete file is downloaded or read. Rows are shuffled within blocks of --data.shuffle_buffer,
+each block by a separate seed, so that the row at a position does not depend on earlier draws.
+Every rank reads the same stream and takes its positions from it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rl_core.tasks.sft_dataset import check_rows
 from rl_core.types import Task, counter_seed
 
 CHECKED_ROWS = 200  # The first rows, which are checked at start-up.
-KEPT_BLOCKS = 2  # Episodes that began with an older block may still be drawn from it.
+KEPT_BLOCKS = 2  # Two, because groups still draw from the older block.
 KEPT_STATES = 8
-# c: the configuration; path: of the rows; env: None if rows are learned.
+# c: the configuration; path: source of the rows; env: None without an environment.
 OF_STREAMS = [
     (
         lambda c, path, env: not path,
@@ -64,8 +64,9 @@ OF_STREAMS = [
 
 
 class JsonLinesStream:
-    """The rows of .jsonl files, one after the other. Its state is a place in a file, as that of an
-    IterableDataset. Raises ValueError, with file and line, for what is no row."""
+    """Rows of .jsonl files, one after the other. The state is a position in a file, with the
+    methods of an IterableDataset. Raises ValueError, with file and line, for a line that is not a
+    row."""
 
     def __init__(self, files: list[Path]):
         self.files = files
@@ -92,7 +93,7 @@ class JsonLinesStream:
 
 
 def open_stream(path: str, split: str) -> Any:
-    """What gives the rows of a source, with state_dict() and load_state_dict()."""
+    """An iterable of a source's rows, with state_dict() and load_state_dict()."""
     named, _, last = path.rpartition("@")
     if named and "/" not in last and not Path(path).expanduser().exists():
         path, split = named, last
@@ -113,8 +114,8 @@ def open_stream(path: str, split: str) -> Any:
 
 
 class StreamedTasks:
-    """The training tasks of a stream, in the place of a TaskSource. At most KEPT_BLOCKS blocks of
-    rows are in memory. At the end of the rows the next epoch begins, in another order."""
+    """Training tasks of a stream, with the interface of TaskSource. At most KEPT_BLOCKS blocks of
+    rows are in memory. After the last row the next epoch begins, in another order."""
 
     def __init__(
         self, stream: Any, name: str, config: Config, env_name: str, env: Env | None, is_pairs: bool
@@ -123,9 +124,9 @@ class StreamedTasks:
         self.env, self.env_name, self.is_pairs = env, env_name, is_pairs
         self.columns = required_columns(env) if env else set()
         self.size = config.data.shuffle_buffer
-        self.num_rows = 0  # 0: the end was not reached yet
+        self.num_rows = 0  # 0 until the end is reached.
         self.blocks: dict[int, list[Row]] = {}
-        # Number of a block -> where the stream stands before it.
+        # Number of a block -> state of the stream before it.
         self.states: dict[int, Any] = {0: stream.state_dict()}
         self.next_block, self.iterator = 0, iter(stream)
         first = self.block(0)[:CHECKED_ROWS]
@@ -135,7 +136,7 @@ class StreamedTasks:
             check_columns(env, first, [(name, len(first))])
         else:
             check_rows(config, first, name, True)
-        # What start-up looks at.
+        # The rows that start-up checks.
         head = TaskSource(
             first,
             env=env_name,
@@ -148,33 +149,33 @@ class StreamedTasks:
         self.sources = [head]
 
     def __len__(self) -> int:
-        """Of the rows that start-up looks at: nobody knows the number of all."""
+        """Number of rows that start-up checks; the number of all rows is unknown."""
         return len(self.sources[0])
 
     def task(self, position: int) -> Task:
         """The task at a position, the number of tasks drawn since the run began. Raises ValueError,
         with its number, for a row that is cut short or lacks a column."""
-        epoch, offset = self.place(position)
+        epoch, offset = self.locate(position)
         number = offset // self.size
         rows = self.block(number)
-        if self.place(position) != (epoch, offset):  # this was the end of the first epoch
+        if self.locate(position) != (epoch, offset):  # The read reached the end of the first epoch.
             return self.task(position)
         at = offset - number * self.size
         if self.config.data.shuffle:
             seed = counter_seed(self.config.seed, "stream", epoch, number)
             at = int(np.random.RandomState(seed).permutation(len(rows))[at])
         index = number * self.size + at
-        place = f"row {index + 1} of {self.name}"
+        location = f"row {index + 1} of {self.name}"
         for column in sorted(self.columns - rows[at].keys()):
-            raise ValueError(f"{place}: no column {column!r}; {nearest(column, rows[at])}")
-        return make_task(rows[at], index, self.env_name, "train", self.is_pairs, place)
+            raise ValueError(f"{location}: no column {column!r}; {nearest(column, rows[at])}")
+        return make_task(rows[at], index, self.env_name, "train", self.is_pairs, location)
 
-    def place(self, position: int) -> tuple[int, int]:
-        """(epoch, row in it)."""
+    def locate(self, position: int) -> tuple[int, int]:
+        """(epoch, row in the epoch) of a position."""
         return divmod(position, self.num_rows) if self.num_rows else (0, position)
 
     def block(self, number: int) -> list[Row]:
-        """Its rows, in the order of the files; none past the end."""
+        """Rows of a block, in the order of the files; empty past the end."""
         if number not in self.blocks:
             self.go_to(number)
             while self.next_block <= number and not self.is_past_end():
@@ -182,7 +183,7 @@ class StreamedTasks:
         return self.blocks.get(number, [])
 
     def go_to(self, number: int) -> None:
-        """Begins again before a block that was read already, or nearer to one that was not."""
+        """Rewinds to before a block, or skips to the nearest saved state before it."""
         start = max(block for block in self.states if block <= number)
         if number < self.next_block or start > self.next_block:
             self.stream.load_state_dict(self.states[start])
@@ -222,22 +223,22 @@ class StreamedTasks:
         if rows:
             self.blocks[number] = rows
         self.next_block += 1
-        # Moved to the end: the newest are kept, not those of the latest rows of an epoch before.
+        # Popped first, so that the dictionary's order is the order of reading.
         self.states.pop(self.next_block, None)
         self.states[self.next_block] = self.stream.state_dict()
         if len(self.states) > KEPT_STATES:
             del self.states[next(block for block in self.states if block)]
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stood before its last blocks. None of it is needed to go on: it saves
-        reading the rows before."""
+        """States of the stream before its last blocks, with which a resumed run skips earlier
+        rows."""
         states = {str(number): state for number, state in self.states.items()}
         return {"num_rows": self.num_rows, "size": self.size, "states": states}
 
     def load(self, state: dict[str, Any]) -> None:
         if state.get("size") == self.size:
             self.num_rows = state["num_rows"]
-            self.states |= {int(number): place for number, place in state["states"].items()}
+            self.states |= {int(number): saved for number, saved in state["states"].items()}
 
 
 def required_columns(env: Env) -> set[str]:
@@ -253,6 +254,6 @@ def required_columns(env: Env) -> set[str]:
 def streamed_tasks(
     config: Config, env: Env | None, env_name: str, path: str | None, is_pairs: bool
 ) -> StreamedTasks:
-    """Raises ValueError for flags that need all rows."""
+    """Opens the stream of training tasks. Raises ValueError for flags that need all rows."""
     refuse(OF_STREAMS, c=config, path=path, env=env)
     return StreamedTasks(open_stream(path, "train"), path, config, env_name, env, is_pairs)

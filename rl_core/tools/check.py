@@ -34,30 +34,30 @@ if TYPE_CHECKING:
     from rl_core.sampling.hooks import Hook
     from rl_core.types import Task, Trajectory
 
-# Columns that may hold a right reply.
+# Columns that may hold a correct reply.
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")
 PLAIN = "I do not know."
-NORMAL = ("right", "plain")  # kinds of replies whose episodes must not fail
-NUM_TASKS = 8  # that are tried, unless --num_tasks says
-MAX_LINES = 40  # of an episode's text
-UNLIMITED = 1 << 20  # tokens of a turn that is not to be cut off
+NORMAL = ("right", "plain")  # Kinds of replies whose episodes must not fail.
+NUM_TASKS = 8  # Default of --num_tasks.
+MAX_LINES = 40  # Lines of an episode's text.
+UNLIMITED = 1 << 20  # Tokens of a turn that must not be cut off.
 
 
 def main(argv: list[str]) -> int:
-    """Prints the report on each environment. 0 if all load and every normal episode is scored, else
-    1. Raises ValueError for what keeps one from being tried."""
+    """Prints a report on each environment. Returns 0 if every normal episode is scored, else 1.
+    Raises ValueError for an environment that cannot be tried."""
     options = parse(argv)
-    # Standard output gets the JSON alone, and nothing that hooks print.
+    # Standard output gets only the JSON, not the prints of hooks.
     with redirect_stdout(io.StringIO()) if options.json else nullcontext():
-        found = [check(path, options) for path in options.env]
+        reports = [check(path, options) for path in options.env]
     if options.json:
-        is_one = options.oracle and len(found) == 1
-        print(json.dumps(found[0] if is_one else found, indent=2))
-    return 1 if any(report["failed"] for report in found) else 0
+        is_one = options.oracle and len(reports) == 1
+        print(json.dumps(reports[0] if is_one else reports, indent=2))
+    return 1 if any(report["failed"] for report in reports) else 0
 
 
 def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Prints the report on one environment, and gives it as data."""
+    """Prints the report on one environment and returns it as data."""
     from rl_core.data.chat import load_chat
     from rl_core.data.tool_calls import ToolCalls
     from rl_core.engines.scripted import plain_chat
@@ -85,8 +85,8 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     else:
         chat = plain_chat(ToolCalls)
     playing = play_all(env, chat, tasks, names, options.reply)
-    found = run_hooks(playing, options.hook_timeout_s)
-    shown = next(iter(found.values()))
+    played = run_hooks(playing, options.hook_timeout_s)
+    shown = next(iter(played.values()))
     tokens = describe_tokens(
         chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]
     )
@@ -95,22 +95,22 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     teacher = describe_tokens(chat, taught)
     if teacher:
         say("teacher, which reads the same reply", teacher)
-    outcomes = outcomes_of(found)
+    outcomes = outcomes_of(played)
     say("episodes", describe_episodes(outcomes))
-    say("truncated", describe_truncated(env, found["cut"][0]))
-    normal = [episode for kind in NORMAL for episode in by_episode(found.get(kind, ()))]
+    say("truncated", describe_truncated(env, played["cut"][0]))
+    normal = [episode for kind in NORMAL for episode in by_episode(played.get(kind, ()))]
     failed = sum(episode[0].status == "failed" for episode in normal)
-    said = [
+    summary = [
         f"{failed} of {len(normal)} normal episodes failed"
         if failed
         else "every normal episode was scored"
     ]
-    if "right" not in found:
-        said.append(
+    if "right" not in played:
+        summary.append(
             "no right reply was tried, as no hook reads a column such as answer: give one by "
             "--reply TEXT"
         )
-    say("result", said)
+    say("result", summary)
     report = {"environment": path, "hooks": [describe_hook(hook) for hook in env.hooks.values()]}
     report |= {
         "columns": [*tasks[0].row],
@@ -279,16 +279,16 @@ async def play_all(
     plays = [
         (k, task, rendered(kinds[k], task), UNLIMITED) for k in NORMAL if kinds[k] for task in tasks
     ]
-    said = rendered(templates or [PLAIN], tasks[0])
-    half = len(chat.encode(chat.marked(said[0]), continues=True)) // 2
-    plays += [("empty", tasks[0], [""], UNLIMITED), ("cut", tasks[0], said, max(1, half))]
+    texts = rendered(templates or [PLAIN], tasks[0])
+    half = len(chat.encode(chat.marked(texts[0]), continues=True)) // 2
+    plays += [("empty", tasks[0], [""], UNLIMITED), ("cut", tasks[0], texts, max(1, half))]
     played = await asyncio.gather(
         *(play(env, chat, task, names, texts, limit) for _, task, texts, limit in plays)
     )
-    found = {}
+    by_kind = {}
     for (kind, *_), trajectories in zip(plays, played, strict=True):
-        found.setdefault(kind, []).extend(trajectories)
-    return found
+        by_kind.setdefault(kind, []).extend(trajectories)
+    return by_kind
 
 
 def rendered(templates: list[str], task: Task) -> list[str]:
@@ -351,54 +351,54 @@ def describe_tokens(chat: Chat, trajectories: list[Trajectory]) -> list[str]:
 
 
 def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[bool]) -> list[str]:
-    """Lines of text, trained ones with `>` before them; a line ends where the mask changes, too."""
+    """Lines of text; trained ones begin with `>`. A line also ends where the mask changes."""
     lines, start = [], 0
     for end in range(1, len(token_ids) + 1):
         if end == len(token_ids) or loss_mask[end] != loss_mask[start]:
             text = chat.tokenizer.decode(token_ids[start:end], clean_up_tokenization_spaces=False)
             sign = ">" if loss_mask[start] else "|"
-            lines += [f"{sign} {short(part)}" for part in text.rstrip("\n").split("\n")]
+            lines += [f"{sign} {short(line)}" for line in text.rstrip("\n").split("\n")]
             start = end
     if (left_out := len(lines) - MAX_LINES) > 0:
         lines[MAX_LINES // 2 : -MAX_LINES // 2] = [f"... {left_out} lines"]
     return lines
 
 
-def outcomes_of(found: dict[str, list[Trajectory]]) -> list[dict[str, Any]]:
-    """Means over the episodes of each kind of reply, actor, status and error, of which the first is
-    told."""
+def outcomes_of(played: dict[str, list[Trajectory]]) -> list[dict[str, Any]]:
+    """Means over the episodes of each (kind of reply, actor, status, error), with the first
+    error."""
     groups: dict[tuple, list[Trajectory]] = defaultdict(list)
-    for kind, trajectories in found.items():
+    for kind, trajectories in played.items():
         for t in trajectories:
             groups[kind, t.actor, t.status, t.error.replace(t.task_id, "")].append(t)
     outcomes = []
-    for (kind, actor, status, _), own in groups.items():
-        num_episodes = len(by_episode(own))
+    for (kind, actor, status, _), group in groups.items():
+        num_episodes = len(by_episode(group))
         outcome = {
             "reply": kind,
             "actor": actor,
             "status": status,
-            "error": in_own_flags(own[0].error),
+            "error": in_own_flags(group[0].error),
         }
         outcome["episodes"] = num_episodes
         if status != "failed":
-            outcome["turns"] = fmean(episode_means(own, lambda t: len(t.turns)))
-            outcome["reward"] = fmean(episode_rewards(own))
-            names = dict.fromkeys(name for t in own for name in t.reward_parts)
-            outcome["parts"] = {name: fmean(part_means(own, name)) for name in names}
+            outcome["turns"] = fmean(episode_means(group, lambda t: len(t.turns)))
+            outcome["reward"] = fmean(episode_rewards(group))
+            names = dict.fromkeys(name for t in group for name in t.reward_parts)
+            outcome["parts"] = {name: fmean(part_means(group, name)) for name in names}
         outcomes.append(outcome)
     return outcomes
 
 
 def in_own_flags(error: str) -> str:
-    """An error that names flags of a run, with those that `rl-core check` takes."""
+    """An error with the flags of a run replaced by those of `rl-core check`."""
     error = error.replace("--rollout.hook_timeout_s", "--hook_timeout_s")
     return re.sub(r"--actors\..*?\.model PATH adds", "--actors adds", error)
 
 
-def part_means(trajectories: list[Trajectory], part: str) -> list[float]:
-    """[episodes] the mean of one part of the reward, 0 where a conversation lacks it."""
-    return episode_means(trajectories, lambda t: t.reward_parts.get(part, 0.0))
+def part_means(trajectories: list[Trajectory], name: str) -> list[float]:
+    """[episodes] mean of the reward's part `name`, 0 where a conversation lacks it."""
+    return episode_means(trajectories, lambda t: t.reward_parts.get(name, 0.0))
 
 
 def describe_episodes(outcomes: list[dict[str, Any]]) -> list[str]:
@@ -419,11 +419,11 @@ def describe_episodes(outcomes: list[dict[str, Any]]) -> list[str]:
 
 
 def describe_truncated(env: Env, cut: Trajectory) -> list[str]:
-    """What hooks see of an episode whose turn was cut off."""
+    """Lines on what hooks receive after a turn that was cut off."""
     if "rollout" in env.hooks:
         lines = [
             "a reply that is cut off, as by --max_tokens, has truncated = True; rollout(), or the "
-            "agent, goes on"
+            "agent, continues"
         ]
     else:
         lines = [
@@ -437,11 +437,11 @@ def describe_truncated(env: Env, cut: Trajectory) -> list[str]:
             "called"
         )
     elif env.rewards:
-        said = [
+        replies = [
             message.get("content") for message in cut.messages if message["role"] == "assistant"
         ]
-        shown = short(repr(said[-1])) if said else "nothing"
-        lines.append(f"rewards are of what was said by then: {shown}")
+        shown = short(repr(replies[-1])) if replies else "nothing"
+        lines.append(f"rewards score the text up to the cut: {shown}")
     return lines
 
 

@@ -1,7 +1,7 @@
-"""The command rl-core. `python -m rl_core.tools.cli` is the same.
+"""The command rl-core, also `python -m rl_core.tools.cli`.
 
-Each command is tools/COMMAND.py, imported when it is asked for: --help and an unknown command
-answer at once.
+Each command is tools/COMMAND.py, imported on use, so that --help and an unknown command answer at
+once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ COMMANDS = {
         "flags go to the run"
     ),
     "check": (
-        "try environments out without a model: what they read, what is trained, what replies earn, "
-        "how they fail"
+        "try environments without a model: columns that hooks read, trained tokens, rewards of "
+        "replies, failures"
     ),
-    "envs": "list the environments of envs/: what each is and needs, and how it is run",
+    "envs": "list the environments of envs/ with their needs and the command for each",
     "datasets": "list data sets of the hub that are used most, each with the command for it",
     "tokens": "print each row with the trained text between « and », and values mapped or refused",
     "plan": (
@@ -37,43 +37,41 @@ COMMANDS = {
         "score models (folders, hub names, OpenAI endpoints) in environments: greedy, avg@k, "
         "pass@k, side by side"
     ),
-    "collect": "sample episodes that SFT reads, above a reward if wanted; goes on where it stopped",
+    "collect": "sample episodes for SFT, optionally above a reward; resumes where it stopped",
     "show": "print conversations of a run with reward, status and reason",
     "plot": "draw a run's curves as a PNG",
     "serve": "host environments over gRPC, for runs on other machines",
     "service": "list workers and sessions of such a service, end sessions, drain a worker",
     "replay": (
         "learn a recorded step again without engines, also with another algorithm; compare with "
-        "what was recorded"
+        "the recorded metrics"
     ),
     "view": (
         "show curves, conversations and tokens of runs in a browser; live runs update; --report "
         "writes one file"
     ),
-    "sandbox": (
-        "run a program as environments run what models write; say how this machine closes it in"
-    ),
+    "sandbox": ("run a program in the sandbox of environments; print this machine's isolation"),
     "info": (
-        "print versions, devices, extras, algorithms and environments; what a metric is: info "
+        "print versions, devices, extras, algorithms and environments; explain a metric: info "
         "metrics NAME"
     ),
 }
 
 
 class UsageError(Exception):
-    """The command line itself is wrong."""
+    """An error in the command line."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status of a command: 0, 1 for a user's mistake, 2 for a wrong command line, 130 for
-    Ctrl-C."""
+    """Runs the command line. Returns its exit status: 0, 1 for a user's mistake, 2 for a wrong
+    command line, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     command, *rest = argv or [""]
     try:
         try:
             return answer(command, rest)
         finally:
-            sys.stdout.flush()  # an error of it comes here, not when Python ends
+            sys.stdout.flush()  # Raises here rather than at Python's exit.
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `rl-core show runs/x | head`
@@ -91,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def answer(command: str, rest: list[str]) -> int:
-    """The exit status of a command that ends by itself. Raises UsageError for an unknown one."""
+    """Runs a command and returns its exit status. Raises UsageError for an unknown command."""
     if command in ("--help", "-h", ""):
         print(usage())
         return 0 if command else 2
@@ -106,13 +104,13 @@ def answer(command: str, rest: list[str]) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:<8} {what}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<8} {help_text}" for name, help_text in COMMANDS.items()]
     ends = ["rl-core COMMAND --help shows a command's flags; rl-core --version the version."]
     return "\n".join(["usage: rl-core COMMAND [flags]", "", *lines, "", *ends])
 
 
 def command() -> NoReturn:
-    """The process of a shell's `rl-core`."""
+    """The entry point of the shell's `rl-core`."""
     status = main()
     if "torch" in sys.modules:
         from rl_core.sampling.watchdog import exit_process

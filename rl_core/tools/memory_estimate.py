@@ -139,7 +139,7 @@ def facts(plan: Plan) -> dict[str, Any]:
 
     config, mesh = plan.config, plan.mesh
     meshes, num_ranks = {}, mesh.size + config.rollout_ranks
-    for group in plan.places[1:]:
+    for group in plan.rank_groups[1:]:
         meshes |= dict.fromkeys(group.actors, group.mesh)
         num_ranks += len(group.ranks)
     actors = {}

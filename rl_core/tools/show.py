@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_core.errors import printable
 
-MOST_STEPS = 10  # that an error lists one by one
+MOST_STEPS = 10  # Most steps that an error lists one by one.
 COLOURS = {"reward": 1, "system": 35, "user": 36, "tool": 33, "assistant": 32, "failed": 31}  # ANSI
 
 
@@ -121,19 +121,19 @@ def reasons(options: argparse.Namespace) -> str:
                 reason = failure_reason(e.error, e.task)
                 first = firsts.setdefault(without_values(reason), reason)
                 failed.setdefault(first, {})[episode] = e.step
-    num_failed = len({episode for found in failed.values() for episode in found})
+    num_failed = len({episode for steps_of in failed.values() for episode in steps_of})
     lines = [f"{num_failed} of {len(episodes)} episodes failed"]
     if failed:
         lines.append(f"{'failed':>8}  {'steps':<12} reason")
-    for reason, found in sorted(failed.items(), key=lambda pair: -len(pair[1])):
-        first, last = min(found.values()), max(found.values())
+    for reason, steps_of in sorted(failed.items(), key=lambda pair: -len(pair[1])):
+        first, last = min(steps_of.values()), max(steps_of.values())
         steps = str(first) if first == last else f"{first} to {last}"
-        lines.append(f"{len(found):>8}  {steps:<12} {printable(reason)}")
+        lines.append(f"{len(steps_of):>8}  {steps:<12} {printable(reason)}")
     return "\n".join(lines)
 
 
 def without_values(reason: str) -> str:
-    """A reason without the texts in quotes and the numbers in the exception's message."""
+    """The reason with quoted texts and numbers of the exception's message replaced by `...`."""
     head, name, message = re.split(r"(\w+(?:Error|Exception): |\Z)", reason, maxsplit=1)
     return head + name + re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "...", message)
 
@@ -147,14 +147,14 @@ def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The episodes that the flags ask for, in their order."""
-    found = [row for row in rows if options.actor in (None, row["actor"])]
-    if options.failed and found:
-        return [row for row in found if row["status"] == "failed"][: options.num]
+    """Episodes that the flags select, in the flags' order."""
+    selected = [row for row in rows if options.actor in (None, row["actor"])]
+    if options.failed and selected:
+        return [row for row in selected if row["status"] == "failed"][: options.num]
     if options.worst or options.best:
-        scored = (row for row in found if row["reward"] is not None)
-        found = sorted(scored, key=lambda row: row["reward"], reverse=options.best)
-    if not found:
+        scored = (row for row in selected if row["reward"] is not None)
+        selected = sorted(scored, key=lambda row: row["reward"], reverse=options.best)
+    if not selected:
         actor = f"{options.actor}'s " if options.actor else ""
         step = (
             "the newest step; --step N shows another"
@@ -162,7 +162,7 @@ def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[
             else f"step {options.step}"
         )
         raise ValueError(f"{options.run}: none among {actor}episodes of {step}")
-    return found[: options.num]
+    return selected[: options.num]
 
 
 def described(row: dict[str, Any]) -> str:
@@ -186,13 +186,13 @@ def described(row: dict[str, Any]) -> str:
             coloured(f"[{printable(message['role'])}]", message["role"]),
             *wrapped(content_of(message)),
         ]
-    if row.get("log"):  # Runs of older versions have none.
+    if row.get("log"):  # Absent in runs of older versions.
         lines += [coloured("[log]", "log"), *wrapped(row["log"])]
     return "\n".join([*lines, ""])
 
 
 def content_of(message: dict[str, Any]) -> str:
-    """Its text; whatever else it holds as JSON."""
+    """A message's text, then its other fields as JSON."""
     content, rest = (
         message.get("content") or "",
         {k: v for k, v in message.items() if k not in ("role", "content")},
@@ -205,7 +205,7 @@ def wrapped(text: str) -> list[str]:
     width = min(shutil.get_terminal_size().columns, 120) - 2
     safe = printable(text, also="\n").split("\n")
     lines = (textwrap.wrap(line, width, drop_whitespace=False) or [""] for line in safe)
-    return [f"  {part}".rstrip() for line in lines for part in line]
+    return [f"  {row}".rstrip() for line in lines for row in line]
 
 
 def coloured(text: str, kind: str) -> str:

@@ -260,7 +260,7 @@ def test_errors_that_are_quoted_are_those_of_the_code():
     for text in quoted:
         if text in (
             "CUDA out of memory",
-            "No space left on device; make room there, and go on with --resume",
+            "No space left on device; make room there, and continue with --resume",
         ):
             text = text.partition("; ")[2]  # The rest is torch's, and the system's.
         for piece in re.split(r"\.\.\.(?:=\.\.\.)?|; did you mean", text):

@@ -153,7 +153,7 @@ def test_a_judge_scores_from_0_to_1(reply, score):
 def test_a_score_that_cannot_be_read_is_an_error_and_not_0(reply):
     with pytest.raises(
         ValueError,
-        match=r"judge, who judges, said '.*'; it must end with a score such as \[\[7\]\]",
+        match=r"the judge judge replied '.*'; the reply must end with a score such as \[\[7\]\]",
     ):
         judged(rewards.judge, reply, "q", "a", "r")
 

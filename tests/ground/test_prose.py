@@ -34,24 +34,13 @@ WORDS = re.compile(
     r"whole cop(y|ies)|in the place of)\b"
 )
 NAMES = {"own", "how", "given", "found", "told", "said", "part", "place"}
-NAMES |= {"what", "whole", "beside", "taken", "seat"}
+NAMES |= {"what", "whole", "beside", "taken"}  # `seat` is a field of files and of the API.
 
 # Findings of each folder or page. Lower a number as soon as its folder has fewer.
 BUDGET = {
     "envs": 13,
     "rl_core": 23,
     "rl_core/config": 12,
-    "rl_core/data": 28,
-    "rl_core/engines": 2,
-    "rl_core/environments": 116,
-    "rl_core/models": 1,
-    "rl_core/plan": 5,
-    "rl_core/rewards": 18,
-    "rl_core/run": 6,
-    "rl_core/sampling": 2,
-    "rl_core/tasks": 18,
-    "rl_core/tools": 28,
-    "rl_core/view": 1,
     "scripts": 218,
     "tests": 3,
     "tests/agents": 3,

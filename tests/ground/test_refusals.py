@@ -394,7 +394,7 @@ FLAGS = [
     ),
     (MODEL, "--learner.microbatch_tokens 50", "must hold a whole episode (or pair) of 768 tokens"),
     (MODEL, "--algorithm rm --learner.microbatch_tokens 1000", "of 1536 tokens"),
-    (MODEL, "--learner.kernels compile --tp 2", "has no --tp"),
+    (MODEL, "--learner.kernels compile --tp 2", "cannot be combined with --tp"),
     (MODEL, "--engine sglan", "--engine=sglan is unknown; did you mean 'sglang'?"),
     (MODEL, "--optim.name sdg", "--optim.name=sdg is unknown; did you mean 'sgd'?"),
     (MODEL, "--engine_tp 2 --engine embedded", "--engine_tp=2 needs --engine sglang"),

@@ -48,10 +48,10 @@ def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
     with open(out / ".lock", "a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert main([*flags, "--out", str(out), "--resume"]) == 1
-    assert f"error: --out {out} belongs to a run that is going on" in capsys.readouterr().err
+    assert f"error: --out {out} is used by another run" in capsys.readouterr().err
     assert not (out / "config.yaml").exists()
     ours = (
-        rf"belongs to a run that is going on \(process {os.getpid()} on "
+        rf"is used by another run \(process {os.getpid()} on "
         rf"{re.escape(socket.gethostname())}\); wait"
     )
     with locked(out), pytest.raises(ValueError, match=ours), locked(out):

@@ -98,7 +98,7 @@ def test_check_says_what_hooks_see_of_an_episode_that_is_cut_off(check):
     env = "def load_tasks(split): return [{'prompt': 'a', 'answer': 'abcdef'}]\n"
     env += "def interact(messages): return None\ndef reward_fn(answer): return 1\n"
     for more, last in (
-        ("", "rewards are of what was said by then: 'abc'"),
+        ("", "rewards score the text up to the cut: 'abc'"),
         (
             "truncated_reward = -1",
             "truncated_reward = -1 is the reward, other rewards are not called",
@@ -116,7 +116,7 @@ def test_check_tells_no_prompt_as_what_a_cut_off_actor_said(check):
     env = "def load_tasks(split): return [{'prompt': 'a', 'answer': 'abcdef'}]\n"
     env += "def start(task): raise RuntimeError('down')\ndef reward_fn(answer): return 1\n"
     _, report, _ = check(env)
-    assert report["truncated"][-1] == "rewards are of what was said by then: nothing"
+    assert report["truncated"][-1] == "rewards score the text up to the cut: nothing"
 
 
 def test_check_of_math_answers(check, tmp_path):

@@ -286,7 +286,7 @@ def test_ranks_of_torchrun_run_by_the_command_pass_their_status_on(places, tmp_p
     output = "".join(process.communicate(timeout=120))
     assert process.returncode == 1, output
     [error] = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert error.endswith("exists already; go on with it by --resume, or name another folder")
+    assert error.endswith("exists already; continue it with --resume, or name another folder")
 
 
 def test_the_status_of_ranks_that_fail_is_the_commands(places, tmp_path):

@@ -1,5 +1,5 @@
-"""An agent's command in a box of its own: it sees the files that it was given, and reaches the
-run's endpoint and nothing else."""
+"""Runs an agent's command in a separate box, which holds the declared files and reaches only the
+run's endpoint."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from rl_core.scratch import scratch_prefix
 
 # Paths inside a box.
 WORKSPACE = "/app"
-PROGRAMS = "/agent"  # files that lie beside the environment's file
+PROGRAMS = "/agent"  # Files next to the environment's file.
 NO_DEADLINE_S = 1e6  # The episode has one.
 
 
 @dataclass(kw_only=True)
 class CommandBox:
-    """What an environment's file says by `box`."""
+    """The setting `box` of an environment's file."""
 
     driver: str = ""
     image: str = ""
     network: bool = False
     limits: boxes.Limits = field(default_factory=boxes.Limits)
-    hides: Sequence[str] = ()  # columns that task.json leaves out
-    shown: dict[str, Path] = field(default_factory=dict)  # path below PROGRAMS -> of the host
+    hides: Sequence[str] = ()  # Columns that task.json leaves out.
+    shown: dict[str, Path] = field(default_factory=dict)  # Path below PROGRAMS -> host path.
 
     @cached_property
     def programs(self) -> tempfile.TemporaryDirectory:
-        """Copies of the files that are shown. They can be read whatever user a box has."""
+        """Copies of the shown files, readable by every user."""
         made = tempfile.TemporaryDirectory(prefix=scratch_prefix("programs"))
         folder = Path(made.name, "shown")
         folder.mkdir(mode=0o755)
         for name, path in self.shown.items():
             inside = folder / name
             if path.is_dir():
-                inside.mkdir(parents=True, exist_ok=True)  # where the folder is mounted
+                inside.mkdir(parents=True, exist_ok=True)  # The folder's mount point.
             else:
                 inside.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, inside)
@@ -54,7 +54,7 @@ class CommandBox:
         return made
 
     async def open(self, row: Mapping[str, Any], llm: Endpoint) -> boxes.Box:
-        """A box for one episode. The row's `image` wins."""
+        """Opens a box for one episode. The row's `image` takes precedence."""
         binds = await llm.binds() | {PROGRAMS: f"{self.programs.name}/shown"}
         for name, path in self.shown.items():
             if path.is_dir():
@@ -69,14 +69,14 @@ class CommandBox:
         )
 
     def placed(self, command: Sequence[str], path: str) -> list[str]:
-        """The command with the paths inside of the files that it names."""
+        """The command, with the names of shown files replaced by their paths in the box."""
         named = files_named(command, path)
-        return [f"{PROGRAMS}/{part}" if part in named else part for part in command]
+        return [f"{PROGRAMS}/{word}" if word in named else word for word in command]
 
     async def run(
         self, box: boxes.Box, command: Sequence[str], row: Mapping[str, Any], llm: Endpoint
     ) -> CommandResult:
-        """How the command ended. What it wrote stays in the box; no process of it does."""
+        """Runs the command and returns its result. Its files stay in the box; its processes end."""
         file = f"{WORKSPACE}/{TASK_FILE}"
         shown = {name: value for name, value in row.items() if name not in self.hides}
         await box.put(file, json.dumps(shown, default=str))
@@ -94,16 +94,16 @@ async def run_boxed(
     workspace: str = "",
     timeout_s: float = NO_DEADLINE_S,
 ) -> CommandResult:
-    """Runs a command in a box that was opened with llm.binds(): it finds the endpoint by its
-    variables. Then every process in the box is killed."""
-    of_endpoint = {}
+    """Runs a command in a box that was opened with llm.binds(), then kills every process in the
+    box. Environment variables give the command the endpoint's address."""
+    endpoint_environ = {}
     for name, value in llm.environ.items():
-        of_endpoint[name] = value.replace(llm.address, forward.ADDRESS)
+        endpoint_environ[name] = value.replace(llm.address, forward.ADDRESS)
     forwarder = ["python3", f"{BOX_FOLDER}/{FORWARDER}", f"{BOX_FOLDER}/{SOCKET}"]
     done = await box.exec(
         [*forwarder, *command],
         timeout_s=timeout_s,
-        environ=dict(environ or {}) | of_endpoint,
+        environ=dict(environ or {}) | endpoint_environ,
         cwd=workspace,
     )
     await box.end_processes()
@@ -113,21 +113,21 @@ async def run_boxed(
 
 
 def make_box(value: Any, path: str, command: Sequence[str]) -> CommandBox:
-    """Of the setting `box` of the environment's file at `path`. Files that the command names are
-    shown to it. Raises ValueError."""
-    given = {} if value is True else dict(value)
+    """Reads the setting `box` of the environment's file at `path`. The box shows the files that
+    the command names. Raises ValueError for a wrong setting."""
+    settings = {} if value is True else dict(value)
     of_limits = [each.name for each in fields(boxes.Limits)]
     known = ("driver", "image", "network", "files", "hides", *of_limits)
-    for name in given:
+    for name in settings:
         if name not in known:
             raise ValueError(f"{path}: box: {name!r} is unknown; {nearest(str(name), known)}")
-    limits = boxes.Limits(**{name: given.pop(name) for name in of_limits if name in given})
+    limits = boxes.Limits(**{name: settings.pop(name) for name in of_limits if name in settings})
     shown = {}
-    beside = folder_of(path)
-    for name in (*given.pop("files", ()), *files_named(command, path)):
+    env_folder = folder_of(path)
+    for name in (*settings.pop("files", ()), *files_named(command, path)):
         if os.path.isabs(name) or ".." in Path(name).parts:
-            raise ValueError(f"{path}: box: files: {name!r} must lie beside this file, or below")
-        if not (beside / name).exists():
-            raise ValueError(f"{path}: box: files: there is no {beside / name}")
-        shown[name] = beside / name
-    return CommandBox(limits=limits, shown=shown, **given)
+            raise ValueError(f"{path}: box: files: {name!r} must lie next to this file, or below")
+        if not (env_folder / name).exists():
+            raise ValueError(f"{path}: box: files: there is no {env_folder / name}")
+        shown[name] = env_folder / name
+    return CommandBox(limits=limits, shown=shown, **settings)

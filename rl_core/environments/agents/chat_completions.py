@@ -69,14 +69,14 @@ def read(body: dict[str, Any]) -> Request:
 
 
 def read_tools(tools: list[Any]) -> list[dict[str, Any]] | None:
-    found = []
+    functions = []
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict):
             raise Refusal(f"tools: {str(tool)[:80]} must be a function with a name")
         fields = (function.get(key) for key in ("name", "description", "parameters"))
-        found.append(read_tool(*fields))
-    return found or None
+        functions.append(read_tool(*fields))
+    return functions or None
 
 
 def read_message(message: Any) -> Message:
@@ -88,7 +88,7 @@ def read_message(message: Any) -> Message:
     for name, fix in REFUSED_OF_MESSAGES.items():
         if message.get(name):
             raise Refusal(f"messages: {name} of a message is not supported; {fix}")
-    found: Message = {"role": role, "content": text_of_parts(message.get("content"), role)}
+    converted: Message = {"role": role, "content": text_of_parts(message.get("content"), role)}
     asked = wanted(message, "tool_calls", list, [])
     if asked:
         calls = []
@@ -98,11 +98,11 @@ def read_message(message: Any) -> Message:
             except (TypeError, KeyError):
                 raise Refusal(f"tool_calls: {str(call)[:80]} is no call of a function") from None
             calls.append(called(call.get("id", ""), name, read_arguments(arguments)))
-        found["tool_calls"] = calls
+        converted["tool_calls"] = calls
     for key in ("tool_call_id", "name"):
         if isinstance(message.get(key), str) and role == "tool":
-            found[key] = message[key]
-    return found
+            converted[key] = message[key]
+    return converted
 
 
 def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:

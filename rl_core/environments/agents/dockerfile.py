@@ -1,4 +1,4 @@
-"""A task's Dockerfile: built into an image, or carried out in a box that has no image."""
+"""Builds a task's Dockerfile into an image, or carries it out in a box without an image."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rl_core.sandbox.box_settings import Box, Limits
 from rl_core.sandbox.engines import ENGINE_S
 from rl_core.sandbox.roots import lock_within
 
-# These say how a container is described, started or looked after, which a box is not.
+# These describe, start or supervise a container, which a box does not need.
 IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "USER")
 IGNORED += ("SHELL", "VOLUME", "MAINTAINER")
 CARRIED_OUT = ("ARG", "ENV", "WORKDIR", "COPY", "ADD", "RUN")
 NEEDS_IMAGE = "build the image by HARBOR_DRIVER=docker or podman"
-MAX_TOLD = 500  # characters of what a failed RUN wrote
+MAX_OUTPUT = 500  # Characters of a failed RUN's output.
 HEREDOC = re.compile(r"""<<-?\s*(['"]?)([A-Za-z_]\w*)\1""")
 STAGES = "/run/stages"  # A build sees copies for COPY --from here.
 UV_IMAGE = "ghcr.io/astral-sh/uv"
@@ -40,17 +40,17 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 @dataclass(kw_only=True, slots=True)
 class Instruction:
-    name: str  # in capitals
-    text: str  # behind the name, its lines joined
-    place: str  # file:line
-    documents: list[str] = field(default_factory=list)  # here-documents, with their ends
+    name: str  # Upper case.
+    text: str  # Text after the name, with continued lines joined.
+    location: str  # file:line
+    documents: list[str] = field(default_factory=list)  # Here-documents with their end markers.
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.name} {self.text[:MAX_TOLD]}"
+        return f"{self.location}: {self.name} {self.text[:MAX_OUTPUT]}"
 
     @property
     def words(self) -> list[str]:
-        """The text's words without its flags."""
+        """Words of the text, without flags."""
         words = shlex.split(HEREDOC.sub("", self.text))
         if self.text.startswith("["):
             words = json.loads(self.text)
@@ -62,12 +62,12 @@ class Instruction:
 
 
 def read_instructions(path: Path) -> list[Instruction]:
-    """Instructions of a Dockerfile. Raises ValueError for those that a box cannot carry out."""
+    """Instructions of a Dockerfile. Raises ValueError for one that a box cannot carry out."""
     instructions = []
     for number, line, documents in joined_lines(path.read_text(encoding="utf-8")):
         name, _, text = line.partition(" ")
         instruction = Instruction(
-            name=name.upper(), text=text.strip(), place=f"{path}:{number}", documents=documents
+            name=name.upper(), text=text.strip(), location=f"{path}:{number}", documents=documents
         )
         check_instruction(instruction)
         instructions.append(instruction)
@@ -75,7 +75,7 @@ def read_instructions(path: Path) -> list[Instruction]:
 
 
 def joined_lines(text: str) -> Iterator[tuple[int, str, list[str]]]:
-    """(number of its first line, text, here-documents) of each instruction, without comments."""
+    """(first line's number, text, here-documents) of each instruction, without comments."""
     begun, first = "", 0
     lines = enumerate(text.splitlines(), 1)
     for number, raw in lines:
@@ -105,10 +105,12 @@ def read_document(lines: Iterator[tuple[int, str]], end: str) -> str:
 
 
 def check_instruction(instruction: Instruction) -> None:
-    name, text, place = instruction.name, instruction.text, instruction.place
+    name, text, location = instruction.name, instruction.text, instruction.location
     known = (*IGNORED, *CARRIED_OUT)
     if name not in known:
-        raise ValueError(f"{place}: {name} cannot be carried out in a box; {nearest(name, known)}")
+        raise ValueError(
+            f"{location}: {name} cannot be carried out in a box; {nearest(name, known)}"
+        )
     allowed = {"RUN": ("--mount=type=cache",), "COPY": ("--chown=", "--chmod=", "--from=")}
     allowed["COPY"] += ("--link",)
     allowed["ADD"] = ("--chown=", "--chmod=", "--link")
@@ -116,13 +118,13 @@ def check_instruction(instruction: Instruction) -> None:
         if name not in allowed or not flag.startswith("--"):
             break
         if not flag.startswith(allowed[name]):
-            raise ValueError(f"{place}: {name} {flag} needs an image; {NEEDS_IMAGE}")
+            raise ValueError(f"{location}: {name} {flag} needs an image; {NEEDS_IMAGE}")
 
 
 def failure(instruction: Instruction, reason: str, details: str = "") -> RuntimeError:
     """An error whose reason comes first, in the same words for all tasks."""
     text = f"{instruction.name} of the Dockerfile {reason}{WROTE}{instruction}"
-    details = details.strip()[-MAX_TOLD:]
+    details = details.strip()[-MAX_OUTPUT:]
     return RuntimeError(f"{text}: {details}" if details else text)
 
 
@@ -135,12 +137,12 @@ class Build:
     """A Dockerfile's instructions, carried out in a box one after the other."""
 
     box: Box
-    context: Path  # the folder from which COPY takes
+    context: Path  # Source folder of COPY.
     timeout_s: float  # All RUN lines together have this time left.
     environ: dict[str, str] = field(default_factory=dict)
-    arguments: dict[str, str] = field(default_factory=dict)  # of ARG
+    arguments: dict[str, str] = field(default_factory=dict)  # Values of ARG.
     cwd: str = "/"
-    installers: dict[str, str] = field(default_factory=dict)  # variables of RUN alone
+    installers: dict[str, str] = field(default_factory=dict)  # Variables for RUN only.
     # Copies a path of a stage, or an image, to a folder below STAGES. Raises ValueError.
     take: Callable[[str, str], Awaitable[str]] | None = None
     why_failed: str = "a box has no network, and its system is read-only; " + NEEDS_IMAGE
@@ -171,7 +173,7 @@ class Build:
         return Template(text).safe_substitute(self.arguments | self.environ)
 
     def assignments(self, text: str) -> dict[str, str]:
-        """Of NAME=value ..., or of the older form NAME value."""
+        """Variables of `NAME=value ...`, or of the older form `NAME value`."""
         words = shlex.split(text)
         if "=" not in words[0]:
             name, _, value = text.partition(" ")
@@ -273,7 +275,7 @@ class Build:
             await self.do(["/bin/sh", "-c", unpack, into], instruction)
 
     def matching(self, pattern: str, instruction: Instruction) -> list[Path]:
-        """The files of the context that a pattern of COPY means."""
+        """Files of the context that match a pattern of COPY."""
         names = sorted(glob.glob(pattern.lstrip("/") or ".", root_dir=self.context))
         paths = [self.context / name for name in names]
         context = self.context.resolve()
@@ -288,17 +290,17 @@ class Build:
 
 def digest_of(folder: Path) -> str:
     """A hash of the names, modes and contents of a folder's files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             name = path.relative_to(folder).as_posix()
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-            found.update(f"{name}\0{path.stat().st_mode & 0o777}\0{content}\n".encode())
-    return found.hexdigest()[:16]
+            digest.update(f"{name}\0{path.stat().st_mode & 0o777}\0{content}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def with_documents(text: str, documents: list[str]) -> str:
-    """A command with its here-documents; of `RUN <<END` the document is the script."""
+    """The command with its here-documents. For `RUN <<END` the document is the script."""
     if HEREDOC.fullmatch(text):
         body = documents[0].rstrip("\n").rpartition("\n")[0]
         return textwrap.dedent(body) if text.startswith("<<-") else body
@@ -314,8 +316,8 @@ def fetch(url: str, timeout_s: float, instruction: Instruction) -> bytes:
 
 
 def build_image(engine: str, folder: Path, timeout_s: float, network: bool = True) -> str:
-    """The name of the image of a folder with a Dockerfile, built unless the engine has it. Raises
-    RuntimeError. Of processes that ask at once, one builds and the others wait."""
+    """Builds the image of a folder with a Dockerfile, unless the engine has it, and returns its
+    name. Concurrent calls build it once. Raises RuntimeError if the build fails."""
     image = f"rl_core_task:{digest_of(folder)}"
     lock = Path(tempfile.gettempdir()) / f"{image.replace(':', '_')}.{os.getuid()}.lock"
     with lock.open("w") as held:
@@ -334,5 +336,5 @@ def build_image(engine: str, folder: Path, timeout_s: float, network: bool = Tru
                 f"{shlex.join(error.cmd)} ran longer than {error.timeout:g} s"
             ) from None
     if done.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-MAX_TOLD:]}")
+        raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-MAX_OUTPUT:]}")
     return image

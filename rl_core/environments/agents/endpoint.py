@@ -1,7 +1,7 @@
-"""An HTTP endpoint at which a program that exists already talks to the actors of an episode.
+"""An HTTP endpoint through which an existing program talks to the actors of an episode.
 
-One server per process; each episode has a random key. The program's requests become turns of the
-run's own actors, so its tokens, seeds and records are those of any other episode.
+One server per process; each episode has a random key. Requests become turns of the run's actors,
+so tokens, seeds and records are the same as in any other episode.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
-# Between comments in a stream: clients and proxies give up connections on which nothing comes.
+# Interval of comments in a stream: clients and proxies drop silent connections.
 KEEP_ALIVE_S = 10.0
 # Limits of one episode: connections with its key, request bodies that are read concurrently.
 MAX_CONNECTIONS = 256
 MAX_READING = 8
-MAX_STORED = 1024  # conversations that later requests may continue by the id of a reply
-ELSEWHERE = ("192.0.2.1", 9)  # an address of documentation, which nobody has
-# In a box: a folder, and what is in it.
+MAX_STORED = 1024  # Conversations that later requests may continue by the id of a reply.
+ELSEWHERE = ("192.0.2.1", 9)  # An address reserved for documentation.
+# A folder in each box, and the names of its files.
 BOX_FOLDER, SOCKET, FORWARDER = "/run/rl_core", "endpoint.sock", "forward.py"
 NO_EPISODE = "the API key is of no episode that runs"
 RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
@@ -58,32 +58,32 @@ RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
 
 @dataclass(eq=False)
 class Endpoint:
-    """Where one episode's program finds its actors. The model's name in a request says which actor
-    is meant; any other name means the first."""
+    """One episode's endpoint. The model's name in a request selects an actor; an unknown name
+    selects the first."""
 
     server: EndpointServer
-    address: str  # such as http://127.0.0.1:34567
+    address: str  # For example http://127.0.0.1:34567.
     api_key: str
-    trees: dict[str, Tree]  # actor -> its turns
-    program: str  # the program's name in errors
-    # Conversations up to a kept reply, by its id: the last MAX_STORED.
+    trees: dict[str, Tree]  # Actor -> turns.
+    program: str  # The program's name in errors.
+    # Id of a kept reply -> conversation up to it; the last MAX_STORED.
     stored: dict[str, Request] = field(default_factory=dict)
     # Items of /v1/responses that an `item_reference` may name, by id.
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: EngineDied | None = None
-    refused: str = ""  # message of the last refused request
+    refused: str = ""  # Message of the last refused request.
     # Bounds the request bodies of one program that are in memory at the same time.
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_READING))
     is_shut: bool = False
 
     @property
     def base_url(self) -> str:
-        """As OpenAI's clients want it."""
+        """Base URL for OpenAI's clients."""
         return f"{self.address}/v1"
 
     @property
     def anthropic_url(self) -> str:
-        """As Anthropic's clients want it."""
+        """Base URL for Anthropic's clients."""
         return self.address
 
     @property
@@ -93,7 +93,7 @@ class Endpoint:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Variables by which official clients find the endpoint."""
+        """Environment variables that point official clients to the endpoint."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
@@ -105,25 +105,25 @@ class Endpoint:
         }
 
     async def binds(self) -> dict[str, str]:
-        """For boxes.open(): what a box needs to run a command at this endpoint. Equal for all
-        episodes of the server, so that boxes can be used again."""
+        """Mounts for boxes.open() with which a box reaches this endpoint. They are equal for all
+        episodes of the server, so boxes can be reused."""
         return {BOX_FOLDER: await self.server.listen_for_boxes()}
 
     @property
     def is_truncated(self) -> bool:
-        """A request did not fit into the context, or into the episode's turns."""
+        """True if a request did not fit into the context or the episode's turns."""
         return any(tree.is_truncated for tree in self.trees.values())
 
     def trajectories(self, reward: float | dict[str, float], actor: str = "") -> list[Trajectory]:
-        """One for each branch of what the actor was asked, by default the first; each sampled token
-        is in the loss once."""
+        """One trajectory per branch of an actor's requests (default: the first actor). Each sampled
+        token is in the loss once."""
         tree = self.trees[actor or self.model]
-        found = tree.trajectories(reward)
-        for trajectory in found:
+        trajectories = tree.trajectories(reward)
+        for trajectory in trajectories:
             if tree.is_truncated:
                 trajectory.status = "truncated"
-            trajectory.metrics |= self.metrics(tree, len(found))
-        return found
+            trajectory.metrics |= self.metrics(tree, len(trajectories))
+        return trajectories
 
     def metrics(self, tree: Tree, num_branches: int) -> dict[str, float]:
         overridden = {}
@@ -140,7 +140,7 @@ class Endpoint:
         return self.trees.get(request.model) or self.trees[self.model]
 
     def check_length(self, request: Request) -> None:
-        """Raises Refusal for messages that cannot fit into the context, before they are encoded."""
+        """Raises Refusal before encoding if the messages cannot fit into the context."""
         tree = self.tree_of(request)
         actor = tree.actor
         least = actor.chat.least_tokens(request.messages) if actor.chat else 0
@@ -153,7 +153,7 @@ class Endpoint:
         raise Refusal(text, code="context_length_exceeded")
 
     def check_schema(self, request: Request) -> None:
-        """Does with a request for a JSON schema as --agents.response_format says. Raises
+        """Ignores, enforces or refuses a JSON schema, by --agents.response_format. Raises
         Refusal."""
         if request.schema is None:
             return
@@ -170,7 +170,7 @@ class Endpoint:
             raise Refusal(f"--agents.response_format {policy}: no reply in a JSON schema; {reason}")
 
     def put_before(self, dialect: ModuleType, request: Request) -> None:
-        """Puts the conversation that the request continues before its messages. Raises Refusal."""
+        """Prepends the conversation that the request continues. Raises Refusal if it is unknown."""
         if request.continues is None:
             return
         earlier = self.stored.get(request.continues)
@@ -196,8 +196,8 @@ class Endpoint:
                     self.items[item["id"]] = item
 
     async def answer(self, request: Request) -> list[Reply]:
-        """Raises Refusal."""
-        if self.is_shut:  # while the body of the request came
+        """Samples the replies to a request. Raises Refusal."""
+        if self.is_shut:  # It was shut while the body was read.
             raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
         self.check_length(request)
         self.check_schema(request)
@@ -239,19 +239,19 @@ class EndpointServer:
     """The server of one process."""
 
     def __init__(self, config: AgentsConfig | None = None):
-        self.config = config  # None in workers of served environments, which have no run
-        self.address = ""  # as programs are told, with the port
-        self.endpoints: dict[str, Endpoint] = {}  # by key
+        self.config = config  # None in workers of served environments, which have no run.
+        self.address = ""  # URL for programs, with the port.
+        self.endpoints: dict[str, Endpoint] = {}  # Key -> endpoint.
         self.server: HttpServer | None = None
         self.starting = asyncio.Lock()
-        # Private to this user. What boxes see is a folder in it, which any user may enter.
+        # Private to this user. Boxes see a subfolder, which any user may enter.
         self.folder: tempfile.TemporaryDirectory | None = None
-        self.is_for_boxes = False  # listens at the socket in this folder
+        self.is_for_boxes = False  # True if it listens at the socket in this folder.
 
     async def open(
         self, actors: Mapping[str, Actor], max_turns: int = 0, program: str = "a program"
     ) -> Endpoint:
-        """An endpoint with a key of its own for an episode's actors."""
+        """Opens an endpoint with a new key for an episode's actors."""
         async with self.starting:
             if self.server is None:
                 await self.start()
@@ -261,7 +261,7 @@ class EndpointServer:
         return self.endpoints[key]
 
     def shut(self, endpoint: Endpoint) -> None:
-        """Its key is no longer valid. Turns that are under way end unseen."""
+        """Revokes the endpoint's key and cancels its running turns."""
         del self.endpoints[endpoint.api_key]
         endpoint.is_shut = True
         for tree in endpoint.trees.values():
@@ -273,7 +273,7 @@ class EndpointServer:
             self.server.door.refusals.report(refused)
 
     async def start(self) -> None:
-        """Listens for programs of this machine, or of the network that `config` names."""
+        """Listens for programs on this machine, or on the network that `config` names."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for dialect in DIALECTS:
             app.router.add_post(dialect.PATH, self.handler(dialect))
@@ -295,12 +295,12 @@ class EndpointServer:
         self.server = server
 
     async def listen_for_boxes(self) -> str:
-        """The folder with a Unix socket at which it listens too, and with what forwards to it."""
+        """Listens at a Unix socket too. Returns the folder with the socket and the forwarder."""
         async with self.starting:
             shown = self.shown_folder()
             if not self.is_for_boxes:
                 await self.server.listen_at(str(shown / SOCKET))
-                # Programs in boxes are other users. They are asked for a key.
+                # Programs in boxes run as other users and need a key.
                 (shown / SOCKET).chmod(0o666)
                 self.is_for_boxes = True
             return str(shown)
@@ -315,15 +315,15 @@ class EndpointServer:
         return Path(self.folder.name, "shown")
 
     async def close(self) -> None:
-        """Listens no more; the next open() begins anew, perhaps at another port."""
+        """Stops listening. The next open() starts again, perhaps at another port."""
         server, self.server = self.server, None
         self.is_for_boxes = False
         if server is not None:
             await server.close()
 
     def endpoint_of(self, request: web.Request) -> Endpoint:
-        """The endpoint of the request's key, which admits the connection. Raises Refusal, and
-        HttpError if the key has too many connections."""
+        """The endpoint of the request's key. Admits the connection. Raises Refusal for an unknown
+        key, HttpError if the key has too many connections."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (bearer if scheme.lower() == "bearer" else "")
         for known, endpoint in self.endpoints.items():
@@ -358,9 +358,9 @@ class EndpointServer:
     async def send_stream(
         self, http: web.Request, dialect: ModuleType, endpoint: Endpoint, request: Request
     ) -> web.StreamResponse:
-        """The reply as server-sent events, once it is there: engines give whole turns."""
+        """Sends the finished reply as server-sent events; engines return complete turns."""
         answer = asyncio.ensure_future(endpoint.answer(request))
-        # A request that is refused at once is answered by a plain error, as clients expect it.
+        # Clients expect a plain error if the request is refused at once.
         await asyncio.wait({answer}, timeout=0.05)
         if answer.done():
             answer.result()
@@ -410,7 +410,7 @@ class EndpointServer:
         return web.json_response({"object": "list", "data": models, "has_more": False} | ends)
 
     async def model(self, http: web.Request) -> web.Response:
-        """Any name's, as requests are answered under any name."""
+        """Describes a model of any name, since requests may use any name."""
         try:
             self.endpoint_of(http)
         except Refusal as refusal:
@@ -419,7 +419,7 @@ class EndpointServer:
 
 
 async def say_nothing(http: web.Request) -> web.Response:
-    """Clients ask, without a key, whether something listens."""
+    """Answers clients that probe the server without a key."""
     return web.Response()
 
 
@@ -431,12 +431,12 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def reachable(host: str) -> str:
-    """By which others reach what listens at `host`."""
+    """The address at which other machines reach a server that listens at `host`."""
     if host != "0.0.0.0":
         return host
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
-            # UDP sends nothing when it connects. It shows the interface towards other networks.
+            # Connecting UDP sends nothing, but selects the interface towards other networks.
             probe.connect(ELSEWHERE)
         except OSError:
             return socket.gethostname()
@@ -458,7 +458,7 @@ async def body_of(http: web.Request, endpoint: Endpoint) -> dict[str, Any]:
 async def refuse(
     http: web.Request, refusal: Refusal, dialect: ModuleType = chat_completions
 ) -> web.Response:
-    """The dialect's error. The connection of a request without a valid key ends."""
+    """Responds with an error in the dialect. Closes connections without a valid key."""
     response = web.json_response(dialect.write_error(refusal), status=refusal.status)
     if refusal.status == 401:
         await turn_away(http, response)

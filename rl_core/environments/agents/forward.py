@@ -73,4 +73,4 @@ def main(path: str, command: "list[str]") -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1], sys.argv[2:])
     sys.stderr.flush()
-    os._exit(code)  # without waiting for connections
+    os._exit(code)  # Does not wait for open connections.

@@ -1,4 +1,4 @@
-"""The box of a task in Harbor's format: opened, worked in by an agent, and scored by test.sh."""
+"""Boxes of tasks in Harbor's format: opened for an agent, then scored by test.sh."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ from rl_core.sandbox.box_settings import Box, Root
 from rl_core.sandbox.roots import installers_environ
 
 TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
-HOME = "/logs/home"  # of the verifier: the agent's may hold what a shell or Python runs at start
+HOME = (
+    "/logs/home"  # The verifier's home. The agent's may hold start-up files of shells and Python.
+)
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# By these a variable of the Dockerfile would make the verifier run what the agent wrote.
+# Variables of the Dockerfile that could make the verifier run the agent's code.
 RUNS_CODE = ("PYTHONPATH", "PYTHONSTARTUP", "PYTHONHOME", "BASH_ENV", "ENV", "LD_PRELOAD")
 RUNS_CODE += ("LD_LIBRARY_PATH", "NODE_OPTIONS", "NODE_PATH", "PERL5LIB", "PERL5OPT", "RUBYOPT")
-# pytest reads these in the folders above a test.
+# Files that pytest reads in the folders above a test.
 READ_BY_PYTEST = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg")
 READ_BY_PYTEST += ("pyproject.toml", "pytest.toml", ".pytest.toml")
-SIGNALLED = range(129, 193)  # exit codes of what a signal ended
-MAX_APART = 1e-3  # of one reward in two files
-MAX_WROTE = 8000  # characters of a script's output that are kept with an episode
-MAX_IN_ERROR = 2000  # the same in an error
+SIGNALLED = range(129, 193)  # Exit codes of processes that a signal ended.
+MAX_APART = 1e-3  # Largest difference between reward.json and reward.txt.
+MAX_WROTE = 8000  # Characters of a script's output that an episode keeps.
+MAX_IN_ERROR = 2000  # Characters of a script's output in an error.
 READ_ONLY = "Read-only file system"  # The kernel's text for EROFS.
 # A name in the home folder, as shells and Python write it. Hidden files configure programs.
 IN_HOME = re.compile(
@@ -58,7 +60,7 @@ LOG_FILES = f"""for file in {LOGS}/verifier/*; do case $file in
 *) [ -f "$file" ] && [ ! -L "$file" ] && echo "== $file" && head -c 4000 "$file" &&
 tail -c +4001 "$file" | tail -c 8000
 esac; done | head -c 100000"""
-LOG_FILES_S = 20.0  # A program of the agent may have left many or large files.
+LOG_FILES_S = 20.0  # Bounded because the agent may have left many or large files.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,9 +68,9 @@ class Score:
     """The result of a test.sh."""
 
     parts: dict[str, float]  # The reward is their sum.
-    metrics: dict[str, float]  # numbers next to a `reward`
-    wrote: str = ""  # the output of test.sh, bounded
-    missing: str = ""  # the line that says that a tool of test.sh is missing
+    metrics: dict[str, float]  # Numbers next to a `reward`.
+    wrote: str = ""  # Output of test.sh, bounded.
+    missing: str = ""  # The line that reports a missing tool of test.sh.
 
     @property
     def reward(self) -> float:
@@ -77,28 +79,28 @@ class Score:
 
 @dataclass(kw_only=True, slots=True)
 class TaskBox:
-    """A task's box, as its Dockerfile wants it."""
+    """A task's box, prepared by its Dockerfile."""
 
     box: Box
     task: HarborTask
-    environ: dict[str, str]  # variables of the Dockerfile and task.toml
-    cwd: str  # the working folder of commands
+    environ: dict[str, str]  # Variables of the Dockerfile and task.toml.
+    cwd: str  # Working folder of commands.
     # Opens another box of the task, in which no agent worked.
     reopen: Callable[[], AbstractAsyncContextManager[TaskBox]]
     note_tools_missing: Callable[[str], None]  # Later episodes of the task fail with this error.
-    wrote: str = ""  # the output of the script that ran last
-    not_installed: RuntimeError | None = None  # why solve.sh could not install, if it tried
-    image: Image | None = None  # A box of bubblewrap has one if its task installs software.
+    wrote: str = ""  # Output of the last script.
+    not_installed: RuntimeError | None = None  # Reason why solve.sh could not install software.
+    image: Image | None = None  # Set for a box of bubblewrap whose task installs software.
     verify_network: bool = False
-    programs: str = ""  # hash of the folders in PATH, as the Dockerfile left these
+    programs: str = ""  # Hash of the folders in PATH after the Dockerfile.
 
     async def exec(self, command: str | Sequence[str], timeout_s: float) -> boxes.ExecResult:
-        """As the box's, in the task's working folder with its variables."""
+        """Runs a command in the box, in the task's working folder and with its variables."""
         return await self.box.exec(command, timeout_s=timeout_s, environ=self.environ, cwd=self.cwd)
 
     async def solve(self) -> None:
-        """Runs the task's solution/solve.sh. Its exit code is shown and decides nothing. Raises
-        RuntimeError if it runs out of time."""
+        """Runs the task's solution/solve.sh. Its exit code is only shown. Raises RuntimeError
+        if it runs out of time."""
         await self.box.put(SOLUTION, self.task.folder / "solution")
         environ = self.environ | self.task.solution.env
         done = await self.run(f"{SOLUTION}/solve.sh", environ, self.task.agent_timeout_s)
@@ -115,9 +117,9 @@ class TaskBox:
         self.wrote = bounded(self.wrote, MAX_WROTE)
 
     async def verify(self) -> Score:
-        """Scores the box as the agent left it. An agent that ends, hides or breaks the tools of
-        test.sh keeps its score. Raises RuntimeError if test.sh has no tools in an untouched box
-        either, or cannot be judged there, and as score() does."""
+        """Scores the box as the agent left it, also if the agent removed tools of test.sh. Raises
+        RuntimeError if test.sh lacks its tools in an untouched box too, if it leaves no verdict
+        there, or if score() raises one."""
         score = await self.score()
         if not score.missing:
             return score
@@ -126,9 +128,9 @@ class TaskBox:
         return await self.score()
 
     async def check_untouched(self, missing: str) -> None:
-        """Runs test.sh in a box in which no agent worked, which no agent can change. Raises
-        RuntimeError if its tools are missing there too, or if test.sh leaves no verdict there.
-        `missing`: the line that says which tool the agent's box lacks."""
+        """Runs test.sh in a box in which no agent worked. Raises RuntimeError if its tools are
+        missing there too, or if it leaves no verdict. `missing`: the line that names the tool
+        that the agent's box lacks."""
         async with self.reopen() as untouched:
             try:
                 score = await untouched.score()
@@ -149,11 +151,10 @@ class TaskBox:
             raise error
 
     async def score(self) -> Score:
-        """Runs test.sh in the box as the agent left it. Nothing that the agent left running,
-        planted in /tests or /logs, or set for shells takes part. An agent that leaves what cannot
-        be removed there scores 0. Raises RuntimeError if test.sh leaves no reward, or does not come
-        to its end: a program of the agent that it ran may have ended it, and have written the
-        reward."""
+        """Runs test.sh in the box as the agent left it, after removing the agent's processes, files
+        in /tests and /logs, and shell settings. The score is 0 if files cannot be removed. Raises
+        RuntimeError if test.sh leaves no reward, or is killed or runs out of time: the agent's code
+        may have killed it and written the reward."""
         await self.box.end_processes()
         if not await self.clear():
             return Score(parts={"reward": 0.0}, metrics={"not_cleared": 1.0})
@@ -183,14 +184,14 @@ class TaskBox:
         return score
 
     def failure(self, why: str) -> RuntimeError:
-        """An error with what the script wrote. The reason comes first, the same for all tasks."""
+        """An error with the script's output. The reason comes first, equal for all tasks."""
         return RuntimeError(f"{why}{WROTE}{self.task.folder}: {bounded(self.wrote, MAX_IN_ERROR)}")
 
     async def run(
         self, script: str, environ: dict[str, str], timeout_s: float, box: Box | None = None
     ) -> boxes.ExecResult:
-        """Runs a script of the task in the working folder, if the agent left one. The box bounds
-        the output while it is read."""
+        """Runs a script of the task in the working folder, or in / if the agent removed it. The box
+        bounds the output while it is read."""
         enter = f"cd {shlex.quote(self.cwd)} 2>/dev/null || cd /"
         command = ["/bin/sh", "-c", f"{enter}; chmod +x {script}; exec {script} 2>&1"]
         done = await (box or self.box).exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
@@ -198,8 +199,7 @@ class TaskBox:
         return done
 
     async def run_tests(self, environ: dict[str, str], timeout_s: float) -> boxes.ExecResult:
-        """Runs test.sh; in an image's box where the system can be written, with the network that
-        verifiers have."""
+        """Runs test.sh. The box of an image gets a writable system and the verifiers' network."""
         script = f"{TESTS}/test.sh"
         if self.image is None:
             return await self.run(script, environ, timeout_s)
@@ -214,15 +214,15 @@ class TaskBox:
             await joined.close()
 
     async def clear(self) -> bool:
-        """Makes /tests and /logs anew. False if something that the agent left there cannot be
-        removed. Raises RuntimeError for a mount there, which no agent can make."""
+        """Recreates /tests and /logs. False if a file of the agent cannot be removed. Raises
+        RuntimeError for a mount there, which no agent can make."""
         planted = [f"/{name}" for name in READ_BY_PYTEST]
         old = [TESTS, SOLUTION, LOGS, *planted]
         made = [f"{LOGS}/verifier", f"{LOGS}/agent", f"{LOGS}/artifacts", HOME]
-        # The agent may have taken its own rights to these folders away.
+        # The agent may have removed the permissions of these folders.
         command = f"chmod u+rwx /; chmod -R u+rwX {shlex.join(old)} 2>/dev/null; "
         command += f"rm -rf {shlex.join(old)} || exit 1; "
-        # A folder that cannot be made is seen when the tests are put there.
+        # A folder that cannot be made fails when the tests are copied there.
         command += f"mkdir -p {shlex.join([*made, self.cwd])} || :"
         done = await self.run_in_root(command)
         if done.code == 0:
@@ -236,7 +236,7 @@ class TaskBox:
         return False
 
     async def link_home(self) -> None:
-        """Shows in the verifier's home the files of the agent's home that tests look up there."""
+        """Links files of the agent's home that tests look up into the verifier's home."""
         names = names_in_home(self.task.folder / "tests")
         if not names:
             return
@@ -247,7 +247,7 @@ class TaskBox:
         await self.run_in_root(command + f'ln -s "$file" {HOME}/; fi; done')
 
     async def run_in_root(self, command: str, timeout_s: float = 60.0) -> boxes.ExecResult:
-        """Runs a command of ours, in a shell of the system's."""
+        """Runs a trusted command in the system's shell."""
         return await self.box.exec(
             ["/bin/sh", "-c", command],
             timeout_s=timeout_s,
@@ -256,16 +256,16 @@ class TaskBox:
         )
 
     async def verifier_environ(self) -> dict[str, str]:
-        own = {name: value for name, value in self.environ.items() if name not in RUNS_CODE}
-        own |= {"HOME": HOME, "PYTHONNOUSERSITE": "1"}
-        # What an image sets for itself is emptied, which all of these take as unset.
-        own |= dict.fromkeys(RUNS_CODE, "")
-        if "PATH" in own:
-            own["PATH"] = await self.verifier_path(own["PATH"])
-        return own | self.task.verifier.env
+        environ = {name: value for name, value in self.environ.items() if name not in RUNS_CODE}
+        environ |= {"HOME": HOME, "PYTHONNOUSERSITE": "1"}
+        # Empty values override the image's; all of these programs treat empty as unset.
+        environ |= dict.fromkeys(RUNS_CODE, "")
+        if "PATH" in environ:
+            environ["PATH"] = await self.verifier_path(environ["PATH"])
+        return environ | self.task.verifier.env
 
     async def verifier_path(self, path: str) -> str:
-        """The image's PATH, with folders that the agent could write behind the system's."""
+        """The image's PATH, with folders that the agent could write moved behind the system's."""
         names = path.split(":")
         safe = [*SYSTEM_PATH.split(":")]
         if self.image is not None:
@@ -294,7 +294,7 @@ class TaskBox:
         return done.stdout if done.code == 0 else ""
 
     async def is_full(self) -> bool:
-        """Whether the box has no room for a file of 1 MiB."""
+        """True if the box has no room for a file of 1 MiB."""
         try:
             await self.box.put("/room_for_tests", b"\0" * (1 << 20))
         except OSError:
@@ -303,33 +303,33 @@ class TaskBox:
         return False
 
     async def read_reward(self, done: boxes.ExecResult) -> Score:
-        """Of reward.json, else of reward.txt, as Harbor reads them. If both are there they must
-        agree: one may be of a program of the agent that test.sh ran."""
-        found = []
-        place = f"{self.task.folder}: what tests/test.sh wrote into {LOGS}/verifier/"
+        """Reads reward.json, else reward.txt, as Harbor does. If both exist they must agree: the
+        agent's code, which test.sh runs, may have written one."""
+        scores = []
+        source = f"{self.task.folder}: the output of tests/test.sh in {LOGS}/verifier/"
         for name in ("reward.json", "reward.txt"):
             try:
                 data = await self.box.get(f"{LOGS}/verifier/{name}")
             except FileNotFoundError:
                 continue
-            found.append(read_score(data, f"{place}{name}"))
-        if not found:
+            scores.append(read_score(data, f"{source}{name}"))
+        if not scores:
             failed = first_failed_install(self.wrote)
             raise self.failure(
                 f"tests/test.sh wrote no {LOGS}/verifier/reward.txt and no reward.json; it "
                 f"{ended(done)}{f': {failed}' if failed else ''}"
             )
-        if abs(found[0].reward - found[-1].reward) > MAX_APART:
+        if abs(scores[0].reward - scores[-1].reward) > MAX_APART:
             raise RuntimeError(
-                f"{place}reward.json is {found[0].reward:g}, and reward.txt {found[-1].reward:g}; "
-                "write one of them"
+                f"{source}reward.json is {scores[0].reward:g}, and reward.txt "
+                f"{scores[-1].reward:g}; write one of them"
             )
-        return found[0]
+        return scores[0]
 
 
 def names_in_home(tests: Path) -> list[str]:
-    """Names in the home folder that Python files of `tests` look up. Names in shell scripts are
-    left out: a script may make or run these, such as a virtual environment."""
+    """Names in the home folder that Python files of `tests` look up. Excludes names in shell
+    scripts, which may create them, such as a virtual environment."""
     by_scripts: set[str] = set()
     by_python: set[str] = set()
     for file in tests.rglob("*"):
@@ -340,49 +340,49 @@ def names_in_home(tests: Path) -> list[str]:
 
 
 def mounts_below(folders: Sequence[str], mounts: str) -> list[str]:
-    """Mount points at these paths and below them. `mounts`: of /proc/self/mounts."""
+    """Mount points at these paths and below them. `mounts`: text of /proc/self/mounts."""
     points = [PurePosixPath(line.split()[1]) for line in mounts.splitlines()]
     return [str(point) for point in points if any(map(point.is_relative_to, folders))]
 
 
-def read_score(data: bytes, place: str) -> Score:
-    """The reward in a file that a verifier wrote. Raises ValueError unless it is one finite number,
-    or an object of them. Of an object `reward` is the reward and the others are metrics; without
-    it, they are the parts of the reward."""
+def read_score(data: bytes, source: str) -> Score:
+    """The reward in a verifier's file: a finite number, or an object of finite numbers. In an
+    object `reward` is the reward and the rest are metrics; without `reward` all are parts of the
+    reward. Raises ValueError for other contents."""
     try:
         text = data.decode()
-        found = json.loads(text) if place.endswith(".json") else float(text)
+        value = json.loads(text) if source.endswith(".json") else float(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is {data[:80]!r}, no number: {error}") from None
-    parts = finite_parts(found, "reward", place)
+        raise ValueError(f"{source} is {data[:80]!r}, not a number: {error}") from None
+    parts = finite_parts(value, "reward", source)
     if "reward" not in parts:
         return Score(parts=parts, metrics={})
     return Score(parts={"reward": parts.pop("reward")}, metrics=parts)
 
 
 def ended(done: boxes.ExecResult) -> str:
-    """The end of a script, for an error."""
+    """The way a script ended, for an error."""
     return "ran out of time" if done.timed_out else f"ended with exit code {done.code}"
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskBoxes:
-    """Opens boxes of tasks. Episodes of a task whose verifier has no tools fail before their
-    agents play, until a verifier is tried again after retry_s seconds."""
+    """Opens boxes of tasks. If a task's verifier lacks tools, the task's episodes fail before their
+    agents start; the verifier is tried again after retry_s seconds."""
 
-    driver: str = ""  # as boxes.open()
-    network: bool = False  # Agents have one if their task wants one too.
+    driver: str = ""  # Argument of boxes.open().
+    network: bool = False  # True gives agents a network if their task allows one.
     networks: dict[str, bool] = field(default_factory=NETWORKS.copy)
     retry_s: float = 600.0
-    without_tools: dict[Path, tuple[float, str]] = field(default_factory=dict)  # (when, error)
-    # Folder of a task -> when a part of the packages of its test.sh could not be fetched.
+    without_tools: dict[Path, tuple[float, str]] = field(default_factory=dict)  # (time, error)
+    # Folder of a task -> time at which packages of its test.sh could not be fetched.
     not_fetched: dict[Path, float] = field(default_factory=dict)
 
     @asynccontextmanager
     async def open(
         self, folder: str, *, binds: Mapping[str, str] | None = None
     ) -> AsyncIterator[TaskBox]:
-        """The box of a task, made by its Dockerfile or of its image. `binds`: as boxes.open()."""
+        """Opens the box of a task by its image or Dockerfile. `binds`: argument of boxes.open()."""
         task = read_task(folder)
         noted_at, error = self.without_tools.get(task.folder, (-math.inf, ""))
         if time.monotonic() - noted_at < self.retry_s:
@@ -429,7 +429,7 @@ class TaskBoxes:
         self.without_tools[folder] = (time.monotonic(), error)
 
     async def image_name(self, task: HarborTask) -> str:
-        """The name of a task's image for docker or podman; "" for a box of bubblewrap."""
+        """Name of a task's image for docker or podman; "" for a box of bubblewrap."""
         if self.driver == "bubblewrap":
             return ""
         if task.environment.docker_image or not self.driver:
@@ -441,8 +441,8 @@ class TaskBoxes:
 
     async def image_of(self, task: HarborTask) -> Image | None:
         """The image of a task that installs software, for a box of bubblewrap; None for a task
-        that is played on this machine's system. Raises ValueError if a line needs a network that
-        its phase lacks."""
+        that runs on this machine's system. Raises ValueError if a line needs a network that its
+        phase lacks."""
         if not task.dockerfile.is_file():
             return None
         by_tests = network_lines(task.folder / "tests" / "test.sh")
@@ -466,7 +466,7 @@ class TaskBoxes:
 
 
 async def carried_out(task: HarborTask, box: Box) -> Build:
-    """The task's Dockerfile, in a box without an image."""
+    """Carries out the task's Dockerfile in a box without an image."""
     if not task.dockerfile.is_file():
         raise ValueError(
             f"{task.folder}: has an image and no environment/Dockerfile, so it needs HARBOR_DRIVER="

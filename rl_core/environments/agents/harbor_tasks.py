@@ -119,16 +119,16 @@ class HarborTask:
 
     @property
     def limits(self) -> Limits:
-        said = self.environment
+        environment = self.environment
         return Limits(
-            memory_mib=said.memory_mb or mebibytes(said.memory),
-            disk_mib=said.storage_mb or mebibytes(said.storage),
-            cpus=said.cpus or 0.0,
+            memory_mib=environment.memory_mb or mebibytes(environment.memory),
+            disk_mib=environment.storage_mb or mebibytes(environment.storage),
+            cpus=environment.cpus or 0.0,
         )
 
 
 def mebibytes(size: str) -> int:
-    """Of "4G" or "512M"."""
+    """MiB of a size such as "4G" or "512M"."""
     match = re.fullmatch(r"([0-9.]+)\s*([KMGT])i?B?", size.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"{size!r} must be a size such as 4G or 512M")

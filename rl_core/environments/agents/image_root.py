@@ -216,7 +216,7 @@ def base_at(image: str, instruction: Instruction) -> Base:
     try:
         return base_of(image)
     except ValueError as error:
-        raise ValueError(f"{instruction.place}: {error}; {NEEDS_IMAGE}") from None
+        raise ValueError(f"{instruction.location}: {error}; {NEEDS_IMAGE}") from None
 
 
 def check_bases(instructions: list[Instruction]) -> None:

@@ -62,7 +62,7 @@ def network_instructions(instructions: list[Instruction]) -> list[Line]:
         commands = re.sub(r"^(--\S+\s+)*", "", text).splitlines()
         if is_url or (instruction.name == "RUN" and any(map(uses_network, commands))):
             text = f"{instruction.name} {instruction.text}"
-            lines.append(Line(location=instruction.place, text=text))
+            lines.append(Line(location=instruction.location, text=text))
     return lines
 
 

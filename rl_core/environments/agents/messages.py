@@ -134,7 +134,7 @@ def read_message(message: Any) -> list[Message]:
     role, content = message["role"], message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": text_of_parts(content, role)}]
-    found: list[Message] = []
+    converted: list[Message] = []
     texts, calls = [], []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
@@ -142,15 +142,15 @@ def read_message(message: Any) -> list[Message]:
             arguments = read_arguments(block.get("input") or {})
             calls.append(called(block.get("id", ""), block.get("name"), arguments))
         elif kind == "tool_result":
-            said = text_of_parts(block.get("content"), kind)
+            result = text_of_parts(block.get("content"), kind)
             call_id = block.get("tool_use_id", "")
-            found.append({"role": "tool", "content": said, "tool_call_id": call_id})
+            converted.append({"role": "tool", "content": result, "tool_call_id": call_id})
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(text_of_parts([block], role))
-    if texts or calls or not found:
-        said = {"role": role, "content": "".join(texts)}
-        found.append(said | {"tool_calls": calls} if calls else said)
-    return found
+    if texts or calls or not converted:
+        message = {"role": role, "content": "".join(texts)}
+        converted.append(message | {"tool_calls": calls} if calls else message)
+    return converted
 
 
 def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
@@ -173,17 +173,17 @@ def reply_id(reply: Reply) -> str:
 
 
 def blocks(reply: Reply) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] = []
     if reply.thoughts:
         # Clients send thinking without a signature back as text.
         block = {"type": "thinking", "thinking": reply.thoughts, "signature": reply_id(reply)}
-        found.append(block)
+        content.append(block)
     if reply.text or not reply.calls:
-        found.append({"type": "text", "text": reply.text})
+        content.append({"type": "text", "text": reply.text})
     for call in reply.calls:
         one = {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
-        found.append(one)
-    return found
+        content.append(one)
+    return content
 
 
 def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
@@ -192,12 +192,12 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
         yield f"event: {body['type']}\ndata: {json.dumps(body)}\n\n"
 
 
-def events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    usage = whole["usage"]
-    opened = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
+def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    usage = body["usage"]
+    opened = body | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": opened | {"usage": usage | {"output_tokens": 0}}}
-    for index, block in enumerate(whole["content"]):
-        place = {"index": index}
+    for index, block in enumerate(body["content"]):
+        position = {"index": index}
         if block["type"] == "text":
             start = {"type": "text", "text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
@@ -207,13 +207,13 @@ def events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
         else:
             start = block | {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield {"type": "content_block_start", "content_block": start} | place
-        yield {"type": "content_block_delta", "delta": delta} | place
+        yield {"type": "content_block_start", "content_block": start} | position
+        yield {"type": "content_block_delta", "delta": delta} | position
         if block["type"] == "thinking":
             delta = {"type": "signature_delta", "signature": block["signature"]}
-            yield {"type": "content_block_delta", "delta": delta} | place
-        yield {"type": "content_block_stop"} | place
-    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+            yield {"type": "content_block_delta", "delta": delta} | position
+        yield {"type": "content_block_stop"} | position
+    ended = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     counted = {"output_tokens": usage["output_tokens"]}
     yield {"type": "message_delta", "delta": ended, "usage": counted}
     yield {"type": "message_stop"}

@@ -1,4 +1,5 @@
-"""Runs an agent's command below a reaper: no process of it outlives its episode."""
+"""Runs an agent's command as a child of a reaper, so that none of its processes outlives the
+episode."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from rl_core.sandbox import reaper
 from rl_core.sandbox.output import Output
 from rl_core.scratch import scratch_prefix
 
-# Of this process's variables, what a program gets: no keys, tokens and addresses of the run.
+# Environment variables that a program inherits. None holds keys, tokens or addresses of the run.
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE")
 TASK_FILE = "task.json"
 # Characters of a command's output in an error.
@@ -34,20 +35,20 @@ TRACEBACK = re.compile(
     re.MULTILINE,
 )
 RAISED = re.compile(r"^File \".*, line \d+.*: .*", re.MULTILINE)
-PLACE = re.compile(r"\{\{|\}\}|\{(\w+)\}")  # of a column in a command; or a brace
-# For what a program wrote before it ended; a process that hid itself may hold the pipe for ever.
+COLUMN = re.compile(r"\{\{|\}\}|\{(\w+)\}")  # A column's name in a command, or a brace.
+# Time to read the rest of a program's output; an escaped process may hold the pipe open.
 PIPE_TIMEOUT_S = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
 class CommandResult:
-    """How a command ended, as rewards get it by `result`."""
+    """A command's exit code and output; rewards receive it as `result`."""
 
-    # If a signal ended it: minus its number; in a box 128 plus its number, as in a shell.
+    # After a signal: minus its number, or in a box 128 plus its number, as in a shell.
     exit_code: int
     stdout: str
     stderr: str
-    # The folder it ran in; of a box, a path inside. It is removed after the rewards.
+    # The working folder (a path inside the box, if any). It is removed after the rewards.
     workspace: str
 
     @property
@@ -91,34 +92,34 @@ def last_lines(text: str, max_chars: int) -> str:
 
 
 def folder_of(path: str) -> Path:
-    """Of an environment's file."""
+    """The folder of an environment's file."""
     return Path(path).expanduser().resolve().parent
 
 
 def files_named(command: Sequence[str], path: str) -> set[str]:
-    """Parts of a command that name files beside the environment's file, or in folders there."""
-    beside = folder_of(path)
-    found = set()
-    for part in command:
-        is_beside = not os.path.isabs(part) and ".." not in part.split("/")
-        if is_beside and os.path.isfile(beside / part):
-            found.add(part)
-    return found
+    """Words of a command that name files next to the environment's file, or in folders there."""
+    env_folder = folder_of(path)
+    names = set()
+    for word in command:
+        is_below = not os.path.isabs(word) and ".." not in word.split("/")
+        if is_below and os.path.isfile(env_folder / word):
+            names.add(word)
+    return names
 
 
 def placed(command: Sequence[str], path: str) -> list[str]:
-    """The command with the paths of the files that it names: it runs in another folder."""
+    """The command with absolute paths of the files that it names, to run in another folder."""
     named = files_named(command, path)
-    beside = folder_of(path)
-    return [str(beside / part) if part in named else part for part in command]
+    env_folder = folder_of(path)
+    return [str(env_folder / word) if word in named else word for word in command]
 
 
 def columns_named(command: Sequence[str]) -> set[str]:
-    """Columns of the row that a command names, as {question}."""
-    found = set()
-    for part in command:
-        found.update(match[1] for match in PLACE.finditer(part) if match[1])
-    return found
+    """Columns of the row that a command names, such as {question}."""
+    columns = set()
+    for word in command:
+        columns.update(match[1] for match in COLUMN.finditer(word) if match[1])
+    return columns
 
 
 def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[str]:
@@ -134,30 +135,30 @@ def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[st
                 f"{path}: agent: {match[0]}: the row has no such column; "
                 f"{nearest(name, sorted(row))}"
             )
-        found = row[name]
-        return found if isinstance(found, str) else json.dumps(found)
+        content = row[name]
+        return content if isinstance(content, str) else json.dumps(content)
 
-    return [PLACE.sub(value, part) for part in command]
+    return [COLUMN.sub(value, word) for word in command]
 
 
 async def run_command(
     command: Sequence[str], row: Mapping[str, Any], environ: Mapping[str, str]
 ) -> CommandResult:
     """Runs the command in a new folder that holds the row as task.json. Raises FileNotFoundError
-    if there is no such program. Cancelled, it ends the program first."""
+    if the program does not exist. Cancellation ends the program first."""
     workspace = Path(tempfile.mkdtemp(prefix=scratch_prefix("agent")))
     (workspace / TASK_FILE).write_text(json.dumps(row, default=str), encoding="utf-8")
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    own = {"HOME": str(workspace), "TMPDIR": str(workspace)}
-    own["RL_CORE_TASK"] = str(workspace / TASK_FILE)
+    episode_environ = {"HOME": str(workspace), "TMPDIR": str(workspace)}
+    episode_environ["RL_CORE_TASK"] = str(workspace / TASK_FILE)
     stdout, stderr = Output(), Output()
     try:
-        failure = Output()  # the errno of a command that cannot be started
+        failure = Output()  # The errno of a command that cannot be started.
         async with reading(stdout) as out, reading(stderr) as err, reading(failure) as report:
             process = await asyncio.create_subprocess_exec(
                 *below_reaper(command, report),
                 cwd=workspace,
-                env=kept | own | dict(environ),
+                env=kept | episode_environ | dict(environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -167,7 +168,7 @@ async def run_command(
             try:
                 code = await process.wait()
             finally:
-                # Before the pipes are read to their end: what still holds them was left behind.
+                # Processes that the program left behind hold the pipes, so end them first.
                 end_all(process, workspace)
         if number := failure.text():
             raise OSError(int(number), os.strerror(int(number)), command[0])
@@ -180,15 +181,15 @@ async def run_command(
 
 
 def below_reaper(command: Sequence[str], report: int) -> list[str]:
-    """The command as a child of sandbox/reaper.py, which ends with this process."""
+    """The command as a child of sandbox/reaper.py, which exits with this process."""
     python = [sys.executable, "-I", "-S", reaper.__file__]
     return [*python, str(os.getpid()), str(report), *command]
 
 
 @asynccontextmanager
 async def reading(output: Output) -> AsyncIterator[int]:
-    """The writing end of a pipe for a program; at the end `output` has all that was written.
-    A pipe of asyncio's own would make its wait() wait for whoever else holds the pipe."""
+    """Gives the write end of a pipe for a program; `output` collects the written bytes. With a
+    pipe of asyncio, process.wait() would wait for every process that holds the pipe."""
     read_end, write_end = os.pipe()
     stream = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
@@ -210,7 +211,7 @@ async def pump(stream: asyncio.StreamReader, output: Output) -> None:
 
 
 def end_all(process: asyncio.subprocess.Process, workspace: Path) -> None:
-    """Kills the reaper with all processes below it. A program may have killed its reaper: then
+    """Kills the reaper and all its descendants. A program may have killed its reaper, so also
     kills every process that was started with this workspace as its home."""
     if process.returncode is None:
         reaper.kill_descendants(process.pid)

@@ -51,7 +51,7 @@ SUBSCHEMAS = {
 
 
 class Refusal(Exception):
-    """A request that cannot be answered. The dialect writes it as an error of its own."""
+    """A request that cannot be answered. Each dialect has its format of the error."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)
@@ -63,11 +63,11 @@ class Refusal(Exception):
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Fields:
     """Top-level fields of a dialect's requests, sorted by their effect. A field that is not listed
-    counts as decided: clients send extras of many vendors."""
+    counts as decided, since clients send extras of many vendors."""
 
     used: str
-    harmless: str  # No reply depends on these: bills, caches, labels, a vendor's tools.
-    decided: str  # The run decides instead. Counted in a metric.
+    harmless: str  # Fields on which no reply depends: billing, caches, labels, a vendor's tools.
+    decided: str  # Fields that the run overrides. Counted in a metric.
     refused: Mapping[str, str] = field(default_factory=dict)  # more than REFUSED
 
     def overridden_in(self, body: dict[str, Any]) -> list[str]:
@@ -86,7 +86,7 @@ class Fields:
 
 
 def checked_name(name: str) -> str:
-    """A field's name, as a metric ends with it. Raises Refusal."""
+    """Returns a field's name if it can end a metric's name, else raises Refusal."""
     if not FIELD_NAME.fullmatch(name):
         raise Refusal(f"{name[:80]!r} is not the name of a field")
     return name
@@ -94,28 +94,28 @@ def checked_name(name: str) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class Request:
-    """A request in the words of chat templates, such as messages=[{"role": "user", "content":
+    """A request in the format of chat templates, such as messages=[{"role": "user", "content":
     "2+2?"}], tools=None, max_tokens=64."""
 
     model: str = ""
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    reads_calls: bool = True  # False: calls are left in the text (tool_choice "none")
+    reads_calls: bool = True  # False leaves calls in the text (tool_choice "none").
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    num_instructions: int = 0  # first messages that a later request does not inherit
+    num_instructions: int = 0  # First messages that a later request does not inherit.
     num_replies: int = 1
     is_streamed: bool = False
     wants_logprobs: bool = False
-    wants_usage: bool = False  # at the end of a stream
-    is_retry: bool = False  # the client says so
-    # JSON schema that the reply shall fit; None: text.
+    wants_usage: bool = False  # Usage at the end of a stream.
+    is_retry: bool = False  # The client marks it as a retry.
+    # JSON schema of the reply; None: text.
     schema: dict[str, Any] | None = None
-    is_enforced: bool = False  # The reply is sampled in the schema.
-    continues: str | None = None  # id of the kept reply whose conversation comes first
-    is_kept: bool = False  # later requests may continue the reply
-    seed: Any = None  # not used to sample: another seed asks for another reply
-    overridden: list[str] = field(default_factory=list)  # what the trainer decides instead
+    is_enforced: bool = False  # Sampling is constrained to the schema.
+    continues: str | None = None  # Id of the kept reply whose conversation comes first.
+    is_kept: bool = False  # Later requests may continue the reply.
+    seed: Any = None  # Only distinguishes requests; sampling does not use it.
+    overridden: list[str] = field(default_factory=list)  # Fields that the run overrides.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,14 +129,14 @@ class Call:
 
 @dataclass(kw_only=True, slots=True)
 class Reply:
-    """An actor's turn, as a program reads it."""
+    """An actor's turn, as the program receives it."""
 
-    id: str  # unique in the run
-    text: str  # without thoughts and calls
+    id: str  # Unique in the run.
+    text: str  # Excludes thoughts and calls.
     thoughts: str
     calls: list[Call]
-    finish_reason: str  # "stop", "length" (also behind calls) or "calls"
-    stop: str = ""  # which of the request's stops ended it
+    finish_reason: str  # "stop", "length" (also after calls) or "calls".
+    stop: str = ""  # The stop string that ended it.
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     # (bytes, logprob) of each token, if wanted.
@@ -144,15 +144,15 @@ class Reply:
 
     @property
     def message(self) -> Message:
-        """As a program that keeps all of it echoes it."""
+        """The reply as a chat message."""
         calls = [called(call.id, call.name, call.arguments) for call in self.calls]
         message = {"role": "assistant", "content": self.text}
         return message | {"tool_calls": calls} if calls else message
 
 
 def called(call_id: Any, name: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call in a message, as chat templates read it. Raises Refusal for a name that is not a
-    text."""
+    """A call in a message, in the format of chat templates. Raises Refusal if the name is not a
+    non-empty string."""
     if not isinstance(name, str) or not name:
         raise Refusal(f"a call: the name {str(name)[:80]!r} must be a text")
     function = {"name": name, "arguments": arguments}
@@ -273,15 +273,15 @@ def text_of_parts(content: Any, where: str) -> str:
     if not isinstance(content, list):
         raise Refusal(f"{where}: content must be a text or a list of parts")
     texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif isinstance(part, dict) and isinstance(part.get("refusal"), str):
-            texts.append(part["refusal"])
+    for piece in content:
+        if isinstance(piece, str):
+            texts.append(piece)
+        elif isinstance(piece, dict) and isinstance(piece.get("text"), str):
+            texts.append(piece["text"])
+        elif isinstance(piece, dict) and isinstance(piece.get("refusal"), str):
+            texts.append(piece["refusal"])
         else:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            kind = piece.get("type") if isinstance(piece, dict) else type(piece).__name__
             raise Refusal(f"{where}: a part of type {kind!r}: this model reads text alone")
     return "".join(texts)
 
@@ -293,5 +293,5 @@ def read_arguments(value: Any) -> dict[str, Any]:
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
-        raise Refusal(f"arguments of a call: {str(value)[:80]!r} is no JSON object")
+        raise Refusal(f"arguments of a call: {str(value)[:80]!r} is not a JSON object")
     return arguments

@@ -119,26 +119,26 @@ def read_items(items: Any) -> list[Message]:
 
 
 def arguments_of(item: dict[str, Any]) -> dict[str, Any]:
-    """Of a call. A custom tool's call has a text in their place."""
+    """Arguments of a call. The call of a custom tool has one text instead."""
     if item["type"] == "custom_tool_call":
         return {"input": wanted(item, "input", str, "")}
     return read_arguments(item.get("arguments"))
 
 
 def put_in(items: Any, known: dict[str, dict[str, Any]]) -> Any:
-    """Input items, with those of earlier responses in the place of references to them. Raises
-    Refusal."""
+    """Input items, with references replaced by the items of earlier responses. Raises Refusal for
+    an unknown reference."""
     if not isinstance(items, list):
         return items
-    found = []
+    resolved = []
     for item in items:
         if is_reference(item):
             name = str(item.get("id"))
             if name not in known:
                 raise Refusal(f"input: item_reference {name!r} is no item of this episode")
             item = known[name]
-        found.append(item)
-    return found
+        resolved.append(item)
+    return resolved
 
 
 def is_reference(item: Any) -> bool:
@@ -214,21 +214,21 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
-    """Server-sent events, numbered."""
-    whole = write(replies, request)
-    for number, (kind, fields) in enumerate(events(replies[0], request, whole)):
+    """Numbered server-sent events."""
+    response = write(replies, request)
+    for number, (kind, fields) in enumerate(events(replies[0], request, response)):
         body = {"type": kind, "sequence_number": number} | fields
         yield f"event: {kind}\ndata: {json.dumps(body)}\n\n"
 
 
 def events(
-    reply: Reply, request: Request, whole: dict[str, Any]
+    reply: Reply, request: Request, response: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     begun = {"response": header(reply, request)}
     yield "response.created", begun
     yield "response.in_progress", begun
-    for index, item in enumerate(whole["output"]):
-        place = {"output_index": index, "item_id": item["id"]}
+    for index, item in enumerate(response["output"]):
+        position = {"output_index": index, "item_id": item["id"]}
         opened = item | {"status": "in_progress"}
         if item["type"] == "function_call":
             opened["arguments"] = ""
@@ -236,18 +236,18 @@ def events(
             opened["content"] = []
         yield "response.output_item.added", {"output_index": index, "item": opened}
         if item["type"] == "message":
-            yield from text_events(place | {"content_index": 0}, item["content"][0]["text"])
+            yield from text_events(position | {"content_index": 0}, item["content"][0]["text"])
         elif item["type"] == "function_call":
             arguments = item["arguments"]
             done = {"arguments": arguments, "name": item["name"]}
-            yield "response.function_call_arguments.delta", place | {"delta": arguments}
-            yield "response.function_call_arguments.done", place | done
+            yield "response.function_call_arguments.delta", position | {"delta": arguments}
+            yield "response.function_call_arguments.done", position | done
         yield "response.output_item.done", {"output_index": index, "item": item}
-    yield f"response.{whole['status']}", {"response": whole}
+    yield f"response.{response['status']}", {"response": response}
 
 
-def text_events(place: dict[str, Any], text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "response.content_part.added", place | {"part": text_part("")}
-    yield "response.output_text.delta", place | {"delta": text, "logprobs": []}
-    yield "response.output_text.done", place | {"text": text, "logprobs": []}
-    yield "response.content_part.done", place | {"part": text_part(text)}
+def text_events(position: dict[str, Any], text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "response.content_part.added", position | {"part": text_part("")}
+    yield "response.output_text.delta", position | {"delta": text, "logprobs": []}
+    yield "response.output_text.done", position | {"text": text, "logprobs": []}
+    yield "response.content_part.done", position | {"part": text_part(text)}

@@ -1,5 +1,5 @@
-"""The rollout of files with an `agent`: a program plays the episode at an endpoint, and rewards
-score what came of it."""
+"""The rollout of environments with an `agent`: a program plays the episode through an endpoint,
+and rewards score the result."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Endpoints:
-    """Opens an endpoint for each episode, all at one server of the event loop that runs."""
+    """Opens an endpoint for each episode, at one server of the running event loop."""
 
     config: AgentsConfig | None = None
     server: EndpointServer | None = None
-    loop: asyncio.AbstractEventLoop | None = None  # in which it listens
+    loop: asyncio.AbstractEventLoop | None = None  # The event loop of the server.
 
     def __call__(self, actor: Actor) -> AbstractAsyncContextManager[Endpoint]:
-        """For one actor of an episode."""
+        """Opens an endpoint for one actor of an episode."""
         return self.open({actor.name: actor}, actor.max_turns)
 
     @asynccontextmanager
     async def open(
         self, actors: Mapping[str, Actor], max_turns: int, program: str = "a program"
     ) -> AsyncIterator[Endpoint]:
-        """The server closes with the last. Raises EngineDied, instead of what the program made of
-        it, if an engine died."""
+        """Opens an endpoint; closing the last one stops the server. If an engine died, raises
+        EngineDied instead of the program's error."""
         if self.loop is not asyncio.get_running_loop():
             self.server, self.loop = EndpointServer(self.config), asyncio.get_running_loop()
         server = self.server
@@ -73,15 +73,15 @@ class AgentRollout:
     """Plays the episodes of a file with an `agent`."""
 
     path: str
-    agent: Hook | Sequence[str]  # a function, or a command
+    agent: Hook | Sequence[str]  # A function, or a command.
     rewards: list[Hook]
-    box: CommandBox | None = None  # None: a command is a process beside the run
+    box: CommandBox | None = None  # None runs a command as a process of this machine.
     endpoints: Endpoints
-    has_warned: bool = False  # about a command with another exit code than 0
+    has_warned: bool = False  # True after a warning about an exit code other than 0.
 
     async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
-        """The trajectories of each trainable actor that was asked; if none is trainable, of each
-        actor that was asked. Raises HookError if none was."""
+        """Trajectories of the trainable actors that the agent asked, or of all asked actors if none
+        is trainable. Raises HookError if the agent asked none."""
         endpoint = self.endpoints.open(actors, actors.max_turns, self.path)
         async with endpoint as llm, self.played(task, llm) as (result, box):
             asked = [name for name, tree in llm.trees.items() if tree.nodes]
@@ -96,13 +96,13 @@ class AgentRollout:
                 self.has_warned = True
                 text = f"the command of task {task.id} ended with {result.end}; rewards score it"
                 print(f"warning: {self.path}: {text}", file=sys.stderr, flush=True)
-            given = {"actors": actors, "result": result, "box": box}
-            return await self.score(task, given, llm, learners or asked)
+            arguments = {"actors": actors, "result": result, "box": box}
+            return await self.score(task, arguments, llm, learners or asked)
 
     @asynccontextmanager
     async def played(self, task: Task, llm: Endpoint) -> AsyncIterator[tuple[Any, Any]]:
-        """(what the agent returned, or how its command ended; the command's box, if it has one).
-        What the command wrote is there until the end."""
+        """Runs the agent and gives (its return value or CommandResult, the command's box or None).
+        The command's files exist until the context ends."""
         if isinstance(self.agent, Hook):
             yield await self.call_agent(task, llm), None
         elif self.box is not None:
@@ -121,46 +121,46 @@ class AgentRollout:
         try:
             return await self.agent(task, {"task": task, "llm": llm})
         except HookError:
-            # Many programs raise when they are told that the context is full.
+            # Many programs raise when a request does not fit into the context.
             if llm.is_truncated:
                 return None
             raise
 
     async def score(
-        self, task: Task, given: dict[str, Any], llm: Endpoint, names: list[str]
+        self, task: Task, arguments: dict[str, Any], llm: Endpoint, names: list[str]
     ) -> list[Trajectory]:
-        """`given`: what rewards may name besides the trajectories."""
-        found = {name: llm.trajectories(0.0, name) for name in names}
+        """Trajectories with their rewards. `arguments`: further arguments that rewards may name."""
+        branches = {name: llm.trajectories(0.0, name) for name in names}
         calls = []
         for hook in self.rewards:
             calls += [(hook, name) for name in (names if hook.is_per_actor else names[:1])]
         values = await wait_for_all(
-            [self.call(hook, task, given, found[name]) for hook, name in calls]
+            [self.call(hook, task, arguments, branches[name]) for hook, name in calls]
         )
         for (hook, name), value in zip(calls, values, strict=True):
             parts = reward_values(value, hook.name, f"{hook.path}: what {hook.name}() returned")
             for scored in [name] if hook.is_per_actor else names:
-                for t in found[scored]:
-                    add_parts(t.reward_parts, t.metrics, hook, parts, given["actors"])
-        trajectories = [t for name in names for t in found[name]]
+                for t in branches[scored]:
+                    add_parts(t.reward_parts, t.metrics, hook, parts, arguments["actors"])
+        trajectories = [t for name in names for t in branches[name]]
         for t in trajectories:
             t.reward_parts.pop("rollout", None)
             t.reward = math.fsum(t.reward_parts.values())
         return trajectories
 
     async def call(
-        self, hook: Hook, task: Task, given: dict[str, Any], branches: list[Trajectory]
+        self, hook: Hook, task: Task, arguments: dict[str, Any], branches: list[Trajectory]
     ) -> Any:
-        """A reward's result. It sees the branch that ended last."""
+        """Calls a reward with the branch that ended last."""
         last = branches[-1]
-        given = given | {"task": task, "prompt": task.messages, "messages": last.messages}
-        given |= {"trajectory": last, "actor": last.actor}
-        given["completion"] = last.messages[-1].get("content") or ""
-        return await hook(task, given)
+        arguments = arguments | {"task": task, "prompt": task.messages, "messages": last.messages}
+        arguments |= {"trajectory": last, "actor": last.actor}
+        arguments["completion"] = last.messages[-1].get("content") or ""
+        return await hook(task, arguments)
 
 
 def unasked(result: Any, refused: str = "") -> str:
-    """The fix if an agent asked no model, for an error. `refused`: its last refused request."""
+    """The fix for an agent that asked no model. `refused`: its last refusal."""
     reason = "its requests go to llm.base_url, with llm.api_key"
     if isinstance(result, CommandResult):
         reason = "a command finds the model by OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
@@ -178,25 +178,25 @@ def agent_hooks(
     box: Any = None,
     config: AgentsConfig | None = None,
 ) -> dict[str, Hook]:
-    """The hooks of a file whose agent plays: a rollout() that calls the agent and its rewards, and
-    what scores whole groups. Columns that these need are the rollout's. `box`: the file's setting
-    of that name."""
+    """Hooks of a file with an `agent`: a rollout() that calls the agent and its rewards, and the
+    hooks of groups. The rollout asks for the columns that they need. `box`: the file's setting of
+    that name."""
     rewards = [h for h in hooks.values() if not h.batched and h.name not in ARGUMENTS]
     endpoints = Endpoints(config=config)
-    played = AgentRollout(path=path, agent=agent, rewards=rewards, endpoints=endpoints)
+    agent_rollout = AgentRollout(path=path, agent=agent, rewards=rewards, endpoints=endpoints)
     if box:
         from rl_core.environments.agents.boxed import make_box
 
-        played.box = make_box(box, path, agent)
+        agent_rollout.box = make_box(box, path, agent)
         if box is True or "hides" not in box:
             scored = set().union(*(hook.named - hook.ours for hook in rewards))
-            shown = {*PROMPT_COLUMNS} - {"input"}  # `input` may be that of hidden tests.
-            played.box.hides = sorted(scored - columns_named(agent) - shown)
+            shown = {*PROMPT_COLUMNS} - {"input"}  # `input` may hold hidden tests.
+            agent_rollout.box.hides = sorted(scored - columns_named(agent) - shown)
 
     async def agent_and_rewards(
         task: Task, actors: EpisodeActors, **columns: Any
     ) -> list[Trajectory]:
-        return await played.rollout(task, actors)
+        return await agent_rollout.rollout(task, actors)
 
     called = [*rewards]
     columns: dict[str, Any] = {}
@@ -214,7 +214,7 @@ def agent_hooks(
     agent_and_rewards.__signature__ = Signature(parameters)
     # Reports of `rl-core check` name the hooks that the user wrote.
     agent_and_rewards.__name__ = ", ".join(["agent", *(hook.name for hook in rewards)])
-    own = Hook(
+    rollout_hook = Hook(
         name="rollout",
         function=agent_and_rewards,
         path=path,
@@ -222,4 +222,4 @@ def agent_hooks(
         ours=frozenset({"task", "actors"}),
     )
     kept = {name: hook for name, hook in hooks.items() if hook not in rewards}
-    return kept | {"rollout": own}
+    return kept | {"rollout": rollout_hook}

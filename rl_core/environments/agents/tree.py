@@ -1,9 +1,9 @@
 """The requests of one episode to one actor, as a tree of turns.
 
 A program sends its whole history with each request. The request continues the turn with the longest
-equal history, whatever the program changed when it echoed the turns. What was sampled stays as it
-was sampled. A history that was rewritten (compacted, another attempt, a sub-agent) is a branch: it
-shares the tokens up to where the two part.
+equal history, even if the program changed its echo of the turns. Sampled tokens stay as they were
+sampled. A rewritten history (compaction, another attempt, a sub-agent) is a branch, which shares
+the tokens before the first difference.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from rl_core.sampling.actor import Actor, Conversation, without_thoughts
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Message, Trajectory, Turn
 
-MAX_OVERRIDDEN = 64  # Names of fields in one episode: each is a metric.
-Key = tuple  # of a message: equal for a message and its echo
+MAX_OVERRIDDEN = 64  # Names of fields in one episode; each is a metric.
+Key = tuple  # A message's key, equal for the message and its echo.
 
 
 @dataclass(eq=False)
 class Node:
-    """An actor's turn, and the history that it ends."""
+    """An actor's turn and the history up to it."""
 
     conversation: Conversation
-    num_replies: int  # of the conversation, with this one
+    num_replies: int  # Replies of the conversation, including this one.
     reply: Reply
-    keys: list[Key]  # of the messages up to here that say something
-    tools: str  # of the conversation, as tools_key gives them
+    keys: list[Key]  # Keys of the non-empty messages up to this turn.
+    tools: str  # tools_key() of the conversation.
     num_children: int = 0
-    is_continued: bool = False  # the conversation itself goes on after this turn
+    is_continued: bool = False  # The conversation itself has a later turn.
 
     def continued(self) -> Conversation:
-        """The conversation as it stood after this turn. The first request that continues it goes on
-        in place; each other is a branch."""
+        """The conversation as of this turn. The first request that continues it extends the object;
+        each later request gets a branch."""
         self.num_children += 1
         if not self.is_continued:
             self.is_continued = True
@@ -56,37 +56,36 @@ class Tree:
     """The turns of one actor in one episode."""
 
     actor: Actor
-    max_turns: int = 0  # that it answers; 0: as many as are asked
+    max_turns: int = 0  # Largest number of answered turns; 0: unlimited.
     nodes: list[Node] = field(default_factory=list)
-    # Replies by request: a retry gets the same.
+    # Request's key -> replies, so that a retry gets the same.
     answered: dict[str, asyncio.Future[list[Node]]] = field(default_factory=dict)
     num_turns: int = 0
-    num_begun: Counter[str] = field(default_factory=Counter)  # conversations, by what they asked
+    num_begun: Counter[str] = field(default_factory=Counter)  # First request -> conversations.
     num_retries: int = 0
-    overridden: Counter[str] = field(default_factory=Counter)  # requests that set it, by name
-    # The episode's: a server's task has the context of whoever started the server.
+    overridden: Counter[str] = field(default_factory=Counter)  # Field's name -> number of requests.
+    # The episode's context: a task of the server has the context of the server's starter.
     context: Context = field(default_factory=copy_context)
-    is_truncated: bool = False  # a request did not fit into the context, or into max_turns
+    is_truncated: bool = False  # A request did not fit into the context or max_turns.
 
     async def answer(self, request: Request) -> list[Reply]:
-        """The actor's replies. The same request gets the same replies again; if the first is still
-        under way, only where the client calls it a retry. Raises Refusal."""
+        """The actor's replies. A repeated request gets the same replies; while the first is still
+        running, only if the client marks it as a retry. Raises Refusal."""
         self.overridden.update(request.overridden)
         if len(self.overridden) > MAX_OVERRIDDEN:
             raise Refusal(f"the requests set more than {MAX_OVERRIDDEN} fields that are not read")
         key = request_key(request)
         nodes = self.answered.get(key)
-        # While the first is under way, only a request that the client calls a retry is one.
         if nodes is not None and (nodes.done() or request.is_retry):
             self.num_retries += 1
         else:
             nodes = self.answered[key] = self.context.run(asyncio.ensure_future, self.play(request))
             nodes.add_done_callback(partial(self.drop_failed, key))
-        # Shielded: the turn is kept if the client goes away.
+        # Shielded, so that the turn survives a client that disconnects.
         return [node.reply for node in await asyncio.shield(nodes)]
 
     def drop_failed(self, key: str, nodes: asyncio.Future[list[Node]]) -> None:
-        """Frees a request that failed; the same one again is played anew."""
+        """Forgets a failed request, so that its repetition is sampled again."""
         has_failed = nodes.cancelled() or nodes.exception() is not None
         if has_failed and self.answered.get(key) is nodes:
             del self.answered[key]
@@ -113,7 +112,7 @@ class Tree:
         return nodes
 
     def forget(self, talks: list[Conversation], parent: Node | None) -> None:
-        """Leaves no trace of the conversations of a request that failed."""
+        """Removes the conversations of a failed request."""
         for talk in talks:
             if parent is not None:
                 parent.num_children -= 1
@@ -134,25 +133,25 @@ class Tree:
         self.num_turns += num_replies
 
     def longest(self, keys: list[Key], tools: str) -> tuple[Node | None, int]:
-        """The turn whose history is the longest beginning of these messages, and how many of the
-        messages that is."""
+        """(the turn whose history is the longest prefix of these messages or None, the number of
+        messages in that prefix)."""
         asked = [key for key in keys if key]
-        found: Node | None = None
+        parent: Node | None = None
         length = 0
         for node in self.nodes:
             num = len(node.keys)
             if length < num < len(asked) and node.tools == tools and asked[:num] == node.keys:
-                found, length = node, num
+                parent, length = node, num
         num_known = 0
         while length:
             length -= bool(keys[num_known])
             num_known += 1
-        return found, num_known
+        return parent, num_known
 
     def talk(self, parent: Node | None, request: Request) -> Conversation:
         if parent is not None:
             return parent.continued()
-        # Seeds depend on what is asked, not on when: requests at once come in any order.
+        # Seeds depend on the messages only, since concurrent requests come in any order.
         asked = f"{crc32(json.dumps([request.messages, request.tools]).encode()):08x}"
         self.num_begun[asked] += 1
         label = f"{asked}-{self.num_begun[asked]}"
@@ -168,8 +167,8 @@ class Tree:
     async def speak(
         self, talk: Conversation, new: Sequence[Message], request: Request, keys: list[Key]
     ) -> Node:
-        """The actor's turn after `new`. Raises Refusal if it has no room, or if the chat template
-        refuses the messages."""
+        """Samples the actor's turn after `new`. Raises Refusal if the context is full or the chat
+        template refuses the messages."""
         limits: dict[str, Any] = {}
         if request.max_tokens is not None:
             limits["max_tokens"] = min(request.max_tokens, talk.params.max_tokens)
@@ -194,18 +193,18 @@ class Tree:
         return Node(talk, talk.num_replies, reply, spoken, tools_key(talk.tools))
 
     def cancel(self) -> None:
-        """Ends the turns that are under way."""
+        """Cancels the running turns."""
         for nodes in list(self.answered.values()):
             nodes.cancel()
 
     def trajectories(self, reward: float | dict[str, float]) -> list[Trajectory]:
-        """One for the last turn of each branch, all with this reward."""
-        found = []
+        """One trajectory per branch, each with this reward."""
+        trajectories = []
         for node in self.nodes:
             if not node.num_children:
                 talk = node.conversation.at(node.num_replies)
-                found.append(talk.trajectory(reward))
-        return found
+                trajectories.append(talk.trajectory(reward))
+        return trajectories
 
 
 def tools_key(tools: list[dict[str, Any]] | None) -> str:
@@ -224,8 +223,8 @@ def request_key(request: Request) -> str:
 
 
 def key_of(message: Message) -> Key:
-    """What a message says, without what clients change when they echo it: arguments printed anew,
-    thoughts dropped, ids, spaces at both ends. () if it says nothing."""
+    """A message's content without details that clients change in the echo: formatting of arguments,
+    thoughts, ids, spaces at both ends. () if the message is empty."""
     role, content = message["role"], message.get("content") or ""
     if role == "assistant":
         content = without_thoughts(content)
@@ -240,7 +239,7 @@ def key_of(message: Message) -> Key:
 
 
 def reply_of(talk: Conversation, request: Request) -> Reply:
-    """The conversation's last turn, as a program reads it."""
+    """The conversation's last turn as a reply to the program."""
     message = talk.history[-1]
     reply_id = f"{talk.session}.{talk.num_replies}".replace("/", "-")
     for number, call in enumerate(message.get("tool_calls") or []):
@@ -277,15 +276,15 @@ def reply_of(talk: Conversation, request: Request) -> Reply:
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
     """Returns (text before the first stop string, that stop string). Clients expect neither the
     stop string nor the rest of a token in which it ended; the tokens stay in the conversation."""
-    found_at = [(text.find(stop), stop) for stop in stops if stop in text]
-    if not found_at:
+    positions = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not positions:
         return text, ""
-    end, stop = min(found_at)
+    end, stop = min(positions)
     return text[:end], stop
 
 
 def num_prompt_tokens(turns: Sequence[Turn]) -> int:
-    """What the actor read for the last of these turns."""
+    """Number of prompt tokens of the last turn."""
     length = 0
     for turn in turns:
         if turn.is_fresh:

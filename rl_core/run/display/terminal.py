@@ -95,7 +95,7 @@ def loaded(trainer: RunState) -> str:
     for name, actor in config.actors.items():
         learner = trainer.learners.get(name)
         about = size_of(learner) if learner is not None else actor.api or "frozen"
-        for group in plan.places[1:]:
+        for group in plan.rank_groups[1:]:
             if name in group.actors:
                 about = f"{'learns' if actor.is_trained else 'frozen'} on {group.where}"
         models.append(f"{name}: {actor.model} ({about})")
@@ -146,7 +146,7 @@ def devices(trainer: RunState) -> str:
     """8 x NVIDIA H100 80GB HBM3 (dp_shard 8), sglang engine, new weights by files"""
     ranks = trainer.ranks
     device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device)
-    num_elsewhere = sum(len(group.ranks) for group in trainer.plan.places[1:])
+    num_elsewhere = sum(len(group.ranks) for group in trainer.plan.rank_groups[1:])
     text = f"{ranks.size + ranks.rollout_ranks + num_elsewhere} x {device}"
     sizes = asdict(ranks.mesh) | {"rollout_ranks": ranks.rollout_ranks}
     if split := " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1):
