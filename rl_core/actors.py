@@ -41,7 +41,7 @@ class Device:
         lease: DeviceLease | None,
     ):
         engines = list(engines)
-        self.ranks, self.lease = ranks, lease  # None: engines do not share the device
+        self.ranks, self.lease = ranks, lease  # None if engines do not share the device.
         self.engines = list(dict.fromkeys(e for e in engines if e is not None))
         # None of `engines` is on this rank where a neighbour's spans its device.
         self.is_shared = bool(engines) and not ranks.rollout_ranks
@@ -50,11 +50,11 @@ class Device:
 
     async def begin(self) -> None:
         """Engines start, one after the other: none takes another's memory for its own."""
-        self.hand_over()
+        self.release_device()
         for engine in self.engines:
             await engine.wake()
             await engine.sleep()
-        # An engine elsewhere that receives the first learner's weights answers nobody's wake().
+        # A remote engine does not answer wake() while it receives weights.
         barrier(self.ranks)
 
     async def sleep(self) -> None:
@@ -66,7 +66,7 @@ class Device:
         if self.spans_ranks:
             barrier(self.ranks)
 
-    def hand_over(self) -> None:
+    def release_device(self) -> None:
         """Runs the learners' work before engines get the devices."""
         if self.is_shared:
             release_cached_memory()
@@ -84,8 +84,8 @@ class Device:
 class ActorRuntime:
     name: str
     device: Device
-    learner: Learner | None = None  # None: it is frozen, behind a URL, or learns on other ranks
-    engine: Engine | None = None  # None: rows are learned, or another rank has this one's engine
+    learner: Learner | None = None  # None if frozen, behind a URL, or learning on other ranks.
+    engine: Engine | None = None  # None without RL, or if another rank has the engine.
     adapter: str = ""  # Adapter that the engine applies to its weights.
     speaker: Any = None  # the Actor or ApiActor that hooks address; None: rows are learned
     shares_weights: bool = False  # its engine samples with the learner's own tensors
@@ -98,7 +98,7 @@ class ActorRuntime:
         await self.device.sleep()
         with self.learner.on_device():
             yield self.learner
-        self.device.hand_over()
+        self.device.release_device()
 
     def learn(self, samples: list[TrainingSample], step: int) -> dict[str, Metric]:
         """Runs one step of the learner, which is on the device, and returns the metrics. Every rank
@@ -118,7 +118,7 @@ class ActorRuntime:
         if self.speaker is None:
             return
         assert self.learner is not None
-        self.device.hand_over()  # The engine allocates memory for its weights now.
+        self.device.release_device()  # The engine allocates memory for its weights now.
         weights = self.learner.engine_weights(self.shares_weights)
         if self.engine is None:
             for _ in weights or ():

@@ -44,7 +44,7 @@ class Algorithm:
     turn_discount: float | None = None
     gigpo_coef: float = 1.0
     gigpo_discount: float = 0.95
-    reference: str | None = None  # None: the model at the start
+    reference: str | None = None  # None: the initial model.
     reference_every: int = 0  # steps after which it is renewed from the policy
     reference_decay: float = 0.0
     teacher: str | None = None
@@ -118,7 +118,7 @@ def own_reward(rewards: Array, weights: Array, episodes: Array) -> Array:
 
 
 def no_reward(rewards: Array, weights: Array, episodes: Array) -> Array:
-    """[G] zeros, for training by a teacher alone."""
+    """[G] zeros, for training only by a teacher."""
     return 0.0 * rewards
 
 

@@ -92,7 +92,7 @@ class Ranks:
     is_engine: bool = False  # its engines are asked by ranks that play episodes
     group: int = 0  # number of its process group; 0 plays episodes
     store: dist.Store = dataclasses.field(default_factory=dist.HashStore)  # shared by all ranks
-    heartbeat: Heartbeat | None = None  # None: there is no other rank
+    heartbeat: Heartbeat | None = None  # None without other ranks.
 
     @property
     def is_writer(self) -> bool:
@@ -137,7 +137,7 @@ class Heartbeat:
         self.rank, self.watched = rank, (rank + 1) % size
         self.timeout_s = timeout_s
         self.period_s = min(timeout_s / BEATS, MAX_BEAT_S)
-        self.lost = ""  # says which rank stands still
+        self.lost = ""  # Names the rank that stopped responding.
         self.when_lost: Callable[[], Any] | None = None
         self.is_closed = threading.Event()
         self.asked = 0  # The number of the beat that the store has not answered, or 0.
@@ -300,7 +300,7 @@ def first_line(error: Exception) -> str:
 
 
 def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
-    """The same ranks, divided so. Every rank must call it."""
+    """The same ranks with this mesh. Every rank must call it."""
     kind = ranks.device.type
     weights_mesh = init_device_mesh(
         kind,
@@ -367,14 +367,15 @@ def all_gather_json(value: Any, ranks: Ranks) -> list[Any]:
 def barrier(ranks: Ranks) -> None:
     """Returns once every rank has called it."""
     if ranks.size > 1:
-        dist.all_reduce(torch.zeros(1))  # On the CPU, which waits for no device.
+        dist.all_reduce(torch.zeros(1))  # Made on the CPU, which waits for no device.
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is split over ranks; any other as it is."""
+    """This rank's shard of a tensor that is split over ranks; other tensors are returned."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def unsharded(value: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that is split over ranks, each of which must call it; any other as it is."""
+    """The full tensor of a tensor that is split over ranks; other tensors are returned. Every rank
+    must call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value

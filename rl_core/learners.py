@@ -122,7 +122,7 @@ def make_learner(
 
 
 def adapters_of(config: Config, name: str) -> dict[str, Adapter]:
-    """The actor's own adapter, if it has one, and those of actors that share its model."""
+    """The actor's adapter, if it has one, and the adapters of actors that share its model."""
     adapters = {}
     if config.actors[name].lora.rank:
         adapters["default"] = config.actors[name].lora, counter_seed(config.seed, name)

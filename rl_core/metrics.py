@@ -60,7 +60,7 @@ KINDS = {kind.__name__: kind for kind in (Mean, Sum, Max, Percentile)}
 
 
 def count_once(ranks: Ranks) -> Sum:
-    """1 over all ranks, each of which counts it."""
+    """1 divided by the number of ranks, because each rank counts it."""
     return Sum(1 / ranks.size)
 
 

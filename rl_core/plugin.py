@@ -111,9 +111,9 @@ class Plugin:
     async def after_learn(self, step: int) -> None:
         """Called once all learners of this rank have made their updates, within the step."""
 
-    def agree(self) -> dict[str, Metric]:
+    def reduced_flags(self) -> dict[str, Metric]:
         """Metrics that are reduced with every log line, also an evaluation's, but not written. Read
-        the values from `trainer.agreed`."""
+        the values from `trainer.reduced_flags`."""
         return {}
 
     async def before_log(self, step: int) -> None:

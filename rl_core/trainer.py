@@ -43,7 +43,7 @@ from rl_core.run.options import make_plugins
 from rl_core.run.run_folder import RunLog
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
 from rl_core.sampling.options import make_worker
-from rl_core.sampling.rollout import Group, in_order, make_group
+from rl_core.sampling.rollout import Group, make_group, sorted_trajectories
 from rl_core.types import Task, TrainingSample, Trajectory
 
 
@@ -80,7 +80,7 @@ class Trainer:
         # Positions before it of which no step has learned yet.
         self.pending: list[int] = state.get("pending", [])
         self.metrics: dict[str, Metric] = {}  # Metrics of the current step.
-        self.agreed: dict[str, float] = {}  # Last logged values, equal on all ranks.
+        self.reduced_flags: dict[str, float] = {}  # Last logged values, equal on all ranks.
         self.ended_by, self.is_interrupted = "", False  # why the run ends after this step
 
         self.actors = make_actors(plan, self.learners, ranks)
@@ -98,7 +98,7 @@ class Trainer:
     @property
     def signal(self) -> int:
         """The number of a signal that any rank got, 0 if none."""
-        return int(self.agreed.get("keep/signal", 0))
+        return int(self.reduced_flags.get("keep/signal", 0))
 
     async def fit(self) -> None:
         """All steps that are left."""
@@ -162,7 +162,7 @@ class Trainer:
         await self.call("before_rollout", step)
         groups = await self.rollout()
         await self.device.sleep()
-        trajectories = in_order(groups)
+        trajectories = sorted_trajectories(groups)
         # RunFiles writes the episodes, and FailureLimit may end the run.
         await self.call("on_episodes", step + 1, f"step {step + 1}", trajectories)
         await self.call("after_rollout", step, groups)
@@ -210,7 +210,7 @@ class Trainer:
             metrics = await asyncio.to_thread(learn, samples, self.step)
         else:
             metrics = learn(samples, self.step)
-        self.note("", metrics)
+        self.add_metrics("", metrics)
 
     async def sync(self, name: str, version: int) -> None:
         await self.actors[name].sync(version)
@@ -247,25 +247,25 @@ class Trainer:
             yield
         if self.ranks.device.type == "cuda" and phase != "step":  # which holds the others
             peak = torch.cuda.max_memory_allocated() / 2**30
-            self.note("memory/", {f"{phase}_gib": Max(peak)})
+            self.add_metrics("memory/", {f"{phase}_gib": Max(peak)})
             torch.cuda.reset_peak_memory_stats()
         name = f"time/{phase}_s"
         # Times of several actors in one step add up.
         count = 0.0 if name in self.metrics else 1.0
-        self.note("", {name: Mean(time.monotonic() - began, count)})
+        self.add_metrics("", {name: Mean(time.monotonic() - began, count)})
 
     def begin_phase(self, phase: str) -> None:
         self.phase, self.phase_began = phase, time.monotonic()
 
-    def note(self, prefix: str, metrics: dict[str, Metric]) -> None:
+    def add_metrics(self, prefix: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=prefix)
 
     def log_metrics(self) -> dict[str, float]:
         """Reduces metrics over ranks, which use the values to save and stop together."""
-        for agree in self.hooks("agree"):
-            self.note("keep/", agree())
-        self.agreed = self.log.write(self.step, self.metrics)
-        return {n: value for n, value in self.agreed.items() if not n.startswith("keep/")}
+        for hook in self.hooks("reduced_flags"):
+            self.add_metrics("keep/", hook())
+        self.reduced_flags = self.log.write(self.step, self.metrics)
+        return {n: value for n, value in self.reduced_flags.items() if not n.startswith("keep/")}
 
     def read_data_state(self) -> dict[str, Any]:
         """The position in the data for a checkpoint after a step."""

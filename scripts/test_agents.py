@@ -247,7 +247,7 @@ class PlayingActor:
     chat: Chat
     replies: Sequence[str]
 
-    def in_episode(
+    def bind_episode(
         self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
     ) -> Actor:
         actor = Actor(
@@ -257,7 +257,7 @@ class PlayingActor:
             max_context_tokens=1 << 24,
             stop_token_ids=self.chat.stop_token_ids,
         )
-        return actor.in_episode(params, seed, session, max_turns)
+        return actor.bind_episode(params, seed, session, max_turns)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from rl_core.distributed import init_ranks
 from rl_core.engines.requests import check_request
 from rl_core.run.failure_limit import refuse_failures
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.rollout import EpisodeRunner, Group, RolloutWorker, in_order
+from rl_core.sampling.rollout import EpisodeRunner, Group, RolloutWorker, sorted_trajectories
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.types import Completion, SamplingParams
 
@@ -100,7 +100,7 @@ async def rollout(envs, actors, groups, config, ranks):
     worker = RolloutWorker(EpisodeRunner(envs, actors, config), ranks, 60)
     worker.submit(groups)
     try:
-        return in_order(await worker.collect(len(groups)))
+        return sorted_trajectories(await worker.collect(len(groups)))
     finally:
         await worker.close()
 

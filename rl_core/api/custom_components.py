@@ -184,7 +184,7 @@ ALIKE = {
 }
 HOOKS = [name for name in vars(Plugin) if not name.startswith("_")]
 # Results that a hook must return, by type.
-GIVEN = {"refill": list, "files": list, "agree": dict, "state": dict}
+GIVEN = {"refill": list, "files": list, "reduced_flags": dict, "state": dict}
 
 
 def own_plugins(plugins: Any) -> list[Callable[[Any], Plugin]]:

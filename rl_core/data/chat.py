@@ -88,7 +88,7 @@ class Chat:
         self._facts, self._spare = TokenizerFacts(tokenizer), SpareTokenizer(tokenizer)
 
     def with_variables(self, variables: dict[str, Any]) -> Chat:
-        """This chat with more variables of its template, such as those of a row."""
+        """This chat with further variables of its template, such as a row's."""
         if not variables:
             return self
         key = json.dumps(variables, sort_keys=True, default=str)
@@ -124,8 +124,8 @@ class Chat:
         return self._apply(marked, self.marked(tools or None), add_generation_prompt)
 
     def first_prompt(self, messages: list[Message], tools: list | None) -> tuple[str, list[int]]:
-        """(rendering, token ids) of a conversation's first messages, which those of a group
-        share."""
+        """(rendering, token ids) of a conversation's first messages, cached for the
+        episodes of a group."""
         asked = (messages, tools)
         if asked != self._first_asked:
             self.check(messages, tools)

@@ -306,7 +306,7 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
 def trained_columns(
     samples: Sequence[TrainingSample], paths: list[np.ndarray]
 ) -> dict[str, torch.Tensor]:
-    """The fields of a batch that list trained tokens alone."""
+    """The fields of a batch that list only trained tokens."""
     numbers = np.repeat(np.arange(len(samples)), [len(path) for path in paths])
     columns = {"logit_indices": joined(paths, np.int64), "sequences": numbers}
     for name, dtype in PER_TOKEN.items():

@@ -124,7 +124,7 @@ def is_tasks_folder(folder: Path) -> bool:
 
 
 def read_json(path: Path) -> Iterator[Row]:
-    """The objects of a .json file, an array or one alone, or of another file's lines. Raises
+    """Objects of a .json file (an array or one object), or of another file's lines. Raises
     ValueError if the file is cut short."""
     if path.suffix in (".gz", ".zst"):
         import pyarrow

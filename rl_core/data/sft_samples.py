@@ -282,7 +282,7 @@ def with_observations(
     action. It is all that the template puts between that turn's end token and the generation
     prompt. An answer with a message of "train": False is context."""
     trained = trained_messages(messages)
-    if len(trained) != len(turns):  # an episode whose messages are not those of its turns
+    if len(trained) != len(turns):  # The episode's messages are not those of its turns.
         return turns, [True] * len(turns)
     answers = turns[1:]
     if trained[-1] + 1 < len(messages):

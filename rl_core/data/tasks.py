@@ -170,7 +170,7 @@ def renaming(column: str) -> str:
 
 
 def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
-    """The first of these columns that holds something; else the first that is there."""
+    """The first of these columns with a value; else the first that exists."""
     for name in names:
         if row.get(name) is not None:
             return name
@@ -304,5 +304,5 @@ class TaskSource:
         self.draw_by(RowOrder(len(indices), self.seed, self.shuffle))
 
     def draw_by(self, order: Any) -> None:
-        """`order.row_index(position)` says which kept row comes at a position."""
+        """Sets the order: `order.row_index(position)` is the index of the kept row to draw."""
         self.order = order

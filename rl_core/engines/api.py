@@ -2,7 +2,7 @@
 URL's end names the dialect (engines/api_dialects.py).
 
 judge = ApiActor(name="judge", url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B",
-api_key_env="") reply = await judge.in_episode(SamplingParams(max_tokens=256),
+api_key_env="") reply = await judge.bind_episode(SamplingParams(max_tokens=256),
 seed=0).respond(messages)
 
 It cannot be trained: only the text of its replies is known. The key is read from the environment.
@@ -86,7 +86,7 @@ class ApiActor:
             cause = self._failure(f"no answer to GET /models ({error})")
             raise ValueError(f"{cause}; start it, or correct --actors.{self.name}.api") from None
 
-    def in_episode(
+    def bind_episode(
         self, params: SamplingParams, seed: int, session: str = "", max_turns: int = 0
     ) -> Actor:
         """This actor in one episode. Its conversations hold messages and no tokens: they are not
@@ -94,7 +94,7 @@ class ApiActor:
         actor = Actor(
             name=self.name, engine=self, chat=None, max_tokens=self.max_tokens, is_trainable=False
         )
-        return actor.in_episode(params, seed, session, max_turns)
+        return actor.bind_episode(params, seed, session, max_turns)
 
     async def chat(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int

@@ -56,7 +56,7 @@ RANDOM_BITS = 24  # Bits of the uniform number that samples a token.
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Request:
+class GenerationRequest:
     ids: list[int]  # Prompt and sampled tokens.
     end: int  # Number of ids at which the completion is cut off.
     completion: Completion  # Sampled tokens up to now.
@@ -68,7 +68,8 @@ class Request:
     num_prompt: int = 0  # ids when it was queued
     # Hash of the adapter and the first SHARED_TOKENS ids, once it is computed.
     known_head: int | None = None
-    source: Request | None = None  # Request whose keys and values of the common prefix are copied.
+    # Request whose keys and values of the common prefix are copied.
+    source: GenerationRequest | None = None
     num_cached: int = 0  # Ids copied from the source.
     matcher: LLMatcher | None = None  # State of its JSON schema.
     row: int = -1  # Row of the cache; -1 while the request waits.
@@ -148,9 +149,9 @@ class EmbeddedEngine(Engine):
                 "actors; leave share"
             )
         self._grammars: Grammars | None = None
-        self._waiting: list[Request] = []
-        self._active: list[Request] = []  # Request i has row i.
-        self._parked: dict[str, Request] = {}  # Session -> request, oldest first.
+        self._waiting: list[GenerationRequest] = []
+        self._active: list[GenerationRequest] = []  # Request i has row i.
+        self._parked: dict[str, GenerationRequest] = {}  # Session -> request, oldest first.
         # Sampling parameters of the active requests; None if the requests have changed.
         self._row_params: RowParams | None = None
         self._num_parked = 0  # tokens
@@ -196,7 +197,7 @@ class EmbeddedEngine(Engine):
         random_bits = random.Random(seed).getrandbits
         for _ in completion.token_ids:
             random_bits(RANDOM_BITS)
-        request = Request(
+        request = GenerationRequest(
             ids=[*prompt_ids, *completion.token_ids],
             end=min(len(prompt_ids) + params.max_tokens, self.max_context_tokens),
             completion=completion,
@@ -289,7 +290,7 @@ class EmbeddedEngine(Engine):
         self._drop_parked()
         self._cache = self._slots.make_cache(self.capacity, self.max_context_tokens)
 
-    def _queue(self, request: Request) -> None:
+    def _queue(self, request: GenerationRequest) -> None:
         request.row, request.num_cached, request.num_prompt = -1, 0, len(request.ids)
         request.known_head = None
         self._waiting.append(request)
@@ -373,7 +374,7 @@ class EmbeddedEngine(Engine):
         started = self._waiting[: self.capacity - len(self._active)]
         if not started:
             return
-        computed: dict[int, list[Request]] = defaultdict(list)  # Key: head.
+        computed: dict[int, list[GenerationRequest]] = defaultdict(list)  # Key: head.
         if self._slots.is_batched:
             for request in (*self._parked.values(), *self._active):
                 computed[request.head].append(request)
@@ -396,7 +397,7 @@ class EmbeddedEngine(Engine):
         hidden = torch.stack([request.hidden for request in started])
         self._take(started, hidden, self._params_of(started))
 
-    def _find_source(self, request: Request, computed: list[Request]) -> None:
+    def _find_source(self, request: GenerationRequest, computed: list[GenerationRequest]) -> None:
         """Finds the longest computed prefix of the prompt, among requests with the same head and
         the parked request of its session."""
         parked = self._parked.get(request.session)
@@ -413,10 +414,10 @@ class EmbeddedEngine(Engine):
             if request.num_new == 0:
                 return
 
-    def _place(self, requests: list[Request]) -> None:
+    def _place(self, requests: list[GenerationRequest]) -> None:
         """Gives the next rows to requests, and copies the prefix of each from its source: one copy
         for all requests with the same source."""
-        takers: dict[tuple[Request, int], list[int]] = defaultdict(list)
+        takers: dict[tuple[GenerationRequest, int], list[int]] = defaultdict(list)
         self._row_params = None
         self._copy_parked(range(len(self._active), len(self._active) + len(requests)))
         for request in requests:
@@ -431,7 +432,7 @@ class EmbeddedEngine(Engine):
             kept = source.parked or self._cache.snapshot(source.row, num_cached)
             self._cache.restore(rows, kept, num_cached)
 
-    def _prefill(self, requests: list[Request]) -> None:
+    def _prefill(self, requests: list[GenerationRequest]) -> None:
         """Fills the rows of requests that are active."""
         longest = max(r.num_new for r in requests)
         # There are several pieces only if a single prompt is longer than PREFILL_TOKENS.
@@ -443,7 +444,9 @@ class EmbeddedEngine(Engine):
             request.hidden = of_last
         self.stats.update(prefill_tokens=sum(r.num_new for r in requests))
 
-    def _forward(self, requests: list[Request], starts: list[int], num_tokens: int) -> Tensor:
+    def _forward(
+        self, requests: list[GenerationRequest], starts: list[int], num_tokens: int
+    ) -> Tensor:
         """Hidden states [n, hidden size] of the last tokens, after up to num_tokens tokens of each
         request from its start were computed. The requests have neighbouring rows."""
         pieces, sizes = [], []
@@ -471,13 +474,13 @@ class EmbeddedEngine(Engine):
         numbers = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
         return numbers.to(device, non_blocking=True)
 
-    def _using_adapters(self, requests: list[Request]) -> AbstractContextManager[None]:
+    def _using_adapters(self, requests: list[GenerationRequest]) -> AbstractContextManager[None]:
         """Inside, each row of a forward uses the adapter of its request."""
         if self._adapters is None:
             return nullcontext()
         return self._adapters.of_rows([request.adapter for request in requests])
 
-    def _params_of(self, requests: list[Request]) -> RowParams:
+    def _params_of(self, requests: list[GenerationRequest]) -> RowParams:
         """Sampling parameters of the requests, in their order."""
         rows = [request.numbers for request in requests]
         used = set(rows)
@@ -495,7 +498,7 @@ class EmbeddedEngine(Engine):
             num_kept=max(request.num_kept for request in requests),
         )
 
-    def _take(self, requests: list[Request], hidden: Tensor, params: RowParams) -> None:
+    def _take(self, requests: list[GenerationRequest], hidden: Tensor, params: RowParams) -> None:
         """Samples each request's next token. hidden: [n, hidden size]."""
         bits = [request.random_bits(RANDOM_BITS) for request in requests]
         uniforms = self._to_device(bits, torch.float32) * 2.0**-RANDOM_BITS
@@ -526,14 +529,14 @@ class EmbeddedEngine(Engine):
             self._finish(request)
         self._leave(ended)
 
-    def _keep_ids(self, requests: list[Request], kept: list[list[float]]) -> None:
+    def _keep_ids(self, requests: list[GenerationRequest], kept: list[list[float]]) -> None:
         """Adds to completions the ids that each token was sampled from. kept: [rank][request]."""
         for request, of_token in zip(requests, zip(*kept, strict=True), strict=True):
             if request.num_kept:
                 ids = [str(int(number)) for number in of_token if number >= 0]
                 request.completion.kept_ids.append(" ".join(ids))
 
-    def _finish_reason(self, request: Request) -> str:
+    def _finish_reason(self, request: GenerationRequest) -> str:
         params, ids = request.params, request.completion.token_ids
         if ids[-1] in params.stop_token_ids:
             return "stop"
@@ -546,7 +549,7 @@ class EmbeddedEngine(Engine):
                 return "stop"
         return "length" if len(request.ids) >= request.end else ""
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: GenerationRequest) -> None:
         if request.session and self._slots.is_batched:
             self._park(request)
         if request.matcher is not None and (error := failure(request.matcher)):
@@ -561,7 +564,7 @@ class EmbeddedEngine(Engine):
             request.future.set_result(completion)
             self._steps_since_answer = 0
 
-    def _park(self, request: Request) -> None:
+    def _park(self, request: GenerationRequest) -> None:
         """Keeps a conversation's keys and values in its row until another request needs the row."""
         self.end_session(request.session)  # The newest comes last.
         size = request.num_computed
@@ -579,7 +582,7 @@ class EmbeddedEngine(Engine):
             if request.parked is None and request.row in rows:
                 request.parked = self._cache.snapshot(request.row, request.num_computed)
 
-    def _leave(self, requests: list[Request]) -> None:
+    def _leave(self, requests: list[GenerationRequest]) -> None:
         """Frees the rows of requests. The last active requests move into these rows."""
         if not requests:
             return
@@ -597,7 +600,7 @@ class EmbeddedEngine(Engine):
             hole.row, last.row = last.row, hole.row
 
 
-def num_shared(source: Request, request: Request) -> int:
+def num_shared(source: GenerationRequest, request: GenerationRequest) -> int:
     """Length of the computed common prefix. The last id of the request counts only if the source
     keeps its hidden state, which the first logits need."""
     if source.adapter != request.adapter:
@@ -611,9 +614,9 @@ def num_shared(source: Request, request: Request) -> int:
     return num if has_hidden else min(num, len(request.ids) - 1)
 
 
-def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
+def prefill_chunks(requests: Iterable[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
     """Batches of requests sorted by length, of at most PREFILL_TOKENS with padding."""
-    chunk: list[Request] = []
+    chunk: list[GenerationRequest] = []
     for request in requests:
         is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS
         if chunk and (is_full or request.num_new > 2 * chunk[0].num_new + 16):

@@ -70,7 +70,7 @@ class ScriptedActor:
     is_trainable: bool = True
     open_endpoint: Callable[[Actor], Any] | None = None  # See Actor.
 
-    def in_episode(
+    def bind_episode(
         self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
     ) -> Actor:
         same = {
@@ -78,7 +78,7 @@ class ScriptedActor:
             for name in ("name", "chat", "max_context_tokens", "is_trainable", "open_endpoint")
         }
         engine, stops = ScriptedEngine(self.chat, self.replies), self.chat.stop_token_ids
-        return Actor(engine=engine, stop_token_ids=stops, **same).in_episode(
+        return Actor(engine=engine, stop_token_ids=stops, **same).bind_episode(
             params, seed, session, max_turns
         )
 

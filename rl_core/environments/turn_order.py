@@ -44,7 +44,7 @@ class Schedule:
         self.path = path
         self.longest = num_turns(self.parse())
 
-    def parse(self, names: Sequence[str] = ()) -> tuple[Piece, ...]:
+    def parse(self, names: Sequence[str] = ()) -> tuple[ScheduleItem, ...]:
         try:
             return parse_schedule(self.text, sorted(names))
         except ValueError as error:
@@ -67,7 +67,7 @@ class TurnsFunction:
         self.hook = hook
 
     def speakers(self, names: Sequence[str]) -> None:
-        """None: only the function knows."""
+        """None, because only the function decides."""
 
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> list[str]:
         arguments = {"messages": task.messages, "prompt": task.messages, "task": task}
@@ -83,16 +83,16 @@ class TurnsFunction:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Piece:
-    """One of `names`, or all of `pieces` in order, `low` to `high` times."""
+class ScheduleItem:
+    """One of `names`, or all `pieces` in order, repeated `low` to `high` times."""
 
     names: tuple[str, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ScheduleItem, ...] = ()
     low: int = 1
     high: int = 1
 
 
-def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
+def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[ScheduleItem, ...]:
     """The pieces of a schedule. Raises ValueError with a mark at the error if the text does not
     parse, names an actor that is not one of `actors`, has no turn, or may last longer than
     MAX_TURNS. Without `actors` any name is allowed, and `*` stays."""
@@ -106,12 +106,12 @@ def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
     return tree
 
 
-def draw_turns(tree: Sequence[Piece], seed: int) -> list[str]:
+def draw_turns(tree: Sequence[ScheduleItem], seed: int) -> list[str]:
     """Names in the order in which they speak; the same seed gives the same order."""
     return draw(tree, random.Random(seed))
 
 
-def draw(tree: Sequence[Piece], rng: random.Random) -> list[str]:
+def draw(tree: Sequence[ScheduleItem], rng: random.Random) -> list[str]:
     order = []
     for piece in tree:
         for _ in range(rng.randint(piece.low, piece.high)):
@@ -119,12 +119,12 @@ def draw(tree: Sequence[Piece], rng: random.Random) -> list[str]:
     return order
 
 
-def num_turns(tree: Sequence[Piece]) -> int:
+def num_turns(tree: Sequence[ScheduleItem]) -> int:
     """Turns of the longest order."""
     return sum(piece.high * (num_turns(piece.pieces) if piece.pieces else 1) for piece in tree)
 
 
-def speakers_of(tree: Sequence[Piece]) -> list[str]:
+def speakers_of(tree: Sequence[ScheduleItem]) -> list[str]:
     """Names that an order may have, as ordered in the text."""
     names = []
     for piece in tree:
@@ -163,20 +163,20 @@ class ScheduleParser:
         # Errors are printed as one line, in which a caret below the text would be lost.
         raise ValueError(f"{why}; at >>> in {shown[:start]}>>>{shown[start:]}")
 
-    def schedule(self) -> tuple[Piece, ...]:
+    def schedule(self) -> tuple[ScheduleItem, ...]:
         pieces = [self.piece()]
         while self.accept("->"):
             pieces.append(self.piece())
         return tuple(pieces)
 
-    def piece(self) -> Piece:
+    def piece(self) -> ScheduleItem:
         names, pieces = self.item()
         low, high = self.times() if self.accept("*") else (1, 1)
         if pieces and not num_turns(pieces):
             low = high = 0  # Repeating no turn gives no turn.
-        return Piece(names=names, pieces=pieces, low=low, high=high)
+        return ScheduleItem(names=names, pieces=pieces, low=low, high=high)
 
-    def item(self) -> tuple[tuple[str, ...], tuple[Piece, ...]]:
+    def item(self) -> tuple[tuple[str, ...], tuple[ScheduleItem, ...]]:
         if self.accept("*"):
             return self.actors or ("*",), ()
         if not self.accept("("):

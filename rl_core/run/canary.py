@@ -95,7 +95,7 @@ class Canary(Plugin):
                 f"--canary_tolerance allows {tolerance:g}"
             )
         if not actor.shares_weights:
-            trainer.note(f"learn/{name}/", {"canary_max_diff": Max(largest)})
+            trainer.add_metrics(f"learn/{name}/", {"canary_max_diff": Max(largest)})
 
     @torch.no_grad()
     def _largest_difference(self, learner: Learner, samples: list[TrainingSample]) -> float:

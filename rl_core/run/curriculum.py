@@ -16,7 +16,7 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.plugin import Plugin
 from rl_core.sampling.env import Env
 from rl_core.sampling.hooks import Hook, describe_error, finite
-from rl_core.sampling.rollout import Group, in_order
+from rl_core.sampling.rollout import Group, sorted_trajectories
 from rl_core.types import RunError, Trajectory, counter_seed
 
 
@@ -100,7 +100,7 @@ class Curriculum(Plugin):
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         trainer, config = self.trainer, self.trainer.config
-        trajectories, pass_reward = in_order(groups), config.eval.pass_reward
+        trajectories, pass_reward = sorted_trajectories(groups), config.eval.pass_reward
         results = group_results(trajectories, config.trained, pass_reward, trainer.ranks)
         state = trainer.read_data_state()
         position = min([*state["pending"], state["position"]])

@@ -177,9 +177,9 @@ def optimizer_start(trainer: RunState) -> Plugin:
 
 
 def push_to_hub(trainer: RunState) -> Plugin:
-    from rl_core.run.saving.push_to_hub import Hub
+    from rl_core.run.saving.push_to_hub import PushToHub
 
-    return Hub(trainer)
+    return PushToHub(trainer)
 
 
 # (is it used?, what makes it), in the order in which plugins are called.

@@ -83,7 +83,7 @@ class RankGroupClient(Plugin):
                 for number, server in self.pairs(group):
                     asked.append(self.ask(server, "learned", sender=number, step=step))
                 for answer in await asyncio.gather(*asked):
-                    self.trainer.note("", received_metrics(answer))
+                    self.trainer.add_metrics("", received_metrics(answer))
 
     async def files(self, scratch: Path) -> list[Path]:
         """The folder of each learner and of each snapshot."""

@@ -79,7 +79,7 @@ class RankGroupTrainer:
         for engine in self.device.engines:
             await engine.close()
 
-    def note(self, prefix: str, metrics: dict[str, Metric]) -> None:
+    def add_metrics(self, prefix: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=prefix)
 
     async def learn(self, step: int, samples: dict[str, list[TrainingSample]]) -> dict[str, Metric]:
@@ -105,7 +105,7 @@ class RankGroupTrainer:
             for plugin in self.plugins:
                 await plugin.before_learn(name, step)
             # In a thread, so that the event loop can answer.
-            self.note("", await asyncio.to_thread(actor.learn, samples, step))
+            self.add_metrics("", await asyncio.to_thread(actor.learn, samples, step))
             await actor.sync(step + 1)
 
 

@@ -17,7 +17,7 @@ from rl_core.data.episodes import succeeded
 from rl_core.engines.weights import on_host
 from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin, RunState
-from rl_core.sampling.rollout import Group, in_order
+from rl_core.sampling.rollout import Group, sorted_trajectories
 from rl_core.types import Trajectory
 
 
@@ -54,10 +54,10 @@ class StalePolicy(Plugin):
             await self._renew(self.trainer.actors[actor], weights, version)
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
-        trajectories = in_order(groups)
+        trajectories = sorted_trajectories(groups)
         for name in self.trainer.learners:
             of_actor = [t for t in trajectories if t.actor == name]
-            self.trainer.note(f"rollout/{name}/", lag_metrics(of_actor, step))
+            self.trainer.add_metrics(f"rollout/{name}/", lag_metrics(of_actor, step))
 
     async def files(self, scratch: Path) -> list[Path]:
         """Files of weights that are older than those of the checkpoint."""
@@ -69,7 +69,7 @@ class StalePolicy(Plugin):
     async def _renew(
         self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> None:
-        """Every rank must call it: gathering a weight is a collective."""
+        """Sends weights to the stale engine. Every rank must call it: gathering is a collective."""
         engine, is_writer = actor.speaker.stale_engine, self.trainer.ranks.is_writer
         kept: dict[str, torch.Tensor] = {}
 

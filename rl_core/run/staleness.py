@@ -54,7 +54,7 @@ class StaleGroups(Plugin):
             ages = [step - group.version for group in groups]
             staleness = Mean(sum(ages), len(ages))
             most = Max(max(ages, default=0))
-            self.trainer.note("rollout/", {"staleness": staleness, "staleness_max": most})
+            self.trainer.add_metrics("rollout/", {"staleness": staleness, "staleness_max": most})
 
     async def files(self, scratch: Path) -> list[Path]:
         """Writes this rank's groups; rank 0 copies the files of all ranks."""

@@ -60,7 +60,7 @@ class WeightRecovery(Plugin):
         for name, learner in self.trainer.learners.items():
             with learner.on_device():
                 await self.trainer.actors[name].sync(self.versions[name])
-        device.hand_over()
+        device.release_device()
         for engine in device.engines:
             await engine.resume()
         return True

@@ -290,7 +290,7 @@ class Conversation:
 
 @dataclass(kw_only=True, slots=True)
 class Actor:
-    """A model under a name. Hooks get the copy that in_episode() makes, with a seed and its
+    """A model under a name. Hooks get the copy that bind_episode() makes, with a seed and its
     conversations."""
 
     name: str
@@ -307,7 +307,7 @@ class Actor:
     open_endpoint: Callable[[Actor], Any] | None = (
         None  # Opens an endpoint (environments/agents/rollout.py).
     )
-    # in_episode() sets the fields from here to max_turns.
+    # bind_episode() sets the fields from here to max_turns.
     params: SamplingParams | None = None
     seed: int = 0
     session: str = ""
@@ -352,7 +352,7 @@ class Actor:
     def device(self, engine: Engine) -> AbstractAsyncContextManager[None]:
         return self.lease.of(engine) if self.lease else nullcontext()
 
-    def in_episode(
+    def bind_episode(
         self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
     ) -> Actor:
         if self.max_tokens and self.max_tokens < params.max_tokens:
@@ -437,7 +437,7 @@ class EpisodeActors(dict[str, Actor]):
     ):
         self.max_turns = max_turns
         for name, actor in actors.items():
-            self[name] = actor.in_episode(params, seed, f"{session}/{name}", max_turns)
+            self[name] = actor.bind_episode(params, seed, f"{session}/{name}", max_turns)
 
     def __missing__(self, name: str) -> Actor:
         known = nearest(str(name), sorted(self))

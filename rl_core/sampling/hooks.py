@@ -279,7 +279,7 @@ async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
 
 def describe_error(error: BaseException, path: str) -> str:
     """`file:line: Type: message` of the innermost line in the user's file."""
-    if described := getattr(error, "told_by_service", ""):
+    if described := getattr(error, "service_message", ""):
         return described  # The service has the file and described the error.
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"

@@ -24,7 +24,7 @@ TRAJECTORIES = TypeAdapter(list[Trajectory])
 
 
 @dataclass(kw_only=True, slots=True)
-class Answer:
+class SavedCompletion:
     """The completion of one turn of a conversation."""
 
     asked: int  # checksum of the prompt and the sampling parameters
@@ -32,13 +32,13 @@ class Answer:
     reply: Message | None = None  # message from an actor behind an API
 
 
-ANSWERS = TypeAdapter(dict[str, Answer])
+ANSWERS = TypeAdapter(dict[str, SavedCompletion])
 
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeRecord:
     # Keys: conversation and number of the turn.
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, SavedCompletion] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)  # keys of turns since the episode began
     num_sampled: int = 0  # turns that are being sampled, with --deterministic
     held_in: int = -1  # the last window in which a turn waited
@@ -53,7 +53,7 @@ class ResumableConversation(Conversation):
         self.group = group
         self.episode = episode
 
-    def answer(self, *asked: Any) -> Answer:
+    def answer(self, *asked: Any) -> SavedCompletion:
         """The saved completion of the next turn. A hook that asks for something else than before
         gets a new one, and so does a second conversation with the same label."""
         turn = self.next_turn
@@ -63,7 +63,9 @@ class ResumableConversation(Conversation):
         checksum = crc32(repr(asked).encode())
         known = self.episode.answers.get(turn)
         if known is None or known.asked != checksum:
-            known = self.episode.answers[turn] = Answer(asked=checksum, completion=Completion())
+            known = self.episode.answers[turn] = SavedCompletion(
+                asked=checksum, completion=Completion()
+            )
         return known
 
     async def _generate(self, params: SamplingParams, seed: int, **begun: Any) -> Completion:

@@ -417,7 +417,7 @@ class RolloutWorker:
         await asyncio.gather(*self.running.values(), return_exceptions=True)
 
 
-def in_order(groups: Iterable[Group]) -> list[Trajectory]:
+def sorted_trajectories(groups: Iterable[Group]) -> list[Trajectory]:
     trajectories: list[Trajectory] = []
     for group in groups:
         trajectories += group.trajectories

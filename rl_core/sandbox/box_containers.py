@@ -203,10 +203,12 @@ class ContainerBox:
     async def kill(self, mark: str) -> None:
         await self.ask([KILL_MARKED, "sh", mark])
 
-    async def ask(self, argv: list[str], stdin: bytes = b"", max_bytes: int = 1 << 16) -> Answer:
+    async def ask(
+        self, argv: list[str], stdin: bytes = b"", max_bytes: int = 1 << 16
+    ) -> ClientResult:
         stdout, stderr = Output(2 * max_bytes), Output(1 << 16)
         code = await asyncio.wait_for(self.run(argv, stdin, stdout, stderr), TRANSFER_S)
-        return Answer(code=code, data=stdout, complaint=stderr.text().strip())
+        return ClientResult(code=code, data=stdout, complaint=stderr.text().strip())
 
     async def put(self, path: str, data: bytes | str | Path) -> None:
         """Writes a file, or a folder of the host with all below it. Raises OSError."""
@@ -241,7 +243,7 @@ class ContainerBox:
 
 
 @dataclass(kw_only=True, slots=True)
-class Answer:
+class ClientResult:
     code: int
     data: Output
     complaint: str

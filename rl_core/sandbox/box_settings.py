@@ -16,7 +16,7 @@ class BoxEnded(RuntimeError):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Limits:
+class BoxLimits:
     """Limits of one box. docs/sandbox.md lists those that each driver enforces."""
 
     memory_mib: int = 2048
@@ -42,7 +42,7 @@ class Root:
 class BoxSettings:
     driver: str
     image: str = ""
-    limits: Limits = Limits()
+    limits: BoxLimits = BoxLimits()
     network: bool = False
     # (path inside, path of the host, with ":rw" at its end where it may be written)
     binds: tuple[tuple[str, str], ...] = ()

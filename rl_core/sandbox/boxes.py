@@ -17,7 +17,8 @@ from typing import Any
 
 from rl_core.sandbox.box_bubblewrap import BubblewrapBox, check_bwrap
 from rl_core.sandbox.box_containers import ContainerBox
-from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Limits, Root
+from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Root
+from rl_core.sandbox.box_settings import BoxLimits as Limits
 from rl_core.sandbox.engines import ENGINES, find_engine
 
 __all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "check_machine", "open"]

@@ -23,7 +23,7 @@ LISTEN_S = 20.0  # A long-polling request gets an empty reply after this time.
 LOOK_S = 0.05  # Shortest interval between checks of a hook's deadline.
 # Exceptions of actors that hooks see by their own class.
 ERRORS = {kind.__name__: kind for kind in (ValueError, ConnectionError, TimeoutError)}
-CALL: ContextVar[Call] = ContextVar("CALL")  # The call whose hook runs.
+CALL: ContextVar[HookCall] = ContextVar("CALL")  # The call whose hook runs.
 ActorReply = tuple[pb.Spoken, list[Message], "Turn | None"]
 
 
@@ -173,7 +173,7 @@ class Asks:
         return asdict(replace(trajectory, turns=[])) | {"turns": turns}
 
 
-class Call:
+class HookCall:
     """The hooks of one request while they run, and the next reply to the client: asks, or the
     result."""
 

@@ -128,7 +128,7 @@ class TaskServer:
         # The server may close a kept-alive connection just when a request is sent.
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(timeout=limit, connector=connector) as http:
-            session = Session(server=self, http=http, index=task.row["index"])
+            session = BenchSession(server=self, http=http, index=task.row["index"])
             try:
                 return await play(session, actors[actors.learners[0]])
             finally:
@@ -148,7 +148,7 @@ class Step:
 
 
 @dataclass(kw_only=True)
-class Session:
+class BenchSession:
     """One sample in progress on the server."""
 
     server: TaskServer
@@ -400,7 +400,7 @@ def sent_call(call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def play(session: Session, actor: Actor) -> list[Trajectory]:
+async def play(session: BenchSession, actor: Actor) -> list[Trajectory]:
     """Plays a sample. The reward is the sum of the server's rewards, each assigned to its turn. A
     truncated turn without a reward of the server counts 0."""
     step = await session.start()

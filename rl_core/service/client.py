@@ -73,7 +73,7 @@ class Served:
             return await self.connection.ask(ANSWER_S, **verb)
         except ServiceError as error:
             why = error.message.removeprefix(f"{hook}() failed for task {task_id}: ")
-            error.told_by_service = f"{self.url}: {why}"
+            error.service_message = f"{self.url}: {why}"
             raise
 
     def ask_now(self, hook: str, **verb: Any) -> Any:
@@ -84,7 +84,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(asked, self.connection.loop).result()
 
 
-class Session:
+class RemoteSession:
     """The trainer's side of an episode: the `state` that hooks share."""
 
     def __init__(self, served: Served, start: pb.StartRequest, actors: EpisodeActors | None = None):
@@ -128,7 +128,7 @@ class Session:
                     "result"
                 )
                 error = ServiceError(StatusCode.ABORTED, message)
-                error.told_by_service = f"{served.url}: {message}"
+                error.service_message = f"{served.url}: {message}"
                 raise error
         # The server keeps the start's messages; said_since() sends the rest again.
         self.messages = from_json(reply.messages, list, "messages")
@@ -154,7 +154,7 @@ class Session:
             except ServiceError as error:
                 if not self.may_replay(error, asked):
                     self.end()
-                    error.told_by_service = error.told_by_service.replace(
+                    error.service_message = error.told_by_service.replace(
                         "the session", f"session {asked}", 1
                     )
                     raise
@@ -298,7 +298,7 @@ def load_module(url: str) -> ModuleType:
         served = parse(url)
         [described] = served.ask_now("", describe=pb.DescribeRequest(env=served.name)).envs
     except ServiceError as error:
-        raise ValueError(error.told_by_service) from None
+        raise ValueError(error.service_message) from None
     except OSError as error:
         raise ValueError(f"{url.partition('?')[0]}: {error}") from None
     module = ModuleType(f"rl_core_env_{served.name}")
@@ -389,8 +389,8 @@ def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
 
     async def start(
         task: Task, actor: str, actors: EpisodeActors | None = None, **_: Any
-    ) -> Session:
-        session = Session(
+    ) -> RemoteSession:
+        session = RemoteSession(
             served, start_request(served, task, actors=[actor] if actor else []), actors
         )
         if hook:
@@ -402,7 +402,7 @@ def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
 
 
 def session_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def call(state: Session, **arguments: Any) -> Any:
+    async def call(state: RemoteSession, **arguments: Any) -> Any:
         return await state.call(hook, arguments)
 
     sent = ("messages", "completion") if hook.is_reward else ("messages", "completion", "actor")
@@ -411,7 +411,7 @@ def session_hook(served: Served, hook: pb.Hook) -> Callable:
 
 def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
     async def rollout(task: Task, actors: EpisodeActors, **_: Any) -> list[Trajectory]:
-        session = Session(served, start_request(served, task), actors)
+        session = RemoteSession(served, start_request(served, task), actors)
         reply, _ = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name))
         return session.speakers.trajectories(reply.value)
 
@@ -429,7 +429,7 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
         arguments |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
         of_hook = {"hook": hook.name, "given": to_json(arguments, "the group")}
         if asks_actors(hook):
-            session = Session(served, start_request(served, task, no_start=True), actors)
+            session = RemoteSession(served, start_request(served, task, no_start=True), actors)
             reply, _ = await session.ask(hook, lambda: pb.RunRequest(**of_hook))
         else:
             reply = await served.ask(

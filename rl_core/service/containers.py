@@ -118,7 +118,7 @@ class Runtime:
 
     async def open(
         self, path: str, settings: Settings, hook_timeout_s: float, died: Callable[[str], None]
-    ) -> Box:
+    ) -> EnvContainer:
         name = f"rl-core-{self.worker}-{secrets.token_hex(4)}"
         argv = self.argv(name, path, settings, hook_timeout_s)
         pipe = asyncio.subprocess.PIPE
@@ -129,7 +129,7 @@ class Runtime:
             start_new_session=True,  # The server handles Ctrl-C.
             cwd=tempfile.gettempdir(),  # podman writes a file `oom` here on out of memory.
         )
-        return Box(self, name, process, died)
+        return EnvContainer(self, name, process, died)
 
     async def close(self) -> None:
         while self.closing:  # Canceled starts add removal tasks.
@@ -141,7 +141,7 @@ def find_runtime(worker: str, why: str) -> Runtime:
     return Runtime(program=find_engine(why), worker=worker)
 
 
-class Box:
+class EnvContainer:
     """A container with its connection: sends Requests to it and reads Replies."""
 
     def __init__(
@@ -230,23 +230,23 @@ class Box:
                     process.kill()
 
 
-class Pool:
+class ContainerPool:
     """Containers of one environment; `warm` of them are started in advance."""
 
     def __init__(
         self,
-        open_box: Callable[[Callable[[str], None]], Awaitable[Box]],
+        open_box: Callable[[Callable[[str], None]], Awaitable[EnvContainer]],
         runtime: Runtime,
         warm: int,
     ):
         self.open_box = open_box
         self.runtime = runtime
         self.warm = warm
-        self.idle: deque[Box] = deque()
+        self.idle: deque[EnvContainer] = deque()
         self.tasks: set[asyncio.Task] = set()  # Starts of warm containers in progress.
         self.is_closed = False
 
-    async def take(self, died: Callable[[str], None]) -> Box:
+    async def take(self, died: Callable[[str], None]) -> EnvContainer:
         """A container for one session; died(why) is called when that container ends."""
         self.drop_ended()
         box = self.idle.popleft() if self.idle else None
@@ -303,7 +303,7 @@ class ContainedSession:
         self.request = request
         self.status = pb.RUNNING
         self.reason = ""
-        self.box: Box | None = None
+        self.box: EnvContainer | None = None
         # The session's name in the container, and the last answered number.
         self.inner = ""
         self.number = 0
@@ -388,8 +388,8 @@ class ContainedEnv:
         self.described = pb.Environment()
         self.interactions = 0
         self.scores: set[str] = set()  # Names of rewards of one episode.
-        self.pool = Pool(self.open_box, runtime, warm)
-        self.common: Box | None = None
+        self.pool = ContainerPool(self.open_box, runtime, warm)
+        self.common: EnvContainer | None = None
         self.lock = asyncio.Lock()
 
     @classmethod
@@ -411,7 +411,7 @@ class ContainedEnv:
         env.pool.fill()
         return env
 
-    async def open_box(self, died: Callable[[str], None]) -> Box:
+    async def open_box(self, died: Callable[[str], None]) -> EnvContainer:
         return await self.runtime.open(self.path, self.settings, self.hook_timeout_s, died)
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:

@@ -22,7 +22,7 @@ from rl_core.sampling.hooks import (
     wait_for_all,
 )
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.actors import CALL, Asks, Call, read_turn
+from rl_core.service.actors import CALL, Asks, HookCall, read_turn
 from rl_core.service.wire import REPLIES, VERB_OF, ServiceError, from_json, to_json, wrong
 from rl_core.types import Message, Task, Trajectory
 
@@ -55,7 +55,7 @@ class Session:
         self.scores = {hook.name: hook for hook in env.rewards if not hook.batched}
         self.asks = Asks(request.cast) if request.cast else None
         self.cast = self.asks and self.asks.cast
-        self.calls: dict[int, Call] = {}  # Request number -> its running hooks.
+        self.calls: dict[int, HookCall] = {}  # Request number -> its running hooks.
         asking = [hook.name for hook in env.hooks.values() if asks_actors(hook)]
         if asking and not self.asks:
             cast = '"cast": [{"name": "judge"}]; the client then answers for them'
@@ -111,11 +111,11 @@ class Session:
             return await work
         for known in [n for n, call in self.calls.items() if call.task.done()][:-KEPT_SCORES]:
             del self.calls[known]
-        call = self.calls[number] = Call(work, self.asks)
+        call = self.calls[number] = HookCall(work, self.asks)
         news = await call.news()
         return news if isinstance(news, REPLIES[verb]) else REPLIES[verb](asked=news or pb.Asked())
 
-    async def go_on(self, call: Call) -> pb.AnswerReply:
+    async def go_on(self, call: HookCall) -> pb.AnswerReply:
         news = await call.news()
         return pb.AnswerReply(**{} if news is None else {NEWS[type(news)]: news})
 

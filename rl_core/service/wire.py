@@ -72,7 +72,7 @@ class ServiceError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.told_by_service = message  # The text that describe_error() shows.
+        self.service_message = message  # The text that describe_error() shows.
 
 
 def wrong(message: str) -> ServiceError:

@@ -209,7 +209,7 @@ def say(title: str, lines: list[str]) -> None:
 
 
 def describe_hook(hook: Hook) -> str:
-    """Its arguments, and the columns among them."""
+    """A hook's arguments, and the columns among them."""
     columns = ["every column"] if hook.takes_all else sorted(hook.required - hook.ours)
     columns += [f"{name} (optional)" for name in sorted(hook.named - hook.required - hook.ours)]
     name = getattr(hook.function, "__name__", hook.name)
@@ -236,7 +236,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
         rows, files = load_rows(options.rows, split, load_other)
     else:
         rows, files = env.load_tasks(split), ()
-        if not len(rows):  # An environment may be for evaluation alone.
+        if not len(rows):  # An environment may be only for evaluation.
             held_out = env.load_tasks("eval")
             rows, split = (held_out, "eval") if len(held_out) else (rows, split)
     if options.rows and options.columns:

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         help="tasks that are played, in whole files; 0: each once [0]",
     )
     options, config = read_flags(parser, argv, "collected")
-    # After the flags: it imports what --help need not wait for.
+    # Imported after parsing, so that --help answers at once.
     from rl_core.sampling.watchdog import run_hooks
 
     config = replace(config, out=options.out)

@@ -35,7 +35,7 @@ Scores = dict[str, dict[str, "Score"]]  # environment -> metric -> score
 @dataclass(kw_only=True, slots=True)
 class Score:
     value: float
-    ci95: tuple[float, float] | None  # None where it is not a mean over tasks, or there is one task
+    ci95: tuple[float, float] | None  # None for a single task, or if it is not a mean over tasks.
     num_tasks: int
 
 
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
             argv = [*argv, *bench_flags(known.bench, known.bench_data)]
         options, config = read_flags(parser, argv, scratch)
-        # After the flags: it imports what --help need not wait for.
+        # Imported after parsing, so that --help answers at once.
         from rl_core.run.evaluation.eval_folder import EvalFolder
         from rl_core.sampling.watchdog import run_hooks
         from rl_core.types import RunError
@@ -176,7 +176,7 @@ def scores(
         tasks = [episode_rewards(group) for group in baseline_groups(sampled)]
         values[f"avg@{n}"] = mean([statistics.fmean(rewards) for rewards in tasks])
         passed = [(len(rewards), sum(r >= pass_reward for r in rewards)) for rewards in tasks]
-        for k in ks:  # a task of which too many samples failed has no pass@k
+        for k in ks:  # With too many failed samples a task has no pass@k.
             values[f"pass@{k}"] = mean(
                 [pass_at_k(total, right, k) for total, right in passed if total >= k]
             )

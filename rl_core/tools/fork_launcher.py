@@ -112,7 +112,7 @@ def run_rank(flags: list[str], rank: int, num_ranks: int, folder: str, receive: 
 
 
 def pass_signals_on(ranks: dict[int, int]) -> list[int]:
-    """From now on ranks get the signals of this process, which are noted in the list."""
+    """Forwards this process's signals to the ranks and records them in the list."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -126,7 +126,7 @@ def pass_signals_on(ranks: dict[int, int]) -> list[int]:
 
 def send_to(ranks: dict[int, int], number: int) -> None:
     for pid in list(ranks):
-        os.kill(pid, number)  # None of them is reaped, so that each has its number still.
+        os.kill(pid, number)  # No rank is reaped, so each process id is still valid.
 
 
 def wait_for(ranks: dict[int, int], received: list[int]) -> int:

@@ -144,7 +144,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def version_of(name: str) -> str | None:
-    """None if it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -44,7 +44,7 @@ ALONE |= {
     "canary_tolerance": 0,
     "optim.name": "adamw",
 }
-# Models that nobody needs where nothing is learned.
+# Models that only learning needs.
 ALONE |= {"algo.teacher": "null", "algo.reference": "null", "critic.model": "null"}
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rl_core.sampling.env import Env
     from rl_core.types import Task, Trajectory
 
-AT_ONCE = 4  # tasks that are played at once
+AT_ONCE = 4  # Concurrent tasks.
 SOLVED = 1.0
 MAX_LOGS = 20  # tasks whose output is shown
 MAX_LINES = 30  # lines of the output of one task

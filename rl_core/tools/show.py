@@ -166,7 +166,7 @@ def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[
 
 
 def described(row: dict[str, Any]) -> str:
-    """One episode: a headline, then each message under its role."""
+    """An episode as text: a headline, then each message under its role."""
     reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items())
     head = (

@@ -124,7 +124,7 @@ def parse_gpus(text: str, name: str) -> tuple[list[int], Gpu]:
 
 @contextmanager
 def as_ranks(number: int) -> Iterator[None]:
-    """Inside, a run would have `number` ranks."""
+    """A context in which a run would have `number` ranks."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(number)
     try:
@@ -260,7 +260,7 @@ def estimates(numbers: list[int], gpu: Gpu, config: Config) -> list[dict[str, An
 
     if any(actor.ranks for actor in config.actors.values()):
         raise ValueError("--gpus does not know actors with separate ranks; leave out .ranks")
-    if config.learner.dtype == "auto":  # As on the GPU, whatever this machine has.
+    if config.learner.dtype == "auto":  # Equal to the GPU's, not this machine's.
         config = replace(config, learner=replace(config.learner, dtype="bfloat16"))
     rows = []
     for number in numbers:

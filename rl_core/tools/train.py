@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
         return 0
     # A mistake in a flag is an error once, before any rank starts.
     check_options(parse_config(flags))
-    # To look for garbage in modules while they load takes tenths of a second.
+    # Collecting garbage while modules load takes tenths of a second.
     gc.disable()
     try:
         return start(flags, options.nproc_per_node)

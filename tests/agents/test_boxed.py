@@ -286,8 +286,8 @@ def test_a_program_that_is_missing_or_fails_says_so(tmp_path):
 REFUSED = {
     "an unknown setting": ('agent = ["x"]\nbox = {"memory": 3}', "box: 'memory' is unknown"),
     "a file that is not there": ('agent = ["x"]\nbox = {"files": ["y"]}', "there is no .*/y"),
-    "a file above": ('agent = ["x"]\nbox = {"files": ["../y"]}', "'../y' must lie beside"),
-    "a file elsewhere": ('agent = ["x"]\nbox = {"files": ["/etc/hosts"]}', "must lie beside"),
+    "a file above": ('agent = ["x"]\nbox = {"files": ["../y"]}', "'../y' must lie next to"),
+    "a file elsewhere": ('agent = ["x"]\nbox = {"files": ["/etc/hosts"]}', "must lie next to"),
     "a wrong kind": ('agent = ["x"]\nbox = "docker"', "box = 'docker' must be True, or a dict"),
     "no command": ("box = True\nasync def agent(task, llm): pass", "write agent = "),
 }

@@ -900,6 +900,6 @@ def test_an_image_that_another_process_builds_is_waited_for_with_a_deadline(tmp_
 
 def test_a_score_of_too_many_names_or_too_deep_names_its_file():
     many = json.dumps({f"m{n}": 1 for n in range(101)})
-    for text, says in ((many, "has 101 names; give at most 100"), ("[" * 10**6, "no number")):
+    for text, says in ((many, "has 101 names; give at most 100"), ("[" * 10**6, "not a number")):
         with pytest.raises(ValueError, match=rf"reward\.json .*{says}"):
             read_score(text.encode(), "/logs/verifier/reward.json")

@@ -757,7 +757,7 @@ def heard_from_interact(messages):
 
 def heard_from_a_hook(messages):
     actor = ScriptedActor(name="policy", chat=plain_chat(), replies=["a"])
-    asyncio.run(actor.in_episode(SamplingParams(max_tokens=9), 0, "s").respond(messages))
+    asyncio.run(actor.bind_episode(SamplingParams(max_tokens=9), 0, "s").respond(messages))
 
 
 def scored(messages):
@@ -937,7 +937,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_at_every_entry(label,
     with refused:
         chat.prompt_ids(talk)
     actor = ScriptedActor(name="policy", chat=chat, replies=["b"])
-    episode = actor.in_episode(SamplingParams(max_tokens=9), 0, "s")
+    episode = actor.bind_episode(SamplingParams(max_tokens=9), 0, "s")
     with refused:
         asyncio.run(episode.respond(talk))
     (tmp_path / "env.py").write_text(SAYS.format(said=[user("e"), lost]))

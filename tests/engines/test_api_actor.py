@@ -124,7 +124,7 @@ def ask(actor, num=1, params=None):
 
     async def run():
         speakers = [
-            actor.in_episode(params or SamplingParams(max_tokens=9), seed) for seed in range(num)
+            actor.bind_episode(params or SamplingParams(max_tokens=9), seed) for seed in range(num)
         ]
         try:
             return await asyncio.gather(
@@ -146,7 +146,7 @@ def test_a_conversation_of_several_turns_with_tools():
     params = SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, stop=("END",))
 
     async def talk(actor):
-        conversation = actor.in_episode(params, seed=3, session="s").converse(
+        conversation = actor.bind_episode(params, seed=3, session="s").converse(
             [{**HELLO[0], "train": False}], tools
         )
         texts, answer = (
@@ -288,7 +288,7 @@ def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_i
 
     async def run(actor):
         def speak(seed):
-            return actor.in_episode(SamplingParams(max_tokens=9), seed).converse(HELLO).respond()
+            return actor.bind_episode(SamplingParams(max_tokens=9), seed).converse(HELLO).respond()
 
         hanging = [asyncio.ensure_future(speak(seed)) for seed in range(3)]
         while len(server.requests) < 2:  # noqa: ASYNC110
@@ -333,7 +333,7 @@ from rl_core.types import SamplingParams
 
 async def ask(url):
     actor = ApiActor(name="judge", url=url, model="m", api_key_env="JUDGE_KEY", max_retries=1)
-    speaker = actor.in_episode(SamplingParams(max_tokens=9), 0)
+    speaker = actor.bind_episode(SamplingParams(max_tokens=9), 0)
     print(actor, actor.client, repr(speaker))
     try:
         await speaker.converse([{"role": "user", "content": "hello"}]).respond()
@@ -455,8 +455,8 @@ def test_an_endpoints_limits_are_flags():
     base += ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.api_key_env", ""]
     usual = make_api_actor(parse_config(base), "judge")
     judge = make_api_actor(parse_config([*base, "--actors.judge.max_tokens", "7"]), "judge")
-    assert judge.in_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 7
-    assert usual.in_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 256
+    assert judge.bind_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 7
+    assert usual.bind_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 256
 
 
 ADD = {
@@ -599,7 +599,7 @@ def test_an_actor_speaks_the_api_that_its_url_names(path, monkeypatch):
 
         async def run():
             try:
-                speaker = actor.in_episode(SamplingParams(max_tokens=9), 0)
+                speaker = actor.bind_episode(SamplingParams(max_tokens=9), 0)
                 return await speaker.respond(TALK, tools=[{"type": "function", "function": ADD}])
             finally:
                 await actor.close()

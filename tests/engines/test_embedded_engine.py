@@ -384,7 +384,7 @@ def test_a_rewound_conversation_prefills_what_comes_after_the_turn(tiny_model):
     model = load(tiny_model)
     engine = embedded(model, max_context_tokens=400, tokenizer=chat.tokenizer)
     actor = Actor(name="bob", engine=engine, chat=chat, max_context_tokens=400, max_tokens=8)
-    actor = actor.in_episode(SamplingParams(max_tokens=8), 0, "episode")
+    actor = actor.bind_episode(SamplingParams(max_tokens=8), 0, "episode")
 
     async def talk():
         reply = await actor.respond("how much is 1 + 2, and why? " * 4)

@@ -205,6 +205,15 @@ def test_an_environment_is_short():
         assert 5 <= code_lines(path) <= 150, path
 
 
+def test_no_two_classes_share_a_name():
+    files: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not module.endswith("_pb2"):
+                files.setdefault(node.name, []).append(module)
+    assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}
+
+
 def test_no_file_is_called_utils():
     bad = [
         str(path)

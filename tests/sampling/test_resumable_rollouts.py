@@ -260,7 +260,7 @@ def test_who_asks_otherwise_than_before_is_answered_anew(has_tokens):
         record.used.clear()
         make = partial(ResumableConversation, None, "g", record)
         params = SamplingParams(max_tokens=9)
-        player = replace(bob.in_episode(params, 0, "s"), make_conversation=make)
+        player = replace(bob.bind_episode(params, 0, "s"), make_conversation=make)
         asked = [player.converse([{"role": "user", "content": p}], label="l") for p in prompts]
         return [asyncio.run(talk.respond()).text for talk in asked]
 

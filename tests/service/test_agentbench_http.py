@@ -442,7 +442,7 @@ def test_a_request_is_sent_again_only_if_no_answer_began(answers, status):
         task = agentbench.parse(f"http+agentbench://127.0.0.1:{port}/db")
         connector = aiohttp.TCPConnector(force_close=True)
         async with server, aiohttp.ClientSession(connector=connector) as http:
-            session = agentbench.Session(server=task, http=http, index=0)
+            session = agentbench.BenchSession(server=task, http=http, index=0)
             return (await session.post("start_sample", {"index": 0}))[0]
 
     if status is None:

@@ -372,7 +372,7 @@ def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path,
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
-    async def main() -> list[containers.Box]:
+    async def main() -> list[containers.EnvContainer]:
         runtime, arguments = (
             containers.find_runtime("0" * 12, "this test"),
             (Settings(image="a:1"), 1.0, lambda why: None),

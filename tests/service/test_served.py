@@ -685,8 +685,8 @@ class Acting(ScriptedActor):
 
     act: Any = None
 
-    def in_episode(self, *args, **more) -> Actor:
-        actor = super().in_episode(*args, **more)
+    def bind_episode(self, *args, **more) -> Actor:
+        actor = super().bind_episode(*args, **more)
         speak, count = actor.engine.generate, itertools.count()
 
         async def generate(*args, **more) -> Any:

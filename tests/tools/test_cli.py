@@ -331,7 +331,7 @@ def test_a_scripted_actor_begins_anew_in_every_episode():
     actor = ScriptedActor(name="bob", chat=chat, replies=["one", "two"])
 
     async def play(session):
-        reply = await actor.in_episode(SamplingParams(max_tokens=9), 0, session).respond("?")
+        reply = await actor.bind_episode(SamplingParams(max_tokens=9), 0, session).respond("?")
         return [reply.text, (await reply.respond("and?")).text]
 
     async def play_both():

@@ -146,7 +146,7 @@ def test_a_plugin_of_the_script_has_the_hooks_of_ours(config_of):
 
     class Mine(Plugin):
         async def after_rollout(self, step, groups):
-            self.trainer.note("rollout/policy/", {"mine": Mean(step)})
+            self.trainer.add_metrics("rollout/policy/", {"mine": Mean(step)})
             seen.append((step, len(groups)))
 
         def state(self):

@@ -21,7 +21,7 @@ from string import Template
 
 from rl_core.data.episodes import WROTE
 from rl_core.errors import nearest
-from rl_core.sandbox.box_settings import Box, Limits
+from rl_core.sandbox.box_settings import Box, BoxLimits
 from rl_core.sandbox.engines import ENGINE_S
 from rl_core.sandbox.roots import lock_within
 
@@ -34,7 +34,7 @@ MAX_OUTPUT = 500  # Characters of a failed RUN's output.
 HEREDOC = re.compile(r"""<<-?\s*(['"]?)([A-Za-z_]\w*)\1""")
 STAGES = "/run/stages"  # A build sees copies for COPY --from here.
 UV_IMAGE = "ghcr.io/astral-sh/uv"
-BUILD_LIMITS = Limits(memory_mib=16384, processes=4096)
+BUILD_LIMITS = BoxLimits(memory_mib=16384, processes=4096)
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -122,7 +122,7 @@ def check_instruction(instruction: Instruction) -> None:
 
 
 def failure(instruction: Instruction, reason: str, details: str = "") -> RuntimeError:
-    """An error whose reason comes first, in the same words for all tasks."""
+    """An error whose reason comes first, equal for all tasks."""
     text = f"{instruction.name} of the Dockerfile {reason}{WROTE}{instruction}"
     details = details.strip()[-MAX_OUTPUT:]
     return RuntimeError(f"{text}: {details}" if details else text)

@@ -64,7 +64,7 @@ LOG_FILES_S = 20.0  # Bounded because the agent may have left many or large file
 
 
 @dataclass(kw_only=True, slots=True)
-class Score:
+class VerifierScore:
     """The result of a test.sh."""
 
     parts: dict[str, float]  # The reward is their sum.
@@ -116,7 +116,7 @@ class TaskBox:
             )
         self.wrote = bounded(self.wrote, MAX_WROTE)
 
-    async def verify(self) -> Score:
+    async def verify(self) -> VerifierScore:
         """Scores the box as the agent left it, also if the agent removed tools of test.sh. Raises
         RuntimeError if test.sh lacks its tools in an untouched box too, if it leaves no verdict
         there, or if score() raises one."""
@@ -150,21 +150,21 @@ class TaskBox:
             self.note_tools_missing(str(error))
             raise error
 
-    async def score(self) -> Score:
+    async def score(self) -> VerifierScore:
         """Runs test.sh in the box as the agent left it, after removing the agent's processes, files
         in /tests and /logs, and shell settings. The score is 0 if files cannot be removed. Raises
         RuntimeError if test.sh leaves no reward, or is killed or runs out of time: the agent's code
         may have killed it and written the reward."""
         await self.box.end_processes()
         if not await self.clear():
-            return Score(parts={"reward": 0.0}, metrics={"not_cleared": 1.0})
+            return VerifierScore(parts={"reward": 0.0}, metrics={"not_cleared": 1.0})
         try:
             await self.box.put(TESTS, self.task.folder / "tests")
         except OSError:
             if not await self.is_full():
                 raise
             # An agent that leaves no room for tests has solved nothing.
-            return Score(parts={"reward": 0.0}, metrics={"no_room_for_tests": 1.0})
+            return VerifierScore(parts={"reward": 0.0}, metrics={"no_room_for_tests": 1.0})
         await self.link_home()
         begun = time.monotonic()
         environ, limit_s = await self.verifier_environ(), self.task.verifier.timeout_sec
@@ -302,7 +302,7 @@ class TaskBox:
         await self.box.exec(["rm", "-f", "/room_for_tests"])
         return False
 
-    async def read_reward(self, done: boxes.ExecResult) -> Score:
+    async def read_reward(self, done: boxes.ExecResult) -> VerifierScore:
         """Reads reward.json, else reward.txt, as Harbor does. If both exist they must agree: the
         agent's code, which test.sh runs, may have written one."""
         scores = []
@@ -345,7 +345,7 @@ def mounts_below(folders: Sequence[str], mounts: str) -> list[str]:
     return [str(point) for point in points if any(map(point.is_relative_to, folders))]
 
 
-def read_score(data: bytes, source: str) -> Score:
+def read_score(data: bytes, source: str) -> VerifierScore:
     """The reward in a verifier's file: a finite number, or an object of finite numbers. In an
     object `reward` is the reward and the rest are metrics; without `reward` all are parts of the
     reward. Raises ValueError for other contents."""
@@ -356,8 +356,8 @@ def read_score(data: bytes, source: str) -> Score:
         raise ValueError(f"{source} is {data[:80]!r}, not a number: {error}") from None
     parts = finite_parts(value, "reward", source)
     if "reward" not in parts:
-        return Score(parts=parts, metrics={})
-    return Score(parts={"reward": parts.pop("reward")}, metrics=parts)
+        return VerifierScore(parts=parts, metrics={})
+    return VerifierScore(parts={"reward": parts.pop("reward")}, metrics=parts)
 
 
 def ended(done: boxes.ExecResult) -> str:

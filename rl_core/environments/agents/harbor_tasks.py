@@ -1,4 +1,4 @@
-"""A task's folder in Harbor's format, as it is read."""
+"""Reads a task's folder in Harbor's format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl_core.environments.agents.installs import (
     network_instructions,
     network_lines,
 )
-from rl_core.sandbox.box_settings import Limits
+from rl_core.sandbox.box_settings import BoxLimits
 from rl_core.sandbox.roots import unreachable_mirrors
 
 if sys.version_info >= (3, 11):
@@ -118,9 +118,9 @@ class HarborTask:
         )
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> BoxLimits:
         environment = self.environment
-        return Limits(
+        return BoxLimits(
             memory_mib=environment.memory_mb or mebibytes(environment.memory),
             disk_mib=environment.storage_mb or mebibytes(environment.storage),
             cpus=environment.cpus or 0.0,
@@ -340,7 +340,7 @@ def read_tasks(
 
 
 def counted(refused: Refused) -> str:
-    """Each reason with its number of tasks and the first of them, the commonest first."""
+    """Reasons with their numbers of tasks and a first task, most frequent first."""
     reasons = sorted(refused.items(), key=lambda item: -len(item[1]))
     parts = []
     for reason, tasks in reasons:

@@ -212,7 +212,7 @@ def is_below(path: str, folders: tuple[str, ...] | list[str]) -> bool:
 
 
 def base_at(image: str, instruction: Instruction) -> Base:
-    """The packages that stand for an image. Raises ValueError, with the line."""
+    """The packages that replace an image. Raises ValueError, with the line."""
     try:
         return base_of(image)
     except ValueError as error:
@@ -220,7 +220,7 @@ def base_at(image: str, instruction: Instruction) -> Base:
 
 
 def check_bases(instructions: list[Instruction]) -> None:
-    """Raises ValueError, with the line, for an image that no packages stand for."""
+    """Raises ValueError, with the line, for an image that no packages replace."""
     arguments: dict[str, str] = {}
     stages: set[str] = set()
     for instruction in instructions:

@@ -32,7 +32,7 @@ ROUNDING_NATS = 1e-2
 PROBE = "The sum of 12 and 30 is 42.\nWhy? Because 12 + 30 = 42: x = y (all of it)."
 
 
-class Request(NamedTuple):
+class TeacherRequest(NamedTuple):
     ids: list[int]
     first: int  # index of the first token whose logprob is wanted, above 0
 
@@ -51,7 +51,7 @@ class SGLangDialect:
     def __init__(self, url: str, client: httpx.Client):
         self.path = f"{url.removesuffix('/')}/generate"
 
-    def body(self, request: Request, num_top: int) -> dict[str, Any]:
+    def body(self, request: TeacherRequest, num_top: int) -> dict[str, Any]:
         return {
             "input_ids": request.ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -62,7 +62,7 @@ class SGLangDialect:
             "return_text_in_logprobs": True,
         }
 
-    def scores(self, answer: Any, request: Request, num_top: int) -> Scores:
+    def scores(self, answer: Any, request: TeacherRequest, num_top: int) -> Scores:
         """Raises LookupError, TypeError or ValueError for an answer of another form."""
         meta, wanted = answer["meta_info"], request.ids[request.first :]
         rows = meta["input_token_logprobs"][-len(wanted) :]
@@ -87,7 +87,7 @@ class OpenAIDialect:
         if not self.model:
             self.model = client.get(f"{url}/models", timeout=PING_TIMEOUT_S).json()["data"][0]["id"]
 
-    def body(self, request: Request, num_top: int) -> dict[str, Any]:
+    def body(self, request: TeacherRequest, num_top: int) -> dict[str, Any]:
         return {
             "model": self.model,
             "prompt": request.ids,
@@ -96,7 +96,7 @@ class OpenAIDialect:
             "prompt_logprobs": num_top,
         }
 
-    def scores(self, answer: Any, request: Request, num_top: int) -> Scores:
+    def scores(self, answer: Any, request: TeacherRequest, num_top: int) -> Scores:
         ids, first = request
         rows = answer["choices"][0]["prompt_logprobs"]
         if len(rows) != len(ids):
@@ -156,7 +156,11 @@ class ServerTeacher:
         return [self.output(*of_batch, is_exact) for of_batch in of_batches]
 
     def output(
-        self, batch: PackedBatch, requests: list[Request], scores: list[Scores], is_exact: bool
+        self,
+        batch: PackedBatch,
+        requests: list[TeacherRequest],
+        scores: list[Scores],
+        is_exact: bool,
     ) -> TeacherOutput:
         device = batch.labels.device
         where = []  # (sequence, index into its scores) of each trained token
@@ -175,7 +179,7 @@ class ServerTeacher:
         likeliest = ids.view(shape).to(device), top.float().to(device)
         return TeacherOutput(logprobs=logprobs.to(device), top=likeliest)
 
-    def ask(self, request: Request, deadline: float) -> Scores:
+    def ask(self, request: TeacherRequest, deadline: float) -> Scores:
         """Raises RunError if the server refuses the request, returns values that are not logprobs,
         or does not answer before the deadline."""
         pause_s, body = FIRST_PAUSE_S, self.dialect.body(request, self.num_top)
@@ -197,7 +201,7 @@ class ServerTeacher:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         raise self.problem(reply)
 
-    def checked(self, response: httpx.Response, request: Request) -> Scores:
+    def checked(self, response: httpx.Response, request: TeacherRequest) -> Scores:
         try:
             scores = self.dialect.scores(response.json(), request, self.num_top)
             self.check(scores)
@@ -229,7 +233,7 @@ def trained_positions(batch: PackedBatch) -> list[int]:
     return (batch.position_ids[batch.logit_indices] + 1).tolist()
 
 
-def requests_of(batch: PackedBatch) -> list[Request]:
+def requests_of(batch: PackedBatch) -> list[TeacherRequest]:
     """The tokens of each sample up to the last trained one."""
     numbers, labels = batch.sequences.tolist(), batch.labels.tolist()
     first: dict[int, int] = {}
@@ -242,7 +246,7 @@ def requests_of(batch: PackedBatch) -> list[Request]:
         # A sample's last token is only a label in the batch.
         end, label = last[number]
         ids = batch.input_ids[torch.from_numpy(path[:end])].tolist()
-        requests.append(Request([*ids, label], first[number]))
+        requests.append(TeacherRequest([*ids, label], first[number]))
     return requests
 
 
@@ -259,7 +263,7 @@ def check_same_texts(url: str, tokenizer: Any, own_path: str) -> None:
     teacher = ServerTeacher(url, 0, ranks, max_concurrent=1, timeout_s=PING_TIMEOUT_S)
     ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
     try:
-        texts = teacher.ask(Request(ids, 1), time.monotonic() + PING_TIMEOUT_S).texts
+        texts = teacher.ask(TeacherRequest(ids, 1), time.monotonic() + PING_TIMEOUT_S).texts
     except RunError as error:
         raise ValueError(f"{error}; start it, or correct --algo.teacher") from None
     finally:

@@ -34,7 +34,7 @@ class Mfu(Plugin):
         if work:
             work, seconds = work - self.before[0], seconds - self.before[1]
             learner = self.trainer.learners[actor]
-            self.trainer.note(f"learn/{actor}/", mfu(learner, work, seconds, self.peak))
+            self.trainer.add_metrics(f"learn/{actor}/", mfu(learner, work, seconds, self.peak))
 
     def so_far(self) -> tuple[float, float]:
         """(work of all ranks in this step, in tokens without attention, and its duration in

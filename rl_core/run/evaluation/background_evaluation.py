@@ -125,12 +125,12 @@ class BackgroundEvaluation(Evaluation):
                 left.append(int(number))
         return left
 
-    def agree(self) -> dict[str, Metric]:
+    def reduced_flags(self) -> dict[str, Metric]:
         """The writer rank reports whether the process has ended."""
         return {"evaluated": Max(float(self.trainer.ranks.is_writer and self.has_ended()))}
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        if self.under_way is not None and self.trainer.agreed["keep/evaluated"]:
+        if self.under_way is not None and self.trainer.reduced_flags["keep/evaluated"]:
             await self.record()
         await super().after_step(step, metrics)
 

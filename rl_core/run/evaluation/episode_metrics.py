@@ -13,10 +13,10 @@ from rl_core.data.episodes import (
     succeeded,
 )
 from rl_core.metrics import Mean, Metric, Percentile, Sum
-from rl_core.plugin import Plugin
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.display.metric_table import describe
 from rl_core.sampling.hooks import NOT_APPLIED, is_recorded
-from rl_core.sampling.rollout import Group, in_order
+from rl_core.sampling.rollout import Group, sorted_trajectories
 from rl_core.types import Trajectory
 
 
@@ -24,20 +24,20 @@ class EpisodeMetrics(Plugin):
     """Metrics of the episodes of each step, and sampled and trained tokens per second."""
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
-        trainer, trajectories = self.trainer, in_order(groups)
+        trainer, trajectories = self.trainer, sorted_trajectories(groups)
         for name in trainer.config.trained:
             of_actor = [t for t in trajectories if t.actor == name]
-            trainer.note(f"rollout/{name}/", rollout_metrics(of_actor))
+            trainer.add_metrics(f"rollout/{name}/", rollout_metrics(of_actor))
             if len(trainer.plan.envs) > 1:
                 for env in trainer.plan.envs:
                     of_env = [t for t in of_actor if t.env == env]
-                    trainer.note(f"rollout/{name}/{env}/", rollout_metrics(of_env))
+                    trainer.add_metrics(f"rollout/{name}/{env}/", rollout_metrics(of_env))
         for name, endpoint in trainer.plan.endpoints.items():
-            trainer.note(f"rollout/{name}/", endpoint.take_metrics())
+            trainer.add_metrics(f"rollout/{name}/", endpoint.take_metrics())
         if trainer.device.lease is not None:
-            trainer.note("rollout/", trainer.device.lease.take_metrics())
+            trainer.add_metrics("rollout/", trainer.device.lease.take_metrics())
         for engine in trainer.device.engines:
-            trainer.note("", await engine.take_metrics())
+            trainer.add_metrics("", await engine.take_metrics())
 
     async def before_log(self, step: int) -> None:
         trainer, metrics = self.trainer, self.trainer.metrics
@@ -49,10 +49,10 @@ class EpisodeMetrics(Plugin):
                 phases = (f"time/{phase}_s", "time/places_s")[: 1 + (phase == "learn")]
                 seconds = sum(metrics[name].value for name in phases if name in metrics)
                 speed = Sum(tokens / seconds)
-                trainer.note("time/", {f"{phase}_tokens_per_s": speed})
+                trainer.add_metrics("time/", {f"{phase}_tokens_per_s": speed})
         if trainer.ranks.rollout_ranks:
             waited = Mean(metrics["time/generate_s"].value, metrics["time/step_s"].value)
-            trainer.note("time/", {"learners_idle_frac": waited})
+            trainer.add_metrics("time/", {"learners_idle_frac": waited})
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:

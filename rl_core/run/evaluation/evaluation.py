@@ -16,7 +16,7 @@ from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.evaluation.episode_metrics import held_out_metrics, num_failed, part_metrics
-from rl_core.sampling.rollout import in_order, make_group
+from rl_core.sampling.rollout import make_group, sorted_trajectories
 from rl_core.types import Task, Trajectory
 
 # Pattern of the metrics that are printed. metrics.jsonl has all.
@@ -86,7 +86,7 @@ class Evaluation(Plugin):
         async with trainer.actors[name].learning() as learner:
             minibatches, _ = learner.shard(samples)
             learner.annotate(minibatches)
-            trainer.note(prefix, loss_of_rows(learner, minibatches))
+            trainer.add_metrics(prefix, loss_of_rows(learner, minibatches))
 
     async def evaluate_tasks(
         self,
@@ -107,9 +107,9 @@ class Evaluation(Plugin):
         for number, task in enumerate(tasks):
             groups.append(make_group(config, task, drawn, number=number, position=number, **common))
         trainer.worker.submit(groups)
-        played = in_order(await trainer.worker.collect(len(groups), label=name))
+        played = sorted_trajectories(await trainer.worker.collect(len(groups), label=name))
         await trainer.call("on_episodes", step, name, played)
-        trainer.note("", task_metrics(config, source, label, count, played))
+        trainer.add_metrics("", task_metrics(config, source, label, count, played))
 
 
 def task_metrics(

@@ -31,14 +31,14 @@ class SignalHandler(Plugin):
         self.sees_others = False
 
     async def start(self) -> None:
-        """From now on a signal ends the run after the step. Two signals, one of them Ctrl-C, kill
-        this process."""
+        """Installs handlers: a signal ends the run after the step. Two signals, one of them
+        Ctrl-C, kill this process."""
         # False if each rank has a separate parent, such as a wrapper.
         self.sees_others = not has_lost_a_neighbour()
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
-    def agree(self) -> dict[str, Metric]:
+    def reduced_flags(self) -> dict[str, Metric]:
         return {"signal": Max(self.received)}
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:

@@ -52,7 +52,7 @@ class Checkpointer(Plugin):
         for name, learner in trained_learners(self.trainer.learners).items():
             self.updates_before[name] = learner.num_updates
 
-    def agree(self) -> dict[str, Metric]:
+    def reduced_flags(self) -> dict[str, Metric]:
         return {"age_s": Max(time.monotonic() - self.saved_at)}
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
@@ -61,7 +61,7 @@ class Checkpointer(Plugin):
         if is_last:
             self.refuse_ruined()
         is_due = config.save_every > 0 and step % config.save_every == 0
-        is_old = 0 < 60 * config.save_minutes <= self.trainer.agreed["keep/age_s"]
+        is_old = 0 < 60 * config.save_minutes <= self.trainer.reduced_flags["keep/age_s"]
         if is_last or is_due or is_old or self.trainer.ended_by:
             await self.save()
 

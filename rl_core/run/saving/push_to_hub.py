@@ -18,7 +18,7 @@ def repositories(config: Config) -> dict[str, str]:
     return {name: config.push_to_hub + (f"-{name}" if len(names) > 1 else "") for name in names}
 
 
-class Hub(Plugin):
+class PushToHub(Plugin):
     def __init__(self, trainer: RunState):
         """Creates the repositories at the start, so that a wrong name or token fails before
         training. Raises ValueError."""
