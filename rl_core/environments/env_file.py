@@ -258,7 +258,7 @@ def check_columns(
     row has, and for a file of a run's episodes."""
     if files and is_trajectory(rows[0]):
         raise ValueError(
-            f"{files[0][0]} holds a run's episodes, which only --algorithm sft reads; name rows"
+            f"{files[0][0]} holds a run's episodes, which are for --algorithm sft; name rows"
         )
     wanted = []
     for hook in env.hooks.values():

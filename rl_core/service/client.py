@@ -154,7 +154,7 @@ class RemoteSession:
             except ServiceError as error:
                 if not self.may_replay(error, asked):
                     self.end()
-                    error.service_message = error.told_by_service.replace(
+                    error.service_message = error.service_message.replace(
                         "the session", f"session {asked}", 1
                     )
                     raise

@@ -20,6 +20,8 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
+ARCHITECTURES = ("qwen3", "llama", "qwen2")
+
 
 def character_tokenizer():
     """A fast tokenizer with 104 tokens: 8 special ones, the newline and the 95 printable ASCII
