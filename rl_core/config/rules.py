@@ -21,7 +21,7 @@ OF_RUN = [
     (lambda c: not c.out, "--out is missing: name a folder for the run, such as --out runs/first"),
     (
         lambda c: not c.actors and c.resume,
-        "--model is missing: --resume takes no flags of the run that it goes on with; give them "
+        "--model is missing: --resume does not read the flags of the earlier run; give them "
         "again, or --config {c.out}/config.yaml --resume",
     ),
     (
@@ -54,7 +54,7 @@ OF_RUN = [
     ),
     (
         lambda c: c.learner.kernels == "compile" and c.tp > 1,
-        "--learner.kernels=compile has no --tp; leave one out",
+        "--learner.kernels=compile cannot be combined with --tp; leave one out",
     ),
     (
         lambda c: c.keep_best and not c.eval_every,
