@@ -7,7 +7,7 @@ from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import all_gather_json
 from rl_core.learning.signal import has_signal
 from rl_core.metrics import Mean
-from rl_core.plugin import Plugin, RunState
+from rl_core.plugin import Plugin
 from rl_core.sampling.rollout import Group, sorted_trajectories
 
 
@@ -30,7 +30,9 @@ class Refill(Plugin):
     def num_missing(self, groups: list[Group]) -> int:
         """Number of groups with signal that the step lacks, over all ranks."""
         trainer, with_signal = self.trainer, set()
-        asking = {name: a for name, a in trainer.plan.algorithms.items() if a.dynamic_sampling_rounds}
+        asking = {
+            name: a for name, a in trainer.plan.algorithms.items() if a.dynamic_sampling_rounds
+        }
         learned = [t for t in sorted_trajectories(groups) if t.actor in asking]
         for group in baseline_groups(learned):
             if has_signal(group, asking[group[0].actor]):

@@ -38,16 +38,15 @@ NAMES |= {"what", "whole", "beside", "taken"}  # `seat` is a field of files and 
 
 # Findings of each folder or page. Lower a number as soon as its folder has fewer.
 BUDGET = {
-    "envs": 13,
-    "rl_core": 23,
-    "rl_core/config": 12,
-    "scripts": 218,
+    "envs": 12,
+    "rl_core": 6,
+    "rl_core/config": 13,
+    "scripts": 217,
     "tests": 3,
-    "tests/agents": 3,
-    "tests/docs": 1,
-    "tests/ground": 5,
+    "tests/agents": 1,
+    "tests/ground": 2,
     "tests/service": 5,
-    "tests/tools": 7,
+    "tests/tools": 3,
 }
 
 

@@ -13,7 +13,7 @@ from rl_core.data.episodes import (
     succeeded,
 )
 from rl_core.metrics import Mean, Metric, Percentile, Sum
-from rl_core.plugin import Plugin, RunState
+from rl_core.plugin import Plugin
 from rl_core.run.display.metric_table import describe
 from rl_core.sampling.hooks import NOT_APPLIED, is_recorded
 from rl_core.sampling.rollout import Group, sorted_trajectories
