@@ -127,15 +127,15 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
         names = config.trained
     elif folder.parent.name in ("hf", "best") and folder.name in config.actors:
         names = [folder.name]
-    name, _, url = model.rpartition("@")
-    is_api = bool(name) and re.match(URL.removesuffix("/?"), url) is not None
+    api_model, _, url = model.rpartition("@")
+    is_api = bool(api_model) and re.match(URL.removesuffix("/?"), url) is not None
     actors = dict(config.actors)
     for name in names:
         actor = replace(
             actors[name], model=model, lora_base=None, lora=LoraConfig(), engine_urls=None, api=None
         )
         if is_api:
-            actor = replace(actor, model=name, api=url, train=False)
+            actor = replace(actor, model=api_model, api=url, train=False)
         elif (folder / "hf").is_dir():
             actor = replace(actor, model=str(folder / "hf" / name))
         actors[name] = actor

@@ -370,7 +370,7 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, 
 SLOW_DISK = """
 import time
 from pathlib import Path
-from rl_core.tools.view import data
+from rl_core.view import data
 
 def open_file(file, at_once=data.open_file):
     while not Path(GO_ON).exists():
