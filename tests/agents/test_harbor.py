@@ -407,7 +407,11 @@ def test_lines_that_need_a_network_are_known(line, needs):
         ({"dockerfile": "FROM alpine\nRUN apk add x\n"}, "build_network"),
     ],
 )
-def test_a_line_that_needs_a_network_is_refused_without_one(make, files, error):
+def test_a_line_that_needs_a_network_is_refused_without_one(
+    make, files, error, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RL_CORE_ROOTS", str(tmp_path / "roots"))  # No package is cached.
+
     async def opened():
         closed = TaskBoxes(driver="bubblewrap", networks={"build": False, "verify": False})
         async with closed.open(str(make(**files))):

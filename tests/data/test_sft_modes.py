@@ -392,7 +392,7 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
         load_rows(str(rollouts / "step_0001.jsonl.zst"))
     flags = ["--model", str(tiny_model), *SORT, "--num_steps", "1", "--out", str(tmp_path / "run")]
     assert main([*flags, "--data.train", str(rollouts)]) == 1
-    assert "which only --algorithm sft reads" in capsys.readouterr().err
+    assert "which are for --algorithm sft" in capsys.readouterr().err
     sft = [*flags, "--algorithm", "sft", "--data.train", str(rows), "--data.min_reward", "1"]
     assert main(sft) == 1
     assert "min_reward=1.0 is for a run's rollouts" in capsys.readouterr().err

@@ -203,7 +203,7 @@ def test_each_export_is_the_base_with_its_adapter(talk, tiny_model, tmp_path):
 
 @pytest.mark.parametrize("flags", ["--rollout_ranks 1", "--max_staleness 1"])
 def test_adapters_reach_engines_that_go_on_while_learners_learn(flags, talk, tmp_path):
-    out = run(tmp_path / "run", talk, flags, "--num_steps 3", ranks=2 if "engine" in flags else 1)
+    out = run(tmp_path / "run", talk, flags, "--num_steps 3", ranks=2 if "ranks" in flags else 1)
     for row, name in itertools.product(metrics(out), ("bob", "alice")):
         assert row[f"learn/{name}/grad_norm"] > 0
         assert row[f"learn/{name}/mismatch_kl_nats_max"] < 5e-11 or "stale" in flags
