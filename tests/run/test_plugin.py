@@ -35,8 +35,9 @@ def test_every_hook_that_is_called_is_one_of_a_plugin_and_keeps_its_arguments():
     assert {"before_learn", "after_step", "on_episodes"} <= called <= HOOKS
     for file in PLUGIN_FILES:
         importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    assert len(Plugin.__subclasses__()) > 10
-    for of_one in Plugin.__subclasses__():
+    plugins = [p for p in Plugin.__subclasses__() if p.__module__.startswith("rl_core.run.")]
+    assert len(plugins) > 10
+    for of_one in plugins:
         for name in HOOKS & vars(of_one).keys():
             arguments = list(inspect.signature(getattr(of_one, name)).parameters)
             assert arguments == list(inspect.signature(getattr(Plugin, name)).parameters), (
