@@ -237,7 +237,7 @@ def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa:
 
 def test_a_hooks_own_time_is_that_in_which_no_ask_waits_and_once_it_has_returned_it_asks_no_more():
     async def count() -> list[float]:
-        call, now_s, own_s = actors.Call(asyncio.sleep(0), actors.Asks(CAST)), 0.0, []
+        call, now_s, own_s = actors.HookCall(asyncio.sleep(0), actors.Asks(CAST)), 0.0, []
         call.loop = type("Clock", (), {"time": lambda _: now_s})()
         for lasts_s, change in [(1, 1), (10, 1), (100, -1), (1000, -1), (2, 1), (10, -1), (4, 0)]:
             now_s += lasts_s
