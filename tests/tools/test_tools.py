@@ -84,7 +84,9 @@ def test_info_names_versions_extras_algorithms_and_environments(capsys, monkeypa
     assert result["environments"]["envs/sort_digits.py"].startswith("Sort five different digits")
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"== algorithms\n  grpo dr_grpo(.*\n)+  envs/maze.py +A square of numbered", text)
+    assert re.search(
+        r"== algorithms\n  grpo dr_grpo(.*\n)+  envs/maze.py +A square of numbered", text
+    )
 
 
 def test_info_of_a_run_says_how_servers_got_new_weights(tmp_path, capsys):
