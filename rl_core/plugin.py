@@ -64,9 +64,8 @@ class Plugin:
     """Every rank has the same plugins and calls them at the same places: their collectives match.
 
     A plugin reads the trainer, calls its methods, and changes only its own state. It never assigns
-    to an attribute of another object: where it must change what happens, it is a class of its own
-    that options return instead of the default (an engine, an optimizer, a source of tasks, a
-    forward pass). `step` counts the steps that are done.
+    to an attribute of another object: an option that changes what happens returns another class (an
+    engine, an optimizer, a source of tasks, a forward pass). `step` counts the steps that are done.
     """
 
     def __init__(self, trainer: RunState):

@@ -245,7 +245,8 @@ class Trainer:
         waiting = explain_timeouts(phase, self.ranks, self.config.timeout_s)
         with waiting, torch.profiler.record_function(phase):
             yield
-        if self.ranks.device.type == "cuda" and phase != "step":  # which holds the others
+        # The phase "step" contains the others.
+        if self.ranks.device.type == "cuda" and phase != "step":
             peak = torch.cuda.max_memory_allocated() / 2**30
             self.add_metrics("memory/", {f"{phase}_gib": Max(peak)})
             torch.cuda.reset_peak_memory_stats()

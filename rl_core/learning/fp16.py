@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from rl_core.distributed import Ranks, local
+from rl_core.distributed import local
 from rl_core.learning.learner import Learner, LearnerExtension, Metrics
 from rl_core.metrics import Mean, count_once
 
@@ -20,8 +20,7 @@ FIRST_SCALE, GROWTH_UPDATES = 2.0**16, 2_000
 class LossScale(LearnerExtension):
     """Multiplies losses by a scale before the backward, and divides their gradients by it after."""
 
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
+    def __init__(self):
         self.loss_scale = FIRST_SCALE
         self.finite_in_a_row = 0  # Updates since the scale changed.
 
@@ -36,7 +35,7 @@ class LossScale(LearnerExtension):
         if self.loss_scale <= 1 or not math.isfinite(loss):
             return None
         self.loss_scale /= 2
-        return {"overflowed_updates": count_once(self.ranks)} | self.metrics()
+        return {"overflowed_updates": count_once(learner.ranks)} | self.metrics()
 
     def after_update(self) -> Metrics:
         self.finite_in_a_row += 1

@@ -132,19 +132,19 @@ def learner_factory(
     from rl_core.models.loading import compute_dtype
 
     make_optimizer = make_optimizer or OPTIMIZERS[config.optim.name]()
-    makers = []
+    common: list[type[LearnerExtension]] = []
     if config.learner.logprob_microbatch_tokens:
         from rl_core.learning.no_grad_batches import JoinedBatches
 
-        makers.append(lambda ranks: JoinedBatches())
+        common.append(JoinedBatches)
     if num_ranks > 1:
         from rl_core.learning.gradient_averaging import GradientAveraging
 
-        makers.append(lambda ranks: GradientAveraging())
+        common.append(GradientAveraging)
     if compute_dtype(config) == torch.float16:
         from rl_core.learning.fp16 import LossScale
 
-        makers.append(LossScale)
+        common.append(LossScale)
 
     def make(
         config: Config,
@@ -154,14 +154,13 @@ def learner_factory(
         extensions: Iterable[LearnerExtension] = (),
         **settings: Any,
     ) -> Learner:
-        common = [make_extension(ranks) for make_extension in makers]
         return Learner(
             config,
             algorithm,
             policy,
             ranks,
             make_optimizer,
-            extensions=[*common, *extensions],
+            extensions=[*(make_extension() for make_extension in common), *extensions],
             **settings,
         )
 

@@ -27,7 +27,7 @@ from rl_core.parallel.replicas import num_replicas
 from rl_core.plan.model_checks import checked_chat, num_positions
 from rl_core.plan.option_rules import check_options
 from rl_core.plugin import CustomComponents
-from rl_core.run.curriculum import draw_by_weight
+from rl_core.run.curriculum import draw_by_weight, has_task_weight
 from rl_core.run.display.terminal import quiet
 from rl_core.run.display.trackers import check_trackers
 from rl_core.run.saving.run_files import check_resumed
@@ -103,7 +103,7 @@ def make_plan(
     with naming_recipes(config.data.train or ""):
         for source in (*plan.train.sources, *plan.eval.values()):
             check_run(config, envs, plan.chats, plan.sft_dataset, source)
-    if config.is_rl and any("task_weight" in env.hooks for env in envs.values()):
+    if has_task_weight(config, envs):
         draw_by_weight(envs, plan.train)
     if config.num_epochs:
         num_steps = math.ceil(config.num_epochs * len(plan.train) / config.tasks_per_step)

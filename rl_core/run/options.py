@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.engines.options import engine_factory
+from rl_core.run.curriculum import has_task_weight
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
@@ -45,11 +46,6 @@ def trackers(trainer: RunState) -> Plugin:
     from rl_core.run.display.trackers import Trackers
 
     return Trackers(trainer)
-
-
-def has_curriculum(trainer: RunState) -> bool:
-    plan = trainer.plan
-    return plan.config.is_rl and any("task_weight" in env.hooks for env in plan.envs.values())
 
 
 def curriculum(trainer: RunState) -> Plugin:
@@ -191,7 +187,7 @@ PLUGINS = (
     # Before evaluations, whose lines follow the line of their step.
     (lambda trainer: trainer.ranks.is_writer, terminal),
     (lambda trainer: trainer.config.trackers, trackers),
-    (has_curriculum, curriculum),
+    (lambda trainer: has_task_weight(trainer.config, trainer.plan.envs), curriculum),
     (lambda trainer: trainer.config.data.streaming, stream_state),
     (may_lack_weights, weight_recovery),
     (lambda trainer: trainer.config.is_rl and trainer.config.canary_tolerance != 0, canary),
