@@ -715,7 +715,7 @@ def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monke
 
 WITHOUT = """
 import sys
-from rl_core import cli
+from rl_core.tools import cli
 missing, *command = sys.argv[1:]
 for name in missing.split(","):
     sys.modules[name] = None
