@@ -1,6 +1,7 @@
 """Types: the files that pyright checks, which only grow."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,37 @@ DONE = """
 types.py algorithms.py errors.py metrics.py distributed.py plugin.py plan data sampling parallel
 actors.py trainer.py
 """.split()
+
+# How often each room says `Any`. Lower a number as soon as its room has fewer.
+BUDGET = {
+    ".": 52,
+    "api": 37,
+    "config": 54,
+    "data": 142,
+    "engines": 93,
+    "environments": 130,
+    "learning": 47,
+    "models": 21,
+    "parallel": 5,
+    "plan": 6,
+    "rewards": 19,
+    "run": 77,
+    "sampling": 80,
+    "tasks": 22,
+    "tools": 51,
+    "view": 36,
+}
+
+
+def test_any_only_becomes_rarer():
+    counts: dict[str, int] = {}
+    for path in (ROOT / "rl_core").rglob("*.py"):
+        room = path.relative_to(ROOT / "rl_core").parts[0]
+        room = "." if room == path.name else room
+        if room not in ("service", "sandbox"):
+            words = re.findall(r"\bAny\b", path.read_text(encoding="utf-8"))
+            counts[room] = counts.get(room, 0) + len(words)
+    assert not {name: num for name, num in counts.items() if num > BUDGET.get(name, 0)}
 
 
 def test_the_list_of_checked_files_only_grows():
