@@ -1,8 +1,8 @@
 """Golden runs: short seeded runs whose numbers are kept in tests/golden/, so that a change that
 alters them is seen.
 
-`pytest tests/end_to_end/test_golden.py --golden-write -k NAME` writes them anew where a change is meant to
-alter them.
+`pytest tests/end_to_end/test_golden.py --golden-write -k NAME` writes them anew where a change is
+meant to alter them.
 """
 
 from __future__ import annotations
