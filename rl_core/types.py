@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# {"role": "user", "content": "..."} and whatever else the chat template reads.
-Message = dict[str, Any]
+# A value that somebody else wrote, as json.loads() returns it: the reader checks its shape.
+JSON: TypeAlias = Any
+JSONObject: TypeAlias = dict[str, JSON]  # A JSON object: a request, a reply, a schema.
+Row: TypeAlias = dict[str, JSON]  # A row of a data set: column name to value.
+# A chat message: {"role": "user", "content": "..."} and the keys that a chat template reads.
+Message: TypeAlias = dict[str, JSON]
 
 
 class RunError(Exception):
@@ -30,10 +34,10 @@ def counter_seed(*parts: int | str) -> int:
 class Task:
     id: str  # unique in its data set and equal in every epoch, e.g. "train/17"
     env: str  # name of the environment it belongs to
-    row: dict[str, Any]  # every column of the data set
+    row: Row  # Every column of the data set.
     messages: list[Message]  # the conversation before anybody speaks
     place: str = ""  # The row, for errors: `row 7 of rows.jsonl`.
-    info: dict[str, Any] = field(default_factory=dict)
+    info: JSONObject = field(default_factory=dict)  # What the environment keeps about the task.
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -72,7 +76,7 @@ class Completion:
     # fifth of the memory of lists of integers.
     kept_ids: list[str] = field(default_factory=list)
     # [prompt + L - 1, routers, top_k] int16 of all tokens but the last.
-    experts: Any = field(default=None, repr=False)
+    experts: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def policy_versions(self) -> list[int]:
