@@ -1,12 +1,12 @@
 """Options of a run: its plugins, in the order in which they are called, and ranks that only sample.
 
-Each function imports its module when the option is used.
+Each module is imported when its option is used.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,122 +20,136 @@ if TYPE_CHECKING:
     from rl_core.sampling.engine import Engine
 
 
-def rank_groups(trainer: RunState) -> Plugin:
-    from rl_core.run.rank_group_client import RankGroupClient
+def make_plugins(trainer: RunState) -> list[Plugin]:
+    """The run's plugins, in the order in which they are called."""
+    return [
+        *first_plugins(trainer),
+        *rollout_plugins(trainer),
+        *evaluation_plugins(trainer),
+        *(make(trainer) for make in trainer.plan.custom.plugins),  # A script's.
+        *last_plugins(trainer),
+    ]
 
-    return RankGroupClient(trainer)
 
+def first_plugins(trainer: RunState) -> Iterator[Plugin]:
+    config = trainer.config
+    if trainer.plan.rank_groups:
+        # First, so that rollouts use the weights that it loads.
+        from rl_core.run.rank_group_client import RankGroupClient
 
-def run_files(trainer: RunState) -> Plugin:
+        yield RankGroupClient(trainer)
+    # Writes the episodes of a step before the run may end because of them.
     from rl_core.run.saving.run_files import RunFiles
 
-    return RunFiles(trainer)
-
-
-def terminal(trainer: RunState) -> Plugin:
-    if sys.stdout.isatty():
+    yield RunFiles(trainer)
+    # Before evaluations, whose lines follow the line of their step.
+    if trainer.ranks.is_writer and sys.stdout.isatty():
         from rl_core.run.display.panel import Panel
 
-        return Panel(trainer)
-    from rl_core.run.display.terminal import Terminal
+        yield Panel(trainer)
+    elif trainer.ranks.is_writer:
+        from rl_core.run.display.terminal import Terminal
 
-    return Terminal(trainer)
+        yield Terminal(trainer)
+    if config.trackers:
+        from rl_core.run.display.trackers import Trackers
 
+        yield Trackers(trainer)
+    if has_task_weight(config, trainer.plan.envs):
+        from rl_core.run.curriculum import Curriculum
 
-def trackers(trainer: RunState) -> Plugin:
-    from rl_core.run.display.trackers import Trackers
+        yield Curriculum(trainer)
+    if config.data.streaming:
+        from rl_core.run.stream_state import StreamState
 
-    return Trackers(trainer)
-
-
-def curriculum(trainer: RunState) -> Plugin:
-    from rl_core.run.curriculum import Curriculum
-
-    return Curriculum(trainer)
-
-
-def stream_state(trainer: RunState) -> Plugin:
-    from rl_core.run.stream_state import StreamState
-
-    return StreamState(trainer)
+        yield StreamState(trainer)
 
 
-def may_lack_weights(trainer: RunState) -> bool:
+def rollout_plugins(trainer: RunState) -> Iterator[Plugin]:
     config, plan = trainer.config, trainer.plan
-    if not config.is_rl:
-        return False
-    factory = engine_factory(config, plan.local, plan.custom.engine)
-    return factory.may_lack_weights(trainer.ranks)
+    factory = engine_factory(config, plan.local, plan.custom.engine) if config.is_rl else None
+    if factory and factory.may_lack_weights(trainer.ranks):
+        from rl_core.run.weight_recovery import WeightRecovery
+
+        yield WeightRecovery(trainer)
+    yield from canary(trainer)
+    if config.rollout.stale_policy_frac > 0:
+        from rl_core.run.stale_policy import StalePolicy
+
+        yield StalePolicy(trainer)
+    if config.max_staleness or config.deterministic:
+        from rl_core.run.staleness import StaleGroups
+
+        yield StaleGroups(trainer)
+    if config.profile_step:
+        from rl_core.run.display.profiler import Profiler
+
+        yield Profiler(trainer)
+    if torch.cuda.is_available():
+        from rl_core.run.display.mfu import Mfu
+
+        yield Mfu(trainer)
+    if any(algorithm.dynamic_sampling_rounds for algorithm in plan.algorithms.values()):
+        from rl_core.run.dynamic_sampling import Refill
+
+        yield Refill(trainer)
 
 
-def weight_recovery(trainer: RunState) -> Plugin:
-    from rl_core.run.weight_recovery import WeightRecovery
-
-    return WeightRecovery(trainer)
-
-
-def canary(trainer: RunState) -> Plugin:
-    from rl_core.run.canary import Canary
-
-    return Canary(trainer)
-
-
-def stale_policy(trainer: RunState) -> Plugin:
-    from rl_core.run.stale_policy import StalePolicy
-
-    return StalePolicy(trainer)
-
-
-def staleness(trainer: RunState) -> Plugin:
-    from rl_core.run.staleness import StaleGroups
-
-    return StaleGroups(trainer)
-
-
-def profiler(trainer: RunState) -> Plugin:
-    from rl_core.run.display.profiler import Profiler
-
-    return Profiler(trainer)
-
-
-def mfu(trainer: RunState) -> Plugin:
-    from rl_core.run.display.mfu import Mfu
-
-    return Mfu(trainer)
-
-
-def dynamic_sampling(trainer: RunState) -> Plugin:
-    from rl_core.run.dynamic_sampling import Refill
-
-    return Refill(trainer)
-
-
-def episode_metrics(trainer: RunState) -> Plugin:
+def evaluation_plugins(trainer: RunState) -> Iterator[Plugin]:
+    config = trainer.config
     from rl_core.run.evaluation.episode_metrics import EpisodeMetrics
 
-    return EpisodeMetrics(trainer)
+    yield EpisodeMetrics(trainer)
+    if config.keep_best:
+        from rl_core.run.saving.checkpointer import BestKeeper
 
+        yield BestKeeper(trainer)
+    if config.print_samples:
+        from rl_core.run.evaluation.print_samples import LogSamples
 
-def best_keeper(trainer: RunState) -> Plugin:
-    from rl_core.run.saving.checkpointer import BestKeeper
-
-    return BestKeeper(trainer)
-
-
-def print_samples(trainer: RunState) -> Plugin:
-    from rl_core.run.evaluation.print_samples import LogSamples
-
-    return LogSamples(trainer)
-
-
-def evaluation(trainer: RunState) -> Plugin:
-    if trainer.config.eval.background:
+        yield LogSamples(trainer)
+    if config.eval_every and config.eval.background:
         from rl_core.run.evaluation.background_evaluation import BackgroundEvaluation
 
-        return BackgroundEvaluation(trainer)
-    from rl_core.run.evaluation.evaluation import Evaluation
+        yield BackgroundEvaluation(trainer)
+    elif config.eval_every:
+        from rl_core.run.evaluation.evaluation import Evaluation
 
-    return Evaluation(trainer)
+        yield Evaluation(trainer)
+
+
+def last_plugins(trainer: RunState) -> Iterator[Plugin]:
+    """Called after a script's plugins: evaluations end before signals are caught, and a checkpoint
+    has the state of all plugins."""
+    from rl_core.run.failure_limit import FailureLimit
+    from rl_core.run.saving.checkpointer import Checkpointer
+
+    yield signals(trainer)
+    if "://" in str(trainer.config.env_path):
+        from rl_core.run.served_env_hashes import ServedCodes
+
+        yield ServedCodes(trainer)
+    yield FailureLimit(trainer)
+    yield Checkpointer(trainer)
+    yield from optimizer_start(trainer)
+    if trainer.config.push_to_hub:
+        from rl_core.run.saving.push_to_hub import PushToHub
+
+        yield PushToHub(trainer)
+
+
+def canary(trainer: RunState) -> Iterator[Plugin]:
+    if trainer.config.is_rl and trainer.config.canary_tolerance != 0:
+        from rl_core.run.canary import Canary
+
+        yield Canary(trainer)
+
+
+def optimizer_start(trainer: RunState) -> Iterator[Plugin]:
+    if any(trainer.config.of(name).optim.init_from for name in trainer.config.trained):
+        from rl_core.run.saving.optimizer_start import OptimizerStart
+
+        yield OptimizerStart(trainer)
 
 
 def signals(trainer: RunState) -> Plugin:
@@ -144,91 +158,9 @@ def signals(trainer: RunState) -> Plugin:
     return SignalHandler(trainer)
 
 
-def served_env_hashes(trainer: RunState) -> Plugin:
-    from rl_core.run.served_env_hashes import ServedCodes
-
-    return ServedCodes(trainer)
-
-
-def failure_limit(trainer: RunState) -> Plugin:
-    from rl_core.run.failure_limit import FailureLimit
-
-    return FailureLimit(trainer)
-
-
-def checkpointer(trainer: RunState) -> Plugin:
-    from rl_core.run.saving.checkpointer import Checkpointer
-
-    return Checkpointer(trainer)
-
-
-def loads_optimizer(trainer: RunState) -> bool:
-    return any(trainer.config.of(name).optim.init_from for name in trainer.config.trained)
-
-
-def optimizer_start(trainer: RunState) -> Plugin:
-    from rl_core.run.saving.optimizer_start import OptimizerStart
-
-    return OptimizerStart(trainer)
-
-
-def push_to_hub(trainer: RunState) -> Plugin:
-    from rl_core.run.saving.push_to_hub import PushToHub
-
-    return PushToHub(trainer)
-
-
-# (is it used?, what makes it), in the order in which plugins are called.
-PLUGINS = (
-    # First, so that rollouts use the weights that it loads.
-    (lambda trainer: trainer.plan.rank_groups, rank_groups),
-    # Writes the episodes of a step before the run may end because of them.
-    (lambda trainer: True, run_files),
-    # Before evaluations, whose lines follow the line of their step.
-    (lambda trainer: trainer.ranks.is_writer, terminal),
-    (lambda trainer: trainer.config.trackers, trackers),
-    (lambda trainer: has_task_weight(trainer.config, trainer.plan.envs), curriculum),
-    (lambda trainer: trainer.config.data.streaming, stream_state),
-    (may_lack_weights, weight_recovery),
-    (lambda trainer: trainer.config.is_rl and trainer.config.canary_tolerance != 0, canary),
-    (lambda trainer: trainer.config.rollout.stale_policy_frac > 0, stale_policy),
-    (
-        lambda trainer: trainer.config.max_staleness or trainer.config.deterministic,
-        staleness,
-    ),
-    (lambda trainer: trainer.config.profile_step, profiler),
-    (lambda trainer: torch.cuda.is_available(), mfu),
-    (
-        lambda trainer: any(a.dynamic_sampling_rounds for a in trainer.plan.algorithms.values()),
-        dynamic_sampling,
-    ),
-    (lambda trainer: True, episode_metrics),
-    (lambda trainer: trainer.config.keep_best, best_keeper),
-    (lambda trainer: trainer.config.print_samples, print_samples),
-    (lambda trainer: trainer.config.eval_every, evaluation),
-)
-# After the plugins of a script: evaluations end before signals are caught, and a checkpoint has the
-# state of all plugins.
-LAST_PLUGINS = (
-    (lambda trainer: True, signals),
-    (lambda trainer: "://" in str(trainer.config.env_path), served_env_hashes),
-    (lambda trainer: True, failure_limit),
-    (lambda trainer: True, checkpointer),
-    (loads_optimizer, optimizer_start),
-    (lambda trainer: trainer.config.push_to_hub, push_to_hub),
-)
-
-
-def make_plugins(trainer: RunState) -> list[Plugin]:
-    custom = tuple((bool, make) for make in trainer.plan.custom.plugins)
-    rows = PLUGINS + custom + LAST_PLUGINS
-    return [make(trainer) for is_used, make in rows if is_used(trainer)]
-
-
-def learner_plugins(rank: Any) -> list[Plugin]:
+def learner_plugins(trainer: RunState) -> list[Plugin]:
     """Plugins of ranks that learn without playing episodes."""
-    rows = [row for row in PLUGINS + LAST_PLUGINS if row[1] in (canary, optimizer_start)]
-    return [make(rank) for is_used, make in rows if is_used(rank)]
+    return [*canary(trainer), *optimizer_start(trainer)]
 
 
 def make_engine_rank(
