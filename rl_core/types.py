@@ -75,8 +75,9 @@ class Completion:
     # [L] or none: the vocabulary ids that each token was drawn from, as "17 4 250". Text takes a
     # fifth of the memory of lists of integers.
     kept_ids: list[str] = field(default_factory=list)
-    # [prompt + L - 1, routers, top_k] int16 of all tokens but the last.
-    experts: np.ndarray | None = field(default=None, repr=False)
+    # np.ndarray [prompt + L - 1, routers, top_k] int16 of all tokens but the last, or None. Any,
+    # because pydantic reads trajectories and knows no arrays.
+    experts: Any = field(default=None, repr=False)
 
     @property
     def policy_versions(self) -> list[int]:
