@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import os
 import sys
 import time
 import uuid
@@ -24,6 +25,7 @@ from rl_core.config import Config
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
+from rl_core.engines.sglang_cuda import check_build_tools
 from rl_core.engines.sglang_server import SGLangServer, check_sglang, numbers
 from rl_core.engines.weight_transfer import WAYS, choose_way, described_way, keeps_backup
 from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
@@ -100,7 +102,10 @@ class SGLangEngine(Engine):
     @staticmethod
     def check(config: Config, name: str, may_lack: bool) -> None:
         actor = config.actors[name]
-        check_sglang(config.engine_args, may_lack or bool(actor.servers))
+        is_elsewhere = may_lack or bool(actor.servers)
+        check_sglang(config.engine_args, is_elsewhere)
+        if torch.cuda.is_available() and not is_elsewhere:
+            check_build_tools(os.environ)
         refuse(OF_SGLANG, f"--actors.{name}", c=config, a=actor)
 
     def __init__(self, spec: EngineSpec):

@@ -19,6 +19,7 @@ import time
 from multiprocessing import current_process
 
 from rl_core.engines.remote import ask
+from rl_core.engines.sglang_cuda import cuda_environment
 from rl_core.engines.weight_transfer import keeps_backup
 from rl_core.sampling.engine import EngineDied, EngineSpec
 
@@ -157,6 +158,8 @@ class SGLangServer:
             env["SGLANG_USE_CPU_ENGINE"] = "1"
             if self.spec.tp > 1:
                 env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.spec.tp)))
+        else:
+            env = cuda_environment(env)
         port = self.url.rpartition(":")[2]
         order = {
             "parent": os.getpid(),
