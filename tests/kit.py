@@ -283,9 +283,10 @@ def run_program(first: str, *args: str) -> int:
         sys.argv = list(args)
         sys.path.insert(0, os.getcwd())  # As Python does.
         if args[0] == "rl_core.train":  # Imported already, from the code under test.
+            from rl_core.sampling.watchdog import exit_process
             from rl_core.train import main
 
-            return main(args[1:])
+            exit_process(main(args[1:]))
         if args[0] == "rl_core.tools.cli":
             from rl_core.tools.cli import command
 
@@ -353,9 +354,18 @@ def program_env() -> dict[str, str]:
 
 
 class RanksProcess:
-    """Ranks that run: their output so far, their end, and signals to all of them."""
+    """Ranks that run: their output so far, their end, and signals to all of them. communicate() and
+    returncode are those of Popen."""
 
-    def __init__(self, num_ranks: int, args, cwd: Path | None, env: dict[str, str]):
+    returncode: int | None = None
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *args: str | Path,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+    ):
         assert server is not None, "conftest.py starts it"
         self.args = list(map(str, args))
         self.out = tempfile.mkdtemp(dir=server.folder) + "/ranks"
@@ -363,7 +373,7 @@ class RanksProcess:
             "ranks": num_ranks,
             "args": self.args,
             "cwd": str(cwd or os.getcwd()),
-            "env": program_env() | env,
+            "env": program_env() | (env or {}),
         }
         self.pid = server.start(request | {"out": self.out})
 
@@ -387,6 +397,11 @@ class RanksProcess:
                 raise AssertionError(f"still running after {timeout_s} s: {self.why()}")
             time.sleep(0.01)
         return code
+
+    def communicate(self, timeout: float) -> list[str]:
+        self.returncode = self.wait(timeout)
+        wait_until(lambda: not Path(f"/proc/{self.pid}").exists(), "the launcher ends")
+        return [self.text(kind) for kind in ("stdout", "stderr")]
 
     def both(self) -> str:
         return f"{self.text('stdout')}\n{self.text('stderr')}"
@@ -413,7 +428,7 @@ def run_ranks(
     """Runs a Python file or `-m module` on `num_ranks` forked ranks with gloo, as torchrun would, and
     returns their output and status. Fails with the error of the first that did not end well."""
     __tracebackhide__ = True
-    ranks = RanksProcess(num_ranks, args, cwd, env or {})
+    ranks = RanksProcess(num_ranks, *args, cwd=cwd, env=env)
     code = ranks.wait(timeout_s)
     if check and code:
         raise AssertionError(f"exit code {code}: {ranks.why()}")
@@ -529,7 +544,7 @@ class ForkedProcess:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def kill_session(process: subprocess.Popen | ForkedProcess) -> None:
+def kill_session(process: subprocess.Popen | ForkedProcess | RanksProcess) -> None:
     """Ends a process that leads a session, and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

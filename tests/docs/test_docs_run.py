@@ -309,7 +309,7 @@ class Runner:
         if is_run(args) and out and "--resume" not in args:
             # A folder of an earlier block, which shows another way.
             shutil.rmtree(cwd / out, ignore_errors=True)
-        process = RanksProcess(ranks, args, cwd, env)
+        process = RanksProcess(ranks, *args, cwd=cwd, env=env)
         if not set(SERVERS) & set(args):
             process.wait(240)
             return process

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from kit import (
+    ForkedProcess,
+    RanksProcess,
     kill_session,
     run,
     run_ranks,
-    start_process,
     start_torchrun,
     wait_until,
     weights,
@@ -34,11 +35,11 @@ def reward_fn(completion):
 
 @pytest.fixture
 def start(tiny_model, tmp_path):
-    """start(code of the reward function, *flags) -> a run on two ranks, once both have scored an
-    episode."""
+    """start(code of the reward function, *flags, by=start_torchrun) -> a run on two ranks, once
+    both have scored an episode."""
     started = []
 
-    def begin(label: str, *flags) -> subprocess.Popen:
+    def begin(label: str, *flags, by=RanksProcess) -> RanksProcess | subprocess.Popen:
         (tmp_path / "env.py").write_text(
             ENV.replace("{folder}", str(tmp_path)).replace("{what}", label)
         )
@@ -48,7 +49,7 @@ def start(tiny_model, tmp_path):
         sizes = words(
             "--max_tokens 8 --tasks_per_step 8 --num_steps 100000 --rollout.save false", *flags
         )
-        started.append(start_torchrun(2, "-m", "rl_core.train", *arguments, *sizes))
+        started.append(by(2, "-m", "rl_core.train", *arguments, *sizes))
         wait_until(
             lambda: all((tmp_path / f"seen_{rank}").exists() for rank in (0, 1)), "both ranks score"
         )
@@ -60,11 +61,11 @@ def start(tiny_model, tmp_path):
 
 
 def ranks_of(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(c) for c in children if b"rl_core.train" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
+    return [*map(int, children.split())]
 
 
-def errors_of(process: subprocess.Popen, within_s: float = 60) -> str:
+def errors_of(process: RanksProcess | subprocess.Popen, within_s: float = 60) -> str:
     """Output of the run, after all its processes ended."""
     _, errors = process.communicate(timeout=within_s)
     assert process.returncode != 0
@@ -91,7 +92,9 @@ def test_a_rank_that_fails_alone_before_ranks_meet_says_why(tiny_model, tmp_path
 
 def test_a_killed_rank_ends_another_that_waits_for_its_episodes(start):
     process = start(
-        "time.sleep(1000 if os.environ['RANK'] == '0' else 0)", "--rollout.hook_timeout_s 900"
+        "time.sleep(1000 if os.environ['RANK'] == '0' else 0)",
+        "--rollout.hook_timeout_s 900",
+        by=start_torchrun,
     )
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     errors = errors_of(process)
@@ -107,7 +110,7 @@ def test_a_rank_that_stands_still_is_named_by_what_the_others_wait_for(start):
         lambda: not Path(f"/proc/{first}/environ").exists() or not ranks_of(process.pid)[1:],
         "the first ends",
     )
-    # Torchrun would wait for half a minute before it kills what stands still.
+    # The launcher would wait before it kills a rank that stands still.
     os.kill(stopped, signal.SIGCONT)
     assert re.search(
         r"rank 0 waited in the phase '[a-z, ]+' for .* --timeout_s=5", the_error(errors_of(process))
@@ -140,9 +143,9 @@ if os.environ["RANK"] == "{rank}":
 )
 def test_a_frozen_rank_holds_no_rank_for_ever(kind, frozen, before, tiny_model, tmp_path):
     (tmp_path / "env.py").write_text(FROZEN.replace("{rank}", str(frozen) if before else ""))
-    sizes = "--max_tokens 8 --tasks_per_step 8 --num_steps 100000 --timeout_s 6"
+    sizes = "--max_tokens 8 --tasks_per_step 8 --num_steps 100000 --timeout_s 5"
     flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", sizes, APART[kind])
-    process = start_torchrun(2, "-m", "rl_core.train", *flags, "--out", tmp_path / "run")
+    process = RanksProcess(2, "-m", "rl_core.train", *flags, "--out", tmp_path / "run")
     try:
         if before:
             wait_until(lambda: len(ranks_of(process.pid)) == 2, "both ranks begin")
@@ -152,16 +155,16 @@ def test_a_frozen_rank_holds_no_rank_for_ever(kind, frozen, before, tiny_model, 
         if not before:
             os.kill(stopped, signal.SIGSTOP)
         wait_until(lambda: len(ranks_of(process.pid)) == 1, "the other rank ends", 40)
-        # Torchrun would wait for half a minute before it kills what stands still.
+        # The launcher would wait before it kills a rank that stands still.
         os.kill(stopped, signal.SIGCONT)
         error = the_error(errors := errors_of(process))
     finally:
         kill_session(process)
     assert "Traceback" not in errors.partition("error: ")[0], errors
     if before:
-        assert f"for the other ranks; {frozen} of 2 did not come within --timeout_s=6" in error
+        assert f"for the other ranks; {frozen} of 2 did not come within --timeout_s=5" in error
     else:
-        assert f"rank {frozen} has stood still for --timeout_s=6" in error
+        assert f"rank {frozen} has stood still for --timeout_s=5" in error
 
 
 STORE = """
@@ -189,12 +192,12 @@ os._exit(0)  # The heartbeat's thread may be in C++.
 def test_a_store_that_stands_still_is_named(host, monkeypatch):
     is_launchers = host != "rank 0"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_launchers))
-    process = start_process("-c", STORE)
+    process = ForkedProcess("-c", STORE)
     try:
         process.wait(60)
     finally:
         kill_session(process)  # The host may be stopped still, and holds the pipes.
-    output, errors = process.communicate()
+    output, errors = process.communicate(60)
     kind = "warning" if is_launchers else "error"
     line = f"{kind}: rank 1 waits for {host}, which has stood still for --timeout_s=1: "
     assert errors.count(line) == 1, errors
@@ -211,7 +214,9 @@ def test_a_hook_that_hangs_on_one_rank_fails_the_run_on_both_and_torchruns_summa
     start,
 ):
     process = start(
-        "time.sleep(1000 if os.environ['RANK'] == '1' else 0)", "--rollout.hook_timeout_s 2"
+        "time.sleep(1000 if os.environ['RANK'] == '1' else 0)",
+        "--rollout.hook_timeout_s 2",
+        by=start_torchrun,
     )
     errors = errors_of(process)
     assert "reward_fn() ran longer than 2 s" in the_error(errors)
@@ -239,48 +244,52 @@ def test_what_was_saved_survives_a_kill_and_is_gone_on_from(start, tmp_path, mon
 
 
 @pytest.fixture
-def start_nodes(tiny_model, sort_data):
-    """start_nodes(number, ranks of each, *flags) -> torchrun's agents."""
+def start_nodes():
+    """start_nodes(*flags) -> torchrun's agents of two nodes with one rank each."""
     started = []
 
-    def begin(num: int, ranks_each: int, *flags) -> list[subprocess.Popen]:
+    def begin(*flags) -> list[subprocess.Popen]:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         meet = words(
-            f"--nnodes={num} --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=test"
+            f"--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=test"
         )
-        arguments = words(
-            "--algorithm sft --model", tiny_model, "--data.train", sort_data / "few.jsonl", *flags
-        )
-        arguments += words(
-            "--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 8 --optim.lr 1e-3"
-        )
-        for _ in range(num):
-            started.append(
-                start_torchrun(ranks_each, "-m", "rl_core.train", *arguments, flags=meet)
-            )
-        return started[-num:]
+        for _ in range(2):
+            started.append(start_torchrun(1, "-m", "rl_core.train", *flags, flags=meet))
+        return started
 
     yield begin
     for process in started:
         kill_session(process)
 
 
-def test_two_nodes_of_one_rank_learn_what_one_node_of_two_does(start_nodes, tmp_path):
-    result = []
-    for num, each in ((1, 2), (2, 1)):
-        nodes = start_nodes(num, each, "--num_steps 4 --out", tmp_path / str(num))
-        errors = [node.communicate(timeout=120)[1] for node in nodes]
-        assert [node.returncode for node in nodes] == [0] * num, errors
-        result.append(weights(tmp_path / str(num)))
-    assert result[0].keys() == result[1].keys() and all(
-        result[0][n].equal(result[1][n]) for n in result[0]
+def test_two_nodes_of_one_rank_learn_what_two_forked_ranks_do(start_nodes, places, tmp_path):
+    flags = (
+        "--model {model} --env_path {dir}/letters.py --max_tokens 10 --tasks_per_step 4 "
+        "--group_size 4 --num_steps 2 --optim.lr 1e-2 --dp_replicate 1"
     )
+    flags = words(flags.format(**places))
+    nodes = start_nodes(*flags, "--out", tmp_path / "nodes")
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    forked = weights(run(tmp_path / "forked", *flags, ranks=2))
+    of_nodes = weights(tmp_path / "nodes")
+    assert of_nodes.keys() == forked.keys()
+    assert all(of_nodes[name].equal(forked[name]) for name in forked)
 
 
-def test_a_node_that_is_lost_ends_the_other(start_nodes, tmp_path):
-    nodes = start_nodes(2, 1, "--num_steps 1000000 --timeout_s 20 --out", tmp_path / "run")
+def test_a_node_that_is_lost_ends_the_other(start_nodes, tiny_model, sort_data, tmp_path):
+    flags = words(
+        "--algorithm sft --model",
+        tiny_model,
+        "--data.train",
+        sort_data / "few.jsonl",
+        "--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 8 --num_steps 1000000",
+        "--timeout_s 20 --out",
+        tmp_path / "run",
+    )
+    nodes = start_nodes(*flags)
     wait_until((tmp_path / "run/metrics.jsonl").exists, "the first step")
     kill_session(nodes[1])  # its agent; the rank of it must not live on
     errors = nodes[0].communicate(timeout=60)[1]

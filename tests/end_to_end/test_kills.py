@@ -152,7 +152,7 @@ def start(places):
         hit = (
             [fault.rank, fault.phase, fault.number, int(fault.kind)] if fault else [0, "none", 0, 0]
         )
-        ranks = RanksProcess(num_ranks, [__file__, out.with_suffix(""), *hit, *arguments], None, {})
+        ranks = RanksProcess(num_ranks, __file__, out.with_suffix(""), *hit, *arguments)
         code = ranks.wait(120)
         wait_until(lambda: not is_alive(ranks.pid), "all processes of the run have ended", 30)
         assert code == 0 or fault, ranks.both()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from kit import ROOT, SORT, metrics, run, run_ranks, steps, torchrun, weights, words
+from kit import ROOT, SORT, metrics, run, steps, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 QUICK = "--optim.lr 3e-4 --optim.warmup_steps 5 --algo.clip_high 0.28"
@@ -104,15 +104,3 @@ def test_the_export_is_the_trained_model_with_its_tokenizer(warm_model):
         0, prompt["input_ids"].shape[1] :
     ]
     assert sorted(tokenizer.decode(reply, skip_special_tokens=True)) == list("12345")
-
-
-def test_ranks_that_torchrun_starts_learn_what_forked_ones_do(places, tmp_path):
-    flags = (
-        "--model {model} --env_path {dir}/letters.py --max_tokens 10 --tasks_per_step 4 "
-        "--group_size 4 --num_steps 2"
-    )
-    flags = words("-m rl_core.train", flags.format(**places), "--optim.lr 1e-2 --out")
-    torchrun(2, *flags, tmp_path / "real")
-    run_ranks(2, *flags, tmp_path / "forked")
-    a, b = weights(tmp_path / "real"), weights(tmp_path / "forked")
-    assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)

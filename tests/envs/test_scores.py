@@ -7,13 +7,12 @@ import asyncio
 import http.client
 import itertools
 import json
+import os
 import random
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from aiohttp import web
-from kit import ROOT, metrics, trajectories
+from kit import ROOT, ForkedProcess, kill_session, metrics, trajectories, words
 from safetensors.torch import load_file
 from test_preference import flags_of, says, user
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -63,25 +62,18 @@ def reward_model(tiny_model, tmp_path_factory):
     return folder / "run/hf/policy"
 
 
+def serve(model, port, *flags) -> ForkedProcess:
+    command = words("-m rl_core.rewards.reward_model --model", model, "--port", port, *flags)
+    return ForkedProcess(*command)
+
+
 @contextmanager
 def serving(model, *flags):
     """(URL, process) of a server in a separate process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [
-        sys.executable,
-        "-m",
-        "rl_core.rewards.reward_model",
-        "--model",
-        str(model),
-        "--port",
-        port,
-    ]
-    command += map(str, flags)
-    process = subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = serve(model, port, *flags)
     try:
         line = process.stdout.readline()
         assert line.startswith(f"scores of {model} at http://127.0.0.1:"), (
@@ -89,8 +81,7 @@ def serving(model, *flags):
         )
         yield line.split()[-1], process
     finally:
-        process.kill()
-        process.communicate()
+        kill_session(process)
 
 
 @pytest.fixture(scope="module")
@@ -240,20 +231,10 @@ def test_pages_in_a_browser_get_no_scores(value, server):
 def test_ctrl_c_ends_the_server_and_a_second_one_on_its_port_says_so(reward_model):
     with serving(reward_model) as (url, process):
         port = url.rpartition(":")[2]
-        command = [
-            sys.executable,
-            "-m",
-            "rl_core.rewards.reward_model",
-            "--model",
-            str(reward_model),
-            "--port",
-            port,
-        ]
-        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert second.returncode == 1 and re.search(
-            rf"^error: .*{port}.*in use", second.stderr, re.M
-        )
-        process.send_signal(signal.SIGINT)
+        second = serve(reward_model, port)
+        _, errors = second.communicate(timeout=60)
+        assert second.returncode == 1 and re.search(rf"^error: .*{port}.*in use", errors, re.M)
+        os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=20)
         assert process.returncode == 0 and "Traceback" not in errors
 

@@ -357,7 +357,7 @@ def is_free(out: Path) -> bool:
 def test_a_run_that_was_killed_goes_on_in_its_trackers_without_repeating(flags, tmp_path):
     out = tmp_path / "out"
     arguments = words(flags, "--save_every 2 --trackers notes:Notes --resume --out", out)
-    process = RanksProcess(1, ["-m", "rl_core.train", *arguments, "--num_steps", "1000"], None, {})
+    process = RanksProcess(1, "-m", "rl_core.train", *arguments, "--num_steps", "1000")
     wait_until(lambda: (out / "notes").exists() and 3 in steps_told(out), "three steps are tracked")
     process.signal(9)
     wait_until(lambda: is_free(out), "the run is gone")

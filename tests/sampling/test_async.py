@@ -335,7 +335,7 @@ def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
         "--out",
         str(tmp_path / "run"),
     ]
-    ranks = RanksProcess(2, [tmp_path / "die.py", *flags], None, {})
+    ranks = RanksProcess(2, tmp_path / "die.py", *flags)
     assert ranks.wait(60) in (1, signal.SIGKILL)
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit import ROOT, kill_session, metrics, run_ranks, start_process, words
+from kit import ROOT, ForkedProcess, kill_session, metrics, run_ranks, words
 
 from rl_core.sampling.hooks import LoopClock
 from rl_core.sampling.watchdog import run_hooks
@@ -44,7 +44,7 @@ def command(tiny_model, tmp_path):
 
 def ended(*args) -> subprocess.CompletedProcess:
     """Output of a separate process, which must end by itself."""
-    process = start_process(*args)
+    process = ForkedProcess(*args)
     try:
         stdout, stderr = process.communicate(timeout=90)
     finally:
