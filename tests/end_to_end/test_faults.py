@@ -205,7 +205,7 @@ def test_a_store_that_stands_still_is_named(host, monkeypatch):
 
 
 def test_ctrl_c_ends_every_rank(start):
-    process = start("pass")
+    process = start("pass", by=start_torchrun)
     os.kill(process.pid, signal.SIGINT)
     errors_of(process)
 
