@@ -387,7 +387,9 @@ class RanksProcess:
             os.killpg(self.pid, number)
 
     def poll(self) -> int | None:
-        return int(self.text("code")) if self.text("code") else None
+        is_gone = not Path(f"/proc/{self.pid}").exists()
+        code = self.text("code")
+        return int(code) if code else -signal.SIGKILL if is_gone else None
 
     def wait(self, timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s
