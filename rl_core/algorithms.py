@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
+
+from rl_core.flags import Count, Fraction, NotNegative, OneOf, Positive, flag
 
 if TYPE_CHECKING:
     from numpy import ndarray as Array
@@ -20,53 +22,91 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Algorithm:
-    advantage: str = "group_norm"
-    normalize: str = "none"
-    objective: str = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 0.0
-    aggregation: str = "token"
-    kl: str = "k3"
-    kl_in: str = "loss"
-    kl_coef: float = 0.0
-    # (estimator, coefficient) of further KLs in the reward and in the loss.
-    kl_reward: tuple[str, float] | None = None
-    kl_loss: tuple[str, float] | None = None
-    log_kl: bool = False
-    entropy_coef: float = 0.0
-    importance_correction: str = "none"
-    correction_range: tuple[float, float] = (0.5, 2.0)
-    truncation_penalty: str = "none"
-    overlong_buffer: int = 0
-    dynamic_sampling_rounds: int = 0
-    target_kl: float = 0.0
-    turn_discount: float | None = None
-    gigpo_coef: float = 1.0
-    gigpo_discount: float = 0.95
-    reference: str | None = None  # None: the initial model.
-    reference_every: int = 0  # steps after which it is renewed from the policy
-    reference_decay: float = 0.0
-    teacher: str | None = None
-    teacher_coef: float = 1.0
-    teacher_loss: str = "sampled"
-    teacher_beta: float = 0.5
-    teacher_top_k: int = 0
-    teacher_update: str = "start"
-    teacher_decay: float = 0.99
-    learns_from: str = "episodes"  # Other values: rows, pairs of replies.
-    is_scoring: bool = False  # the model is a classifier of one label
-    has_reference: bool = False  # whatever kl_coef is
+    """The parts of an algorithm, which are the flags --algo.*: a preset, with the parts that a run
+    sets. Defaults are those of GRPO."""
+
+    advantage: OneOf[str, ADVANTAGES] = flag(
+        "group_norm",
+        "baseline over the group; gae: a critic's; custom: advantage_fn; zero: a teacher's",
+    )
+    normalize: Literal["none", "batch", "env", "task"] = flag(
+        "none", "whiten advantages over a batch or each task (environment); env: scale alone"
+    )
+    objective: OneOf[str, OBJECTIVES] = flag("clip", "importance ratio: clip (PPO), GSPO or CISPO")
+    clip_low: Fraction = flag(0.2, "PPO clip range: lower bound 1 - clip_low")
+    clip_high: NotNegative = flag(0.2, "PPO clip range: upper bound 1 + clip_high")
+    dual_clip: NotNegative = flag(0.0, "dual clip of negative advantages; 0 is off")
+    aggregation: Literal["token", "sequence", "constant"] = flag(
+        "token", "loss: token mean, sequence mean, or constant length", only=("sft",)
+    )
+    kl: OneOf[str, KL_ESTIMATES] = flag("k3", "estimator of the KL to the reference model")
+    kl_in: Literal["reward", "loss", "advantage"] = flag("loss", "where the KL penalty goes")
+    kl_coef: NotNegative = flag(0.0, "weight of the KL penalty (beta); 0: no reference model")
+    kl_reward: tuple[OneOf[str, KL_ESTIMATES], NotNegative] | None = flag(
+        None, "a KL penalty in the reward: its estimator and coefficient, such as k1,0.05"
+    )
+    kl_loss: tuple[OneOf[str, KL_ESTIMATES], NotNegative] | None = flag(
+        None, "KL penalty in the loss, next to one in the reward: k3,0.001"
+    )
+    log_kl: bool = flag(False, "log the KL to the reference model without a penalty")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus; 0 is off")
+    importance_correction: Literal["none", "tis", "mask", "sequence_mask"] = flag(
+        "none", "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)"
+    )
+    correction_range: tuple[NotNegative, NotNegative] = flag(
+        (0.5, 2.0), "its bounds, such as 0.5,2"
+    )
+    truncation_penalty: Literal["none", "mask", "soft"] = flag(
+        "none", "truncated: mask, or DAPO's penalty"
+    )
+    overlong_buffer: Count = flag(0, "last tokens with soft penalty; 0: a fifth")
+    dynamic_sampling_rounds: Count = flag(0, "dynamic sampling: refill zero-signal groups")
+    turn_discount: Fraction | None = flag(None, "advantage per turn, with this discount")
+    gigpo_coef: NotNegative = flag(1.0, "GiGPO: weight of equal states' turns; default: 1")
+    gigpo_discount: Fraction = flag(0.95, "GiGPO: discount of their returns; default: 0.95")
+    reference: str | None = flag(
+        None, "reference model of the KL and of DPO: folder or hub name", only=("dpo",)
+    )
+    reference_every: Count = flag(
+        0, "sync the reference model with the policy every N steps; 0: never", only=("dpo",)
+    )
+    reference_decay: Fraction = flag(
+        0.0,
+        "EMA of the reference: decay * reference + (1 - decay) * policy at each sync",
+        only=("dpo",),
+    )
+    teacher: str | None = flag(
+        None, "on-policy distillation: teacher's folder, hub name, actor, server's URL, or self"
+    )
+    teacher_update: Literal["start", "latest", "ema"] = flag(
+        "start", "self-distillation: the teacher's weights; default: those of the start"
+    )
+    teacher_decay: Fraction = flag(0.99, "EMA decay of the teacher self; default: 0.99")
+    teacher_coef: Positive = flag(1.0, "weight of the KL to the teacher; default: 1")
+    teacher_loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] = flag(
+        "sampled",
+        "sampled: each token's logprob as advantage; exact KL or jsd (GKD) over the vocabulary",
+    )
+    teacher_top_k: Count = flag(
+        0, "exact forms by a server: its likeliest tokens (top logprobs), all others as one"
+    )
+    teacher_beta: Fraction = flag(0.5, "jsd: beta, between forward and reverse KL")
+    target_kl: NotNegative = flag(0.0, "early stop of a step above this KL; 0 is off")
 
     @property
     def is_rl(self) -> bool:
-        """Samples episodes; otherwise learns from rows."""
-        return self.learns_from == "episodes"
+        """True if episodes are sampled; otherwise the data are rows, or pairs of replies."""
+        return self.objective in OBJECTIVES
 
     @property
     def is_pairs(self) -> bool:
-        """Learns from preference pairs; its loss is of a pair, not of a token."""
-        return self.learns_from == "pairs"
+        """True for a loss of preference pairs, not of tokens."""
+        return self.objective in OF_PAIRS
+
+    @property
+    def is_scoring(self) -> bool:
+        """True if the model is a classifier of one label."""
+        return self.objective == "rm"
 
     @property
     def has_critic(self) -> bool:
@@ -84,19 +124,18 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         """True if the policy is compared with a reference model."""
-        return bool(self.kl_terms) or self.log_kl or self.has_reference
+        return bool(self.kl_terms) or self.log_kl or self.objective == "dpo"
 
     @property
     def penalises_advantages(self) -> bool:
-        """True if the KL to the reference is subtracted from advantages. With a critic it is in the
-        rewards."""
+        """True if the KL to the reference is subtracted from advantages. With a critic the KL is in
+        the rewards."""
         terms = self.kl_terms
         return "advantage" in terms or ("reward" in terms and not self.has_critic)
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """A sample whose advantages are all 0 has no gradient, and needs no forward, if nothing
-        else moves it."""
+        """True if a sample whose advantages are all 0 has no gradient and needs no forward."""
         is_final = self.normalize != "batch" and not self.has_critic and not self.teacher
         return self.is_rl and self.entropy_coef == 0 and not self.kl_terms and is_final
 
@@ -194,6 +233,8 @@ def cispo_loss(
 OBJECTIVES = {"clip": clipped_loss, "gspo": clipped_loss, "cispo": cispo_loss}
 # The ratio is the geometric mean over its sequence (GSPO, arXiv:2507.18071, eq. 7).
 OF_SEQUENCE = ("gspo",)
+# Objectives of pairs, by learning/preference.py.
+OF_PAIRS = ("dpo", "rm")
 
 
 # Per-token KL(policy || ref) in nats of tokens that the policy sampled, with d = logprobs -
@@ -313,15 +354,15 @@ PRESETS = {
     # Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation: the teacher's reverse
     # KL of each token is its advantage; whitened over the batch
     "opd": Algorithm(advantage="zero", normalize="batch"),
-    "sft": Algorithm(learns_from="rows"),
+    "sft": Algorithm(objective="nll"),
     # Rafailov et al. 2023, arXiv:2305.18290
-    "dpo": Algorithm(learns_from="pairs", aggregation="pair", has_reference=True),
+    "dpo": Algorithm(objective="dpo"),
     # Bradley-Terry on pairs of scores: Ouyang et al. 2022, arXiv:2203.02155
-    "rm": Algorithm(learns_from="pairs", aggregation="pair", is_scoring=True),
+    "rm": Algorithm(objective="rm"),
 }
 
 
-def make_algorithm(preset: str, parts: Any) -> Algorithm:
-    """The preset with the fields that --algo.* overrides."""
+def make_algorithm(preset: str, parts: object) -> Algorithm:
+    """The preset with the fields of `parts` that are not None, those that --algo.* sets."""
     overrides = {name: value for name, value in vars(parts).items() if value is not None}
     return dataclasses.replace(PRESETS[preset], **overrides)

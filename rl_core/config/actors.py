@@ -6,18 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_core.config.algorithm import RL, AlgoConfig, CriticConfig
-from rl_core.config.flag_parsing import (
-    AtLeast1,
-    Count,
-    MemoryFraction,
-    NotNegative,
-    Positive,
-    Section,
-    flag,
-)
+from rl_core.config.flag_parsing import Section
 from rl_core.config.learner import LearnerConfig, OptimConfig
 from rl_core.config.rollout import SamplingConfig
 from rl_core.errors import split
+from rl_core.flags import AtLeast1, Count, MemoryFraction, NotNegative, Positive, flag
 
 # Sections of flags that an actor can replace.
 OWN_SECTIONS = ("algo", "critic", "learner", "optim", "sampling")

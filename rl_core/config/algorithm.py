@@ -2,104 +2,38 @@
 effect."""
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_type_hints
 
 from annotated_types import Ge, Le
 
-from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS, Algorithm
-from rl_core.config.flag_parsing import (
-    AtLeast1,
-    Count,
-    Fraction,
-    NotNegative,
-    Positive,
-    Section,
-    flag,
-)
+from rl_core.algorithms import ADVANTAGES, PRESETS, Algorithm
+from rl_core.config.flag_parsing import Section
+from rl_core.flags import AtLeast1, Count, Fraction, NotNegative, Positive, flag
 
 RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
 SELF = "self"  # The policy as its own teacher.
 
+if TYPE_CHECKING:
+    Parts = Algorithm
+else:
+    Parts = object
+T = TypeVar("T")
+
+
+def with_parts(cls: type[T]) -> type[T]:
+    """Adds the fields of Algorithm to a class, with None as default."""
+    kinds = get_type_hints(Algorithm, include_extras=True)
+    cls.__annotations__ = {name: kind | None for name, kind in kinds.items()}
+    for f in fields(Algorithm):
+        setattr(cls, f.name, field(default=None, metadata=f.metadata))
+    return cls
+
 
 @dataclass(kw_only=True)
-class AlgoConfig(Section, prefix="algo."):
-    """Parts of the algorithm. None keeps the part of the preset --algorithm."""
-
-    advantage: Literal[tuple(ADVANTAGES)] | None = flag(
-        None, "baseline over the group; gae: a critic's; custom: advantage_fn; zero: a teacher's"
-    )
-    normalize: Literal["none", "batch", "env", "task"] | None = flag(
-        None, "whiten advantages over a batch or each task (environment); env: scale alone"
-    )
-    objective: Literal[tuple(OBJECTIVES)] | None = flag(
-        None, "importance ratio: clip (PPO), GSPO or CISPO"
-    )
-    clip_low: Fraction | None = flag(None, "PPO clip range: lower bound 1 - clip_low")
-    clip_high: NotNegative | None = flag(None, "PPO clip range: upper bound 1 + clip_high")
-    dual_clip: NotNegative | None = flag(None, "dual clip of negative advantages; 0 is off")
-    aggregation: Literal["token", "sequence", "constant"] | None = flag(
-        None, "loss: token mean, sequence mean, or constant length", only=(*RL, "sft")
-    )
-    kl: Literal[tuple(KL_ESTIMATES)] | None = flag(
-        None, "estimator of the KL to the reference model"
-    )
-    kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes")
-    kl_coef: NotNegative | None = flag(
-        None, "weight of the KL penalty (beta); 0: no reference model"
-    )
-    kl_reward: tuple[Literal[tuple(KL_ESTIMATES)], NotNegative] | None = flag(
-        None, "a KL penalty in the reward: its estimator and coefficient, such as k1,0.05"
-    )
-    kl_loss: tuple[Literal[tuple(KL_ESTIMATES)], NotNegative] | None = flag(
-        None, "KL penalty in the loss, next to one in the reward: k3,0.001"
-    )
-    log_kl: bool | None = flag(None, "log the KL to the reference model without a penalty")
-    entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off")
-    importance_correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
-        None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)"
-    )
-    correction_range: tuple[NotNegative, NotNegative] | None = flag(
-        None, "its bounds, such as 0.5,2"
-    )
-    truncation_penalty: Literal["none", "mask", "soft"] | None = flag(
-        None, "truncated: mask, or DAPO's penalty"
-    )
-    overlong_buffer: Count | None = flag(None, "last tokens with soft penalty; 0: a fifth")
-    dynamic_sampling_rounds: Count | None = flag(
-        None, "dynamic sampling: refill zero-signal groups"
-    )
-    turn_discount: Fraction | None = flag(None, "advantage per turn, with this discount")
-    gigpo_coef: NotNegative | None = flag(None, "GiGPO: weight of equal states' turns; default: 1")
-    gigpo_discount: Fraction | None = flag(None, "GiGPO: discount of their returns; default: 0.95")
-    reference: str | None = flag(
-        None, "reference model of the KL and of DPO: folder or hub name", only=(*RL, "dpo")
-    )
-    reference_every: Count | None = flag(
-        None, "sync the reference model with the policy every N steps; 0: never", only=(*RL, "dpo")
-    )
-    reference_decay: Fraction | None = flag(
-        None,
-        "EMA of the reference: decay * reference + (1 - decay) * policy at each sync",
-        only=(*RL, "dpo"),
-    )
-    teacher: str | None = flag(
-        None, "on-policy distillation: teacher's folder, hub name, actor, server's URL, or self"
-    )
-    teacher_update: Literal["start", "latest", "ema"] | None = flag(
-        None, "self-distillation: the teacher's weights; default: those of the start"
-    )
-    teacher_decay: Fraction | None = flag(None, "EMA decay of the teacher self; default: 0.99")
-    teacher_coef: Positive | None = flag(None, "weight of the KL to the teacher; default: 1")
-    teacher_loss: Literal["sampled", "reverse_kl", "forward_kl", "jsd"] | None = flag(
-        None,
-        "sampled: each token's logprob as advantage; exact KL or jsd (GKD) over the vocabulary",
-    )
-    teacher_top_k: Count | None = flag(
-        None, "exact forms by a server: its likeliest tokens (top logprobs), all others as one"
-    )
-    teacher_beta: Fraction | None = flag(None, "jsd: beta, between forward and reverse KL")
-    target_kl: NotNegative | None = flag(None, "early stop of a step above this KL; 0 is off")
+@with_parts
+class AlgoConfig(Section, Parts, prefix="algo."):
+    """The fields of Algorithm. None keeps the part of the preset --algorithm."""
 
 
 @dataclass(kw_only=True)

@@ -18,18 +18,11 @@ from rl_core.config.algorithm import (
     is_url,
 )
 from rl_core.config.data import NO_ENV, DataConfig, EnvConfig
-from rl_core.config.flag_parsing import (
-    AtLeast1,
-    Count,
-    MemoryFraction,
-    NotNegative,
-    Positive,
-    Section,
-    flag,
-)
+from rl_core.config.flag_parsing import Section
 from rl_core.config.learner import LearnerConfig, OptimConfig
 from rl_core.config.rollout import AgentsConfig, EvalConfig, RolloutConfig, SamplingConfig
 from rl_core.errors import split
+from rl_core.flags import AtLeast1, Count, MemoryFraction, NotNegative, Positive, flag
 
 
 @dataclass(kw_only=True)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from rl_core.config.flag_parsing import AtLeast1, NotNegative, Section, flag
+from rl_core.config.flag_parsing import Section
 from rl_core.errors import split
+from rl_core.flags import AtLeast1, NotNegative, flag
 
 
 @dataclass(kw_only=True)

@@ -1,26 +1,17 @@
-"""Flags: default, range and help; values from YAML or from the text of a command line; answers to
-unknown names. Imports nothing heavy."""
+"""Sections of flags; values from YAML or from the text of a command line; answers to unknown names.
+Imports nothing heavy."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import Field, field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import yaml
-from annotated_types import Ge, Gt, Le
-
-# Ranges.
-Count = Annotated[int, Ge(0)]
-AtLeast1 = Annotated[int, Ge(1)]
-Positive = Annotated[float, Gt(0)]
-NotNegative = Annotated[float, Ge(0)]
-Fraction = Annotated[float, Ge(0), Le(1)]
-MemoryFraction = Annotated[float, Gt(0), Le(0.99)]
 
 # Type -> brackets of a list, a pair and a table in YAML.
 BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
@@ -33,15 +24,6 @@ PAIRS = {
 }
 # Names that other trainers give our flags, by our flag.
 PEERS = Path(__file__).parent / "flag_aliases.yaml"
-
-
-def flag(default: Any, help: str, only: tuple[str, ...] = ()) -> Any:
-    """A field with its help line. A type as default makes a section, a list or a dict. Setting the
-    flag for an algorithm that is not among `only` is refused."""
-    metadata = {"help": help, "only": only}
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 class Section:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_core.config.flag_parsing import AtLeast1, Count, Fraction, NotNegative, Section, flag
+from rl_core.config.flag_parsing import Section
+from rl_core.flags import AtLeast1, Count, Fraction, NotNegative, flag
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from rl_core.config.algorithm import RL
-from rl_core.config.flag_parsing import AtLeast1, Count, Fraction, Positive, Section, flag
+from rl_core.config.flag_parsing import Section
+from rl_core.flags import AtLeast1, Count, Fraction, Positive, flag
 
 DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]
 MAX_TOP_K = 1024  # Largest number of ids that are stored with each token of a training sample.

@@ -83,7 +83,7 @@ def check(config: Config) -> None:
     """Raises ValueError with the flag, the rule and the fix."""
     only = {f.name: f.metadata["only"] for f in dataclasses.fields(config)}
     for name, value, f in flags_in(config):
-        algorithms = f.metadata["only"] or only[name.partition(".")[0]]
+        algorithms = only[name.partition(".")[0]] + f.metadata["only"]
         if algorithms and config.algorithm not in algorithms and value not in (f.default, {}):
             raise ValueError(
                 f"--{name}={value} has no meaning for --algorithm {config.algorithm}; leave it out"

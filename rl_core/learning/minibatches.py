@@ -64,11 +64,12 @@ def shard_samples(
     received = move_samples(local_samples, plans, budget.num_ranks, ranks)
     share = budget.num_ranks / ranks.size  # Ranks of one bin (cp, tp) count together as one.
     minibatches, metrics = [], {}
+    kind = "pair" if algorithm.is_pairs else algorithm.aggregation
     for plan in plans:
         longest = config.max_tokens * config.turn_limit
         minibatch = Minibatch(
             denominator=loss_denominator(
-                algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest
+                kind, plan.num_tokens, plan.num_sequences, longest
             ),
             num_tokens=plan.num_tokens,
         )

@@ -27,7 +27,7 @@ from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 
 # Algorithm of the learner that trains the critic.
-CRITIC = Algorithm(learns_from="rows")
+CRITIC = Algorithm(objective="value")
 
 
 class Critic(LearnerExtension):

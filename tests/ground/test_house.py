@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[2]
 # Rooms from the lowest floor to the highest. A file imports from its own room and from lower rooms.
 # Within a room imports have no cycles.
 FLOORS = """
-types algorithms errors json_limits scratch http_guard distributed metrics config sandbox
+types flags algorithms errors json_limits scratch http_guard distributed metrics config sandbox
 data models sampling environments rewards tasks plugin parallel learning engines run service
 plan learners actors trainer view api train tools
 """.split()
 # Libraries of their own, which could be published alone.
 ALONE = {"sandbox": (), "service": ("sandbox", "data", "sampling", "environments")}
 ONLY_IN = {"sglang": {"rl_core.engines.sglang_server_main"}}
-PURE = ("types", "algorithms", "errors", "config", "json_limits", "scratch", "http_guard", "data")
+PURE = ("types", "flags", "algorithms", "errors", "config", "json_limits", "scratch", "http_guard", "data")
 NEEDS_RANKS = {"torch.distributed"}
 
 

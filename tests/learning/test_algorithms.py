@@ -87,9 +87,6 @@ DEFAULTS = {
     "teacher_top_k": 0,
     "teacher_update": "start",
     "teacher_decay": 0.99,
-    "learns_from": "episodes",
-    "is_scoring": False,
-    "has_reference": False,
 }
 TABLE = {
     "grpo": {},
@@ -101,9 +98,9 @@ TABLE = {
     "reinforce_pp": {"advantage": "none", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
     "opd": {"advantage": "zero", "normalize": "batch"},
-    "sft": {"learns_from": "rows"},
-    "dpo": {"learns_from": "pairs", "aggregation": "pair", "has_reference": True},
-    "rm": {"learns_from": "pairs", "aggregation": "pair", "is_scoring": True},
+    "sft": {"objective": "nll"},
+    "dpo": {"objective": "dpo"},
+    "rm": {"objective": "rm"},
 }
 
 

@@ -131,7 +131,7 @@ def check_resumed(config: Config) -> None:
     kinds = []
     for name in (before, config.algorithm):
         preset = PRESETS[name]
-        kinds.append((preset.learns_from, preset.is_scoring, preset.advantage == "gae"))
+        kinds.append((preset.is_rl or preset.objective, preset.has_critic))
     if kinds[0] != kinds[1]:
         raise ValueError(
             f"--algorithm {config.algorithm}: {out} was trained by {before}, whose checkpoints do "
