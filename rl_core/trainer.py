@@ -109,7 +109,7 @@ class Trainer:
             # Signals may end the run, and the Checkpointer saves.
             await self.call("after_step", self.step, metrics)
         if not self.ended_by:
-            # BackgroundEvaluation waits for its last result, and the Checkpointer exports models.
+            # The Checkpointer exports models.
             await self.call("finish")
 
     async def start(self) -> None:

@@ -39,7 +39,7 @@ def pytest_addoption(parser):
 
 # Files that take longest begin first, so that no worker is left with one at the end.
 LONGEST = """
-rank_groups served faults sandbox train_api service runs custom_components background_evaluation
+rank_groups served faults sandbox train_api service runs custom_components
 model_player kills sglang mesh logprobs learning
 """.split()
 LONG = {f"test_{name}.py": n for n, name in enumerate(LONGEST)}

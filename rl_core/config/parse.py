@@ -144,6 +144,9 @@ def with_new_names(sections: Any) -> Any:
     for tree in (sections, *(actors.values() if isinstance(actors, dict) else ())):
         for old, new in RENAMED.items():
             rename(tree, old, new)
+    evaluation = sections.get("eval")
+    if isinstance(evaluation, dict):
+        evaluation.pop("background", None)  # A flag of older versions, without effect on scores.
     rollout = sections.get("rollout")
     if isinstance(rollout, dict):  # The older flag had both values.
         frac = rollout.get("stale_policy_frac")

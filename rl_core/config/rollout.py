@@ -74,6 +74,3 @@ class EvalConfig(Section, prefix="eval."):
         dict, "of the k samples, such as temperature=0.6,top_p=0.95,top_k=20"
     )
     pass_reward: float = flag(1.0, "an episode passes with at least this reward")
-    background: str | None = flag(
-        None, "evaluate asynchronously, on a separate device: cpu, cuda:7"
-    )

@@ -96,8 +96,7 @@ def load_named(name: str, split: str, streaming: bool = False) -> Sequence[Row]:
 
     if not path.is_dir():
         source, _, config = name.partition(":")
-        remedy = "without a network name files, rl-core eval --bench by --bench_data FOLDER"
-        with one_line_errors(f"{name} is not a file here ({remedy}), and the hub"):
+        with one_line_errors(f"{name} is not a file here, and the hub"):
             rows = datasets.load_dataset(source, config or None, split=split, streaming=streaming)
             return cast("Sequence[Row]", rows)
     with one_line_errors(str(path)):

@@ -108,11 +108,7 @@ def evaluation_plugins(trainer: RunState) -> Iterator[Plugin]:
         from rl_core.run.evaluation.print_samples import LogSamples
 
         yield LogSamples(trainer)
-    if config.eval_every and config.eval.background:
-        from rl_core.run.evaluation.background_evaluation import BackgroundEvaluation
-
-        yield BackgroundEvaluation(trainer)
-    elif config.eval_every:
+    if config.eval_every:
         from rl_core.run.evaluation.evaluation import Evaluation
 
         yield Evaluation(trainer)

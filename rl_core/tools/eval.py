@@ -56,21 +56,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", metavar="FILE", help="write the scores as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--bench", metavar="NAMES", help="gsm8k, humaneval, mbpp; several: a,b")
-    parser.add_argument(
-        "--bench_data", metavar="DIR", help="folder with their files; default: the hub"
-    )
     parser.add_argument(
         "--folder",
         metavar="DIR",
         help="keep all episodes there; the same command continues where it was killed",
     )
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("eval")) as scratch:
-        known, _ = parser.parse_known_args(argv)
-        if known.bench:
-            from rl_core.tools.eval_suites import bench_flags
-
-            argv = [*argv, *bench_flags(known.bench, known.bench_data)]
         options, config = read_flags(parser, argv, scratch)
         # Imported after parsing, so that --help answers at once.
         from rl_core.run.evaluation.eval_folder import EvalFolder

@@ -1,8 +1,6 @@
 """rl-core info: versions, devices, extras with the line that installs each, the sandbox,
 algorithms, environments. rl-core info metrics [NAME]: the meaning of a metric of metrics.jsonl,
-its unit and its healthy values. rl-core info RUN: flags of a run, and differences of its actors.
-rl-core info --service grpc://HOST:PORT: the workers of `rl-core
-serve`."""
+its unit and its healthy values. rl-core info RUN: flags of a run, and differences of its actors."""
 
 from __future__ import annotations
 
@@ -36,15 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "name", nargs="?", help="a metric, such as learn/policy/clip_frac or clip_frac"
     )
-    parser.add_argument(
-        "--service", metavar="URL", help="only the workers of this service: grpc://HOST:PORT"
-    )
     args = parser.parse_args(argv)
-    if args.service:
-        from rl_core.tools.service import service
-
-        print(service(args.service, args.json))
-        return 0
     if args.what == "metrics":
         print(metrics(args.name, args.json))
         return 0

@@ -1,4 +1,4 @@
-"""rl-core plan: memory of a run; with --gpus, seconds of a step."""
+"""rl-core plan: data, tokens of a step, parameters and memory of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rl_core.config import parse_config
 from rl_core.scratch import scratch_prefix
 from rl_core.tools.help import PLAN, print_help
 from rl_core.tools.memory_estimate import GIB, facts
-from rl_core.tools.time_estimate import describe_estimates, estimates, parse_gpus
 
 
 def main(argv: list[str]) -> int:
@@ -21,23 +20,14 @@ def main(argv: list[str]) -> int:
         return 0
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--gpus")
-    parser.add_argument("--gpu")
     options, flags = parser.parse_known_args(argv)
-    if options.gpu and not options.gpus:
-        raise ValueError(f"--gpu={options.gpu} needs --gpus: numbers of GPUs, such as 8,64")
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("plan")) as out:
         config = parse_config([*flags, "--out", out])
-        if options.gpus:
-            numbers, gpu = parse_gpus(options.gpus, options.gpu or "H100")
-            result = estimates(numbers, gpu, config)
-            text = describe_estimates(result, gpu)
-        else:
-            from rl_core.plan.plan import make_plan
+        # Imported after parsing, so that a wrong flag answers at once.
+        from rl_core.plan.plan import make_plan
 
-            result = facts(make_plan(config, is_planned=True))
-            text = describe(result)
-    print(json.dumps(result, indent=2) if options.json else text)
+        result = facts(make_plan(config, is_planned=True))
+    print(json.dumps(result, indent=2) if options.json else describe(result))
     return 0
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.errors import nearest
 from rl_core.service import needing_grpc
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from rl_core.service import environments_pb2 as pb
 
 ABOUT = {
     "workers": "workers, their sessions, and starts that wait",
@@ -46,9 +51,9 @@ def main(argv: list[str]) -> int:
     with needing_grpc("rl-core service"):
         from rl_core.service import manage
     if args.what == "workers":
-        print(service(args.url, args.json))
-        return 0
-    if args.what == "drain":
+        reply = manage.list_workers(args.url)
+        text = workers_table(reply)
+    elif args.what == "drain":
         reply = manage.drain(args.url, args.worker, replace=args.replace)
         text = f"{args.worker} leaves after {reply.sessions} sessions"
     elif args.what == "cancel":
@@ -61,7 +66,7 @@ def main(argv: list[str]) -> int:
     return 1 if silent(reply, args.what) else 0
 
 
-def silent(reply: Any, command: str) -> bool:
+def silent(reply: Message, command: str) -> bool:
     """Warns of workers that did not answer. True if there are any."""
     names = list(getattr(reply, "silent", ()))
     if names:
@@ -72,13 +77,13 @@ def silent(reply: Any, command: str) -> bool:
     return bool(names)
 
 
-def as_json(reply: Any) -> str:
+def as_json(reply: Message) -> str:
     from google.protobuf import json_format
 
     return json_format.MessageToJson(reply, preserving_proto_field_name=True)
 
 
-def sessions_table(reply: Any) -> str:
+def sessions_table(reply: pb.ListSessionsReply) -> str:
     from rl_core.service import environments_pb2 as pb
 
     names = "session", "env", "worker", "owner", "task", "age s", "idle s", "turns", "state"
@@ -91,14 +96,7 @@ def sessions_table(reply: Any) -> str:
     return "\n".join([*table(rows), f"{len(reply.sessions)} sessions"])
 
 
-def service(url: str, in_json: bool) -> str:
-    """A table of a service's workers, or all that it says of them as JSON. Raises ValueError if it
-    does not answer."""
-    with needing_grpc("rl-core info --service"):
-        from rl_core.service.manage import list_workers
-    reply = list_workers(url)
-    if in_json:
-        return as_json(reply)
+def workers_table(reply: pb.WorkersReply) -> str:
     rows = [["worker", "host", "pid", "MiB", "heard", "env", "sessions", "interactions", "ended"]]
     for worker in reply.workers:
         state = "draining" if worker.draining else f"{worker.silent_s:.1f} s ago"

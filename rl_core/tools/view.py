@@ -1,21 +1,17 @@
-"""rl-core view runs/x [runs/y ...] [--service grpc://HOST:PORT]: curves, conversations and tokens of
-runs, workers and sessions of a service, as a page on this machine; live runs update."""
+"""rl-core view runs/x [runs/y ...]: curves, conversations and tokens of runs, as a page on this
+machine; live runs update."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 from pathlib import Path
-from typing import Any
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core view", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="folders of runs; several are drawn into each other"
-    )
-    parser.add_argument(
-        "--service", metavar="URL", default="", help="of an `rl-core serve`: grpc://HOST:PORT"
+        "runs", nargs="+", metavar="RUN", help="folders of runs; several are drawn into each other"
     )
     parser.add_argument(
         "--host",
@@ -29,7 +25,6 @@ def main(argv: list[str]) -> int:
         "--report", metavar="FILE", help="write the page with its data into one file instead"
     )
     options = parser.parse_args(argv)
-    check(options)
     from rl_core.view.data import RunFolder
 
     runs = [RunFolder(name) for name in options.runs]
@@ -40,23 +35,5 @@ def main(argv: list[str]) -> int:
         return 0
     from rl_core.view.server import serve
 
-    service = watch(options.service) if options.service else None
-    asyncio.run(serve(runs, options.host, options.port, service))
+    asyncio.run(serve(runs, options.host, options.port))
     return 0
-
-
-def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for flags that give no page."""
-    if not options.runs and not options.service:
-        raise ValueError("rl-core view needs folders of runs, --service grpc://HOST:PORT, or both")
-    if options.service and options.report:
-        raise ValueError("--report shows runs alone: leave --service out")
-
-
-def watch(url: str) -> Any:
-    """A ServiceWatch of the URL."""
-    from rl_core.service import needing_grpc
-
-    with needing_grpc("rl-core view --service"):
-        from rl_core.view.service import ServiceWatch
-    return ServiceWatch(url)

@@ -18,7 +18,7 @@ from rl_core.view.data import PANELS, Entry, RunFolder, panels_of
 
 ASSETS = Path(__file__).parent / "assets"
 # One script, in this order.
-SCRIPTS = ("runs.js", "curves.js", "talks.js", "tokens.js", "service.js", "page.js")
+SCRIPTS = ("runs.js", "curves.js", "talks.js", "tokens.js", "page.js")
 FIELDS = tuple(field.name for field in fields(Entry))[3:]  # all but the place in the file
 values_of = attrgetter(*FIELDS)
 
@@ -30,7 +30,7 @@ def asset(name: str) -> str:
 def make_page(data: dict[str, Any]) -> str:
     """`data`: the runs by name and configuration; in a report all that the page would ask for."""
     plot, script = asset("uPlot.iife.min.js"), "\n".join(map(asset, SCRIPTS))
-    names = [run["name"] for run in data["runs"]] or [data.get("service", "no run")]
+    names = [run["name"] for run in data["runs"]] or ["no run"]
     hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (plot, script))
     parts = {
         "hashes": " ".join(f"'sha256-{value}'" for value in hashes),

@@ -1,5 +1,5 @@
-"""The page's server on this machine. It answers from the runs and the service that were named; no
-path and no address comes from a request."""
+"""The page's server on this machine. It answers from the runs that were named; no path comes
+from a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
@@ -27,10 +26,8 @@ class Viewer:
     """Requests name a run by its number on the command line, and a trajectory by its number in the
     index."""
 
-    def __init__(self, runs: list[RunFolder], service: Any = None):
-        """service: a ServiceWatch, which needs packages that a page of runs does without."""
+    def __init__(self, runs: list[RunFolder]):
         self.runs, self.locks = runs, [threading.Lock() for _ in runs]
-        self.service = service
 
     async def answer(self, work, request: web.Request) -> web.Response:
         def locked():
@@ -40,30 +37,17 @@ class Viewer:
 
         return await in_thread(locked)
 
-    async def answer_service(self, request: web.Request) -> web.Response:
-        def looked():
-            query = request.query
-            first = max(0, int(query["first"]))
-            return to_json(
-                self.service.answer(first=first, find=query["find"], order=query["order"])
-            )
-
-        return await in_thread(looked)
-
     def app(self, hosts: set[str]) -> web.Application:
         app = web.Application(middlewares=[host_check(hosts)])
-        data = {"runs": [outline(run) for run in self.runs]}
-        html = make_page(data | (self.service.outline() if self.service else {}))
+        html = make_page({"runs": [outline(run) for run in self.runs]})
         app.router.add_get("/", lambda request: page_response(html))
-        if self.service:
-            app.router.add_get("/api/service", self.answer_service)
         for name, work in (("new", news), ("episode", episode), ("search", search)):
             app.router.add_get(rf"/api/{{run:\d+}}/{name}", partial(self.answer, work))
         return app
 
 
 async def in_thread(work: Callable[[], str]) -> web.Response:
-    """The JSON that `work` returns in a thread, where files are read and services asked."""
+    """The JSON that `work` returns in a thread, where files are read."""
     try:
         return web.json_response(text=await asyncio.to_thread(work))
     except (OSError, *UNREADABLE) as error:
@@ -138,10 +122,10 @@ def search(run: RunFolder, request: web.Request) -> dict:
     return {"found": hits, "next": number if number < len(run.entries) else None}
 
 
-async def serve(runs: list[RunFolder], host: str, port: int, service: Any = None) -> None:
+async def serve(runs: list[RunFolder], host: str, port: int) -> None:
     """Until Ctrl-C. A loopback address answers only requests that name it."""
     hosts = LOCAL if host in LOCAL else set()
-    app = Viewer(runs, service).app(hosts)
+    app = Viewer(runs).app(hosts)
     server = HttpServer(app, has_keys=False, max_strangers=MAX_STRANGERS)
     try:
         port = await server.listen(host, port)

@@ -16,7 +16,7 @@ types.py algorithms.py errors.py metrics.py distributed.py plugin.py plan data s
 actors.py trainer.py
 """.split()
 
-# How often each room says `Any`. Lower a number as soon as its room has fewer.
+# Uses of `Any` in each room. Lower a number as soon as its room has fewer.
 BUDGET = {
     ".": 52,
     "api": 37,

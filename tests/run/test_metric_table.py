@@ -52,9 +52,8 @@ RUNS = {
     "experts": f"{RL.replace('{model}', '{experts}')} --actors.policy.router_aux_loss_coef 0.1",
     "nan": f"{FIT} --algorithm rm --data.train {{dir}}/wide.jsonl",
 }
-# Written on GPUs alone, where SGLang dies, and by --eval.background: only that the code has these names is checked.
+# Written on GPUs alone, and where SGLang dies: only that the code has these names is checked.
 ELSEWHERE = {
-    "eval/background_failed": "run/evaluation/background_evaluation.py",
     "rollout/ACTOR/engine_restarts": "engines/sglang.py",
     "sync/ACTOR/{device,broadcast,files}_mib": "engines/sglang.py",
     "learn/ACTOR/mfu": "run/display/mfu.py",

@@ -752,10 +752,8 @@ def test_help_and_wrong_flags_of_serve_need_no_grpc():
     assert done.returncode == 0 and "--http_port" in done.stdout
     done = without(",".join(EXTRA), "serve", "--controller", "--workers", "0")
     assert done.stderr == "error: --workers 0 must be above 0\n"
-    done = without(",".join(EXTRA), "info", "--service", "grpc://127.0.0.1:1")
-    assert done.returncode == 1 and done.stderr.startswith(
-        "error: rl-core info --service needs gRPC ("
-    )
+    done = without(",".join(EXTRA), "service", "workers", "grpc://127.0.0.1:1")
+    assert done.returncode == 1 and done.stderr.startswith("error: rl-core service needs gRPC (")
 
 
 def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
@@ -860,7 +858,7 @@ def test_a_second_signal_ends_at_once(counter):
         assert service.process.wait(60) == 0
 
 
-# --- HTTP, metrics, rl-core info
+# --- HTTP, metrics, rl-core service
 
 
 def test_an_episode_plays_over_http(service):
@@ -949,21 +947,21 @@ def test_prometheus_reads_what_happened(counter):
         assert values()["rl_core_interactions_total", "counter"] == 5
 
 
-def test_info_shows_the_workers(service, capsys, monkeypatch):
+def test_the_command_shows_the_workers(service, capsys, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     workers = service.workers(2)
-    assert cli.main(["info", "--service", f"grpc://{service.address}"]) == 0
+    assert cli.main(["service", "workers", f"grpc://{service.address}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == [
         "worker",
         *(worker.name for worker in workers),
     ]
-    assert cli.main(["info", "--service", f"grpc://{service.address}", "--json"]) == 0
+    assert cli.main(["service", "workers", f"grpc://{service.address}", "--json"]) == 0
     assert [worker["pid"] for worker in json.loads(capsys.readouterr().out)["workers"]] == [
         w.pid for w in workers
     ]
     monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
-    assert cli.main(["info", "--service", f"grpc://{service.address}"]) == 1
+    assert cli.main(["service", "workers", f"grpc://{service.address}"]) == 1
     assert (
         "UNAUTHENTICATED: the bearer token is missing or wrong; send authorization: Bearer TOKEN "
         "(rl_core" in capsys.readouterr().err

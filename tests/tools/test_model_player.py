@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from math import comb
@@ -18,7 +17,6 @@ from test_envs_talk import endpoint
 
 from rl_core.tools.cli import main
 from rl_core.tools.eval import mean, pass_at_k, scores
-from rl_core.tools.eval_suites import bench_flags
 from rl_core.types import Trajectory
 
 SIZES = "--max_tokens 8 --max_prompt_tokens 64 --tasks_per_step 4 --group_size 2 " + STOP
@@ -349,7 +347,8 @@ def test_humanevals_solutions_pass_and_broken_ones_do_not(is_right, data_dir, mo
     by_prompt = {row["prompt"]: program(row, is_right) for row in rows}
     monkeypatch.setenv("OPENAI_API_KEY", "x")
     with endpoint(lambda asked: by_prompt[asked]) as url:
-        flags = words("--bench humaneval --bench_data", data_dir, "--eval.samples 0 --json")
+        rows_flag = f"humaneval={data_dir}/humaneval.jsonl.gz"
+        flags = words("--env_path code --eval.samples 0 --json --data.eval", rows_flag)
         limits = words("--max_tokens 1000 --max_prompt_tokens 2000 --rollout.max_failed_fraction 0")
         assert main(["eval", f"gpt@{url}", *flags, *limits]) == 0
     [scored] = json.loads(capsys.readouterr().out).values()
@@ -358,27 +357,3 @@ def test_humanevals_solutions_pass_and_broken_ones_do_not(is_right, data_dir, mo
     # 36 of the problems have tests such as `assert True`, which any program passes.
     share = scored["humaneval"]["greedy_score"]["value"]
     assert share == 1.0 if is_right else 0.03 < share < 0.05
-
-
-def test_benchmarks_are_flags_and_what_is_not_there_is_told(tmp_path, monkeypatch):
-    (tmp_path / "gsm8k_test.jsonl").touch()
-    (tmp_path / "HumanEval.jsonl.gz").touch()
-    result = bench_flags("humaneval,gsm8k", str(tmp_path))
-    assert [Path(path).stem for path in result[1].split(",")] == ["code", "math_answer"]
-    assert result[6:] == [
-        "--envs.code.eval",
-        f"humaneval={tmp_path}/HumanEval.jsonl.gz",
-        "--envs.math_answer.eval",
-        f"gsm8k={tmp_path}/gsm8k_test.jsonl",
-    ]
-    with pytest.raises(ValueError, match="--bench human is unknown; did you mean 'humaneval'"):
-        bench_flags("human", None)
-    with pytest.raises(ValueError, match=r"has none of mbpp_test.jsonl.gz.*get the rows from http"):
-        bench_flags("mbpp", str(tmp_path))
-    monkeypatch.delenv("RL_CORE_BENCH_DATA", raising=False)
-    of_hub = "mbpp=google-research-datasets/mbpp:sanitized@test"
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # Nothing listens there.
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")
-    assert bench_flags("mbpp", None)[-1] == of_hub
-    # Libraries of the hub that are imported later read their cache, without retries.
-    assert os.environ["HF_HUB_OFFLINE"] == "1"

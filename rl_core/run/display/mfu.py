@@ -10,7 +10,31 @@ from rl_core.learning.minibatches import active_parameters
 from rl_core.learning.teachers.distill import SampledTeacher
 from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin, RunState
-from rl_core.run.display.gpus import PEAK_TFLOPS
+
+# Dense bfloat16 of a GPU, by words of torch's name for it, the longer first.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "GH200": 989,
+    "H800": 989,
+    "H20": 148,
+    "B200": 2250,
+    "GB200": 2500,
+    "A100": 312,
+    "A800": 312,
+    "A40": 150,
+    "A10": 125,
+    "A10G": 70,
+    "A6000": 155,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "3090": 71,
+    "4090": 165,
+    "5090": 210,
+}
 
 
 def peak_flops(name: str) -> float | None:

@@ -13,8 +13,7 @@ function showConfig() {
 }
 
 const setCurrent = (node, is) => (is ? node.setAttribute("aria-current", "true") : node.removeAttribute("aria-current"));
-const OF_RUNS = { curves: showCurves, talks: showList, config: showConfig };
-const VIEWS = { ...(runs.length && OF_RUNS), ...(data.service && { service: showService }) };
+const VIEWS = { curves: showCurves, talks: showList, config: showConfig };
 function show() {
   const [view, query] = location.hash.slice(1).split("?"), name = VIEWS[view] ? view : Object.keys(VIEWS)[0];
   for (const key of Object.keys(VIEWS)) $(`#${key}`).hidden = key !== name;
@@ -51,6 +50,4 @@ $("#list").addEventListener("keydown", (event) => {
 $("#config [name=differ]").checked = runs.length > 1;
 $(".more").open = innerWidth > 800;
 note(data.note || "");
-for (const key of Object.keys(OF_RUNS)) $(`nav a[href='#${key}']`).hidden = !runs.length;
-if (!runs.length) show();
 runs.forEach((run) => poll(run));
