@@ -37,7 +37,7 @@ from rl_core.data.pretrained import load_pretrained
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.engines.options import make_sampler
-from rl_core.sampling.engine import EngineSpec
+from rl_core.sampling.engine import EmbeddedSpec, EngineSpec
 from rl_core.types import SamplingParams, counter_seed
 
 WARMUP = 2  # steps
@@ -67,7 +67,7 @@ def make_engine(
         dtype=model.dtype,
         device=model.device,
         seed=0,
-        sampler=sampler,
+        embedded=EmbeddedSpec(sampler=sampler),
         log=Path(),
         start_timeout_s=600,
         memory_frac=0.5,

@@ -42,7 +42,7 @@ from rl_core.engines.kv_slots import SlotModel
 from rl_core.learners import make_policy
 from rl_core.models.policy import Policy
 from rl_core.parallel.fsdp import shard_policy
-from rl_core.sampling.engine import Engine, EngineSpec
+from rl_core.sampling.engine import EmbeddedSpec, Engine, EngineSpec, ServerSpec
 from rl_core.types import SamplingParams
 
 SHORT, PROMPTS = SamplingParams(max_tokens=4), [[8, 9, 10 + i] for i in range(4)]
@@ -98,15 +98,17 @@ def make_engine(kind: str, folder: str, policy: Policy, ranks: Ranks, out: Path)
         "dtype": dtype,
         **LIMITS,
     }
-    spec |= {"owns_weights": True, "device": ranks.device, "log": out / f"engine_{ranks.rank}.log"}
+    spec |= {"device": ranks.device, "log": out / f"engine_{ranks.rank}.log"}
     if kind == "embedded":
         module = load_pretrained(AutoModelForCausalLM, folder, dtype=dtype)
+        embedded = EmbeddedSpec(sampler=SlotModel, offloads_weights=True)
         module = module.to(ranks.device).requires_grad_(False)
-        return EmbeddedEngine(EngineSpec(module=module, sampler=SlotModel, **spec))
+        return EmbeddedEngine(EngineSpec(module=module, embedded=embedded, **spec))
     from rl_core.engines.sglang import SGLangEngine
     from rl_core.models.loading import load_model_config, on_meta
 
-    spec |= {"weights": kind, "resend": lambda: policy.engine_weights(in_place=False)}
+    server = ServerSpec(weight_sync=kind)
+    spec |= {"server": server, "resend": lambda: policy.engine_weights(in_place=False)}
     return SGLangEngine(EngineSpec(module=on_meta(load_model_config(folder)), **spec))
 
 

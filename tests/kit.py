@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import dataclasses
 import functools
 import importlib
 import io
@@ -730,11 +731,11 @@ def trajectories(file: Path) -> list[dict]:
 
 
 def engine_spec(module: Any, **more: Any) -> Any:
-    """The EngineSpec of a tiny model."""
+    """The EngineSpec of a tiny model. `more`: fields of it and of its parts."""
     import torch
 
     from rl_core.engines.options import make_sampler
-    from rl_core.sampling.engine import EngineSpec
+    from rl_core.sampling.engine import EmbeddedSpec, EngineSpec, ServerSpec
 
     usual = {
         "name": "policy",
@@ -742,6 +743,7 @@ def engine_spec(module: Any, **more: Any) -> Any:
         "tokenizer": None,
         "num_slots": 8,
         "max_context_tokens": 128,
+        "memory_frac": 0.5,
         "seed": 0,
     }
     usual |= {
@@ -749,9 +751,13 @@ def engine_spec(module: Any, **more: Any) -> Any:
         "device": torch.device("cpu"),
         "log": Path(),
         "start_timeout_s": 600,
-        "sampler": make_sampler,
     }
-    return EngineSpec(module=module, **{"memory_frac": 0.5} | usual | more)
+    more = {"sampler": make_sampler} | more
+    parts = {}
+    for part, cls in {"embedded": EmbeddedSpec, "server": ServerSpec}.items():
+        names = [field.name for field in dataclasses.fields(cls) if field.name in more]
+        parts[part] = cls(**{name: more.pop(name) for name in names})
+    return EngineSpec(module=module, **usual | parts | more)
 
 
 def longrope(config: Any, num_short: int) -> dict[str, Any]:

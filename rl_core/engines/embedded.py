@@ -33,7 +33,7 @@ from rl_core.engines.requests import check_logprobs, check_request, decoded, not
 from rl_core.engines.weights import load_weights
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.loading import max_positions
-from rl_core.sampling.engine import Engine, EngineSpec
+from rl_core.sampling.engine import Engine, EngineSpec, WeightOwner
 from rl_core.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -112,13 +112,13 @@ class GenerationRequest:
 class EmbeddedEngine(Engine):
     """Samples from `spec.module`, and restores its attention implementation and mode when no
     request runs. A context has at most as many tokens as the model has positions. An engine that
-    owns its weights starts asleep, and offloads them to the CPU while it sleeps."""
+    offloads its weights starts asleep."""
 
-    shares_weights = True
+    weight_owner = WeightOwner.LEARNER
     has_grammars = True
 
     @staticmethod
-    def check(config: Config, name: str, may_lack: bool) -> None:
+    def check(config: Config, name: str, is_planned: bool) -> None:
         if config.engine_tp > 1:
             raise ValueError(f"--engine_tp={config.engine_tp} needs --engine sglang")
         if config.engine_args:
@@ -138,8 +138,10 @@ class EmbeddedEngine(Engine):
             from rl_core.engines.adapters import AdapterTable
 
             self._adapters = AdapterTable(model, spec.adapters)
-        self._slots = spec.sampler(model)
-        self._recorder = spec.recorder(model) if spec.recorder else None
+        made = spec.embedded
+        assert made is not None
+        self._slots = made.sampler(model)
+        self._recorder = made.recorder(model) if made.recorder else None
         self._parked_room = 0  # tokens
         if self._slots.is_batched:
             self._fit_memory(spec)
@@ -158,10 +160,10 @@ class EmbeddedEngine(Engine):
         self._steps_since_refill = self._steps_since_answer = 0
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
-        self._own = list(model.parameters()) if spec.owns_weights else []
+        self._offloaded = list(model.parameters()) if made.offloads_weights else []
         self._copies = HostCopies(model.device)
         self._drop_cache()
-        self._copies.to_host(self._own)
+        self._copies.to_host(self._offloaded)
 
     def _fit_memory(self, spec: EngineSpec) -> None:
         """Limits slots and parked sessions to the memory that the weights leave. Slots come first;
@@ -238,12 +240,12 @@ class EmbeddedEngine(Engine):
             self.version = version
 
     async def sleep(self) -> None:
-        """Frees the memory of the cache, of all sessions and, if the engine owns them, of the
+        """Frees the memory of the cache, of all sessions and, if they are offloaded, of the
         weights; see Engine."""
         await self._drain()
         self._drop_cache()
         if not self._copies.waiting:
-            self._copies.to_host(self._own)
+            self._copies.to_host(self._offloaded)
 
     async def wake(self) -> None:
         self._copies.to_device()

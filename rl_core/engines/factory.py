@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
@@ -16,8 +16,24 @@ from rl_core.distributed import Ranks
 from rl_core.engines.weights import load_weights
 from rl_core.learning.learner import Learner
 from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config, on_meta
-from rl_core.sampling.engine import STALE, Engine, EngineSpec
-from rl_core.types import counter_seed
+from rl_core.sampling.engine import (
+    RESENT_BY_RANKS,
+    STALE,
+    EmbeddedSpec,
+    Engine,
+    EngineSpec,
+    ExpertRecorder,
+    NamedWeights,
+    Sampler,
+    ServerSpec,
+    WeightOwner,
+)
+from rl_core.types import JSONObject, counter_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rl_core.parallel.rank_groups import RankGroup
 
 # Hosts of servers that see this machine's shared memory.
 HERE = (None, "127.0.0.1", "localhost", "::1")
@@ -28,7 +44,7 @@ class EngineFactory:
         self,
         config: Config,
         classes: dict[str, type[Engine]],
-        choose_sampler: Callable[[nn.Module], Any],
+        choose_sampler: Callable[[PreTrainedModel], Sampler],
         local: Iterable[str],
     ):
         """`classes`: engine class of each actor whose model runs here. `local`: actors of this
@@ -44,7 +60,7 @@ class EngineFactory:
         """URLs of engine servers that run already."""
         return self.config.actors[name].servers
 
-    def check(self, num_ranks: int, is_planned: bool, places: Iterable[Any] = ()) -> None:
+    def check(self, num_ranks: int, is_planned: bool, places: Iterable[RankGroup] = ()) -> None:
         """Raises ValueError if engines do not support the flags: on this machine or, if
         is_planned, on any. `places`: rank groups, if actors have separate ranks."""
         sizes: dict[str, int] = {}
@@ -87,31 +103,34 @@ class EngineFactory:
         awake = self.config.rollout.engines_awake
         if len(self.owners) < 2 or awake == "all":
             return False
-        return awake == "one" or self.classes[self.owners[0]].is_elsewhere
+        return awake == "one" or self.has_server(self.owners[0])
 
-    def learns_alone(self, ranks: Ranks) -> bool:
-        """True if this rank's learners can send their weights whenever an engine lacks them: no
-        other rank has a shard, and learners are idle while engines sample."""
-        return ranks.size == 1 and not self.config.max_staleness and not ranks.rollout_ranks
+    def has_server(self, name: str) -> bool:
+        return self.classes[name].weight_owner is WeightOwner.SERVER
 
-    def can_agree(self, ranks: Ranks) -> bool:
-        """True if all ranks resend weights together when an engine lacks them
-        (run/weight_recovery.py). Separate rank groups have no common collective, and engines that
-        take turns would lack weights at each turn."""
+    def resender(self, ranks: Ranks) -> Literal["learner", "ranks"] | None:
+        """Sender of the newest weights to a server that lost them.
+
+        "learner": the learner of this rank, at any time, because no other rank has a shard, and
+        learners are idle while engines sample. RESENT_BY_RANKS: all ranks together
+        (run/weight_recovery.py). None: separate rank groups have no common collective, and engines
+        that take turns would lack weights at each turn."""
+        if ranks.size == 1 and not self.config.max_staleness and not ranks.rollout_ranks:
+            return "learner"
         is_separate = ranks.is_engine and not ranks.rollout_ranks
-        return not (self.learns_alone(ranks) or is_separate or self.takes_turns)
+        return None if is_separate or self.takes_turns else RESENT_BY_RANKS
 
     def may_lack_weights(self, ranks: Ranks) -> bool:
         """True if an engine here may lose weights that only all ranks together can resend."""
-        is_elsewhere = any(cls.is_elsewhere for cls in self.classes.values())
         keeps_none = self.config.weight_sync != "files"
-        return is_elsewhere and keeps_none and self.can_agree(ranks)
+        is_resent = self.resender(ranks) == RESENT_BY_RANKS
+        return keeps_none and is_resent and any(map(self.has_server, self.classes))
 
     def adapter_of(self, name: str) -> str:
         """The adapter that the actor's engine applies to its weights: if several actors share a
         model, or if the engine serves adapters. "": the engine's weights have the adapter
         merged."""
-        actor, layers = self.config.actors[name], self.classes[name].serves_lora
+        actor, layers = self.config.actors[name], self.classes[name].lora_layers
         if not actor.is_trained:
             return ""
         is_unmerged = actor.lora_base or self.config.sharers(name)
@@ -126,7 +145,8 @@ class EngineFactory:
         """True if this actor's engine samples with the learner's tensors."""
         if learner is None or learner.ranks.rollout_ranks:
             return False
-        return learner.policy.shares_weights and self.classes[learner.name].shares_weights
+        owner = self.classes[learner.name].weight_owner
+        return owner is WeightOwner.LEARNER and learner.policy.can_share_weights
 
     def make_all(
         self, chats: dict[str, Chat], learners: dict[str, Learner], ranks: Ranks
@@ -172,28 +192,29 @@ class EngineFactory:
             tokenizer=chat.tokenizer,
             num_slots=1 if config.deterministic else num_slots,
             max_context_tokens=config.max_context_tokens,
+            memory_frac=round(actor.engine_memory_frac or share, 3),
             dtype=compute_dtype(config),
             device=ranks.device,
             seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
             adapters=self.adapters(name, module),
-            sampler=self.choose_sampler,
-            recorder=recorder_of(actor),
-            owns_weights=self.takes_turns and not self.shares_weights(learner),
             log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
             start_timeout_s=config.timeout_s,
-            tp=config.engine_tp,
-            args=config.engine_args,
-            memory_frac=round(actor.engine_memory_frac or share, 3),
-            url=url,
-            folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
-            weights=config.weight_sync,
-            bucket_bytes=config.engine_bucket_mib << 20,
-            resend=resend_of(learner) if self.learns_alone(ranks) else None,
-            waits_for_weights=not role and self.can_agree(ranks),
         )
+        if self.has_server(name):
+            spec.server = server_spec(config, url)
+            if self.resender(ranks) == "learner":
+                spec.resend = resend_of(learner)
+            elif not role:
+                spec.resend = self.resender(ranks)
+        else:
+            spec.embedded = EmbeddedSpec(
+                sampler=self.choose_sampler,
+                recorder=recorder_of(actor),
+                offloads_weights=self.takes_turns and not self.shares_weights(learner),
+            )
         return self.classes[name](spec)
 
-    def adapters(self, name: str, module: nn.Module) -> dict[str, dict[str, Any]]:
+    def adapters(self, name: str, module: PreTrainedModel) -> dict[str, JSONObject]:
         """adapter_config.json of each adapter that the engine applies."""
         adapters = {}
         for user in (name, *self.config.sharers(name)):
@@ -204,12 +225,12 @@ class EngineFactory:
                 adapters[user] = peft_config(actor.lora, module, actor.model).to_dict()
         return adapters
 
-    def make_module(self, name: str, learner: Learner | None, ranks: Ranks) -> nn.Module:
+    def make_module(self, name: str, learner: Learner | None, ranks: Ranks) -> PreTrainedModel:
         """The module that an engine samples with: the learner's model where it is unsharded, or its
         weights where several actors share them, else a copy in the compute dtype. Only shapes where
         the engine loads the weights itself."""
         path, policy = self.config.actors[name].model, learner and learner.policy
-        if self.classes[name].wants_shapes:
+        if self.has_server(name):
             return on_meta(load_model_config(path))
         if self.shares_weights(learner):
             if not policy.adapters:
@@ -224,7 +245,19 @@ class EngineFactory:
         return module
 
 
-def resend_of(learner: Learner | None) -> Callable[[], Iterator[tuple[str, Tensor]]] | None:
+def server_spec(config: Config, url: str) -> ServerSpec:
+    is_here = urlsplit(url).hostname in HERE
+    return ServerSpec(
+        tp=config.engine_tp,
+        args=config.engine_args,
+        url=url,
+        folder=None if is_here else str(Path(config.out).resolve()),
+        weight_sync=config.weight_sync,
+        bucket_bytes=config.engine_bucket_mib << 20,
+    )
+
+
+def resend_of(learner: Learner | None) -> Callable[[], NamedWeights] | None:
     """A function that yields the learner's weights again. No other rank may have a shard of them,
     and the weights may not change while engines sample."""
 
@@ -235,7 +268,7 @@ def resend_of(learner: Learner | None) -> Callable[[], Iterator[tuple[str, Tenso
     return learner and resend
 
 
-def recorder_of(actor: ActorConfig) -> Callable[[nn.Module], Any] | None:
+def recorder_of(actor: ActorConfig) -> Callable[[PreTrainedModel], ExpertRecorder] | None:
     if not actor.router_replay:
         return None
     from rl_core.engines.router_recorder import Recorder

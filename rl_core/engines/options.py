@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from rl_core.engines.factory import EngineFactory
-    from rl_core.sampling.engine import Engine
+    from rl_core.sampling.engine import Engine, Sampler
 
 
 def embedded() -> type[Engine]:
@@ -59,7 +59,7 @@ def engine_factory(
     return EngineFactory(config, classes, make_sampler, classes if local is None else local)
 
 
-def make_sampler(model: nn.Module) -> Any:
+def make_sampler(model: PreTrainedModel) -> Sampler:
     """The decoder of an embedded engine: Llama's layout in KV slots, else the model's own forward
     with a cache per row."""
     from rl_core.engines.hf_sampling import choose_sampler

@@ -164,8 +164,10 @@ class EngineServer:
         port = await server.listen(host if host == LOOPBACK else None)
         url = f"http://{host}:{port}"
         capacity = {name: engine.capacity if engine else 0 for name, engine in self.engines.items()}
-        ways = {name: engine.weights_way for name, engine in self.engines.items() if engine}
-        facts = {"url": url, "token": self.token, "capacity": capacity, "ways": ways}
+        transfers = {
+            name: engine.weight_transfer for name, engine in self.engines.items() if engine
+        }
+        facts = {"url": url, "token": self.token, "capacity": capacity, "transfers": transfers}
         address = address_of(self.ranks.group, self.ranks.rank)
         self.ranks.store.set(address, json.dumps(facts))
         await self.stopped.wait()
@@ -321,7 +323,6 @@ class RemoteEngine(Engine):
     """An Engine on ranks that play no episodes. A session stays with the rank that has its KV
     cache. sleep() does nothing: no learner shares the device, and update() pauses the ranks."""
 
-    is_elsewhere = True
     has_grammars = True  # EngineFactory.check() refuses engines without.
 
     servers: list[EngineClient]
@@ -331,7 +332,7 @@ class RemoteEngine(Engine):
     channel: WeightChannel | None = None  # None: the engine's ranks learn the weights.
     dtype: torch.dtype | None = None  # Type in which weights are sent.
     version: int = 0
-    weights_way: str = ""  # Weight transfer from the ranks that sample to their servers.
+    weight_transfer: str = ""  # From the ranks that sample to their servers.
     session_servers: dict[str, EngineClient] = field(default_factory=dict)
     # Key of an open request -> its completion.
     begun: dict[str, Completion] = field(default_factory=dict)
@@ -455,13 +456,13 @@ def engines_at(
             url, capacity = f"{fact['url']}/{name}", fact["capacity"][name]
             servers.append(EngineClient(url=url, token=fact["token"], capacity=capacity))
         total = sum(server.capacity for server in servers)
-        ways = {fact["ways"].get(name) for fact in facts} - {None, ""}
+        transfers = {fact["transfers"].get(name) for fact in facts} - {None, ""}
         engines[name] = RemoteEngine(
             servers=servers,
             is_first=ranks.rank == 0,
             capacity=-(-total // ranks.size),
             timeout_s=timeout_s,
-            weights_way=" and ".join(sorted(ways)),
+            weight_transfer=" and ".join(sorted(transfers)),
             **weights,
         )
     return engines

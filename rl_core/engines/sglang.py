@@ -1,5 +1,5 @@
-"""SGLang as an engine, used through its HTTP server (sglang_server.py). weight_ways.py sends new
-weights to the server.
+"""SGLang as an engine, used through its HTTP server (sglang_server.py).
+weight_transfer.py sends new weights to the server.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.sglang_cuda import check_build_tools
 from rl_core.engines.sglang_server import SGLangServer, check_sglang, numbers
-from rl_core.engines.weight_transfer import WAYS, choose_way, described_way, keeps_backup
+from rl_core.engines.weight_transfer import (
+    TRANSFERS,
+    choose_transfer,
+    described_transfer,
+    keeps_backup,
+)
 from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
 from rl_core.errors import refuse
 from rl_core.metrics import Metric, Sum
 from rl_core.models.cpu_offload import release_cached_memory
-from rl_core.sampling.engine import Engine, EngineDied, EngineSpec
+from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, WeightOwner
 from rl_core.types import Completion, SamplingParams
 
 # Older versions of SGLang unload no adapter after a queued request for it was aborted: they wait
@@ -92,27 +97,25 @@ class SGLangEngine(Engine):
     """See Engine. The server starts at the first call. It ignores the seeds of requests, so tokens
     are not reproducible. Its radix cache finds shared prefixes and evicts the oldest."""
 
-    wants_shapes = True
-    is_elsewhere = True
+    weight_owner = WeightOwner.SERVER
     # SGLang applies adapters of these layers in all its models.
-    serves_lora = frozenset(
+    lora_layers = frozenset(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     )
 
     @staticmethod
-    def check(config: Config, name: str, may_lack: bool) -> None:
+    def check(config: Config, name: str, is_planned: bool) -> None:
         actor = config.actors[name]
-        is_elsewhere = may_lack or bool(actor.servers)
-        check_sglang(config.engine_args, is_elsewhere)
-        if torch.cuda.is_available() and not is_elsewhere:
+        may_lack = is_planned or bool(actor.servers)
+        check_sglang(config.engine_args, may_lack)
+        if torch.cuda.is_available() and not may_lack:
             check_build_tools(os.environ)
         refuse(OF_SGLANG, f"--actors.{name}", c=config, a=actor)
 
     def __init__(self, spec: EngineSpec):
-        """spec.module has the names and shapes of the weights; it may be on "meta"."""
         self.spec, self.server = spec, SGLangServer(spec)
-        self.weights_way = described_way(spec)
-        self.way = WAYS[choose_way(spec)](spec, self._ask)
+        self.weight_transfer = described_transfer(spec)
+        self.transfer = TRANSFERS[choose_transfer(spec)](spec, self._ask)
         self.version, self.capacity, self._num_restarts = 0, spec.num_slots, 0
         self._is_started = False  # True once the newest weights and adapters are loaded.
         self._is_closed = False
@@ -181,7 +184,7 @@ class SGLangEngine(Engine):
     async def _start_once(self, loads: bool) -> None:
         self._asleep = set()
         await self.server.start()
-        if self.way.label and loads:
+        if self.transfer.label and loads:
             if self.server.is_own and not keeps_backup(self.spec):
                 await self._release(["kv_cache"])  # The learner needs the device too.
             await self._load()
@@ -254,7 +257,10 @@ class SGLangEngine(Engine):
     ) -> None:
         meta = answer["meta_info"]
         reason, tokens = meta["finish_reason"], answer.get("output_ids") or []
-        if self.way.label and meta.get("weight_version", self.way.label) != self.way.label:
+        if (
+            self.transfer.label
+            and meta.get("weight_version", self.transfer.label) != self.transfer.label
+        ):
             self.server.stop()
             raise self.server.died(
                 "sampled with other weights than rl_core sent: somebody restarted or updated it"
@@ -296,7 +302,7 @@ class SGLangEngine(Engine):
     async def _send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         coming = ((name, weight) for name, weight, _ in arriving_at(self.spec.module, weights))
         # SGLang expects the names of published checkpoints.
-        self.way.take(checkpoint_weights(self.spec.module, coming))
+        self.transfer.take(checkpoint_weights(self.spec.module, coming))
         try:
             if self._is_served:
                 with contextlib.suppress(EngineDied):
@@ -304,18 +310,18 @@ class SGLangEngine(Engine):
                     await self._load()
                     await self._flush()
         finally:
-            self.way.drop()
+            self.transfer.drop()
 
     async def _load(self) -> None:
-        """Loads the weights of self.way. The server is stopped if loading is interrupted, because
-        its weights are then unknown."""
-        self._needs_update = not self.way.has_weights
+        """Loads the newest weights. The server is stopped if loading is interrupted, because its
+        weights are then unknown."""
+        self._needs_update = not self.transfer.has_weights
         if self._needs_update:
             return
         try:
-            await self.way.load()
+            await self.transfer.load()
         except BaseException:
-            if not self.way.is_atomic:
+            if not self.transfer.is_atomic:
                 self.server.stop()
             raise
 
@@ -332,14 +338,14 @@ class SGLangEngine(Engine):
         config, old = self.spec.adapters[actor], self._slots.get(actor)
         arrived = arriving_adapter(actor, weights, config, self.spec.module)
         files = adapter_files(arrived, config, self.spec.module, self.spec.dtype)
-        folder = self.way.files.write(files, f"{actor}_")
+        folder = self.transfer.files.write(files, f"{actor}_")
         if self._is_served:
             with contextlib.suppress(EngineDied):
                 await self._be_awake((), restarts=True)  # Adapters have slots while it sleeps.
                 await self._load_adapter(folder)
         self._slots[actor] = AdapterSlot(version=version, folder=folder)
         if old is not None:
-            self.way.files.remove(old.folder)
+            self.transfer.files.remove(old.folder)
             if self._is_served and may_unload(old):
                 with contextlib.suppress(EngineDied):
                     await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
@@ -390,18 +396,18 @@ class SGLangEngine(Engine):
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine."""
         num_restarts, self._num_restarts = self._num_restarts, 0
-        num_bytes, self.way.num_bytes = self.way.num_bytes, 0
+        num_bytes, self.transfer.num_bytes = self.transfer.num_bytes, 0
         name = self.spec.name
         metrics: dict[str, Metric] = {f"rollout/{name}/engine_restarts": Sum(num_restarts)}
         if num_bytes:
-            metrics[f"sync/{name}/{choose_way(self.spec)}_mib"] = Sum(num_bytes / 2**20)
+            metrics[f"sync/{name}/{choose_transfer(self.spec)}_mib"] = Sum(num_bytes / 2**20)
         return metrics
 
     async def close(self) -> None:
         """Kills the server if the run started it. Callers that wait for it get EngineDied."""
         self._is_closed = True
         self.server.stop()
-        self.way.close()
+        self.transfer.close()
 
     async def _abort(self, rid: str) -> None:
         with contextlib.suppress(EngineDied):

@@ -62,9 +62,9 @@ NOT_FOR_CHILDREN = re.compile(
 )
 
 
-def check_sglang(args: str = "", may_lack: bool = False) -> None:
+def check_sglang(args: str = "", is_planned: bool = False) -> None:
     """Raises ValueError if `args` sets a flag that rl_core sets itself, or if SGLang is too old or,
-    unless may_lack, not installed. Imports nothing."""
+    unless is_planned, not installed. Imports nothing."""
     for name in (arg.partition("=")[0].replace("_", "-") for arg in shlex.split(args)):
         if name in OWN_FLAGS:
             instead = f"give {OWN_FLAGS[name]}" if OWN_FLAGS[name] else "leave it out"
@@ -74,7 +74,7 @@ def check_sglang(args: str = "", may_lack: bool = False) -> None:
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        if may_lack:
+        if is_planned:
             return
         raise ValueError(
             "--engine=sglang needs sglang, which is not installed: pip install 'rl_core[sglang]'"
@@ -91,12 +91,12 @@ def numbers(version: str) -> tuple[int, ...]:
 
 class SGLangServer:
     """SGLang's HTTP server: a child process in a new process group, or a running server at
-    spec.url."""
+    spec.server.url."""
 
     def __init__(self, spec: EngineSpec):
         self.spec = spec
-        self.is_own = not spec.url
-        self.url, self.key = spec.url.rstrip("/"), os.environ.get("SGLANG_API_KEY", "")
+        self.is_own = not spec.server.url
+        self.url, self.key = spec.server.url.rstrip("/"), os.environ.get("SGLANG_API_KEY", "")
         self.process: subprocess.Popen | None = None
         self.num_starts = 0
         self._answered = False
@@ -156,8 +156,8 @@ class SGLangServer:
         }
         if self.spec.device.type == "cpu":
             env["SGLANG_USE_CPU_ENGINE"] = "1"
-            if self.spec.tp > 1:
-                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.spec.tp)))
+            if self.spec.server.tp > 1:
+                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.spec.server.tp)))
         else:
             env = cuda_environment(env)
         port = self.url.rpartition(":")[2]
@@ -211,11 +211,9 @@ class SGLangServer:
 
 def server_args(spec: EngineSpec) -> list[str]:
     """Arguments of sglang.launch_server."""
-    args = (
-        f"--dtype {str(spec.dtype).removeprefix('torch.')} --tp-size {spec.tp} --random-seed "
-        f"{spec.seed} "
-    )
-    args += f"--max-running-requests {max(spec.num_slots, spec.tp)} --log-level-http warning "
+    dtype, tp = str(spec.dtype).removeprefix("torch."), spec.server.tp
+    args = f"--dtype {dtype} --tp-size {tp} --random-seed {spec.seed} "
+    args += f"--max-running-requests {max(spec.num_slots, tp)} --log-level-http warning "
     # The warm-up request may come after the first response, and the server crashes if it has to
     # sleep then.
     args += "--skip-server-warmup "
@@ -245,4 +243,4 @@ def server_args(spec: EngineSpec) -> list[str]:
         args += f"--base-gpu-id {spec.device.index or 0} --mem-fraction-static {spec.memory_frac} "
         args += "--enable-memory-saver "
         args += "--enable-weights-cpu-backup" if keeps_backup(spec) else ""
-    return ["--model-path", spec.model, *args.split(), *shlex.split(spec.args)]
+    return ["--model-path", spec.model, *args.split(), *shlex.split(spec.server.args)]

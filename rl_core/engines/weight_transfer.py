@@ -25,54 +25,49 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 from rl_core.engines.buckets import Bucket, in_flat_buckets
 from rl_core.engines.remote import in_buckets
 from rl_core.engines.weights import on_host
-from rl_core.sampling.engine import EngineSpec
+from rl_core.sampling.engine import RESENT_BY_RANKS, EngineSpec, NamedWeights, ServerSpec
 from rl_core.scratch import remove_orphans, scratch_prefix
 from rl_core.types import RunError
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
-NamedWeights = Iterable[tuple[str, Tensor]]
 WITHOUT_SESSIONS = (0, 5, 20)  # Last version without weight-update sessions.
 
 
-def choose_way(spec: EngineSpec) -> str:
-    """A key of WAYS. "auto" gives "device" on a GPU if learners can send weights again after the
-    server died, otherwise "files"."""
-    if spec.weights != "auto":
-        return spec.weights
-    if not can_come_again(spec) or spec.device.type == "cpu" or spec.url:
+def choose_transfer(spec: EngineSpec) -> str:
+    """A key of TRANSFERS. "auto" gives "device" on a GPU if a server that lost its weights can get
+    them again, otherwise "files"."""
+    if spec.server.weight_sync != "auto":
+        return spec.server.weight_sync
+    if spec.resend is None or spec.device.type == "cpu" or spec.server.url:
         return "files"
     return "device"
 
 
-def described_way(spec: EngineSpec) -> str:
-    """The chosen way, with the reason if "files" takes host memory that another way would not."""
-    way = choose_way(spec)
-    if spec.weights != "auto" or way != "files" or spec.device.type == "cpu":
-        return way
-    if spec.url:
+def described_transfer(spec: EngineSpec) -> str:
+    """The key in TRANSFERS, with the reason if "files" takes host memory that another transfer
+    would not."""
+    name = choose_transfer(spec)
+    if spec.server.weight_sync != "auto" or name != "files" or spec.device.type == "cpu":
+        return name
+    if spec.server.url:
         return "files (--weight_sync broadcast for a server on separate GPUs)"
     return "files (its learners could not send them again to a server that died)"
-
-
-def can_come_again(spec: EngineSpec) -> bool:
-    """True if a server that lost its weights can get them outside of an update."""
-    return spec.resend is not None or spec.waits_for_weights
 
 
 def keeps_backup(spec: EngineSpec) -> bool:
     """True if the run's own server keeps its weights on the host while it sleeps. Otherwise the
     learner sends them when it wakes."""
-    return choose_way(spec) == "files" or not can_come_again(spec) or bool(spec.adapters)
+    return choose_transfer(spec) == "files" or spec.resend is None or bool(spec.adapters)
 
 
-class FilesWay:
+class FilesTransfer:
     """Safetensors in memory, which /update_weights_from_disk reads. They are kept until the next
     update, for a restart of the server."""
 
     is_atomic = True  # The server loads all weights or none.
 
     def __init__(self, spec: EngineSpec, ask: Ask):
-        self.spec, self.ask, self.files = spec, ask, WeightFiles(spec)
+        self.spec, self.ask, self.files = spec, ask, WeightFiles(spec.server)
         self.folder: Path | None = None
         self.num_bytes = 0  # Bytes sent.
 
@@ -110,7 +105,7 @@ class FilesWay:
         self.files.close()
 
 
-class BucketsWay:
+class BucketsTransfer:
     """Buckets on the device. The server reads a bucket before the second one after it is made. No
     copy is kept: the learner sends weights again to a server that restarts or wakes up."""
 
@@ -119,15 +114,15 @@ class BucketsWay:
     def __init__(self, spec: EngineSpec, ask: Ask):
         self.spec, self.ask, self.label = spec, ask, ""
         self.num_bytes = 0  # Bytes sent.
-        self.files = WeightFiles(spec)  # Adapters.
+        self.files = WeightFiles(spec.server)  # Adapters.
         self.coming: Iterator[tuple[str, Tensor]] | None = None
         sizes = (p.numel() * spec.dtype.itemsize for p in spec.module.state_dict().values())
-        self.bucket_bytes = min(spec.bucket_bytes, max(1, sum(sizes)))
+        self.bucket_bytes = min(spec.server.bucket_bytes, max(1, sum(sizes)))
 
     @property
     def has_weights(self) -> bool:
         is_here = self.coming is not None or not self.label
-        return is_here or not self.spec.waits_for_weights
+        return is_here or self.spec.resend != RESENT_BY_RANKS
 
     def take(self, named_weights: NamedWeights) -> None:
         self.label, self.coming = uuid.uuid4().hex, iter(named_weights)
@@ -145,10 +140,10 @@ class BucketsWay:
                 pass
 
     def again(self) -> Iterator[tuple[str, Tensor]]:
-        if self.spec.resend is None:
+        if not callable(self.spec.resend):
             raise RunError(
                 f"the server of engine {self.spec.name} died, and nobody can send its weights "
-                f"again: --weight_sync={self.spec.weights} keeps no copy. Continue with "
+                f"again: --weight_sync={self.spec.server.weight_sync} keeps no copy. Continue with "
                 "--resume; --weight_sync files keeps a copy"
             )
         return iter(self.spec.resend())
@@ -183,12 +178,12 @@ class BucketsWay:
         self.files.close()
 
 
-class DeviceWay(BucketsWay):
+class DeviceTransfer(BucketsTransfer):
     """The run's own server maps the bucket's memory: CUDA IPC, or shared memory on a CPU."""
 
     async def send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
         # Each rank of the server opens a separate handle: handles are counted.
-        blobs = [bucket.blob() for _ in range(self.spec.tp)]
+        blobs = [bucket.blob() for _ in range(self.spec.server.tp)]
         await self.ask("update_weights_from_tensor", body | {"serialized_named_tensors": blobs})
 
 
@@ -216,7 +211,7 @@ async def both(sending: Awaitable[Any], asking: Awaitable[Any]) -> list[Any]:
             task.cancel()
 
 
-class BroadcastWay(BucketsWay):
+class BroadcastTransfer(BucketsTransfer):
     """A process group of this rank and the server's ranks: NCCL, or gloo on CPUs. For a server on
     other devices; NCCL refuses two ranks on one GPU."""
 
@@ -240,7 +235,7 @@ class BroadcastWay(BucketsWay):
         process."""
         spec, timeout = self.spec, timedelta(seconds=self.spec.start_timeout_s)
         size = 1 + (await self.ask("server_info", None))["tp_size"]
-        host = address_towards(spec.url)
+        host = address_towards(spec.server.url)
         store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
         self.group_name = f"rl_core_{uuid.uuid4().hex}"
         backend = "nccl" if spec.device.type == "cuda" else "gloo"
@@ -269,15 +264,15 @@ class BroadcastWay(BucketsWay):
         self.group.broadcast(flat, 0).wait()
 
 
-WAYS = {"files": FilesWay, "device": DeviceWay, "broadcast": BroadcastWay}
+TRANSFERS = {"files": FilesTransfer, "device": DeviceTransfer, "broadcast": BroadcastTransfer}
 
 
 class WeightFiles:
     """Folders that the server reads. For the run's own server each file is a link to memory of this
     process, which the system frees when the process ends. Another server may not see these links:
-    it reads files in spec.folder or /dev/shm."""
+    it reads files in the spec's folder or /dev/shm."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: ServerSpec):
         remove_orphans("/dev/shm", *filter(None, [spec.folder]))
         parent = spec.folder
         if parent is None and spec.url and os.access("/dev/shm", os.W_OK):

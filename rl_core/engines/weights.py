@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rl_core.sampling.engine import NamedWeights
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 def arriving(

@@ -171,7 +171,7 @@ class AdapterPolicy(Policy):
         return hasattr(self.hf.config, "quantization_config")
 
     @property
-    def shares_weights(self) -> bool:
+    def can_share_weights(self) -> bool:
         """True with a served adapter. A merged one would be slow to apply at every token."""
         return self.is_served and not self.is_quantized and not self.is_sharded
 

@@ -122,7 +122,7 @@ class Policy(nn.Module):
         return not shard.numel() or shard.untyped_storage().nbytes() > 0
 
     @property
-    def shares_weights(self) -> bool:
+    def can_share_weights(self) -> bool:
         """True if an engine in this process can sample from the tensors of the policy."""
         return not self.is_sharded
 
@@ -182,7 +182,7 @@ class Policy(nn.Module):
     ) -> Iterator[tuple[str, Tensor]] | None:
         """The weights that an update sends to the engine, in the compute dtype, or None if the
         engine samples from the policy's tensors. Every rank must exhaust the iterator."""
-        if in_place and self.shares_weights:
+        if in_place and self.can_share_weights:
             return None
         return self.named_weights(adapter, self.compute_dtype)
 

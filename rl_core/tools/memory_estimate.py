@@ -118,15 +118,18 @@ def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
     and the KV cache."""
     from rl_core.engines.options import engine_factory
     from rl_core.models.loading import compute_dtype
+    from rl_core.sampling.engine import WeightOwner
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
-    engine = engine_factory(config).classes[name]
-    has_copy = not engine.shares_weights or mesh.num_shards > 1 or w != 4 or size.adapters > 0
+    owner = engine_factory(config).classes[name].weight_owner
+    has_copy = (
+        owner is not WeightOwner.LEARNER or mesh.num_shards > 1 or w != 4 or size.adapters > 0
+    )
     groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)
     slots = min(config.rollout.max_concurrent, groups * config.group_size)
     cache = slots * config.max_context_tokens * 2 * size.layers * size.keys * w
     weights = has_copy * w * size.total / config.engine_tp
-    stays = not engine.is_elsewhere
+    stays = owner is not WeightOwner.SERVER
     return {"engine weights": (weights, weights * stays), "KV cache": (cache, 0.0)}
 
 

@@ -33,7 +33,7 @@ from rl_core.learning.lora import adapter_weights, is_served
 from rl_core.metrics import Sum
 from rl_core.plan.plan import choose_engine, make_plan
 from rl_core.run.saving.checkpoint import export_policy
-from rl_core.sampling.engine import EngineDied
+from rl_core.sampling.engine import EngineDied, ServerSpec
 from rl_core.train import main
 from rl_core.types import Completion, SamplingParams
 
@@ -220,12 +220,14 @@ def test_a_server_that_somebody_starts_anew_gets_its_weights_again(make, standin
     assert is_same(standin.held, sent) and ask(engine).policy_version == 3
     restart(engine, standin)
     assert is_same(standin.held, sent) and ask(engine).policy_version == 3
-    size = sum(file.stat().st_size for file in engine.way.folder.iterdir())
+    size = sum(file.stat().st_size for file in engine.transfer.folder.iterdir())
     expected = {"rollout/policy/engine_restarts": Sum(1)}
     # At first, and after the restart.
     expected["sync/policy/files_mib"] = Sum(2 * size / 2**20)
     assert asyncio.run(engine.take_metrics()) == expected
-    assert len(list(Path(engine.way.files.home.name).iterdir())) == 1, "of one version at a time"
+    assert len(list(Path(engine.transfer.files.home.name).iterdir())) == 1, (
+        "of one version at a time"
+    )
 
 
 def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(
@@ -266,7 +268,7 @@ def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
         "started without --enable-lora"
     )
     in_4_bits = LoraConfig(rank=4, quantize="nf4")
-    layers = SGLangEngine.serves_lora
+    layers = SGLangEngine.lora_layers
     assert not is_served(str(tiny_model), in_4_bits, layers), (
         "SGLang's base would not be the learner's"
     )
@@ -390,7 +392,7 @@ def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_upda
         await engine.wake()
         assert own_server.lines()[-1].split()[1:] == [
             "update_weights_from_disk",
-            str(engine.way.folder),
+            str(engine.transfer.folder),
         ]
         metrics = await engine.take_metrics()
         assert metrics["rollout/policy/engine_restarts"] == Sum(3)
@@ -463,9 +465,9 @@ def test_a_server_that_does_not_start_quotes_its_log(tiny_model, tmp_path):
 
 HOLD = """
 import sys
-from types import SimpleNamespace
 from rl_core.engines.weight_transfer import WeightFiles
-files = WeightFiles(SimpleNamespace(folder=None, url=""))
+from rl_core.sampling.engine import ServerSpec
+files = WeightFiles(ServerSpec())
 print(files.write([("model", b"weights")]), flush=True)
 sys.stdin.read()
 """
@@ -520,9 +522,8 @@ def test_ranks_that_servers_do_not_divide_are_refused(tiny_model, sort_data, tmp
 
 def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny_model, tmp_path):
     extra = "--quantization fp8 --kv-cache-dtype=fp8_e5m2 --json-model-override-args '{\"a\": 1}'"
-    spec = replace(
-        spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None), args=extra
-    )
+    skeleton = make_skeleton(str(tiny_model))
+    spec = spec_of(tiny_model, tmp_path / "log", skeleton, None, args=extra)
     assert server_args(spec)[-4:] == [
         "fp8",
         "--kv-cache-dtype=fp8_e5m2",
@@ -541,7 +542,7 @@ def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny
             check_sglang(flag)
     on_gpu = replace(
         spec,
-        args="",
+        server=ServerSpec(),
         device=torch.device("cuda"),
         adapters={"bob": {"r": 4, "target_modules": ["q_proj"]}},
     )
@@ -663,7 +664,7 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, way, tmp_
     )
     export_policy(learner.policy, tokenizer, tmp_path / "export", learner.ranks)
     skeleton, log = make_skeleton(str(tmp_path / "export")), tmp_path / "log"
-    spec = spec_of(tmp_path / "export", log, skeleton, None, weights=way, bucket_bytes=30_000)
+    spec = spec_of(tmp_path / "export", log, skeleton, None, weight_sync=way, bucket_bytes=30_000)
 
     def logprobs(prompt, done) -> torch.Tensor:
         results = sample(

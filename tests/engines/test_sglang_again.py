@@ -28,7 +28,7 @@ def kill(server) -> None:
     server.process.wait()
 
 
-class DyingWay(weight_transfer.DeviceWay):
+class DyingTransfer(weight_transfer.DeviceTransfer):
     """The server of rank 1 dies before the second bucket of the second update."""
 
     num_updates = num_buckets = 0
@@ -62,7 +62,7 @@ class DyingEngine(SGLangEngine):
 
 
 def dying_run() -> None:
-    weight_transfer.WAYS["device"] = DyingWay
+    weight_transfer.TRANSFERS["device"] = DyingTransfer
     ENGINES["sglang"] = lambda: DyingEngine
     sys.exit(main(sys.argv[1:]))
 

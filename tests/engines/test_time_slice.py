@@ -205,7 +205,7 @@ def test_real_engines_that_share_a_device_say_what_they_say_alone(make_model, ma
             return contextlib.nullcontext()
 
     expected = run(talk({name: load(name) for name in "abc"}, NoLease()))
-    shared = {name: load(name, owns_weights=True) for name in "abc"}
+    shared = {name: load(name, offloads_weights=True) for name in "abc"}
     assert not any(map(size, shared.values()))
     lease = DeviceLease(max_slice_s)
     completions = run(talk(shared, lease))
@@ -223,7 +223,7 @@ def test_paused_engines_lend_the_device_for_new_weights_and_go_on_where_they_sto
     async def main():
         lease = DeviceLease()
         models = [whole_model(make_model(seed=seed)).requires_grad_(False) for seed in (0, 1)]
-        limits = {"num_slots": 2, "max_context_tokens": 64, "owns_weights": True}
+        limits = {"num_slots": 2, "max_context_tokens": 64, "offloads_weights": True}
         a, b = engines = [embedded(model, **limits) for model in models]
 
         async def ask(engine):

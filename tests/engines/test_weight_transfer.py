@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,13 +27,13 @@ from rl_core.engines.options import ENGINES
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import server_args
 from rl_core.engines.weight_transfer import (
-    BroadcastWay,
-    DeviceWay,
-    FilesWay,
-    choose_way,
+    BroadcastTransfer,
+    DeviceTransfer,
+    FilesTransfer,
+    choose_transfer,
     keeps_backup,
 )
-from rl_core.sampling.engine import EngineDied
+from rl_core.sampling.engine import RESENT_BY_RANKS, EngineDied
 from rl_core.types import RunError
 
 CPU = torch.device("cpu")
@@ -152,7 +151,7 @@ def test_files_copy_each_weight_twice_on_the_host_and_buckets_once_on_the_device
     assert counted.num_bytes == total == sum(sent)
     # torch copies nothing on the way to a file: safetensors makes the file's bytes, which are written.
     with CountedCopies() as counted:
-        way = FilesWay(spec_with(weights), None)
+        way = FilesTransfer(spec_with(weights), None)
         way.take(weights.items())
     files = list(way.folder.glob("*"))
     assert counted.num_bytes == 0
@@ -160,7 +159,7 @@ def test_files_copy_each_weight_twice_on_the_host_and_buckets_once_on_the_device
     way.close()
 
 
-@pytest.mark.parametrize("way_of", [FilesWay, DeviceWay])
+@pytest.mark.parametrize("way_of", [FilesTransfer, DeviceTransfer])
 def test_updates_and_adapters_leave_no_file_descriptors(way_of):
     weights = some_weights()
 
@@ -221,7 +220,7 @@ def drawn(weights, log: list):
 
 def test_the_server_gets_all_buckets_in_one_session_and_one_handle_for_each_of_its_ranks():
     weights, ask = some_weights(), Loopback()
-    way = DeviceWay(spec_with(weights, bucket_bytes=200, tp=3), ask)
+    way = DeviceTransfer(spec_with(weights, bucket_bytes=200, tp=3), ask)
     way.take(weights.items())
     asyncio.run(way.load())
     assert ask.paths[:2] == ["server_info", "begin_weight_update"]
@@ -235,22 +234,22 @@ def test_the_server_gets_all_buckets_in_one_session_and_one_handle_for_each_of_i
 
 def test_a_way_without_a_copy_waits_for_an_update_where_ranks_can_agree_on_one():
     weights = some_weights()
-    ways = [FilesWay, DeviceWay]
+    ways = [FilesTransfer, DeviceTransfer]
     for waits in (True, False):
         for cls in ways:
-            way = cls(spec_with(weights, waits_for_weights=waits), Loopback())
+            way = cls(spec_with(weights, resend=RESENT_BY_RANKS if waits else None), Loopback())
             assert way.has_weights, "the model's own"
             way.take(weights.items())
             assert way.has_weights
             way.drop()
-            assert way.has_weights == (cls is FilesWay or not waits)
+            assert way.has_weights == (cls is FilesTransfer or not waits)
             way.close()
 
 
 def test_a_death_between_two_buckets_leaves_no_weight_ungathered_and_the_learner_is_asked_again():
     weights, log, again = some_weights(), [], []
     spec = spec_with(weights, bucket_bytes=200, resend=lambda: drawn(weights, again))
-    way = DeviceWay(spec, ask := Loopback(dies_at=2))
+    way = DeviceTransfer(spec, ask := Loopback(dies_at=2))
     way.take(drawn(weights, log))
     with pytest.raises(EngineDied, match="killed"):
         asyncio.run(way.load())
@@ -263,7 +262,7 @@ def test_a_death_between_two_buckets_leaves_no_weight_ungathered_and_the_learner
 
 def test_a_server_that_is_dead_when_weights_come_is_sent_none_and_every_rank_gathers():
     weights, log = some_weights(), []
-    way = DeviceWay(spec_with(weights), ask := Loopback())
+    way = DeviceTransfer(spec_with(weights), ask := Loopback())
     way.take(drawn(weights, log))
     way.drop()
     assert log == list(weights) and not ask.paths and way.label
@@ -333,7 +332,7 @@ def test_a_broadcast_brings_every_value_and_a_new_group_comes_after_a_death():
     weights = some_weights()
     weights["last"] = weights["last"].float()
     more = {"url": "http://127.0.0.1:9", "bucket_bytes": 200, "resend": lambda: weights.items()}
-    way = BroadcastWay(spec_with(weights, **more), ask := Receiver(dies_at=3))
+    way = BroadcastTransfer(spec_with(weights, **more), ask := Receiver(dies_at=3))
     try:
         way.take(weights.items())
         with pytest.raises(EngineDied, match="killed"):
@@ -353,11 +352,7 @@ def test_a_broadcast_brings_every_value_and_a_new_group_comes_after_a_death():
 
 
 def some_spec(device: str, **more):
-    return SimpleNamespace(
-        **{"weights": "auto", "resend": print, "url": "", "adapters": {}}
-        | {"waits_for_weights": False, "device": torch.device(device)}
-        | more
-    )
+    return engine_spec(None, **{"resend": print, "device": torch.device(device)} | more)
 
 
 @pytest.mark.parametrize(
@@ -366,16 +361,16 @@ def some_spec(device: str, **more):
         (some_spec("cuda"), "device", False),
         (some_spec("cuda", adapters={"bob": {}}), "device", True),
         (some_spec("cuda", resend=None), "files", True),
-        (some_spec("cuda", resend=None, waits_for_weights=True), "device", False),
+        (some_spec("cuda", resend=RESENT_BY_RANKS), "device", False),
         (some_spec("cuda", url="http://a:1"), "files", True),
         (some_spec("cpu"), "files", True),
-        (some_spec("cpu", weights="device"), "device", False),
-        (some_spec("cuda", weights="device", resend=None), "device", True),
-        (some_spec("cuda", weights="files"), "files", True),
+        (some_spec("cpu", weight_sync="device"), "device", False),
+        (some_spec("cuda", weight_sync="device", resend=None), "device", True),
+        (some_spec("cuda", weight_sync="files"), "files", True),
     ],
 )
 def test_the_way_is_chosen_by_what_learner_and_server_can(spec, way, backup):
-    assert (choose_way(spec), keeps_backup(spec)) == (way, backup)
+    assert (choose_transfer(spec), keeps_backup(spec)) == (way, backup)
 
 
 def test_a_server_keeps_no_copy_of_weights_that_the_learner_can_send_again(tiny_model, tmp_path):
@@ -405,7 +400,7 @@ def test_a_way_that_cannot_be_is_refused_at_the_start(flags, says, tiny_model):
     arguments = ["--model", str(tiny_model), "--env_path", "x.py", "--out", "x", *flags]
     config = parse_config(arguments)
     with pytest.raises(ValueError, match=says):
-        ENGINES[config.engine]().check(config, "policy", may_lack=True)
+        ENGINES[config.engine]().check(config, "policy", is_planned=True)
 
 
 # The real one
@@ -463,7 +458,7 @@ def test_a_servers_ranks_read_the_buckets_and_get_them_again_after_a_death_betwe
 ):
     """q, k and v of a layer, which the server computes as one, come in different buckets. Weights
     that the server lost in its sleep come with the next request, as on a GPU without a backup."""
-    model = Model(tiny_model, tmp_path / "log", weights="device", tp=tp)
+    model = Model(tiny_model, tmp_path / "log", weight_sync="device", tp=tp)
     try:
         model.run(model.engine.wake())
         first = model.held()
@@ -496,14 +491,14 @@ def test_a_tied_head_and_halves_of_fused_layers_arrive(tiny_model, tmp_path):
     layer, gate and up as another: their parts come in different buckets."""
     buckets = []
 
-    class WatchedWay(DeviceWay):
+    class WatchedTransfer(DeviceTransfer):
         async def send_bucket(self, bucket, body):
             buckets.append(list(bucket.shapes))
             await super().send_bucket(bucket, body)
 
-    model = Model(tiny_model, tmp_path / "log", weights="device")
+    model = Model(tiny_model, tmp_path / "log", weight_sync="device")
     assert model.hf.config.tie_word_embeddings
-    model.engine.way = WatchedWay(model.spec, model.engine._ask)
+    model.engine.transfer = WatchedTransfer(model.spec, model.engine._ask)
     try:
         model.run(model.engine.wake())
         model.update(1, factor=1.5)
@@ -532,7 +527,7 @@ def test_a_server_that_runs_already_gets_weights_by_a_broadcast(tiny_model, tmp_
             start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"
-    model = Model(tiny_model, tmp_path / "log", weights="broadcast", url=url)
+    model = Model(tiny_model, tmp_path / "log", weight_sync="broadcast", url=url)
     try:
         model.run(model.engine.wake())
         first = model.held()

@@ -14,9 +14,10 @@ from kit import metrics
 from test_golden import TWO
 
 from rl_core.engines.embedded import EmbeddedEngine
-from rl_core.engines.options import ENGINES
+from rl_core.engines.options import ENGINES, make_sampler
 from rl_core.metrics import Sum
-from rl_core.sampling.engine import EngineDied
+from rl_core.models.loading import load_hf_model
+from rl_core.sampling.engine import EmbeddedSpec, EngineDied, WeightOwner
 from rl_core.train import main
 
 DIES_AT = (9, 60)  # requests
@@ -25,9 +26,11 @@ DIES_AT = (9, 60)  # requests
 class ForgetfulEngine(EmbeddedEngine):
     """It has its weights until it sleeps; that of the last rank also dies twice in a rollout."""
 
-    is_elsewhere, shares_weights = True, False
+    weight_owner = WeightOwner.SERVER
 
     def __init__(self, spec):
+        spec.module = load_hf_model(spec.model, spec.dtype, spec.device)
+        spec.embedded = EmbeddedSpec(sampler=make_sampler)
         super().__init__(spec)
         self.name, self.requests = spec.name, []
         self.num_requests = self.num_forgotten = 0

@@ -174,7 +174,7 @@ class Misspelt(Whole):
 
 class Picky(Whole):
     @staticmethod
-    def check(config, name, may_lack):
+    def check(config, name, is_planned):
         raise ValueError(f"nothing for {name}")
 
 

@@ -154,7 +154,7 @@ def devices(trainer: RunState) -> str:
     if trainer.config.is_rl:
         # A script's custom engine leaves the flag at auto.
         text += f", {trainer.config.engine.replace('auto', 'own')} engine"
-    ways = sorted({e.weights_way for e in trainer.device.engines if e.weights_way})
+    ways = sorted({e.weight_transfer for e in trainer.device.engines if e.weight_transfer})
     if ways:
         text += f", new weights by {' and '.join(ways)}"
     return text
