@@ -16,19 +16,21 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 from rl_core.data.messages import text_of, with_text_arguments
-from rl_core.data.pretrained import load_pretrained
+from rl_core.data.pretrained import Tokenizer, load_pretrained
 from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
 from rl_core.data.rows import check_exists
 from rl_core.data.tokenizer_facts import TokenizerFacts
 from rl_core.data.turn_ends import TurnEnds
 from rl_core.errors import nearest
-from rl_core.types import Completion, Message, Turn
+from rl_core.types import JSON, Completion, JSONObject, Message, Turn
+
+T = TypeVar("T")
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 _MARK = "\ufdd0"
@@ -45,16 +47,36 @@ _TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 _KNOWN = (*_ROLES, *_PARTS, *_TYPES, "function", "tool_call", "tool_response")
 
 
+class ToolReader(Protocol):
+    """The methods of ToolCalls (data/tool_calls.py, which imports this module)."""
+
+    def read(
+        self, completion: Completion, number: int, tools: Sequence[dict] = (), prompt: str = ""
+    ) -> tuple[Message | None, bool]: ...
+
+    def check(self, tools: list[dict], where: str) -> None: ...
+
+    def in_stream(
+        self,
+        prompt: str,
+        before: list[Message],
+        reply: Message,
+        text: str,
+        after: list[Message],
+        tools: list | None,
+    ) -> tuple[str, Message]: ...
+
+
 class Chat:
     """A tokenizer and its chat template. A template given here becomes the tokenizer's: an export
     then carries it."""
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         chat_template: str | None = None,
-        variables: dict[str, Any] | None = None,
-        tool_reader: Callable[[Chat], Any] | None = None,
+        variables: JSONObject | None = None,
+        tool_reader: Callable[[Chat], ToolReader] | None = None,
     ):
         """`tool_reader` makes what reads this chat's tool calls, if tools are given."""
         if chat_template is not None:
@@ -87,7 +109,7 @@ class Chat:
         self._variants: dict[str, Chat] = {}  # Chats with more variables, by these.
         self._facts, self._spare = TokenizerFacts(tokenizer), SpareTokenizer(tokenizer)
 
-    def with_variables(self, variables: dict[str, Any]) -> Chat:
+    def with_variables(self, variables: JSONObject) -> Chat:
         """This chat with further variables of its template, such as a row's."""
         if not variables:
             return self
@@ -142,11 +164,11 @@ class Chat:
         first = await self.in_thread(lambda twin: twin.first_prompt(messages, tools))
         self._first_asked, self._first_prompt = copy.deepcopy((messages, tools)), first
 
-    async def in_thread(self, work: Callable[[Chat], Any]) -> Any:
+    async def in_thread(self, work: Callable[[Chat], T]) -> T:
         """Returns work(copy of this chat), called in a thread. The copy has another tokenizer,
         because two threads may not use one tokenizer at the same time."""
 
-        def run() -> Any:
+        def run() -> T:
             with self._spare.lock:
                 twin = copy.copy(self)
                 twin.tokenizer, twin._variants = self._spare.copied(), {}
@@ -216,7 +238,7 @@ class Chat:
                 return ids[len(self._newline_ids) :]
         return self.tokenizer.encode(text, add_special_tokens=False, **options)
 
-    def marked(self, value: Any) -> Any:
+    def marked(self, value: JSON) -> JSON:
         """A message, or a part of one, in which `encode` makes no string a special token."""
         if isinstance(value, str):
             return self._mark_text(value)
@@ -244,7 +266,7 @@ class Chat:
         return self.encode(self.render(messages, tools, add_generation_prompt))
 
     @cached_property
-    def tool_calls(self) -> Any:
+    def tool_calls(self) -> ToolReader:
         """Reads a completion's calls, and checks that calls of tools can be read."""
         assert self._tool_reader is not None
         return self._tool_reader(self)
@@ -313,7 +335,7 @@ class Chat:
         """True if the template renders a call's arguments only if they are JSON text."""
         call = {"type": "function", "function": {"name": "x", "arguments": {"x": PROBE}}}
 
-        def is_shown(call: dict[str, Any]) -> bool:
+        def is_shown(call: JSONObject) -> bool:
             user = self._with_parts({"role": "user", "content": "x"})
             reply = self._with_parts({"role": "assistant", "content": ""})
             return self._shows([user, reply | {"tool_calls": [call]}])
@@ -357,7 +379,7 @@ class Chat:
                 "messages, or give another template with --actors.NAME.chat_template FILE"
             ) from error
 
-    def _reads(self, content: Any) -> bool:
+    def _reads(self, content: JSON) -> bool:
         return self._shows([{"role": "user", "content": content}], add_generation_prompt=True)
 
     def _shows(self, messages: list[Message], add_generation_prompt: bool = False) -> bool:
@@ -370,12 +392,12 @@ class Chat:
 class SpareTokenizer:
     """A copy of a tokenizer for threads, made when it is first needed."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.lock = threading.Lock()  # Held while the copy is used.
-        self.copy: Any = None
+        self.copy: Tokenizer | None = None
 
-    def copied(self) -> Any:
+    def copied(self) -> Tokenizer:
         if self.copy is None:
             self.copy = copy.deepcopy(self.tokenizer)
         return self.copy
@@ -427,7 +449,7 @@ class TokenStream:
             self.append(token_ids, text, new_messages, calls)
             return
 
-        def appended(twin: Chat) -> dict[str, Any]:
+        def appended(twin: Chat) -> dict[str, object]:
             stream = copy.copy(self)
             stream._chat = twin
             stream.append(token_ids, text, new_messages, calls)
@@ -470,8 +492,8 @@ class TokenStream:
 def load_chat(
     path: str,
     chat_template: str | None = None,
-    variables: dict[str, Any] | None = None,
-    tool_reader: Callable[[Chat], Any] | None = None,
+    variables: JSONObject | None = None,
+    tool_reader: Callable[[Chat], ToolReader] | None = None,
 ) -> Chat:
     """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the
     template itself."""
@@ -495,7 +517,7 @@ def load_chat(
     return Chat(tokenizer, chat_template, variables, tool_reader)
 
 
-def num_chars(value: Any) -> int:
+def num_chars(value: JSON) -> int:
     """Number of characters of all strings in a JSON value."""
     if isinstance(value, str):
         return len(value)

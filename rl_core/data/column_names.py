@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rl_core.data.messages import json_value
-from rl_core.data.rows import Row
 from rl_core.data.tasks import CONTEXT_COLUMNS, PROMPT_COLUMNS
 from rl_core.errors import nearest
+from rl_core.types import JSON, Row
 
 NUM_ROWS = 200  # The first rows of each file are searched for a column.
 MISSING = object()
@@ -37,7 +36,7 @@ class RenamedColumns(Sequence):
         return {name: value for name, value in row.items() if name not in self.hidden} | renamed
 
 
-def nested_value(value: Any, path: str) -> Any:
+def nested_value(value: JSON, path: str) -> JSON:
     """The value at a path of names and numbers of list items, with dots between them; MISSING if
     there is none. A name that has dots itself comes before a path. Objects and lists may be JSON
     text."""
@@ -51,7 +50,7 @@ def nested_value(value: Any, path: str) -> Any:
     return child(value, path)
 
 
-def child(value: Any, name: str) -> Any:
+def child(value: JSON, name: str) -> JSON:
     value = json_value(value) if isinstance(value, str) else value
     if isinstance(value, dict):
         return value.get(name, MISSING)
@@ -60,7 +59,7 @@ def child(value: Any, name: str) -> Any:
     return MISSING
 
 
-def nested_names(value: Any, prefix: str = "") -> Iterator[str]:
+def nested_names(value: JSON, prefix: str = "") -> Iterator[str]:
     """The columns of a row and the paths to the keys of nested objects."""
     value = json_value(value) if isinstance(value, str) and prefix else value
     for name, inner in value.items() if isinstance(value, dict) else ():

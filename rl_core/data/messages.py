@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Any
 
 from rl_core.data.thoughts import MARKS, leading_thoughts
 from rl_core.data.tool_schemas import with_schema
-from rl_core.types import Message
+from rl_core.types import JSON, JSONObject, Message
 
 # Roles of ShareGPT, LangChain, Gemini, ms-swift and older OpenAI APIs.
 ROLES = {
@@ -54,7 +53,7 @@ NOT_READ = (
 RULE = 'must be a list of {"role": ..., "content": ...}'
 
 
-def canonical_messages(messages: Any, notes: list[str] | None = None) -> list[Message]:
+def canonical_messages(messages: JSON, notes: list[str] | None = None) -> list[Message]:
     """A copy of a conversation in the canonical form. `notes` collects a line for each value that
     was mapped. Raises ValueError for a message that cannot be mapped; the error has its number,
     counted from 1."""
@@ -75,7 +74,7 @@ class NoMessageError(ValueError):
     """Raised for a value that is not a message."""
 
 
-def canonical_message(value: Any, where: str, notes: list[str] | None = None) -> Message:
+def canonical_message(value: JSON, where: str, notes: list[str] | None = None) -> Message:
     """The canonical form of one message. Raises NoMessageError if `value` has no role, or neither
     content nor calls, and ValueError for another fault."""
     if not isinstance(value, dict):
@@ -123,7 +122,7 @@ def set_trained(message: Message, where: str, notes: list[str]) -> None:
         message["train"] = False
 
 
-def read_flag(key: str, value: Any) -> bool:
+def read_flag(key: str, value: JSON) -> bool:
     flag = value.item() if hasattr(value, "item") else value  # numpy's
     if isinstance(flag, str):
         flag = {"true": 1, "1": 1, "false": 0, "0": 0}.get(flag.strip().lower())
@@ -154,7 +153,7 @@ def set_calls(message: Message, where: str, notes: list[str]) -> None:
     message.setdefault("content", None)
 
 
-def canonical_call(call: Any, where: str, notes: list[str]) -> dict[str, Any]:
+def canonical_call(call: JSON, where: str, notes: list[str]) -> JSONObject:
     if isinstance(call, str):
         call = json_value(call)
     is_wrapped = isinstance(call, dict) and call.get("function") is not None
@@ -192,7 +191,7 @@ def canonical_call(call: Any, where: str, notes: list[str]) -> dict[str, Any]:
     return {"type": "function"} | kept | {"function": function}
 
 
-def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def with_text_arguments(call: JSONObject) -> JSONObject:
     """A call whose arguments are JSON text, as OpenAI's APIs and some chat templates read them."""
     function = call["function"]
     arguments = function.get("arguments")
@@ -201,7 +200,7 @@ def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def json_value(text: str) -> Any:
+def json_value(text: str) -> JSON:
     """The value of a JSON text. Text that is not JSON is returned unchanged."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
@@ -284,7 +283,7 @@ def check_text(message: Message) -> None:
             ) from None
 
 
-def canonical_tools(tools: Any, notes: list[str] | None = None) -> list[dict[str, Any]] | None:
+def canonical_tools(tools: JSON, notes: list[str] | None = None) -> list[JSONObject] | None:
     """Tools from a list or its JSON text, each as {"type": "function", "function": {"name", ...}},
     with_schema(); None for an empty list. Raises ValueError for another value."""
     source = tools
@@ -330,7 +329,7 @@ def text_of(message: Message) -> str:
     return "".join(item.get("text", "") for item in content)
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: JSON) -> JSON:
     """A copy without the keys that are None, at any depth. In a table every object of a column has
     the keys of all others, with None for its missing ones."""
     if isinstance(value, dict):
@@ -340,7 +339,7 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def shorten(value: Any, width: int = 80) -> str:
+def shorten(value: object, width: int = 80) -> str:
     text = repr(value)
     if len(text) > width:
         text = text[: width - 3] + "..."

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from torch.utils.data import ConcatDataset
@@ -21,7 +21,7 @@ from rl_core.data.tasks import (
     shorten,
     with_opening,
 )
-from rl_core.types import Message, TrainingSample
+from rl_core.types import Message, Row, TrainingSample
 
 PAIR = ("chosen", "rejected")
 RATED = {"prompt", "response", "helpfulness"}
@@ -36,7 +36,7 @@ class RatedRows(Sequence):
     """Pairs of two consecutive rows of HelpSteer 2: {"prompt", "response", "helpfulness"}. Raises
     ValueError for two rows with different prompts."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]], name: str):
+    def __init__(self, rows: Sequence[Row], name: str):
         if len(rows) % 2:
             raise ValueError(
                 f"{name}: two consecutive rows with `response` and `helpfulness` are a pair, and "
@@ -47,7 +47,7 @@ class RatedRows(Sequence):
     def __len__(self) -> int:
         return len(self.rows) // 2
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         number = 2 * range(len(self))[index]
         first, second = self.rows[number], self.rows[number + 1]
         if first["prompt"] != second["prompt"]:
@@ -68,8 +68,8 @@ class RatedRows(Sequence):
 
 
 def pair_rows(
-    rows: Sequence[dict[str, Any]], files: Sequence[tuple[str, int]]
-) -> tuple[Sequence[dict[str, Any]], Sequence[tuple[str, int]]]:
+    rows: Sequence[Row], files: Sequence[tuple[str, int]]
+) -> tuple[Sequence[Row], Sequence[tuple[str, int]]]:
     """(rows of pairs, name and number of pairs of each file) of the result of load_rows(). Files of
     rated replies become RatedRows."""
     tables, counts = list(getattr(rows, "datasets", [rows])), list(files)
@@ -78,10 +78,10 @@ def pair_rows(
             tables[i] = RatedRows(table, name)
             counts[i] = f"{name}, two rows a pair", num_rows // 2
     pairs = tables[0] if len(tables) == 1 else ConcatDataset(tables)
-    return cast("Sequence[dict[str, Any]]", pairs), counts
+    return cast("Sequence[Row]", pairs), counts
 
 
-def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
+def reply_pair(chat: Chat, row: Row) -> list[TrainingSample]:
     """[chosen, rejected] of a preference row: the same prompt and each reply. Assistants' tokens of
     the reply are trained."""
     context, *replies = pair_messages(row)
@@ -98,7 +98,7 @@ def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     return with_margin(samples, row)
 
 
-def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
+def scored_pair(chat: Chat, row: Row) -> list[TrainingSample]:
     """[chosen, rejected] of a preference row, each the conversation as the chat template renders
     it, so that a sequence classifier reads the same tokens. A dummy last token stands for the
     score: the hidden state of the conversation's last token "predicts" it. Everything after the
@@ -128,7 +128,7 @@ def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     return with_margin(samples, row)
 
 
-def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[TrainingSample]:
+def with_margin(samples: list[TrainingSample], row: Row) -> list[TrainingSample]:
     """The pair, with the row's margin as the advantage of the chosen side."""
     if samples[0].token_ids.tolist() == samples[1].token_ids.tolist():
         raise ValueError(
@@ -145,7 +145,7 @@ def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[Trai
 
 
 def pair_messages(
-    row: dict[str, Any], notes: list[str] | None = None
+    row: Row, notes: list[str] | None = None
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """(context, chosen reply, rejected reply) of a row {"chosen", "rejected"}. Both are replies
     (strings, or messages that an assistant begins) to the row's `messages` or `prompt`, or

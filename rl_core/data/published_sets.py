@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
+
+from rl_core.types import JSONObject
 
 # The keys of published_sets.yaml, "tried" and "command".
 Recipe = dict[str, str]
@@ -18,7 +19,7 @@ Recipe = dict[str, str]
 @cache
 def recipes() -> dict[str, Recipe]:
     """Name on the hub -> its recipe."""
-    table: dict[str, Any] = yaml.safe_load(
+    table: JSONObject = yaml.safe_load(
         Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     )
     tried = str(table["tried"])

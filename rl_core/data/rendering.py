@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import Any
 
-from rl_core.types import Message
+from rl_core.types import JSON, JSONObject, Message
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 PROBE = "\ufdd1"
@@ -78,7 +77,7 @@ class Probe:
             answer = "\n\n" + self._marker(index, "its text")
         return opened + thoughts + "</think>" + answer
 
-    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, index: int, call: JSONObject) -> JSONObject:
         function = call["function"]
         name, arguments = function["name"], {}
         marked = {"name": self._marker(index, f"the call of {name}()")}
@@ -87,7 +86,7 @@ class Probe:
             arguments[self._marker(index, label)] = self._value(index, label, value)
         return call | {"function": function | marked | {"arguments": arguments}}
 
-    def _value(self, index: int, label: str, value: Any) -> Any:
+    def _value(self, index: int, label: str, value: JSON) -> JSON:
         """A marker with the value's type. A list or an object keeps only its first item."""
         if isinstance(value, str):
             return self._marker(index, label) if value.strip() else value
@@ -148,7 +147,7 @@ class ShapeCheck:
         self._complete.add(shape)
 
 
-def shape_of(messages: list[Message], *others: Any) -> int:
+def shape_of(messages: list[Message], *others: Hashable) -> int:
     """A hash of a conversation's roles, keys and kinds of content, and of `others`. Templates
     render conversations with the same hash in the same way."""
     return hash((tuple(map(shape_of_message, messages)), others))
@@ -157,7 +156,7 @@ def shape_of(messages: list[Message], *others: Any) -> int:
 def shape_of_message(message: Message) -> tuple:
     kinds = []
     for key, value in sorted(message.items()):
-        kind: Any = ""
+        kind: Hashable = ""
         if key == "role":
             kind = value
         elif key == "content" and isinstance(value, list):
@@ -172,7 +171,7 @@ def shape_of_message(message: Message) -> tuple:
     return tuple(kinds)
 
 
-def is_filled_text(value: Any) -> bool:
+def is_filled_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
@@ -191,7 +190,7 @@ def split_thoughts(text: str) -> tuple[str, str | None, str]:
     return opened, inside if opened and not before.strip() else thoughts, answer
 
 
-def shape_of_value(value: Any, depth: int = 0) -> Any:
+def shape_of_value(value: JSON, depth: int = 0) -> tuple:
     """Types of a value and its items: of all values of an object if `depth` > 0, else of the first
     item."""
     if isinstance(value, dict):

@@ -10,13 +10,10 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from rl_core.data.messages import canonical_messages, json_value, shorten, text_of
 from rl_core.data.thoughts import leading_thoughts
-from rl_core.types import Message
-
-Row = dict[str, Any]
+from rl_core.types import JSON, JSONObject, Message, Row
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant):")  # hh-rlhf
 HH_REPLIES = ("chosen", "rejected", "response", "completion")
@@ -79,7 +76,7 @@ def glaive_row(row: Row) -> Row:
     return {"messages": canonical_messages(messages), "tools": tools, "system": ""}
 
 
-def functions_in(text: str) -> tuple[str, list[dict[str, Any]]]:
+def functions_in(text: str) -> tuple[str, list[JSONObject]]:
     """(instructions, the JSON objects of functions behind them). Raises ValueError if something
     behind the instructions is not a JSON object."""
     instructions, brace, rest = text.partition("{")
@@ -102,7 +99,7 @@ def glaive_reply(text: str) -> Message:
     return {"role": "assistant", "content": content.strip() or None, "tool_calls": calls}
 
 
-def call_in_text(text: str) -> dict[str, Any]:
+def call_in_text(text: str) -> JSONObject:
     """The call in a JSON text, in a Python literal, or with JSON arguments in single quotes. Raises
     ValueError for other text."""
     text = text.strip()
@@ -175,7 +172,7 @@ def hh_row(row: Row) -> Row:
     return {"prompt": conversation_in(prompt, "user")} | {n: row[n].strip() for n in names}
 
 
-def is_hh(text: Any) -> bool:
+def is_hh(text: object) -> bool:
     is_text = isinstance(text, str)
     return is_text and text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
 
@@ -238,7 +235,7 @@ def turns_in(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
     return list(zip(parts[::2], parts[1::2], strict=True))
 
 
-def conversation_in(value: Any, role: str) -> Any:
+def conversation_in(value: JSON, role: str) -> JSON:
     """The messages in hh-rlhf's or HelpSteer's text, or in Capybara's list of inputs and outputs;
     any other value is returned unchanged. A reply of `role` that is empty is kept; at the end of
     another text it stands for the generation prompt."""
@@ -261,5 +258,5 @@ def conversation_in(value: Any, role: str) -> Any:
     return messages
 
 
-def is_exchange(value: Any) -> bool:
+def is_exchange(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == {"input", "output"}

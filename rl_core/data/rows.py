@@ -11,14 +11,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from rl_core.errors import near_name
 from rl_core.errors import split as comma_split
 from rl_core.json_limits import ESCAPED, lone_surrogate, may_be_deeper, nesting
+from rl_core.types import Row
 
-Row = dict[str, Any]
-JSON = (".json", ".jsonl")
+JSON_FILES = (".json", ".jsonl")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*SEPARATORS, ".parquet", ".arrow")
 # Are checked at start-up where rows are many; those beyond when they are drawn.
@@ -69,7 +69,7 @@ def load_rows(
 def is_small_json(path: Path) -> bool:
     """True if a file's rows are read into memory. Only a .jsonl file can stay on disk."""
     is_large = path.suffix == ".jsonl" and path.stat().st_size > IN_MEMORY_BYTES
-    return suffix_of(path) in JSON and not is_large
+    return suffix_of(path) in JSON_FILES and not is_large
 
 
 def suffix_of(path: Path) -> str:
@@ -103,7 +103,7 @@ def files_in(folder: Path, split: str) -> list[Path]:
         return []
     if is_tasks_folder(folder):
         return []
-    files = sorted(file for file in folder.iterdir() if suffix_of(file) in (*JSON, *TABLES))
+    files = sorted(file for file in folder.iterdir() if suffix_of(file) in (*JSON_FILES, *TABLES))
 
     def named(word: str) -> list[Path]:
         pattern = rf"(?<![a-z]){re.escape(word)}(?![a-z])"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from rl_core.types import TrainingSample, Turn
 
@@ -21,7 +20,7 @@ def samples_from_turns(
     trained = set() if trained is None else trained
     if isinstance(advantages, (int, float)):
         advantages = [advantages] * len(turns)
-    drafts: list[dict[str, Any]] = []
+    drafts: list[defaultdict] = []
     for turn, advantage in zip(turns, advantages, strict=True):
         if turn.is_fresh or not drafts:
             drafts.append(defaultdict(list))

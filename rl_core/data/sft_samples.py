@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -29,14 +28,14 @@ from rl_core.data.tasks import (
     with_opening,
 )
 from rl_core.data.thoughts import MARKS, open_mark
-from rl_core.types import Completion, Message, TrainingSample, Turn
+from rl_core.types import Completion, Message, Row, TrainingSample, Turn
 
 # Column of a prompt -> what may hold its reply, where a row has no column `response`.
 ANSWERS = {"question": ("answer",), "problem": ("solution",)}
 
 
 def sft_samples(
-    chat: Chat, row: dict[str, Any], action_weight: float = 1.0, observation_weight: float = 0.0
+    chat: Chat, row: Row, action_weight: float = 1.0, observation_weight: float = 0.0
 ) -> list[TrainingSample]:
     """Samples of a row {"messages"} or {"prompt", "response"} (strings or lists of messages), in
     any form of docs/runs.md, or of an episode that a run wrote. Advantages are the two weights. A
@@ -60,7 +59,7 @@ def sft_samples(
     return samples
 
 
-def row_chat(chat: Chat, row: dict[str, Any]) -> Chat:
+def row_chat(chat: Chat, row: Row) -> Chat:
     """The chat with a row's `chat_template_kwargs`. Raises ValueError if its template does not read
     them."""
     variables = row_variables(row)
@@ -80,7 +79,7 @@ def as_sampled(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: s
     return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=completion)
 
 
-def sft_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
+def sft_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The conversation of a row; context has "train": False. `notes`: see canonical_messages()."""
     column = first_column(row, PROMPT_COLUMNS) or "messages"
     messages = with_opening(row, column_messages(row, column, notes=notes), notes)
@@ -108,7 +107,7 @@ def sft_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Me
     return messages
 
 
-def text_reply(row: dict[str, Any], column: str, notes: list[str] | None) -> list[Message]:
+def text_reply(row: Row, column: str, notes: list[str] | None) -> list[Message]:
     """The messages of a reply's column. A text has the thoughts in column `reasoning_content`."""
     reply, thoughts = column_messages(row, column, "assistant", notes), row.get("reasoning_content")
     if not thoughts or not isinstance(row[column], str):

@@ -10,26 +10,29 @@ from __future__ import annotations
 import itertools
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from rl_core.data.messages import without_nulls
 from rl_core.data.rows import (
     CHECKED_ROWS,
-    JSON,
+    JSON_FILES,
     ROLLOUTS,
     SEPARATORS,
     TABLES,
     TOKENIZERS,
-    Row,
     encoding_of,
     parse_rows,
     read_json,
     suffix_of,
 )
 from rl_core.errors import nearest
+from rl_core.types import JSON, Row
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # One of these is a key of each message, and of a tool.
 MESSAGE_KEYS = {"role", "from", "function"}
@@ -51,7 +54,7 @@ def load_other(
         return [(name, load_rollouts(files, name, min_reward, actor))]
     parts: list[tuple[str, Sequence[Row]]] = []
     for suffix, group in itertools.groupby(files, suffix_of):
-        if suffix not in JSON:
+        if suffix not in JSON_FILES:
             parts.append((name, without_null_keys(load_table(list(group), suffix))))
             continue
         for file in group:
@@ -113,8 +116,8 @@ def load_table(files: list[Path], suffix: str, streaming: bool = False) -> Seque
     empty cell."""
     if suffix not in TABLES:
         raise ValueError(
-            f"{files[0]}: format {suffix!r} is not known; use {', '.join((*JSON, *TABLES))} (.gz "
-            "too)"
+            f"{files[0]}: format {suffix!r} is not known; use "
+            f"{', '.join((*JSON_FILES, *TABLES))} (.gz too)"
         )
     import datasets
     import pandas
@@ -140,21 +143,29 @@ def load_table(files: list[Path], suffix: str, streaming: bool = False) -> Seque
         return cast("Sequence[Row]", rows)
 
 
+@runtime_checkable
+class Table(Protocol):
+    """A table of `datasets`, which takes a second to import."""
+
+    format: dict[str, object]
+
+    def with_transform(self, transform: Callable) -> Sequence[Row]: ...
+
+
 def without_null_keys(rows: Sequence[Row]) -> Sequence[Row]:
     """A table of `datasets` that gives its cells as messages_as_written(); anything else, and a
     table with a format of the user, as it is."""
-    table: Any = rows
-    if not hasattr(table, "with_transform") or table.format["type"] is not None:
+    if not isinstance(rows, Table) or rows.format["type"] is not None:
         return rows
 
     def as_written(batch: dict[str, list]) -> dict[str, list]:
         columns = batch.items()
         return {name: [messages_as_written(name, v) for v in values] for name, values in columns}
 
-    return table.with_transform(as_written)
+    return rows.with_transform(as_written)
 
 
-def messages_as_written(column: str, value: Any) -> Any:
+def messages_as_written(column: str, value: JSON) -> JSON:
     """A cell of a table. In messages and tools a table gives every object each key that one of the
     column has, with None where it was absent: these keys are left out, at any depth."""
     items = value if isinstance(value, list) else [value]
@@ -162,13 +173,13 @@ def messages_as_written(column: str, value: Any) -> Any:
     return without_nulls(value) if column == "tools" or all(is_message) else value
 
 
-def pandas_rows(frame: Any) -> list[Row]:
+def pandas_rows(frame: DataFrame) -> list[Row]:
     """The rows of a table of pandas, whose cells may hold arrays, as those read from parquet do."""
     rows = frame.to_dict("records")
     return [{k: messages_as_written(k, without_arrays(v)) for k, v in row.items()} for row in rows]
 
 
-def without_arrays(value: Any) -> Any:
+def without_arrays(value: JSON) -> JSON:
     """A copy with lists in place of arrays, at any depth."""
     if hasattr(value, "tolist"):
         value = value.tolist()

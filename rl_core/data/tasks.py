@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from rl_core.data.messages import (
 from rl_core.data.row_forms import conversation_in, read_form
 from rl_core.data.rows import row_place
 from rl_core.errors import nearest
-from rl_core.types import Message, Task, counter_seed
+from rl_core.types import JSON, JSONObject, Message, Row, Task, counter_seed
 
 # Columns of the first messages; the first of these columns that a row has is used.
 PROMPT_COLUMNS = (
@@ -48,7 +48,7 @@ MEDIA = re.compile("<(image|video|audio)>")
 
 
 def make_task(
-    row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, location: str = ""
+    row: Row, index: int, env: str, split: str, is_pair: bool = False, location: str = ""
 ) -> Task:
     """The task of row `index` (from 0), read by read_row(). A preference pair has no messages."""
     location = location or row_place(index, (), split)
@@ -62,12 +62,12 @@ def make_task(
     return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=location)
 
 
-def read_row(row: dict[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
+def read_row(row: Row, notes: list[str] | None = None) -> Row:
     """The row in the form that SFT, RL and pairs read; see read_form()."""
     return read_form(row, PROMPT_COLUMNS, notes)
 
 
-def prompt_messages(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
+def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The messages in the first of PROMPT_COLUMNS that a row has, or its text as a user message,
     behind those of its system and history columns. The replies at the end of CONVERSATIONS are
     left out, because they are the solution."""
@@ -90,7 +90,7 @@ def prompt_messages(row: dict[str, Any], notes: list[str] | None = None) -> list
 
 
 def with_opening(
-    row: dict[str, Any], messages: list[Message], notes: list[str] | None = None
+    row: Row, messages: list[Message], notes: list[str] | None = None
 ) -> list[Message]:
     """The messages behind those of a row's columns `system` or `system_prompt` and `history`.
     Raises ValueError for two system messages that differ."""
@@ -124,13 +124,13 @@ def with_opening(
     return opening + row_history(row, notes) + messages[has_system:]
 
 
-def row_history(row: dict[str, Any], notes: list[str] | None = None) -> list[Message]:
+def row_history(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The turns in a row's column `history`: messages, or pairs of a question and its answer. They
     are context. Raises ValueError for anything else."""
     history = row.get("history")
     if history is None or (isinstance(history, (str, list, tuple)) and not history):
         return []
-    messages: list[Any] = []
+    messages: list[JSON] = []
     for turn in history if isinstance(history, (list, tuple)) else [None]:
         if isinstance(turn, dict):
             messages.append(turn)
@@ -151,7 +151,7 @@ def row_history(row: dict[str, Any], notes: list[str] | None = None) -> list[Mes
     return as_context(read)
 
 
-def row_variables(row: dict[str, Any]) -> dict[str, Any]:
+def row_variables(row: Row) -> JSONObject:
     """The variables of the chat template in a row's column `chat_template_kwargs`: an object, or
     its JSON text. Raises ValueError for anything else."""
     column = row.get("chat_template_kwargs")
@@ -169,7 +169,7 @@ def renaming(column: str) -> str:
     return f"; a column of another kind is renamed by --data.columns my_{column}={column}"
 
 
-def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
+def first_column(row: Row, names: Sequence[str]) -> str | None:
     """The first of these columns with a value; else the first that exists."""
     for name in names:
         if row.get(name) is not None:
@@ -178,7 +178,7 @@ def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
 
 
 def column_messages(
-    row: dict[str, Any], column: str, role: str = "user", notes: list[str] | None = None
+    row: Row, column: str, role: str = "user", notes: list[str] | None = None
 ) -> list[Message]:
     """A column's messages, and `notes`, as of canonical_messages. Text, but in `messages`, is one
     message of `role`, and `input` the rest of `instruction`. Raises ValueError if there are none,
@@ -210,12 +210,18 @@ def column_messages(
         raise ValueError(f"column {column!r}: {error}") from None
 
 
-def row_tools(row: dict[str, Any], notes: list[str] | None = None) -> list[dict[str, Any]] | None:
+def row_tools(row: Row, notes: list[str] | None = None) -> list[JSONObject] | None:
     """The tools in a row's column `tools`, as of canonical_tools. Raises ValueError."""
     try:
         return canonical_tools(row.get("tools"), notes)
     except ValueError as error:
         raise ValueError(f"column 'tools' {error}{renaming('tools')}") from None
+
+
+class TaskOrder(Protocol):
+    def row_index(self, position: int) -> int:
+        """Index among the kept rows of the row at a position."""
+        ...
 
 
 class RowOrder:
@@ -242,6 +248,19 @@ class RowOrder:
         return int(self.permutation[offset])
 
 
+class Tasks(Protocol):
+    """Tasks of one or several environments, in the order in which a run draws them."""
+
+    @property
+    def sources(self) -> Sequence[TaskSource]: ...
+
+    def __len__(self) -> int: ...
+
+    def task(self, position: int) -> Task: ...
+
+    def drawn_before(self, position: int) -> list[int]: ...
+
+
 class TaskSource:
     """The tasks of one environment's split, in order. tasks/task_mix.py mixes those of several
     environments."""
@@ -265,7 +284,7 @@ class TaskSource:
         self.shuffle = shuffle
         self.is_pairs = is_pairs
         self.files = files
-        self.sources = [self]
+        self.sources: list[TaskSource] = [self]
         # Reason other than length -> number of pairs that are left out for it.
         self.left_out: Counter[str] = Counter()
         self.keep(range(len(rows)))
@@ -303,6 +322,5 @@ class TaskSource:
         self.kept = indices
         self.draw_by(RowOrder(len(indices), self.seed, self.shuffle))
 
-    def draw_by(self, order: Any) -> None:
-        """Sets the order: `order.row_index(position)` is the index of the kept row to draw."""
+    def draw_by(self, order: TaskOrder) -> None:
         self.order = order

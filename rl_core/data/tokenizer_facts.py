@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from functools import cache, cached_property
-from typing import Any
+
+from rl_core.data.pretrained import Tokenizer
 
 # Normalizers that leave at least a third of a text's characters: NFC joins up to three.
 KNOWN_NORMALIZERS = {"Sequence", "NFC", "NFD", "Prepend", "Replace", "String"}
@@ -16,7 +17,7 @@ REPLACEMENT = re.compile(r'String\("(.*?)"\), content="(.*?)"')
 class TokenizerFacts:
     """Facts of one tokenizer, computed when they are first needed."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
 
     @cached_property

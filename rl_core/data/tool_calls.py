@@ -10,12 +10,11 @@ import ast
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from rl_core.data.chat import Chat, text_after, unmarked
 from rl_core.data.sft_samples import said_text, shared_length, split_end
 from rl_core.data.thoughts import THOUGHTS, leading_thoughts
-from rl_core.types import Completion, Message
+from rl_core.types import JSON, Completion, JSONObject, Message
 
 # An argument as XML in the formats of Qwen, MiniMax and GLM.
 ARGUMENT = (
@@ -35,7 +34,7 @@ SAMPLES = {
 }
 
 
-def xml_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
+def xml_calls(match: re.Match, tools: Sequence[dict]) -> list[JSONObject]:
     """A name, and arguments between tags, with types from the tool's schema."""
     name, schemas, arguments, root = match["name"], {}, {}, None
     for tool in tools:
@@ -47,7 +46,7 @@ def xml_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
     return [{"name": name, "arguments": arguments}]
 
 
-def json_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
+def json_calls(match: re.Match, tools: Sequence[dict]) -> list[JSONObject]:
     """A name with JSON arguments; without a name, a call or a list of calls."""
     value = json.loads(match["arguments"])
     if match["name"]:
@@ -63,7 +62,7 @@ def json_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
     return calls
 
 
-def gemma_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
+def gemma_calls(match: re.Match, tools: Sequence[dict]) -> list[JSONObject]:
     """{city:<|"|>Rome<|"|>,days:3}: keys without quotes, strings between special tokens."""
     pieces = match["arguments"].split('<|"|>')
     for i, piece in enumerate(pieces):
@@ -75,7 +74,7 @@ def gemma_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
     return [{"name": match["name"], "arguments": json.loads("".join(pieces))}]
 
 
-def python_calls(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
+def python_calls(match: re.Match, tools: Sequence[dict]) -> list[JSONObject]:
     """[f(x='a'), g(n=3)]: calls with keywords and JSON values."""
     calls = []
     try:
@@ -105,7 +104,7 @@ class JsonNames(ast.NodeTransformer):
         return ast.Constant(values[node.id]) if node.id in values else node
 
 
-def typed_value(text: str, schema: Any, root: Any = None) -> Any:
+def typed_value(text: str, schema: JSON, root: JSON = None) -> JSON:
     """The value of an argument that is written as text: an enumerated value of the schema; null
     where the schema allows null; the text itself where it allows a string; else the value as JSON
     or Python. `root`: the schema that `$ref` refers to."""
@@ -123,18 +122,18 @@ def typed_value(text: str, schema: Any, root: Any = None) -> Any:
     return text
 
 
-def same_value(a: Any, b: Any) -> bool:
+def same_value(a: JSON, b: JSON) -> bool:
     """True if both are equal as JSON, where true is not 1."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
-def properties_of(function: dict[str, Any]) -> dict[str, Any]:
+def properties_of(function: JSONObject) -> JSONObject:
     """Schemas of a tool's parameters by name."""
     parameters = function.get("parameters") or {}
     return resolved(parameters, parameters).get("properties") or {}
 
 
-def resolved(schema: Any, root: Any, depth: int = 0) -> Any:
+def resolved(schema: JSON, root: JSON, depth: int = 0) -> JSON:
     """A schema, or the one that its `$ref` names by a path in `root`; {} if there is none."""
     if not isinstance(schema, dict):
         return schema if schema is not None else {}
@@ -151,7 +150,7 @@ def resolved(schema: Any, root: Any, depth: int = 0) -> Any:
     return resolved({**target, **{k: v for k, v in schema.items() if k != "$ref"}}, root, depth + 1)
 
 
-def allowed(schema: Any, root: Any = None, depth: int = 0) -> tuple[list[str], list | None]:
+def allowed(schema: JSON, root: JSON = None, depth: int = 0) -> tuple[list[str], list | None]:
     """(JSON types that a schema allows, its enumerated values or None). `true` and a schema without
     a type allow a string."""
     schema = resolved(schema, root)
@@ -185,12 +184,12 @@ def fits(kind: str, types: list[str]) -> bool:
     return kind in types or (kind in ("integer", "number") and "number" in types)
 
 
-def is_typed(schema: Any) -> bool:
+def is_typed(schema: JSON) -> bool:
     keys = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "properties", "items", "$ref")
     return isinstance(schema, dict) and any(key in schema for key in keys)
 
 
-def json_type(value: Any) -> str:
+def json_type(value: JSON) -> str:
     """The name of a value's type in a JSON schema."""
     if value is None:
         return "null"
@@ -198,7 +197,7 @@ def json_type(value: Any) -> str:
     return names.get(type(value), "object")
 
 
-def types_of(schema: Any, root: Any = None) -> list[str]:
+def types_of(schema: JSON, root: JSON = None) -> list[str]:
     return allowed(schema, root)[0]
 
 
@@ -390,7 +389,7 @@ class ToolCalls:
             return text, called
 
 
-def sample_arguments(function: dict[str, Any]) -> dict[str, Any]:
+def sample_arguments(function: JSONObject) -> JSONObject:
     """An argument of the right type for each of a tool's parameters."""
     arguments = {}
     for name, schema in properties_of(function).items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Any
+
+from rl_core.types import JSONObject
 
 JSON_TYPES = {
     "str": "string",
@@ -20,7 +21,7 @@ JSON_TYPES |= {name: name for name in JSON_TYPES.values()}
 OPTIONAL = re.compile(r",\s*optional\b.*$", flags=re.DOTALL | re.IGNORECASE)
 
 
-def with_schema(function: dict[str, Any]) -> dict[str, Any]:
+def with_schema(function: JSONObject) -> JSONObject:
     """The function with parameters of the type "object" and with properties. They may be those of
     xlam, {argument: {"type", "description"}}, with Python's names of types. An argument is required
     unless its type says that it is optional, it has a default, or "required" is False.
@@ -35,7 +36,7 @@ def with_schema(function: dict[str, Any]) -> dict[str, Any]:
         return function | {"parameters": {"type": "object", **parameters}}
     if not all(isinstance(value, dict) and "type" in value for value in parameters.values()):
         return function
-    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    schema: JSONObject = {"type": "object", "properties": {}}
     required = []
     for name, value in parameters.items():
         schema["properties"][name], is_required = argument_schema(value)
@@ -43,7 +44,7 @@ def with_schema(function: dict[str, Any]) -> dict[str, Any]:
     return function | {"parameters": schema | ({"required": required} if required else {})}
 
 
-def argument_schema(value: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def argument_schema(value: JSONObject) -> tuple[JSONObject, bool]:
     """(JSON schema of an argument, True if the argument is required). The name of a type that JSON
     schema cannot express is put into the description."""
     rest = {key: each for key, each in value.items() if key != "type"}
@@ -62,7 +63,7 @@ def argument_schema(value: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return schema | rest, is_required and not is_optional
 
 
-def schema_of_type(node: ast.expr) -> dict[str, Any]:
+def schema_of_type(node: ast.expr) -> JSONObject:
     """The JSON schema of a type in Python, such as List[int], or in JSON schema. Raises ValueError
     if JSON schema cannot express the type."""
     outer = node.value if isinstance(node, ast.Subscript) else node

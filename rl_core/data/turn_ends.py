@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
+from rl_core.data.pretrained import Tokenizer
 from rl_core.data.rendering import PROBE
 from rl_core.types import Message
 
@@ -19,7 +19,7 @@ class TurnEnds:
     reply in the middle of a conversation, and after tool calls. If the next header ends a turn, the
     header's token; if nothing does, the tokenizer's end token."""
 
-    def __init__(self, tokenizer: Any, render: Callable[[list[Message]], str]):
+    def __init__(self, tokenizer: Tokenizer, render: Callable[[list[Message]], str]):
         """render(messages) returns the template's text without a generation prompt, or raises
         ValueError."""
         self._render_messages = render

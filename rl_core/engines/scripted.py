@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rl_core.data.chat import Chat
 from rl_core.sampling.actor import Actor
@@ -102,4 +102,4 @@ def plain_chat(tool_reader: Callable[[Chat], Any] | None = None) -> Chat:
         additional_special_tokens=[START],
         chat_template=PLAIN_TEMPLATE,
     )
-    return Chat(fast_tokenizer, tool_reader=tool_reader)
+    return Chat(cast(Tokenizer, fast_tokenizer), tool_reader=tool_reader)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_core.data.env_names import env_path
-from rl_core.data.rows import JSON, TABLES, check_exists, suffix_of
+from rl_core.data.rows import JSON_FILES, TABLES, check_exists, suffix_of
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SPOKEN, Env
 from rl_core.sampling.episode import TurnLoop, checked
@@ -149,7 +149,7 @@ def execute_file(path: str) -> ModuleType:
     path = env_path(path)
     file = Path(path).expanduser()
     check_exists(file)
-    if suffix_of(file) in (*JSON, *TABLES, ".zst"):
+    if suffix_of(file) in (*JSON_FILES, *TABLES, ".zst"):
         raise ValueError(
             f"{path} holds rows and is not an environment, which is a Python file; see the rows by "
             f"rl-core tokens --model MODEL --data.train {path}, or try them in an environment by "

@@ -18,7 +18,7 @@ from rl_core.config import MAX_TOP_K, Config, CriticConfig, EnvConfig, SamplingC
 from rl_core.config.rules import check, check_algorithm
 from rl_core.data.chat import Chat
 from rl_core.data.published_sets import naming_recipes
-from rl_core.data.tasks import TaskSource
+from rl_core.data.tasks import Tasks, TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.engines.options import auto_engine, engine_factory
 from rl_core.environments import env_file
@@ -49,7 +49,7 @@ class Plan:
     local: list[str]  # Actors whose models are on this rank.
     # Groups of ranks with their actors, rollout ranks first; empty without separate ranks.
     rank_groups: list[Any] = field(default_factory=list)
-    train: TaskSource | None = None
+    train: Tasks | None = None
     # By the name of its environment, or of the held-out set.
     eval: dict[str, TaskSource] = field(default_factory=dict)
     chats: dict[str, Chat] = field(default_factory=dict)  # By the name of each actor with a model.

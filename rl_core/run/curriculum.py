@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_core.config import Config
 from rl_core.data.episodes import episode_rewards, succeeded
-from rl_core.data.tasks import TaskSource, shorten
+from rl_core.data.tasks import Tasks, TaskSource, shorten
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.plugin import Plugin
 from rl_core.sampling.env import Env
@@ -122,15 +122,13 @@ class Curriculum(Plugin):
                 order.load(before[env])
 
 
-def weighted_orders(train: TaskSource) -> dict[str, WeightedOrder]:
+def weighted_orders(train: Tasks) -> dict[str, WeightedOrder]:
     """Environment -> order, for environments with task_weight()."""
     orders = {source.env: source.order for source in train.sources}
     return {env: order for env, order in orders.items() if isinstance(order, WeightedOrder)}
 
 
-def record(
-    train: TaskSource, results: Iterable[tuple[str, str, float, float]], position: int
-) -> None:
+def record(train: Tasks, results: Iterable[tuple[str, str, float, float]], position: int) -> None:
     """Records (environment, task id, success rate, mean reward) of each group of a step, equal on
     every rank. Tasks from `position` on, which counts as `train.task` does, are drawn with the new
     weights. Raises ValueError if no task has a weight."""
@@ -185,7 +183,7 @@ def has_task_weight(config: Config, envs: Mapping[str, Env]) -> bool:
     return config.is_rl and any("task_weight" in env.hooks for env in envs.values())
 
 
-def draw_by_weight(envs: dict[str, Env], train: TaskSource) -> None:
+def draw_by_weight(envs: dict[str, Env], train: Tasks) -> None:
     """Gives each environment with task_weight() a weighted order."""
     for source in train.sources:
         if hook := envs[source.env].hooks.get("task_weight"):

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import cast
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat, unmarked
-from rl_core.data.column_names import MISSING, nested_value
+from rl_core.data.column_names import MISSING, RenamedColumns, nested_value
 from rl_core.data.messages import text_of
 from rl_core.data.preference_pairs import PAIR, pair_messages
 from rl_core.data.rendering import PROBE
@@ -32,7 +32,7 @@ from rl_core.data.tasks import (
 )
 from rl_core.data.thoughts import MARKS
 from rl_core.sampling.env import Env
-from rl_core.types import Message
+from rl_core.types import JSON, Message, Row
 
 NUM_ROWS = 200  # The first rows of a data set are looked at.
 # Columns of prompts; other columns that a row's samples are made of hold labels.
@@ -60,22 +60,22 @@ SCORES = (
 class ReadRow(dict):
     """A row that keeps the names of its columns of which a value was read."""
 
-    def __init__(self, row: dict[str, Any]):
+    def __init__(self, row: Row):
         super().__init__(row)
         self.read: dict[str, None] = {}
         self.made: set[str] = set()  # Columns that were made of others.
 
-    def __or__(self, made: dict[str, Any]) -> ReadRow:
+    def __or__(self, made: Row) -> ReadRow:
         """The row with columns made of others. Reading these adds no name."""
         row = ReadRow(super().__or__(made))
         row.read, row.made = self.read, self.made
         row.made |= made.keys()
         return row
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> JSON:
         return self.get(name) if name in self else super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: JSON = None) -> JSON:
         value = super().get(name, default)
         if is_filled(value) and name not in self.made:
             self.read[name] = None
@@ -97,11 +97,11 @@ class ColumnUse:
     remarks: dict[str, list[int]] = field(default_factory=dict)
 
 
-def is_filled(value: Any) -> bool:
+def is_filled(value: JSON) -> bool:
     return value is not None and not (isinstance(value, (str, list, dict)) and not value)
 
 
-def read_messages(config: Config, row: dict[str, Any], notes: list[str]) -> list[Message]:
+def read_messages(config: Config, row: Row, notes: list[str]) -> list[Message]:
     """The messages of a row of read_row(), read as training reads them. `notes` collects a line for
     each value that is mapped to another form. Raises ValueError for a row that is refused or left
     out."""
@@ -126,7 +126,7 @@ def column_use(
     marks = template_marks(chat) if chat else None
     for index in islice(source.kept, NUM_ROWS):
         original, notes = source.rows[index], []
-        row = read_row(ReadRow(original), notes)
+        row = cast(ReadRow, read_row(ReadRow(original), notes))
         row = row if row.made else ReadRow(original)
         messages = read_messages(config, row, notes)
         filled |= {name: None for name, value in original.items() if is_filled(value)}
@@ -171,7 +171,9 @@ def name_columns(
         takes_all = any(hook.takes_all for hook in env.hooks.values())
         prompts = list(read)
         labels = [name for name in filled if name in of_hooks or (takes_all and name not in read)]
-    hidden = [name for name in getattr(source.rows, "hidden", ()) if name in source.rows.rows[0]]
+    hidden = []
+    if isinstance(source.rows, RenamedColumns):
+        hidden = [name for name in source.rows.hidden if name in source.rows.rows[0]]
     used = {*prompts, *labels} | roots(row | dict.fromkeys(hidden), columns)
     use.prompt = [shown.get(name, name) for name in prompts]
     use.label = [shown.get(name, name) for name in labels]
@@ -184,7 +186,7 @@ def hook_columns(env: Env) -> set[str]:
     return names.union(*(prompt.columns for prompt in env.turn_loop.system_prompts.values()))
 
 
-def roots(row: dict[str, Any], columns: dict[str, str]) -> set[str]:
+def roots(row: Row, columns: dict[str, str]) -> set[str]:
     """The columns of a row that are read by another name, as a whole or by a path."""
     paths = columns.values()
     return {name for name in row if any(f"{path}.".startswith(f"{name}.") for path in paths)}
@@ -209,7 +211,7 @@ def lost_columns(
     return names
 
 
-def texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: JSON) -> Iterator[str]:
     """The texts of a value, at any depth."""
     if isinstance(value, str):
         yield value
@@ -258,8 +260,10 @@ def label_remarks(config: Config, row: ReadRow) -> Iterator[str]:
             "it; leave these rows out, or make pairs for --algorithm dpo"
         )
     for names in SCORES if not config.is_rl else ():
-        scores = [dict.get(row, name) for name in names]
-        if all(isinstance(score, (int, float)) for score in scores) and scores[0] < scores[1]:
+        chosen, rejected = (dict.get(row, name) for name in names)
+        if not isinstance(chosen, (int, float)) or not isinstance(rejected, (int, float)):
+            continue
+        if chosen < rejected:
             yield (
                 f"column {names[0]!r} is below {names[1]!r}: the worse reply is preferred; leave "
                 "these rows out, or if all are so, --data.columns "
@@ -289,7 +293,7 @@ def mark_remarks(
     texts = [text_of(message) for message in messages if message["role"] != "assistant"]
     matches = [marks.search(text) for text in texts] if marks else []
     mark = next((match[0] for match in matches if match), None)
-    if mark is None:
+    if mark is None or chat is None:
         return
     effect = "begins another message for the model"
     if mark in chat.special_ids:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from rl_core.data.rows import Row
 from rl_core.data.tasks import PROMPT_COLUMNS, first_column
 from rl_core.sampling.hooks import describe_error
+from rl_core.types import JSON, Row
 
 
 class MadePrompts(Sequence):
     """Rows with a column `prompt`: row_to_prompt() of the columns that it names, for a row that has
     none of PROMPT_COLUMNS. Raises ValueError if row_to_prompt() raises an exception."""
 
-    def __init__(self, rows: Sequence[Row], row_to_prompt: Callable[..., Any], path: str):
+    def __init__(self, rows: Sequence[Row], row_to_prompt: Callable[..., JSON], path: str):
         self.rows, self.row_to_prompt, self.path = rows, row_to_prompt, path
         self.columns = list(inspect.signature(row_to_prompt).parameters)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
@@ -13,6 +12,7 @@ from rl_core.data.rows import CHECKED_ROWS
 from rl_core.data.tasks import TaskSource, row_tools, row_variables
 from rl_core.environments.env_file import speakers
 from rl_core.sampling.env import Env
+from rl_core.tasks.sft_dataset import SFTDataset, fits
 from rl_core.types import Task
 
 # The first rows of a data set are checked even where a run draws none of them.
@@ -23,7 +23,7 @@ def check_run(
     config: Config,
     envs: dict[str, Env],
     chats: dict[str, Chat],
-    sft_dataset: Any,
+    sft_dataset: SFTDataset | None,
     source: TaskSource,
 ) -> None:
     """check_lengths of a run's rows."""
@@ -52,7 +52,7 @@ def check_lengths(
     config: Config,
     envs: dict[str, Env],
     chats: dict[str, Chat],
-    sft_dataset: Any,
+    sft_dataset: SFTDataset | None,
     source: TaskSource,
     rows: Sequence[int] | None = None,
 ) -> None:
@@ -72,7 +72,11 @@ def check_lengths(
 
 
 def is_fit(
-    config: Config, envs: dict[str, Env], chats: dict[str, Chat], sft_dataset: Any, task: Task
+    config: Config,
+    envs: dict[str, Env],
+    chats: dict[str, Chat],
+    sft_dataset: SFTDataset | None,
+    task: Task,
 ) -> bool:
     """False for a row that is left out. Raises ValueError for a row that does not render, or that
     is too long, unless such rows are left out."""
@@ -84,7 +88,7 @@ def is_fit(
         for name, chat in chats.items():
             chat.check_variables(variables, "column 'chat_template_kwargs'")
             variant = chat.with_variables(variables)
-            if row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
+            if tools and row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
                 variant.tool_calls.check(tools, "column 'tools'")
             messages = env.turn_loop.opening(task, name)
             length = variant.least_tokens(messages)
@@ -115,14 +119,3 @@ def left_out(config: Config, sources: Iterable[TaskSource]) -> str:
     if config.algorithm == "sft" and not config.sft.weights[0]:
         reason += ", or nothing to train in them"
     return f" ({num_left:,} of {num_rows:,} were left out: {reason})"
-
-
-def fits(text: str, length: int, limit: int, named: str, skip_long: bool, bound: str = "") -> bool:
-    """True if `length` is at most `limit`. Raises ValueError if it is longer and such rows are not
-    left out. The error names `text`, which was measured, and puts `bound` before the length."""
-    if length > limit and not skip_long:
-        raise ValueError(
-            f"{text} of {bound}{length} tokens is longer than {named}; raise it, or leave such "
-            "rows out with --data.skip_long"
-        )
-    return length <= limit

@@ -9,7 +9,7 @@ from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import row_place
-from rl_core.data.tasks import SYSTEM_COLUMNS, TaskSource, row_tools, row_variables
+from rl_core.data.tasks import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
 from rl_core.sampling.env import Env
 from rl_core.tasks.column_use import column_use, fix_of
 
@@ -20,7 +20,7 @@ NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out row
 def data_warnings(
     config: Config,
     algorithm: Algorithm,
-    train: TaskSource,
+    train: Tasks,
     evals: dict[str, TaskSource],
     spelled: tuple[str, str] | None = None,
     envs: Mapping[str, Env] | None = None,

@@ -8,11 +8,10 @@ from dataclasses import replace
 from rl_core.config import Config
 from rl_core.data.chat import Chat, text_of
 from rl_core.data.preference_pairs import LeftOutError, pair_messages, reply_pair, scored_pair
-from rl_core.data.rows import Row, is_trajectory
+from rl_core.data.rows import is_trajectory
 from rl_core.data.sft_samples import sft_messages, sft_samples, trained_messages
-from rl_core.data.tasks import TaskSource
-from rl_core.tasks.row_lengths import fits
-from rl_core.types import Message, Task, TrainingSample
+from rl_core.data.tasks import Tasks
+from rl_core.types import Message, Row, Task, TrainingSample
 
 CACHED_TOKENS = 4_000_000  # 100 MB
 # Preset -> (chat, row, *sft.weights) -> TrainingSamples of a row of data.
@@ -59,7 +58,7 @@ class SFTDataset:
                 self.known[task.id] = samples
         return [replace(sample, group_id=group_id) for sample in samples]
 
-    def samples_at(self, tasks: TaskSource, positions: Iterable[int]) -> list[TrainingSample]:
+    def samples_at(self, tasks: Tasks, positions: Iterable[int]) -> list[TrainingSample]:
         """Samples of the tasks at these positions."""
         samples = []
         for position in positions:
@@ -101,3 +100,14 @@ def spelled_token(chat: Chat, replies: list[Message]) -> str | None:
         if match := chat.special_token.search(text):
             return match[0]
     return None
+
+
+def fits(text: str, length: int, limit: int, named: str, skip_long: bool, bound: str = "") -> bool:
+    """True if `length` is at most `limit`. Raises ValueError if it is longer and such rows are not
+    left out. The error names `text`, which was measured, and puts `bound` before the length."""
+    if length > limit and not skip_long:
+        raise ValueError(
+            f"{text} of {bound}{length} tokens is longer than {named}; raise it, or leave such "
+            "rows out with --data.skip_long"
+        )
+    return length <= limit

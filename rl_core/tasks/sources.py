@@ -12,8 +12,8 @@ from rl_core.config import Config
 from rl_core.data import tables
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
 from rl_core.data.preference_pairs import pair_rows
-from rl_core.data.rows import Row, is_tasks_folder, load_rows
-from rl_core.data.tasks import TaskSource
+from rl_core.data.rows import is_tasks_folder, load_rows
+from rl_core.data.tasks import Tasks, TaskSource
 from rl_core.environments.agents.harbor_tasks import NETWORKS, task_rows
 from rl_core.environments.env_file import check_columns
 from rl_core.sampling.env import Env
@@ -22,14 +22,13 @@ from rl_core.tasks.prompt_hook import MadePrompts
 from rl_core.tasks.sft_dataset import check_rows
 from rl_core.tasks.streaming import streamed_tasks
 from rl_core.tasks.task_mix import TaskMix
+from rl_core.types import Row
 
 # Name of an environment -> its held-out tasks by the name of their set.
 HeldOut = Callable[[str], dict[str, TaskSource]]
 
 
-def train_tasks(
-    config: Config, envs: dict[str, Env], held_out: HeldOut | None = None
-) -> TaskSource:
+def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None = None) -> Tasks:
     """Training tasks of all environments. One that has held-out rows alone is left out."""
     held_out = held_out or partial(held_out_tasks, config, envs)
     sources, weights = [], []
@@ -39,6 +38,8 @@ def train_tasks(
         if not section.weight:
             continue
         path = section.train or config.data.train
+        if config.data.streaming:
+            return streamed_tasks(config, envs.get(name), name, path)
         source = load_source(config, envs.get(name), name, "train", path)
         if source is None:
             if len(names) > 1 and held_out(name):
@@ -99,8 +100,6 @@ def load_source(
 ) -> TaskSource | None:
     is_train = split == "train"
     is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
-    if is_train and config.data.streaming:
-        return streamed_tasks(config, env, name, path, is_pairs)
     if path:
         min_reward = config.data.min_reward if is_train else None
         load = partial(
@@ -126,6 +125,7 @@ def load_source(
     if env and env.row_to_prompt:
         rows = MadePrompts(rows, env.row_to_prompt, env.path)
     if config.is_rl:
+        assert env is not None
         check_columns(env, rows, files, split)
     elif path:
         check_rows(config, rows, path, is_train)

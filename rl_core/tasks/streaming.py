@@ -11,13 +11,14 @@ import gzip
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import numpy as np
 
+from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
-from rl_core.data.rows import Row, check_exists, files_of, parse_rows, suffix_of
+from rl_core.data.rows import check_exists, files_of, parse_rows, suffix_of
 from rl_core.data.tables import load_named, load_table, messages_as_written
 from rl_core.data.tasks import TaskSource, make_task
 from rl_core.environments.env_file import check_columns
@@ -25,7 +26,7 @@ from rl_core.errors import nearest, refuse
 from rl_core.sampling.env import Env
 from rl_core.tasks.prompt_hook import MadePrompts
 from rl_core.tasks.sft_dataset import check_rows
-from rl_core.types import Task, counter_seed
+from rl_core.types import JSONObject, Row, Task, counter_seed
 
 CHECKED_ROWS = 200  # The first rows, which are checked at start-up.
 KEPT_BLOCKS = 2  # Two, because groups still draw from the older block.
@@ -63,6 +64,16 @@ OF_STREAMS = [
 ]
 
 
+class RowStream(Protocol):
+    """An iterable whose position is a state, such as an IterableDataset."""
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+    def state_dict(self) -> JSONObject: ...
+
+    def load_state_dict(self, state_dict: JSONObject) -> None: ...
+
+
 class JsonLinesStream:
     """Rows of .jsonl files, one after the other. The state is a position in a file, with the
     methods of an IterableDataset. Raises ValueError, with file and line, for a line that is not a
@@ -72,17 +83,16 @@ class JsonLinesStream:
         self.files = files
         self.load_state_dict({"file": 0, "byte": 0, "line": 0})
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> JSONObject:
         return {"file": self.file, "byte": self.byte, "line": self.line}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.file, self.byte, self.line = state["file"], state["byte"], state["line"]
+    def load_state_dict(self, state_dict: JSONObject) -> None:
+        self.file, self.byte, self.line = (state_dict[key] for key in ("file", "byte", "line"))
 
     def __iter__(self) -> Iterator[Row]:
         while self.file < len(self.files):
             path = self.files[self.file]
-            opened = gzip.open if path.suffix == ".gz" else open
-            with opened(path, "rb") as file:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
                 file.seek(self.byte)
                 for text in file:
                     self.byte += len(text)
@@ -92,14 +102,13 @@ class JsonLinesStream:
             self.load_state_dict({"file": self.file + 1, "byte": 0, "line": 0})
 
 
-def open_stream(path: str, split: str) -> Any:
-    """An iterable of a source's rows, with state_dict() and load_state_dict()."""
+def open_stream(path: str, split: str) -> RowStream:
     named, _, last = path.rpartition("@")
     if named and "/" not in last and not Path(path).expanduser().exists():
         path, split = named, last
     files = files_of(path, split)
     if not files:
-        return load_named(path, split, streaming=True)
+        return cast(RowStream, load_named(path, split, streaming=True))
     for file in files:
         check_exists(file)
     suffixes = {suffix_of(file) for file in files}
@@ -110,15 +119,21 @@ def open_stream(path: str, split: str) -> Any:
             f"{path}: --data.streaming reads files of one format, and of JSON one object a line; "
             f"these are {', '.join(sorted(suffixes))}"
         )
-    return load_table(files, suffixes.pop(), streaming=True)
+    return cast(RowStream, load_table(files, suffixes.pop(), streaming=True))
 
 
 class StreamedTasks:
-    """Training tasks of a stream, with the interface of TaskSource. At most KEPT_BLOCKS blocks of
+    """Training tasks of a stream. At most KEPT_BLOCKS blocks of
     rows are in memory. After the last row the next epoch begins, in another order."""
 
     def __init__(
-        self, stream: Any, name: str, config: Config, env_name: str, env: Env | None, is_pairs: bool
+        self,
+        stream: RowStream,
+        name: str,
+        config: Config,
+        env_name: str,
+        env: Env | None,
+        is_pairs: bool,
     ):
         self.stream, self.name, self.config = stream, name, config
         self.env, self.env_name, self.is_pairs = env, env_name, is_pairs
@@ -127,7 +142,7 @@ class StreamedTasks:
         self.num_rows = 0  # 0 until the end is reached.
         self.blocks: dict[int, list[Row]] = {}
         # Number of a block -> state of the stream before it.
-        self.states: dict[int, Any] = {0: stream.state_dict()}
+        self.states: dict[int, JSONObject] = {0: stream.state_dict()}
         self.next_block, self.iterator = 0, iter(stream)
         first = self.block(0)[:CHECKED_ROWS]
         if not first:
@@ -169,6 +184,9 @@ class StreamedTasks:
         for column in sorted(self.columns - rows[at].keys()):
             raise ValueError(f"{location}: no column {column!r}; {nearest(column, rows[at])}")
         return make_task(rows[at], index, self.env_name, "train", self.is_pairs, location)
+
+    def drawn_before(self, position: int) -> list[int]:
+        return [position]
 
     def locate(self, position: int) -> tuple[int, int]:
         """(epoch, row in the epoch) of a position."""
@@ -229,13 +247,13 @@ class StreamedTasks:
         if len(self.states) > KEPT_STATES:
             del self.states[next(block for block in self.states if block)]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """States of the stream before its last blocks, with which a resumed run skips earlier
         rows."""
         states = {str(number): state for number, state in self.states.items()}
         return {"num_rows": self.num_rows, "size": self.size, "states": states}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         if state.get("size") == self.size:
             self.num_rows = state["num_rows"]
             self.states |= {int(number): saved for number, saved in state["states"].items()}
@@ -252,8 +270,10 @@ def required_columns(env: Env) -> set[str]:
 
 
 def streamed_tasks(
-    config: Config, env: Env | None, env_name: str, path: str | None, is_pairs: bool
+    config: Config, env: Env | None, env_name: str, path: str | None
 ) -> StreamedTasks:
     """Opens the stream of training tasks. Raises ValueError for flags that need all rows."""
     refuse(OF_STREAMS, c=config, path=path, env=env)
+    assert path is not None
+    is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
     return StreamedTasks(open_stream(path, "train"), path, config, env_name, env, is_pairs)
