@@ -102,4 +102,4 @@ def plain_chat(tool_reader: Callable[[Chat], Any] | None = None) -> Chat:
         additional_special_tokens=[START],
         chat_template=PLAIN_TEMPLATE,
     )
-    return Chat(cast(Tokenizer, fast_tokenizer), tool_reader=tool_reader)
+    return Chat(cast(pretrained.Tokenizer, fast_tokenizer), tool_reader=tool_reader)
