@@ -144,7 +144,7 @@ def load_table(files: list[Path], suffix: str, streaming: bool = False) -> Seque
 
 
 @runtime_checkable
-class Table(Protocol):
+class HubTable(Protocol):
     """A table of `datasets`, which takes a second to import."""
 
     format: dict[str, object]
@@ -155,7 +155,7 @@ class Table(Protocol):
 def without_null_keys(rows: Sequence[Row]) -> Sequence[Row]:
     """A table of `datasets` that gives its cells as messages_as_written(); anything else, and a
     table with a format of the user, as it is."""
-    if not isinstance(rows, Table) or rows.format["type"] is not None:
+    if not isinstance(rows, HubTable) or rows.format["type"] is not None:
         return rows
 
     def as_written(batch: dict[str, list]) -> dict[str, list]:

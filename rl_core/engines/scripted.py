@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from rl_core.data import pretrained
 from rl_core.data.chat import Chat
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import Engine
