@@ -1,21 +1,18 @@
 """rl_core and TRL side by side on a CPU: the same model, prompts, lengths and number of samples,
 one torch thread each.
 
-    python scripts/bench_cpu.py                         GRPO on short and ragged completions, SFT on
-    ragged rows
-    python scripts/bench_cpu.py --only grpo_ragged      one of them; --quick for a smoke run, --out
-    result.json
+    python scripts/bench_cpu.py                         GRPO on short and ragged completions, SFT
+    python scripts/bench_cpu.py --only grpo_ragged      one task; --quick for a smoke run
     python scripts/bench_cpu.py --compare result.json   fails if a ratio is 10 % below that file's
     python scripts/bench_cpu.py --only sft_file --sft_file gsm8k_train.jsonl.gz
-                                                        SFT of 3M parameters on rows {"question",
-                                                        "answer"}
+                                          SFT of 3M parameters on rows {"question", "answer"}
 
-TRL must be installed: pip install '.[test]' in a clone. Without it: --sides rl_core.
+Requires TRL: pip install '.[test]' in a clone. Without TRL: --sides rl_core.
 
-Each side runs in a process of its own, after the other. What counts is the CPU time of that process
-(all threads, user and system), since wall time depends on what else the machine does. Lengths are
-forced: every completion is as long as a counter says, so that both sides sample equally many
-tokens. Each side gets several settings and counts by its best.
+The sides run one after the other, each in a separate process. The measure is the CPU time of that
+process (all threads, user and system), because wall time depends on other load. Lengths are forced:
+a counter sets the length of each completion, so that both sides sample equally many tokens. Each
+side runs with several settings, and its best one counts.
 """
 
 from __future__ import annotations
@@ -32,8 +29,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bench_work import OUR_SETTINGS, TRL_SETTINGS, WORKS, Measured, Work, make_model
+from script_tools import Table, make_parser, write_json
 
-FALLEN_FRAC = 0.1  # of a ratio, beyond which --compare fails
+FALLEN_FRAC = 0.1  # --compare fails if a ratio fell by more than this fraction.
 
 
 def run_here(work: Work, side: str, setting: str, model: str) -> Measured:
@@ -50,7 +48,7 @@ def run_here(work: Work, side: str, setting: str, model: str) -> Measured:
 
 
 def run_apart(work: Work, side: str, setting: str, model: str) -> Measured:
-    """The same in a process of its own."""
+    """run_here() in a new process with one thread and without a GPU."""
     job = json.dumps({"work": asdict(work), "side": side, "setting": setting, "model": model})
     env = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -70,8 +68,7 @@ def run_apart(work: Work, side: str, setting: str, model: str) -> Measured:
 
 
 def summary(work: Work, side: str, setting: str, m: Measured) -> dict:
-    """One line of the table: CPU per step is the median of the steps after the warm-up, rates are
-    over all of those."""
+    """A line of the table: the median CPU time of a step, and rates over all measured steps."""
     kept = slice(work.warmup, None)
     cpu, generate = sum(m.cpu_s[kept]), sum(m.generate_cpu_s[kept])
     generated, learned = sum(m.generated_tokens[kept]), sum(m.learned_tokens[kept])
@@ -92,71 +89,50 @@ def summary(work: Work, side: str, setting: str, m: Measured) -> dict:
 
 
 def speedups(lines: list[dict]) -> dict[str, float]:
-    """How many times less CPU rl_core needs than TRL, each at its best: per step for GRPO, per
-    token for SFT."""
-    found = {}
+    """TRL's CPU time over rl_core's, each in its best setting: per step for GRPO, per token for
+    SFT."""
+    ratios = {}
     for name in dict.fromkeys(line["work"] for line in lines):
         ours, trl = (
             [x for x in lines if x["work"] == name and x["side"] == side]
             for side in ("rl_core", "trl")
         )
         if ours and trl and WORKS[name].algorithm == "grpo":
-            found[name] = min(x["cpu_s_per_step"] for x in trl) / min(
-                x["cpu_s_per_step"] for x in ours
-            )
+            ours_s, trl_s = (min(x["cpu_s_per_step"] for x in side) for side in (ours, trl))
+            ratios[name] = trl_s / ours_s
         elif ours and trl:
             rate = "learn_tokens_per_cpu_s"
-            found[name] = max(x[rate] for x in ours) / max(x[rate] for x in trl)
-    return found
+            ratios[name] = max(x[rate] for x in ours) / max(x[rate] for x in trl)
+    return ratios
 
 
-def fallen(found: dict[str, float], before: dict[str, float]) -> list[str]:
-    """A line for each work whose ratio is FALLEN_FRAC below what it was. A work that only one of
-    both measured is left out."""
+def fallen(ratios: dict[str, float], before: dict[str, float]) -> list[str]:
+    """A line for each task whose ratio fell by more than FALLEN_FRAC. Tasks that are in only one of
+    the two are ignored."""
     lines = []
-    for name, times in found.items():
+    for name, times in ratios.items():
         if name in before and times < (1 - FALLEN_FRAC) * before[name]:
             lines.append(f"{name}: {times:.2f} times, it was {before[name]:.2f}")
     return lines
 
 
 COLUMNS = {
-    "CPU s/step": ("cpu_s_per_step", "{:.3f}"),
-    "generate tok/CPU s": ("generate_tokens_per_cpu_s", "{:.0f}"),
-    "learn tok/CPU s": ("learn_tokens_per_cpu_s", "{:.0f}"),
-    "useful": ("useful_frac", "{:.2f}"),
-    "start MiB": ("start_mib", "{:.0f}"),
-    "peak MiB": ("peak_mib", "{:.0f}"),
-    "tokens/step": ("tokens_per_step", "{:.0f}"),
+    "work": "<11",
+    "side": "<7",
+    "setting": "<23",
+    "cpu_s_per_step": ">5.3f",
+    "generate_tokens_per_cpu_s": ">5.0f",
+    "learn_tokens_per_cpu_s": ">5.0f",
+    "useful_frac": ">5.2f",
+    "start_mib": ">5.0f",
+    "peak_mib": ">5.0f",
+    "tokens_per_step": ">5.0f",
 }
 
 
-def table(lines: list[dict]) -> str:
-    rows = [["work", "side", *COLUMNS, "warm-up CPU s"]]
-    for line in lines:
-        cells = [
-            form.format(line[key]) if line[key] is not None else "-"
-            for key, form in COLUMNS.values()
-        ]
-        side = line["side"] + (f" ({line['setting']})" if line["setting"] else "")
-        rows.append(
-            [line["work"], side, *cells, " ".join(f"{s:.2f}" for s in line["warmup_cpu_s"])]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", choices=WORKS, nargs="+", help="what to measure; default: all that can be"
-    )
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", choices=WORKS, nargs="+", help="tasks; default: all that can run")
     parser.add_argument(
         "--sft_file", type=Path, help='.jsonl or .jsonl.gz with rows {"question", "answer"}'
     )
@@ -171,16 +147,16 @@ def parse_arguments() -> argparse.Namespace:
         "--hidden", type=int, help="width of the model; 128 with 3 layers is 0.6M parameters"
     )
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--steps", type=int, help="that count, after 2 of warm-up")
+    parser.add_argument("--steps", type=int, help="measured steps, after 2 of warm-up")
     parser.add_argument(
-        "--quick", action="store_true", help="2 steps after 1 of warm-up: does it run at all?"
+        "--quick", action="store_true", help="a smoke run: 2 steps after 1 of warm-up"
     )
     parser.add_argument("--out", type=Path, help="JSON file with every figure")
     parser.add_argument(
         "--compare",
         type=Path,
         metavar="FILE",
-        help="what --out wrote before; ends with 1 if a ratio fell by 10 %%",
+        help="an earlier file of --out; exits with 1 if a ratio fell by 10 %%",
     )
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -232,17 +208,15 @@ def main() -> None:
     # Read first: --out may name the same file.
     before = json.loads(args.compare.read_text())["speedups"] if args.compare else {}
     lines = [line for work in chosen_works(args) for line in compare(work, args.sides)]
-    found = speedups(lines)
-    print(table(lines))
-    for name, times in found.items():
+    ratios = speedups(lines)
+    table = Table(**COLUMNS)
+    for line in lines:
+        table.add(line)
+    for name, times in ratios.items():
         unit = "step" if WORKS[name].algorithm == "grpo" else "token"
-        print(
-            f"{name}: rl_core needs {times:.2f} times less CPU per {unit} than TRL, each in its "
-            "best setting"
-        )
-    if args.out:
-        args.out.write_text(json.dumps({"speedups": found, "lines": lines}, indent=1))
-    if worse := fallen(found, before):
+        print(f"{name}: TRL needs {times:.2f} times the CPU time per {unit}, best settings")
+    write_json(args.out, {"speedups": ratios, "lines": lines})
+    if worse := fallen(ratios, before):
         sys.exit("rl_core fell behind TRL:\n" + "\n".join(worse))
 
 

@@ -1,39 +1,32 @@
-"""What a step must cost on this CPU, beside what rl_core and TRL need for it.
+"""The least CPU time of a training step on this machine, next to the time of rl_core and TRL.
 
-    python scripts/bench_floor.py                              GRPO ragged, short and in two turns
-                                                               with a tool, SFT, DPO, reward model
+    python scripts/bench_floor.py                              GRPO, SFT, DPO, reward model
     python scripts/bench_floor.py --only grpo_ragged --sizes 64x2 128x3 384x6 --out floor.json
-    python scripts/bench_floor.py --only sft_ragged --profile FOLDER    where rl_core's time goes
 
-The works are those of bench_cpu.py, and more of rl_core alone. A floor is the CPU time of plain
-torch operations of a step's shapes, one thread, each the median of several repetitions: matrix
-products, attention, what stands between them (norms, rotary positions, SwiGLU, softmax), AdamW. It
-knows all lengths before, pads nothing, copies nothing and keeps no graph. A group's prompt is
-computed once. `bare` has the products, attention and AdamW alone. Rows are as long as the root of
-the mean square of a step's lengths, so that attention has as many pairs. Decoding keeps all
-samples in one batch, from which those that have ended are left out at once. `outside` is the share
-of rl_core's step that is neither generation nor a forward, a backward or the optimizer.
+The tasks are those of bench_cpu.py and some of rl_core alone. A floor is the CPU time of plain
+torch operations with a step's shapes on one thread, each the median of several repetitions: matrix
+products, attention, the operations between them (norms, rotary positions, SwiGLU, softmax), AdamW.
+A floor knows all lengths in advance, has no padding, no copies and no graph, and computes a group's
+prompt once. `bare` has only the products, attention and AdamW. The rows of a floor have the root
+mean square of a step's lengths, which keeps the number of attention pairs. Decoding keeps all
+samples in one batch and drops finished ones at once. `outside` is the share of rl_core's step that
+is neither generation nor a forward, a backward or the optimizer.
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import json
 import math
-import pstats
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import bench_work
 import torch
-from bench_cpu import run_apart, run_here
+from bench_cpu import run_apart
 from bench_work import (
     OUR_SETTINGS,
     OWN_WORKS,
@@ -43,6 +36,7 @@ from bench_work import (
     completion_length,
     make_model,
 )
+from script_tools import make_parser, write_json
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
@@ -51,13 +45,13 @@ from rl_core.data.pretrained import load_pretrained
 from rl_core.models.kernels import llama_cpu
 
 ALL_WORKS = WORKS | OWN_WORKS
-ROW_TOKENS = 1024  # of one pass over the layers, as in a microbatch
+ROW_TOKENS = 1024  # Tokens of one pass over the layers, as in a microbatch.
 REPEATS = 7
 
 
 @dataclass(kw_only=True, slots=True)
 class Shape:
-    """Of a model with gated MLPs; heads of queries and of keys."""
+    """Sizes of a model with gated MLPs."""
 
     hidden: int
     layers: int
@@ -69,7 +63,7 @@ class Shape:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """(in, out) of a layer's products, those of one input together."""
+        """(in, out) of a layer's matrix products; products of the same input count as one."""
         width = self.head_dim * self.heads
         qkv = width + 2 * self.head_dim * self.kv_heads
         gated = (self.hidden, 2 * self.mlp)
@@ -86,33 +80,33 @@ class Shape:
 
 @dataclass(kw_only=True, slots=True)
 class StepTokens:
-    """What a step computes, by lengths in tokens."""
+    """The lengths, in tokens, that a step computes."""
 
-    prompts: list[int]  # a group's stands once; of SFT none, they are part of the rows
-    lengths: list[int]  # of what follows them, or of rows; the last token of each is not read
+    prompts: list[int]  # One per group. Empty for SFT, whose rows contain the prompts.
+    lengths: list[int]  # Completions, or rows of SFT, without the last token.
     group_size: int
-    trained: int  # tokens that have a loss
-    turns: list[list[int]] = field(default_factory=list)  # lengths of completions that are sampled
-    told: int = 0  # tokens between two turns
-    has_reference: bool = False  # a frozen model reads the same
+    trained: int  # Number of tokens with a loss.
+    turns: list[list[int]] = field(default_factory=list)  # Lengths of sampled completions.
+    tool_tokens: int = 0  # Tokens of the tool message between two turns.
+    has_reference: bool = False  # True if a frozen model computes the same tokens.
 
     @property
     def learned(self) -> int:
         return sum(self.prompts) + sum(self.lengths)
 
     @property
-    def of_samples(self) -> int:
-        """With the prompt and the last token of each."""
+    def sample_tokens(self) -> int:
+        """Tokens of all samples, each with its prompt and last token."""
         return self.group_size * sum(self.prompts) + sum(self.lengths) + len(self.lengths)
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that a causal mask leaves."""
-        found = sum(n * (n + 1) // 2 for n in self.prompts + self.lengths)
+        """Number of (query, key) pairs under a causal mask."""
+        pairs = sum(n * (n + 1) // 2 for n in self.prompts + self.lengths)
         for number, prompt in enumerate(self.prompts):
             group = self.lengths[number * self.group_size : (number + 1) * self.group_size]
-            found += prompt * sum(group)
-        return found
+            pairs += prompt * sum(group)
+        return pairs
 
 
 def shape_of(folder: str) -> Shape:
@@ -129,7 +123,7 @@ def shape_of(folder: str) -> Shape:
 
 
 def step_tokens(work: Work, folder: str) -> StepTokens:
-    """Of the first step that counts."""
+    """Lengths of the first measured step."""
     step = work.warmup
     if work.algorithm == "grpo":
         return episode_tokens(work, step)
@@ -144,15 +138,15 @@ def step_tokens(work: Work, folder: str) -> StepTokens:
         lengths = [min(work.longest * 4, prompt + reply) for prompt, reply in sizes]
         trained = sum(reply + 1 for _, reply in sizes)
         return StepTokens(prompts=[], lengths=lengths, group_size=1, trained=trained)
-    found = bench_work.pairs(work)[rows.start // 2 : rows.stop // 2]
+    pairs = bench_work.pairs(work)[rows.start // 2 : rows.stop // 2]
     is_dpo = work.algorithm == "dpo"
     num_read = 0 if is_dpo else 1  # A score is read at the end token.
-    lengths = [size(reply) + num_read for _, *replies in found for reply in replies]
+    lengths = [size(reply) + num_read for _, *replies in pairs for reply in replies]
     return StepTokens(
-        prompts=[size(prompt) + 3 for prompt, *_ in found],
+        prompts=[size(prompt) + 3 for prompt, *_ in pairs],
         lengths=lengths,
         group_size=2,
-        trained=sum(lengths) + len(lengths) if is_dpo else 0,  # a score costs nothing
+        trained=sum(lengths) + len(lengths) if is_dpo else 0,  # A score costs nothing.
         has_reference=is_dpo,
     )
 
@@ -161,36 +155,40 @@ def episode_tokens(work: Work, step: int) -> StepTokens:
     num = bench_work.NUM_SAMPLES
     drawn = [completion_length(work, step, i) for i in range(num * work.turns)]
     turns = [drawn[first : first + num] for first in range(0, len(drawn), num)]
-    told = work.told + 4 if work.told else 0  # with the marks of two messages
+    # A tool message has markers of two messages.
+    tool_tokens = work.tool_letters + 4 if work.tool_letters else 0
     return StepTokens(
         prompts=[work.prompt + 3] * bench_work.NUM_PROMPTS,
-        # The last token of a completion is predicted, and predicts nothing.
-        lengths=[sum(own) + told * (work.turns - 1) - 1 for own in zip(*turns, strict=True)],
+        # The last token of a completion predicts nothing.
+        lengths=[
+            sum(sampled) + tool_tokens * (work.turns - 1) - 1
+            for sampled in zip(*turns, strict=True)
+        ],
         group_size=bench_work.GROUP_SIZE,
         trained=sum(drawn),
         turns=turns,
-        told=told,
+        tool_tokens=tool_tokens,
     )
 
 
 def cost_s(call: Callable[[], object]) -> float:
-    """CPU seconds of one call, the median. Short ones are repeated within a measurement, since the
-    clock of a process is coarse."""
+    """Median CPU seconds of a call. A measurement repeats short calls, because the clock is
+    coarse."""
     call()
     begin = time.process_time()
     call()
     number = max(1, math.ceil(0.02 / max(1e-6, time.process_time() - begin)))
-    found = []
+    times = []
     for _ in range(REPEATS):
         begin = time.process_time()
         for _ in range(number):
             call()
-        found.append((time.process_time() - begin) / number)
-    return statistics.median(found)
+        times.append((time.process_time() - begin) / number)
+    return statistics.median(times)
 
 
 def product_s(tokens: int, matrix: tuple[int, int], is_trained: bool) -> float:
-    """Of x @ W; trained: of the gradients of both too."""
+    """CPU seconds of x @ W, and of both gradients if is_trained."""
     num_in, num_out = matrix
     x, w, y = (
         torch.randn(tokens, num_in),
@@ -198,37 +196,38 @@ def product_s(tokens: int, matrix: tuple[int, int], is_trained: bool) -> float:
         torch.randn(tokens, num_out),
     )
     dx, dw = torch.empty_like(x), torch.empty_like(w)
-    found = faster_s(x, w, y)
-    if is_trained:
-        found += faster_s(y, w.T, dx)
-        found += faster_s(x.T, y, dw)
-    return found
+    if not is_trained:
+        return faster_s(x, w, y)
+    return faster_s(x, w, y) + faster_s(y, w.T, dx) + faster_s(x.T, y, dw)
 
 
 def faster_s(a: Tensor, b: Tensor, out: Tensor) -> float:
-    """Of a @ b by MKL, or by oneDNN where a CPU has AVX512 and it is faster."""
-    found = cost_s(lambda: torch.mm(a, b, out=out))
-    if llama_cpu.has_onednn():
-        found = min(found, cost_s(lambda: llama_cpu.product(a, b.T)))
-    return found
+    """CPU seconds of a @ b by MKL, or by oneDNN if the CPU has AVX512 and oneDNN is faster."""
+    mkl_s = cost_s(lambda: torch.mm(a, b, out=out))
+    if not llama_cpu.has_onednn():
+        return mkl_s
+    return min(mkl_s, cost_s(lambda: llama_cpu.product(a, b.T)))
 
 
 def attention_s(shape: Shape, rows: int, queries: int, keys: int, is_trained: bool) -> float:
-    """Of one layer; causal where there are as many keys as queries."""
+    """CPU seconds of one layer's attention; causal if there are as many keys as queries."""
     aten = torch.ops.aten
     q = torch.randn(rows, shape.heads, queries, shape.head_dim)
     k, v = torch.randn(2, rows, shape.kv_heads, keys, shape.head_dim)
-    how = 0.0, queries == keys
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *how)
-    found = cost_s(lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *how))
-    if is_trained:
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found += cost_s(lambda: backward(q, q, k, v, out, lse, *how))
-    return found
+    options = 0.0, queries == keys  # dropout_p, is_causal
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *options)
+
+    if not is_trained:
+        return cost_s(forward)
+    out, lse = forward()
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return cost_s(forward) + cost_s(lambda: backward(q, q, k, v, out, lse, *options))
 
 
 def trained_s(inputs: list[Tensor], function: Callable[..., Tensor], is_trained: bool) -> float:
-    """Of an operation's forward, and of its backward if it is trained."""
+    """CPU seconds of an operation's forward, and of its backward if is_trained."""
     if not is_trained:
         with torch.no_grad():
             return cost_s(lambda: function(*inputs))
@@ -238,7 +237,7 @@ def trained_s(inputs: list[Tensor], function: Callable[..., Tensor], is_trained:
 
 
 def between_s(shape: Shape, tokens: int, is_trained: bool) -> float:
-    """Of one layer: two norms, those of queries and keys, rotary positions, SwiGLU, residuals."""
+    """CPU seconds of one layer's norms, rotary positions, SwiGLU and residuals."""
     both = shape.heads + shape.kv_heads
     x, heads = torch.randn(tokens, shape.hidden), torch.randn(tokens, both, shape.head_dim)
     gates = torch.randn(2, tokens, shape.mlp)
@@ -251,15 +250,15 @@ def between_s(shape: Shape, tokens: int, is_trained: bool) -> float:
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    found = 2 * trained_s([x, torch.ones(shape.hidden)], norm, is_trained)
-    found += trained_s([heads, torch.ones(shape.head_dim)], norm, is_trained)
-    found += trained_s([heads], rotary, is_trained)
-    found += trained_s(list(gates), lambda a, b: functional.silu(a) * b, is_trained)
-    return found + 2 * cost_s(lambda: x + x)
+    seconds = 2 * trained_s([x, torch.ones(shape.hidden)], norm, is_trained)
+    seconds += trained_s([heads, torch.ones(shape.head_dim)], norm, is_trained)
+    seconds += trained_s([heads], rotary, is_trained)
+    seconds += trained_s(list(gates), lambda a, b: functional.silu(a) * b, is_trained)
+    return seconds + 2 * cost_s(lambda: x + x)
 
 
 def adamw_s(shape: Shape) -> float:
-    """Of the norm of the gradient and an update, with a tensor for each matrix."""
+    """CPU seconds of gradient clipping and an update, with one tensor per matrix."""
     sizes = shape.layers * shape.matrices + [(shape.vocab, shape.hidden)]
     weights = [torch.randn(size, requires_grad=True) for size in sizes]
     for weight in weights:
@@ -274,18 +273,18 @@ def adamw_s(shape: Shape) -> float:
 
 
 def learn_floor(shape: Shape, step: StepTokens) -> dict[str, float]:
-    """CPU seconds of an update by what they are for."""
-    found = passes_floor(shape, step, True)
+    """CPU seconds of an update by kind of operation."""
+    seconds = passes_floor(shape, step, True)
     if step.has_reference:
-        for name, seconds in passes_floor(shape, step, False).items():
-            found[name] += seconds
-    return found | {"optimizer": adamw_s(shape)}
+        for name, more_s in passes_floor(shape, step, False).items():
+            seconds[name] += more_s
+    return seconds | {"optimizer": adamw_s(shape)}
 
 
 def passes_floor(shape: Shape, step: StepTokens, is_trained: bool) -> dict[str, float]:
-    rows = math.ceil(step.learned / ROW_TOKENS)  # passes over the layers
+    rows = math.ceil(step.learned / ROW_TOKENS)  # Passes over the layers.
     tokens, trained = round(step.learned / rows), max(1, round(step.trained / rows))
-    # Rows of one length that have the step's pairs and tokens: n rows of L with n L (L + 1) / 2.
+    # n rows of length L have n L (L + 1) / 2 pairs; L keeps the step's pairs and tokens.
     length = max(2, round(2 * step.pairs / step.learned - 1))
     products = sum(product_s(tokens, matrix, is_trained) for matrix in shape.matrices)
     head = (shape.hidden, shape.vocab)
@@ -303,37 +302,38 @@ def passes_floor(shape: Shape, step: StepTokens, is_trained: bool) -> dict[str, 
 
 
 def decode_floor(shape: Shape, step: StepTokens) -> dict[str, float]:
-    """CPU seconds of sampling a step's completions: prompts, then one token of each sample that has
-    not ended, measured at some numbers of samples and taken between them from the nearest above."""
+    """CPU seconds of sampling a step's completions: the prompts, then one token at a time of each
+    unfinished sample. Eight decode steps are measured as one, at their mean batch size."""
     context = step.prompts[0]
-    found = dict.fromkeys(("products", "attention", "between"), 0.0)
+    seconds = dict.fromkeys(("products", "attention", "between"), 0.0)
     passes = [(len(step.prompts), context, context, 1)]
     for number, lengths in enumerate(step.turns):
         if number:
-            passes.append((len(lengths), step.told, context, 1))
+            passes.append((len(lengths), step.tool_tokens, context, 1))
         alive = [sum(n - 1 > i for n in lengths) for i in range(max(lengths) - 1)]
-        for begin in range(0, len(alive), 8):  # eight steps together, at their mean
-            part = alive[begin : begin + 8]
-            passes.append((round(sum(part) / len(part)), 1, context + begin + 4, len(part)))
-        context += round(sum(lengths) / len(lengths)) + step.told
+        for begin in range(0, len(alive), 8):
+            eight = alive[begin : begin + 8]
+            passes.append((round(sum(eight) / len(eight)), 1, context + begin + 4, len(eight)))
+        context += round(sum(lengths) / len(lengths)) + step.tool_tokens
     for rows, queries, keys, times in passes:
         tokens = rows * queries
         products = sum(product_s(tokens, matrix, False) for matrix in shape.matrices)
         head = product_s(rows, (shape.hidden, shape.vocab), False)
-        found["products"] += times * (shape.layers * products + head)
+        seconds["products"] += times * (shape.layers * products + head)
         attention = attention_s(shape, rows, queries, keys, False)
-        found["attention"] += times * shape.layers * attention
+        seconds["attention"] += times * shape.layers * attention
         logits = torch.randn(rows, shape.vocab)
         drawn = cost_s(lambda: torch.multinomial(logits.softmax(-1), 1))  # noqa: B023
         between = between_s(shape, tokens, False)
-        found["between"] += times * (shape.layers * between + drawn)
-    return found
+        seconds["between"] += times * (shape.layers * between + drawn)
+    return seconds
 
 
 def work_of(shape: Shape, step: StepTokens) -> dict[str, float]:
-    """FLOPs and bytes of an update, and of decoding: 2 FLOPs a weight and token, 4 a pair, head dim
-    and head; thrice that with a backward. Bytes are of weights, gradients and AdamW's two averages
-    in fp32, each read and written once, and of each layer's input in both directions."""
+    """FLOPs and bytes of an update and of decoding: 2 FLOPs per weight and token, 4 per pair, head
+    and head dimension; three times as many with a backward. Bytes count weights, gradients and
+    AdamW's two averages in fp32, each read and written once, and each layer's input in both
+    directions."""
     pairs = 4 * shape.layers * shape.heads * shape.head_dim * step.pairs
     blocks = 2 * shape.layers * shape.block_weights * step.learned
     head = 2 * shape.vocab * shape.hidden * step.trained
@@ -348,10 +348,10 @@ def work_of(shape: Shape, step: StepTokens) -> dict[str, float]:
 
 
 def seconds_of(work: Work, side: str, model: str, step: StepTokens) -> dict[str, float]:
-    """CPU seconds of a step as large as the floor's, for steps differ in their lengths: the median
-    of a side's steps, in its best setting."""
+    """CPU seconds of a side's step in its best setting: the median over its steps, scaled to the
+    floor's number of tokens."""
     settings = (OUR_SETTINGS if side == "rl_core" else TRL_SETTINGS)[work.algorithm]
-    found = []
+    results = []
     for setting in settings:
         m = run_apart(work, side, setting, model)
         learn, decode, inside = [], [], []
@@ -360,12 +360,12 @@ def seconds_of(work: Work, side: str, model: str, step: StepTokens) -> dict[str,
             decode.append(m.generate_cpu_s[i] / max(1, m.generated_tokens[i]))
             inside.append((m.generate_cpu_s[i] + m.inside_cpu_s[i]) / m.cpu_s[i])
         seconds = {
-            "learn_s": step.of_samples * statistics.median(learn),
+            "learn_s": step.sample_tokens * statistics.median(learn),
             "decode_s": step.trained * statistics.median(decode),
             "outside_frac": 1 - statistics.median(inside),
         }
-        found.append(seconds)
-    return min(found, key=lambda seconds: seconds["learn_s"] + seconds["decode_s"])
+        results.append(seconds)
+    return min(results, key=lambda seconds: seconds["learn_s"] + seconds["decode_s"])
 
 
 def measured(work: Work, sides: list[str]) -> dict:
@@ -374,72 +374,47 @@ def measured(work: Work, sides: list[str]) -> dict:
         shape, step = shape_of(model), step_tokens(work, model)
         learn = learn_floor(shape, step)
         decode = decode_floor(shape, step) if step.turns else {}
-        found = {"work": work.name, "size": f"{work.hidden}x{work.layers}"}
-        found |= {"parameters": shape.weights, "tokens": step.learned}
-        found |= work_of(shape, step) | {"learn": learn, "decode": decode}
+        line = {"work": work.name, "size": f"{work.hidden}x{work.layers}"}
+        line |= {"parameters": shape.weights, "tokens": step.learned}
+        line |= work_of(shape, step) | {"learn": learn, "decode": decode}
         for side in sides:
             if side == "trl" and work.name in OWN_WORKS:
                 continue
-            print(f"{work.name} {found['size']}: {side}", file=sys.stderr, flush=True)
-            found[side] = seconds_of(work, side, model, step)
-    return found
+            print(f"{work.name} {line['size']}: {side}", file=sys.stderr, flush=True)
+            line[side] = seconds_of(work, side, model, step)
+    return line
 
 
 def row(line: dict) -> str:
-    """Milliseconds of learning and decoding: bare floor, floor, each side; how near it is."""
+    """Milliseconds of learning and decoding: bare floor, floor, each side with its ratio."""
     cells = [f"{line['work']:<12}{line['size']:>7}"]
-    for part in ("learn", "decode"):
-        floor = line[part]
+    for phase in ("learn", "decode"):
+        floor = line[phase]
         if not floor:
             continue
         bare = sum(s for name, s in floor.items() if name != "between")
         total = sum(floor.values())
-        size = f"{line[f'{part}_gflop']:.2f} GFLOP {line[f'{part}_gbyte']:.2f} GB"
-        cells.append(f"{part}: {size} bare {1e3 * bare:6.1f} floor {1e3 * total:6.1f} ms")
+        size = f"{line[f'{phase}_gflop']:.2f} GFLOP {line[f'{phase}_gbyte']:.2f} GB"
+        cells.append(f"{phase}: {size} bare {1e3 * bare:6.1f} floor {1e3 * total:6.1f} ms")
         for side in ("rl_core", "trl"):
             if side in line:
-                seconds = line[side][f"{part}_s"]
+                seconds = line[side][f"{phase}_s"]
                 cells.append(f"{side} {1e3 * seconds:6.1f} ({100 * total / seconds:.0f} %)")
     if "rl_core" in line:
         cells.append(f"outside {100 * line['rl_core']['outside_frac']:.1f} %")
     return "  ".join(cells)
 
 
-def profile(work: Work, folder: Path) -> None:
-    """Writes rl_core's own time by file and by operator, and what a browser shows as a flame graph
-    (about:tracing, ui.perfetto.dev, speedscope)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    setting = next(iter(OUR_SETTINGS[work.algorithm]))
-    with tempfile.TemporaryDirectory() as model:
-        make_model(work, model)
-        calls = cProfile.Profile()
-        calls.runcall(run_here, work, "rl_core", setting, model)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as operators:
-            run_here(replace(work, steps=2, warmup=1), "rl_core", setting, model)
-    files: dict[str, float] = defaultdict(float)
-    for (file, _, _), (_, _, own_s, _, _) in pstats.Stats(calls).stats.items():
-        files[file] += own_s
-    ordered = sorted(files.items(), key=lambda pair: -pair[1])[:30]
-    (folder / "files.txt").write_text("".join(f"{s:9.3f} s  {name}\n" for name, s in ordered))
-    table = operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
-    (folder / "operators.txt").write_text(table)
-    operators.export_chrome_trace(str(folder / "trace.json"))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     names = [name for name in ALL_WORKS if name != "sft_file"]
     parser.add_argument("--only", choices=ALL_WORKS, nargs="+", default=names)
     parser.add_argument("--sizes", nargs="+", metavar="HIDDENxLAYERS", help="default: each work's")
-    parser.add_argument("--sft_file", type=Path, help="rows of the work sft_file")
+    parser.add_argument("--sft_file", type=Path, help="rows of the task sft_file")
     parser.add_argument(
         "--sides", choices=["rl_core", "trl"], nargs="*", default=["rl_core", "trl"]
     )
-    parser.add_argument("--steps", type=int, help="that count, after 2 of warm-up")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="where rl_core's time goes")
+    parser.add_argument("--steps", type=int, help="measured steps, after 2 of warm-up")
     parser.add_argument("--out", type=Path, help="JSON file with every figure")
     args = parser.parse_args()
     if "sft_file" in args.only and not args.sft_file:
@@ -454,13 +429,9 @@ def main() -> None:
         for size in args.sizes or [f"{work.hidden}x{work.layers}"]:
             hidden, layers = map(int, size.split("x"))
             sized = replace(work, hidden=hidden, layers=layers)
-            if args.profile:
-                profile(sized, args.profile)
-                continue
             lines.append(measured(sized, args.sides))
             print(row(lines[-1]), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps({"torch": torch.__version__, "lines": lines}, indent=1))
+    write_json(args.out, {"torch": torch.__version__, "lines": lines})
 
 
 if __name__ == "__main__":

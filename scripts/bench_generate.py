@@ -1,21 +1,19 @@
-"""The embedded engine beside transformers' `model.generate`: completions of GRPO steps, without a
-trainer.
+"""The embedded engine next to transformers' `model.generate`: completions of GRPO steps, without
+a trainer.
 
     python scripts/bench_generate.py                             ragged and short completions
     python scripts/bench_generate.py --only grpo_ragged --sizes 64x2 128x3 384x6 --steps 4
-    python scripts/bench_generate.py --device cuda --sizes 1024x28     bf16, seconds of the clock;
-                                                                       heads of 64
+    python scripts/bench_generate.py --device cuda --sizes 1024x28     bf16, wall time, heads of 64
 
-The works are those of bench_cpu.py: 16 prompts of 8 completions each, whose lengths are forced.
-`model.generate` has all of them in one batch until the longest has ended. The engine begins each
-step without a cache, as after a learner's turn, gives logprobs and decodes texts. Both run in one
-process, one torch thread, in turn; what counts are the medians of CPU time. The floor is that of
-bench_floor.py. On a GPU `eager` is the engine without CUDA graphs, in the floor's place.
+The tasks are those of bench_cpu.py: 16 prompts with 8 completions each, of forced lengths.
+`model.generate` keeps all completions in one batch until the longest has ended. The engine starts
+each step without a cache, as after an update, returns logprobs and decodes texts. Both take turns
+in one process with one torch thread; figures are medians of CPU time. The floor is that of
+bench_floor.py. On a GPU `eager`, the engine without CUDA graphs, replaces the floor.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -30,6 +28,7 @@ import torch
 from bench_floor import decode_floor, shape_of, step_tokens
 from bench_logprobs import clock_s
 from bench_work import WORKS, Work, completion_length, make_model
+from script_tools import Table, make_parser
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 
@@ -40,7 +39,7 @@ from rl_core.engines.options import make_sampler
 from rl_core.sampling.engine import EmbeddedSpec, EngineSpec
 from rl_core.types import SamplingParams, counter_seed
 
-WARMUP = 2  # steps
+WARMUP = 2  # Number of steps.
 REPLACED = {"do_sample": True, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -95,8 +94,8 @@ def generate_plainly(model: torch.nn.Module, prompts: list[list[int]], lengths: 
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
 
 
-def measured(work: Work, device: torch.device) -> str:
-    """A line of the table."""
+def measured(work: Work, device: torch.device) -> dict[str, str | float]:
+    """A line of the table: tokens per second of each side."""
     with tempfile.TemporaryDirectory() as folder:
         make_model(work, folder)
         tokenizer = load_pretrained(AutoTokenizer, folder)
@@ -106,15 +105,17 @@ def measured(work: Work, device: torch.device) -> str:
     if device.type == "cuda":
         model.to(device, torch.bfloat16)
         sides["eager"] = LlamaSlots
-    engines = {name: make_engine(work, model, tokenizer, how) for name, how in sides.items()}
+    engines = {
+        name: make_engine(work, model, tokenizer, sampler) for name, sampler in sides.items()
+    }
     prompts = bench_work.rl_prompts(work)
-    found = defaultdict(list)  # seconds of a token
+    times: dict[str, list[float]] = defaultdict(list)  # Seconds per token, by side.
     for step in range(WARMUP + work.steps):
         first = step * bench_work.NUM_PROMPTS
         ids = []
         for prompt in prompts[first : first + bench_work.NUM_PROMPTS]:
-            said = [bench_work.says("user", prompt)]
-            encoded = tokenizer.apply_chat_template(said, add_generation_prompt=True)
+            messages = [bench_work.says("user", prompt)]
+            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             ids += [encoded["input_ids"]] * bench_work.GROUP_SIZE
         lengths = [completion_length(work, step, i) for i in range(bench_work.NUM_SAMPLES)]
         calls = {name: partial(run_engine, engine) for name, engine in engines.items()}
@@ -122,14 +123,13 @@ def measured(work: Work, device: torch.device) -> str:
         for name, call in calls.items():
             begin = clock_s(device.type)
             call(ids, lengths)
-            found[name].append((clock_s(device.type) - begin) / sum(lengths))
-    seconds = {name: statistics.median(of_steps[WARMUP:]) for name, of_steps in found.items()}
+            times[name].append((clock_s(device.type) - begin) / sum(lengths))
+    seconds = {name: statistics.median(of_steps[WARMUP:]) for name, of_steps in times.items()}
     if device.type == "cpu":
         seconds["floor"] = sum(decode_floor(shape, tokens).values()) / tokens.trained
-    names = "engine", "generate", "floor" if device.type == "cpu" else "eager"
-    rates = "  ".join(f"{1 / seconds[name]:8.0f}" for name in names)
-    times = seconds["generate"] / seconds["engine"]
-    return f"{work.name:<12}{work.hidden}x{work.layers:<4}{rates}  {times:5.2f} times"
+    line = {"work": work.name, "size": f"{work.hidden}x{work.layers}"}
+    line |= {name: 1 / per_token_s for name, per_token_s in seconds.items()}
+    return line | {"ratio": seconds["generate"] / seconds["engine"]}
 
 
 def run_engine(engine: EmbeddedEngine, prompts: list[list[int]], lengths: list[int]) -> None:
@@ -137,26 +137,28 @@ def run_engine(engine: EmbeddedEngine, prompts: list[list[int]], lengths: list[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     names = [name for name, work in WORKS.items() if work.algorithm == "grpo"]
     parser.add_argument("--only", choices=names, nargs="+", default=names)
     parser.add_argument("--sizes", nargs="+", metavar="HIDDENxLAYERS", default=["128x3"])
-    parser.add_argument("--steps", type=int, default=16, help=f"after {WARMUP} of warm-up")
+    parser.add_argument(
+        "--steps", type=int, default=16, help=f"measured steps, after {WARMUP} of warm-up"
+    )
     parser.add_argument("--device", type=torch.device, default="cpu", help="cpu or cuda")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    what = "CPU second: engine, model.generate, floor"
-    if args.device.type == "cuda":
-        what = "second: engine, model.generate, engine without CUDA graphs"
-    print(f"tokens per {what}; engine / model.generate")
+    is_gpu = args.device.type == "cuda"
+    print(f"tokens per {'second' if is_gpu else 'CPU second'}; ratio: engine to model.generate")
+    last = "eager" if is_gpu else "floor"
+    table = Table(
+        work="<11", size="<7", engine=">8.0f", generate=">8.0f", **{last: ">8.0f"}, ratio=">6.2f"
+    )
     for name in args.only:
         for size in args.sizes:
             hidden, layers = map(int, size.split("x"))
-            heads = {"heads": hidden // 64} if args.device.type == "cuda" else {}
+            heads = {"heads": hidden // 64} if is_gpu else {}
             work = replace(WORKS[name], hidden=hidden, layers=layers, steps=args.steps, **heads)
-            print(measured(work, args.device), flush=True)
+            table.add(measured(work, args.device))
 
 
 if __name__ == "__main__":

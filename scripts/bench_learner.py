@@ -1,28 +1,26 @@
-"""Speed and memory of one learner's update: tokens per second, model FLOPs utilisation, peak
+"""Speed and memory of one learner's update: tokens per second, model FLOPs utilisation (MFU), peak
 memory, offload and reload.
 
-    python scripts/bench_learner.py                                  GPU: Qwen3 0.6B, 1.7B, 4B at
-    8k, 16k, 64k tokens
-    python scripts/bench_learner.py --sizes tiny --lengths 512       a smoke run, on a CPU too
+    python scripts/bench_learner.py                              GPU: Qwen3 0.6B, 1.7B, 4B
+    python scripts/bench_learner.py --sizes tiny --lengths 512   a smoke run, also on a CPU
     torchrun --nproc_per_node 2 scripts/bench_learner.py --sizes tiny --lengths 512 --cp 2
 
-Weights are drawn at random, so nothing is downloaded. A step trains on --tokens tokens in documents
-of one length, GRPO's loss on all but the first 32 of each. FLOPs are counted for the documents as
-they are: 6 for each weight of a matrix and token, and attention over what a causal mask leaves, 6 H
-D (L + 1) a token and layer; recomputed ones do not count. Utilisation is of --peak_tflops, or of
-what a product of two 8192 x 8192 bf16 matrices reaches here.
+Weights are random. A step trains on --tokens tokens in documents of one length, with GRPO's loss on
+all but the first 32 tokens of each. FLOPs count 6 per weight of a matrix and token, and attention
+under a causal mask, 6 H D (L + 1) per token and layer; recomputation does not count. MFU is
+relative to --peak_tflops, or to the rate of a product of two 8192 x 8192 bf16 matrices.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 from pathlib import Path
 
 import torch
-from bench_logprobs import held_mib, now_s
+from bench_logprobs import now_s, peak_mib
+from script_tools import Table, make_parser, write_json
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl_core.algorithms import make_algorithm
@@ -38,8 +36,8 @@ from rl_core.parallel.fsdp import shard_policy
 from rl_core.types import TrainingSample
 
 PROMPT = 32
-# Blocks, hidden size, MLP, heads of queries and keys, tied: config.json of Qwen3; heads of 128,
-# 151,936 vocabulary ids.
+# config.json of Qwen3: layers, hidden size, MLP size, query heads, key heads, tied embeddings. The
+# head dimension is 128 and the vocabulary has 151,936 ids.
 QWEN3 = {
     "0.6B": (28, 1024, 3072, 16, 8, True),
     "1.7B": (28, 2048, 6144, 16, 8, True),
@@ -49,51 +47,36 @@ QWEN3 = {
 
 
 def model_config(size: str) -> Qwen3Config:
-    if size != "tiny":
+    if size == "tiny":
+        layers, hidden, mlp, heads, kv_heads, is_tied = 2, 64, 192, 4, 2, True
+        more = {"head_dim": 16, "vocab_size": 512}
+    else:
         layers, hidden, mlp, heads, kv_heads, is_tied = QWEN3[size]
-        widths = {
-            "hidden_size": hidden,
-            "intermediate_size": mlp,
-            "head_dim": 128,
-            "vocab_size": 151_936,
-        }
-        heads = {
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "tie_word_embeddings": is_tied,
-        }
-        return Qwen3Config(num_hidden_layers=layers, dtype="bfloat16", **widths, **heads)
+        more = {"head_dim": 128, "vocab_size": 151_936, "dtype": "bfloat16"}
     return Qwen3Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=192,
-        vocab_size=512,
-        tie_word_embeddings=True,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=is_tied,
+        **more,
     )
 
 
 def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks) -> Learner:
-    flags = [
-        "--model",
-        size,
-        "--env_path",
-        "none",
-        "--out",
-        "none",
-        "--max_prompt_tokens",
-        str(PROMPT),
-    ]
-    flags += ["--max_tokens", str(length - PROMPT), "--cp", str(args.cp), "--optim.lr", "1e-6"]
     microbatch = max(args.microbatch_tokens, -(-length // args.cp))
-    config = parse_config([*flags, "--learner.microbatch_tokens", str(microbatch)])
+    flags = (
+        f"--model {size} --env_path none --out none --max_prompt_tokens {PROMPT} --max_tokens "
+        f"{length - PROMPT} --cp {args.cp} --optim.lr 1e-6 "
+        f"--learner.microbatch_tokens {microbatch}"
+    )
+    config = parse_config(flags.split())
     device, dtype = ranks.device, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        how = {"dtype": torch.float32, "attn_implementation": "rl_core_packed"}
-        hf = AutoModelForCausalLM.from_config(model_config(size), **how)
+        options = {"dtype": torch.float32, "attn_implementation": "rl_core_packed"}
+        hf = AutoModelForCausalLM.from_config(model_config(size), **options)
     forward_pass = PackedForward(find_kernel("auto", device))
     if ranks.cp_group is not None:
         forward_pass = RingForward(forward_pass.kernel, ranks.cp_group)
@@ -116,27 +99,24 @@ def documents(length: int, num: int, vocabulary: int, seed: int) -> list[Trainin
         "rollout_logprobs": [-1.0 * m for m in mask],
         "policy_versions": [m - 1 for m in mask],
     }
-    found = []
+    samples = []
     for i in range(num):
-        ids, advantages = (
-            [draw.randrange(vocabulary) for _ in mask],
-            [draw.choice([-1.0, 1.0])] * length,
-        )
-        found.append(
-            TrainingSample(token_ids=ids, advantages=advantages, group_id=f"{i:04d}", **same)
-        )
-    return found
+        ids = [draw.randrange(vocabulary) for _ in mask]
+        advantages = [draw.choice([-1.0, 1.0])] * length
+        sample = TrainingSample(token_ids=ids, advantages=advantages, group_id=f"{i:04d}", **same)
+        samples.append(sample)
+    return samples
 
 
 def update_flops(config: Qwen3Config, length: int, num: int) -> float:
-    """Of forward and backward of `num` documents, recomputation left out."""
+    """FLOPs of forward and backward of `num` documents, without recomputation."""
     hidden, layers, head_dim = config.hidden_size, config.num_hidden_layers, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     block = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
     tokens, trained = length - 1, length - PROMPT
     products = 6 * (block * layers * tokens + hidden * config.vocab_size * trained)
-    # Forward 2 products of 2 FLOPs for each pair of tokens, half of which the mask leaves; backward
-    # twice that.
+    # A forward has 2 products of 2 FLOPs per pair of tokens, of which the mask keeps half. A
+    # backward has twice as many.
     return num * (products + layers * heads * head_dim * 6 * tokens * (tokens + 1))
 
 
@@ -151,8 +131,7 @@ def peak_tflops(device: torch.device) -> float:
 
 
 def moves_s(learner: Learner, device: torch.device) -> dict:
-    """Seconds of moving weights to the host and back, and the bus's rate for as many bytes in
-    pinned memory."""
+    """Seconds of moving weights to the host and back, and of as many bytes of pinned memory."""
     if device.type != "cuda":
         return {}
     num_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in learner.policy.parameters())
@@ -175,7 +154,7 @@ def measure(size: str, length: int, args: argparse.Namespace, ranks: Ranks, peak
     num = max(1, args.tokens // length) * ranks.mesh.dp
     mine = documents(length, num, model_config(size).vocab_size, 0)[ranks.rank :: ranks.size]
     times = []
-    for step in range(args.steps + 1):  # the first warms up
+    for step in range(args.steps + 1):  # The first step warms up.
         minibatches, _ = learner.shard(mine)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -192,30 +171,31 @@ def measure(size: str, length: int, args: argparse.Namespace, ranks: Ranks, peak
         "tokens_per_s_and_rank": num * length / seconds / ranks.size,
         "tflops": flops / seconds / 1e12,
         "mfu": flops / seconds / 1e12 / peak,
-        "peak_gib": held_mib(device.type) / 1024,
+        "peak_gib": peak_mib(device.type) / 1024,
         **moves_s(learner, device),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--sizes", nargs="+", choices=["tiny", *QWEN3], default=["0.6B", "1.7B", "4B"]
     )
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 65536])
     parser.add_argument(
-        "--tokens", type=int, default=65536, help="of a step, on one data parallel rank"
+        "--tokens", type=int, default=65536, help="tokens of a step on one data-parallel rank"
     )
     parser.add_argument("--microbatch_tokens", type=int, default=16384)
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
-        "--recompute", action=argparse.BooleanOptionalAction, default=True, help="of activations"
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="recompute activations",
     )
     parser.add_argument(
-        "--peak_tflops", type=float, help="of the device, such as 989 for an H100's bf16"
+        "--peak_tflops", type=float, help="peak of the device, such as 989 for bf16 on an H100"
     )
     parser.add_argument("--out", type=Path, help="write the lines as JSON")
     args = parser.parse_args()
@@ -224,10 +204,19 @@ def main() -> None:
     if ranks.device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     peak, lines = args.peak_tflops or peak_tflops(ranks.device), []
-    if ranks.rank == 0:
-        print(
-            f"{'size':>5} {'length':>7} {'s/step':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} "
-            f"{'peak GiB':>9}  moves"
+    is_first = ranks.rank == 0
+    if is_first:
+        moves = dict.fromkeys(("offload_s", "reload_s", "bus_s"), ">6.2f")
+        table = Table(
+            size="<5",
+            length=">7d",
+            step_s=">7.3f",
+            tokens_per_s_and_rank=">9.0f",
+            tflops=">7.2f",
+            mfu=">6.1%",
+            peak_gib=">8.2f",
+            **moves,
+            error="<5",
         )
     for size in args.sizes:
         for length in args.lengths:
@@ -238,25 +227,11 @@ def main() -> None:
             if ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
             lines.append(line)
-            if ranks.rank == 0:
-                print(row(line), flush=True)
-    if args.out and ranks.rank == 0:
-        args.out.write_text(
-            json.dumps({"peak_tflops": peak, "ranks": ranks.size, "lines": lines}, indent=2)
-        )
+            if is_first:
+                table.add(line)
+    if is_first:
+        write_json(args.out, {"peak_tflops": peak, "ranks": ranks.size, "lines": lines})
     close_ranks(ranks)
-
-
-def row(line: dict) -> str:
-    start = f"{line['size']:>5} {line['length']:>7} "
-    if "error" in line:
-        return start + line["error"]
-    text = (
-        f"{line['step_s']:8.3f} {line['tokens_per_s_and_rank']:9.0f} {line['tflops']:8.2f} "
-        f"{line['mfu']:6.1%} "
-    )
-    moves = "  ".join(f"{k} {line[k]:.2f}" for k in ("offload_s", "reload_s", "bus_s") if k in line)
-    return f"{start}{text}{line['peak_gib']:9.2f}  {moves}"
 
 
 if __name__ == "__main__":

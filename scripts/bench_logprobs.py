@@ -1,14 +1,13 @@
 """Time and peak memory of logprobs and entropy from hidden states and a head, forward and backward.
 
-    python scripts/bench_logprobs.py                           one CPU thread, fp32
-    python scripts/bench_logprobs.py --device cuda             bf16, with the Triton kernels and
-    torch.compile beside them
+    python scripts/bench_logprobs.py                     one CPU thread, fp32
+    python scripts/bench_logprobs.py --device cuda       bf16, also torch.compile and torch tiles
     python scripts/bench_logprobs.py --only fused --shapes 2048x32000x256 --out result.json
 
-`plain` is log_softmax over all logits, `trl` TRL's selective_log_softmax over them, `tiles` on a
-GPU our torch path. Each runs in a process of its own, the best of three counts, in CPU seconds on a
-CPU. Memory is the most that was held beside inputs and gradients. The floor is three products of M
-x V x D (logits, both gradients) at the rate of one such product.
+`plain` is log_softmax over all logits, `trl` TRL's selective_log_softmax, `tiles` our torch path on
+a GPU. Each side runs in a separate process and counts by the best of three runs, in CPU seconds on
+a CPU. Memory is the peak without inputs and gradients. The floor is three M x V x D products
+(logits, both gradients) at the rate of one such product.
 """
 
 from __future__ import annotations
@@ -22,18 +21,13 @@ import time
 from pathlib import Path
 
 import torch
+from script_tools import Table, make_parser, write_json
 
 from rl_core.models.logprobs import fused_logprobs
 from rl_core.models.options import choose_logprob_kernel
 
 SHAPES = {
-    "cpu": [
-        "3000x104x128",
-        "512x32000x256",
-        "2048x32000x256",
-        "4096x50000x256",
-        "1024x152064x1024",
-    ],
+    "cpu": ["3000x104x128", "512x32000x256", "4096x50000x256", "1024x152064x1024"],
     "cuda": ["8192x32000x2048", "8192x152064x2048", "8192x152064x4096", "32768x152064x4096"],
 }
 TEMPERATURE = 0.9
@@ -77,8 +71,8 @@ def clock_s(device: str) -> float:
     return now_s() if device == "cuda" else time.process_time()
 
 
-def held_mib(device: str) -> float:
-    """The most so far."""
+def peak_mib(device: str) -> float:
+    """Peak memory so far."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / MIB
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -107,8 +101,7 @@ def run_once(function, hidden, weight, labels, device: str) -> tuple[float, floa
 
 
 def product_s(hidden, weight, device: str) -> float:
-    """Of hidden @ weight.T, over at most 1,024 tokens so that nothing large is made, per all
-    tokens."""
+    """Seconds of hidden @ weight.T, measured with at most 1,024 tokens to save memory."""
     some, times = hidden.detach()[:1024], []
     for _ in range(8):
         start = clock_s(device)
@@ -121,39 +114,31 @@ def measure(side: str, shape: str, device: str) -> dict:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     function = CUDA_SIDES[side]
-    run_once(function, *make_inputs(4, 8, 16, device), device)  # libraries load here
+    run_once(function, *make_inputs(4, 8, 16, device), device)  # Libraries load here.
     inputs = make_inputs(*map(int, shape.split("x")), device)
-    before = held_mib(device)
+    before = peak_mib(device)
     times = [run_once(function, *inputs, device)]
-    peak_mib = held_mib(device) - before - sum(x.nbytes for x in inputs[:2]) / MIB
+    used_mib = peak_mib(device) - before - sum(x.nbytes for x in inputs[:2]) / MIB
     times += [run_once(function, *inputs, device) for _ in range(3)]
     forward_s, backward_s = min(times[1:], key=sum)
     floor_s = 3 * product_s(*inputs[:2], device)
-    found = {"forward_ms": 1e3 * forward_s, "backward_ms": 1e3 * backward_s}
-    return found | {"floors": (forward_s + backward_s) / floor_s, "peak_mib": max(0.0, peak_mib)}
+    times_ms = {"forward_ms": 1e3 * forward_s, "backward_ms": 1e3 * backward_s}
+    return times_ms | {"floors": (forward_s + backward_s) / floor_s, "peak_mib": max(0.0, used_mib)}
 
 
-def run_apart(*arguments) -> dict:
-    """What a process of its own prints as its last line; {"error"} if it fails."""
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
+def run_apart(*arguments: str) -> dict:
+    """The last line, parsed as JSON, of this script run in a separate process; {"error"} if it
+    fails."""
+    command = [sys.executable, __file__, "--one", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return {
-            "error": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
-        }
+        lines = done.stderr.strip().splitlines()
+        return {"error": (lines or [f"ended with {done.returncode}"])[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def shown(line: dict) -> str:
-    if "error" in line:
-        return f"failed: {line['error']}"
-    times = f"{line['forward_ms']:11.1f} {line['backward_ms']:12.1f}"
-    return f"{times} {line['floors']:8.2f} {line['peak_mib']:9.0f}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--shapes", nargs="+", metavar="MxVxD", help="tokens x vocabulary x hidden")
     parser.add_argument("--only", nargs="+", choices=CUDA_SIDES, metavar="SIDE")
@@ -165,20 +150,15 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(sides[0], shapes[0], args.device)))
         return
+    columns = dict.fromkeys(("forward_ms", "backward_ms", "peak_mib"), ">8.1f")
+    table = Table(shape="<18", side="<8", **columns, floors=">6.2f", error="<5")
     lines = []
-    print(
-        f"{'MxVxD':>18} {'side':>9} {'forward ms':>11} {'backward ms':>12} {'x floor':>8} "
-        f"{'peak MiB':>9}"
-    )
     for shape in shapes:
         for side in sides:
-            line = run_apart(
-                __file__, "--one", "--device", args.device, "--shapes", shape, "--only", side
-            )
-            lines.append({"side": side, "shape": shape} | line)
-            print(f"{shape:>18} {side:>9} {shown(line)}", flush=True)
-    if args.out:
-        args.out.write_text(json.dumps({"device": args.device, "lines": lines}, indent=2))
+            flags = ("--device", args.device, "--shapes", shape, "--only", side)
+            lines.append({"side": side, "shape": shape} | run_apart(*flags))
+            table.add(lines[-1])
+    write_json(args.out, {"device": args.device, "lines": lines})
 
 
 if __name__ == "__main__":

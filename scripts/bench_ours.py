@@ -33,7 +33,7 @@ def interact(messages):
 
 
 class Meter:
-    """Stands between a run and its log, engine and model."""
+    """Measures a run by wrapping its log, engine and model."""
 
     def __init__(self, work: Work, run: Trainer):
         self.work, self.log = work, run.log
@@ -55,9 +55,9 @@ class Meter:
     def timed(self, call: Callable) -> Callable:
         def call_timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.process_time()
-            found = call(*args, **kwargs)
+            result = call(*args, **kwargs)
             self.measured.inside_cpu_s[-1] += time.process_time() - begin
-            return found
+            return result
 
         return call_timed
 
@@ -124,7 +124,7 @@ def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
             for p, r in bench_work.sft_rows(work)
         ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tool = TOOL.format(content="x" * work.told) if work.told else ""
+    tool = TOOL.format(content="x" * work.tool_letters) if work.tool_letters else ""
     (folder / "env.py").write_text(ENVIRONMENT + tool)
     values = {
         "algorithm": work.algorithm,
@@ -143,5 +143,5 @@ def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
     if is_rl:
         values |= {"env_path": folder / "env.py", "group_size": bench_work.GROUP_SIZE}
         values |= {"max_turns": work.turns}
-        values |= {"canary_tolerance": 0}  # its calls before the first step are none of the work's
+        values |= {"canary_tolerance": 0}  # The canary would sample before the first step.
     return [f"--{name}={value}" for name, value in (values | setting).items()]

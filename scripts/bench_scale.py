@@ -1,40 +1,32 @@
-"""What a step costs beside the model: trajectories -> advantages, samples, plan and packed batches.
+"""Cost of a step without the model: trajectories -> advantages, samples, plan and packed batches.
 
     python scripts/bench_scale.py                      100 to 100,000 trajectories, turns, actors
-    python scripts/bench_scale.py --processes 2 8 64   the same samples over gloo processes
-    python scripts/bench_scale.py --plan 16384 1000000 what each rank does for all ranks' samples
+    python scripts/bench_scale.py --plan 16384 1000000 each rank's plan for all ranks' samples
     python scripts/bench_scale.py --quick              a smoke run; --out result.json
 
-Trajectories are made up: groups of 8 of one prompt, a quarter of whose tokens are sampled. Nothing
-is computed by a model. Times are CPU seconds of the process for each million tokens, one thread.
-Memory is what the samples, the plan and the batches hold at once, in bytes for each token, by
-tracemalloc. `moved` is what a process sends, in bytes for each token of all: entries of the plan,
-and samples, its own share included. Python's garbage collector is off: at 100,000 trajectories it
-takes a fifth more.
+Trajectories are synthetic: groups of 8 with one prompt, a quarter of the tokens sampled. Times are
+CPU seconds per million tokens on one thread. Memory is the peak of samples, plan and batches in
+bytes per token, by tracemalloc. Python's garbage collector is off: at 100,000 trajectories it adds
+a fifth.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import random
-import socket
-import sys
 import time
 import tracemalloc
-from collections.abc import Callable
-from multiprocessing import SimpleQueue, get_context
 from pathlib import Path
 
 import torch
+from script_tools import Table, make_parser, write_json
 
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
 from rl_core.data.episodes import baseline_groups
 from rl_core.data.packing import PackBudget, Unit, fill_bins, split_groups
-from rl_core.distributed import Ranks, close_ranks, init_ranks
+from rl_core.distributed import Ranks
 from rl_core.learning import minibatches
 from rl_core.learning.advantages import samples_of
 from rl_core.types import Completion, Trajectory, Turn
@@ -44,9 +36,9 @@ COUNTS = (100, 1_000, 10_000, 100_000)
 TURNS, ACTORS = (1, 4, 16, 64), (1, 4, 16)
 
 
-def make_trajectories(num: int, turns: int, actors: int, rank: int = 0) -> list[Trajectory]:
-    """`num` of them, of `turns` turns of 48 new and 16 sampled tokens, dealt out to the actors."""
-    draw = random.Random(rank)
+def make_trajectories(num: int, turns: int, actors: int) -> list[Trajectory]:
+    """`num` trajectories of `turns` turns, each of 48 new and 16 sampled tokens."""
+    draw = random.Random(0)
     made = []
     for number in range(num):
         first = random.Random(number // GROUP)
@@ -56,11 +48,11 @@ def make_trajectories(num: int, turns: int, actors: int, rank: int = 0) -> list[
             new_ids = [source.randrange(32_000) for _ in range(TURN_TOKENS * 3 // 4)]
             ids = [draw.randrange(32_000) for _ in range(TURN_TOKENS // 4)]
             done = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), policy_version=0)
-            name = f"{rank}.{number}.{turn}"
+            name = f"{number}.{turn}"
             played.append(Turn(new_ids=new_ids, is_fresh=not turn, completion=done, name=name))
         made.append(
             Trajectory(
-                group_id=f"{rank}.{number // GROUP}",
+                group_id=f"{number // GROUP}",
                 index=number % GROUP,
                 actor=f"a{number // GROUP % actors}",
                 turns=played,
@@ -71,7 +63,7 @@ def make_trajectories(num: int, turns: int, actors: int, rank: int = 0) -> list[
 
 
 def step_of(trajectories: list[Trajectory], actors: int, ranks: Ranks) -> tuple[dict, int]:
-    """(CPU seconds of each part, trained tokens of all ranks)."""
+    """(CPU seconds by phase, number of trained tokens)."""
     config = Config()
     algorithm = make_algorithm("grpo", config.algo)
     budget = PackBudget(max_tokens=MICROBATCH_TOKENS, num_ranks=ranks.size, pair_work=1e-4)
@@ -110,8 +102,8 @@ def measure(num: int, turns: int = 1, actors: int = 1, repeats: int = 3) -> dict
 
 
 def measure_plan(num: int, unit_size: int, num_ranks: int = 64) -> dict:
-    """What each rank does for so many samples of all: from the text that arrives to full bins.
-    Samples of about 400 tokens, of which so many begin alike and are one unit."""
+    """Cost of a rank's plan for `num` samples of all ranks: from the received text to full bins.
+    Samples have about 400 tokens; unit_size of them share a prefix and are packed together."""
     draw = random.Random(0)
     totals, units = [], []
     for number in range(num // unit_size):
@@ -131,99 +123,15 @@ def measure_plan(num: int, unit_size: int, num_ranks: int = 64) -> dict:
     return line | {"plan_s": seconds, "us_of_a_sample": seconds / num * 1e6}
 
 
-def of_process(place: dict[str, str], num: int, results: SimpleQueue) -> None:
-    """One of several processes: its CPU seconds and what it sent."""
-    os.environ |= place
-    ranks = init_ranks(600)
-    sent = counted(minibatches)
-    trajectories = make_trajectories(num, 1, 1, ranks.rank)
-    wait_for_all(ranks)
-    seconds, num_trained = step_of(trajectories, 1, ranks)
-    assert num_trained == num * ranks.size * TURN_TOKENS // 4
-    results.put({"cpu_s": sum(seconds.values()), "sent": sum(sent)})
-    wait_for_all(ranks)
-    close_ranks(ranks)
-
-
-def wait_for_all(ranks: Ranks) -> None:
-    if ranks.size > 1:
-        torch.distributed.barrier()
-
-
-def counted(module: object) -> list[int]:
-    """The sizes, in bytes, of what minibatches.py sends from now on."""
-    sent: list[int] = []
-
-    def watched(call: Callable, size: Callable) -> Callable:
-        def watch(value, *rest):
-            sent.append(size(value))
-            return call(value, *rest)
-
-        return watch
-
-    module.exchange = watched(module.exchange, lambda parts: sum(map(len, parts)))
-    module.all_gather_json = watched(module.all_gather_json, lambda v: len(json.dumps(v)))
-    return sent
-
-
-def measure_processes(num_processes: int, num: int) -> dict:
-    """`num` trajectories over so many processes of this machine."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    usual = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_processes)}
-    forking = get_context("fork")  # what is imported is imported once
-    results, running = forking.SimpleQueue(), []
-    for rank in range(num_processes):
-        place = usual | {"RANK": str(rank), "LOCAL_RANK": "0"}
-        own = place, num // num_processes, results
-        running.append(forking.Process(target=of_process, args=own))
-        running[-1].start()
-    for process in running:
-        process.join()
-        if process.exitcode:
-            sys.exit(f"a process ended with {process.exitcode}")
-    lines = [results.get() for _ in running]
-    cpu = [line["cpu_s"] for line in lines]
-    tokens = num // num_processes * num_processes * TURN_TOKENS
-    return {
-        "processes": num_processes,
-        "trajectories": num,
-        "s_per_m": sum(cpu) / tokens * 1e6,
-        "most_s": max(cpu),
-        "moved": sum(line["sent"] for line in lines) / tokens,
-    }
-
-
-def table(lines: list[dict]) -> str:
-    columns = list(lines[0])
-    rows = ["  ".join(f"{name:>19}" for name in columns)]
-    for line in lines:
-        values = [line[name] for name in columns]
-        texts = [f"{v:.3f}" if isinstance(v, float) else f"{v:,}" for v in values]
-        rows.append("  ".join(f"{text:>19}" for text in texts))
-    return "\n".join(rows)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--processes", type=int, nargs="+", help="only these numbers of processes")
-    parser.add_argument("--trajectories", type=int, default=6_400, help="of all processes together")
-    parser.add_argument("--plan", type=int, nargs="+", help="only plans of so many samples")
-    parser.add_argument("--quick", action="store_true", help="few trajectories, once")
-    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = parse_arguments()
+    parser = make_parser(__doc__)
+    parser.add_argument("--plan", type=int, nargs="+", help="only plans of these many samples")
+    parser.add_argument("--quick", action="store_true", help="few trajectories, once")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     gc.disable()
-    if args.processes:
-        lines = [measure_processes(num, args.trajectories) for num in args.processes]
-    elif args.plan:
+    if args.plan:
         lines = [measure_plan(num, size) for num in args.plan for size in (GROUP, 1)]
     else:
         repeats = 1 if args.quick else 3
@@ -231,9 +139,11 @@ def main() -> None:
         works += [(16_000 // turns, turns, 1) for turns in TURNS if not args.quick]
         works += [(10_000, 1, actors) for actors in ACTORS if not args.quick]
         lines = [measure(*work, repeats) for work in works]
-    print(table(lines))
-    if args.out:
-        args.out.write_text(json.dumps(lines, indent=2))
+    columns = {name: ">8.3f" if isinstance(v, float) else ">8d" for name, v in lines[0].items()}
+    table = Table(**columns)
+    for line in lines:
+        table.add(line)
+    write_json(args.out, lines)
 
 
 if __name__ == "__main__":

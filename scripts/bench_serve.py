@@ -1,14 +1,12 @@
-"""What `rl-core serve` costs with many sessions, and what a killed worker and a killed controller
-do to them.
+"""Cost of `rl-core serve` with many sessions, and the effects of a killed worker and controller.
 
-    python scripts/bench_serve.py                          # 100, 1,000 and 10,000 sessions, then
-    the kills: about two minutes
+    python scripts/bench_serve.py         # up to 10,000 sessions, then the kills: 2 minutes
     python scripts/bench_serve.py --sessions 300 --seconds 3 --out out.json
-    python scripts/bench_serve.py --sessions 10000 --ranks 200            # over 200 connections
+    python scripts/bench_serve.py --sessions 10000 --ranks 200            # 200 connections
 
-The client runs on the same machine. Each interaction says 1 KB; the environment counts those of its
-session, and the client checks every count. CPU is that of the server's processes; the client's own
-is another column.
+The client runs on the same machine. Each interaction sends 1 KB. The environment counts the
+interactions of each session, and the client checks every count. CPU time is that of the server's
+processes; the client's is a separate column.
 """
 
 from __future__ import annotations
@@ -28,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil  # peft needs it too
+import psutil
+from script_tools import ROOT, make_parser, write_json
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import CHANNEL_OPTIONS, CODES, ENVIRONMENTS
@@ -46,17 +45,17 @@ async def interact(messages, state):
 async def reward_fn(state):
     return state["count"]
 """
-OWN = ("grpc.use_local_subchannel_pool", 1)  # or all channels of this process share a connection
+# Without this option all channels of the process share one connection.
+SEPARATE = ("grpc.use_local_subchannel_pool", 1)
 SAID = pb.Said(messages=json.dumps([{"role": "assistant", "content": "x" * 1000}]), keep=1)
 
 
 def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
-    """(its process, its address), once it has a worker; "" for one that joins a controller."""
+    """Starts a server. Returns its process and address as soon as it has a worker; the address of a
+    host that joins a controller is ""."""
     command = [sys.executable, "-m", "rl_core.tools.cli", "serve", *map(str, args)]
-    root = Path(__file__).parent.parent
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True
-    )
+    options = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "start_new_session": True}
+    process = subprocess.Popen(command, **options)
     for line in process.stdout:
         if line.startswith("serving on"):
             return process, line.split()[-1]
@@ -66,8 +65,8 @@ def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
 
 
 class Client:
-    """One stream to a server, on a connection of its own. When it breaks, another is opened, and
-    what was not answered is sent again."""
+    """One stream to a server on a separate connection. After a failure the client reconnects and
+    resends unanswered requests."""
 
     def __init__(self, address: str):
         self.address, self.last_id = address, 0
@@ -88,7 +87,9 @@ class Client:
 
     async def run(self) -> None:
         while True:
-            async with grpc.aio.insecure_channel(self.address, [*CHANNEL_OPTIONS, OWN]) as channel:
+            async with grpc.aio.insecure_channel(
+                self.address, [*CHANNEL_OPTIONS, SEPARATE]
+            ) as channel:
                 stream = channel.stream_stream(
                     f"/{ENVIRONMENTS}/Stream",
                     request_serializer=pb.Requests.SerializeToString,
@@ -117,26 +118,26 @@ class Client:
     async def workers(self, at_least: int, timeout_s: float = 60.0) -> list[pb.Worker]:
         deadline = time.monotonic() + timeout_s
         while True:
-            found = (await self.ask(workers=pb.WorkersRequest())).workers.workers
-            if len(found) >= at_least:
-                return list(found)
+            workers = (await self.ask(workers=pb.WorkersRequest())).workers.workers
+            if len(workers) >= at_least:
+                return list(workers)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(found)} of {at_least} workers after {timeout_s:g} s")
+                raise TimeoutError(f"{len(workers)} of {at_least} workers after {timeout_s:g} s")
             await asyncio.sleep(0.05)
 
 
 class Load:
-    """Sessions, spread over some clients, and what was heard of each."""
+    """Sessions spread over several clients, and the replies to each session."""
 
     def __init__(self, address: str, num_clients: int):
         self.clients = [Client(address) for _ in range(num_clients)]
         self.names, self.numbers = [], []
         self.busy: set[int] = set()
-        self.lost: dict[int, str] = {}  # session -> the status code that ended it
+        self.lost: dict[int, str] = {}  # Session -> status code that ended the session.
         self.wrong, self.seconds = 0, []
 
     def ask(self, n: int, **verb: Any) -> asyncio.Future:
-        """By the client of session n."""
+        """Sends a request by the client of session n."""
         return self.clients[n % len(self.clients)].ask(**verb)
 
     async def open(self, num: int, env: str) -> None:
@@ -163,8 +164,7 @@ class Load:
             self.wrong += 1
 
     async def run(self, per_s: float, seconds: float, at: dict[float, Any] | None = None) -> None:
-        """So many interactions a second, over all sessions in turn; at[s] is called after s
-        seconds."""
+        """Sends per_s interactions a second, to sessions in turn; calls at[s] after s seconds."""
         began_s, sent, turn, at = time.perf_counter(), 0, 0, dict(at or {})
         tasks: set[asyncio.Task] = set()
         while (now_s := time.perf_counter() - began_s) < seconds:
@@ -180,7 +180,7 @@ class Load:
         await asyncio.gather(*tasks)
 
     async def counts(self) -> list[float | None]:
-        """What the environment counted in each session; None for lost ones."""
+        """The environment's count of each session; None for a lost session."""
         asked = {
             n: pb.ScoreRequest(session=name)
             for n, name in enumerate(self.names)
@@ -219,16 +219,16 @@ async def measure(
         load = Load(address, ranks)
         await load.clients[0].workers(num_workers)
         top = psutil.Process(process.pid)
-        server, own = [top, *top.children(recursive=True)], [psutil.Process()]
+        server, client = [top, *top.children(recursive=True)], [psutil.Process()]
         began_s = time.perf_counter()
         await load.open(num, path.stem)
         open_s = time.perf_counter() - began_s
         await load.run(per_s, 1.0)
         load.seconds.clear()
-        before, own_before, began_s = cpu_s(server), cpu_s(own), time.perf_counter()
+        before, client_before, began_s = cpu_s(server), cpu_s(client), time.perf_counter()
         await load.run(per_s, seconds)
         wall_s, done = time.perf_counter() - began_s, len(load.seconds)
-        cpu, own_cpu = cpu_s(server) - before, cpu_s(own) - own_before
+        cpu, client_cpu = cpu_s(server) - before, cpu_s(client) - client_before
         mib = sum(p.memory_info().rss for p in server) / 2**20
         right = sum(
             count == number for count, number in zip(await load.counts(), load.numbers, strict=True)
@@ -245,7 +245,7 @@ async def measure(
     }
     row |= {"p99_ms": 1000 * times[int(len(times) * 0.99)], "cpu_ms_each": 1000 * cpu / done}
     return row | {
-        "client_cpu_ms_each": 1000 * own_cpu / done,
+        "client_cpu_ms_each": 1000 * client_cpu / done,
         "mib": mib,
         "right": right,
         "wrong": load.wrong,
@@ -255,8 +255,8 @@ async def measure(
 async def kill(
     path: Path, num: int, per_s: float, seconds: float, num_workers: int
 ) -> dict[str, float]:
-    """Kills a worker after a third of the time, and the controller, which is started again, after
-    two thirds."""
+    """Kills a worker after a third of the time, and kills and restarts the controller after two
+    thirds."""
     hub, address = start_server("--controller", "--port", 0, "--heartbeat_s", 2)
     host = None
     try:
@@ -297,8 +297,7 @@ async def kill(
 
 
 def stop(*processes: subprocess.Popen) -> None:
-    """Ends servers with their workers, which a server that is killed leaves to end by
-    themselves."""
+    """Kills servers and their workers."""
     for process in processes:
         for child in [process, *psutil.Process(process.pid).children(recursive=True)]:
             child.kill()
@@ -320,12 +319,12 @@ async def measure_all(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
-        "--sessions", type=int, nargs="*", default=[100, 1_000, 10_000], help="open at once"
+        "--sessions", type=int, nargs="*", default=[100, 1_000, 10_000], help="concurrent sessions"
     )
     parser.add_argument(
-        "--per_s", type=float, default=2_200, help="interactions a second, over all sessions"
+        "--per_s", type=float, default=2_200, help="interactions a second over all sessions"
     )
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
@@ -333,20 +332,15 @@ def main() -> None:
         "--ranks",
         type=int,
         default=1,
-        help="connections that share the sessions, as ranks of runs do",
+        help="connections, like ranks of a run, that share the sessions",
     )
-    parser.add_argument("--out", type=Path, help="a file for the figures")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     rows = asyncio.run(measure_all(args))
     for row in rows:
         print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
-    if args.out:
-        machine = {
-            "cores": os.cpu_count(),
-            "machine": platform.machine(),
-            "kernel": platform.release(),
-        }
-        args.out.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+    machine = {"cores": os.cpu_count(), "kernel": platform.release()}
+    write_json(args.out, {**machine, "rows": rows})
 
 
 if __name__ == "__main__":

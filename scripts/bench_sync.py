@@ -1,16 +1,14 @@
-"""What it costs that an engine gets new weights, sleeps and wakes, and whether anything grows when
-it does so again and again.
+"""Cost of new weights, sleep and wake for an engine, and growth of memory over many such cycles.
 
-    python scripts/bench_sync.py                       the embedded engine, and SGLang where it is
-    installed
-    torchrun --nproc_per_node 2 scripts/bench_sync.py  of sharded weights; figures are rank 0's
+    python scripts/bench_sync.py                       the embedded engine, and SGLang if installed
+    torchrun --nproc_per_node 2 scripts/bench_sync.py  sharded weights; figures are rank 0's
     python scripts/bench_sync.py --engine sglang --cycles 50 --model FOLDER --out sync.json
 
-A cycle is an update, waking, four short completions, sleeping. Seconds are medians over cycles,
-those of an update also per billion parameters: gather (whole tensors of the learner's shards), load
+A cycle is an update, a wake, four short completions and a sleep. Seconds are medians over cycles,
+those of an update also per billion parameters: gather (full tensors of the learner's shards), load
 (into the engine's model), transfer (the rest: casts, copies to the host, files, the server's
 flush), all in. Memory, file descriptors and new entries of /dev/shm are counted after each cycle:
-at first is the median of the second tenth of them, at last that of the last tenth.
+`at first` is the median of the second tenth of the cycles, `at last` that of the last tenth.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import os
 import tempfile
 from collections import defaultdict
@@ -27,10 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-import psutil  # peft needs it too
+import psutil
 import torch
 from bench_logprobs import now_s
 from make_tiny_model import make_tiny_model
+from script_tools import make_parser, write_json
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -70,7 +68,7 @@ class Clock:
         self.cycles[-1][phase] += now_s() - began
 
     def drawn(self, phase: str, items: Iterable) -> Iterator:
-        """The same items; the phase is that of making them."""
+        """Yields the items; the phase is the time to make them."""
         items, end = iter(items), object()
         while True:
             with self.timed(phase):
@@ -88,8 +86,8 @@ class Clock:
 
 
 def make_engine(kind: str, folder: str, policy: Policy, ranks: Ranks, out: Path) -> Engine:
-    """With weights of its own, and asleep if it runs in this process. `kind`: embedded, or SGLang's
-    way of getting weights."""
+    """An engine with a separate copy of the weights, asleep if it runs in this process. `kind`:
+    "embedded", or SGLang's --weight_sync."""
     dtype = policy.compute_dtype
     spec = {
         "name": "policy",
@@ -119,30 +117,31 @@ async def run_cycle(engine: Engine, policy: Policy, clock: Clock, version: int) 
     with clock.timed("wake"):
         await engine.wake()
     with clock.timed("generate"):
-        said = await asyncio.gather(
+        completions = await asyncio.gather(
             *(engine.generate(p, SHORT, seed=i) for i, p in enumerate(PROMPTS))
         )
-    assert all(one.policy_version == version for one in said)
+    assert all(one.policy_version == version for one in completions)
     with clock.timed("sleep"):
         await engine.sleep()
 
 
-def held(engine: Engine | None) -> dict[str, float]:
-    """What this process and the engine's server hold; memory is resident and not shared (Linux)."""
+def usage(engine: Engine | None) -> dict[str, float]:
+    """Memory and descriptors of this process and of the engine's server. Memory is resident and not
+    shared (Linux)."""
     groups = {"this process": [psutil.Process()]}
     if server := getattr(engine, "server", None):
         groups["server"] = [psutil.Process(server.process.pid)]
         groups["server"] += groups["server"][0].children(recursive=True)
-    found = {}
+    counts: dict[str, float] = {}
     for name, processes in groups.items():
         memory = [process.memory_info() for process in processes]
-        found[f"{name}, MiB"] = sum(m.rss - m.shared for m in memory) / 2**20
-        found[f"{name}, descriptors"] = sum(process.num_fds() for process in processes)
-    found["entries in /dev/shm"] = len(os.listdir(SHARED)) if os.path.isdir(SHARED) else 0
+        counts[f"{name}, MiB"] = sum(m.rss - m.shared for m in memory) / 2**20
+        counts[f"{name}, descriptors"] = sum(process.num_fds() for process in processes)
+    counts["entries in /dev/shm"] = len(os.listdir(SHARED)) if os.path.isdir(SHARED) else 0
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        found["device asleep, MiB"] = (total - free) / 2**20
-    return found
+        counts["device asleep, MiB"] = (total - free) / 2**20
+    return counts
 
 
 async def measure(
@@ -150,27 +149,27 @@ async def measure(
 ) -> dict:
     dtype, clock, counts = getattr(torch, args.dtype), Clock(), []
     policy = make_policy(folder, dtype, ranks)
-    # Of one rank in fp32, which would be read in place.
+    # An unsharded fp32 policy would be read in place.
     if not isinstance(next(policy.hf.parameters()), DTensor):
         shard_policy(policy, dtype, ranks)
-    before = held(None)  # without an engine
+    before = usage(None)
     engine = make_engine(kind, folder, policy, ranks, out)
     if kind != "embedded":
-        await engine.wake()  # not a part of the first update
+        await engine.wake()  # The first update does not include the start.
         engine._load = clock.watch("load", engine._load)
     try:
         for version in range(1, args.cycles + 1):
             await run_cycle(engine, policy, clock, version)
-            counts.append(held(engine))
+            counts.append(usage(engine))
     finally:
         await engine.close()
     tenth = max(1, args.cycles // 10)
     ends = {"at first": counts[tenth:][:tenth] or counts[:1], "at last": counts[-tenth:]}
-    found = {
-        name: {end: median(c[name] for c in part) for end, part in ends.items()}
+    growth = {
+        name: {end: median(c[name] for c in tenth_of) for end, tenth_of in ends.items()}
         for name in counts[0]
     }
-    for name, values in found.items():
+    for name, values in growth.items():
         values["before"] = before.get(name, 0)
     for cycle in clock.cycles:
         if kind == "embedded":
@@ -183,38 +182,39 @@ async def measure(
         "params": params,
         "cycles": args.cycles,
         "seconds": seconds,
-        "held": found,
+        "held": growth,
     }
 
 
-def show(found: dict) -> None:
-    billions = found["params"] / 1e9
-    print(f"\n{found['engine']}, {billions * 1e3:.1f} M parameters, {found['cycles']} cycles")
+def show(line: dict) -> None:
+    billions = line["params"] / 1e9
+    print(f"\n{line['engine']}, {billions * 1e3:.1f} M parameters, {line['cycles']} cycles")
     print(f"{'':<26} {'seconds':>10} {'per billion':>12}")
-    for phase, s in found["seconds"].items():
+    for phase, s in line["seconds"].items():
         print(f"{phase:<26} {s:10.4f} {'' if phase == 'generate' else f'{s / billions:12.2f}'}")
     print(f"{'':<26} {'at first':>10} {'at last':>12} {'no engine':>12}")
-    for name, at in found["held"].items():
+    for name, at in line["held"].items():
         print(f"{name:<26} {at['at first']:10.1f} {at['at last']:12.1f} {at['before']:12.1f}")
 
 
 def main() -> None:
     engines = ["embedded", "sglang"] if importlib.util.find_spec("sglang") else ["embedded"]
     has_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--engine", nargs="+", choices=["embedded", "sglang"], default=engines)
     parser.add_argument(
         "--weights",
         nargs="+",
         choices=["files", "device"],
         default=["files", "device"],
-        help="ways to SGLang (--weight_sync); seconds of both are also told as ratios",
+        help="--weight_sync of SGLang; with both the script prints their ratio",
     )
-    parser.add_argument("--model", help="folder; without it one with random weights is made")
+    parser.add_argument("--model", help="folder; default: a model with random weights")
     parser.add_argument(
-        "--hidden", type=int, default=512, help="its width; 512 and 8 layers are 27M parameters"
+        "--hidden",
+        type=int,
+        default=512,
+        help="width of the random model; 512 and 8 layers are 27M parameters",
     )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--cycles", type=int, default=200)
@@ -228,12 +228,12 @@ def main() -> None:
     if not has_gpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     results = []
-    with tempfile.TemporaryDirectory() as own:
-        folder = all_gather_json(own, ranks)[0]
+    with tempfile.TemporaryDirectory() as local:
+        folder = all_gather_json(local, ranks)[0]
         model = args.model or f"{folder}/model"
         if not args.model and ranks.is_writer:
             make_tiny_model(model, args.hidden, args.layers, args.hidden // 64)
-        barrier(ranks)  # the model is there
+        barrier(ranks)  # Waits for the model's files.
         kinds = [
             way for name in args.engine for way in (args.weights if name == "sglang" else [name])
         ]
@@ -241,16 +241,16 @@ def main() -> None:
             results.append(asyncio.run(measure(kind, model, args, ranks, Path(folder))))
             if ranks.is_writer:
                 show(results[-1])
-        barrier(ranks)  # no rank reads the folder
+        barrier(ranks)  # Waits for ranks that read the folder.
     if not ranks.is_writer:
         results = []
     if {"files", "device"} <= (by_way := {one["engine"]: one["seconds"] for one in results}).keys():
         for phase in ("all in", "wake"):
             ratio = by_way["files"][phase] / by_way["device"][phase]
             print(f"{phase}: files take {ratio:.2f} times as long as device")
-    if args.out and ranks.is_writer:
-        found = {"device": ranks.device.type, "dtype": args.dtype, "engines": results}
-        args.out.write_text(json.dumps(found, indent=2))
+    if ranks.is_writer:
+        line = {"device": ranks.device.type, "dtype": args.dtype, "engines": results}
+        write_json(args.out, line)
     close_ranks(ranks)
 
 

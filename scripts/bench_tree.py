@@ -1,24 +1,22 @@
-"""What a learner computes of an agent's branches: packed trees against the samples one by one.
+"""Cost of an update on an agent's branches: packed as trees, and with each sample separate.
 
-    python scripts/bench_tree.py                     the three works, on one torch thread
+    python scripts/bench_tree.py                     three kinds of episodes, one torch thread
     python scripts/bench_tree.py --quick             a smoke run; --out result.json
 
-The works are episodes whose samples begin alike:
+The samples of these episodes have common prefixes:
 
     chat        8 turns of a template that drops earlier thinking: each turn is a sample
-    branches    8 attempts that go on from one trunk, each an eighth of its length
+    branches    8 attempts that continue one trunk, each an eighth as long as the trunk
     subagents   a conversation of 6 turns, and 3 sub-agents of 3 turns that share a system prompt
 
-Lengths are in tokens, drawn at random with a fixed seed. A time is CPU seconds of the process for
-the forward, backward and optimizer's step of one update, the least of some. Weights are drawn at
-random, so nothing is downloaded. Both sides have the same samples, the same limit of a microbatch
-and the same loss.
+Lengths are in tokens, drawn with a fixed seed. A time is the least CPU time of several updates:
+forward, backward and optimizer step. Weights are random. Both sides have the same samples, the
+same limit of a microbatch and the same loss.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from pathlib import Path
 
 import torch
 from bench_learner import make_learner
+from script_tools import Table, make_parser, write_json
 
 from rl_core.data.packing import balanced_bins, pack_samples
 from rl_core.data.samples import samples_from_turns
@@ -35,7 +34,7 @@ from rl_core.learning.minibatches import Minibatch
 from rl_core.types import Completion, TrainingSample, Turn
 
 VOCABULARY = 512
-LONGEST = 4096  # tokens of a sample, at most
+LONGEST = 4096  # Most tokens of a sample.
 
 
 class Writer:
@@ -55,14 +54,14 @@ class Writer:
 
 
 def chat(writer: Writer) -> list[list[Turn]]:
-    """Conversations of an episode. What a turn thought is not in the next one's prompt."""
-    history, found = writer.tokens(200), []
+    """Conversations of an episode. A turn's thinking is not in the next turn's prompt."""
+    history, turns = writer.tokens(200), []
     for _ in range(8):
         history = history + writer.tokens(60)
         thoughts, answer = writer.tokens(200), writer.tokens(100)
-        found.append([writer.turn(history, thoughts + answer, is_fresh=True)])
+        turns.append([writer.turn(history, thoughts + answer, is_fresh=True)])
         history = history + answer
-    return found
+    return turns
 
 
 def branches(writer: Writer) -> list[list[Turn]]:
@@ -77,14 +76,14 @@ def subagents(writer: Writer) -> list[list[Turn]]:
     talk = [writer.turn(writer.tokens(300), writer.tokens(120), is_fresh=True)]
     for _ in range(5):
         talk.append(writer.turn(writer.tokens(80), writer.tokens(120)))
-    found, system = [talk], writer.tokens(400)
+    conversations, system = [talk], writer.tokens(400)
     for _ in range(3):
         asked = system + writer.tokens(60)
         helper = [writer.turn(asked, writer.tokens(100), is_fresh=True)]
         for _ in range(2):
             helper.append(writer.turn(writer.tokens(80), writer.tokens(100)))
-        found.append(helper)
-    return found
+        conversations.append(helper)
+    return conversations
 
 
 WORKS: dict[str, Callable[[Writer], list[list[Turn]]]] = {
@@ -105,7 +104,7 @@ def make_samples(work: str, num_episodes: int, scale: float) -> list[TrainingSam
 
 
 def unrolled(learner: Learner, samples: list[TrainingSample], packed: Minibatch) -> Minibatch:
-    """The same minibatch with each sample on its own: padded for 2 ranks, nothing is shared."""
+    """The same minibatch with separate samples; packing for 2 ranks shares no prefixes."""
     costs = [(len(sample.token_ids) + 4, float(len(sample.token_ids))) for sample in samples]
     batches = []
     for numbers in balanced_bins(costs, learner.budget.max_tokens, 1):
@@ -126,7 +125,7 @@ def measure(learner: Learner, minibatch: Minibatch, repeats: int) -> dict[str, f
 
 
 def compare(work: str, args: argparse.Namespace) -> dict:
-    # Each begins with the same weights.
+    # Both have the same initial weights.
     first, second = (make_learner(args.size, LONGEST, args, init_ranks(60)) for _ in range(2))
     samples = make_samples(work, args.episodes, args.scale)
     [packed], _ = first.shard(samples)
@@ -144,29 +143,17 @@ def compare(work: str, args: argparse.Namespace) -> dict:
     }
 
 
-def table(lines: list[dict]) -> str:
-    form = "{:10} {:>8} {:>10} {:>10} {:>7} {:>12} {:>9} {:>7}"
-    titles = "tokens", "tree", "fewer", "CPU s", "tree", "less"
-    rows = [form.format("work", "samples", *titles)]
-    for line in lines:
-        alone, tree = line["unrolled"], line["tree"]
-        of_tokens = alone["tokens"], tree["tokens"], f"{line['fewer_tokens']:.2f}"
-        of_time = f"{alone['cpu_s']:.2f}", f"{tree['cpu_s']:.2f}", f"{line['less_time']:.2f}"
-        rows.append(form.format(line["work"], line["samples"], *of_tokens, *of_time))
-    return "\n".join(rows)
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=WORKS, nargs="+", default=list(WORKS))
-    parser.add_argument("--size", default="tiny", help="of the model, as of bench_learner.py")
+    parser.add_argument("--size", default="tiny", help="size of the model, as in bench_learner.py")
     parser.add_argument("--episodes", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5, help="updates, of which the least counts")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="number of updates, of which the fastest counts"
+    )
     parser.add_argument("--microbatch_tokens", type=int, default=LONGEST)
     parser.add_argument("--quick", action="store_true", help="short episodes, one update")
-    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     args.cp, args.recompute, args.scale = 1, False, 1.0
     if args.quick:
@@ -177,10 +164,14 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
-    lines = [compare(work, args) for work in args.only]
-    print(table(lines))
-    if args.out:
-        args.out.write_text(json.dumps(lines, indent=2))
+    counts = dict.fromkeys(("samples", "tokens", "tree_tokens"), ">6d")
+    ratios = dict.fromkeys(("cpu_s", "tree_cpu_s", "fewer_tokens", "less_time"), ">6.2f")
+    table, lines = Table(work="<10", **counts, **ratios), []
+    for work in args.only:
+        lines.append(line := compare(work, args))
+        tree = {f"tree_{name}": value for name, value in line["tree"].items()}
+        table.add(line | line["unrolled"] | tree)
+    write_json(args.out, lines)
 
 
 if __name__ == "__main__":

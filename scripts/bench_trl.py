@@ -1,4 +1,4 @@
-"""TRL's half of bench_cpu.py: its trainers as they come, measured from outside."""
+"""TRL's half of bench_cpu.py: unchanged trainers of TRL, measured from outside."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What bench_cpu.py measures, the same for both sides: prompts, lengths, rows, rewards,
-settings."""
+"""The work of bench_cpu.py, equal for both sides: prompts, lengths, rows, rewards, settings."""
 
 from __future__ import annotations
 
@@ -13,32 +12,32 @@ from dataclasses import dataclass, field
 from rl_core.types import counter_seed
 
 NUM_PROMPTS, GROUP_SIZE = 16, 8
-NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE  # of a GRPO step
-NUM_ROWS = 64  # of an SFT step, or replies of a step of pairs
+NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE  # Samples of a GRPO step.
+NUM_ROWS = 64  # Rows of an SFT step; replies of a step with pairs.
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 LEARNING_RATE = 1e-4
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Work:
-    """What both sides do. Lengths are in tokens."""
+    """A task of both sides. Lengths are in tokens."""
 
     name: str
     algorithm: str  # "grpo", "sft", "dpo" or "rm"
-    prompt: int = 0  # letters of a prompt (sft: their mean); the chat template adds three tokens
-    mean: int = 0  # of a completion, the end token included
-    longest: int  # mean == longest: all are equally long
-    turns: int = 1  # completions of an episode
-    told: int = 0  # letters that a tool says between two of them
-    file: str = ""  # rows {"question", "answer"} instead of random letters
-    vocab_size: int = 0  # of a BPE tokenizer trained on them; 0 is one token per character
+    prompt: int = 0  # Letters of a prompt (sft: their mean); the chat template adds three tokens.
+    mean: int = 0  # Mean length of a completion, including the end token.
+    longest: int  # Length limit; mean == longest gives all completions one length.
+    turns: int = 1  # Completions of an episode.
+    tool_letters: int = 0  # Letters of the tool message between two turns.
+    file: str = ""  # File of rows {"question", "answer"} instead of random letters.
+    vocab_size: int = 0  # Size of a BPE tokenizer trained on `file`; 0: one token per character.
     hidden: int = 128
     layers: int = 3
     heads: int = 4
-    steps: int = 8  # that count
-    warmup: int = 2  # steps before them
+    steps: int = 8  # Measured steps.
+    warmup: int = 2  # Steps before the measured ones.
     seed: int = 0
-    num_prompts: int = NUM_PROMPTS  # of a GRPO step
+    num_prompts: int = NUM_PROMPTS  # Prompts of a GRPO step.
 
     @property
     def all_steps(self) -> int:
@@ -67,17 +66,25 @@ WORKS = {
         ),
     )
 }
-# What bench_floor.py measures beside these, rl_core alone.
+# More work for bench_floor.py, by rl_core alone.
 OWN_WORKS = {
     work.name: work
     for work in (
-        Work(name="grpo_tools", algorithm="grpo", prompt=37, mean=24, longest=96, turns=2, told=16),
+        Work(
+            name="grpo_tools",
+            algorithm="grpo",
+            prompt=37,
+            mean=24,
+            longest=96,
+            turns=2,
+            tool_letters=16,
+        ),
         Work(name="dpo_ragged", algorithm="dpo", prompt=32, mean=64, longest=256, steps=12),
         Work(name="rm_ragged", algorithm="rm", prompt=32, mean=64, longest=256, steps=12),
     )
 }
 PACKED = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
-# Other settings change nothing on these tasks but the number of tokens in one forward.
+# On these tasks other settings only change the number of tokens in one forward.
 TRL_SETTINGS = {
     "grpo": {
         "128 a microbatch": {"per_device_train_batch_size": 128},
@@ -103,8 +110,8 @@ def letters(work: Work, count: int, *parts: int | str) -> str:
 
 
 def completion_length(work: Work, step: int, index: int) -> int:
-    """Exponential about the mean, between 2 and the longest: many short ones and a tail, as
-    policies sample them."""
+    """A length drawn from an exponential distribution, clipped to [2, longest]: many short ones and
+    a tail, like a policy's."""
     if work.mean == work.longest:
         return work.mean
     drawn = random.Random(counter_seed(work.seed, "length", step, index)).expovariate(1 / work.mean)
@@ -117,7 +124,7 @@ def rl_prompts(work: Work) -> list[str]:
 
 
 def sft_rows(work: Work) -> list[tuple[str, str]]:
-    """(prompt, response) of every step; prompts are as ragged as responses."""
+    """(prompt, response) of all steps; lengths of prompts vary as much as those of responses."""
     rows: list[tuple[str, str]] = []
     if work.file:
         opener = gzip.open if work.file.endswith(".gz") else open
@@ -132,7 +139,7 @@ def sft_rows(work: Work) -> list[tuple[str, str]]:
 
 
 def pairs(work: Work) -> list[tuple[str, str, str]]:
-    """(prompt, chosen, rejected) of every step."""
+    """(prompt, chosen, rejected) of all steps."""
     rows = sft_rows(work)
     return [(*rows[i], rows[i + 1][1]) for i in range(0, len(rows), 2)]
 
@@ -142,30 +149,30 @@ def says(role: str, content: str) -> dict:
 
 
 def reward_of(text: str) -> float:
-    """Any value that differs within nearly every group: no side may skip samples for want of a
+    """A reward that differs within nearly every group, so that no side skips samples without a
     signal."""
     return counter_seed(text) % 1000 / 1000
 
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    """What a side reports: lists by step, warm-up included."""
+    """Measurements of a side. Lists have one value per step, including the warm-up."""
 
     cpu_s: list[float] = field(default_factory=list)
     generate_cpu_s: list[float] = field(default_factory=list)
-    # Of forwards, backwards and optimizers; 0: not measured.
+    # CPU seconds of forwards, backwards and the optimizer; 0: not measured.
     inside_cpu_s: list[float] = field(default_factory=list)
     generated_tokens: list[int] = field(default_factory=list)
-    # Real ones in the training forwards, prompts included.
+    # Tokens in the training forwards, including prompts.
     learned_tokens: list[int] = field(default_factory=list)
-    # Positions of those forwards, padding included.
+    # Positions of those forwards, including padding.
     computed_tokens: list[int] = field(default_factory=list)
-    start_mib: float = 0.0  # resident once the model is loaded
+    start_mib: float = 0.0  # Resident memory after the model is loaded.
     peak_mib: float = 0.0
 
     def begin_step(self) -> None:
         if not self.cpu_s:
-            self.start_mib = held_mib()
+            self.start_mib = peak_mib()
         for values in (
             self.generate_cpu_s,
             self.inside_cpu_s,
@@ -178,11 +185,11 @@ class Measured:
 
     def end_step(self) -> None:
         self.cpu_s[-1] += time.process_time()
-        self.peak_mib = held_mib()
+        self.peak_mib = peak_mib()
 
 
-def held_mib() -> float:
-    """The most so far."""
+def peak_mib() -> float:
+    """Peak resident memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

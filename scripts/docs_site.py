@@ -1,4 +1,4 @@
-"""Pages of the site that lie outside docs/, and links to them. A hook of mkdocs.yml.
+"""A hook of mkdocs.yml: pages of the site from files outside docs/, and links to them.
 
 README.md is the first page. Files in envs/ are pages that show them.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = {
+OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
@@ -20,7 +20,7 @@ BESIDE = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for name, page in BESIDE.items():
+    for name, page in OUTSIDE.items():
         files.append(
             File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
         )
@@ -31,10 +31,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links that are right in the repository become those of the site."""
-    if page.file.src_uri in BESIDE.values():
+    """Turns the repository's links into links of the site."""
+    if page.file.src_uri in OUTSIDE.values():
         markdown = markdown.replace("](docs/", "](").replace("](README.md", "](index.md")
         return re.sub(r"\[docs/(\w+\.md)\]", r"[\1]", markdown)
     markdown = re.sub(r"\]\(\.\./(envs/\w+)\.py\)", r"](\1.md)", markdown)
-    outside = "|".join(map(re.escape, BESIDE))
-    return re.sub(rf"\]\(\.\./({outside})", lambda m: f"]({BESIDE[m[1]]}", markdown)
+    outside = "|".join(map(re.escape, OUTSIDE))
+    return re.sub(rf"\]\(\.\./({outside})", lambda m: f"]({OUTSIDE[m[1]]}", markdown)

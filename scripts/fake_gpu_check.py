@@ -1,11 +1,10 @@
-"""What would wait for a GPU, or mix devices, found without one: steps of learner and engine on fake
-CUDA tensors, which have no values.
+"""Steps of learner and engine on fake CUDA tensors, which find waits for the GPU and mixed devices
+without a GPU.
 
-Needs a CUDA build of torch and no GPU; scripts/fake_gpu_check.sh makes an environment with one.
-Prints a line for each check and, for one that fails, the line of rl_core where it read a value or
-met a tensor of another device. The exit status is the number of checks that failed. Not run:
-backward passes (gradients of zeros are put in their place), Triton's kernels, what
---learner.offload phase moves, several devices.
+Requires a CUDA build of torch and no GPU; scripts/fake_gpu_check.sh makes such an environment.
+Prints a line for each check. A failed check names the line of rl_core that read a value or mixed
+devices. The exit status is the number of failed checks. Not run: backward passes (gradients are
+zeros), Triton's kernels, the moves of --learner.offload phase, several devices.
 """
 
 from __future__ import annotations
@@ -59,32 +58,34 @@ FLAGS = "--model m --env_path e.py --out o --max_prompt_tokens 40 --max_tokens 6
 
 
 def samples(shared_prompt: bool) -> list[TrainingSample]:
-    draw, found = random.Random(0), []
+    draw, made = random.Random(0), []
     for group in range(3):
         prompt = [draw.randrange(512) for _ in range(30 + group)]
         for _ in range(4):
             prompt = prompt if shared_prompt else [draw.randrange(512) for _ in prompt]
             ids = prompt + [draw.randrange(512) for _ in range(draw.randint(2, 9))]
             mask = [i >= len(prompt) for i in range(len(ids))]
-            values = {
-                "rollout_logprobs": [-1.0] * len(ids),
-                "policy_versions": [0] * len(ids),
-                "advantages": mask,
-            }
-            found.append(
-                TrainingSample(token_ids=ids, loss_mask=mask, group_id=str(group), **values)
+            made.append(
+                TrainingSample(
+                    token_ids=ids,
+                    loss_mask=mask,
+                    group_id=str(group),
+                    rollout_logprobs=[-1.0] * len(ids),
+                    policy_versions=[0] * len(ids),
+                    advantages=mask,
+                )
             )
-    return found
+    return made
 
 
-# Packing is work of the host, with values.
+# Packing runs on the host and needs values.
 PACKED = {shared_prompt: pack_samples(samples(shared_prompt)) for shared_prompt in (False, True)}
 PAIRS = [dataclasses.replace(s, group_id=f"{i // 2:03d}") for i, s in enumerate(samples(True))]
 SAMPLES = {False: samples(True), True: PAIRS}
 
 
 def on_gpu(batch: PackedBatch) -> PackedBatch:
-    """The batch as learner.to_device() leaves it: cu_seqlens stay on the host."""
+    """The batch after learner.to_device(): cu_seqlens stay on the host."""
     values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     moved = {
         n: torch.empty_like(x, device="cuda")
@@ -113,14 +114,14 @@ def make_policy(
         if has_lora:
             hf = inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "up_proj"]), hf)
     for module in hf.modules():
-        for held in (module._parameters, module._buffers):
-            held |= {name: like(value) for name, value in held.items() if value is not None}
+        for tensors in (module._parameters, module._buffers):
+            tensors |= {name: like(value) for name, value in tensors.items() if value is not None}
     forward_pass = PackedForward(find_kernel("auto", torch.device("cuda")))
     return Policy(hf, torch.bfloat16, torch.bfloat16, forward_pass, activations)
 
 
-def learner_forward(shared_prompt: bool = True, **how) -> None:
-    outputs, _ = make_policy(**how)(on_gpu(PACKED[shared_prompt]), 1.0)
+def learner_forward(shared_prompt: bool = True, **options) -> None:
+    outputs, _ = make_policy(**options)(on_gpu(PACKED[shared_prompt]), 1.0)
     assert outputs.device.type == "cuda"
 
 
@@ -134,8 +135,8 @@ def sliding_forward() -> None:
 
 
 class Update(TorchFunctionMode):
-    """Inside, a backward pass leaves each weight a gradient where the weight is, and a list of
-    numbers may be read from the device: all are 1. Each such read is counted."""
+    """Replaces backward passes by gradients of zeros on the weights' device, and answers reads from
+    the device with ones. Counts these reads."""
 
     def __init__(self, learner: Learner):
         super().__init__()
@@ -151,7 +152,7 @@ class Update(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        # Fake tensors take single numbers of the CPU for those of any device.
+        # Fake tensors accept scalars of the CPU on every device.
         if func in (torch.stack, torch.cat):
             devices = {tensor.device.type for tensor in args[0]}
             assert len(devices) == 1, devices
@@ -167,8 +168,7 @@ class Update(TorchFunctionMode):
 
 
 class OffloadedPolicy(Policy):
-    """--learner.offload always: its weights wait on the CPU, and come to the device for each
-    forward."""
+    """--learner.offload always: weights stay on the CPU and move to the device for each forward."""
 
     def forward(self, *args):
         plain = PlainForward(self)
@@ -194,38 +194,39 @@ def offloaded(policy: Policy) -> Policy:
 
 
 def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) -> None:
-    """Annotates and updates as a run does."""
-    how = parse_config([*FLAGS.split(), name, *flags])
-    algorithm = make_algorithm(name, how.algo)
+    """Annotates and updates like a run."""
+    config_of_run = parse_config([*FLAGS.split(), name, *flags])
+    algorithm = make_algorithm(name, config_of_run.algo)
     on_cpu = init_ranks(60)
     on_gpu_ranks = dataclasses.replace(on_cpu, device=torch.device("cuda"))
-    place = offloaded if how.learner.offload == "always" else (lambda policy: policy)
+    is_offloaded = config_of_run.learner.offload == "always"
 
     def load(path: str, is_frozen: bool = False, **options) -> Policy:
         options.pop("learner", None)
         policy = make_policy(config, **options)
-        return policy if is_frozen else place(policy)
+        return offloaded(policy) if is_offloaded and not is_frozen else policy
 
     activations = nullcontext
-    if how.learner.activations == "offload":
+    if config_of_run.learner.activations == "offload":
         activations = activations_on_host
-    policy = place(make_policy(config, algorithm.is_scoring, activations=activations))
+    policy = make_policy(config, algorithm.is_scoring, activations=activations)
+    if is_offloaded:
+        policy = offloaded(policy)
     spec = LearnerContext(
-        config=how,
+        config=config_of_run,
         algorithm=algorithm,
         name="policy",
         policy=policy,
         ranks=on_gpu_ranks,
         load=load,
-        make=learner_factory(how, num_ranks=1),
+        make=learner_factory(config_of_run, num_ranks=1),
     )
     parts = choose_extensions(spec)
-    loss = pair_loss(how, algorithm)
-    learner = spec.make(how, algorithm, policy, on_gpu_ranks, extensions=parts, loss=loss)
-    # Packing is work of the host, with values.
+    loss = pair_loss(config_of_run, algorithm)
+    learner = spec.make(config_of_run, algorithm, policy, on_gpu_ranks, extensions=parts, loss=loss)
     with unset_fake_temporarily():
         minibatches, _ = shard_samples(
-            SAMPLES[algorithm.is_pairs], algorithm, how, learner.budget, on_cpu
+            SAMPLES[algorithm.is_pairs], algorithm, config_of_run, learner.budget, on_cpu
         )
     for minibatch in minibatches:
         minibatch.batches = [on_gpu(batch) for batch in minibatch.batches]
@@ -267,7 +268,7 @@ CHECKS = {
     "engine: decode of Llama's layout": lambda: engine_step(True, LlamaSlots),
     "engine: the same in fp32": lambda: engine_step(True, LlamaSlots, torch.float32),
 }
-# transformers' grouped products ask the device what it is.
+# transformers' grouped products query the device's properties.
 EXPERTS = {
     "experts_implementation": "batched_mm",
     "num_experts": 4,
@@ -275,23 +276,15 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "head_dim": 16,
 }
-STEPS = {name: [name] for name in PRESETS} | {
-    "corrections": [
-        "grpo",
-        "--algo.importance_correction",
-        "sequence_mask",
-        "--algo.kl_coef",
-        "0.1",
-        "--learner.epochs",
-        "2",
-    ],
-    "target KL": ["grpo", "--algo.target_kl", "1", "--learner.updates_per_epoch", "2"],
-    "SGD": ["sft", "--optim.name", "sgd"],
+STEPS = {name: name for name in PRESETS} | {
+    "corrections": "grpo --algo.importance_correction sequence_mask --learner.epochs 2",
+    "KL": "grpo --algo.kl_coef 0.1 --algo.target_kl 1 --learner.updates_per_epoch 2",
+    "SGD": "sft --optim.name sgd",
 }
 for offload in ("none", "always"):
     for name, flags in STEPS.items():
         CHECKS[f"step, offload {offload}: {name}"] = partial(
-            preset_step, *flags, "--learner.offload", offload
+            preset_step, *flags.split(), "--learner.offload", offload
         )
     CHECKS[f"step, offload {offload}: mixture of experts"] = partial(
         preset_step, "grpo", "--learner.offload", offload, config=Qwen3MoeConfig(**SIZES, **EXPERTS)
@@ -304,8 +297,8 @@ CHECKS["step: activations offloaded"] = partial(
 def main() -> int:
     if torch.version.cuda is None:
         sys.exit(
-            "error: this torch is no CUDA build; scripts/fake_gpu_check.sh makes an environment "
-            "with one"
+            "error: torch was built without CUDA; scripts/fake_gpu_check.sh makes an environment "
+            "with a CUDA build"
         )
     num_failed = 0
     for name, check in CHECKS.items():
@@ -315,14 +308,9 @@ def main() -> int:
             print(f"ok      {name}", flush=True)
         except Exception as error:
             num_failed += 1
-            ours = [
-                f for f in traceback.extract_tb(error.__traceback__) if "/rl_core/" in f.filename
-            ] or [None]
-            where = (
-                f"{ours[-1].filename.split('rl_core/')[-1]}:{ours[-1].lineno} {ours[-1].line}"
-                if ours[-1]
-                else ""
-            )
+            frames = traceback.extract_tb(error.__traceback__)
+            ours = [frame for frame in frames if "/rl_core/" in frame.filename]
+            where = f"{ours[-1].filename}:{ours[-1].lineno} {ours[-1].line}" if ours else ""
             print(
                 f"FAILED  {name}: {type(error).__name__} at {where}: "
                 f"{str(error).splitlines()[0][:150]}",

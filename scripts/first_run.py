@@ -3,7 +3,7 @@ as a notebook in an editor that knows `# %%` (VS Code, Spyder, jupytext). A CPU 
 minute. `--short` trains a few steps only.
 """
 
-# %% What is used. Tiny models gain nothing from more threads.
+# %% Imports. Tiny models gain nothing from more threads.
 import os
 import random
 import sys
@@ -66,7 +66,7 @@ rows = [
     for prompt in (digits() for _ in range(1100))
 ]
 
-# %% Learn from the reward (GRPO): eight answers to each prompt; those above their group's mean
+# %% Learn from the reward (GRPO): eight answers to each prompt; answers above the group's mean
 # become likelier.
 result = train(
     Config(
@@ -85,19 +85,18 @@ result = train(
     eval_data=rows[1000:],
 )
 
-# %% Held-out prompts: the mean reward, and the share that is wholly right, before, halfway and
-# after.
+# %% Held-out prompts: the mean reward and the share of right answers, before, halfway and after.
 for line in result.history:
-    found = {
+    scores = {
         name.rpartition("/")[2]: value for name, value in line.items() if name.startswith("eval/")
     }
-    if found:
+    if scores:
         print(
-            f"step {line['step']:>3}  score {found['greedy_score']:.2f}  right "
-            f"{found['greedy_pass']:.2f}"
+            f"step {line['step']:>3}  score {scores['greedy_score']:.2f}  right "
+            f"{scores['greedy_pass']:.2f}"
         )
 
-# %% Curves: OUT/grpo/curves.png. What a metric is: rl-core info metrics NAME.
+# %% Curves: OUT/grpo/curves.png. `rl-core info metrics NAME` explains a metric.
 rl_core(["plot", str(OUT / "grpo")])
 
 # %% Conversations of the last evaluation, the worst first.

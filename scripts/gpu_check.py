@@ -1,22 +1,18 @@
-"""Every GPU run, test and benchmark of the project in one command: a table on the terminal, JSON
+"""All GPU runs, tests and benchmarks of the project in one command: a table on the terminal, JSON
 and logs in a folder.
 
-    python scripts/gpu_check.py --out gpu_check                     all of it, the most telling
-    first
-    python scripts/gpu_check.py --out gpu_check --budget_s 580      what fits in ten minutes; the
-    next call goes on
-    python scripts/gpu_check.py --out gpu_check --only tests        these stages, also if they are
-    done
+    python scripts/gpu_check.py --out gpu_check                     all stages
+    python scripts/gpu_check.py --out gpu_check --budget_s 580      ten minutes; repeat to continue
+    python scripts/gpu_check.py --out gpu_check --only tests        these stages, again if done
 
-Needs pytest and what setup.py asks for, except datasets; runs with SGLang need that too. Each stage
-is a process of its own, of at most eight minutes. A stage that fails does not stop the others and
-is not repeated. not_reached.txt names the stages without a result, with the reason. The exit status
-is the number of stages that failed, once none is left for another call.
+Requires pytest and the packages of setup.py except datasets; stages with SGLang require that too.
+Each stage is a separate process of at most eight minutes. A failed stage does not stop the others
+and is not repeated. not_reached.txt names the stages without a result, with the reason. The exit
+status is 75 if the budget left stages out, otherwise the number of failed stages.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -28,20 +24,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = [
-    "torch",
-    "triton",
-    "transformers",
-    "peft",
-    "bitsandbytes",
-    "flash-attn",
-    "flash-attn-4",
-    "liger-kernel",
-    "sglang",
-]
-LIMIT_S = 480  # of a stage at most
-GO_ON = 75  # exit status: the budget is used up, the same command goes on
+from script_tools import ROOT, Table, make_parser
+
+PACKAGES = ["torch", "triton", "transformers", "peft", "bitsandbytes", "flash-attn"]
+PACKAGES += ["flash-attn-4", "liger-kernel", "sglang"]
+LIMIT_S = 480  # Time limit of a stage.
+UNFINISHED = 75  # Exit status if the budget left stages out.
 # Random weights; heads of the size that kernels are made for.
 MODEL = {"hidden": 1024, "layers": 8, "heads": 16}
 SIZES = "--max_tokens 64 --max_prompt_tokens 64 --tasks_per_step 16 --group_size 8 --num_steps 3"
@@ -58,14 +46,14 @@ EVALUATED = "--eval_every 1 --eval.num_tasks 16 --eval.samples 0 --save_every 1"
 
 @dataclass(kw_only=True)
 class Stage:
-    arguments: list[str]  # of python
+    arguments: list[str]  # Arguments of python.
     limit_s: int = LIMIT_S
     num_gpus: int = 1
-    package: str = ""  # that it needs
+    package: str = ""  # Required package.
 
 
 def stages(out: Path) -> dict[str, Stage]:
-    """By name, the most telling first."""
+    """Name -> stage, the most informative first."""
 
     def run(name: str, flags: str, num_gpus: int = 1, package: str = "") -> Stage:
         torchrun = (
@@ -83,17 +71,17 @@ def stages(out: Path) -> dict[str, Stage]:
 
     sizes = "--sizes 1024x8 1024x28 --steps 4"
     generate = f"{ROOT}/scripts/bench_generate.py --device cuda --only grpo_ragged {sizes}"
-    # Others need packages that a GPU's tests do not.
+    # Other test files import packages that GPU tests do not need.
     files = [str(file) for file in tests_of_a_gpu()]
     tests = f"-m pytest -q -m gpu -p no:cacheprovider --junit-xml={out}/tests.xml"
     return {
-        # No flag says how: SGLang, --attention auto beside its flash-attn, bf16; engines sleep for
-        # evaluation and saving.
+        # A default run: SGLang, --attention auto with SGLang's flash-attn, bf16. Engines sleep
+        # while the run evaluates and saves.
         "sglang": run("sglang", f"--engine sglang {EVALUATED}", package="sglang"),
         "sglang_phase": run(
             "sglang_phase", f"--engine sglang --learner.offload phase {EVALUATED}", package="sglang"
         ),
-        # Without it the first run's weights stay on the device.
+        # With files the weights stay on the device during sleep.
         "sglang_files": run(
             "sglang_files", f"--engine sglang --weight_sync files {EVALUATED}", package="sglang"
         ),
@@ -126,19 +114,19 @@ def tests_of_a_gpu() -> list[Path]:
 def machine() -> dict:
     import torch
 
-    found = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
+    installed = importlib.metadata.distributions()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    names = [f"{g.name}, {g.total_memory / (1 << 30):.0f} GiB" for g in gpus]
-    when = {
+    return {
         "date": time.strftime("%Y-%m-%d"),
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda,
+        "gpus": [f"{g.name}, {g.total_memory / (1 << 30):.0f} GiB" for g in gpus],
+        "packages": {d.name: d.version for d in installed if d.name in PACKAGES},
     }
-    return when | {"gpus": names, "packages": found}
 
 
 def prepare(out: Path) -> None:
-    """The model and the environment of the runs."""
+    """Writes the model and the environment of the runs."""
     from make_tiny_model import make_tiny_model
 
     if not (out / "model").exists():
@@ -148,22 +136,22 @@ def prepare(out: Path) -> None:
 
 
 def run_stage(stage: Stage, log: Path) -> dict:
-    """How it ended. What it prints goes to the terminal and to the log; at the deadline it and its
-    children are killed."""
+    """Runs a stage and returns its status. Its output goes to the terminal and to the log. At the
+    deadline the stage and its children are killed."""
     began = time.monotonic()
     path = os.pathsep.join(
         filter(None, [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")])
     )
     env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
-        how = {
-            "cwd": ROOT,
-            "env": env,
-            "stdout": file,
-            "stderr": subprocess.STDOUT,
-            "start_new_session": True,
-        }
-        process = subprocess.Popen([sys.executable, *stage.arguments], **how)
+        process = subprocess.Popen(
+            [sys.executable, *stage.arguments],
+            cwd=ROOT,
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code = process.wait(stage.limit_s)
             status = f"exit {code}" if code else "ok"
@@ -184,7 +172,7 @@ def run_stage(stage: Stage, log: Path) -> dict:
 
 
 def lacking(stage: Stage, facts: dict) -> str:
-    """What this machine lacks for a stage; "" if nothing."""
+    """The requirement of a stage that this machine does not meet, or ""."""
     if len(facts["gpus"]) < stage.num_gpus:
         return f"needs {stage.num_gpus} GPUs"
     if stage.package and stage.package not in facts["packages"]:
@@ -196,7 +184,7 @@ def run_all(
     wanted: dict[str, Stage], results: dict[str, dict], facts: dict, out: Path, budget_s: float
 ) -> dict[str, str]:
     """Runs the stages that have no result yet and fit in the budget, and writes all results after
-    each. Returns those that were not reached, with the reason."""
+    each stage. Returns the stages that were not reached, with the reason."""
     began, not_reached = time.monotonic(), {}
     for name, stage in wanted.items():
         if name in results:
@@ -209,7 +197,9 @@ def run_all(
             not_reached[name] = reason
             continue
         print(f"== {name}", flush=True)
-        shutil.rmtree(out / "runs" / name, ignore_errors=True)  # of a call that was killed
+        shutil.rmtree(
+            out / "runs" / name, ignore_errors=True
+        )  # An earlier call may have been killed.
         results[name] = run_stage(stage, out / f"{name}.log")
         (out / "summary.json").write_text(
             json.dumps({"machine": facts, "stages": results}, indent=2)
@@ -220,16 +210,14 @@ def run_all(
 
 
 def earlier_results(out: Path, again: list[str]) -> dict[str, dict]:
-    """Of calls before this one, without those that are to be done again."""
+    """Results of earlier calls, without the stages to run again."""
     file = out / "summary.json"
-    found = json.loads(file.read_text())["stages"] if file.exists() else {}
-    return {name: result for name, result in found.items() if name not in again}
+    results = json.loads(file.read_text())["stages"] if file.exists() else {}
+    return {name: result for name, result in results.items() if name not in again}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for JSON and logs")
     parser.add_argument(
         "--only",
@@ -237,17 +225,17 @@ def main() -> int:
         default=[],
         choices=list(stages(Path())),
         metavar="STAGE",
-        help="of: %(choices)s",
+        help="stages: %(choices)s",
     )
     parser.add_argument(
-        "--budget_s", type=float, default=7200, help="no stage begins that might end later"
+        "--budget_s", type=float, default=7200, help="start no stage that might end later"
     )
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     facts = machine()
     if not facts["gpus"]:
-        print("error: torch sees no CUDA device here; this checks what needs one", file=sys.stderr)
+        print("error: torch sees no CUDA device; every stage needs a GPU", file=sys.stderr)
         return 1
     print(json.dumps(facts), flush=True)
     prepare(out)
@@ -256,13 +244,13 @@ def main() -> int:
         wanted = {name: wanted[name] for name in args.only}
     results = earlier_results(out, args.only)
     not_reached = run_all(wanted, results, facts, out, args.budget_s)
-    print(f"\n{'stage':>14} {'status':>12} {'seconds':>8}  last line")
-    for name, r in results.items():
-        print(f"{name:>14} {r['status']:>12} {r['seconds']:8.0f}  {r['last_line']}")
+    table = Table(stage="<14", status="<12", seconds=">7.0f", last_line="<10")
+    for name, result in results.items():
+        table.add({"stage": name} | result)
     for name, reason in not_reached.items():
-        print(f"{name:>14} {'not reached':>12} {'':>8}  {reason}")
+        table.add({"stage": name, "status": "not reached", "last_line": reason})
     if any(reason.startswith("no time") for reason in not_reached.values()):
-        return GO_ON
+        return UNFINISHED
     return sum(r["status"] != "ok" for r in results.values())
 
 

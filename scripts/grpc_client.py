@@ -5,8 +5,7 @@ Any language with a gRPC library can do the same from rl_core/service/environmen
     rl-core serve envs/calculator.py --port 50051
     python scripts/grpc_client.py --address 127.0.0.1:50051 --env calculator
 
-An agent of your own takes the place of `reply`. A token is read from the variable
-RL_CORE_SERVICE_TOKEN.
+Replace `reply` by an agent. The environment variable RL_CORE_SERVICE_TOKEN may hold a token.
 """
 
 import argparse
@@ -22,7 +21,7 @@ TIMEOUT_S = 60
 
 
 def reply(messages):
-    """What an agent says that can only use a calculator: a call first, then the tool's answer."""
+    """The reply of an agent that calls a calculator, then repeats the tool's answer."""
     last = messages[-1]
     return last["content"] if last["role"] == "tool" else f"<call>{last['content']}</call>"
 
@@ -33,18 +32,20 @@ def play(stub, pb, metadata, env, task_id):
     def call(verb, message):
         return getattr(stub, verb)(message, timeout=TIMEOUT_S, metadata=metadata)
 
-    # The same key gives the same session again, should the answer be lost on its way.
+    # A retry with the same key returns the same session.
     started = call("Start", pb.StartRequest(env=env, task_id=task_id, key=os.urandom(8).hex()))
     session, messages, done, number = started.session, json.loads(started.messages), False, 0
     while not done:
-        number += 1  # the same number gives the same answer again, and nothing is done twice
+        number += 1  # A retry with the same number returns the same answer.
         messages.append({"role": "assistant", "content": reply(messages)})
-        said = pb.Said(messages=json.dumps(messages[-1:]))
-        answer = call("Interact", pb.InteractRequest(session=session, number=number, said=said))
+        last = pb.Said(messages=json.dumps(messages[-1:]))
+        answer = call("Interact", pb.InteractRequest(session=session, number=number, said=last))
         messages += json.loads(answer.messages)
         done = answer.done or answer.status != pb.RUNNING
     scored = call("Score", pb.ScoreRequest(session=session, number=number + 1)).scores[0]
-    call("Cancel", pb.CancelRequest(session=session, status=pb.COMPLETED))  # frees its room at once
+    call(
+        "Cancel", pb.CancelRequest(session=session, status=pb.COMPLETED)
+    )  # Frees the slot at once.
     return messages, dict(scored.parts), scored.reward
 
 

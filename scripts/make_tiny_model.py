@@ -2,8 +2,7 @@
 and benchmarks.
 
     python scripts/make_tiny_model.py --out models/tiny
-    python scripts/make_tiny_model.py --out models/small --hidden 192 --layers 5 --bpe_text
-    train.jsonl
+    python scripts/make_tiny_model.py --out models/small --hidden 192 --layers 5 --bpe_text t.jsonl
 
 The first has 0.1M parameters and one token per printable ASCII character; the second has 3M and
 4096 byte-level BPE tokens trained on the given text.
@@ -11,11 +10,12 @@ The first has 0.1M parameters and one token per printable ASCII character; the s
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from script_tools import make_parser
 
 from rl_core.tools.tiny_model import (
     ARCHITECTURES,
@@ -42,8 +42,8 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int = 4096):
 
 
 def read_texts(path: str | Path) -> Iterator[str]:
-    """Every text of a file: the string columns of a .jsonl file (messages included), or the lines
-    of any other; .gz is unpacked."""
+    """The texts of a file: string columns and messages of a .jsonl file, or the lines of another
+    file. A .gz file is unpacked."""
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
     is_jsonl = path.name.removesuffix(".gz").endswith(".jsonl")
@@ -58,25 +58,23 @@ def read_texts(path: str | Path) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--hidden", type=int, default=64, help="width")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument(
         "--heads", type=int, default=4, help="query heads; half as many key and value heads"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
     parser.add_argument("--arch", default="qwen3", choices=ARCHITECTURES)
     parser.add_argument(
         "--bpe_text", nargs="+", help="train a BPE tokenizer on these .txt, .jsonl or .gz files"
     )
-    parser.add_argument("--vocab_size", type=int, default=4096, help="of that tokenizer")
+    parser.add_argument("--vocab_size", type=int, default=4096, help="size of that tokenizer")
     args = parser.parse_args()
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # two bars for a file of half a megabyte
+    disable_progress_bar()
     tokenizer = None
     if args.bpe_text:
         tokenizer = bpe_tokenizer(

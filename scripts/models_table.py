@@ -1,15 +1,14 @@
-"""Which model families train, and how well: writes docs/models.md.
+"""Writes docs/models.md: the model families that train, and their numerical differences in nats.
 
     python scripts/models_table.py --out docs/models.md
     python scripts/models_table.py gemma2 gpt_oss          # prints these rows
 
-Each family is a tiny random model of its own configuration class. One SFT step, two GRPO steps and
-two GRPO steps with adapters are runs of rl_core.train. Numbers are differences in nats.
+Each family is a tiny random model of the family's configuration class. One SFT step, two GRPO steps
+and two GRPO steps with adapters are runs of rl_core.train.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -23,6 +22,7 @@ import torch
 import transformers
 import zstandard
 from safetensors.torch import load_file
+from script_tools import make_parser, read_metrics, write_rows
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from rl_core.data.pretrained import from_config, load_pretrained
@@ -87,8 +87,8 @@ MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_s
 PARTIAL_ROPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 }
-# model type -> what differs from SIZES; dropout, caps and scales are set so that leaving them out
-# would show. What a family's configuration does not have is left out of it.
+# Model type -> differences from SIZES. Dropout, caps and scales have values that show if they are
+# ignored. known_to() drops the fields that a family's configuration does not have.
 FAMILIES = {
     **{
         name: {}
@@ -158,29 +158,20 @@ ROWS = [
 ]
 ENV = 'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
 ENV += "def reward_fn(completion): return sum(map(ord, completion)) / 1000\n"
-LIMITS = [
-    "--max_prompt_tokens",
-    24,
-    "--max_tokens",
-    12,
-    "--tasks_per_step",
-    4,
-    "--optim.lr",
-    "1e-2",
-]
+LIMITS = "--max_prompt_tokens 24 --max_tokens 12 --tasks_per_step 4 --optim.lr 1e-2"
 
 
 def family_config(name: str) -> PretrainedConfig:
     usual, sizes = AutoConfig.for_model(name), FAMILIES[name]
     if "text_config" not in sizes:
         return AutoConfig.for_model(name, **known_to(usual, SIZES | sizes))
-    parts = {part: known_to(getattr(usual, part), part_sizes) for part, part_sizes in sizes.items()}
-    return AutoConfig.for_model(name, **parts)
+    configs = {kind: known_to(getattr(usual, kind), values) for kind, values in sizes.items()}
+    return AutoConfig.for_model(name, **configs)
 
 
 def known_to(config: PretrainedConfig, sizes: dict) -> dict:
-    """The sizes that configurations of this class have. transformers keeps any others too, and code
-    that reads them would work here and nowhere else."""
+    """The sizes that are fields of this configuration. transformers would keep unknown fields too,
+    and code that reads them would fail with real models."""
     names = {field.name for field in dataclasses.fields(config)} | {
         "model_type",
         *config.attribute_map,
@@ -189,8 +180,8 @@ def known_to(config: PretrainedConfig, sizes: dict) -> dict:
 
 
 def make_family(folder: Path, name: str):
-    """Saves a model of random weights, and gives the tokenizer. Biases and norms are random, so
-    that leaving one out shows."""
+    """Saves a model of random weights and returns its tokenizer. Biases and norms are random too,
+    which shows if one is ignored."""
     torch.manual_seed(0)
     config = family_config(name)
     model = from_config(model_class(config), config)
@@ -206,10 +197,10 @@ def make_family(folder: Path, name: str):
 
 
 def load_plain(folder: Path):
-    """The model by transformers alone. Raises ValueError for files that do not fit it."""
+    """The model by transformers alone. Raises ValueError if the files do not fit the model."""
     model = model_class(load_pretrained(AutoConfig, folder))
-    model, found = load_pretrained(model, folder, output_loading_info=True)
-    if strange := {*found["missing_keys"], *found["unexpected_keys"]}:
+    model, info = load_pretrained(model, folder, output_loading_info=True)
+    if strange := {*info["missing_keys"], *info["unexpected_keys"]}:
         raise ValueError(f"transformers misses or does not know {min(strange)}")
     return model.eval()
 
@@ -238,54 +229,53 @@ def plain_loss(folder: Path, tokenizer) -> tuple[float, float]:
 
 
 def run(folder: Path, out: str, *flags) -> list[dict]:
-    """The metrics of each step. Raises ValueError with the run's last line if it fails."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = train(
-            [str(x) for x in ("--model", folder / "model", "--out", folder / out, *LIMITS, *flags)]
-        )
-    lines = said.getvalue().splitlines()
+    """The metrics of each step. Raises ValueError with the last line of a failed run."""
+    output = io.StringIO()
+    words = ["--model", folder / "model", "--out", folder / out, *LIMITS.split(), *flags]
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+        code = train([str(word) for word in words])
     if code:
-        raise ValueError(lines[-1].removeprefix("error: ").replace(f"{folder}/", ""))
-    (folder / out / "said.txt").write_text(said.getvalue())
-    return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+        line = output.getvalue().splitlines()[-1]
+        raise ValueError(line.removeprefix("error: ").replace(f"{folder}/", ""))
+    (folder / out / "output.txt").write_text(output.getvalue())
+    return read_metrics(folder / out)
 
 
 class Trial:
-    """What works with a model of one family: `row` by column, and reasons of what failed."""
+    """The checks of one family: `row` has a result per column, `reasons` the failures."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.row, self.reasons = folder, dict.fromkeys(COLUMNS, "-"), []
         self.tokenizer = make_family(folder / "model", name)
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        write_rows(folder / "rows.jsonl", ROWS)
         (folder / "env.py").write_text(ENV)
 
     def attempt(self, column: str, difference) -> None:
         try:
-            found = difference()
+            result = difference()
         except Exception as error:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             reason = kind + " ".join(str(error).split())
             self.reasons.extend([reason] * (reason not in self.reasons))
             self.row[column] = "**no**"
             return
-        if isinstance(found, str):
-            self.row[column] = found
+        if isinstance(result, str):
+            self.row[column] = result
             return
-        self.row[column] = f"{found:.0e}" if found >= 1e-7 else "0"
-        if found > 1e-4:
-            self.reasons.append(f"{column} differs by {found:.2g}")
+        self.row[column] = f"{result:.0e}" if result >= 1e-7 else "0"
+        if result > 1e-4:
+            self.reasons.append(f"{column} differs by {result:.2g}")
 
     def sampled(self, out: str, *flags) -> str:
         grpo = ["--env_path", self.folder / "env.py", "--group_size", 2, "--num_steps", 2]
         *_, last = run(self.folder, out, *grpo, *flags)
-        kl = last["learn/policy/mismatch_kl_nats_max"]  # after one update
+        kl = last["learn/policy/mismatch_kl_nats_max"]
         if kl > 1e-6:
             raise ValueError(f"{out}: engine and learner differ by a KL of {kl:.2g}")
         return "yes"
 
     def engine_difference(self) -> float:
-        """Of the first step's samples, from transformers' logprobs."""
+        """Largest difference of the first step's logprobs from those of transformers."""
         model, differences = load_plain(self.folder / "model"), []
         with zstandard.open(self.folder / "grpo/rollouts/step_000001.jsonl.zst", "rt") as lines:
             records = [json.loads(line) for line in lines]
@@ -300,7 +290,7 @@ class Trial:
         rows = self.folder / "rows.jsonl"
         sft = ["--algorithm", "sft", "--data.train", rows, "--data.eval", rows]
         before, step, _ = run(self.folder, "sft", *sft, "--num_steps", 1, "--eval_every", 1)
-        is_padded = "padded" in (self.folder / "sft/said.txt").read_text()
+        is_padded = "padded" in (self.folder / "sft/output.txt").read_text()
         self.row["forward"] = "padded" if is_padded else "packed"
         loss, norm = plain_loss(self.folder / "model", self.tokenizer)
         return max(abs(before["eval/loss"] - loss), abs(step["learn/policy/grad_norm"] / norm - 1))
@@ -316,13 +306,12 @@ class Trial:
         return "yes"
 
     def reloaded(self) -> float:
-        lines = (self.folder / "sft/metrics.jsonl").read_text().splitlines()
-        after = json.loads(lines[-1])["eval/loss"]
+        after = read_metrics(self.folder / "sft")[-1]["eval/loss"]
         return abs(after - plain_loss(self.folder / "sft/hf/policy", self.tokenizer)[0])
 
 
 def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
-    """(column -> what it shows, reasons of what failed)"""
+    """(column -> result, reasons of failures)"""
     trial = Trial(folder, name)
     trial.attempt("SFT", trial.trained)
     trial.attempt("GRPO", lambda: trial.sampled("grpo"))
@@ -336,7 +325,7 @@ def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
 
 
 def summary(results: dict[str, tuple[dict[str, str], list[str]]]) -> list[str]:
-    """Lines of the page: families by forward, largest differences, and each failure."""
+    """Lines of the page: families by kind of forward, largest differences, failures."""
     lines = []
     for kind in ("packed", "padded"):
         names = [name for name, (row, _) in results.items() if row["forward"] == kind]
@@ -356,9 +345,7 @@ def summary(results: dict[str, tuple[dict[str, str], list[str]]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "families", nargs="*", help="model types of transformers; by default all of FAMILIES"
     )

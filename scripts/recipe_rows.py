@@ -15,11 +15,13 @@ pairs  chosen and rejected of any source that --data.train takes. Pairs that no 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from script_tools import make_parser
+from script_tools import write_rows as write_file
 
 from rl_core.data.preference_pairs import pair_messages
 from rl_core.data.rows import load_rows
@@ -69,16 +71,13 @@ KINDS = {"orz": orz_rows, "pairs": pair_rows}
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row) for row in rows]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    lines = list(rows)
+    write_file(path, lines)
     print(f"wrote {path}: {len(lines)} rows")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("source")
     parser.add_argument("--out", type=Path, required=True, help="file of rows to write")

@@ -3,14 +3,13 @@ learning rates, and generated rows of the same columns.
 
     python scripts/recipe_twin.py limo_qwen2.5_7b --out runs/twins/limo
 
-TWINS holds what a twin changes. All else, the algorithm and its losses, the schedule, data.columns,
-stop words and turns, is what the recipe says. A recipe that begins from a trained model has a
-warm-up first: SFT on rows that show the form of a reply and are mostly wrong.
+TWINS holds a twin's changes. Algorithm, losses, schedule, data.columns, stop words and turns are
+the recipe's. The twin of a recipe that starts from a trained model has a warm-up: SFT on rows that
+show the form of a reply and are mostly wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from recipe_rows import KINDS, MARK, write_rows
+from script_tools import ROOT, make_parser
 
 from rl_core.tools.tiny_model import make_tiny_model
 
-ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]
 MAX_STEPS = 40
 TRAINS = "ABCDEFGH"
@@ -37,15 +36,13 @@ TRAINS = "ABCDEFGH"
 
 @dataclass(kw_only=True, slots=True)
 class Twin:
-    """rows(rng): one row of the recipe's source. prepare: the kind of scripts/recipe_rows.py that
-    writes the recipe's files. demonstration(rng): a row of the warm-up. flags: what differs from
-    the recipe."""
+    """The changes of a twin."""
 
-    rows: Callable[[random.Random], Any]
-    flags: str
-    prepare: str | None = None
-    demonstration: Callable[[random.Random], Row] | None = None
-    warm_up: str = ""
+    rows: Callable[[random.Random], Any]  # Makes a row of the recipe's source.
+    flags: str  # Changed flags.
+    prepare: str | None = None  # Kind of scripts/recipe_rows.py that writes the recipe's files.
+    demonstration: Callable[[random.Random], Row] | None = None  # Makes a row of the warm-up.
+    warm_up: str = ""  # Flags of the warm-up.
     num_train: int = 1280
     num_eval: int = 64
 
@@ -86,7 +83,7 @@ def gate_of(train: str) -> str:
 
 
 def search_row(rng: random.Random) -> Row:
-    """Columns of PeterJinGo/nq_hotpotqa_train. Its prompt is instructions that are not read."""
+    """Columns of PeterJinGo/nq_hotpotqa_train. The recipe does not read `prompt`."""
     train = rng.choice(TRAINS)
     question = f"Which gate has train {train}?"
     return {
@@ -188,11 +185,11 @@ class Retriever(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        found = []
+        results = []
         for query in asked["queries"]:
             trains = [letter for letter in query if letter in TRAINS]
-            found.append([{"document": {"contents": passage(train)}} for train in trains[-1:]])
-        body = json.dumps({"result": found}).encode()
+            results.append([{"document": {"contents": passage(train)}} for train in trains[-1:]])
+        body = json.dumps({"result": results}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -222,17 +219,17 @@ def write_data(name: str, folder: Path, num_sft: int = 4800) -> dict[str, Path]:
     sizes = {"train": twin.num_train, "eval": twin.num_eval}
     files = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for part, size in sizes.items():
+    for split, size in sizes.items():
         rows = [twin.rows(rng) for _ in range(size)]
         if not rows:
             continue
-        files[part] = folder / f"{part}.jsonl"
-        source = folder / f"source_{part}.json"
+        files[split] = folder / f"{split}.jsonl"
+        source = folder / f"source_{split}.json"
         if twin.prepare:
             source.write_text(json.dumps(rows), encoding="utf-8")
-            write_rows(files[part], KINDS[twin.prepare](str(source)))
+            write_rows(files[split], KINDS[twin.prepare](str(source)))
         else:
-            write_rows(files[part], rows)
+            write_rows(files[split], rows)
     if twin.demonstration:
         files["sft"] = folder / "sft.jsonl"
         write_rows(files["sft"], (twin.demonstration(rng) for _ in range(num_sft)))
@@ -242,31 +239,23 @@ def write_data(name: str, folder: Path, num_sft: int = 4800) -> dict[str, Path]:
 def commands(name: str, out: Path, model: Path, files: dict[str, Path]) -> list[list[str]]:
     """Flags of rl_core.train: the warm-up if there is one, then the twin."""
     twin = TWINS[name]
-    found = []
+    runs = []
     if twin.demonstration:
-        start = [
-            "--model",
-            str(model),
-            "--data.train",
-            str(files["sft"]),
-            "--out",
-            str(out / "sft"),
-        ]
-        found.append([*WARM_UP.split(), *twin.warm_up.split(), *start])
+        paths = ["--model", str(model), "--data.train", str(files["sft"])]
+        out_flags = ["--out", str(out / "sft")]
+        runs.append([*WARM_UP.split(), *twin.warm_up.split(), *paths, *out_flags])
         model = out / "sft/hf/policy"
     recipe = ROOT / f"scripts/recipes/{name}.yaml"
     flags = ["--config", str(recipe), "--model", str(model), "--out", str(out / "twin")]
-    for part in ("train", "eval"):
-        if part in files:
-            flags += [f"--data.{part}", str(files[part])]
-    found.append([*flags, *TINY.split(), *twin.flags.split()])
-    return found
+    for split in ("train", "eval"):
+        if split in files:
+            flags += [f"--data.{split}", str(files[split])]
+    runs.append([*flags, *TINY.split(), *twin.flags.split()])
+    return runs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("name", choices=TWINS)
     parser.add_argument("--out", type=Path, required=True, help="folder for model, data and runs")
     args, more = parser.parse_known_args()

@@ -163,7 +163,7 @@ def test_the_floor_counts_the_products_and_pairs_that_a_plain_model_computes(tin
     step = StepTokens(prompts=[3, 2], lengths=[1, 2, 4, 1], group_size=2, trained=8)
     assert step.learned == 13
     assert step.pairs == 6 + 3 + (3 + 1) + (6 + 3) + (8 + 10) + (2 + 1)
-    assert step.of_samples == (3 + 2) + (3 + 3) + (2 + 5) + (2 + 2)
+    assert step.sample_tokens == (3 + 2) + (3 + 3) + (2 + 5) + (2 + 2)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_the_floor_is_of_the_tokens_that_a_step_learns_from(tmp_path, name):
     make_model(work, str(tmp_path))
     step = step_tokens(work, str(tmp_path))
     result = run_apart(work, "rl_core", next(iter(OUR_SETTINGS[work.algorithm])), str(tmp_path))
-    assert result.learned_tokens[0] == pytest.approx(step.of_samples, rel=1e-3)
+    assert result.learned_tokens[0] == pytest.approx(step.sample_tokens, rel=1e-3)
     # Trees share a prompt, or part of one, where that saves enough.
     assert result.computed_tokens[0] == pytest.approx(step.learned, rel=0.05)
 
@@ -378,20 +378,3 @@ def test_where_builds_for_cpus_are_not_reached_torch_is_what_is_at_hand(install)
 def test_with_a_gpu_torch_is_that_of_the_requirements(install):
     output, asked = install(has_gpu=True)
     assert asked == [OURS] and "torch for CUDA, a download of 2 to 5 GB" in output
-
-
-@pytest.mark.slow
-def test_bench_scale_counts_a_step_without_a_model(tmp_path):
-    out = tmp_path / "scale.json"
-    command = [
-        sys.executable,
-        ROOT / "scripts/bench_scale.py",
-        "--trajectories",
-        "64",
-        "--out",
-        out,
-    ]
-    subprocess.run([*command, "--processes", "1", "2"], check=True, timeout=120)
-    alone, two = json.loads(out.read_text())
-    # Alone nothing moves; of two each sends both shares of its samples: 8 + 1 + 4 + 8 + 4 bytes a token.
-    assert alone["moved"] < two["moved"] and 20 < two["moved"] < 60

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from demo_data import game_data, random_games
+from demo_data import game_data
 from kit import ROOT, metrics
 from make_tiny_model import CHARACTERS
 from stage import make_groups, rollout
@@ -230,21 +230,6 @@ def test_the_random_player_moves_legally_and_the_same_way_again(side):
     }
 
 
-def test_the_warm_up_of_tic_tac_toe_shows_legal_moves_of_both_seats():
-    data = random_games(seed=0, num_sft=400, num_train=4)
-    seats = Counter()
-    for row in data["sft"]:
-        reply = [m["content"] for m in row["messages"]]
-        assert all(move in board[-11:] for board, move in zip(reply[::2], reply[1::2], strict=True))
-        seats[reply[0].split("You are ")[1][0]] += 1
-    assert seats == {"x": 200, "o": 200} and [row["seat"] for row in data["train"]] == [
-        "x",
-        "o",
-        "x",
-        "o",
-    ]
-
-
 # Collaboration
 
 
@@ -395,60 +380,3 @@ def test_two_models_learn_a_common_code_and_one_alone_learns_less_of_it(warm_pla
     )
     assert sum(curves["both"][:2]) / 2 < 0.52
     assert last["both"] > 0.9 and last["bob"] < last["both"] - 0.1
-
-
-@pytest.mark.slow
-def test_a_tiny_model_learns_to_beat_a_random_player(tiny_model, tmp_path):
-    for name, rows in random_games(seed=0, num_sft=16000, num_train=64).items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lengths = {
-        "max_prompt_tokens": 200,
-        "tasks_per_step": 64,
-        "num_steps": 300,
-        "optim.lr": 3e-3,
-        "max_tokens": 200,
-    }
-    sft = [
-        "--algorithm",
-        "sft",
-        "--data.train",
-        str(tmp_path / "sft.jsonl"),
-        "--optim.schedule",
-        "cosine",
-    ]
-    assert main(["--model", str(tiny_model), *sft, *sizes(tmp_path / "warm", **lengths)]) == 0
-    lengths |= {
-        "tasks_per_step": 16,
-        "group_size": 8,
-        "num_steps": 60,
-        "optim.lr": 5e-4,
-        "max_tokens": 4,
-    }
-    lengths |= {
-        "optim.warmup_steps": 5,
-        "algo.clip_high": 0.28,
-        "algo.entropy_coef": 0.01,
-        "eval_every": 60,
-    }
-    env = [
-        "--env_path",
-        str(ENVS / "tic_tac_toe.py"),
-        "--data.train",
-        str(tmp_path / "train.jsonl"),
-    ]
-    model = [
-        "--model",
-        str(tmp_path / "warm/hf/policy"),
-        "--eval.samples",
-        "2",
-        "--eval.pass_reward",
-        "0.5",
-    ]
-    assert main([*model, *env, *sizes(tmp_path / "run", **lengths)]) == 0
-    rows = [row for row in metrics(tmp_path / "run") if "eval/tic_tac_toe/avg@2" in row]
-    first, last = (
-        {k: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1])
-    )
-    print(first, last)
-    assert last["eval/tic_tac_toe/avg@2"] > first["eval/tic_tac_toe/avg@2"] + 0.15
-    assert last["eval/tic_tac_toe/greedy_pass"] > 0.7
