@@ -7,8 +7,9 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
+from google.protobuf.message import Message as ProtoMessage
 from grpc import StatusCode
 
 from rl_core.data.messages import canonical_messages
@@ -17,13 +18,15 @@ from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
 from rl_core.sampling.hooks import Hook
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
-from rl_core.types import Completion, Message, SamplingParams, Task, Trajectory, Turn
+from rl_core.types import Completion, JSONObject, Message, SamplingParams, Task, Trajectory, Turn
 
 LISTEN_S = 20.0  # A long-polling request gets an empty reply after this time.
 LOOK_S = 0.05  # Shortest interval between checks of a hook's deadline.
 # Exceptions of actors that hooks see by their own class.
 ERRORS = {kind.__name__: kind for kind in (ValueError, ConnectionError, TimeoutError)}
 CALL: ContextVar[HookCall] = ContextVar("CALL")  # The call whose hook runs.
+# The hooks of a request; the result is the reply.
+Work: TypeAlias = Coroutine[object, None, ProtoMessage]
 ActorReply = tuple[pb.Spoken, list[Message], "Turn | None"]
 
 
@@ -111,14 +114,14 @@ class Asks:
                 raise wrong(f"cast: each item must describe an actor: {error}") from None
             self.cast[str(actor.name)] = actor
 
-    def open(self, **opening: Any) -> int:
+    def open(self, **opening: str | int) -> int:
         """Opens a conversation and returns its number."""
         self.num_conversations += 1
         self.openings.append(pb.Opening(conversation=self.num_conversations, **opening))
         return self.num_conversations
 
     async def ask(
-        self, conversation: int, messages: list[Message], limits: dict[str, Any]
+        self, conversation: int, messages: list[Message], limits: JSONObject
     ) -> ActorReply:
         """Returns the client's answer. Raises the actor's exception from the client."""
         call = CALL.get(None)
@@ -164,7 +167,7 @@ class Asks:
             if not future.done():  # A cancelled ask is done already.
                 future.set_result(reply)
 
-    def packed(self, trajectory: Trajectory) -> dict[str, Any]:
+    def packed(self, trajectory: Trajectory) -> JSONObject:
         """A trajectory as JSON values. Each turn of the client is the number of its ask."""
         turns = [
             self.turns[id(turn)][0] if id(turn) in self.turns else asdict(turn)
@@ -177,7 +180,7 @@ class HookCall:
     """The hooks of one request while they run, and the next reply to the client: asks, or the
     result."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], asks: Asks):
+    def __init__(self, work: Work, asks: Asks):
         self.asks = asks
         self.loop = asyncio.get_running_loop()
         self.unsent: list[pb.Ask] = []
@@ -188,7 +191,7 @@ class HookCall:
         self.task = asyncio.ensure_future(self._run(work))
         self.task.add_done_callback(self._ended)
 
-    async def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _run(self, work: Work) -> ProtoMessage:
         CALL.set(self)
         return await work
 
@@ -213,7 +216,7 @@ class HookCall:
         if not self.num_waiting:
             self.waited_s += self.loop.time() - self.since_s
 
-    async def news(self) -> Any:
+    async def news(self) -> ProtoMessage | None:
         """The result, or pb.Asked, for the latest request that waits. Returns None to earlier
         requests, and after LISTEN_S. Raises the exceptions of the work."""
         self._tell()
@@ -230,7 +233,7 @@ class HookCall:
         self.unsent = []
         return asked
 
-    async def in_time(self, hook: Hook, task: Task, arguments: dict[str, Any]) -> Any:
+    async def in_time(self, hook: Hook, task: Task, arguments: dict[str, object]) -> object:
         """Runs a hook and returns its result. Raises as Hook does. The deadline excludes the time
         in which the hook waits for actors."""
         running = asyncio.ensure_future(replace(hook, timeout_s=None)(task, arguments))
@@ -273,7 +276,7 @@ def read_spoken(spoken: pb.Spoken) -> ActorReply:
     return spoken, messages, turn
 
 
-def read_turn(value: dict[str, Any]) -> Turn:
+def read_turn(value: JSONObject) -> Turn:
     """A Turn from JSON values. Raises ServiceError if the value is not a turn."""
     try:
         return Turn(**value | {"completion": Completion(**value["completion"])})

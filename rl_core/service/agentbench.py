@@ -17,10 +17,10 @@ import time
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit
 
 import aiohttp
@@ -29,7 +29,7 @@ from rl_core.data.messages import shorten, with_text_arguments
 from rl_core.errors import nearest
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors, without_thoughts
 from rl_core.sampling.hooks import finite
-from rl_core.types import Message, Task, Trajectory
+from rl_core.types import JSON, JSONObject, Message, Row, Task, Trajectory
 
 START_UP_S, CANCEL_S = 30.0, 5.0
 RETRIES_S = (0.2, 1.0, 3.0, 9.0)  # Pauses before each retry of a request.
@@ -64,7 +64,7 @@ class TaskServer:
     timeout_s: float = 600.0
     is_worker: bool = False  # No controller: the client chooses session numbers.
 
-    def rows(self, split: str) -> list[dict[str, Any]]:
+    def rows(self, split: str) -> list[Row]:
         """A row for each sample of the split. Raises ValueError."""
         split = split if split == "train" else "eval"
         rows = []
@@ -112,7 +112,7 @@ class TaskServer:
             )
         return [index for index in indices if index != -1]
 
-    def get(self, verb: str) -> Any:
+    def get(self, verb: str) -> JSON:
         with urllib.request.urlopen(self.api + verb, timeout=START_UP_S) as reply:
             return json.loads(reply.read(MAX_BYTES))
 
@@ -204,7 +204,7 @@ class BenchSession:
     async def act(self, response: dict[str, str]) -> Step:
         return await self.interact({"agent_response": response})
 
-    async def interact(self, body: dict[str, Any]) -> Step:
+    async def interact(self, body: JSONObject) -> Step:
         if self.history or self.server.is_worker:
             body["session_id"] = int(self.id)
         status, _, text = await self.post("interact", body)
@@ -217,7 +217,7 @@ class BenchSession:
         with suppress(asyncio.TimeoutError, ConnectionError, TimeoutError, ValueError):
             await asyncio.wait_for(self.post("cancel", {"session_id": int(self.id)}), CANCEL_S)
 
-    async def post(self, verb: str, body: dict[str, Any]) -> tuple[int, Any, str]:
+    async def post(self, verb: str, body: JSONObject) -> tuple[int, Mapping[str, str], str]:
         """(status, headers, text) of the answer. Resends a request only if its connection closed
         before an answer began: under load servers close connections before they read."""
         url, unanswered = self.server.url, ""
@@ -237,7 +237,7 @@ class BenchSession:
             await asyncio.sleep(pause_s)
         raise AssertionError("the last attempt returns or raises")
 
-    async def post_once(self, verb: str, body: dict[str, Any]) -> tuple[int, Any, str]:
+    async def post_once(self, verb: str, body: JSONObject) -> tuple[int, Mapping[str, str], str]:
         headers = {"session_id": self.id} if self.id else {}
         address = f"{self.server.api}/{verb}"
         async with self.http.post(address, json=body, headers=headers) as reply:
@@ -253,7 +253,7 @@ class BenchSession:
                 raise aiohttp.ClientPayloadError(str(error)) from error
             return reply.status, reply.headers, read.decode(errors="replace")
 
-    def read(self, verb: str, status: int, text: str) -> dict[str, Any]:
+    def read(self, verb: str, status: int, text: str) -> JSONObject:
         """Parses an answer as a JSON object."""
         url = self.server.url
         if status != 200:
@@ -266,7 +266,7 @@ class BenchSession:
             raise ValueError(f"{url}: {verb} must answer a JSON object, answered {shorten(text)}")
         return answer
 
-    async def step(self, answer: dict[str, Any]) -> Step:
+    async def step(self, answer: JSONObject) -> Step:
         if isinstance(answer.get("output"), dict):
             return await self.old_step(answer["output"])
         # Without a controller, a worker wraps the same answer in `env_out`.
@@ -289,7 +289,7 @@ class BenchSession:
             is_anew=any(message["role"] == "assistant" for message in messages),
         )
 
-    async def old_step(self, output: dict[str, Any]) -> Step:
+    async def old_step(self, output: JSONObject) -> Step:
         """Reads a step of editions 0.1 and 0.2: no tools, and a reward at the end only."""
         history = self.messages_of(output.get("history") or [])
         status = output.get("status")
@@ -310,7 +310,7 @@ class BenchSession:
             is_anew=not is_continued,
         )
 
-    async def score(self, output: dict[str, Any]) -> float:
+    async def score(self, output: JSONObject) -> float:
         """Reward of a result: the sum of the ?overall= values of calculate_overall() for this
         result alone, or the ?score= value, or the first key of SCORES; 0 without a result."""
         server, result = self.server, output.get("result")
@@ -332,7 +332,7 @@ class BenchSession:
             "the score's key by ?score=, or values of calculate_overall by ?overall="
         )
 
-    def messages_of(self, items: Any) -> list[Message]:
+    def messages_of(self, items: JSON) -> list[Message]:
         """Messages in the form that chat templates read."""
         try:
             return list(map(as_message, items))
@@ -342,7 +342,7 @@ class BenchSession:
                 f"{shorten(items)} ({type(error).__name__}: {error})"
             ) from None
 
-    def check_status(self, status: Any, result: Any) -> None:
+    def check_status(self, status: JSON, result: JSON) -> None:
         """Raises ValueError if the sample ended for another reason than the model's turns."""
         self.has_ended = status != "running"
         if self.has_ended and status not in ENDS:
@@ -352,11 +352,11 @@ class BenchSession:
             )
 
 
-def reward_of(value: Any) -> float:
+def reward_of(value: JSON) -> float:
     return finite(value, "the server's reward")
 
 
-def as_message(item: dict[str, Any]) -> Message:
+def as_message(item: JSONObject) -> Message:
     """A message with plain text and calls with arguments as objects. Raises ValueError for
     images."""
     role = item["role"]
@@ -371,7 +371,7 @@ def as_message(item: dict[str, Any]) -> Message:
     return message
 
 
-def text_of(content: Any) -> str:
+def text_of(content: JSON) -> str:
     if not isinstance(content, list):
         return content or ""
     text = ""
@@ -382,7 +382,7 @@ def text_of(content: Any) -> str:
     return text
 
 
-def received_call(call: dict[str, Any]) -> dict[str, Any]:
+def received_call(call: JSONObject) -> JSONObject:
     """A call with arguments as an object, the form that chat templates read."""
     function = dict(call["function"])
     if isinstance(function["arguments"], str):
@@ -390,7 +390,7 @@ def received_call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function}
 
 
-def sent_call(call: dict[str, Any]) -> dict[str, Any]:
+def sent_call(call: JSONObject) -> JSONObject:
     """A call in the form of OpenAI's API, with arguments as JSON text."""
     function = with_text_arguments(call)["function"]
     return {

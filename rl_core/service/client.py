@@ -19,7 +19,7 @@ from typing import Any
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SESSION_CODES, SPOKEN
 from rl_core.service import needing_grpc
-from rl_core.types import Task, Trajectory
+from rl_core.types import JSONObject, Row, Task, Trajectory
 
 with needing_grpc("--env_path grpc://..."):
     from grpc import StatusCode
@@ -28,7 +28,7 @@ with needing_grpc("--env_path grpc://..."):
     from rl_core.service.address import access_to, read_url, seconds
     from rl_core.service.connection import Connection
     from rl_core.service.speakers import Speakers, plain_turn
-    from rl_core.service.wire import VERB_OF, ServiceError, from_json, to_json
+    from rl_core.service.wire import VERB_OF, Numbered, ServiceError, from_json, to_json
 
 # Timeout of a request. Covers waits for room on a worker and for a worker's thread; hooks have a
 # separate deadline.
@@ -134,7 +134,7 @@ class RemoteSession:
         self.messages = from_json(reply.messages, list, "messages")
         self.name = name
 
-    async def ask(self, hook: pb.Hook, make: Callable[[], Any]) -> tuple[Any, Any]:
+    async def ask(self, hook: pb.Hook, make: Callable[[], Numbered]) -> tuple[Any, Numbered]:
         """(result, request) of a request that make() creates. Raises ServiceError and ends the
         session on failure."""
         while True:
@@ -162,7 +162,7 @@ class RemoteSession:
                     self.name = ""
                     self.num_lost = self.num_lost + 1
 
-    async def call(self, hook: pb.Hook, arguments: dict[str, Any]) -> Any:
+    async def call(self, hook: pb.Hook, arguments: dict[str, object]) -> object:
         """Runs a hook of this session and returns its result."""
         reply, request = await self.ask(
             hook, lambda: pb.RunRequest(hook=hook.name, said=self.said_since(hook, arguments))
@@ -182,12 +182,12 @@ class RemoteSession:
             and (session != self.name or self.num_lost < MAX_REPLAYS)
         )
 
-    async def numbered(self, hook: str, session: str, request: Any) -> Any:
+    async def numbered(self, hook: str, session: str, request: Numbered) -> Any:
         """Sends a numbered request and returns its result."""
         reply = await self.send(hook, session, request)
         return await self.result(hook, session, request.number, reply)
 
-    async def send(self, hook: str, session: str, request: Any) -> Any:
+    async def send(self, hook: str, session: str, request: Numbered) -> Any:
         # Another hook saw the loss first, and self.number counts in the new session.
         if session != self.kept["session"]:
             raise ServiceError(StatusCode.DATA_LOSS, f"session {session} was lost")
@@ -242,7 +242,7 @@ class RemoteSession:
             for task in (*running, *filter(None, [listening])):
                 task.cancel()
 
-    def said_since(self, hook: pb.Hook, arguments: dict[str, Any]) -> pb.Said:
+    def said_since(self, hook: pb.Hook, arguments: dict[str, object]) -> pb.Said:
         """The messages that the server does not know, and the hook's other arguments."""
         messages = arguments["messages"]
         keep = 0
@@ -375,7 +375,7 @@ def asks_actors(hook: pb.Hook) -> bool:
     )
 
 
-def start_request(served: Served, task: Task, **more: Any) -> pb.StartRequest:
+def start_request(served: Served, task: Task, **more: object) -> pb.StartRequest:
     request = pb.StartRequest(env=served.name, task_id=task.id, max_turns=MAX_TURNS, **more)
     request.row = to_json(task.row, f"the row of {task.id}")
     request.messages = to_json(task.messages, f"the messages of {task.id}")
@@ -388,7 +388,7 @@ def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
     """Makes start(). `asks`: a hook of the file asks actors."""
 
     async def start(
-        task: Task, actor: str, actors: EpisodeActors | None = None, **_: Any
+        task: Task, actor: str, actors: EpisodeActors | None = None, **_: object
     ) -> RemoteSession:
         session = RemoteSession(
             served, start_request(served, task, actors=[actor] if actor else []), actors
@@ -402,7 +402,7 @@ def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
 
 
 def session_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def call(state: RemoteSession, **arguments: Any) -> Any:
+    async def call(state: RemoteSession, **arguments: object) -> object:
         return await state.call(hook, arguments)
 
     sent = ("messages", "completion") if hook.is_reward else ("messages", "completion", "actor")
@@ -410,7 +410,7 @@ def session_hook(served: Served, hook: pb.Hook) -> Callable:
 
 
 def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def rollout(task: Task, actors: EpisodeActors, **_: Any) -> list[Trajectory]:
+    async def rollout(task: Task, actors: EpisodeActors, **_: object) -> list[Trajectory]:
         session = RemoteSession(served, start_request(served, task), actors)
         reply, _ = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name))
         return session.speakers.trajectories(reply.value)
@@ -423,7 +423,7 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
         task: Task,
         trajectories: list[Trajectory],
         actors: EpisodeActors | None = None,
-        **arguments: Any,
+        **arguments: object,
     ) -> list[float]:
         arguments = {name: value for name, value in arguments.items() if name in OF_GROUP}
         arguments |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
@@ -441,8 +441,8 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
 
 
 def tasks_hook(served: Served) -> Callable:
-    def load_tasks(split: str) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
+    def load_tasks(split: str) -> list[Row]:
+        rows: list[Row] = []
         while True:
             request = pb.TasksRequest(env=served.name, split=split, first=len(rows))
             reply = served.ask_now("load_tasks", tasks=request)
@@ -456,7 +456,7 @@ def tasks_hook(served: Served) -> Callable:
 def plain_hook(served: Served, hook: pb.Hook) -> Callable:
     """Makes a synchronous function that runs without a session."""
 
-    def call(**arguments: Any) -> Any:
+    def call(**arguments: object) -> object:
         if "task" in arguments:
             arguments["task"] = plain_task(arguments["task"])
         if "trajectory" in arguments:
@@ -473,12 +473,12 @@ def plain_hook(served: Served, hook: pb.Hook) -> Callable:
     return signed(call, hook, *ARGUMENTS.get(hook.name, frozenset()) & {"task"})
 
 
-def plain(trajectory: Trajectory) -> dict[str, Any]:
+def plain(trajectory: Trajectory) -> JSONObject:
     """A trajectory as JSON values, without expert routing."""
     return asdict(replace(trajectory, turns=[])) | {
         "turns": list(map(plain_turn, trajectory.turns))
     }
 
 
-def plain_task(task: Task) -> dict[str, Any]:
+def plain_task(task: Task) -> JSONObject:
     return {"id": task.id, "row": task.row, "messages": task.messages, "info": task.info}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
 from grpc import StatusCode
 
 from rl_core.data.tasks import shorten
@@ -30,10 +31,10 @@ from rl_core.sandbox.engines import (
 )
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import check_capacity
-from rl_core.service.session import Numbered, Session
-from rl_core.service.wire import CODES, MAX_MESSAGE, VERB_OF, ServiceError, wrong
+from rl_core.service.session import Session
+from rl_core.service.wire import CODES, MAX_MESSAGE, VERB_OF, Numbered, ServiceError, wrong
 
-SETTINGS = ("image", "network", "cpus", "memory", "capacity", "container")
+SETTINGS = ("image", "network", "cpus", "memory", "capacity")
 CAPACITY = 16  # Default number of containers, one per session, of one worker.
 CONFINED = ["--interactive", "--init", "--read-only", "--env", "HOME=/tmp"]
 CONFINED += ["--tmpfs", "/tmp:rw,nosuid,nodev,size=256m"]
@@ -49,7 +50,6 @@ class Settings:
     cpus: float = 1.0
     memory: str = "1g"
     capacity: int = CAPACITY
-    container: str = "exclusive"
 
 
 def container_settings(path: str) -> Settings | None:
@@ -60,7 +60,7 @@ def container_settings(path: str) -> Settings | None:
         tree = ast.parse(Path(path).expanduser().read_bytes(), path)
     except (OSError, SyntaxError):
         return None  # Loading the file reports the error in detail.
-    values: dict[str, Any] = {}
+    values: dict[str, ast.expr] = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for name in [t.id for t in targets if isinstance(t, ast.Name) and t.id in SETTINGS]:
@@ -87,7 +87,6 @@ def container_settings(path: str) -> Settings | None:
             re.fullmatch(r"[1-9]\d*[bkmg]", str(settings.memory)),
             'text such as "512m" or "2g"',
         ),
-        ("container", settings.container == "exclusive", '"exclusive"; --warm N keeps N ready'),
     ]
     for name, is_good, rule in rules:
         if not is_good:
@@ -321,7 +320,7 @@ class ContainedSession:
         self.inner = reply.session
         return reply
 
-    async def answer(self, request: Numbered) -> Any:
+    async def answer(self, request: Numbered) -> ProtoMessage:
         passed = type(request)()
         passed.CopyFrom(request)
         passed.session = self.inner

@@ -3,15 +3,18 @@ hub.py, which imports this file."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import ServiceError
 
+if TYPE_CHECKING:
+    from rl_core.service.hub import Hub
 
-async def list_sessions(hub: Any, request: pb.ListSessionsRequest) -> pb.ListSessionsReply:
+
+async def list_sessions(hub: Hub, request: pb.ListSessionsRequest) -> pb.ListSessionsReply:
     """The sessions of all workers, the oldest first, and the workers that did not answer."""
     replies, silent = await ask_workers(hub, "list_sessions", request)
     total = pb.ListSessionsReply(silent=silent)
@@ -21,13 +24,15 @@ async def list_sessions(hub: Any, request: pb.ListSessionsRequest) -> pb.ListSes
     return total
 
 
-async def cancel_all(hub: Any, request: pb.CancelAllRequest) -> pb.CancelAllReply:
+async def cancel_all(hub: Hub, request: pb.CancelAllRequest) -> pb.CancelAllReply:
     """Cancels sessions. Returns their number and the workers that did not answer."""
     replies, silent = await ask_workers(hub, "cancel_all", request)
     return pb.CancelAllReply(ended=sum(reply.ended for reply in replies), silent=silent)
 
 
-async def ask_workers(hub: Any, verb: str, request: Any) -> tuple[list[Any], list[str]]:
+async def ask_workers(
+    hub: Hub, verb: str, request: pb.ListSessionsRequest | pb.CancelAllRequest
+) -> tuple[list[pb.ListSessionsReply | pb.CancelAllReply], list[str]]:
     """(replies, names of workers that did not answer). Raises ServiceError for an unknown
     environment or worker."""
     if request.env and hub.envs:  # Before a worker joins, the hub knows no environments.
@@ -46,7 +51,7 @@ async def ask_workers(hub: Any, verb: str, request: Any) -> tuple[list[Any], lis
     return good, silent
 
 
-async def drain(hub: Any, request: pb.DrainRequest) -> pb.DrainReply:
+async def drain(hub: Hub, request: pb.DrainRequest) -> pb.DrainReply:
     """Drains a worker and returns the number of its open sessions. Raises ServiceError for an
     unknown worker."""
     reply = await hub.links[must_be_here(hub, request.worker)].answer(pb.Request(drain=request))
@@ -58,7 +63,7 @@ async def drain(hub: Any, request: pb.DrainRequest) -> pb.DrainReply:
     return reply.drain
 
 
-def must_be_here(hub: Any, worker: str) -> str:
+def must_be_here(hub: Hub, worker: str) -> str:
     if worker not in hub.links:
         known = ", ".join(sorted(hub.links)) or "none"
         message = f"there is no worker {worker[:80]!r}; there are {known}"

@@ -4,7 +4,7 @@ functions that run without a session."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
 
 from grpc import StatusCode
 
@@ -17,7 +17,7 @@ from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.session import Session, is_whole, read_trajectory, too_slow
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
-from rl_core.types import RunError, Task
+from rl_core.types import JSONObject, Row, RunError, Task
 
 SPLITS = ("train", "eval")
 ROWS, ROW_BYTES = 1_000, 4 << 20  # Limits of one reply with tasks.
@@ -39,7 +39,7 @@ class LocalEnv:
         self.described = self.describe(has)
         self.described.idle_s = idle_s
 
-    def describe(self, has: dict[str, Any]) -> pb.Environment:
+    def describe(self, has: dict[str, object]) -> pb.Environment:
         env = self.env
         path = self.path
         turn_loop = env.turn_loop
@@ -105,7 +105,7 @@ class LocalEnv:
         task.info = info
         return task
 
-    async def rows_of(self, split: str) -> Any:
+    async def rows_of(self, split: str) -> Sequence[Row]:
         """The rows of a split, loaded once."""
         if self.env.load_tasks is None:
             raise ServiceError(
@@ -175,13 +175,13 @@ class LocalEnv:
         """Does nothing: a file in this process holds no resources."""
 
 
-def from_list(arguments: dict[str, Any], name: str) -> list:
+def from_list(arguments: JSONObject, name: str) -> list:
     if not isinstance(arguments.get(name), list):
         raise wrong(f"given: {name} must be a list")
     return arguments[name]
 
 
-def check_capacity(path: str, capacity: Any) -> int | None:
+def check_capacity(path: str, capacity: object) -> int | None:
     """Checks a file's `capacity`, the number of its sessions in one worker. Raises ValueError."""
     if capacity is not None and (type(capacity) is not int or capacity < 1):
         raise ValueError(f"{path}: capacity = {capacity!r} must be a whole number of at least 1")

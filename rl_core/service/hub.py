@@ -8,16 +8,15 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.control import CONTROLS
-from rl_core.service.dispatch import STRATEGIES
-from rl_core.service.links import ClientStream, WorkerLink, add_loads
-from rl_core.service.starts import Starts
+from rl_core.service.links import ClientStream, WorkerLink
+from rl_core.service.starts import STRATEGIES, Starts
 from rl_core.service.wire import (
     CODES,
     ENVIRONMENTS,
@@ -42,7 +41,6 @@ FIRST_S = 60.0  # Time for the first worker to join.
 PENDING = 20_000  # Unanswered requests per client; further ones are refused.
 MAX_DETAILS = 2_000  # Largest error of a unary call in bytes.
 NOT_FOUND = StatusCode.NOT_FOUND.value[0]
-KEPT_PAST = 1_000  # Lost workers whose last heartbeats are kept.
 # Backpressure: with more unread bytes of replies, no further requests of the client start.
 UNREAD = 16 << 20
 
@@ -56,9 +54,7 @@ class Hub:
         self.observe: Callable[[str, float], None] = lambda verb, seconds: None
         self.links: dict[str, WorkerLink] = {}
         self.lost: dict[str, float] = {}  # Worker -> time of its last message; 0: known to be dead.
-        # Lost worker -> its last heartbeat, for totals. "" holds the sum of older ones beyond
-        # KEPT_PAST.
-        self.past = {"": pb.Worker()}
+        self.past: dict[str, pb.Worker] = {}  # Lost worker -> its last heartbeat, for totals.
         self.envs: dict[str, pb.Environment] = {}
         self.starts = Starts(self.links, max_queue, self.link_of, STRATEGIES[dispatch])
         self.began_s = time.monotonic()
@@ -303,10 +299,6 @@ class Hub:
             del self.links[link.name]
             self.lost.setdefault(link.name, link.heard_s)
             self.past[link.name] = link.beat
-            if len(self.past) > 1 + KEPT_PAST:
-                # Merges the oldest heartbeat into the sum. If that worker reconnects, its numbers
-                # count twice.
-                add_loads(self.past[""], self.past.pop(next(filter(None, self.past))))
             self.tell()
         link.close()
 
@@ -359,8 +351,8 @@ class Hub:
 
     # --- gRPC
 
-    def unary(self, verb: str) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+    def unary(self, verb: str) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Message]]:
+        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> Message:
             try:
                 request = pb.Request(
                     timeout_s=context.time_remaining() or 0.0, **{verb: parse(REQUESTS[verb], data)}

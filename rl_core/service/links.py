@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from grpc import StatusCode
 
@@ -16,7 +15,7 @@ from rl_core.service.wire import CODES, Outbox, ServiceError, failed
 # Largest size of unread replies. Above this limit the client's stream ends; the client may resend.
 MAX_UNREAD = 128 << 20
 
-Done = Callable[["pb.Reply | None"], Any]
+Done = Callable[["pb.Reply | None"], object]
 
 
 class WorkerLink:
@@ -120,13 +119,3 @@ class ClientStream:
         self.outbox.messages.clear()
         for task in self.tasks:
             task.cancel()
-
-
-def add_loads(total: pb.Worker, beat: pb.Worker) -> None:
-    """Adds a worker's counts of interactions and ended sessions to a total."""
-    of_env = {load.env: load for load in total.loads}
-    for load in beat.loads:
-        sum_of_env = of_env.get(load.env) or total.loads.add(env=load.env)
-        sum_of_env.interactions += load.interactions
-        for status, num in load.ended.items():
-            sum_of_env.ended[status] += num

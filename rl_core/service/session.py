@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
+from google.protobuf.message import Message as ProtoMessage
 from grpc import StatusCode
 
 from rl_core.data.messages import canonical_messages
@@ -22,9 +22,9 @@ from rl_core.sampling.hooks import (
     wait_for_all,
 )
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.actors import CALL, Asks, HookCall, read_turn
-from rl_core.service.wire import REPLIES, VERB_OF, ServiceError, from_json, to_json, wrong
-from rl_core.types import Message, Task, Trajectory
+from rl_core.service.actors import CALL, Asks, HookCall, Work, read_turn
+from rl_core.service.wire import REPLIES, VERB_OF, Numbered, ServiceError, from_json, to_json, wrong
+from rl_core.types import JSONObject, Message, Task, Trajectory
 
 # Replies kept for resent requests. Interactions are sequential, so a client may miss only the reply
 # in flight.
@@ -36,7 +36,6 @@ ENDED = frozenset(
 MAY_SCORE = frozenset({pb.RUNNING, pb.COMPLETED, pb.LIMIT})
 # Type of a call's next reply -> its field in AnswerReply.
 NEWS = {pb.Asked: "asked"} | {REPLIES[verb]: verb for verb in ("start", "interact", "score", "run")}
-Numbered = pb.InteractRequest | pb.ScoreRequest | pb.RunRequest | pb.AnswerRequest
 
 
 class Session:
@@ -62,7 +61,7 @@ class Session:
             raise wrong(f"{asking[0]}() of {env.name} names actors: a start needs {cast}")
         self.has_start = "start" in env.hooks and not request.no_start
         self.messages = list(task.messages)
-        self.state: Any = None
+        self.state: object = None
         self.status = pb.RUNNING
         self.reason = ""
         self.num_turns, self.turn_rewards = 0, {}  # Actor -> sum of its rewards of interact().
@@ -91,13 +90,13 @@ class Session:
         messages = to_json(self.task.messages, "the task's messages")
         return pb.StartReply(messages=messages, tools=tools, code=self.env.code())
 
-    def alone(self, work: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+    def alone(self, work: Work) -> Work:
         """Wraps work that excludes all other requests of the session."""
         self.forget(KEPT)
         self.calls.clear()
         self.is_interacting = True
 
-        async def run() -> Any:
+        async def run() -> ProtoMessage:
             try:
                 return await work
             finally:
@@ -105,7 +104,7 @@ class Session:
 
         return run()
 
-    async def begin(self, number: int, work: Coroutine[Any, Any, Any], verb: str) -> Any:
+    async def begin(self, number: int, work: Work, verb: str) -> ProtoMessage:
         """Runs work. Returns its result, or a reply with the asks of its hooks."""
         if self.asks is None:
             return await work
@@ -119,7 +118,7 @@ class Session:
         news = await call.news()
         return pb.AnswerReply(**{} if news is None else {NEWS[type(news)]: news})
 
-    async def answer(self, request: Numbered) -> Any:
+    async def answer(self, request: Numbered) -> ProtoMessage:
         """Returns the reply to a numbered request; a resent request gets the same reply. Raises
         ServiceError; a malformed or out-of-order request has no effect."""
         number = request.number or self.number + 1
@@ -172,7 +171,7 @@ class Session:
             return request.hook in self.scores
         return isinstance(request, pb.ScoreRequest)
 
-    def hear(self, request: pb.AnswerRequest) -> Coroutine[Any, Any, Any]:
+    def hear(self, request: pb.AnswerRequest) -> Work:
         """Delivers answers of actors. Returns work that gives the call's next reply."""
         if request.call not in self.calls:
             raise ServiceError(
@@ -187,9 +186,7 @@ class Session:
         for number in [*self.replies][:-num_kept]:
             del self.replies[number]
 
-    def prepare(
-        self, request: pb.InteractRequest | pb.ScoreRequest | pb.RunRequest
-    ) -> Coroutine[Any, Any, Any]:
+    def prepare(self, request: pb.InteractRequest | pb.ScoreRequest | pb.RunRequest) -> Work:
         """Checks a request and applies its messages. Returns the work that answers the request."""
         is_score = self.is_score(request)
         self.must_be(MAY_SCORE if is_score else frozenset({pb.RUNNING}))
@@ -214,7 +211,7 @@ class Session:
         self.messages += new
         return work
 
-    def hooks_of(self, request: Any) -> list[Hook]:
+    def hooks_of(self, request: Numbered) -> list[Hook]:
         """The hooks that a request names. Raises ServiceError."""
         if isinstance(request, pb.InteractRequest):
             return []
@@ -229,7 +226,7 @@ class Session:
                 raise wrong(f"{self.env.name} has no reward {name!r}; it has {known}")
         return [self.scores[name] for name in request.hooks or self.scores]
 
-    async def settle(self, work: Coroutine[Any, Any, Any], future: asyncio.Future) -> Any:
+    async def settle(self, work: Work, future: asyncio.Future) -> ProtoMessage | ServiceError:
         """Runs work and keeps its result or error for resent requests."""
         try:
             result = await work
@@ -244,7 +241,7 @@ class Session:
             future.set_result(result)
         return result
 
-    def read_arguments(self, request: pb.RunRequest) -> dict[str, Any]:
+    def read_arguments(self, request: pb.RunRequest) -> dict[str, object]:
         """Arguments of rollout() or of a group's reward. Raises ServiceError."""
         arguments = from_json(request.given or "{}", dict, "given")
         if not isinstance(trajectories := arguments.get("trajectories", []), list):
@@ -268,7 +265,7 @@ class Session:
             raise self.fail(str(error)) from None
         return pb.RunReply(value=text, status=self.status)
 
-    async def play(self, hook: Hook, arguments: dict[str, Any]) -> pb.RunReply:
+    async def play(self, hook: Hook, arguments: dict[str, object]) -> pb.RunReply:
         self.count_interaction()
         value = await self.run(hook, arguments)
         label = f"{self.env.path}: what {hook.name}() returned"
@@ -357,7 +354,7 @@ class Session:
 
     def arguments(
         self, hook: Hook, news: pb.Said, actor: str, trajectory: Trajectory | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Arguments by name for a hook. Expensive ones are made only if the hook names them."""
         arguments = {
             "messages": self.messages,
@@ -385,7 +382,7 @@ class Session:
             )
         return arguments
 
-    async def run(self, hook: Hook, arguments: dict[str, Any]) -> Any:
+    async def run(self, hook: Hook, arguments: dict[str, object]) -> object:
         """Runs a hook and returns its result. If the hook fails, ends the session and raises
         ServiceError."""
         try:
@@ -455,7 +452,7 @@ def last_text(messages: list[Message], actor: str) -> str:
     return ""
 
 
-def read_trajectory(value: Any) -> Trajectory:
+def read_trajectory(value: JSONObject) -> Trajectory:
     """A Trajectory from JSON values. Raises ServiceError if the value is not a trajectory."""
     try:
         ids = {name: value[name] for name in ("task_id", "env", "group_id")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from grpc import StatusCode
 
@@ -14,7 +13,7 @@ from rl_core.sampling.engine import EngineDied
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.actors import read_turn
 from rl_core.service.wire import ServiceError, from_json, to_json
-from rl_core.types import Trajectory, Turn
+from rl_core.types import JSONObject, Trajectory, Turn
 
 FIELDS = (
     "name",
@@ -41,7 +40,8 @@ class Speakers:
     def __init__(self, actors: Mapping[str, Actor] | None, is_replaying: bool):
         self.actors = actors
         self.is_replaying = is_replaying
-        self.known: list[tuple[Any, Voice]] = []  # (key of the opening, its voice) pairs.
+        # (key of the opening, its voice) pairs.
+        self.known: list[tuple[tuple[object, ...], Voice]] = []
         self.begin()
 
     def begin(self) -> None:
@@ -157,7 +157,7 @@ class Speakers:
         return [Trajectory(**one) for one in items]
 
 
-def read_sampling(value: str) -> dict[str, Any]:
+def read_sampling(value: str) -> JSONObject:
     """Sampling parameters from JSON, with lists as tuples."""
     sampling = from_json(value or "{}", dict, "sampling")
     for name, setting in sampling.items():
@@ -166,7 +166,7 @@ def read_sampling(value: str) -> dict[str, Any]:
     return sampling
 
 
-def plain_turn(turn: Turn) -> dict[str, Any]:
+def plain_turn(turn: Turn) -> JSONObject:
     """A turn as JSON values, without expert routing."""
     return asdict(replace(turn, completion=replace(turn.completion, experts=None)))
 

@@ -6,16 +6,19 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from hashlib import blake2b
 
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.dispatch import Strategy
 from rl_core.service.links import WorkerLink
 from rl_core.service.wire import ServiceError
 
 KEPT_KEYS = 100_000  # Number of remembered keys of starts.
 FULL = StatusCode.RESOURCE_EXHAUSTED.value[0]
+
+# (workers with room, at least one; environment) -> the worker for the new session.
+Strategy = Callable[[list[WorkerLink], str], WorkerLink]
 
 
 class Starts:
@@ -135,3 +138,23 @@ class Starts:
 
 def is_draining() -> ServiceError:
     return ServiceError(StatusCode.UNAVAILABLE, "the server is draining: it starts no sessions")
+
+
+def most_room(links: list[WorkerLink], env: str) -> WorkerLink:
+    """Chooses the worker with most room."""
+    return max(links, key=lambda link: link.room(env))
+
+
+def sticky_env(links: list[WorkerLink], env: str) -> WorkerLink:
+    """Fills one worker with an environment's sessions before the next, which keeps its containers
+    warm. Rendezvous hashing: each environment has a different order of workers, and adding or
+    removing a worker moves only that worker's share of environments."""
+
+    # A CRC would not do: CRCs are linear and favour the same workers for names of equal length.
+    def weight(link: WorkerLink) -> bytes:
+        return blake2b(f"{link.name}\n{env}".encode(), digest_size=8).digest()
+
+    return max(links, key=weight)
+
+
+STRATEGIES: dict[str, Strategy] = {"most_room": most_room, "sticky_env": sticky_env}

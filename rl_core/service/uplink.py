@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import grpc
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.security import Access
 from rl_core.service.wire import BATCH, CHANNEL_OPTIONS, HUB, fitting
+
+if TYPE_CHECKING:
+    from rl_core.service.worker import Worker
 
 SOON_S = 0.05  # Delay of the heartbeat after a change of load.
 FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
@@ -28,7 +31,7 @@ FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 class Uplink:
     def __init__(
         self,
-        worker: Any,
+        worker: Worker,
         address: str,
         access: Access,
         refused: Callable[[str], None],

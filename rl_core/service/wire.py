@@ -10,7 +10,7 @@ import gc
 import json
 import time
 from collections import deque
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -19,6 +19,7 @@ from rl_core.json_limits import STRICT_DECODER
 from rl_core.service import environments_pb2 as pb
 
 Parsed = TypeVar("Parsed", bound=Message)
+Value = TypeVar("Value")
 ENVIRONMENTS = "rl_core.v1.Environments"
 HUB = "rl_core.v1.Hub"
 VERBS = tuple(field.name for field in pb.Request.DESCRIPTOR.oneofs_by_name["verb"].fields)
@@ -43,6 +44,7 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
+Numbered = pb.InteractRequest | pb.ScoreRequest | pb.RunRequest | pb.AnswerRequest
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -87,7 +89,7 @@ def parse(kind: type[Parsed], data: bytes) -> Parsed:
         raise wrong(f"not a {kind.DESCRIPTOR.name}: {error}") from None
 
 
-def to_json(value: Any, label: str) -> str:
+def to_json(value: object, label: str) -> str:
     """JSON text. Converts numpy and torch values to numbers and lists, and dates to ISO 8601.
     Raises ServiceError for other values that JSON cannot hold, including NaN."""
     try:
@@ -99,7 +101,7 @@ def to_json(value: Any, label: str) -> str:
     return text if is_unicode(text) else json.dumps(value, separators=(",", ":"), default=plain)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (datetime.date, datetime.time)):
@@ -118,7 +120,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def from_json(text: str, kind: type, label: str) -> Any:
+def from_json(text: str, kind: type[Value], label: str) -> Value:
     """Parses JSON. Raises ServiceError if the text is not JSON of type `kind`."""
     try:
         value = STRICT_DECODER.decode(text)
@@ -158,18 +160,18 @@ class Outbox:
     """Queue of messages to one stream, so that a slow reader does not block others."""
 
     def __init__(self):
-        self.messages: deque[tuple[Any, int]] = deque()
+        self.messages: deque[tuple[Message, int]] = deque()
         self.num_bytes = 0
         self.filled = asyncio.Event()
         self.emptied = asyncio.Event()
 
-    def put(self, message: Any) -> None:
+    def put(self, message: Message) -> None:
         size = message.ByteSize()
         self.messages.append((message, size))
         self.num_bytes += size
         self.filled.set()
 
-    def take(self) -> list[Any]:
+    def take(self) -> list[Message]:
         """Removes and returns the next batch, which fits into one message; [] if nothing waits."""
         batch = []
         total = 0

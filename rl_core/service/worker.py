@@ -17,8 +17,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
+from google.protobuf.message import Message as ProtoMessage
 from grpc import StatusCode
 
 from rl_core import __version__
@@ -36,9 +36,17 @@ from rl_core.service.containers import (
 from rl_core.service.flags import add_flags
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.security import Access
-from rl_core.service.session import ENDED, Numbered, Session, has_ended
+from rl_core.service.session import ENDED, Session, has_ended
 from rl_core.service.uplink import Uplink
-from rl_core.service.wire import REPLACED, UNUSABLE, ServiceError, collect_rarely, failed, wrong
+from rl_core.service.wire import (
+    REPLACED,
+    UNUSABLE,
+    Numbered,
+    ServiceError,
+    collect_rarely,
+    failed,
+    wrong,
+)
 
 KEPT_ENDED = 20_000  # Number of remembered ended sessions and keys of their starts.
 SWEEP_S = 1.0
@@ -88,7 +96,7 @@ class Worker:
         self.held: dict[str, Held] = {}
         self.by_key: dict[tuple[str, str], Held] = {}
         # Ended session's name, or key of its start -> (name, status, reason).
-        self.gone: OrderedDict[Any, tuple[str, int, str]] = OrderedDict()
+        self.gone: OrderedDict[str | tuple[str, str], tuple[str, int, str]] = OrderedDict()
         self.num_held: Counter = Counter()  # Environment -> number of open sessions.
         self.ended: Counter = Counter()  # (environment, status) -> number of ended sessions.
         self.answering: set[asyncio.Task] = set()  # Requests in progress.
@@ -194,7 +202,7 @@ class Worker:
         self.note_change()
         return held
 
-    async def in_session(self, request: Numbered) -> Any:
+    async def in_session(self, request: Numbered) -> ProtoMessage:
         held = self.held_of(request.session)
         task = asyncio.current_task()
         held.used_s = time.monotonic()

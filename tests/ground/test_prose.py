@@ -41,7 +41,7 @@ BUDGET = {
     "envs": 12,
     "rl_core": 6,
     "rl_core/config": 13,
-    "scripts": 217,
+    "scripts": 1,
     "tests": 3,
     "tests/agents": 1,
     "tests/ground": 2,

@@ -328,7 +328,6 @@ def test_docker_can_read_the_command(tmp_path):
         ("image = 'a'; cpus = 0", "cpus = 0 must be a number above 0"),
         ("image = 'a'; network = 'none'", "network = 'none' must be True or False"),
         ("image = 'a'; capacity = 0", "capacity = 0 must be a whole number"),
-        ("image = 'a'; container = 'reuse'", "container = 'reuse' must be \"exclusive\"; --warm N"),
         ("import os; image = os.name", "image must be literals"),
     ],
 )

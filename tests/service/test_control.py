@@ -16,7 +16,7 @@ from grpc import StatusCode
 from kit import wait_until
 from test_service import COUNTER, TOKEN, serving
 
-from rl_core.service import client, dispatch, manage
+from rl_core.service import client, manage, starts
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.flags import DISPATCH, TOKEN_VARIABLE
 from rl_core.service.hosted import LocalEnv
@@ -220,8 +220,8 @@ def links_of(**rooms: int) -> list[WorkerLink]:
 
 def test_each_strategy_chooses_as_its_name_says():
     links = links_of(a=5, b=3, c=9, d=4)
-    assert dispatch.STRATEGIES["most_room"](links, "e").name == "c"
-    sticky = dispatch.STRATEGIES["sticky_env"]
+    assert starts.STRATEGIES["most_room"](links, "e").name == "c"
+    sticky = starts.STRATEGIES["sticky_env"]
     of_envs = {f"env{n}": sticky(links, f"env{n}").name for n in range(200)}
     for name in "abcd":
         assert list(of_envs.values()).count(name) > 20, of_envs

@@ -18,7 +18,6 @@ from rl_core.service import control, starts
 from rl_core.service import environments_pb2 as pb
 from rl_core.service import hub as hub_module
 from rl_core.service.connection import Connection
-from rl_core.service.gateway import Metrics
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.hub import Hub
 from rl_core.service.links import WorkerLink
@@ -154,30 +153,6 @@ def test_a_hub_remembers_the_last_keys_alone(monkeypatch):
         return asked
 
     assert asyncio.run(play()) == ["a", "a", "a", "a", "a", "b"]
-
-
-def test_totals_outlast_workers_and_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(hub_module, "KEPT_PAST", 3)
-
-    async def lose() -> tuple[int, dict[tuple, float]]:
-        hub = Hub()
-        metrics = Metrics(hub)
-        for number in range(10):
-            hub.drop(linked(hub, f"w{number}", beat(interactions=number, ended={"completed": 2})))
-        hub.drop(linked(hub, "other", pb.Worker(loads=[pb.Load(env="f", interactions=5)])))
-        values = [sample for family in metrics.collect() for sample in family.samples]
-        return len(hub.past), {(s.name, *s.labels.values()): s.value for s in values}
-
-    num_kept, observed = asyncio.run(lose())
-    assert num_kept == 4
-    assert (
-        observed["rl_core_interactions_total", "e"],
-        observed["rl_core_interactions_total", "f"],
-    ) == (
-        45,
-        5,
-    )
-    assert observed["rl_core_ended_total", "e", "completed"] == 20
 
 
 @pytest.mark.parametrize(

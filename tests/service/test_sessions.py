@@ -208,48 +208,6 @@ def test_a_number_that_comes_again_gives_the_same_reply_and_calls_nothing(worker
     assert worker.heartbeat().loads[0].interactions == 4
 
 
-def test_what_is_refused_as_wrong_changes_nothing(worker_of):
-    async def script(client):
-        text = pb.Said(messages='[{"role": "user", "content": "I am no assistant"}]')
-        for bad in (
-            pb.Said(messages="[1"),
-            pb.Said(messages='{"role": 1}'),
-            pb.Said(messages="[{}]"),
-            pb.Said(),
-            text,
-        ):
-            await client.ask(
-                "wrong", interact=pb.InteractRequest(session=client.session, number=1, said=bad)
-            )
-        await client.say("a", "wrong", number=1, keep=9)
-        await client.say("a", "wrong", number=1, trajectory='{"task_id": 1, "colour": 2}')
-        assert "right_fn" in await client.score("wrong", number=1, hooks=["right_fn"])
-        assert json.loads((await client.say("a", number=1)).messages)[0]["content"] == "a 1"
-        await client.say("end", keep=1)
-        (held,) = client.worker.held.values()
-        assert [m["content"] for m in held.session.messages] == ["1+1?", "end", "end 2"]
-
-    worker = worker_of()
-    play(worker, script)
-    lone = Client(worker)
-    for arguments in (
-        {"row": "[]"},
-        {"row": "{"},
-        {"row": '{"x": 1}'},
-        {"row": "{}", "messages": '[{"role": 1}]'},
-    ):
-        asyncio.run(lone.ask("wrong", start=pb.StartRequest(env="game", **arguments)))
-    asyncio.run(lone.ask("absent", start=pb.StartRequest(env="game", task_id="train/0")))
-    asyncio.run(lone.ask("absent", start=pb.StartRequest(env="chess")))
-    asyncio.run(lone.say("a", "absent"))
-    for arguments in ("[]", '{"task": 5}', '{"task": {"row": 1, "x": 2}}'):
-        asyncio.run(
-            lone.ask("wrong", call=pb.CallRequest(env="game", hook="turns", given=arguments))
-        )
-    assert asyncio.run(worker.answer(pb.Request(id=3))).code == CODES["wrong"]
-    assert asyncio.run(worker.answer(pb.Request(id=3, workers={}))).code == CODES["wrong"]
-
-
 def test_one_interaction_at_a_time_and_rewards_side_by_side(worker_of):
     code = """
     import asyncio
