@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.control import CONTROLS
 from rl_core.service.links import ClientStream, WorkerLink
 from rl_core.service.starts import STRATEGIES, Starts
 from rl_core.service.wire import (
@@ -36,6 +35,7 @@ SESSION = re.compile(r"([0-9a-f]{12})\.[0-9a-f]{16}")
 WORKER = re.compile(r"[0-9a-f]{12}")
 NUMBERED = frozenset({"interact", "score", "run", "answer"})
 OF_SESSION = NUMBERED | {"cancel"}
+ADMIN = frozenset({"list_sessions", "cancel_all", "drain"})
 MAX_TIMEOUT_S = 600.0
 FIRST_S = 60.0  # Time for the first worker to join.
 PENDING = 20_000  # Unanswered requests per client; further ones are refused.
@@ -141,8 +141,8 @@ class Hub:
             return pb.Reply(workers=self.workers())
         if verb == "renew":
             return pb.Reply(renew=await self.renew(request.renew))
-        if verb in CONTROLS:
-            return pb.Reply(**{verb: await CONTROLS[verb](self, getattr(request, verb))})
+        if verb in ADMIN:
+            return pb.Reply(**{verb: await getattr(self, verb)(getattr(request, verb))})
         for _ in range(2):  # Any worker can answer `tasks` and `call`.
             reply = await (await self.any_link(getattr(request, verb).env)).answer(request)
             if reply is not None:
@@ -262,6 +262,55 @@ class Hub:
         return {
             name: task.result() for name, task in asked.items() if task.done() and task.result()
         }
+
+    # --- admin requests
+
+    async def list_sessions(self, request: pb.ListSessionsRequest) -> pb.ListSessionsReply:
+        """The sessions of all workers, the oldest first, and the workers that did not answer."""
+        replies, silent = await self.ask_workers("list_sessions", request)
+        total = pb.ListSessionsReply(silent=silent)
+        for reply in replies:
+            total.sessions.extend(reply.list_sessions.sessions)
+        total.sessions.sort(key=lambda info: -info.age_s)
+        return total
+
+    async def cancel_all(self, request: pb.CancelAllRequest) -> pb.CancelAllReply:
+        """Cancels sessions. Returns their number and the workers that did not answer."""
+        replies, silent = await self.ask_workers("cancel_all", request)
+        ended = sum(reply.cancel_all.ended for reply in replies)
+        return pb.CancelAllReply(ended=ended, silent=silent)
+
+    async def ask_workers(
+        self, verb: str, request: pb.ListSessionsRequest | pb.CancelAllRequest
+    ) -> tuple[list[pb.Reply], list[str]]:
+        """(replies, names of workers that did not answer). Raises ServiceError for an unknown
+        environment or worker."""
+        if request.env and self.envs:  # Before a worker joins, the hub knows no environments.
+            await self.must_know(request.env)
+        names = [self.named(request.worker).name] if request.worker else list(self.links)
+        # One Request per worker: each link writes its number into the request.
+        replies = await self.ask_all({name: pb.Request(**{verb: request}) for name in names})
+        good = {name: reply for name, reply in replies.items() if not reply.code}
+        return list(good.values()), [name for name in names if name not in good]
+
+    async def drain(self, request: pb.DrainRequest) -> pb.DrainReply:
+        """Drains a worker and returns the number of its open sessions. Raises ServiceError for an
+        unknown worker."""
+        reply = await self.named(request.worker).answer(pb.Request(drain=request))
+        if reply is None:
+            message = f"the connection to worker {request.worker} broke; retry"
+            raise ServiceError(StatusCode.UNAVAILABLE, message)
+        if reply.code:
+            raise ServiceError(StatusCode.INTERNAL, reply.error)
+        return reply.drain
+
+    def named(self, worker: str) -> WorkerLink:
+        """The link of a worker. Raises ServiceError for an unknown worker."""
+        if worker not in self.links:
+            known = ", ".join(sorted(self.links)) or "none"
+            message = f"there is no worker {worker[:80]!r}; there are {known}"
+            raise ServiceError(StatusCode.NOT_FOUND, message)
+        return self.links[worker]
 
     # --- workers
 

@@ -13,16 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import grpc
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.security import Access
 from rl_core.service.wire import BATCH, CHANNEL_OPTIONS, HUB, fitting
-
-if TYPE_CHECKING:
-    from rl_core.service.worker import Worker
 
 SOON_S = 0.05  # Delay of the heartbeat after a change of load.
 FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
@@ -31,7 +28,7 @@ FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 class Uplink:
     def __init__(
         self,
-        worker: Worker,
+        worker: Any,  # A Worker of worker.py, which imports this file.
         address: str,
         access: Access,
         refused: Callable[[str], None],

@@ -14,9 +14,9 @@ import pytest
 from grpc import StatusCode
 from kit import ROOT
 
-from rl_core.service import control, starts
 from rl_core.service import environments_pb2 as pb
 from rl_core.service import hub as hub_module
+from rl_core.service import starts
 from rl_core.service.connection import Connection
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.hub import Hub
@@ -166,7 +166,7 @@ def test_a_worker_that_answers_with_an_error_has_not_answered(verb, reply):
     async def ask():
         hub = Hub()
         links = [linked(hub, name, beat()) for name in "ab"]
-        asked = asyncio.ensure_future(control.CONTROLS[verb](hub, type(request)()))
+        asked = asyncio.ensure_future(getattr(hub, verb)(type(request)()))
         await happens(lambda: all(link.waiting for link in links), "both are asked")
         [[first], [second]] = [link.waiting for link in links]
         links[0].settle(pb.Reply(id=first, code=StatusCode.INTERNAL.value[0], error="a fault"))
