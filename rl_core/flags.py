@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, overload
 
 from annotated_types import Ge, Gt, Le
 
@@ -14,6 +14,8 @@ Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 MemoryFraction = Annotated[float, Gt(0), Le(0.99)]
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     OneOf = Annotated
@@ -27,7 +29,11 @@ else:
             return Literal[tuple(names)]
 
 
-def flag(default: Any, help: str, only: tuple[str, ...] = ()) -> Any:
+@overload
+def flag(default: type[T], help: str, only: tuple[str, ...] = ()) -> T: ...
+@overload
+def flag(default: T, help: str, only: tuple[str, ...] = ()) -> T: ...
+def flag(default, help, only=()):
     """A field with its help line. A type as default makes a section, a list or a dict. Setting the
     flag for an algorithm that is neither in `only` nor in that of the section is refused; the flag
     is for all algorithms if both are empty."""

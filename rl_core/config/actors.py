@@ -3,22 +3,22 @@ endpoints, servers that run already."""
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rl_core.config.algorithm import RL, AlgoConfig, CriticConfig
 from rl_core.config.flag_parsing import Section
 from rl_core.config.learner import LearnerConfig, OptimConfig
 from rl_core.config.rollout import SamplingConfig
 from rl_core.errors import split
-from rl_core.flags import AtLeast1, Count, MemoryFraction, NotNegative, Positive, flag
+from rl_core.flags import AtLeast1, Count, MemoryFraction, NotNegative, OneOf, Positive, flag
 
 # Sections of flags that an actor can replace.
 OWN_SECTIONS = ("algo", "critic", "learner", "optim", "sampling")
 OWN = ("algorithm", "engine_tp", "engine_args", "engine_memory_frac", *OWN_SECTIONS)
 
 
-def own(section: type, only: tuple[str, ...] = ()) -> Any:
-    """A field of an actor: its own values of a section's flags, by name."""
+def replaced(section: type[Section], only: tuple[str, ...] = ()) -> dict[str, object]:
+    """A field of an actor: values by the names of a section's flags."""
     return flag(dict, f"replaces --{section.prefix}* for this actor", only)
 
 
@@ -65,11 +65,11 @@ class ActorConfig(Section, prefix="actors.NAME."):
     chat_template: str | None = flag(
         None, "file with a Jinja chat template, instead of the tokenizer's"
     )
-    chat_template_kwargs: dict[str, Any] = flag(
+    chat_template_kwargs: dict[str, object] = flag(
         dict, "as --chat_template_kwargs, for its own template"
     )
     lora: LoraConfig = flag(LoraConfig, "adapters")
-    algorithm: Literal[RL] | None = flag(None, "its own preset; default: --algorithm", only=RL)
+    algorithm: OneOf[str, RL] | None = flag(None, "its own preset; default: --algorithm", only=RL)
     update_every: AtLeast1 = flag(1, "update this actor every N steps", only=RL)
     ranks: str | None = flag(
         None, "separate ranks, such as 4-7: actors on separate ranks learn concurrently", only=RL
@@ -77,11 +77,11 @@ class ActorConfig(Section, prefix="actors.NAME."):
     engine_tp: AtLeast1 | None = flag(None, "its own --engine_tp")
     engine_args: str | None = flag(None, "its own --engine_args")
     engine_memory_frac: MemoryFraction | None = flag(None, "its own --engine_memory_frac")
-    algo: dict[str, Any] = own(AlgoConfig, RL)
-    critic: dict[str, Any] = own(CriticConfig, RL)
-    learner: dict[str, Any] = own(LearnerConfig)
-    optim: dict[str, Any] = own(OptimConfig)
-    sampling: dict[str, Any] = own(SamplingConfig)
+    algo: dict[str, object] = replaced(AlgoConfig, RL)
+    critic: dict[str, object] = replaced(CriticConfig, RL)
+    learner: dict[str, object] = replaced(LearnerConfig)
+    optim: dict[str, object] = replaced(OptimConfig)
+    sampling: dict[str, object] = replaced(SamplingConfig)
 
     @property
     def servers(self) -> list[str]:
@@ -89,16 +89,16 @@ class ActorConfig(Section, prefix="actors.NAME."):
         return split(self.engine_urls)
 
     @property
-    def own(self) -> dict[str, Any]:
-        """The actor's values that replace the global flags; sections as tables."""
-        found = {}
+    def overrides(self) -> dict[str, object]:
+        """The actor's values that replace the global flags; sections as dicts."""
+        values: dict[str, object] = {}
         for name in OWN:
             value = getattr(self, name)
             if name == "optim" and self.lr is not None:
                 value = {"lr": self.lr} | value
             if value not in (None, {}):
-                found[name] = value
-        return found
+                values[name] = value
+        return values
 
     @property
     def is_trained(self) -> bool:
@@ -123,7 +123,7 @@ OF_ACTOR = [
         ".api={a.api} and train=true: an endpoint cannot learn; drop one of them",
     ),
     (
-        lambda c, name, a: (a.lora.rank or a.own.keys() & OF_LEARNER) and not a.is_trained,
+        lambda c, name, a: (a.lora.rank or a.overrides.keys() & OF_LEARNER) and not a.is_trained,
         ": lora.rank, lr, algorithm, algo, critic, learner and optim belong to an actor that "
         "learns; leave them out",
     ),

@@ -4,10 +4,10 @@ heavy."""
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from rl_core.algorithms import PRESETS
-from rl_core.config.actors import OWN_SECTIONS, ActorConfig
+from rl_core.config.actors import ActorConfig
 from rl_core.config.algorithm import (
     RL,
     SELF,
@@ -22,14 +22,14 @@ from rl_core.config.flag_parsing import Section
 from rl_core.config.learner import LearnerConfig, OptimConfig
 from rl_core.config.rollout import AgentsConfig, EvalConfig, RolloutConfig, SamplingConfig
 from rl_core.errors import split
-from rl_core.flags import AtLeast1, Count, MemoryFraction, NotNegative, Positive, flag
+from rl_core.flags import AtLeast1, Count, MemoryFraction, NotNegative, OneOf, Positive, flag
 
 
 @dataclass(kw_only=True)
 class Config(Section):
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid", "coerce_numbers_to_str": True}
 
-    algorithm: Literal[tuple(PRESETS)] = flag("grpo", "preset; --algo.* changes single parts")
+    algorithm: OneOf[str, PRESETS] = flag("grpo", "preset; --algo.* changes single parts")
     model: str | None = flag(None, "short for --actors.policy.model")
     env_path: str | None = flag(
         None, "Python file with hooks, or a name that rl-core envs lists; several: a.py,b.py"
@@ -62,7 +62,7 @@ class Config(Section):
         False, "tests: asynchronous runs that repeat bit for bit; slow", only=RL
     )
     resume: bool = flag(False, "resume from the newest checkpoint in --out")
-    chat_template_kwargs: dict[str, Any] = flag(
+    chat_template_kwargs: dict[str, object] = flag(
         dict, 'what templates read: {"enable_thinking": false}'
     )
     engine: str = flag("auto", "inference engine; auto: sglang on a GPU")
@@ -127,10 +127,11 @@ class Config(Section):
 
     def of(self, name: str) -> "Config":
         """The configuration with an actor's settings instead of the global ones."""
-        own = self.actors[name].own
-        for section in own.keys() & set(OWN_SECTIONS):
-            own[section] = replace(getattr(self, section), **own[section])
-        return replace(self, **own)
+        values = self.actors[name].overrides
+        for key, value in values.items():
+            if isinstance(value, dict):
+                values[key] = replace(getattr(self, key), **value)
+        return replace(self, **values)
 
     def limits_ids(self, name: str) -> bool:
         """True if top_p, min_p or JSON schemas leave a part of the ids to an actor's tokens."""

@@ -6,12 +6,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+T = TypeVar("T")
 
 # Type -> brackets of a list, a pair and a table in YAML.
 BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
@@ -27,18 +32,21 @@ PEERS = Path(__file__).parent / "flag_aliases.yaml"
 
 
 class Section:
-    """Flags that begin with `prefix`. In Python an unknown name gets the command line's answer, as
-    fields of Config."""
+    """Flags that begin with `prefix`, as a dataclass. An unknown name in Python raises the error of
+    the command line, with fields of Config instead of flags."""
+
+    prefix: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Field]]
 
     def __init_subclass__(cls, prefix: str = ""):
         cls.prefix = prefix
 
-    def __new__(cls, *args: Any, **given: Any) -> Any:
-        for name in given:
+    def __new__(cls, *args: object, **values: object):
+        for name in values:
             cls.check_name(name)
         return object.__new__(cls)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self.check_name(name)
         object.__setattr__(self, name, value)
 
@@ -54,20 +62,20 @@ class Section:
 NAMED = ("actors", "envs")
 
 
-def flags_in(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field]]:
+def flags_in(section: Section, prefix: str = "") -> Iterator[tuple[str, object, Field]]:
     """(name, value, field) of every flag, those of named actors and environments too."""
     for f in fields(section):
         value, name = getattr(section, f.name), f"{prefix}{f.name}"
-        if is_dataclass(value):
+        if isinstance(value, Section):
             yield from flags_in(value, f"{name}.")
         elif f.name in NAMED:
-            for key, part in value.items():
-                yield from flags_in(part, f"{name}.{key}.")
+            for key, named_section in value.items():
+                yield from flags_in(named_section, f"{name}.{key}.")
         else:
             yield name, value, f
 
 
-def typed(name: str, value: Any, kind: Any) -> Any:
+def typed(name: str, value: object, kind: type[T]) -> T:
     """A flag's value from YAML, or from the text of a command line. Raises ValueError if it is of
     another type."""
     return validated(name, readable(name, value, kind), kind)
@@ -76,8 +84,8 @@ def typed(name: str, value: Any, kind: Any) -> Any:
 BOOLS = {"true": True, "false": False}  # As a command line writes them in a table.
 
 
-def readable(name: str, value: Any, kind: Any) -> Any:
-    """A flag's value as pydantic takes it."""
+def readable(name: str, value: object, kind: object) -> object:
+    """The value of a flag as pydantic reads values."""
     if value == "null":
         return None
     if type(None) in get_args(kind):
@@ -87,22 +95,22 @@ def readable(name: str, value: Any, kind: Any) -> Any:
     if isinstance(value, str):
         return from_text(value, kind)
     if kind is str and isinstance(value, dict):
-        value = [f"{key}={part}" for key, part in value.items()]
+        value = [f"{key}={text}" for key, text in value.items()]
     if kind is str and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return ",".join(value)
-    if get_args(kind)[1:] == (Any,) and isinstance(value, dict):
-        return {key: BOOLS.get(str(part), part) for key, part in value.items()}
+    if get_args(kind)[1:] == (object,) and isinstance(value, dict):
+        return {key: BOOLS.get(str(item), item) for key, item in value.items()}
     return value
 
 
-def is_table(kind: Any) -> bool:
+def is_table(kind: object) -> bool:
     """True if a flag of this type holds a dictionary."""
     return dict in (kind, get_origin(kind), *map(get_origin, get_args(kind)))
 
 
-def from_text(text: str, kind: Any) -> Any:
+def from_text(text: str, kind: object) -> object:
     """The list, pair or table that is written as YAML or without brackets: 0.9,0.95 and
-    temperature=0.6,top_p=0.95. Text of another kind, or that is none of these, as it is."""
+    temperature=0.6,top_p=0.95. Returns the text itself for other types and for other text."""
     origin = get_origin(kind)
     if origin not in BRACKETS:
         return text
@@ -113,13 +121,13 @@ def from_text(text: str, kind: Any) -> Any:
     try:
         if get_args(kind)[1:] != (str,):
             return yaml.safe_load(text)
-        # A table of texts takes `no` and `7` as they are.
-        return {key: part or None for key, part in yaml.load(text, yaml.BaseLoader).items()}
+        # In a table of texts `no` and `7` are texts.
+        return {key: item or None for key, item in yaml.load(text, yaml.BaseLoader).items()}
     except yaml.YAMLError:
         return text
 
 
-def validated(flag: str, value: Any, kind: Any) -> Any:
+def validated(flag: str, value: object, kind: type[T]) -> T:
     """The value as this type. Raises ValueError with the flag, its value and the rule."""
     from pydantic import ValidationError
 
@@ -127,21 +135,21 @@ def validated(flag: str, value: Any, kind: Any) -> Any:
         return adapter(kind).validate_python(value)
     except ValidationError as failure:
         errors = failure.errors()
-    error, place = errors[0], errors[0]["loc"]
+    error, location = errors[0], errors[0]["loc"]
     rules = [re.sub(r"^\w+ should", "must", one["msg"]) for one in errors]
     rule = rules[0]
     if get_origin(kind) is Union and type(None) not in get_args(kind):
-        # The place is a member of the union, which no flag has. Each member has a rule.
-        place, rule = (), ", or ".join(rules)
-    places = [part for part in (flag, *place) if isinstance(part, str)]
-    name = ".".join(places).removeprefix(".").removesuffix(".[key]")
+        # The location is a member of the union, not a flag. Each member has a rule.
+        location, rule = (), ", or ".join(rules)
+    names = [name for name in (flag, *location) if isinstance(name, str)]
+    name = ".".join(names).removeprefix(".").removesuffix(".[key]")
     rule = rule.replace("Field required", "must be two values")
     rule += PAIRS.get(name.rpartition(".")[2], "")
     raise ValueError(f"--{name}={error['input']} {rule}")
 
 
 @cache
-def adapter(kind: Any) -> Any:
+def adapter(kind: type[T]) -> TypeAdapter[T]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
@@ -208,9 +216,8 @@ def answer(name: str, flags: Iterable[str]) -> str:
     flag with nearly this spelling, or a sentence."""
     flags = list(flags)
     actor = re.match(r"(actors|envs)\.([^.]+)\.", name)
-    of_all = name[actor.end() :] if actor else ""
-    if of_all in flags:
-        return f"--{of_all} is the same for all {actor[1]}"
+    if actor and name[actor.end() :] in flags:
+        return f"--{name[actor.end() :]} is the same for all {actor[1]}"
     parts = name.replace("-", "_").lower().split(".")
     for start in range(len(parts)):
         theirs = peers().get("_".join(parts[start:]))  # rollout_n before n

@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -25,9 +25,12 @@ from rl_core.config.flag_parsing import answer, flags_in, is_table, typed, unkno
 from rl_core.config.rules import check
 from rl_core.errors import split
 
+if TYPE_CHECKING:
+    from rl_core.types import JSON, JSONObject
+
 
 @cache
-def known_flags() -> dict[str, tuple[Any, dataclasses.Field]]:
+def known_flags() -> dict[str, tuple[object, dataclasses.Field]]:
     """Name -> (default, field) of every flag, with NAME for the name of an actor or an
     environment."""
     every, known = Config(actors={"NAME": ActorConfig()}, envs={"NAME": EnvConfig()}), {}
@@ -60,7 +63,7 @@ def checked(config: Config) -> Config:
             )
         actors["policy"] = replace(actors.get("policy", ActorConfig()), model=config.model)
     for name, actor in actors.items():
-        if owner := actors.get(actor.lora_base):
+        if owner := actors.get(actor.lora_base or ""):
             actors[name] = sharing(actor, owner)
     config = replace(config, actors=actors)
     check(config)
@@ -84,8 +87,8 @@ def read_config(argv: list[str]) -> Config:
         if name == "config":
             files.append(read_file(value))
         else:
-            for part in reversed(name.split(".")):
-                value = {part: value}
+            for key in reversed(name.split(".")):
+                value = {key: value}
             flags.append(value)
             for layer in files:
                 forget_model(layer, name)
@@ -93,7 +96,7 @@ def read_config(argv: list[str]) -> Config:
     return from_sections(*files, *flags)
 
 
-def check_names(flags: list[dict[str, Any]]) -> None:
+def check_names(flags: list[JSONObject]) -> None:
     """Raises ValueError for all unknown flags and wrong values at once."""
     errors = []
     for sections in flags:
@@ -105,7 +108,7 @@ def check_names(flags: list[dict[str, Any]]) -> None:
         raise ValueError("; ".join(errors))
 
 
-def forget_model(layer: dict[str, Any], flag: str) -> None:
+def forget_model(layer: JSONObject, flag: str) -> None:
     """Removes the policy's model from a file's sections if a flag names the model anew."""
     policy = (layer.get("actors") or {}).get("policy") or {}
     if flag == "model":
@@ -135,7 +138,7 @@ RENAMED = {
 }
 
 
-def with_new_names(sections: Any) -> Any:
+def with_new_names(sections: JSON) -> JSON:
     """The sections of a file, possibly of an older version, with the present names of flags."""
     if not isinstance(sections, dict):
         return sections
@@ -156,7 +159,7 @@ def with_new_names(sections: Any) -> Any:
     return sections
 
 
-def rename(tree: Any, old: str, new: str) -> None:
+def rename(tree: JSON, old: str, new: str) -> None:
     """Moves the value of a flag in the sections of a file to the flag's present name."""
     section, _, name = old.rpartition(".")
     table = tree.get(section) if section and isinstance(tree, dict) else tree
@@ -167,7 +170,7 @@ def rename(tree: Any, old: str, new: str) -> None:
     (tree.setdefault(section, {}) if section else tree)[name] = value
 
 
-def read_file(path: str) -> dict[str, Any]:
+def read_file(path: str) -> JSONObject:
     """The sections of a YAML file. Raises ValueError, with its name, for all that is wrong in
     them."""
     try:
@@ -216,7 +219,7 @@ PATH_FIELDS = (
 )
 
 
-def with_paths(sections: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
+def with_paths(sections: JSONObject, folders: list[Path]) -> JSONObject:
     """Sections in which a path that is found from one of the folders is absolute."""
     moved = {}
     for key, value in sections.items():
@@ -239,17 +242,17 @@ def absolute(path: str, folders: list[Path]) -> str:
     return path
 
 
-def from_sections(*layers: dict[str, Any]) -> Config:
+def from_sections(*layers: JSONObject) -> Config:
     """The configuration of flags in sections, as YAML holds them; later layers override."""
-    tree: dict[str, Any] = {}
+    tree: JSONObject = {}
     for layer in layers:
         add(layer, tree)
     return validated("", tree, Config)
 
 
-def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
+def given_flags(argv: list[str]) -> list[tuple[str, JSON]]:
     """(name, value) of each flag; the value is True where none follows."""
-    flags: list[tuple[str, Any]] = []
+    flags: list[tuple[str, JSON]] = []
     for arg in argv:
         name, equals, value = arg.partition("=")
         if name.startswith("--") and " " not in name:  # "--quantization fp8" is a value
@@ -262,7 +265,7 @@ def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
     return flags
 
 
-def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent: str = "") -> None:
+def add(sections: JSONObject, tree: JSONObject, prefix: str = "", parent: str = "") -> None:
     """Puts the flags of sections into a tree. `parent`: as `prefix`, with NAME for the name of an
     actor or an environment. Raises ValueError for an unknown name."""
     if not isinstance(sections, dict):
@@ -273,6 +276,7 @@ def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent
         known = f"{parent}NAME" if parent in ("actors.", "envs.") else f"{parent}{key}"
         if known in flags:
             kind = flags[known][1].type
+            assert not isinstance(kind, str), kind
             if isinstance(value, dict) and not takes_table(known, kind):
                 raise unknown(f"{name}.{next(iter(flat(value)), '')}", flags)
             tree[str(key)] = typed(name, value, kind)
@@ -282,7 +286,7 @@ def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent
             raise unknown(name, flags)
 
 
-def takes_table(name: str, kind: Any) -> bool:
+def takes_table(name: str, kind: object) -> bool:
     """True if a flag's value may be a table: names of held-out sets, or a dictionary."""
     return is_table(kind) or name in ("data.eval", "envs.NAME.eval")
 
@@ -292,7 +296,7 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: JSONObject, prefix: str = "") -> JSONObject:
     """Dotted name -> value."""
     values = {}
     for key, value in tree.items():

@@ -90,7 +90,7 @@ def check(config: Config) -> None:
             )
     refuse(OF_RUN, c=config)
     for name in config.trained:
-        if config.actors[name].own:
+        if config.actors[name].overrides:
             refuse(OF_RUN, f"actor {name}: ", c=config.of(name))
 
 

@@ -68,9 +68,7 @@ def shard_samples(
     for plan in plans:
         longest = config.max_tokens * config.turn_limit
         minibatch = Minibatch(
-            denominator=loss_denominator(
-                kind, plan.num_tokens, plan.num_sequences, longest
-            ),
+            denominator=loss_denominator(kind, plan.num_tokens, plan.num_sequences, longest),
             num_tokens=plan.num_tokens,
         )
         minibatches.append(minibatch)

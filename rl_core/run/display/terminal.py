@@ -113,7 +113,7 @@ def loaded(trainer: RunState) -> str:
         start = f"--resume: continues from step {trainer.step} of {config.num_steps}"
     lines = [", ".join(models), work, f"{devices(trainer)}; {start}"]
     for name, actor in config.actors.items():
-        if actor.own or actor.update_every > 1:
+        if actor.overrides or actor.update_every > 1:
             lines.append(f"{name} {own_settings(actor)}")
     lines += [engine.shortage for engine in trainer.device.engines if engine.shortage]
     return "\n".join(lines)
@@ -121,7 +121,7 @@ def loaded(trainer: RunState) -> str:
 
 def own_settings(actor: ActorConfig) -> str:
     """by separate settings: algorithm ppo, optim.lr 1e-05"""
-    values = [f"{flag} {value}" for flag, value in flat(actor.own).items()]
+    values = [f"{flag} {value}" for flag, value in flat(actor.overrides).items()]
     if actor.update_every > 1:
         values.append(f"update_every {actor.update_every}")
     return f"by separate settings: {', '.join(values)}"
