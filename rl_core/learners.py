@@ -54,10 +54,15 @@ def make_learners(
     learners: dict[str, Learner] = {}
     # Owners first.
     for name in sorted(algorithms, key=lambda name: bool(config.actors[name].lora_base)):
-        owner = learners.get(config.actors[name].lora_base)
-        shared = owner.policy if owner else None
+        owner = learners.get(config.actors[name].lora_base or "")
         learners[name] = make_learner(
-            config.of(name), algorithms[name], name, ranks, shared, learners, custom
+            config.of(name),
+            algorithms[name],
+            name,
+            ranks,
+            shared=owner.policy if owner else None,
+            learners=learners,
+            custom=custom,
         )
     models = itertools.chain(*(learner.models() for learner in learners.values()))
     for model in dict.fromkeys(models):
@@ -79,15 +84,16 @@ def make_learner(
     reference and a critic start as the run's initial model. `shared`: the base model of an
     adapter. `learners`: learners built so far. `custom`: a script's loss, optimizer and
     engine."""
-    actor, custom = config.actors[name], custom or CustomComponents()
+    custom = custom or CustomComponents()
     load = partial(
         make_policy, dtype=compute_dtype(config), ranks=ranks, attention=config.attention
     )
     policy, adapter = shared, f"of_{name}"
     if policy is None:
-        adapters = adapters_of(config, name)
+        adapters, model = adapters_of(config, name), config.actors[name].model
+        assert model
         policy = load(
-            actor.model,
+            model,
             learner=config.learner,
             adapters=adapters,
             is_scoring=algorithm.is_scoring,
@@ -147,11 +153,11 @@ def make_policy(
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks
     of a copy if there are several or compute is not in fp32. `learner`: memory and kernels.
     `adapters`: by name."""
-    forward_pass = make_forward(
-        attention, ranks
-    )  # The forward pass is made before the weights are read.
+    # The forward pass is made before the weights are read.
+    forward_pass = make_forward(attention, ranks)
     learner, adapters = learner or LearnerConfig(), adapters or {}
     checkpoint_dtype = load_model_config(path).dtype or torch.float32
+    assert isinstance(checkpoint_dtype, torch.dtype), checkpoint_dtype
     cpu_offload = learner.offload == "always"
     is_split = ranks.mesh.num_shards > 1 or dtype != torch.float32 or cpu_offload
     trains_no_weight = is_frozen or (adapters and dtype == checkpoint_dtype)
@@ -174,14 +180,14 @@ def make_policy(
     if is_frozen:
         leaves_device = ranks.device.type == "cuda"
     policy = make(
-        hf,
-        checkpoint_dtype,
-        dtype,
-        forward_pass,
-        activation_context(learner),
-        HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
-        choose_logprob_kernel(ranks.device),
-        support_logprobs,
+        hf=hf,
+        checkpoint_dtype=checkpoint_dtype,
+        compute_dtype=dtype,
+        forward_pass=forward_pass,
+        activations=activation_context(learner),
+        host_copies=HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
+        logprob_kernel=choose_logprob_kernel(ranks.device),
+        support_logprobs=support_logprobs,
     )
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
@@ -214,6 +220,7 @@ def make_forward(attention: str, ranks: Ranks) -> PackedForward:
     if ranks.mesh.cp > 1:
         from rl_core.parallel.context_parallel import RingForward
 
+        assert ranks.cp_group is not None
         return RingForward(kernel, ranks.cp_group)
     return PackedForward(kernel)
 

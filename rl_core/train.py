@@ -59,6 +59,7 @@ def run_command(argv: list[str] | None) -> int:
         from rl_core.trainer import Trainer, run_to_end
 
         plan = make_plan(config)
+        assert config.out
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS)
         gc.enable()

@@ -135,12 +135,12 @@ class AdapterPolicy(Policy):
         path: str,
         is_served: bool,
         hf: nn.Module,
-        *args: Any,
+        **settings: Any,
     ):
-        """`adapters`: by name, each with its seed."""
+        """`adapters`: by name, each with its seed. `settings`: of Policy."""
         import peft
 
-        super().__init__(hf, *args)
+        super().__init__(hf, **settings)
         self.is_served = is_served
         self.adapters = {n: peft_config(lora, hf, path) for n, (lora, _) in adapters.items()}
         with warnings.catch_warnings():

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from rl_core.distributed import Ranks
@@ -57,7 +58,7 @@ def shard_policy(
 
 def load_on_meta(
     path: str, dtype: torch.dtype, is_scoring: bool = False
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """(an empty model of `dtype` on "meta", name -> weight in its files, to be indexed). Tied
     weights stay tied."""
     with fused_later() as fused:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.algorithms import Algorithm, make_algorithm
 from rl_core.config import MAX_TOP_K, Config, CriticConfig, EnvConfig, SamplingConfig
@@ -22,7 +22,7 @@ from rl_core.data.tasks import Tasks, TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.engines.options import auto_engine, engine_factory
 from rl_core.environments import env_file
-from rl_core.parallel.rank_groups import rank_groups_of
+from rl_core.parallel.rank_groups import RankGroup, rank_groups_of
 from rl_core.parallel.replicas import num_replicas
 from rl_core.plan.model_checks import checked_chat, num_positions
 from rl_core.plan.option_rules import check_options
@@ -37,6 +37,10 @@ from rl_core.tasks.row_lengths import check_run
 from rl_core.tasks.sft_dataset import SFTDataset
 from rl_core.tasks.sources import eval_tasks, held_out_tasks, train_tasks
 
+if TYPE_CHECKING:
+    from rl_core.engines.api import ApiActor
+    from rl_core.sampling.engine import Engine
+
 
 @dataclass(kw_only=True)
 class Plan:
@@ -48,13 +52,13 @@ class Plan:
     envs: dict[str, Env]  # By the name of the file.
     local: list[str]  # Actors whose models are on this rank.
     # Groups of ranks with their actors, rollout ranks first; empty without separate ranks.
-    rank_groups: list[Any] = field(default_factory=list)
+    rank_groups: list[RankGroup] = field(default_factory=list)
     train: Tasks | None = None
     # By the name of its environment, or of the held-out set.
     eval: dict[str, TaskSource] = field(default_factory=dict)
     chats: dict[str, Chat] = field(default_factory=dict)  # By the name of each actor with a model.
-    endpoints: dict[str, Any] = field(default_factory=dict)  # actors behind a URL
-    sft_dataset: Any = None  # a tasks.sft_dataset.SFTDataset; None: episodes are rolled out
+    endpoints: dict[str, ApiActor] = field(default_factory=dict)  # Actors behind a URL.
+    sft_dataset: SFTDataset | None = None  # None: episodes are rolled out.
     custom: CustomComponents = field(default_factory=CustomComponents)
 
     @property
@@ -225,7 +229,7 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
 
 
 def choose_engine(
-    config: Config, num_ranks: int, is_planned: bool = False, engine: Any = None
+    config: Config, num_ranks: int, is_planned: bool = False, engine: type[Engine] | None = None
 ) -> Config:
     """The configuration with the engine that --engine auto stands for, and with a top_k for
     training samples that need one. Raises ValueError if the engine cannot run here or, for a plan,
@@ -260,7 +264,7 @@ def with_top_k(config: Config) -> Config:
     return replace(config, actors=config.actors | actors)
 
 
-def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, Any]]:
+def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, ApiActor]]:
     """(the chat of each actor that has a model here, the endpoint of each other actor)."""
     chats, endpoints = {}, {}
     for name, actor in config.actors.items():
