@@ -21,7 +21,7 @@ from rl_core.errors import nearest
 from rl_core.sampling.env import ARGUMENTS, Env
 from rl_core.sampling.episode import check_name, is_list
 from rl_core.sampling.hooks import Hook, describe_error, finite
-from rl_core.types import RunError
+from rl_core.types import JSON, Row, RunError
 
 if TYPE_CHECKING:
     from rl_core.config import AgentsConfig, Config
@@ -45,19 +45,19 @@ OF_PEERS = {
 }
 
 
-def is_agent(value: Any) -> bool:
+def is_agent(value: JSON) -> bool:
     return callable(value) or (is_list(value, str) and len(value) > 0)
 
 
-def is_turns(value: Any) -> bool:
+def is_turns(value: object) -> bool:
     return isinstance(value, str) or callable(value) or is_list(value, str)
 
 
-def is_prompts(value: Any) -> bool:
+def is_prompts(value: object) -> bool:
     return isinstance(value, dict) and is_list([*value, *value.values()], str)
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: JSON) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -198,7 +198,7 @@ def check_names(module: ModuleType, path: str) -> None:
             )
 
 
-def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, Any]]:
+def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[Row]:
     """Rows of the user's load_tasks(split): a table of `datasets`, or a list of rows."""
     try:
         takes_split = inspect.signature(load_tasks).parameters
@@ -250,7 +250,7 @@ def speakers(env: Env, names: Sequence[str] = ()) -> list[str] | None:
 
 def check_columns(
     env: Env,
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     files: Sequence[tuple[str, int]] = (),
     split: str = "train",
 ) -> None:

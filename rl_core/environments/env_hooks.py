@@ -90,7 +90,7 @@ def make_env(
     )
 
 
-def machine_check(has: dict[str, Any]) -> Callable[[], None] | None:
+def machine_check(has: dict[str, object]) -> Callable[[], None] | None:
     """A check for the boxes that a file uses: by `box`, by an import of `boxes`, or by an import of
     a function whose module has that import."""
     from rl_core.sandbox import boxes
@@ -157,6 +157,7 @@ def execute_file(path: str) -> ModuleType:
         )
     name = f"rl_core_env_{file.stem}"
     spec = importlib.util.spec_from_loader(name, loader=None, origin=path)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(file.resolve())
     sys.modules[name] = module  # dataclasses and pickle look up classes there.

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from jinja2 import StrictUndefined, TemplateSyntaxError, meta
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
 from rl_core.data.messages import canonical_tools
-from rl_core.types import Task
+from rl_core.types import JSONObject, Task
 
 
 @dataclass(kw_only=True, slots=True)
 class SystemPrompt:
     """A sandboxed Jinja2 template over the columns of the data."""
 
-    template: Any
+    template: Template
     columns: set[str]  # Columns that the template names.
     where: str
 
@@ -45,7 +44,7 @@ def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, SystemPrompt]
     return prompts
 
 
-def tool_schemas(tools: Sequence[dict | Callable], path: str) -> list[dict[str, Any]]:
+def tool_schemas(tools: Sequence[dict | Callable], path: str) -> list[JSONObject]:
     """Schemas of the tools for chat templates. Raises ValueError for a function without type hints
     or a docstring."""
     schemas = []
@@ -69,7 +68,7 @@ def tool_schemas(tools: Sequence[dict | Callable], path: str) -> list[dict[str, 
         raise ValueError(f"{path}: tools {error}") from None
 
 
-def schema_of(tool: Callable) -> dict[str, Any]:
+def schema_of(tool: Callable) -> JSONObject:
     from transformers.utils import get_json_schema
 
     return get_json_schema(tool)

@@ -203,7 +203,8 @@ class ScheduleParser:
 
     def times(self) -> tuple[int, int]:
         if not self.accept("("):
-            return (self.number(),) * 2
+            number = self.number()
+            return number, number
         low = self.number()
         self.expect("..")
         if self.token.isdecimal() and int(self.token) < low:

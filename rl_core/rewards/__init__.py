@@ -21,7 +21,7 @@ import re
 import unicodedata
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_core.rewards.math_answers import alternatives, final_answer, is_equal, reference_answer
 
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
     from rl_core.sampling.actor import Actor
     from rl_core.sandbox import Sandbox
+    from rl_core.types import JSONObject
 
-    Batch = Callable[[list[Any]], Awaitable[Sequence[Any]]]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+if TYPE_CHECKING:
+    Batch = Callable[[list[Item]], Awaitable[Sequence[Result]]]
 
 NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
 FENCE = r"(?s)```[\w+-]*[ \t]*\n(.*?)```"
@@ -108,7 +112,10 @@ def length(count: int, limit: int, slack: int) -> float:
 
 
 async def code_tests(
-    sandbox: Sandbox, text: str, tests: Sequence[Any], timeout_s: float = 5.0
+    sandbox: Sandbox,
+    text: str,
+    tests: Sequence[str | dict | tuple[str, str]],
+    timeout_s: float = 5.0,
 ) -> float:
     """The share of tests that Python code passes in a sandbox, in [0, 1]: the last code block of
     the text, or all of it. `tests` as of rl_core.sandbox (docs/sandbox.md); as HumanEval
@@ -146,7 +153,7 @@ def is_idle(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Pass)
 
 
-def json_schema(text: str, schema: dict[str, Any]) -> float:
+def json_schema(text: str, schema: JSONObject) -> float:
     """1 if the text, or the last code block in it, is JSON that the schema allows, else 0
     (json-schema.org, by `jsonschema`; pip install rl_core[json])."""
     with needing("json_schema()", "json"):
@@ -264,7 +271,7 @@ async def judge(actor: Actor, question: str, reply: str, rubric: str) -> float:
     single grading (arXiv:2306.05685). Raises ValueError if its verdict cannot be read."""
     parts = [tagged("rubric", rubric), tagged("question", question), tagged("reply", reply)]
     asked = f"{SCORE}\n\n" + "\n".join(parts)
-    verdict = (await actor.respond(asked)).answer
+    verdict = await answer_of(actor, asked)
     scores = re.findall(r"\[\[\s*(10|[1-9])\s*\]\]", verdict)
     if not scores:
         raise ValueError(
@@ -272,6 +279,12 @@ async def judge(actor: Actor, question: str, reply: str, rubric: str) -> float:
             "such as [[7]]"
         )
     return (int(scores[-1]) - 1) / 9
+
+
+async def answer_of(actor: Actor, text: str) -> str:
+    reply = await actor.respond(text)
+    assert not isinstance(reply, list)
+    return reply.answer
 
 
 async def compare(actor: Actor, question: str, first: str, second: str, rubric: str) -> float:
@@ -284,13 +297,15 @@ async def compare(actor: Actor, question: str, first: str, second: str, rubric: 
         (first, second, {"A": 1.0, "B": 0.0}),
         (second, first, {"A": 0.0, "B": 1.0}),
     ):
-        verdict = (await actor.respond(f"{asked}\n{tagged('A', a)}\n{tagged('B', b)}")).answer
+        verdict = await answer_of(actor, f"{asked}\n{tagged('A', a)}\n{tagged('B', b)}")
         verdicts = re.findall(r"\[\[([ABC])\]\]", verdict)
         wins += value.get(verdicts[-1] if verdicts else "C", 0.5) / 2
     return wins
 
 
-def together(size: int, wait_s: float = 1.0) -> Callable[[Batch], TogetherCalls]:
+def together(
+    size: int, wait_s: float = 1.0
+) -> Callable[[Batch[Item, Result]], TogetherCalls[Item, Result]]:
     """Decorator of an `async` function from a list of items to a list of results: concurrent calls,
     each with one item, become one call, such as one request to a judge for all episodes of a step.
     Sent once `size` calls wait, or no further one came for `wait_s` seconds."""
@@ -299,16 +314,16 @@ def together(size: int, wait_s: float = 1.0) -> Callable[[Batch], TogetherCalls]
     return lambda function: TogetherCalls(function, size, wait_s)
 
 
-class TogetherCalls:
+class TogetherCalls(Generic[Item, Result]):
     """The waiting calls of a function decorated with together()."""
 
-    def __init__(self, function: Batch, size: int, wait_s: float):
+    def __init__(self, function: Batch[Item, Result], size: int, wait_s: float):
         self.function, self.size, self.wait_s = function, size, wait_s
-        self.waiting: list[tuple[Any, asyncio.Future]] = []
+        self.waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self.timer: asyncio.TimerHandle | None = None
         self.tasks: set[asyncio.Task] = set()
 
-    async def __call__(self, item: Any) -> Any:
+    async def __call__(self, item: Item) -> Result:
         loop = asyncio.get_running_loop()
         # An earlier event loop may have ended while calls waited.
         self.waiting = [call for call in self.waiting if call[1].get_loop() is loop]
@@ -330,7 +345,7 @@ class TogetherCalls:
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def run(self, calls: list[tuple[Any, asyncio.Future]]) -> None:
+    async def run(self, calls: list[tuple[Item, asyncio.Future[Result]]]) -> None:
         """Sets each call's result, or the error of all."""
         error, results = None, []
         try:

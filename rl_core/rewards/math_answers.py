@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 MAX_CHARS = 2000  # Longest answer.
@@ -212,7 +211,7 @@ def expressions(text: str) -> list[tuple[int, int, str]]:
     return formulas + numbers
 
 
-def alternatives(answer: Any) -> list[Any]:
+def alternatives(answer: object) -> list[object]:
     """The texts of a list or of its JSON text, such as '["34"]'; else the answer alone. Numbers are
     no alternatives: [1, 2] is an interval."""
     listed = answer
@@ -224,7 +223,7 @@ def alternatives(answer: Any) -> list[Any]:
     return [answer]
 
 
-def reference_answer(answer: Any) -> str:
+def reference_answer(answer: object) -> str:
     """The answer in a reference: a value, a bare formula, or a solution that ends in one. Raises
     ValueError if the reference holds none."""
     text = "" if answer is None else str(answer).strip()
@@ -670,7 +669,7 @@ def real(value: Value) -> Fraction | float:
     return value.real
 
 
-def mixed(operation: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
+def mixed(operation: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return operation(a, b)
     # Python turns a large Fraction into a float by itself, or raises OverflowError.
@@ -686,7 +685,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "root": rooted,
     "factorial": factorial,
     "binom": binomial,
-    "abs": abs,
+    "abs": lambda a: abs(a),
     "floor": lambda a: Fraction(math.floor(real(a))),
     "ceil": lambda a: Fraction(math.ceil(real(a))),
 }

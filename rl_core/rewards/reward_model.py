@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
@@ -33,6 +33,10 @@ from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.pretrained import load_pretrained
 from rl_core.http_guard import MAX_LOCAL_STRANGERS, HttpServer, read_json
 from rl_core.types import Message
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 MAX_PAUSE_S = 5.0  # Longest pause between two attempts at a server.
 
@@ -118,7 +122,7 @@ class RewardModel:
             return scores_of(self.model, hidden).tolist()
 
 
-def load_classifier(path: str, device: Any) -> Any:
+def load_classifier(path: str, device: torch.device) -> PreTrainedModel:
     """The model with its head in fp32. Loads weights only from safetensors, and code only from
     transformers."""
     import torch

@@ -243,7 +243,7 @@ class Conversation:
 
     def trajectory(
         self,
-        reward: float | dict[str, float | None] | None,
+        reward: float | Mapping[str, float | None] | None,
         *,
         seat: str = "",
         metrics: dict[str, float] | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 from rl_core.data.episodes import baseline_groups
@@ -303,7 +304,7 @@ def checked(returned: Any, path: str, actors: EpisodeActors) -> list[Trajectory]
     return list(returned)
 
 
-def is_list(value: Any, kind: type) -> bool:
+def is_list(value: Any, kind: type | UnionType) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
 

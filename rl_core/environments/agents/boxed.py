@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from rl_core.environments.agents import forward
 from rl_core.environments.agents.endpoint import BOX_FOLDER, FORWARDER, SOCKET, Endpoint
@@ -19,6 +18,7 @@ from rl_core.environments.agents.program import TASK_FILE, CommandResult, files_
 from rl_core.errors import nearest
 from rl_core.sandbox import boxes
 from rl_core.scratch import scratch_prefix
+from rl_core.types import JSON, Row
 
 # Paths inside a box.
 WORKSPACE = "/app"
@@ -53,7 +53,7 @@ class CommandBox:
                 inside.chmod(0o755)
         return made
 
-    async def open(self, row: Mapping[str, Any], llm: Endpoint) -> boxes.Box:
+    async def open(self, row: Row, llm: Endpoint) -> boxes.OpenBox:
         """Opens a box for one episode. The row's `image` takes precedence."""
         binds = await llm.binds() | {PROGRAMS: f"{self.programs.name}/shown"}
         for name, path in self.shown.items():
@@ -74,7 +74,7 @@ class CommandBox:
         return [f"{PROGRAMS}/{word}" if word in named else word for word in command]
 
     async def run(
-        self, box: boxes.Box, command: Sequence[str], row: Mapping[str, Any], llm: Endpoint
+        self, box: boxes.Box, command: Sequence[str], row: Row, llm: Endpoint
     ) -> CommandResult:
         """Runs the command and returns its result. Its files stay in the box; its processes end."""
         file = f"{WORKSPACE}/{TASK_FILE}"
@@ -112,7 +112,7 @@ async def run_boxed(
     )
 
 
-def make_box(value: Any, path: str, command: Sequence[str]) -> CommandBox:
+def make_box(value: JSON, path: str, command: Sequence[str]) -> CommandBox:
     """Reads the setting `box` of the environment's file at `path`. The box shows the files that
     the command names. Raises ValueError for a wrong setting."""
     settings = {} if value is True else dict(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rl_core.environments.agents.requests import (
     Call,
@@ -22,7 +21,7 @@ from rl_core.environments.agents.requests import (
     text_of_parts,
     wanted,
 )
-from rl_core.types import Message
+from rl_core.types import JSON, JSONObject, Message
 
 PATH = "/v1/chat/completions"
 MAX_REPLIES = 128  # Limit of `n`, the same as OpenAI's.
@@ -39,7 +38,7 @@ REFUSED_OF_MESSAGES = {"audio": "send its transcript", "function_call": "use too
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 
 
-def read(body: dict[str, Any]) -> Request:
+def read(body: JSONObject) -> Request:
     """Raises Refusal for what this engine cannot do."""
     overridden = FIELDS.overridden_in(body)
     choice = body.get("tool_choice") or "auto"
@@ -68,7 +67,7 @@ def read(body: dict[str, Any]) -> Request:
     )
 
 
-def read_tools(tools: list[Any]) -> list[dict[str, Any]] | None:
+def read_tools(tools: list[JSON]) -> list[JSONObject] | None:
     functions = []
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -79,7 +78,7 @@ def read_tools(tools: list[Any]) -> list[dict[str, Any]] | None:
     return functions or None
 
 
-def read_message(message: Any) -> Message:
+def read_message(message: JSON) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refusal(f"messages: {str(message)[:80]} is no message with a role")
     role = "system" if message["role"] == "developer" else message["role"]
@@ -105,11 +104,11 @@ def read_message(message: Any) -> Message:
     return converted
 
 
-def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
+def write(replies: Sequence[Reply], request: Request) -> JSONObject:
     """The response's body."""
     choices = []
     for index, reply in enumerate(replies):
-        message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+        message: JSONObject = {"role": "assistant", "content": reply.text, "refusal": None}
         if reply.thoughts:
             message["reasoning_content"] = reply.thoughts
         if reply.calls:
@@ -125,13 +124,13 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
     """Server-sent events."""
     head = header(replies[0], request, "chat.completion.chunk")
 
-    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
+    def chunk(index: int, delta: JSONObject, finish: str | None = None, **more: JSON) -> str:
         choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
         return event(head | {"choices": [choice | more]})
 
     for index, reply in enumerate(replies):
         yield chunk(index, {"role": "assistant", "content": ""})
-        deltas: list[dict[str, Any]] = []
+        deltas: list[JSONObject] = []
         if reply.thoughts:
             deltas.append({"reasoning_content": reply.thoughts})
         if reply.text or not reply.calls:
@@ -148,11 +147,11 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def event(body: dict[str, Any]) -> str:
+def event(body: JSONObject) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def header(reply: Reply, request: Request, kind: str) -> dict[str, Any]:
+def header(reply: Reply, request: Request, kind: str) -> JSONObject:
     return {
         "id": f"chatcmpl-{reply.id}",
         "object": kind,
@@ -161,12 +160,12 @@ def header(reply: Reply, request: Request, kind: str) -> dict[str, Any]:
     }
 
 
-def written_call(call: Call) -> dict[str, Any]:
+def written_call(call: Call) -> JSONObject:
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def logprobs_of(reply: Reply, request: Request) -> dict[str, Any] | None:
+def logprobs_of(reply: Reply, request: Request) -> JSONObject | None:
     if not request.wants_logprobs:
         return None
     content = []
@@ -187,7 +186,7 @@ def usage(replies: Sequence[Reply]) -> dict[str, int]:
     }
 
 
-def write_error(refusal: Refusal) -> dict[str, Any]:
+def write_error(refusal: Refusal) -> JSONObject:
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     error = {"message": refusal.message, "type": kind, "param": None, "code": refusal.code}
     return {"error": error}

@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Template
@@ -55,6 +55,10 @@ class Instruction:
         if self.text.startswith("["):
             words = json.loads(self.text)
         return [word for word in words if not word.startswith("--")]
+
+    def filled(self, values: Mapping[str, str]) -> list[str]:
+        """The words with $NAME and ${NAME} replaced; an unknown name stays."""
+        return [Template(word).safe_substitute(values) for word in self.words]
 
     def flag(self, name: str) -> str:
         match = re.search(rf"(?:^|\s)--{name}=(\S+)", self.text)

@@ -12,12 +12,12 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
@@ -29,6 +29,7 @@ from rl_core.http_guard import (
     MAX_LOCAL_STRANGERS,
     HttpError,
     HttpServer,
+    Visitor,
     is_key,
     read_json,
     turn_away,
@@ -36,11 +37,12 @@ from rl_core.http_guard import (
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.scratch import scratch_prefix
-from rl_core.types import Trajectory
+from rl_core.types import JSONObject, Trajectory
 
 if TYPE_CHECKING:
     from rl_core.config import AgentsConfig
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
 # Interval of comments in a stream: clients and proxies drop silent connections.
@@ -69,7 +71,7 @@ class Endpoint:
     # Id of a kept reply -> conversation up to it; the last MAX_STORED.
     stored: dict[str, Request] = field(default_factory=dict)
     # Items of /v1/responses that an `item_reference` may name, by id.
-    items: dict[str, dict[str, Any]] = field(default_factory=dict)
+    items: dict[str, JSONObject] = field(default_factory=dict)
     failure: EngineDied | None = None
     refused: str = ""  # Message of the last refused request.
     # Bounds the request bodies of one program that are in memory at the same time.
@@ -299,6 +301,7 @@ class EndpointServer:
         async with self.starting:
             shown = self.shown_folder()
             if not self.is_for_boxes:
+                assert self.server is not None
                 await self.server.listen_at(str(shown / SOCKET))
                 # Programs in boxes run as other users and need a key.
                 (shown / SOCKET).chmod(0o666)
@@ -328,11 +331,12 @@ class EndpointServer:
         key = request.headers.get("x-api-key") or (bearer if scheme.lower() == "bearer" else "")
         for known, endpoint in self.endpoints.items():
             if is_key(key.strip(), known):
-                request.protocol.door.admit(request.protocol, known)
+                visitor = cast(Visitor, request.protocol)
+                visitor.door.admit(visitor, known)
                 return endpoint
         raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
 
-    def handler(self, dialect: ModuleType) -> Any:
+    def handler(self, dialect: ModuleType) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 endpoint = self.endpoint_of(http)
@@ -423,7 +427,7 @@ async def say_nothing(http: web.Request) -> web.Response:
     return web.Response()
 
 
-def describe(name: str) -> dict[str, Any]:
+def describe(name: str) -> JSONObject:
     """A model, with the fields of both OpenAI's and Anthropic's clients."""
     model = {"id": name, "object": "model", "created": 0, "owned_by": "rl_core"}
     begun = "1970-01-01T00:00:00Z"
@@ -443,7 +447,7 @@ def reachable(host: str) -> str:
         return probe.getsockname()[0]
 
 
-async def body_of(http: web.Request, endpoint: Endpoint) -> dict[str, Any]:
+async def body_of(http: web.Request, endpoint: Endpoint) -> JSONObject:
     """The request's JSON. Raises Refusal."""
     try:
         async with endpoint.reading:
@@ -465,5 +469,5 @@ async def refuse(
     return response
 
 
-def write_error(status: int, message: str) -> dict[str, Any]:
+def write_error(status: int, message: str) -> JSONObject:
     return chat_completions.write_error(Refusal(message, status=status))

@@ -81,7 +81,7 @@ class VerifierScore:
 class TaskBox:
     """A task's box, prepared by its Dockerfile."""
 
-    box: Box
+    box: boxes.OpenBox
     task: HarborTask
     environ: dict[str, str]  # Variables of the Dockerfile and task.toml.
     cwd: str  # Working folder of commands.

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,11 +23,12 @@ from rl_core.environments.agents.installs import (
 )
 from rl_core.sandbox.box_settings import BoxLimits
 from rl_core.sandbox.roots import unreachable_mirrors
+from rl_core.types import JSON, Row
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 UNITS_MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 # A value of an `env` section that names a variable, with its default if there is one.
@@ -87,7 +87,7 @@ class EnvironmentSection:
     network_mode: str = "public"
     allow_internet: bool | None = None
     gpus: int | None = None
-    mcp_servers: list[Any] = field(default_factory=list)
+    mcp_servers: list[object] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,7 +101,7 @@ class HarborTask:
     solution: ScriptSection = field(default_factory=ScriptSection)
     agent: AgentSection = field(default_factory=AgentSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
-    steps: list[Any] = field(default_factory=list)
+    steps: list[object] = field(default_factory=list)
 
     @property
     def dockerfile(self) -> Path:
@@ -214,7 +214,7 @@ def with_defaults(env: Mapping[str, str], file: Path) -> dict[str, str]:
     return filled
 
 
-def note_misspelled(values: Mapping[str, Any]) -> None:
+def note_misspelled(values: Mapping[str, JSON]) -> None:
     """Warns once of each key that is nearly one of the published keys."""
     for section, text in KEYS.items():
         keys = values.get(section, {}) if section else values
@@ -276,7 +276,7 @@ def is_one_host() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", world) == world
 
 
-def task_rows(folder: str | Path, networks: Mapping[str, bool] = NETWORKS) -> list[dict[str, Any]]:
+def task_rows(folder: str | Path, networks: Mapping[str, bool] = NETWORKS) -> list[Row]:
     """A row for each task of a folder of tasks, or of a task's folder, by name. Tasks that cannot
     be played are left out, and counted by reason in a warning. `networks`: phases that have one.
     Raises TaskRefused if none can be played, ValueError if no mirror of packages answers to tasks

@@ -9,7 +9,6 @@ import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from string import Template
 
 from rl_core.environments.agents.dockerfile import (
     BUILD_LIMITS,
@@ -96,8 +95,7 @@ class ImageBuild:
     async def build_stage(
         self, number: int, begin: Instruction, instructions: list[Instruction]
     ) -> None:
-        text = Build(box=None, context=self.context, timeout_s=0, arguments=self.arguments)
-        image, *words = [text.filled(word) for word in begin.words]
+        image, *words = begin.filled(self.arguments)
         before = self.stage_of(image, begin)
         changes = self.folder / f"stage{number}"
         for name in ("changes", "work"):
@@ -228,7 +226,7 @@ def check_bases(instructions: list[Instruction]) -> None:
             arguments |= argument_of(instruction)
         if instruction.name != "FROM":
             continue
-        image, *words = [Template(word).safe_substitute(arguments) for word in instruction.words]
+        image, *words = instruction.filled(arguments)
         if image.lower() not in stages:
             base_at(image, instruction)
         stages |= {str(len(stages)), *map(str.lower, words)}

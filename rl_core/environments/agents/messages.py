@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rl_core.environments.agents.requests import (
     REFUSED,
@@ -21,7 +20,7 @@ from rl_core.environments.agents.requests import (
     text_of_parts,
     wanted,
 )
-from rl_core.types import Message
+from rl_core.types import JSON, JSONObject, Message
 
 PATH = "/v1/messages"
 FIELDS = Fields(
@@ -37,7 +36,7 @@ ERRORS = {401: "authentication_error", 404: "not_found_error"}
 FINISH = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 
 
-def read(body: dict[str, Any]) -> Request:
+def read(body: JSONObject) -> Request:
     """Raises Refusal for what this engine cannot do."""
     overridden = FIELDS.overridden_in(body)
     for name in ("effort", "task_budget"):
@@ -85,7 +84,7 @@ def read(body: dict[str, Any]) -> Request:
     )
 
 
-def edits_in(body: dict[str, Any]) -> list[str]:
+def edits_in(body: JSONObject) -> list[str]:
     """["context_management"] if the request wants earlier thinking cleared, which the chat template
     decides. Raises Refusal for edits of other kinds."""
     edits = wanted(wanted(body, "context_management", dict, {}), "edits", list, [])
@@ -97,7 +96,7 @@ def edits_in(body: dict[str, Any]) -> list[str]:
     return ["context_management"] if any(edit.get("keep") != "all" for edit in edits) else []
 
 
-def read_thread(body: dict[str, Any]) -> dict[str, Any]:
+def read_thread(body: JSONObject) -> JSONObject:
     """The field `thread`: {} or of type create or continue. Raises Refusal."""
     thread = wanted(body, "thread", dict, {})
     if not thread:
@@ -125,7 +124,7 @@ def continued(request: Request, earlier: Request) -> None:
     request.tools = earlier.tools
 
 
-def read_message(message: Any) -> list[Message]:
+def read_message(message: JSON) -> list[Message]:
     """A message's blocks as messages: results of tools each one, then the text."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise Refusal(f"messages: {str(message)[:80]} is no message of user or assistant")
@@ -153,7 +152,7 @@ def read_message(message: Any) -> list[Message]:
     return converted
 
 
-def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
+def write(replies: Sequence[Reply], request: Request) -> JSONObject:
     """The response's body."""
     (reply,) = replies
     return {
@@ -172,8 +171,8 @@ def reply_id(reply: Reply) -> str:
     return f"msg_{reply.id}"
 
 
-def blocks(reply: Reply) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = []
+def blocks(reply: Reply) -> list[JSONObject]:
+    content: list[JSONObject] = []
     if reply.thoughts:
         # Clients send thinking without a signature back as text.
         block = {"type": "thinking", "thinking": reply.thoughts, "signature": reply_id(reply)}
@@ -192,7 +191,7 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
         yield f"event: {body['type']}\ndata: {json.dumps(body)}\n\n"
 
 
-def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def events(body: JSONObject) -> Iterator[JSONObject]:
     usage = body["usage"]
     opened = body | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": opened | {"usage": usage | {"output_tokens": 0}}}
@@ -219,9 +218,9 @@ def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
-def write_error(refusal: Refusal) -> dict[str, Any]:
+def write_error(refusal: Refusal) -> JSONObject:
     kind = "invalid_request_error" if refusal.status < 500 else "api_error"
-    error = {"type": ERRORS.get(refusal.status, kind), "message": refusal.message}
+    error: JSONObject = {"type": ERRORS.get(refusal.status, kind), "message": refusal.message}
     if refusal.code.startswith("thread_"):
         error["details"] = {"error_code": refusal.code}
     return {"type": "error", "error": error}

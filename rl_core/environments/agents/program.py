@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rl_core.errors import nearest
 from rl_core.sandbox import reaper
 from rl_core.sandbox.output import Output
 from rl_core.scratch import scratch_prefix
+from rl_core.types import Row
 
 # Environment variables that a program inherits. None holds keys, tokens or addresses of the run.
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE")
@@ -122,7 +122,7 @@ def columns_named(command: Sequence[str]) -> set[str]:
     return columns
 
 
-def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[str]:
+def filled(command: Sequence[str], row: Row, path: str) -> list[str]:
     """The command with each {column} replaced by the row's value; {{ and }} are braces. Raises
     ValueError for a column that the row lacks."""
 
@@ -142,7 +142,7 @@ def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[st
 
 
 async def run_command(
-    command: Sequence[str], row: Mapping[str, Any], environ: Mapping[str, str]
+    command: Sequence[str], row: Row, environ: Mapping[str, str]
 ) -> CommandResult:
     """Runs the command in a new folder that holds the row as task.json. Raises FileNotFoundError
     if the program does not exist. Cancellation ends the program first."""

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from rl_core.types import Message
+from rl_core.types import JSON, JSONObject, Message
 
 # Values that ask for nothing.
 NEUTRAL = {
@@ -70,7 +69,7 @@ class Fields:
     decided: str  # Fields that the run overrides. Counted in a metric.
     refused: Mapping[str, str] = field(default_factory=dict)  # more than REFUSED
 
-    def overridden_in(self, body: dict[str, Any]) -> list[str]:
+    def overridden_in(self, body: JSONObject) -> list[str]:
         """Fields of a request that the run decides. Raises Refusal for a refused field."""
         ignored = {*self.used.split(), *self.harmless.split()}
         overridden = []
@@ -99,7 +98,7 @@ class Request:
 
     model: str = ""
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JSONObject] | None = None
     reads_calls: bool = True  # False leaves calls in the text (tool_choice "none").
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -110,11 +109,11 @@ class Request:
     wants_usage: bool = False  # Usage at the end of a stream.
     is_retry: bool = False  # The client marks it as a retry.
     # JSON schema of the reply; None: text.
-    schema: dict[str, Any] | None = None
+    schema: JSONObject | None = None
     is_enforced: bool = False  # Sampling is constrained to the schema.
     continues: str | None = None  # Id of the kept reply whose conversation comes first.
     is_kept: bool = False  # Later requests may continue the reply.
-    seed: Any = None  # Only distinguishes requests; sampling does not use it.
+    seed: JSON = None  # Only distinguishes requests; sampling does not use it.
     overridden: list[str] = field(default_factory=list)  # Fields that the run overrides.
 
 
@@ -124,7 +123,7 @@ class Call:
 
     id: str
     name: str
-    arguments: dict[str, Any]
+    arguments: JSONObject
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,7 +149,7 @@ class Reply:
         return message | {"tool_calls": calls} if calls else message
 
 
-def called(call_id: Any, name: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def called(call_id: JSON, name: JSON, arguments: JSONObject) -> JSONObject:
     """A call in a message, in the format of chat templates. Raises Refusal if the name is not a
     non-empty string."""
     if not isinstance(name, str) or not name:
@@ -161,8 +160,8 @@ def called(call_id: Any, name: Any, arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def wanted(
-    body: dict[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None
-) -> Any:
+    body: JSONObject, name: str, kind: type | tuple[type, ...], default: JSON = None
+) -> JSON:
     """A field of the request's body. Raises Refusal if it is of another kind."""
     value = body.get(name)
     if value is None:
@@ -173,7 +172,7 @@ def wanted(
     return value
 
 
-def limit_of(body: dict[str, Any], *names: str) -> int | None:
+def limit_of(body: JSONObject, *names: str) -> int | None:
     """The smallest of the named limits of tokens. Raises Refusal unless each is at least 1."""
     limits = []
     for name in names:
@@ -185,7 +184,7 @@ def limit_of(body: dict[str, Any], *names: str) -> int | None:
     return min(limits, default=None)
 
 
-def schema_of(form: dict[str, Any], where: str) -> dict[str, Any] | None:
+def schema_of(form: JSONObject, where: str) -> JSONObject | None:
     """The JSON schema of a `response_format`, None for text. Raises Refusal for another type."""
     kind = form.get("type", "text")
     if kind == "text":
@@ -202,7 +201,7 @@ def schema_of(form: dict[str, Any], where: str) -> dict[str, Any] | None:
     return schema
 
 
-def stops_of(body: dict[str, Any], name: str) -> tuple[str, ...]:
+def stops_of(body: JSONObject, name: str) -> tuple[str, ...]:
     """Strings that end a reply."""
     value = wanted(body, name, (str, list), [])
     stops = [value] if isinstance(value, str) else value
@@ -211,12 +210,12 @@ def stops_of(body: dict[str, Any], name: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def read_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+def read_tool(name: JSON, description: JSON, parameters: JSON) -> JSONObject:
     """A function in the form of chat templates; a value of None is left out. Raises Refusal unless
     the parameters are a JSON schema of an object."""
     if not isinstance(name, str) or not name:
         raise Refusal(f"tools: the name {str(name)[:80]!r} must be a text")
-    function: dict[str, Any] = {"name": name}
+    function: JSONObject = {"name": name}
     if description is not None:
         if not isinstance(description, str):
             raise Refusal(f"tools: {name}: the description must be a text")
@@ -231,7 +230,7 @@ def read_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def schema_fault(schema: Any) -> str:
+def schema_fault(schema: JSON) -> str:
     """Returns the first keyword of a JSON schema whose value has the wrong form; "" if there is
     none."""
     if isinstance(schema, bool):
@@ -244,7 +243,7 @@ def schema_fault(schema: Any) -> str:
     for key in ("required", "enum"):
         if not isinstance(schema.get(key, []), list):
             return f"{key}: {str(schema[key])[:80]!r} is not a list"
-    inner: list[tuple[str, Any]] = []
+    inner: list[tuple[str, JSON]] = []
     for key, form in SUBSCHEMAS.items():
         if key not in schema:
             continue
@@ -260,11 +259,11 @@ def schema_fault(schema: Any) -> str:
     return next(faults, "")
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: JSON) -> list[JSON]:
     return value if isinstance(value, list) else [value]
 
 
-def text_of_parts(content: Any, where: str) -> str:
+def text_of_parts(content: JSON, where: str) -> str:
     """The text of a message's content. Raises Refusal for images and the like."""
     if content is None:
         return ""
@@ -286,7 +285,7 @@ def text_of_parts(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def read_arguments(value: Any) -> dict[str, Any]:
+def read_arguments(value: JSON) -> JSONObject:
     """A call's arguments, which clients write as JSON. Raises Refusal."""
     try:
         arguments = json.loads(value or "{}") if isinstance(value, str) else value

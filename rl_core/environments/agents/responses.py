@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rl_core.environments.agents.chat_completions import write_error
 from rl_core.environments.agents.requests import (
@@ -21,7 +20,7 @@ from rl_core.environments.agents.requests import (
     text_of_parts,
     wanted,
 )
-from rl_core.types import Message
+from rl_core.types import JSON, JSONObject, Message
 
 PATH = "/v1/responses"
 FIELDS = Fields(
@@ -39,7 +38,7 @@ OUTPUTS = ("function_call_output", "custom_tool_call_output")
 __all__ = ["NOT_KEPT", "PATH", "continued", "read", "reply_id", "stream", "write", "write_error"]
 
 
-def read(body: dict[str, Any]) -> Request:
+def read(body: JSONObject) -> Request:
     """Raises Refusal for what this engine cannot do."""
     overridden = FIELDS.overridden_in(body)
     if LOGPROBS in wanted(body, "include", list, []):
@@ -85,7 +84,7 @@ def continued(request: Request, earlier: Request) -> None:
     request.messages = [*new[:num], *earlier.messages[earlier.num_instructions :], *new[num:]]
 
 
-def read_items(items: Any) -> list[Message]:
+def read_items(items: JSON) -> list[Message]:
     """Input items as messages. A text and the calls that follow it are one message, as the model
     said them."""
     if isinstance(items, str):
@@ -118,14 +117,14 @@ def read_items(items: Any) -> list[Message]:
     return messages
 
 
-def arguments_of(item: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(item: JSONObject) -> JSONObject:
     """Arguments of a call. The call of a custom tool has one text instead."""
     if item["type"] == "custom_tool_call":
         return {"input": wanted(item, "input", str, "")}
     return read_arguments(item.get("arguments"))
 
 
-def put_in(items: Any, known: dict[str, dict[str, Any]]) -> Any:
+def put_in(items: JSON, known: dict[str, JSONObject]) -> JSON:
     """Input items, with references replaced by the items of earlier responses. Raises Refusal for
     an unknown reference."""
     if not isinstance(items, list):
@@ -141,7 +140,7 @@ def put_in(items: Any, known: dict[str, dict[str, Any]]) -> Any:
     return resolved
 
 
-def is_reference(item: Any) -> bool:
+def is_reference(item: JSON) -> bool:
     """Clients may leave out or empty its type."""
     if not isinstance(item, dict):
         return False
@@ -149,7 +148,7 @@ def is_reference(item: Any) -> bool:
     return item.get("type") == "item_reference" or (is_bare and "id" in item)
 
 
-def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
+def write(replies: Sequence[Reply], request: Request) -> JSONObject:
     """The response's body."""
     (reply,) = replies
     is_cut = reply.finish_reason == "length"
@@ -167,7 +166,7 @@ def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
     }
 
 
-def header(reply: Reply, request: Request) -> dict[str, Any]:
+def header(reply: Reply, request: Request) -> JSONObject:
     return {
         "id": reply_id(reply),
         "object": "response",
@@ -192,8 +191,8 @@ def reply_id(reply: Reply) -> str:
     return f"resp_{reply.id}"
 
 
-def output(reply: Reply) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
+def output(reply: Reply) -> list[JSONObject]:
+    items: list[JSONObject] = []
     if reply.thoughts:
         content = [{"type": "reasoning_text", "text": reply.thoughts}]
         item = {"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": content}
@@ -209,7 +208,7 @@ def output(reply: Reply) -> list[dict[str, Any]]:
     return items
 
 
-def text_part(text: str) -> dict[str, Any]:
+def text_part(text: str) -> JSONObject:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -222,8 +221,8 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
 
 
 def events(
-    reply: Reply, request: Request, response: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    reply: Reply, request: Request, response: JSONObject
+) -> Iterator[tuple[str, JSONObject]]:
     begun = {"response": header(reply, request)}
     yield "response.created", begun
     yield "response.in_progress", begun
@@ -246,7 +245,7 @@ def events(
     yield f"response.{response['status']}", {"response": response}
 
 
-def text_events(position: dict[str, Any], text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def text_events(position: JSONObject, text: str) -> Iterator[tuple[str, JSONObject]]:
     yield "response.content_part.added", position | {"part": text_part("")}
     yield "response.output_text.delta", position | {"delta": text, "logprobs": []}
     yield "response.output_text.done", position | {"text": text, "logprobs": []}

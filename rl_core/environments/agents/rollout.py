@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.data.tasks import PROMPT_COLUMNS
 from rl_core.environments.agents.endpoint import Endpoint, EndpointServer
@@ -25,11 +25,12 @@ from rl_core.environments.agents.program import (
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.hooks import Hook, HookError, add_parts, reward_values, wait_for_all
-from rl_core.types import Task, Trajectory
+from rl_core.types import JSON, JSONObject, Task, Trajectory
 
 if TYPE_CHECKING:
     from rl_core.config import AgentsConfig
     from rl_core.environments.agents.boxed import CommandBox
+    from rl_core.sandbox.boxes import OpenBox
 
 
 @dataclass(kw_only=True)
@@ -50,7 +51,7 @@ class Endpoints:
     ) -> AsyncIterator[Endpoint]:
         """Opens an endpoint; closing the last one stops the server. If an engine died, raises
         EngineDied instead of the program's error."""
-        if self.loop is not asyncio.get_running_loop():
+        if self.server is None or self.loop is not asyncio.get_running_loop():
             self.server, self.loop = EndpointServer(self.config), asyncio.get_running_loop()
         server = self.server
         llm = await server.open(actors, max_turns, program)
@@ -91,8 +92,8 @@ class AgentRollout:
                 raise HookError(
                     f"{self.path}: the agent asked no model for task {task.id}; {reason}"
                 )
-            has_failed = isinstance(result, CommandResult) and result.exit_code != 0
-            if has_failed and not self.has_warned:
+            is_command = isinstance(result, CommandResult)
+            if is_command and result.exit_code != 0 and not self.has_warned:
                 self.has_warned = True
                 text = f"the command of task {task.id} ended with {result.end}; rewards score it"
                 print(f"warning: {self.path}: {text}", file=sys.stderr, flush=True)
@@ -100,11 +101,13 @@ class AgentRollout:
             return await self.score(task, arguments, llm, learners or asked)
 
     @asynccontextmanager
-    async def played(self, task: Task, llm: Endpoint) -> AsyncIterator[tuple[Any, Any]]:
+    async def played(
+        self, task: Task, llm: Endpoint
+    ) -> AsyncIterator[tuple[object, OpenBox | None]]:
         """Runs the agent and gives (its return value or CommandResult, the command's box or None).
         The command's files exist until the context ends."""
         if isinstance(self.agent, Hook):
-            yield await self.call_agent(task, llm), None
+            yield await self.call_agent(self.agent, task, llm), None
         elif self.box is not None:
             command = filled(self.box.placed(self.agent, self.path), task.row, self.path)
             async with await self.box.open(task.row, llm) as box:
@@ -117,9 +120,9 @@ class AgentRollout:
             finally:
                 remove(result.workspace)
 
-    async def call_agent(self, task: Task, llm: Endpoint) -> Any:
+    async def call_agent(self, agent: Hook, task: Task, llm: Endpoint) -> object:
         try:
-            return await self.agent(task, {"task": task, "llm": llm})
+            return await agent(task, {"task": task, "llm": llm})
         except HookError:
             # Many programs raise when a request does not fit into the context.
             if llm.is_truncated:
@@ -127,7 +130,7 @@ class AgentRollout:
             raise
 
     async def score(
-        self, task: Task, arguments: dict[str, Any], llm: Endpoint, names: list[str]
+        self, task: Task, arguments: JSONObject, llm: Endpoint, names: list[str]
     ) -> list[Trajectory]:
         """Trajectories with their rewards. `arguments`: further arguments that rewards may name."""
         branches = {name: llm.trajectories(0.0, name) for name in names}
@@ -149,8 +152,8 @@ class AgentRollout:
         return trajectories
 
     async def call(
-        self, hook: Hook, task: Task, arguments: dict[str, Any], branches: list[Trajectory]
-    ) -> Any:
+        self, hook: Hook, task: Task, arguments: JSONObject, branches: list[Trajectory]
+    ) -> object:
         """Calls a reward with the branch that ended last."""
         last = branches[-1]
         arguments = arguments | {"task": task, "prompt": task.messages, "messages": last.messages}
@@ -159,7 +162,7 @@ class AgentRollout:
         return await hook(task, arguments)
 
 
-def unasked(result: Any, refused: str = "") -> str:
+def unasked(result: object, refused: str = "") -> str:
     """The fix for an agent that asked no model. `refused`: its last refusal."""
     reason = "its requests go to llm.base_url, with llm.api_key"
     if isinstance(result, CommandResult):
@@ -175,7 +178,7 @@ def agent_hooks(
     path: str,
     agent: Hook | Sequence[str],
     hooks: dict[str, Hook],
-    box: Any = None,
+    box: JSON = None,
     config: AgentsConfig | None = None,
 ) -> dict[str, Hook]:
     """Hooks of a file with an `agent`: a rollout() that calls the agent and its rewards, and the
@@ -184,7 +187,7 @@ def agent_hooks(
     rewards = [h for h in hooks.values() if not h.batched and h.name not in ARGUMENTS]
     endpoints = Endpoints(config=config)
     agent_rollout = AgentRollout(path=path, agent=agent, rewards=rewards, endpoints=endpoints)
-    if box:
+    if box and not isinstance(agent, Hook):
         from rl_core.environments.agents.boxed import make_box
 
         agent_rollout.box = make_box(box, path, agent)
@@ -194,12 +197,12 @@ def agent_hooks(
             agent_rollout.box.hides = sorted(scored - columns_named(agent) - shown)
 
     async def agent_and_rewards(
-        task: Task, actors: EpisodeActors, **columns: Any
+        task: Task, actors: EpisodeActors, **columns: JSON
     ) -> list[Trajectory]:
         return await agent_rollout.rollout(task, actors)
 
     called = [*rewards]
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     if isinstance(agent, Hook):
         called.append(agent)
     else:

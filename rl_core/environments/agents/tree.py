@@ -17,13 +17,12 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
-from typing import Any
 from zlib import crc32
 
 from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
 from rl_core.sampling.actor import Actor, Conversation, without_thoughts
 from rl_core.sampling.hooks import wait_for_all
-from rl_core.types import Message, Trajectory, Turn
+from rl_core.types import JSONObject, Message, Trajectory, Turn
 
 MAX_OVERRIDDEN = 64  # Names of fields in one episode; each is a metric.
 Key = tuple  # A message's key, equal for the message and its echo.
@@ -169,7 +168,7 @@ class Tree:
     ) -> Node:
         """Samples the actor's turn after `new`. Raises Refusal if the context is full or the chat
         template refuses the messages."""
-        limits: dict[str, Any] = {}
+        limits: dict[str, object] = {}
         if request.max_tokens is not None:
             limits["max_tokens"] = min(request.max_tokens, talk.params.max_tokens)
         if request.stop:
@@ -207,7 +206,7 @@ class Tree:
         return trajectories
 
 
-def tools_key(tools: list[dict[str, Any]] | None) -> str:
+def tools_key(tools: list[JSONObject] | None) -> str:
     return json.dumps(tools or None, sort_keys=True)
 
 
