@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from rl_core.sandbox import Sandbox
     from rl_core.types import JSONObject
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 if TYPE_CHECKING:
-    Batch = Callable[[list[Item]], Awaitable[Sequence[Result]]]
+    Batch = Callable[[list[_Item]], Awaitable[Sequence[_Result]]]
 
 NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
 FENCE = r"(?s)```[\w+-]*[ \t]*\n(.*?)```"
@@ -305,7 +305,7 @@ async def compare(actor: Actor, question: str, first: str, second: str, rubric: 
 
 def together(
     size: int, wait_s: float = 1.0
-) -> Callable[[Batch[Item, Result]], TogetherCalls[Item, Result]]:
+) -> Callable[[Batch[_Item, _Result]], TogetherCalls[_Item, _Result]]:
     """Decorator of an `async` function from a list of items to a list of results: concurrent calls,
     each with one item, become one call, such as one request to a judge for all episodes of a step.
     Sent once `size` calls wait, or no further one came for `wait_s` seconds."""
@@ -314,16 +314,16 @@ def together(
     return lambda function: TogetherCalls(function, size, wait_s)
 
 
-class TogetherCalls(Generic[Item, Result]):
+class TogetherCalls(Generic[_Item, _Result]):
     """The waiting calls of a function decorated with together()."""
 
-    def __init__(self, function: Batch[Item, Result], size: int, wait_s: float):
+    def __init__(self, function: Batch[_Item, _Result], size: int, wait_s: float):
         self.function, self.size, self.wait_s = function, size, wait_s
-        self.waiting: list[tuple[Item, asyncio.Future[Result]]] = []
+        self.waiting: list[tuple[_Item, asyncio.Future[_Result]]] = []
         self.timer: asyncio.TimerHandle | None = None
         self.tasks: set[asyncio.Task] = set()
 
-    async def __call__(self, item: Item) -> Result:
+    async def __call__(self, item: _Item) -> _Result:
         loop = asyncio.get_running_loop()
         # An earlier event loop may have ended while calls waited.
         self.waiting = [call for call in self.waiting if call[1].get_loop() is loop]
@@ -345,7 +345,7 @@ class TogetherCalls(Generic[Item, Result]):
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def run(self, calls: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+    async def run(self, calls: list[tuple[_Item, asyncio.Future[_Result]]]) -> None:
         """Sets each call's result, or the error of all."""
         error, results = None, []
         try:
