@@ -322,9 +322,12 @@ def test_a_reference_without_words_and_an_unknown_kind_are_errors():
 
 def test_every_reward_says_its_range_and_where_it_comes_from():
     plain = [
-        f for name, f in vars(rewards).items() if getattr(f, "__module__", "") == rewards.__name__
+        f
+        for name, f in vars(rewards).items()
+        if name[0] != "_" and getattr(f, "__module__", "") == rewards.__name__
     ]
     parts = (
+        "answer_of",
         "needing",
         "together",
         "TogetherCalls",
