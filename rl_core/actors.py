@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
 
@@ -27,6 +27,11 @@ from rl_core.run.options import rank_group_engines
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import STALE, Engine
 from rl_core.types import TrainingSample
+
+if TYPE_CHECKING:
+    from rl_core.engines.api import ApiActor
+
+Speaker: TypeAlias = Union[Actor, "ApiActor"]  # The object that hooks receive by an actor's name.
 
 
 class Device:
@@ -87,7 +92,7 @@ class ActorRuntime:
     learner: Learner | None = None  # None if frozen, behind a URL, or learning on other ranks.
     engine: Engine | None = None  # None without RL, or if another rank has the engine.
     adapter: str = ""  # Adapter that the engine applies to its weights.
-    speaker: Any = None  # the Actor or ApiActor that hooks address; None: rows are learned
+    speaker: Speaker | None = None  # None if the run learns from rows.
     shares_weights: bool = False  # its engine samples with the learner's own tensors
 
     @asynccontextmanager

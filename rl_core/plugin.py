@@ -7,28 +7,33 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from rl_core.actors import ActorRuntime, Device, Speaker
     from rl_core.config import Config
     from rl_core.distributed import Ranks
+    from rl_core.learning.learner import Learner
     from rl_core.metrics import Metric
-    from rl_core.sampling.rollout import Group
-    from rl_core.types import Task, TrainingSample, Trajectory
+    from rl_core.plan.plan import Plan
+    from rl_core.run.run_folder import RunLog
+    from rl_core.sampling.engine import Engine
+    from rl_core.sampling.rollout import Group, RolloutWorker
+    from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
 
 
 class RunState(Protocol):
     """The attributes and methods of the Trainer that plugins use."""
 
-    plan: Any  # A plan.plan.Plan, which is on a higher floor.
+    plan: Plan
     config: Config
     ranks: Ranks
     out: Path
-    learners: dict[str, Any]  # learning.learner.Learner
-    actors: dict[str, Any]  # actors.ActorRuntime
-    device: Any  # actors.Device
-    worker: Any  # A RolloutWorker; plugins of asynchronous runs use its subclasses.
-    log: Any  # run.run_folder.RunLog
+    learners: dict[str, Learner]
+    actors: dict[str, ActorRuntime]
+    device: Device
+    worker: RolloutWorker
+    log: RunLog
     checkpoint: Path | None
     plugins: list[Plugin]
     step: int
@@ -36,8 +41,8 @@ class RunState(Protocol):
     position: int
     pending: list[int]
     metrics: dict[str, Metric]
-    agreed: dict[str, float]
-    data_state: dict[str, Any]
+    reduced_flags: dict[str, float]
+    data_state: JSONObject
     ended_by: str
     is_interrupted: bool
     began_at: float
@@ -45,18 +50,18 @@ class RunState(Protocol):
     phase_began: float
 
     @property
-    def speakers(self) -> dict[str, Any]: ...
+    def speakers(self) -> dict[str, Speaker]: ...
     @property
     def signal(self) -> int: ...
-    async def call(self, name: str, *args: Any) -> None: ...
+    async def call(self, name: str, *args: object) -> None: ...
     async def resume(self) -> None: ...
     def timed(self, phase: str) -> AbstractContextManager[None]: ...
     def begin_phase(self, phase: str) -> None: ...
-    def note(self, prefix: str, metrics: dict[str, Metric]) -> None: ...
+    def add_metrics(self, prefix: str, metrics: dict[str, Metric]) -> None: ...
     def make_group(self, position: int, task: Task) -> Group: ...
     def draw_groups(self, num_groups: int) -> list[Group]: ...
     def log_metrics(self) -> dict[str, float]: ...
-    def read_data_state(self) -> dict[str, Any]: ...
+    def read_data_state(self) -> JSONObject: ...
     def end(self, reason: str, is_interrupted: bool = False) -> None: ...
 
 
@@ -72,7 +77,7 @@ class Plugin:
         """No model is loaded yet: what can be refused is refused here."""
         self.trainer = trainer
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         """Models and engines are made. `state`: of the checkpoint, or of a new run."""
 
     async def start(self) -> None:
@@ -135,7 +140,7 @@ class Plugin:
     async def export(self, folder: Path) -> None:
         """Saves further models as Hugging Face folders with those of this rank's learners."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """The state of the plugin for a checkpoint, as JSON."""
         return {}
 
@@ -157,5 +162,5 @@ class CustomComponents:
     is_script: bool = False  # train() was called, not the command.
     token_loss: Callable | None = None  # A learner.TokenLoss.
     make_optimizer: Callable | None = None  # (named parameters, config.optim) -> Optimizer.
-    engine: Any = None  # A class of sampling.engine.Engine.
+    engine: type[Engine] | None = None
     plugins: tuple[Callable[[RunState], Plugin], ...] = ()

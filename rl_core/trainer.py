@@ -26,11 +26,11 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 
-from rl_core.actors import make_actors
+from rl_core.actors import Speaker, make_actors
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learners import make_learners
@@ -44,7 +44,7 @@ from rl_core.run.run_folder import RunLog
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
 from rl_core.sampling.options import make_worker
 from rl_core.sampling.rollout import Group, make_group, sorted_trajectories
-from rl_core.types import Task, TrainingSample, Trajectory
+from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
 
 
 class Trainer:
@@ -67,7 +67,7 @@ class Trainer:
         if config.resume:
             self.checkpoint = newest_intact(checkpoints, ranks)
         self.learners = make_learners(config, plan.local_algorithms, ranks, plan.custom)
-        state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
+        state: JSONObject = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = load_checkpoint(self.checkpoint, self.learners, True)
         barrier(ranks)  # the folders are there
@@ -91,7 +91,7 @@ class Trainer:
         self.data_state = self.read_data_state()
 
     @property
-    def speakers(self) -> dict[str, Any]:
+    def speakers(self) -> dict[str, Speaker]:
         """Objects that hooks call, by the name of the actor."""
         return {name: a.speaker for name, a in self.actors.items() if a.speaker is not None}
 
@@ -109,7 +109,8 @@ class Trainer:
             # Signals may end the run, and the Checkpointer saves.
             await self.call("after_step", self.step, metrics)
         if not self.ended_by:
-            # The Checkpointer exports models.
+            # WeightRecovery and Canary check the last weights, RunFiles waits for the last file,
+            # and the Checkpointer exports models if no step was left.
             await self.call("finish")
 
     async def start(self) -> None:
@@ -156,9 +157,10 @@ class Trainer:
         if plan.sft_dataset:
             first = self.position
             self.position += self.config.tasks_per_step
-            own = range(first + self.ranks.rank, self.position, self.ranks.size)
-            return {self.config.trained[0]: plan.sft_dataset.samples_at(plan.train, own)}
-        # WeightRecovery resends weights to engines that lost them.
+            assert plan.train is not None
+            positions = range(first + self.ranks.rank, self.position, self.ranks.size)
+            return {self.config.trained[0]: plan.sft_dataset.samples_at(plan.train, positions)}
+        # WeightRecovery resends weights to engines that lost them; Canary samples fixed prompts.
         await self.call("before_rollout", step)
         groups = await self.rollout()
         await self.device.sleep()
@@ -223,14 +225,14 @@ class Trainer:
 
     def hooks(self, name: str) -> list[Callable]:
         """Plugin methods that override the hook `name`."""
-        default, found = getattr(Plugin, name), []
+        default, hooks = getattr(Plugin, name), []
         for plugin in self.plugins:
             hook = getattr(plugin, name)
             if hook.__func__ is not default:
-                found.append(hook)
-        return found
+                hooks.append(hook)
+        return hooks
 
-    async def call(self, name: str, *args: Any) -> None:
+    async def call(self, name: str, *args: object) -> None:
         for hook in self.hooks(name):
             await hook(*args)
 
@@ -268,7 +270,7 @@ class Trainer:
         self.reduced_flags = self.log.write(self.step, self.metrics)
         return {n: value for n, value in self.reduced_flags.items() if not n.startswith("keep/")}
 
-    def read_data_state(self) -> dict[str, Any]:
+    def read_data_state(self) -> JSONObject:
         """The position in the data for a checkpoint after a step."""
         begun = [group.position for group in self.worker.pending.values()]
         # Positions of tasks that were drawn but not trained on.
@@ -290,9 +292,18 @@ class Trainer:
             plugin.after_run()
 
 
-async def run_to_end(rank: Any) -> None:
-    """The run from here on, and the end of all that it started. `rank`: a Trainer, or one that only
-    samples."""
+class Run(Protocol):
+    """A run as one rank sees it: a Trainer, or a rank that serves engines to others."""
+
+    ranks: Ranks
+
+    async def fit(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+async def run_to_end(rank: Run) -> None:
+    """Runs the steps and closes everything that the run started. `rank`: a Trainer, an EngineRank
+    or a RankGroupTrainer."""
     gc.collect()
     # Rows and modules live as long as the run; looking through them again and again costs tenths of
     # a second.

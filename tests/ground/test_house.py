@@ -1,5 +1,5 @@
-"""The house: which file may import which. Every import counts, lazy ones and those for type
-checkers included."""
+"""The house: which file may import which. Lazy imports count, and imports for type checkers, except
+those that TYPES_FROM_ABOVE lists."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ types flags algorithms errors json_limits scratch http_guard distributed metrics
 data models sampling environments rewards tasks plugin parallel learning engines run service
 plan learners actors trainer view api train tools
 """.split()
+# Room -> higher rooms whose classes its annotations may name, imported under `if TYPE_CHECKING`.
+TYPES_FROM_ABOVE = {
+    "plugin": ("learning", "run", "plan", "actors"),
+    "engines": ("run", "plan", "actors"),
+    "run": ("plan", "actors"),
+}
 # Libraries of their own, which could be published alone.
 ALONE = {"sandbox": (), "service": ("sandbox", "data", "sampling", "environments")}
 ONLY_IN = {"sglang": {"rl_core.engines.sglang_server_main"}}
-PURE = ("types", "flags", "algorithms", "errors", "config", "json_limits", "scratch", "http_guard", "data")
+PURE = "types flags algorithms errors config json_limits scratch http_guard data".split()
 NEEDS_RANKS = {"torch.distributed"}
 
 
@@ -47,8 +53,14 @@ def imports_of(module: str) -> frozenset[str]:
     of ours, else a."""
     path = modules()[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    result = set()
+    above = TYPES_FROM_ABOVE.get(room_of(module) or "", ())
+    result, for_types = set(), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for_types.update(node.body)
+        if node in for_types and isinstance(node, ast.ImportFrom):
+            if f"{node.module}.".split(".")[1] in above:
+                continue
         if isinstance(node, ast.Import):
             result.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
