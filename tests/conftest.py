@@ -3,6 +3,8 @@ made once, whichever of pytest's workers needs them first."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
 import re
@@ -35,6 +37,16 @@ def pytest_addoption(parser):
         action="store_true",
         help="write tests/golden/ anew, of runs that -k chooses",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs an `async def` test in an event loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 # Files that take longest begin first, so that no worker is left with one at the end.

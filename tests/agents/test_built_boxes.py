@@ -115,12 +115,9 @@ def test_cheats_in_a_built_box_earn_nothing(task, command):
         ("touch /app/x /opt/x /srv/x /home/player/x /root/x /tmp/x", 0),
     ],
 )
-def test_an_agent_in_a_built_box_has_its_packages_and_no_network(task, command, code):
-    async def play() -> int:
-        async with TaskBoxes(driver="bubblewrap").open(str(task)) as box:
-            return (await box.exec(command, timeout_s=30)).code
-
-    assert asyncio.run(play()) == code
+async def test_an_agent_in_a_built_box_has_its_packages_and_no_network(task, command, code):
+    async with TaskBoxes(driver="bubblewrap").open(str(task)) as box:
+        assert (await box.exec(command, timeout_s=30)).code == code
 
 
 def test_packages_are_kept_once_the_network_gives_them(task, tmp_path, monkeypatch):

@@ -112,17 +112,14 @@ def wait_for_requests(engine, number):
     engine.generate = answer
 
 
-def test_a_program_that_appends_gives_one_stream_of_the_sampled_tokens():
-    async def play():
-        async with endpoint("<think>hm</think> One ", "Two", "Three") as (llm, _):
-            client, messages = openai_client(llm), list(HI)
-            for text in ("a", "b"):
-                reply = await chat(client, messages)
-                messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": text}]
-            await chat(client, messages)
-            return llm.trajectories(0.5)
-
-    (trajectory,) = asyncio.run(play())
+async def test_a_program_that_appends_gives_one_stream_of_the_sampled_tokens():
+    async with endpoint("<think>hm</think> One ", "Two", "Three") as (llm, _):
+        client, messages = openai_client(llm), list(HI)
+        for text in ("a", "b"):
+            reply = await chat(client, messages)
+            messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": text}]
+        await chat(client, messages)
+        (trajectory,) = llm.trajectories(0.5)
     assert text_of(trajectory) == (
         "<|start|>user\nhi<|end|>\n<|start|>assistant\n<think>hm</think> One <|end|>\n"
         "<|start|>user\na<|end|>\n<|start|>assistant\nTwo<|end|>\n"
@@ -141,114 +138,96 @@ ECHOES = {
 
 
 @pytest.mark.parametrize("change", ECHOES)
-def test_what_clients_change_in_an_echo_makes_no_branch(change):
-    async def play():
-        async with endpoint("<think>so</think>thinking is done ", "next") as (llm, _):
-            client = openai_client(llm)
-            reply = await chat(client, HI)
-            echo = {"role": "assistant", "content": reply.content} | ECHOES[change]
-            silent = {"role": "assistant", "content": ""}
-            more = [{"role": "user", "content": "more"}]
-            await chat(client, [*HI, echo, silent, *more])
-            return llm.trajectories(1.0)
-
-    (trajectory,) = asyncio.run(play())
+async def test_what_clients_change_in_an_echo_makes_no_branch(change):
+    async with endpoint("<think>so</think>thinking is done ", "next") as (llm, _):
+        client = openai_client(llm)
+        reply = await chat(client, HI)
+        echo = {"role": "assistant", "content": reply.content} | ECHOES[change]
+        silent = {"role": "assistant", "content": ""}
+        more = [{"role": "user", "content": "more"}]
+        await chat(client, [*HI, echo, silent, *more])
+        (trajectory,) = llm.trajectories(1.0)
     assert len(trajectory.turns) == 2
     assert "<think>so</think>thinking is done <|end|>" in text_of(trajectory)
 
 
-def test_arguments_of_calls_that_are_printed_anew_make_no_branch():
-    async def play():
-        async with endpoint(CALL, "3") as (llm, _):
-            client = openai_client(llm)
-            reply = await chat(client, HI, tools=TOOLS)
-            (call,) = reply.tool_calls
-            assert json.loads(call.function.arguments) == {"a": 1, "b": [2, "x"]}
-            echo = reply.model_dump()
-            echo["tool_calls"][0]["function"]["arguments"] = '{"b":[2,"x"],\n"a":1}'
-            result = {"role": "tool", "content": "3", "tool_call_id": call.id}
-            last = await chat(client, [*HI, echo, result], tools=TOOLS)
-            assert last.content == "3"
-            return llm.trajectories(1.0)
-
-    (trajectory,) = asyncio.run(play())
+async def test_arguments_of_calls_that_are_printed_anew_make_no_branch():
+    async with endpoint(CALL, "3") as (llm, _):
+        client = openai_client(llm)
+        reply = await chat(client, HI, tools=TOOLS)
+        (call,) = reply.tool_calls
+        assert json.loads(call.function.arguments) == {"a": 1, "b": [2, "x"]}
+        echo = reply.model_dump()
+        echo["tool_calls"][0]["function"]["arguments"] = '{"b":[2,"x"],\n"a":1}'
+        result = {"role": "tool", "content": "3", "tool_call_id": call.id}
+        last = await chat(client, [*HI, echo, result], tools=TOOLS)
+        assert last.content == "3"
+        (trajectory,) = llm.trajectories(1.0)
     assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
     assert CALL in text_of(trajectory)
 
 
-def test_calls_of_all_conversations_of_an_episode_have_different_ids():
-    async def play():
-        async with endpoint(CALL + CALL, CALL) as (llm, _):
-            client = openai_client(llm)
-            calls = []
-            for text in ("left", "right"):
-                asked = [{"role": "user", "content": text}]
-                calls += (await chat(client, asked, tools=TOOLS)).tool_calls
-            return [call.id for call in calls]
-
-    ids = asyncio.run(play())
+async def test_calls_of_all_conversations_of_an_episode_have_different_ids():
+    async with endpoint(CALL + CALL, CALL) as (llm, _):
+        client = openai_client(llm)
+        calls = []
+        for text in ("left", "right"):
+            asked = [{"role": "user", "content": text}]
+            calls += (await chat(client, asked, tools=TOOLS)).tool_calls
+        ids = [call.id for call in calls]
     assert len(set(ids)) == 3 and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
 
 
-def test_a_rewritten_history_is_a_branch_that_shares_the_tokens_before():
-    async def play():
-        async with endpoint("one", "two", "three") as (llm, _):
-            client = openai_client(llm)
-            first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
-            left = [*first, {"role": "user", "content": "left"}]
-            await chat(client, left)
-            right = [*first, {"role": "user", "content": "right"}]
-            await chat(client, right)
-            return llm.trajectories(1.0)
-
-    left, right = asyncio.run(play())
+async def test_a_rewritten_history_is_a_branch_that_shares_the_tokens_before():
+    async with endpoint("one", "two", "three") as (llm, _):
+        client = openai_client(llm)
+        first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
+        left = [*first, {"role": "user", "content": "left"}]
+        await chat(client, left)
+        right = [*first, {"role": "user", "content": "right"}]
+        await chat(client, right)
+        left, right = llm.trajectories(1.0)
     assert left.turns[0] is right.turns[0]
     assert text_of(left).endswith("left<|end|>\n<|start|>assistant\ntwo<|end|>")
     assert text_of(right).endswith("right<|end|>\n<|start|>assistant\nthree<|end|>")
 
 
-def test_two_requests_that_continue_one_turn_at_once_are_two_branches():
-    async def play():
-        async with endpoint("one", "two", "three") as (llm, tree):
-            client = openai_client(llm)
-            first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
-            wait_for_requests(tree.actor.engine, 3)
-            asked = [[*first, {"role": "user", "content": text}] for text in ("x", "y", "x")]
-            replies = await asyncio.gather(*(chat(client, messages) for messages in asked))
-            return [message.content for message in replies], llm.trajectories(1.0)
-
-    replies, branches = asyncio.run(play())
+async def test_two_requests_that_continue_one_turn_at_once_are_two_branches():
+    async with endpoint("one", "two", "three") as (llm, tree):
+        client = openai_client(llm)
+        first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
+        wait_for_requests(tree.actor.engine, 3)
+        asked = [[*first, {"role": "user", "content": text}] for text in ("x", "y", "x")]
+        replies = await asyncio.gather(*(chat(client, messages) for messages in asked))
+        replies, branches = ([message.content for message in replies], llm.trajectories(1.0))
     assert sorted(replies) == ["three", "three", "two"]
     assert len(branches) == 3
     assert len({id(branch.turns[0]) for branch in branches}) == 1
     assert all(len(branch.turns) == 2 for branch in branches)
 
 
-def test_n_replies_are_branches():
-    async def play():
-        async with endpoint("one", "two") as (llm, _):
-            reply = await openai_client(llm).chat.completions.create(
-                model="m", messages=HI, n=2, seed=3
-            )
-            assert [choice.index for choice in reply.choices] == [0, 1]
-            return sorted(c.message.content for c in reply.choices), llm.trajectories(1.0)
-
-    answer, branches = asyncio.run(play())
+async def test_n_replies_are_branches():
+    async with endpoint("one", "two") as (llm, _):
+        reply = await openai_client(llm).chat.completions.create(
+            model="m", messages=HI, n=2, seed=3
+        )
+        assert [choice.index for choice in reply.choices] == [0, 1]
+        answer, branches = (sorted(c.message.content for c in reply.choices), llm.trajectories(1.0))
     assert answer == ["one", "two"]
     assert len(branches) == 2
 
 
-def test_n_replies_that_continue_a_turn_are_branches_of_it():
-    async def play():
-        async with endpoint("one", "two", "three", "four") as (llm, tree):
-            client = openai_client(llm)
-            first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
-            wait_for_requests(tree.actor.engine, 2)
-            more = [*first, {"role": "user", "content": "more"}]
-            reply = await client.chat.completions.create(model="m", messages=more, n=2)
-            return sorted(c.message.content for c in reply.choices), llm.trajectories(1.0)
-
-    answers, branches = asyncio.run(play())
+async def test_n_replies_that_continue_a_turn_are_branches_of_it():
+    async with endpoint("one", "two", "three", "four") as (llm, tree):
+        client = openai_client(llm)
+        first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
+        wait_for_requests(tree.actor.engine, 2)
+        more = [*first, {"role": "user", "content": "more"}]
+        reply = await client.chat.completions.create(model="m", messages=more, n=2)
+        answers, branches = (
+            sorted(c.message.content for c in reply.choices),
+            llm.trajectories(1.0),
+        )
     assert answers == ["three", "two"]
     assert [len(branch.turns) for branch in branches] == [2, 2]
     assert branches[0].turns[0] is branches[1].turns[0]
@@ -256,28 +235,25 @@ def test_n_replies_that_continue_a_turn_are_branches_of_it():
         assert text_of(branch).count("more") == 1
 
 
-def test_a_request_whose_body_comes_after_the_episode_is_not_answered():
-    async def play():
-        async with endpoint("one") as (llm, tree):
-            sent, is_over = asyncio.Event(), asyncio.Event()
+async def test_a_request_whose_body_comes_after_the_episode_is_not_answered():
+    async with endpoint("one") as (llm, tree):
+        sent, is_over = asyncio.Event(), asyncio.Event()
 
-            async def body():
-                yield b'{"messages": '
-                sent.set()
-                await is_over.wait()
-                yield json.dumps(HI).encode() + b"}"
+        async def body():
+            yield b'{"messages": '
+            sent.set()
+            await is_over.wait()
+            yield json.dumps(HI).encode() + b"}"
 
-            headers = {"Authorization": f"Bearer {llm.api_key}"}
-            async with httpx.AsyncClient(headers=headers) as client:
-                url = f"{llm.base_url}/chat/completions"
-                asked = asyncio.ensure_future(client.post(url, content=body()))
-                await sent.wait()
-                await asyncio.sleep(0.1)
-                llm.is_shut = True
-                is_over.set()
-                return (await asked).status_code, tree.num_turns
-
-    assert asyncio.run(play()) == (401, 0)
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            url = f"{llm.base_url}/chat/completions"
+            asked = asyncio.ensure_future(client.post(url, content=body()))
+            await sent.wait()
+            await asyncio.sleep(0.1)
+            llm.is_shut = True
+            is_over.set()
+            assert ((await asked).status_code, tree.num_turns) == (401, 0)
 
 
 @pytest.mark.parametrize(
@@ -292,89 +268,76 @@ def test_a_request_whose_body_comes_after_the_episode_is_not_answered():
         ("messages", {"messages": [{"role": "user", "content": [3]}]}),
     ],
 )
-def test_a_malformed_body_is_the_clients_error(path, body):
-    async def play():
-        async with endpoint("one") as (llm, _):
-            headers = {"x-api-key": llm.api_key}
-            async with httpx.AsyncClient(headers=headers) as client:
-                return (await client.post(f"{llm.base_url}/{path}", json=body)).status_code
-
-    assert asyncio.run(play()) == 400
+async def test_a_malformed_body_is_the_clients_error(path, body):
+    async with endpoint("one") as (llm, _):
+        headers = {"x-api-key": llm.api_key}
+        async with httpx.AsyncClient(headers=headers) as client:
+            assert (await client.post(f"{llm.base_url}/{path}", json=body)).status_code == 400
 
 
-def test_the_same_request_again_gets_the_same_reply_and_is_no_branch():
-    async def play():
-        async with endpoint("one", "two", "three") as (llm, tree):
-            client = openai_client(llm)
-            replies = [(await chat(client, HI)).content for _ in range(3)]
-            other = (await chat(client, HI, seed=1)).content
-            return replies, other, tree.num_retries, len(llm.trajectories(1.0))
-
-    assert asyncio.run(play()) == (["one"] * 3, "two", 2, 2)
-
-
-def test_a_retry_while_the_first_request_is_under_way_is_no_branch():
-    async def play():
-        async with endpoint("one", "two") as (llm, tree):
-            release = asyncio.Event()
-            generate = tree.actor.engine.generate
-
-            async def slow(*args, **kwargs):
-                await release.wait()
-                return await generate(*args, **kwargs)
-
-            tree.actor.engine.generate = slow
-            headers = {"Authorization": f"Bearer {llm.api_key}"}
-            body = {"messages": HI}
-            url = f"{llm.base_url}/chat/completions"
-            async with httpx.AsyncClient(headers=headers) as client:
-                with pytest.raises(httpx.ReadTimeout):
-                    await client.post(url, json=body, timeout=0.3)
-                again = client.post(url, json=body, headers={"x-stainless-retry-count": "1"})
-                again = asyncio.ensure_future(again)
-                await asyncio.sleep(0.1)
-                release.set()
-                reply = (await again).json()
-            return reply["choices"][0]["message"]["content"], len(llm.trajectories(1.0))
-
-    assert asyncio.run(play()) == ("one", 1)
+async def test_the_same_request_again_gets_the_same_reply_and_is_no_branch():
+    async with endpoint("one", "two", "three") as (llm, tree):
+        client = openai_client(llm)
+        replies = [(await chat(client, HI)).content for _ in range(3)]
+        other = (await chat(client, HI, seed=1)).content
+        assert (replies, other, tree.num_retries, len(llm.trajectories(1.0))) == (
+            ["one"] * 3,
+            "two",
+            2,
+            2,
+        )
 
 
-def test_another_list_of_tools_begins_anew():
-    async def play():
-        async with endpoint("one", "two") as (llm, _):
-            client = openai_client(llm)
-            reply = await chat(client, HI)
-            more = [*HI, reply.model_dump(), {"role": "user", "content": "more"}]
-            await chat(client, more, tools=TOOLS)
-            return llm.trajectories(1.0)
+async def test_a_retry_while_the_first_request_is_under_way_is_no_branch():
+    async with endpoint("one", "two") as (llm, tree):
+        release = asyncio.Event()
+        generate = tree.actor.engine.generate
 
-    assert [len(branch.turns) for branch in asyncio.run(play())] == [1, 1]
+        async def slow(*args, **kwargs):
+            await release.wait()
+            return await generate(*args, **kwargs)
+
+        tree.actor.engine.generate = slow
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        body = {"messages": HI}
+        url = f"{llm.base_url}/chat/completions"
+        async with httpx.AsyncClient(headers=headers) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(url, json=body, timeout=0.3)
+            again = client.post(url, json=body, headers={"x-stainless-retry-count": "1"})
+            again = asyncio.ensure_future(again)
+            await asyncio.sleep(0.1)
+            release.set()
+            reply = (await again).json()
+        assert (reply["choices"][0]["message"]["content"], len(llm.trajectories(1.0))) == ("one", 1)
 
 
-def test_a_stop_string_is_sampled_but_not_shown():
-    async def play():
-        async with endpoint("thought STOP rest", "two") as (llm, _):
-            client = openai_client(llm)
-            reply = await chat(client, HI, stop=["STOP"])
-            more = [*HI, reply.model_dump(), {"role": "user", "content": "more"}]
-            await chat(client, more, stop=["STOP"])
-            return reply.content, llm.trajectories(1.0)
+async def test_another_list_of_tools_begins_anew():
+    async with endpoint("one", "two") as (llm, _):
+        client = openai_client(llm)
+        reply = await chat(client, HI)
+        more = [*HI, reply.model_dump(), {"role": "user", "content": "more"}]
+        await chat(client, more, tools=TOOLS)
+        assert [len(branch.turns) for branch in llm.trajectories(1.0)] == [1, 1]
 
-    shown, (trajectory,) = asyncio.run(play())
+
+async def test_a_stop_string_is_sampled_but_not_shown():
+    async with endpoint("thought STOP rest", "two") as (llm, _):
+        client = openai_client(llm)
+        reply = await chat(client, HI, stop=["STOP"])
+        more = [*HI, reply.model_dump(), {"role": "user", "content": "more"}]
+        await chat(client, more, stop=["STOP"])
+        shown, (trajectory,) = (reply.content, llm.trajectories(1.0))
     assert shown == "thought "
     assert "thought STOP" in text_of(trajectory) and "rest" not in text_of(trajectory)
 
 
-def test_max_tokens_of_a_request_cuts_its_reply():
-    async def play():
-        async with endpoint("a long reply") as (llm, _):
-            reply = await openai_client(llm).chat.completions.create(
-                model="m", messages=HI, max_tokens=5, max_completion_tokens=3, logprobs=True
-            )
-            return reply, llm.trajectories(1.0)
-
-    reply, (trajectory,) = asyncio.run(play())
+async def test_max_tokens_of_a_request_cuts_its_reply():
+    async with endpoint("a long reply") as (llm, _):
+        reply = await openai_client(llm).chat.completions.create(
+            model="m", messages=HI, max_tokens=5, max_completion_tokens=3, logprobs=True
+        )
+        reply, (trajectory,) = (reply, llm.trajectories(1.0))
     choice = reply.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("a l", "length")
     assert [token.token for token in choice.logprobs.content] == ["a", " ", "l"]
@@ -384,39 +347,32 @@ def test_max_tokens_of_a_request_cuts_its_reply():
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens_above_the_runs_is_the_runs(name):
-    async def play():
-        async with endpoint("a long reply", max_tokens=4) as (llm, _):
-            await chat(openai_client(llm), HI, **{name: 1000})
-            return llm.trajectories(1.0)
-
-    (trajectory,) = asyncio.run(play())
+async def test_max_tokens_above_the_runs_is_the_runs(name):
+    async with endpoint("a long reply", max_tokens=4) as (llm, _):
+        await chat(openai_client(llm), HI, **{name: 1000})
+        (trajectory,) = llm.trajectories(1.0)
     assert len(trajectory.turns[0].completion.token_ids) == 4
 
 
-def test_an_empty_stop_is_refused():
-    async def play():
-        async with endpoint("one") as (llm, _):
-            for stop in ("", ["x", ""]):
-                with pytest.raises(openai.BadRequestError, match="none of them empty"):
-                    await chat(openai_client(llm), HI, stop=stop)
-
-    asyncio.run(play())
+async def test_an_empty_stop_is_refused():
+    async with endpoint("one") as (llm, _):
+        for stop in ("", ["x", ""]):
+            with pytest.raises(openai.BadRequestError, match="none of them empty"):
+                await chat(openai_client(llm), HI, stop=stop)
 
 
-def test_a_truncated_actor_leaves_the_others_trajectories_as_they_are():
+async def test_a_truncated_actor_leaves_the_others_trajectories_as_they_are():
     small = ScriptedActor(name="small", chat=CHAT, replies=["two"], max_context_tokens=60)
-
-    async def play():
-        async with endpoint("one", others=[small]) as (llm, _):
-            client = openai_client(llm).chat.completions
-            for name in ("policy", "small"):
-                await client.create(model=name, messages=HI)
-            with pytest.raises(openai.BadRequestError):
-                await client.create(model="small", messages=[{"role": "user", "content": "m" * 99}])
-            return [llm.trajectories(1.0, name)[0].status for name in ("policy", "small")]
-
-    assert asyncio.run(play()) == ["ok", "truncated"]
+    async with endpoint("one", others=[small]) as (llm, _):
+        client = openai_client(llm).chat.completions
+        for name in ("policy", "small"):
+            await client.create(model=name, messages=HI)
+        with pytest.raises(openai.BadRequestError):
+            await client.create(model="small", messages=[{"role": "user", "content": "m" * 99}])
+        assert [llm.trajectories(1.0, name)[0].status for name in ("policy", "small")] == [
+            "ok",
+            "truncated",
+        ]
 
 
 def test_seeds_do_not_depend_on_the_order_of_other_requests():
@@ -442,15 +398,12 @@ def test_seeds_do_not_depend_on_the_order_of_other_requests():
     assert first.items() <= second.items()
 
 
-def test_what_the_trainer_decides_is_counted():
-    async def play():
-        async with endpoint("one", "two") as (llm, _):
-            client = openai_client(llm)
-            await chat(client, HI, temperature=0.1, top_p=0.5)
-            await chat(client, HI, tool_choice="required", tools=TOOLS)
-            return llm.trajectories(1.0)
-
-    metrics = asyncio.run(play())[0].metrics
+async def test_what_the_trainer_decides_is_counted():
+    async with endpoint("one", "two") as (llm, _):
+        client = openai_client(llm)
+        await chat(client, HI, temperature=0.1, top_p=0.5)
+        await chat(client, HI, tool_choice="required", tools=TOOLS)
+        metrics = llm.trajectories(1.0)[0].metrics
     counted = {name: metrics[name] for name in metrics if name.startswith("agent_overridden")}
     assert counted == {
         "agent_overridden": 3,
@@ -586,12 +539,9 @@ def test_tools_that_the_template_does_not_render_are_counted(dialect):
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_turn_that_is_cut_after_a_whole_call_says_so(dialect, is_streamed):
-    async def play():
-        async with endpoint(f"{CALL} and more", max_tokens=len(CALL) + 4) as (llm, _):
-            return await DIALECTS[dialect][is_streamed](llm)
-
-    text, calls, finish, num_tokens = asyncio.run(play())
+async def test_a_turn_that_is_cut_after_a_whole_call_says_so(dialect, is_streamed):
+    async with endpoint(f"{CALL} and more", max_tokens=len(CALL) + 4) as (llm, _):
+        text, calls, finish, num_tokens = await DIALECTS[dialect][is_streamed](llm)
     assert (text, calls) == ("and", [("add", {"a": 1, "b": [2, "x"]})])
     assert (finish, num_tokens) == (DIALECTS[dialect][3], len(CALL) + 4)
 
@@ -608,22 +558,18 @@ SAID = [
 
 
 @pytest.mark.parametrize("spoken", SAID)
-def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(spoken):
+async def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(spoken):
     asked = {"model": "m", "messages": HI, "tools": TOOLS, "logprobs": True}
-
-    async def play():
-        async with endpoint(spoken) as (llm, _):
-            client = openai_client(llm).chat.completions
-            complete = await client.create(**asked)
-            async with client.stream(**asked) as events:
-                async for _ in events:
-                    pass
-                streamed = await events.get_final_completion()
-            return [reply.choices[0].logprobs.content for reply in (complete, streamed)]
-
-    for tokens in asyncio.run(play()):
-        assert b"".join(bytes(t.bytes) for t in tokens) == f"{spoken}<|end|>".encode()
-        assert len(tokens) == len(spoken.encode()) + 1
+    async with endpoint(spoken) as (llm, _):
+        client = openai_client(llm).chat.completions
+        complete = await client.create(**asked)
+        async with client.stream(**asked) as events:
+            async for _ in events:
+                pass
+            streamed = await events.get_final_completion()
+        for tokens in [reply.choices[0].logprobs.content for reply in (complete, streamed)]:
+            assert b"".join(bytes(t.bytes) for t in tokens) == f"{spoken}<|end|>".encode()
+            assert len(tokens) == len(spoken.encode()) + 1
 
 
 @pytest.mark.parametrize(
@@ -637,30 +583,26 @@ def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(spoken):
     ],
 )
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
-def test_neither_a_stop_nor_the_rest_of_its_token_is_shown(dialect, spoken, shown):
+async def test_neither_a_stop_nor_the_rest_of_its_token_is_shown(dialect, spoken, shown):
     stops = ["STOP", "END"]
+    async with endpoint(spoken, "two") as (llm, tree):
+        generate = tree.actor.engine.generate
 
-    async def play():
-        async with endpoint(spoken, "two") as (llm, tree):
-            generate = tree.actor.engine.generate
+        async def to_the_end_of_the_token(ids, params, **more):
+            return await generate(ids, replace(params, stop=()), **more)
 
-            async def to_the_end_of_the_token(ids, params, **more):
-                return await generate(ids, replace(params, stop=()), **more)
-
-            tree.actor.engine.generate = to_the_end_of_the_token
-            if dialect == "chat":
-                text = (await chat(openai_client(llm), HI, stop=stops)).content
-            else:
-                reply = await anthropic_client(llm).messages.create(
-                    model="m", messages=HI, max_tokens=99, stop_sequences=stops
-                )
-                assert reply.stop_reason == "stop_sequence" and reply.stop_sequence in stops
-                text = reply.content[0].text
-            echo = {"role": "assistant", "content": text}
-            await chat(openai_client(llm), [*HI, echo, *HI])
-            return text, llm.trajectories(1.0)
-
-    text, (trajectory,) = asyncio.run(play())
+        tree.actor.engine.generate = to_the_end_of_the_token
+        if dialect == "chat":
+            text = (await chat(openai_client(llm), HI, stop=stops)).content
+        else:
+            reply = await anthropic_client(llm).messages.create(
+                model="m", messages=HI, max_tokens=99, stop_sequences=stops
+            )
+            assert reply.stop_reason == "stop_sequence" and reply.stop_sequence in stops
+            text = reply.content[0].text
+        echo = {"role": "assistant", "content": text}
+        await chat(openai_client(llm), [*HI, echo, *HI])
+        text, (trajectory,) = (text, llm.trajectories(1.0))
     assert text == shown
     assert f"<|start|>assistant\n{spoken}<|end|>" in text_of(trajectory)
 
@@ -683,22 +625,19 @@ NON_SCHEMAS = [
 
 
 @pytest.mark.parametrize("schema", NON_SCHEMAS, ids=str)
-def test_parameters_that_are_not_a_schema_are_refused(schema):
-    async def play():
-        async with endpoint(CALL) as (llm, tree):
-            client, other = openai_client(llm), anthropic_client(llm).messages
-            function = {"name": "add", "parameters": schema}
-            with pytest.raises(openai.BadRequestError, match="add: the parameters"):
-                await chat(client, HI, tools=[{"type": "function", "function": function}])
-            tools = [{"type": "function"} | function]
-            with pytest.raises(openai.BadRequestError, match="add: the parameters"):
-                await client.responses.create(model="m", input="hi", tools=tools)
-            tools = [{"name": "add", "input_schema": schema}]
-            with pytest.raises(anthropic.BadRequestError, match="add: the parameters"):
-                await other.create(model="m", messages=HI, tools=tools, max_tokens=9)
-            return tree.num_turns
-
-    assert asyncio.run(play()) == 0
+async def test_parameters_that_are_not_a_schema_are_refused(schema):
+    async with endpoint(CALL) as (llm, tree):
+        client, other = openai_client(llm), anthropic_client(llm).messages
+        function = {"name": "add", "parameters": schema}
+        with pytest.raises(openai.BadRequestError, match="add: the parameters"):
+            await chat(client, HI, tools=[{"type": "function", "function": function}])
+        tools = [{"type": "function"} | function]
+        with pytest.raises(openai.BadRequestError, match="add: the parameters"):
+            await client.responses.create(model="m", input="hi", tools=tools)
+        tools = [{"name": "add", "input_schema": schema}]
+        with pytest.raises(anthropic.BadRequestError, match="add: the parameters"):
+            await other.create(model="m", messages=HI, tools=tools, max_tokens=9)
+        assert tree.num_turns == 0
 
 
 ASKED_CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -774,48 +713,37 @@ def changed(value, rng, share):
 
 
 @pytest.mark.parametrize("path", [*BODIES, "messages/count_tokens"])
-def test_strange_bodies_are_answered_or_refused(path):
+async def test_strange_bodies_are_answered_or_refused(path):
     rng, body = random.Random(path), BODIES[path.removesuffix("/count_tokens")]
-
-    async def play():
-        async with endpoint(CALL, "two") as (llm, _):
-            headers = {"Authorization": f"Bearer {llm.api_key}"}
-            async with httpx.AsyncClient(headers=headers, timeout=60) as client:
-                statuses = []
-                for _ in range(400):
-                    sent = changed(body, rng, rng.choice([0.02, 0.05, 0.15]))
-                    answer = await client.post(f"{llm.base_url}/{path}", json=sent)
-                    assert answer.status_code in (200, 400), (sent, answer.text)
-                    statuses.append(answer.status_code)
-                return set(statuses)
-
-    assert asyncio.run(play()) == {200, 400}
+    async with endpoint(CALL, "two") as (llm, _):
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        async with httpx.AsyncClient(headers=headers, timeout=60) as client:
+            statuses = []
+            for _ in range(400):
+                sent = changed(body, rng, rng.choice([0.02, 0.05, 0.15]))
+                answer = await client.post(f"{llm.base_url}/{path}", json=sent)
+                assert answer.status_code in (200, 400), (sent, answer.text)
+                statuses.append(answer.status_code)
+            assert set(statuses) == {200, 400}
 
 
-def test_fields_of_a_tool_may_be_null():
-    async def play():
-        async with endpoint(CALL) as (llm, _):
-            client = openai_client(llm)
-            tool = {"type": "function", "name": "add", "description": None, "strict": None}
-            tool["parameters"] = None
-            reply = await client.responses.create(model="m", input="hi", tools=[tool])
-            function = {"name": "add", "description": None, "parameters": None, "strict": None}
-            message = await chat(client, HI, tools=[{"type": "function", "function": function}])
-            return [reply.output[0].name, message.tool_calls[0].function.name]
-
-    assert asyncio.run(play()) == ["add", "add"]
+async def test_fields_of_a_tool_may_be_null():
+    async with endpoint(CALL) as (llm, _):
+        client = openai_client(llm)
+        tool = {"type": "function", "name": "add", "description": None, "strict": None}
+        tool["parameters"] = None
+        reply = await client.responses.create(model="m", input="hi", tools=[tool])
+        function = {"name": "add", "description": None, "parameters": None, "strict": None}
+        message = await chat(client, HI, tools=[{"type": "function", "function": function}])
+        assert [reply.output[0].name, message.tool_calls[0].function.name] == ["add", "add"]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_the_official_client_reads_text_and_several_calls(dialect, is_streamed):
+async def test_the_official_client_reads_text_and_several_calls(dialect, is_streamed):
     reply = f"Adding. {CALL}{CALL.replace('1', '7')}"
-
-    async def play():
-        async with endpoint(reply) as (llm, _):
-            return await DIALECTS[dialect][is_streamed](llm)
-
-    text, calls, finish, num_tokens = asyncio.run(play())
+    async with endpoint(reply) as (llm, _):
+        text, calls, finish, num_tokens = await DIALECTS[dialect][is_streamed](llm)
     assert text == "Adding."
     assert calls == [("add", {"a": 1, "b": [2, "x"]}), ("add", {"a": 7, "b": [2, "x"]})]
     assert finish == DIALECTS[dialect][2]
@@ -830,16 +758,18 @@ LAST_EVENTS = {
 
 
 @pytest.mark.parametrize("path", LAST_EVENTS)
-def test_a_stream_ends_with_the_last_event_of_its_dialect(path):
-    async def play():
-        async with endpoint("one") as (llm, _):
-            body = {"input": "hi"} if path == "responses" else {"messages": HI}
-            headers = {"Authorization": f"Bearer {llm.api_key}"}
-            async with httpx.AsyncClient(headers=headers) as client:
-                url = f"{llm.base_url}/{path}"
-                return (await client.post(url, json=body | {"stream": True})).text
-
-    assert asyncio.run(play()).strip().split("\n\n")[-1].startswith(LAST_EVENTS[path])
+async def test_a_stream_ends_with_the_last_event_of_its_dialect(path):
+    async with endpoint("one") as (llm, _):
+        body = {"input": "hi"} if path == "responses" else {"messages": HI}
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            url = f"{llm.base_url}/{path}"
+            assert (
+                (await client.post(url, json=body | {"stream": True}))
+                .text.strip()
+                .split("\n\n")[-1]
+                .startswith(LAST_EVENTS[path])
+            )
 
 
 class City(pydantic.BaseModel):
@@ -879,71 +809,63 @@ PARSED = {"chat": chat_parsed, "responses": responses_parsed, "messages": messag
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("dialect", PARSED)
-def test_a_wanted_schema_is_not_enforced_and_counted(dialect, is_streamed):
+async def test_a_wanted_schema_is_not_enforced_and_counted(dialect, is_streamed):
     """The clients parse by themselves; the second reply does not fit."""
-
-    async def play():
-        async with endpoint('{"name": "Rome", "people": 3}', "Rome") as (llm, tree):
-            parsed = await PARSED[dialect](llm, is_streamed)
-            assert all(request.schema is None for request in llm.stored.values())
-            assert len(llm.stored) == (dialect == "responses")
-            tree.answered.clear()  # The same request again would be a retry.
-            with pytest.raises(ValueError):
-                await PARSED[dialect](llm, is_streamed)
-            return parsed, llm.trajectories(1.0)[0]
-
-    parsed, trajectory = asyncio.run(play())
+    async with endpoint('{"name": "Rome", "people": 3}', "Rome") as (llm, tree):
+        parsed = await PARSED[dialect](llm, is_streamed)
+        assert all(request.schema is None for request in llm.stored.values())
+        assert len(llm.stored) == (dialect == "responses")
+        tree.answered.clear()  # The same request again would be a retry.
+        with pytest.raises(ValueError):
+            await PARSED[dialect](llm, is_streamed)
+        parsed, trajectory = (parsed, llm.trajectories(1.0)[0])
     assert parsed == City(name="Rome", people=3)
     assert trajectory.metrics["agent_overridden_response_format"] == 2
     assert text_of(trajectory).startswith("<|start|>user\nhi<|end|>\n<|start|>assistant\n{")
 
 
 @pytest.mark.parametrize("dialect", PARSED)
-def test_a_wanted_schema_is_refused_where_the_run_says_so(dialect):
-    async def play():
-        async with endpoint(CALL, config=AgentsConfig(response_format="refuse")) as (llm, tree):
-            with pytest.raises(
-                (openai.BadRequestError, anthropic.BadRequestError), match="response_format refuse"
-            ):
-                await PARSED[dialect](llm, False)
-            await DIALECTS[dialect][0](llm)  # A request without a schema is answered.
-            return tree.num_turns
-
-    assert asyncio.run(play()) == 1
+async def test_a_wanted_schema_is_refused_where_the_run_says_so(dialect):
+    async with endpoint(CALL, config=AgentsConfig(response_format="refuse")) as (llm, tree):
+        with pytest.raises(
+            (openai.BadRequestError, anthropic.BadRequestError), match="response_format refuse"
+        ):
+            await PARSED[dialect](llm, False)
+        await DIALECTS[dialect][0](llm)  # A request without a schema is answered.
+        assert tree.num_turns == 1
 
 
-def test_a_schema_is_enforced_by_engines_with_grammars_alone():
+async def test_a_schema_is_enforced_by_engines_with_grammars_alone():
     refused = {
         "no engine with grammars": {},
         "calls of tools do not fit it": {"tools": TOOLS},
     }
+    config = AgentsConfig(response_format="enforce")
+    async with endpoint('{"name": "Rome", "people": 3}', config=config) as (llm, tree):
+        client = openai_client(llm)
+        asked = {"response_format": {"type": "json_object"}}
+        for error, more in refused.items():
+            with pytest.raises(openai.BadRequestError, match=error):
+                await chat(client, HI, **asked, **more)
+        tree.actor.engine.has_grammars = True
+        sampled, generate = [], tree.actor.engine.generate
 
-    async def play():
-        config = AgentsConfig(response_format="enforce")
-        async with endpoint('{"name": "Rome", "people": 3}', config=config) as (llm, tree):
-            client = openai_client(llm)
-            asked = {"response_format": {"type": "json_object"}}
-            for error, more in refused.items():
-                with pytest.raises(openai.BadRequestError, match=error):
-                    await chat(client, HI, **asked, **more)
-            tree.actor.engine.has_grammars = True
-            sampled, generate = [], tree.actor.engine.generate
+        async def note(prompt_ids, params, **more):
+            sampled.append(params.json_schema)
+            return await generate(prompt_ids, params, **more)
 
-            async def note(prompt_ids, params, **more):
-                sampled.append(params.json_schema)
-                return await generate(prompt_ids, params, **more)
-
-            tree.actor.engine.generate = note
-            await chat(client, HI, **asked, tools=TOOLS, tool_choice="none")
-            await chat(client, HI)
-            prompt = "{{- '<|start|>assistant\n<think>\n' }}"
-            template = CHAT.chat_template.replace("{{- '<|start|>assistant\n' }}", prompt)
-            tree.actor.chat = Chat(copy.deepcopy(CHAT.tokenizer), template)
-            with pytest.raises(openai.BadRequestError, match="begins each reply with thoughts"):
-                await chat(client, HI, **asked)
-            return sampled, llm.trajectories(1.0)[0].metrics["agent_overridden"]
-
-    assert asyncio.run(play()) == (['{"type": "object"}', ""], 0)
+        tree.actor.engine.generate = note
+        await chat(client, HI, **asked, tools=TOOLS, tool_choice="none")
+        await chat(client, HI)
+        prompt = "{{- '<|start|>assistant\n<think>\n' }}"
+        template = CHAT.chat_template.replace("{{- '<|start|>assistant\n' }}", prompt)
+        tree.actor.chat = Chat(copy.deepcopy(CHAT.tokenizer), template)
+        with pytest.raises(openai.BadRequestError, match="begins each reply with thoughts"):
+            await chat(client, HI, **asked)
+        assert (sampled, llm.trajectories(1.0)[0].metrics["agent_overridden"]) == (
+            ['{"type": "object"}', ""],
+            0,
+        )
 
 
 ANY_CITY = {"type": "json_schema", "schema": City.model_json_schema()}
@@ -970,26 +892,23 @@ def test_each_dialect_has_its_field_for_a_schema(dialect, fields, schema):
             dialect.read(body | inner)
 
 
-def test_a_conversation_by_responses_continues_by_items_and_by_id():
-    async def play():
-        async with endpoint(f"I add {CALL}", "three", "bye") as (llm, _):
-            client = openai_client(llm)
-            tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
-            asked = {"model": "m", "tools": [tool], "instructions": "Be short."}
-            items = [{"role": "user", "content": "1 + 2"}]
-            first = await client.responses.create(input=items, **asked)
-            items += [item.model_dump(exclude_none=True) for item in first.output]
-            call_id = first.output[-1].call_id
-            items.append({"type": "function_call_output", "call_id": call_id, "output": "3"})
-            second = await client.responses.create(input=items, **asked)
-            third = await client.responses.create(
-                input="thanks", previous_response_id=second.id, **asked
-            )
-            with pytest.raises(openai.BadRequestError, match="no reply of this episode"):
-                await client.responses.create(input="x", previous_response_id="resp_1", **asked)
-            return third.output_text, llm.trajectories(1.0)
-
-    reply, (trajectory,) = asyncio.run(play())
+async def test_a_conversation_by_responses_continues_by_items_and_by_id():
+    async with endpoint(f"I add {CALL}", "three", "bye") as (llm, _):
+        client = openai_client(llm)
+        tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+        asked = {"model": "m", "tools": [tool], "instructions": "Be short."}
+        items = [{"role": "user", "content": "1 + 2"}]
+        first = await client.responses.create(input=items, **asked)
+        items += [item.model_dump(exclude_none=True) for item in first.output]
+        call_id = first.output[-1].call_id
+        items.append({"type": "function_call_output", "call_id": call_id, "output": "3"})
+        second = await client.responses.create(input=items, **asked)
+        third = await client.responses.create(
+            input="thanks", previous_response_id=second.id, **asked
+        )
+        with pytest.raises(openai.BadRequestError, match="no reply of this episode"):
+            await client.responses.create(input="x", previous_response_id="resp_1", **asked)
+        reply, (trajectory,) = (third.output_text, llm.trajectories(1.0))
     assert reply == "bye"
     assert len(trajectory.turns) == 3
     assert len(stream_of(trajectory)) == sum(
@@ -1008,109 +927,100 @@ INSTRUCTIONS = {
 
 
 @pytest.mark.parametrize("second", INSTRUCTIONS)
-def test_a_response_inherits_the_messages_and_not_the_instructions(second):
+async def test_a_response_inherits_the_messages_and_not_the_instructions(second):
     instructions, expected = INSTRUCTIONS[second]
-
-    async def play():
-        async with endpoint("one", "two") as (llm, _):
-            client = openai_client(llm).responses
-            first = await client.create(model="m", input="hi", instructions="Be brief.")
-            more = {"previous_response_id": first.id, "instructions": instructions}
-            await client.create(model="m", input="and?", **more)
-            return [text_of(trajectory) for trajectory in llm.trajectories(1.0)]
-
-    assert asyncio.run(play()) == expected
+    async with endpoint("one", "two") as (llm, _):
+        client = openai_client(llm).responses
+        first = await client.create(model="m", input="hi", instructions="Be brief.")
+        more = {"previous_response_id": first.id, "instructions": instructions}
+        await client.create(model="m", input="and?", **more)
+        assert [text_of(trajectory) for trajectory in llm.trajectories(1.0)] == expected
 
 
-def test_items_of_earlier_responses_are_named_by_their_ids():
-    async def play():
-        async with endpoint(f"I add {CALL}", "three") as (llm, _):
-            client = openai_client(llm)
-            tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
-            asked = {"model": "m", "tools": [tool]}
-            first = await client.responses.create(input=HI, **asked)
-            reply, call = first.output
-            items = [
-                {"role": "user", "content": "hi"},
-                {"type": "item_reference", "id": reply.id},
-                {"type": None, "id": call.id},
-                {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
-            ]
-            second = await client.responses.create(input=items, **asked)
-            unknown = [{"type": "item_reference", "id": "msg_1"}]
-            with pytest.raises(openai.BadRequestError, match="'msg_1' is no item of this episode"):
-                await client.responses.create(input=unknown, **asked)
-            async with endpoint("one") as (of_other, _):
-                for more, error in (
-                    ({"input": [{"type": "item_reference", "id": reply.id}]}, "is no item of this"),
-                    ({"input": "x", "previous_response_id": first.id}, "is no reply of this"),
-                ):
-                    with pytest.raises(openai.BadRequestError, match=error):
-                        await openai_client(of_other).responses.create(**more, **asked)
-            return second.output_text, llm.trajectories(1.0)
-
-    reply, (trajectory,) = asyncio.run(play())
+async def test_items_of_earlier_responses_are_named_by_their_ids():
+    async with endpoint(f"I add {CALL}", "three") as (llm, _):
+        client = openai_client(llm)
+        tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+        asked = {"model": "m", "tools": [tool]}
+        first = await client.responses.create(input=HI, **asked)
+        reply, call = first.output
+        items = [
+            {"role": "user", "content": "hi"},
+            {"type": "item_reference", "id": reply.id},
+            {"type": None, "id": call.id},
+            {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
+        ]
+        second = await client.responses.create(input=items, **asked)
+        unknown = [{"type": "item_reference", "id": "msg_1"}]
+        with pytest.raises(openai.BadRequestError, match="'msg_1' is no item of this episode"):
+            await client.responses.create(input=unknown, **asked)
+        async with endpoint("one") as (of_other, _):
+            for more, error in (
+                ({"input": [{"type": "item_reference", "id": reply.id}]}, "is no item of this"),
+                ({"input": "x", "previous_response_id": first.id}, "is no reply of this"),
+            ):
+                with pytest.raises(openai.BadRequestError, match=error):
+                    await openai_client(of_other).responses.create(**more, **asked)
+        reply, (trajectory,) = (second.output_text, llm.trajectories(1.0))
     assert reply == "three"
     assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
 
 
-def test_calls_of_custom_tools_are_read_and_other_items_are_refused():
+async def test_calls_of_custom_tools_are_read_and_other_items_are_refused():
     items = [
         {"role": "user", "content": "hi"},
         {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+ a"},
         {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
     ]
     shell = {"type": "local_shell_call", "call_id": "s", "action": {}, "status": "completed"}
-
-    async def play():
-        async with endpoint("one") as (llm, tree):
-            client = openai_client(llm)
-            reply = await client.responses.create(model="m", input=items)
-            with pytest.raises(openai.BadRequestError, match="type 'local_shell_call' is not"):
-                await client.responses.create(model="m", input=[*items, shell])
-            return reply.output_text, tree.nodes[0].conversation.history
-
-    answer, (_, asked, result, _) = asyncio.run(play())
+    async with endpoint("one") as (llm, tree):
+        client = openai_client(llm)
+        reply = await client.responses.create(model="m", input=items)
+        with pytest.raises(openai.BadRequestError, match="type 'local_shell_call' is not"):
+            await client.responses.create(model="m", input=[*items, shell])
+        answer, (_, asked, result, _) = (reply.output_text, tree.nodes[0].conversation.history)
     assert answer == "one" and result["content"] == "done"
     (call,) = asked["tool_calls"]
     assert call["function"] == {"name": "patch", "arguments": {"input": "+ a"}}
 
 
-def test_clients_find_models_and_that_something_listens():
-    async def play():
-        async with endpoint("one") as (llm, _), httpx.AsyncClient() as plain:
-            probes = [await plain.request(verb, llm.address) for verb in ("GET", "HEAD")]
-            assert [(probe.status_code, probe.content) for probe in probes] == [(200, b"")] * 2
-            keyless = await plain.get(f"{llm.base_url}/models/policy")
-            assert keyless.status_code == 401
-            other = anthropic_client(llm)
-            client = openai_client(llm)
-            models = [await client.models.retrieve("org/any"), await other.models.retrieve("any")]
-            listed = [(await one.models.list()).data[0].id for one in (client, other)]
-            return [model.id for model in models], models[1].created_at.year, listed
+async def test_clients_find_models_and_that_something_listens():
+    async with endpoint("one") as (llm, _), httpx.AsyncClient() as plain:
+        probes = [await plain.request(verb, llm.address) for verb in ("GET", "HEAD")]
+        assert [(probe.status_code, probe.content) for probe in probes] == [(200, b"")] * 2
+        keyless = await plain.get(f"{llm.base_url}/models/policy")
+        assert keyless.status_code == 401
+        other = anthropic_client(llm)
+        client = openai_client(llm)
+        models = [await client.models.retrieve("org/any"), await other.models.retrieve("any")]
+        listed = [(await one.models.list()).data[0].id for one in (client, other)]
+        assert ([model.id for model in models], models[1].created_at.year, listed) == (
+            ["org/any", "any"],
+            1970,
+            ["policy"] * 2,
+        )
 
-    assert asyncio.run(play()) == (["org/any", "any"], 1970, ["policy"] * 2)
 
-
-def test_a_conversation_by_messages_continues_by_blocks():
-    async def play():
-        async with endpoint(f"<think>so</think>I add {CALL}", "three") as (llm, _):
-            client = anthropic_client(llm)
-            asked = {"model": "m", "max_tokens": 200, "system": [{"type": "text", "text": "Hm."}]}
-            asked["tools"] = [{"name": "add", "input_schema": PARAMETERS}]
-            first = await client.messages.create(messages=HI, **asked)
-            blocks = [block.model_dump(exclude_none=True) for block in first.content]
-            result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"]}
-            result["content"] = [{"type": "text", "text": "3"}]
-            more = [*HI, {"role": "assistant", "content": blocks}]
-            more.append({"role": "user", "content": [result]})
-            counted = await client.messages.count_tokens(
-                model="m", messages=HI, system="Hm.", tools=asked["tools"]
-            )
-            second = await client.messages.create(messages=more, **asked)
-            return counted.input_tokens, second.content[0].text, llm.trajectories(1.0)
-
-    counted, reply, (trajectory,) = asyncio.run(play())
+async def test_a_conversation_by_messages_continues_by_blocks():
+    async with endpoint(f"<think>so</think>I add {CALL}", "three") as (llm, _):
+        client = anthropic_client(llm)
+        asked = {"model": "m", "max_tokens": 200, "system": [{"type": "text", "text": "Hm."}]}
+        asked["tools"] = [{"name": "add", "input_schema": PARAMETERS}]
+        first = await client.messages.create(messages=HI, **asked)
+        blocks = [block.model_dump(exclude_none=True) for block in first.content]
+        result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"]}
+        result["content"] = [{"type": "text", "text": "3"}]
+        more = [*HI, {"role": "assistant", "content": blocks}]
+        more.append({"role": "user", "content": [result]})
+        counted = await client.messages.count_tokens(
+            model="m", messages=HI, system="Hm.", tools=asked["tools"]
+        )
+        second = await client.messages.create(messages=more, **asked)
+        counted, reply, (trajectory,) = (
+            counted.input_tokens,
+            second.content[0].text,
+            llm.trajectories(1.0),
+        )
     assert reply == "three" and len(trajectory.turns) == 2
     assert counted == len(trajectory.turns[0].new_ids)
 
@@ -1126,63 +1036,57 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("forgets", [False, True])
-def test_a_thread_is_one_conversation(is_streamed, forgets):
+async def test_a_thread_is_one_conversation(is_streamed, forgets):
     """`forgets`: the second request finds no thread, and the client sends the conversation."""
     sent = []
-
-    async def play():
-        async with endpoint(f"<think>so</think>I add {ADD}", "three", "bye") as (llm, _):
-            client = anthropic_client(llm).beta.messages
-            asked = {"model": "m", "max_tokens": 200, "system": "Hm.", "tools": [add]}
-            runner = client.tool_runner(messages=HI, stream=is_streamed, **asked)
-            async for reply in runner:
-                message = await reply.get_final_message() if is_streamed else reply
-                sent.append(llm.stored[message.id].continues is not None)
-                assert all(block.signature for block in message.content if block.type == "thinking")
-                if forgets:
-                    llm.stored.clear()
-            return message.content[0].text, llm.trajectories(1.0)
-
-    message, (trajectory,) = asyncio.run(play())
+    async with endpoint(f"<think>so</think>I add {ADD}", "three", "bye") as (llm, _):
+        client = anthropic_client(llm).beta.messages
+        asked = {"model": "m", "max_tokens": 200, "system": "Hm.", "tools": [add]}
+        runner = client.tool_runner(messages=HI, stream=is_streamed, **asked)
+        async for reply in runner:
+            message = await reply.get_final_message() if is_streamed else reply
+            sent.append(llm.stored[message.id].continues is not None)
+            assert all(block.signature for block in message.content if block.type == "thinking")
+            if forgets:
+                llm.stored.clear()
+        message, (trajectory,) = (message.content[0].text, llm.trajectories(1.0))
     assert message == "three" and sent == [False, not forgets]
     assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
     assert text_of(trajectory).count("user\nhi<") == text_of(trajectory).count("Hm.") == 1
     assert "\n3<|end|>" in text_of(trajectory)
 
 
-def test_threads_branch_repeat_and_end(monkeypatch):
+async def test_threads_branch_repeat_and_end(monkeypatch):
     monkeypatch.setattr("rl_core.environments.agents.endpoint.MAX_STORED", 3)
+    async with endpoint("one", "two", "three", "four") as (llm, tree):
+        client = anthropic_client(llm).beta.messages
+        create = partial(client.create, model="m", max_tokens=99)
 
-    async def play():
-        async with endpoint("one", "two", "three", "four") as (llm, tree):
-            client = anthropic_client(llm).beta.messages
-            create = partial(client.create, model="m", max_tokens=99)
+        async def continued(reply, text, **more):
+            thread = {"type": "continue", "previous_message_id": reply.id}
+            new = [{"role": "user", "content": text}]
+            return await create(messages=new, thread=thread, **more)
 
-            async def continued(reply, text, **more):
-                thread = {"type": "continue", "previous_message_id": reply.id}
-                new = [{"role": "user", "content": text}]
-                return await create(messages=new, thread=thread, **more)
-
-            asked = {"thread": {"type": "create"}, "output_config": {"format": ANY_CITY}}
-            first = await create(messages=HI, system="Hm.", **asked)
-            assert llm.stored[first.id].schema is None
-            left, right = [await continued(first, text) for text in ("left", "right")]
-            again = await continued(first, "left")
-            assert again.id == left.id and tree.num_retries == 1
-            message = {"role": "assistant", "content": "one"}
-            sent = [*HI, message, {"role": "user", "content": "left"}]
-            again = await create(messages=sent, system="Hm.")
-            assert again.id == left.id and tree.num_retries == 2
-            with pytest.raises(anthropic.BadRequestError, match="system is the thread's") as error:
-                await continued(left, "x", system="Ho.")
-            assert error.value.body["error"]["details"]["error_code"].endswith("mismatch")
-            await continued(right, "on")
-            with pytest.raises(anthropic.NotFoundError, match="the last 3 are kept"):
-                await continued(first, "late")
-            counted = await client.count_tokens(model="m", messages=HI)
-            return [text_of(branch) for branch in llm.trajectories(1.0)], counted.input_tokens
-
-    left, right = asyncio.run(play())[0]
+        asked = {"thread": {"type": "create"}, "output_config": {"format": ANY_CITY}}
+        first = await create(messages=HI, system="Hm.", **asked)
+        assert llm.stored[first.id].schema is None
+        left, right = [await continued(first, text) for text in ("left", "right")]
+        again = await continued(first, "left")
+        assert again.id == left.id and tree.num_retries == 1
+        message = {"role": "assistant", "content": "one"}
+        sent = [*HI, message, {"role": "user", "content": "left"}]
+        again = await create(messages=sent, system="Hm.")
+        assert again.id == left.id and tree.num_retries == 2
+        with pytest.raises(anthropic.BadRequestError, match="system is the thread's") as error:
+            await continued(left, "x", system="Ho.")
+        assert error.value.body["error"]["details"]["error_code"].endswith("mismatch")
+        await continued(right, "on")
+        with pytest.raises(anthropic.NotFoundError, match="the last 3 are kept"):
+            await continued(first, "late")
+        counted = await client.count_tokens(model="m", messages=HI)
+        left, right = ([text_of(branch) for branch in llm.trajectories(1.0)], counted.input_tokens)[
+            0
+        ]
     assert left.endswith("one<|end|>\n<|start|>user\nleft<|end|>\n<|start|>assistant\ntwo<|end|>")
     assert right.count("Hm.") == 1 and right.endswith("on<|end|>\n<|start|>assistant\nfour<|end|>")
 
@@ -1251,80 +1155,69 @@ def test_edits_of_the_context_are_refused_but_those_of_thinking():
         read("compact_20260112")
 
 
-def test_what_cannot_be_had_is_refused_in_the_dialects_words():
+async def test_what_cannot_be_had_is_refused_in_the_dialects_words():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
     block = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-
-    async def play():
-        async with endpoint("one") as (llm, _):
-            client, other = openai_client(llm), anthropic_client(llm)
-            with pytest.raises(openai.BadRequestError, match="text alone"):
-                await chat(client, [{"role": "user", "content": [image]}])
-            with pytest.raises(anthropic.BadRequestError, match="text alone"):
-                await other.messages.create(
-                    model="m", max_tokens=9, messages=[{"role": "user", "content": [block]}]
-                )
-            with pytest.raises(openai.BadRequestError, match="at least 1"):
-                await chat(client, HI, max_tokens=0)
-            with pytest.raises(openai.BadRequestError, match="n: 129 must be at most 128"):
-                await chat(client, HI, n=129)
-            assert chat_completions.read({"messages": HI, "n": 128}).num_replies == 128
-            call = ASKED_CALL | {"function": {"name": 3, "arguments": "{}"}}
-            with pytest.raises(openai.BadRequestError, match="the name '3' must be a text"):
-                await chat(client, [*HI, {"role": "assistant", "tool_calls": [call]}])
-            wrong = openai_client(llm).with_options(api_key="sk-other")
-            with pytest.raises(openai.AuthenticationError, match="no episode"):
-                await chat(wrong, HI)
-            return llm.trees["policy"].nodes
-
-    assert asyncio.run(play()) == []
+    async with endpoint("one") as (llm, _):
+        client, other = openai_client(llm), anthropic_client(llm)
+        with pytest.raises(openai.BadRequestError, match="text alone"):
+            await chat(client, [{"role": "user", "content": [image]}])
+        with pytest.raises(anthropic.BadRequestError, match="text alone"):
+            await other.messages.create(
+                model="m", max_tokens=9, messages=[{"role": "user", "content": [block]}]
+            )
+        with pytest.raises(openai.BadRequestError, match="at least 1"):
+            await chat(client, HI, max_tokens=0)
+        with pytest.raises(openai.BadRequestError, match="n: 129 must be at most 128"):
+            await chat(client, HI, n=129)
+        assert chat_completions.read({"messages": HI, "n": 128}).num_replies == 128
+        call = ASKED_CALL | {"function": {"name": 3, "arguments": "{}"}}
+        with pytest.raises(openai.BadRequestError, match="the name '3' must be a text"):
+            await chat(client, [*HI, {"role": "assistant", "tool_calls": [call]}])
+        wrong = openai_client(llm).with_options(api_key="sk-other")
+        with pytest.raises(openai.AuthenticationError, match="no episode"):
+            await chat(wrong, HI)
+        assert llm.trees["policy"].nodes == []
 
 
-def test_a_path_that_is_not_there_says_which_address_fits_which_client():
-    async def play():
-        async with endpoint("one") as (llm, _):
-            client = openai_client(llm).with_options(base_url=llm.anthropic_url)
-            with pytest.raises(openai.NotFoundError, match="no /models; llm"):
-                await client.models.list()
-            other = anthropic_client(llm).with_options(base_url=llm.base_url)
-            with pytest.raises(anthropic.NotFoundError, match="no /v1/v1/models; llm"):
-                await other.models.list()
-
-    asyncio.run(play())
+async def test_a_path_that_is_not_there_says_which_address_fits_which_client():
+    async with endpoint("one") as (llm, _):
+        client = openai_client(llm).with_options(base_url=llm.anthropic_url)
+        with pytest.raises(openai.NotFoundError, match="no /models; llm"):
+            await client.models.list()
+        other = anthropic_client(llm).with_options(base_url=llm.base_url)
+        with pytest.raises(anthropic.NotFoundError, match="no /v1/v1/models; llm"):
+            await other.models.list()
 
 
-def test_bodies_are_bounded_and_must_be_json():
-    async def play():
-        async with endpoint("one") as (llm, _), httpx.AsyncClient() as client:
-            headers = {"Authorization": f"Bearer {llm.api_key}"}
-            answers = []
-            for body in (b"x" * (MAX_BODY_BYTES + 1), b"{", b"[]", b"[" * 100_000):
-                url = f"{llm.base_url}/chat/completions"
-                reply = await client.post(url, content=body, headers=headers)
-                answers.append((reply.status_code, "message" in reply.json()["error"]))
-            return answers
-
-    assert asyncio.run(play()) == [(413, True), (400, True), (400, True), (400, True)]
+async def test_bodies_are_bounded_and_must_be_json():
+    async with endpoint("one") as (llm, _), httpx.AsyncClient() as client:
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        answers = []
+        for body in (b"x" * (MAX_BODY_BYTES + 1), b"{", b"[]", b"[" * 100_000):
+            url = f"{llm.base_url}/chat/completions"
+            reply = await client.post(url, content=body, headers=headers)
+            answers.append((reply.status_code, "message" in reply.json()["error"]))
+        assert answers == [(413, True), (400, True), (400, True), (400, True)]
 
 
-def test_a_full_context_is_told_and_makes_the_episode_truncated():
-    async def play():
-        async with endpoint("one", "two", max_context_tokens=60) as (llm, tree):
-            client = openai_client(llm)
-            reply = await chat(client, HI)
-            more = [*HI, reply.model_dump(), {"role": "user", "content": "m" * 30}]
-            with pytest.raises(openai.BadRequestError) as error:
-                await chat(client, more)
-            assert error.value.code == "context_length_exceeded"
-            assert tree.is_truncated
-            return llm.trajectories(1.0)
-
-    (trajectory,) = asyncio.run(play())
+async def test_a_full_context_is_told_and_makes_the_episode_truncated():
+    async with endpoint("one", "two", max_context_tokens=60) as (llm, tree):
+        client = openai_client(llm)
+        reply = await chat(client, HI)
+        more = [*HI, reply.model_dump(), {"role": "user", "content": "m" * 30}]
+        with pytest.raises(openai.BadRequestError) as error:
+            await chat(client, more)
+        assert error.value.code == "context_length_exceeded"
+        assert tree.is_truncated
+        (trajectory,) = llm.trajectories(1.0)
     assert trajectory.status == "truncated" and len(trajectory.turns) == 1
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "count"])
-def test_messages_that_cannot_fit_are_refused_before_they_are_encoded(dialect, monkeypatch, capsys):
+async def test_messages_that_cannot_fit_are_refused_before_they_are_encoded(
+    dialect, monkeypatch, capsys
+):
     long = [{"role": "user", "content": "m" * 4_000_000}]
     encoded = []
 
@@ -1338,28 +1231,22 @@ def test_messages_that_cannot_fit_are_refused_before_they_are_encoded(dialect, m
             return await client.count_tokens(model="m", messages=long)
         return await client.create(model="m", messages=long, max_tokens=9)
 
-    async def play():
-        async with endpoint("one", max_context_tokens=1000) as (llm, tree):
-            monkeypatch.setattr(CHAT, "encode", lambda text, *_: encoded.append(text) or [1])
-            with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as error:
-                await ask(llm)
-            assert "the messages have at least 4000000 tokens" in str(error.value)
-            return tree.is_truncated, tree.num_turns, tree.actor.conversations
-
-    assert asyncio.run(play()) == (True, 0, [])
+    async with endpoint("one", max_context_tokens=1000) as (llm, tree):
+        monkeypatch.setattr(CHAT, "encode", lambda text, *_: encoded.append(text) or [1])
+        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as error:
+            await ask(llm)
+        assert "the messages have at least 4000000 tokens" in str(error.value)
+        assert (tree.is_truncated, tree.num_turns, tree.actor.conversations) == (True, 0, [])
     assert not encoded
     assert "a program that cannot fit into the context of 1000 tokens" in capsys.readouterr().err
 
 
-def test_turns_beyond_max_turns_are_refused():
-    async def play():
-        async with endpoint("one", "two", max_turns=1) as (llm, _):
-            await chat(openai_client(llm), HI)
-            with pytest.raises(openai.BadRequestError, match="1 turns"):
-                await chat(openai_client(llm), [{"role": "user", "content": "ho"}])
-            return llm.trajectories(1.0)
-
-    assert asyncio.run(play())[0].status == "truncated"
+async def test_turns_beyond_max_turns_are_refused():
+    async with endpoint("one", "two", max_turns=1) as (llm, _):
+        await chat(openai_client(llm), HI)
+        with pytest.raises(openai.BadRequestError, match="1 turns"):
+            await chat(openai_client(llm), [{"role": "user", "content": "ho"}])
+        assert llm.trajectories(1.0)[0].status == "truncated"
 
 
 def no_system_chat():
@@ -1404,66 +1291,55 @@ def test_a_refused_request_leaves_no_trace():
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_an_engine_that_dies_fails_the_request_and_is_kept_for_the_run(is_streamed):
+async def test_an_engine_that_dies_fails_the_request_and_is_kept_for_the_run(is_streamed):
     """A stream has begun when its engine dies."""
+    async with endpoint("one") as (llm, tree):
 
-    async def play():
-        async with endpoint("one") as (llm, tree):
+        async def die(*args, **kwargs):
+            await asyncio.sleep(0.3 * is_streamed)
+            raise EngineDied("gone")
 
-            async def die(*args, **kwargs):
-                await asyncio.sleep(0.3 * is_streamed)
-                raise EngineDied("gone")
-
-            tree.actor.engine.generate = die
-            with pytest.raises(openai.APIError, match="begins again") as error:
-                async for _ in await openai_client(llm).chat.completions.create(
-                    model="m", messages=HI, stream=is_streamed
-                ):
-                    pass
-            assert isinstance(error.value, openai.InternalServerError) != is_streamed
-            return str(llm.failure), llm.refused
-
-    assert asyncio.run(play()) == ("gone", "the engine died; the episode begins again")
-
-
-def test_episodes_do_not_see_each_other():
-    async def play():
-        async with endpoint("one") as (llm, _), endpoint("two") as (other, tree):
-            stranger = openai_client(llm).with_options(api_key=other.api_key)
-            with pytest.raises(openai.AuthenticationError):
-                await chat(stranger, HI)
-            assert [m.id async for m in openai_client(llm).models.list()] == ["policy"]
-            return tree.nodes
-
-    assert asyncio.run(play()) == []
+        tree.actor.engine.generate = die
+        with pytest.raises(openai.APIError, match="begins again") as error:
+            async for _ in await openai_client(llm).chat.completions.create(
+                model="m", messages=HI, stream=is_streamed
+            ):
+                pass
+        assert isinstance(error.value, openai.InternalServerError) != is_streamed
+        assert (str(llm.failure), llm.refused) == (
+            "gone",
+            "the engine died; the episode begins again",
+        )
 
 
-def test_the_socket_for_boxes_lies_in_a_folder_of_this_user_alone():
-    async def mode():
-        async with endpoint("x") as (llm, _):
-            [shown] = (await llm.binds()).values()
-            return Path(shown).parent.stat().st_mode
+async def test_episodes_do_not_see_each_other():
+    async with endpoint("one") as (llm, _), endpoint("two") as (other, tree):
+        stranger = openai_client(llm).with_options(api_key=other.api_key)
+        with pytest.raises(openai.AuthenticationError):
+            await chat(stranger, HI)
+        assert [m.id async for m in openai_client(llm).models.list()] == ["policy"]
+        assert tree.nodes == []
 
-    assert asyncio.run(mode()) & 0o777 == 0o700
+
+async def test_the_socket_for_boxes_lies_in_a_folder_of_this_user_alone():
+    async with endpoint("x") as (llm, _):
+        [shown] = (await llm.binds()).values()
+        assert Path(shown).parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_connections_of_a_box_are_bounded_as_all_are(monkeypatch, capsys):
+async def test_connections_of_a_box_are_bounded_as_all_are(monkeypatch, capsys):
     monkeypatch.setattr("rl_core.http_guard.MAX_OPEN_FILES", 40)  # a quarter for strangers
-
-    async def play():
-        async with endpoint("x") as (llm, _):
-            [shown] = (await llm.binds()).values()
-            path = f"{shown}/{SOCKET}"
-            crowd = [await asyncio.open_unix_connection(path) for _ in range(30)]
-            transport = httpx.AsyncHTTPTransport(uds=path)
-            headers = {"Authorization": f"Bearer {llm.api_key}"}
-            async with httpx.AsyncClient(transport=transport, headers=headers) as client:
-                answer = await client.get("http://x/v1/models")
-            for _, writer in crowd:
-                writer.close()
-            return answer.status_code
-
-    assert asyncio.run(play()) == 200
+    async with endpoint("x") as (llm, _):
+        [shown] = (await llm.binds()).values()
+        path = f"{shown}/{SOCKET}"
+        crowd = [await asyncio.open_unix_connection(path) for _ in range(30)]
+        transport = httpx.AsyncHTTPTransport(uds=path)
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        async with httpx.AsyncClient(transport=transport, headers=headers) as client:
+            answer = await client.get("http://x/v1/models")
+        for _, writer in crowd:
+            writer.close()
+        assert answer.status_code == 200
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["HTTP: refused connections next to 10 others that have not sent the token"]
 
@@ -1476,14 +1352,11 @@ def test_a_message_and_its_echo_have_one_key_and_others_have_not():
     assert key_of({"role": "tool", "content": "3"}) != key_of({"role": "tool", "content": "4"})
 
 
-def test_a_server_that_cannot_listen_for_boxes_says_so_each_time():
-    async def ask():
-        server = EndpointServer()
-        await server.start()
-        (server.shown_folder() / SOCKET).mkdir()
-        for _ in range(2):
-            with pytest.raises(OSError):
-                await server.listen_for_boxes()
-        await server.close()
-
-    asyncio.run(ask())
+async def test_a_server_that_cannot_listen_for_boxes_says_so_each_time():
+    server = EndpointServer()
+    await server.start()
+    (server.shown_folder() / SOCKET).mkdir()
+    for _ in range(2):
+        with pytest.raises(OSError):
+            await server.listen_for_boxes()
+    await server.close()

@@ -589,13 +589,10 @@ def test_mounts_below_a_folder_are_named_and_its_namesakes_are_not():
 
 
 @needs_bwrap
-def test_an_agent_that_leaves_what_cannot_be_removed_scores_0(make, monkeypatch):
-    async def verify():
-        async with TaskBoxes(driver="bubblewrap").open(str(make())) as box:
-            monkeypatch.setattr(harbor, "SYSTEM_PATH", "/nowhere")  # There is no rm.
-            return await box.verify()
-
-    assert asyncio.run(verify()).reward == 0.0
+async def test_an_agent_that_leaves_what_cannot_be_removed_scores_0(make, monkeypatch):
+    async with TaskBoxes(driver="bubblewrap").open(str(make())) as box:
+        monkeypatch.setattr(harbor, "SYSTEM_PATH", "/nowhere")  # There is no rm.
+        assert (await box.verify()).reward == 0.0
 
 
 SCORES_ITSELF = "open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')\n"

@@ -158,23 +158,19 @@ def test_a_child_that_holds_the_pipe_is_not_waited_for():
     assert not is_running(int(result.stdout))
 
 
-def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path):
+async def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path):
     pid_file = tmp_path / "pid"
     code = DAEMON.replace("print(", "print(os.getpid(), ").replace(
         "flush=True", f"file=open({str(pid_file)!r}, 'w'), flush=True"
     )
-
-    async def play():
-        command = python(f"{code}\nimport time; time.sleep(999)")
-        work = asyncio.ensure_future(run_command(command, ROW, {}))
-        await asyncio.to_thread(
-            wait_until, lambda: pid_file.exists() and pid_file.read_text().strip(), "the pids"
-        )
-        work.cancel()
-        await asyncio.wait({work})
-        return work.cancelled()
-
-    assert asyncio.run(play())
+    command = python(f"{code}\nimport time; time.sleep(999)")
+    work = asyncio.ensure_future(run_command(command, ROW, {}))
+    await asyncio.to_thread(
+        wait_until, lambda: pid_file.exists() and pid_file.read_text().strip(), "the pids"
+    )
+    work.cancel()
+    await asyncio.wait({work})
+    assert work.cancelled()
     pids = [int(pid) for pid in pid_file.read_text().split()]
     wait_until(lambda: not any(is_running(pid) for pid in pids), "the end of all")
 

@@ -393,7 +393,7 @@ def test_the_lower_bound_of_tokens_is_one(make):
     assert plain_chat().least_tokens([user("x" * 10_000)]) == 10_000
 
 
-def test_a_long_text_is_encoded_in_a_thread_as_in_the_event_loop():
+async def test_a_long_text_is_encoded_in_a_thread_as_in_the_event_loop():
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}"
     long = [user("the quick <end> fox " * 20_000)]
 
@@ -404,17 +404,14 @@ def test_a_long_text_is_encoded_in_a_thread_as_in_the_event_loop():
             num += 1
         return num, await task
 
-    async def play():
-        chat, other = (Chat(make_tokenizer(), template) for _ in range(2))
-        num, _ = await ticks(chat.prepare(long, None))
-        stream, expected = TokenStream(chat, long), TokenStream(other, long)
-        assert stream.prompt_ids == expected.prompt_ids
-        more, _ = await ticks(stream.append_soon([7], "", long))
-        expected.append([7], "", long)
-        assert stream.prompt_ids == expected.prompt_ids
-        return num, more
-
-    assert min(asyncio.run(play())) > 3
+    chat, other = (Chat(make_tokenizer(), template) for _ in range(2))
+    num, _ = await ticks(chat.prepare(long, None))
+    stream, expected = TokenStream(chat, long), TokenStream(other, long)
+    assert stream.prompt_ids == expected.prompt_ids
+    more, _ = await ticks(stream.append_soon([7], "", long))
+    expected.append([7], "", long)
+    assert stream.prompt_ids == expected.prompt_ids
+    assert min((num, more)) > 3
 
 
 def test_a_list_of_texts_reads_as_their_string():
