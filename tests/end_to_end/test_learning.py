@@ -25,6 +25,7 @@ SORTING = {
 }
 
 
+@pytest.mark.slow
 def test_grpo_teaches_the_order_that_sft_did_not(warm_model, tmp_path):
     flags = words(
         "--model", warm_model, SORT, QUICK, "--num_steps 60 --eval_every 60 --eval.num_tasks 100"
@@ -91,6 +92,7 @@ def test_the_calculator_is_learnt_over_two_turns(tiny_model, tmp_path):
     assert before < 0.3 and after > 0.75, (before, after)
 
 
+@pytest.mark.slow
 def test_the_export_is_the_trained_model_with_its_tokenizer(warm_model):
     tokenizer, model = (
         AutoTokenizer.from_pretrained(warm_model),

@@ -371,6 +371,7 @@ def compile_triton_kernels() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_triton_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     run_here(
         "import test_logprobs; test_logprobs.compile_triton_kernels()",
@@ -560,6 +561,7 @@ def test_a_bias_of_scores_is_added():
     torch.testing.assert_close(fused.scores_of(hf, hidden), before + 3.0, rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_each_side_and_writes_json(tmp_path):
     out = tmp_path / "result.json"
     flags = ["--shapes", "300x20000x16", "--only", "fused", "plain", "--out", out]
