@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up what the tests need and runs them, all but long learning runs, benchmarks and the real SGLang.
-#   bash scripts/test.sh                   every test, on two cores
+#   bash scripts/test.sh                   every test, on two cores: waits of tests fill a third worker
 #   bash scripts/test.sh learning data     the tests of these rooms: folders of tests/
 #   bash scripts/test.sh -k packing -x     arguments go to pytest; -n 0 runs in one process
 #   bash scripts/test.sh --slow            long learning runs and benchmarks too
@@ -26,4 +26,4 @@ for argument in "$@"; do
     fi
     arguments+=("$argument")
 done
-exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "${arguments[@]}"
+exec "$python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "${arguments[@]}"

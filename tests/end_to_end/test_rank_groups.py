@@ -106,8 +106,11 @@ def sampled(out: Path) -> list:
 
 # Name -> ranks, flags of both runs, flags of the one whose actors have ranks.
 APART = {
-    "two and two": (4, "", "--actors.alice.ranks 2-3"),
-    "one each, and a judge": (3, "", "--actors.alice.ranks 2 --actors.judge.ranks 1"),
+    "one each, and a judge": (
+        3,
+        "--actors.alice.update_every 2",
+        "--actors.alice.ranks 2 --actors.judge.ranks 1",
+    ),
     "none learns where episodes are played": (
         3,
         "--algo.kl_coef 0.1",
@@ -118,7 +121,6 @@ APART = {
         "--learner.offload phase",
         "--actors.alice.ranks 1 --actors.judge.ranks 1 --rollout.engines_awake one",
     ),
-    "three and one": (4, "--actors.alice.update_every 2", "--actors.alice.ranks 3"),
     "one and three, adapters": (4, LORA, "--actors.alice.ranks 1-3"),
     "a critic, two halves of each sequence": (
         4,
@@ -192,7 +194,11 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("where", KILLED)
+SELDOM = {"a place samples", "a place saves"}
+WHERE = [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in KILLED]
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_a_run_that_loses_a_rank_ends_soon_and_goes_on(where, make_flags, together, tmp_path):
     rank, phase, number = KILLED[where]
     out, flags = (

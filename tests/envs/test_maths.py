@@ -133,7 +133,7 @@ signs = list("0123456789xyzi()[]{}^_+-*/=<>,;:.!|&$%#'\" \n\\⌊⦃“”½²٣�
 signs += ["\\frac", "\\sqrt", "\\boxed{", "\\text{", "\\begin{pmatrix}", "\\end{pmatrix}", "####", "\\pm",
           "^{9^", "\\binom{", "10^{10", "\\{", "\\overline{", "\\log_", "\\sin^", "\\left(", "\\[", "\\cup"]
 draw = random.Random(0)
-for number in range(3000):
+for number in range(1000):
     reference = draw.choice(references)
     text = "".join(draw.choices(signs, k=draw.choice((3, 10, 40, 200))))
     at = draw.randrange(len(reference))

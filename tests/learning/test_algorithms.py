@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit import SORT, metrics, part_of, trajectories, words
+from kit import metrics, part_of, trajectories, words
 from test_critic import naive_gae, plain_values, with_critic
 from test_learner import assert_same, make_learner, ragged_samples
 
@@ -686,11 +686,9 @@ def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
     assert len(trajectories(tmp_path / "run/rollouts/step_000001.jsonl.zst")) == 4 * (3 + 2 + 2)
 
 
-def test_the_reference_is_the_model_at_the_start(warm_model, sort_data, tmp_path):
-    flags = words(
-        "--model", warm_model, SORT, "--data.train", sort_data / "train.jsonl", "--tasks_per_step 4"
-    )
-    flags += words("--optim.lr 1e-3 --num_steps 3")
+def test_the_reference_is_the_model_at_the_start(places, tmp_path):
+    letters = "--env_path {dir}/letters.py --max_tokens 8 --tasks_per_step 4".format(**places)
+    flags = words("--model", places["model"], letters, "--optim.lr 1e-3 --num_steps 3")
     kls = {}
     for coef in ("0.001", "10"):
         out = tmp_path / coef

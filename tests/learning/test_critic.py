@@ -392,9 +392,9 @@ def critic_weights(out, step: int) -> dict[str, torch.Tensor]:
     )
 
 
-def test_a_policy_with_adapters_has_a_whole_critic(warm_model, sort_data, tmp_path):
-    sizes = "--algorithm ppo --tasks_per_step 4 --num_steps 2 --data.train"
-    flags = words("--model", warm_model, SORT, sizes, sort_data / "train.jsonl")
+def test_a_policy_with_adapters_has_a_whole_critic(places, tmp_path):
+    sizes = "--algorithm ppo --tasks_per_step 4 --max_tokens 8 --num_steps 2 --env_path"
+    flags = words("--model", places["model"], sizes, places["dir"] + "/letters.py")
     flags += ["--actors.policy.lora.rank", "4", "--optim.lr", "1e-3", "--critic.lr", "1e-3"]
     assert main([*flags, "--out", str(tmp_path / "run")]) == 0
     saved = critic_weights(tmp_path / "run", 2)

@@ -76,13 +76,6 @@ MODELS = {
         "kv": 2,
         "intermediate_size": 72,
     },
-    "llama untied": {
-        "arch": "llama",
-        "tied": False,
-        "vocab_size": 104,
-        "kv": 4,
-        "intermediate_size": 76,
-    },
     "llama biased": {
         "arch": "llama",
         "tied": True,
@@ -93,37 +86,39 @@ MODELS = {
     },
 }
 FIRST = list(MESHES)[:7]
-# Each way to divide samples, sequences and weights once.
-WEIGHTS = ["dp 2 x cp 2", "hsdp 2 x 2", "tp 2 x dp 2", "copies 4"]
-PARTS = ["dp 4", "hsdp 2 x cp 2", "tp 2 x dp 2"]
-# Name -> (model, flags, numbers of samples, meshes). Two samples are fewer than the ranks that
+# Each way to divide samples, sequences and weights once: heads for scores and values are not split.
+PARTS = ["dp 4", "hsdp 2 x cp 2"]
+HEADS = ["hsdp 2 x cp 2", "tp 2 x dp 2"]
+TP = ["tp 2 x dp 2"]
+# Name -> (model, flags, number of samples -> meshes). Two samples are fewer than the ranks that
 # train on different ones. What a loss does with its share of samples and tokens does not depend on
 # how weights lie: --slow runs each loss on all of FIRST.
 CASES = {
-    "sft": ("qwen3", f"{SGD} --algorithm sft", [14], FIRST),
+    "sft": ("qwen3", f"{SGD} --algorithm sft", {14: PARTS}),
     "grpo": (
         "qwen3",
         f"{SGD} --learner.updates_per_epoch 2 --learner.epochs 2 --algo.kl_coef 0.1",
-        [14, 2],
-        FIRST,
+        {14: FIRST, 2: PARTS},
     ),
     "top_k": (
         "qwen3",
         f"{SGD} --sampling.top_k 5 --learner.epochs 2 --algo.kl_coef 0.1 --algo.entropy_coef 0.01",
-        [14, 2],
-        FIRST,
+        {14: HEADS, 2: []},
     ),
-    "gspo": ("qwen3", f"{SGD} --algorithm gspo --learner.epochs 2", [14], WEIGHTS),
-    "reinforce_pp": ("qwen3", f"{SGD} --algorithm reinforce_pp --algo.kl_coef 0.1", [14], PARTS),
-    "ppo": ("qwen3", f"{SGD} --algorithm ppo --learner.epochs 2", [14], WEIGHTS),
-    "dpo": ("qwen3", f"{SGD} --algorithm dpo --learner.microbatch_tokens 400", [14, 2], PARTS),
-    "rm": ("qwen3", f"{SGD} --algorithm rm --learner.microbatch_tokens 400", [2], FIRST),
-    "adamw": ("qwen3", ADAMW, [14], ["tp 2 x dp 2", "hsdp 2 x tp 2", "copies 4"]),
-    "untied top_k": ("qwen3 untied", f"{ADAMW} --sampling.top_k 5", [14], ["cp 2 x tp 2", "tp 4"]),
-    "untied": ("qwen3 untied", ADAMW, [14], ["tp 2 x dp 2", "cp 2 x tp 2", "tp 4", "dp 3 x tp 2"]),
-    "uneven": ("qwen2 uneven", ADAMW, [14], ["tp 2 x dp 2", "dp 3 x tp 2"]),
-    "llama": ("llama untied", f"{ADAMW} --learner.activations recompute", [14], ["tp 2 x dp 2"]),
-    "biased": ("llama biased", f"{ADAMW} --learner.activations recompute", [14], ["tp 2 x dp 2"]),
+    "gspo": ("qwen3", f"{SGD} --algorithm gspo --learner.epochs 2", {14: PARTS}),
+    "reinforce_pp": ("qwen3", f"{SGD} --algorithm reinforce_pp --algo.kl_coef 0.1", {14: PARTS}),
+    "ppo": ("qwen3", f"{SGD} --algorithm ppo --learner.epochs 2", {14: HEADS}),
+    "dpo": (
+        "qwen3",
+        f"{SGD} --algorithm dpo --learner.microbatch_tokens 400",
+        {14: PARTS, 2: []},
+    ),
+    "rm": ("qwen3", f"{SGD} --algorithm rm --learner.microbatch_tokens 400", {2: HEADS}),
+    "adamw": ("qwen3", ADAMW, {14: ["hsdp 2 x tp 2", "copies 4"]}),
+    "untied top_k": ("qwen3 untied", f"{ADAMW} --sampling.top_k 5", {14: ["tp 4"]}),
+    "untied": ("qwen3 untied", ADAMW, {14: [*TP, "cp 2 x tp 2", "dp 3 x tp 2"]}),
+    "uneven": ("qwen2 uneven", ADAMW, {14: [*TP, "dp 3 x tp 2"]}),
+    "biased": ("llama biased", f"{ADAMW} --learner.activations recompute", {14: TP}),
 }
 SAVED = [
     ("adamw", 14, "hsdp 2 x tp 2"),
@@ -133,8 +128,8 @@ SAVED = [
 ]
 ALL = [
     (case, num, mesh)
-    for case, (_, _, nums, meshes) in CASES.items()
-    for num in nums
+    for case, (_, _, meshes_of) in CASES.items()
+    for num, meshes in meshes_of.items()
     for mesh in meshes
 ]
 LOSSES = [(case, num, mesh) for case in list(CASES)[:8] for num in CASES[case][2] for mesh in FIRST]
@@ -355,7 +350,7 @@ def results(request, tmp_path_factory):
         ]
     )
     make_models(folder)
-    for case, (model, flags, nums, _) in CASES.items():
+    for case, (model, flags, nums) in CASES.items():
         for num in nums:
             learner = make_learner(folder / model, flags)
             start = {n: full(w) for n, w in learner.named_weights()}

@@ -97,12 +97,22 @@ def test_hooks_that_wait_and_work_without_hooks_may_take_long(tmp_path):
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
 
 
+SOON = """
+import sys
+from rl_core.sampling import watchdog
+from rl_core.train import main
+watchdog.HELD_MARGIN_S = 2.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_a_run_ends_that_a_hook_holds(command, tmp_path):
     code = (
         f"def reward_fn(completion):\n    if os.path.exists('{tmp_path}/run/metrics.jsonl'): "
         f"{SLOW_PATTERN}\n    return 1"
     )
-    done = run_ranks(1, *command(code, "--rollout.hook_timeout_s 0.5"), check=False)
+    flags = command(code, "--rollout.hook_timeout_s 0.5")[2:]
+    done = run_ranks(1, "-c", SOON, *flags, check=False)
     assert done.returncode == 1 and len(metrics(tmp_path / "run")) == 1, done.stderr
     assert re.search(rf'File "{tmp_path}/env.py", line \d+ in reward_fn', done.stderr)
 
