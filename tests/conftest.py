@@ -51,8 +51,8 @@ def pytest_pyfunc_call(pyfuncitem):
 
 # Files that take longest begin first, so that no worker is left with one at the end.
 LONGEST = """
-rank_groups served faults sandbox train_api service runs custom_components
-model_player kills sglang mesh logprobs learning
+runs served faults rank_groups sandbox mesh service envs_tools boxes stale_policy kills agentbench
+logprobs reference train_api http_guard watchdog
 """.split()
 LONG = {f"test_{name}.py": n for n, name in enumerate(LONGEST)}
 

@@ -143,9 +143,9 @@ def test_a_run_that_sigterm_ends_goes_on_bit_for_bit(case, make_flags, tmp_path)
 
 # Name -> flags, and further flags on two ranks.
 TWO_RANKS = {
+    "grpo": (f"{RL} --tasks_per_step 7 --group_size 3 --learner.microbatch_tokens 100", ""),
     "gspo": (
-        f"{RL} --algorithm gspo --algo.kl_coef 0.1 --learner.updates_per_epoch 2 "
-        "--algo.target_kl 0.5 --tasks_per_step 7 --group_size 3 --learner.microbatch_tokens 100",
+        f"{RL} --algorithm gspo --algo.kl_coef 0.1 --learner.updates_per_epoch 2 --algo.target_kl 0.5",
         "",
     ),
     "refilled": (f"{RL} --algorithm dapo --env_path {{dir}}/digits.py", ""),

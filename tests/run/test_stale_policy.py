@@ -189,7 +189,9 @@ def test_what_older_weights_said_is_corrected_unless_the_run_says_otherwise(talk
         "tis": "--algo.importance_correction tis",
         "none": "--algo.importance_correction none",
     }.items():
-        flags = words(talk, more, "--optim.lr 1e-2 --num_steps 3 --out", tmp_path / name)
+        # One episode at a time, since an engine's rounding depends on its batch.
+        steady = "--rollout.max_concurrent 1 --optim.lr 1e-2 --num_steps 3 --out"
+        flags = words(talk, more, steady, tmp_path / name)
         assert main(flags) == 0
         norms[name] = [row["learn/policy/grad_norm"] for row in steps(tmp_path / name)]
     assert norms["default"] == pytest.approx(norms["tis"], rel=1e-4)
