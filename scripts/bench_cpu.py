@@ -4,8 +4,6 @@ one torch thread each.
     python scripts/bench_cpu.py                         GRPO on short and ragged completions, SFT
     python scripts/bench_cpu.py --only grpo_ragged      one task; --quick for a smoke run
     python scripts/bench_cpu.py --compare result.json   fails if a ratio is 10 % below that file's
-    python scripts/bench_cpu.py --only sft_file --sft_file gsm8k_train.jsonl.gz
-                                          SFT of 3M parameters on rows {"question", "answer"}
 
 Requires TRL: pip install '.[test]' in a clone. Without TRL: --sides rl_core.
 
@@ -132,10 +130,7 @@ COLUMNS = {
 
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", choices=WORKS, nargs="+", help="tasks; default: all that can run")
-    parser.add_argument(
-        "--sft_file", type=Path, help='.jsonl or .jsonl.gz with rows {"question", "answer"}'
-    )
+    parser.add_argument("--only", choices=WORKS, nargs="+", help="default: all tasks")
     parser.add_argument(
         "--sides",
         choices=["rl_core", "trl"],
@@ -160,8 +155,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if "sft_file" in (args.only or []) and not args.sft_file:
-        parser.error("--only sft_file needs --sft_file FILE")
     if "trl" in args.sides and importlib.util.find_spec("trl") is None:
         parser.error(
             "--sides trl needs TRL, which is not installed: pip install '.[test]', or give "
@@ -177,11 +170,7 @@ def chosen_works(args: argparse.Namespace) -> list[Work]:
     if args.quick:
         changes |= {"steps": 2, "warmup": 1}
     changes = {name: value for name, value in changes.items() if value is not None}
-    names = args.only or [name for name in WORKS if name != "sft_file" or args.sft_file]
-    works = [replace(WORKS[name], **changes) for name in names]
-    return [
-        replace(w, file=str(args.sft_file.resolve())) if w.name == "sft_file" else w for w in works
-    ]
+    return [replace(WORKS[name], **changes) for name in args.only or WORKS]
 
 
 def compare(work: Work, sides: list[str]) -> list[dict]:

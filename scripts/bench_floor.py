@@ -1,4 +1,4 @@
-"""The least CPU time of a training step on this machine, next to the time of rl_core and TRL.
+"""The least CPU time of a training step on this machine, next to the time of rl_core.
 
     python scripts/bench_floor.py                              GRPO, SFT, DPO, reward model
     python scripts/bench_floor.py --only grpo_ragged --sizes 64x2 128x3 384x6 --out floor.json
@@ -7,17 +7,16 @@ The tasks are those of bench_cpu.py and some of rl_core alone. A floor is the CP
 torch operations with a step's shapes on one thread, each the median of several repetitions: matrix
 products, attention, the operations between them (norms, rotary positions, SwiGLU, softmax), AdamW.
 A floor knows all lengths in advance, has no padding, no copies and no graph, and computes a group's
-prompt once. `bare` has only the products, attention and AdamW. The rows of a floor have the root
-mean square of a step's lengths, which keeps the number of attention pairs. Decoding keeps all
-samples in one batch and drops finished ones at once. `outside` is the share of rl_core's step that
-is neither generation nor a forward, a backward or the optimizer.
+prompt once. The rows of a floor have the root mean square of a step's lengths, which keeps the
+number of attention pairs. Decoding keeps all samples in one batch and drops finished ones at once.
+`outside_frac` is the share of rl_core's step that is neither generation nor a forward, a backward
+or the optimizer.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,13 +29,12 @@ from bench_cpu import run_apart
 from bench_work import (
     OUR_SETTINGS,
     OWN_WORKS,
-    TRL_SETTINGS,
     WORKS,
     Work,
     completion_length,
     make_model,
 )
-from script_tools import make_parser, write_json
+from script_tools import Table, make_parser, write_json
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
@@ -329,31 +327,12 @@ def decode_floor(shape: Shape, step: StepTokens) -> dict[str, float]:
     return seconds
 
 
-def work_of(shape: Shape, step: StepTokens) -> dict[str, float]:
-    """FLOPs and bytes of an update and of decoding: 2 FLOPs per weight and token, 4 per pair, head
-    and head dimension; three times as many with a backward. Bytes count weights, gradients and
-    AdamW's two averages in fp32, each read and written once, and each layer's input in both
-    directions."""
-    pairs = 4 * shape.layers * shape.heads * shape.head_dim * step.pairs
-    blocks = 2 * shape.layers * shape.block_weights * step.learned
-    head = 2 * shape.vocab * shape.hidden * step.trained
-    states = 4 * 7 * shape.weights
-    passes = 4 if step.has_reference else 3
-    return {
-        "learn_gflop": passes * (pairs + blocks + head) / 1e9,
-        "learn_gbyte": (states + 4 * 4 * shape.layers * shape.hidden * step.learned) / 1e9,
-        "decode_gflop": (pairs + blocks + head) / 1e9 if step.turns else 0.0,
-        "decode_gbyte": 4 * shape.weights * sum(map(max, step.turns)) / 1e9,
-    }
-
-
-def seconds_of(work: Work, side: str, model: str, step: StepTokens) -> dict[str, float]:
-    """CPU seconds of a side's step in its best setting: the median over its steps, scaled to the
+def seconds_of(work: Work, model: str, step: StepTokens) -> dict[str, float]:
+    """CPU seconds of rl_core's step in the best setting: the median over steps, scaled to the
     floor's number of tokens."""
-    settings = (OUR_SETTINGS if side == "rl_core" else TRL_SETTINGS)[work.algorithm]
     results = []
-    for setting in settings:
-        m = run_apart(work, side, setting, model)
+    for setting in OUR_SETTINGS[work.algorithm]:
+        m = run_apart(work, "rl_core", setting, model)
         learn, decode, inside = [], [], []
         for i in range(work.warmup, work.all_steps):
             learn.append((m.cpu_s[i] - m.generate_cpu_s[i]) / m.learned_tokens[i])
@@ -368,69 +347,36 @@ def seconds_of(work: Work, side: str, model: str, step: StepTokens) -> dict[str,
     return min(results, key=lambda seconds: seconds["learn_s"] + seconds["decode_s"])
 
 
-def measured(work: Work, sides: list[str]) -> dict:
+def measured(work: Work, has_run: bool) -> dict:
     with tempfile.TemporaryDirectory() as model:
         make_model(work, model)
         shape, step = shape_of(model), step_tokens(work, model)
         learn = learn_floor(shape, step)
         decode = decode_floor(shape, step) if step.turns else {}
         line = {"work": work.name, "size": f"{work.hidden}x{work.layers}"}
-        line |= {"parameters": shape.weights, "tokens": step.learned}
-        line |= work_of(shape, step) | {"learn": learn, "decode": decode}
-        for side in sides:
-            if side == "trl" and work.name in OWN_WORKS:
-                continue
-            print(f"{work.name} {line['size']}: {side}", file=sys.stderr, flush=True)
-            line[side] = seconds_of(work, side, model, step)
-    return line
-
-
-def row(line: dict) -> str:
-    """Milliseconds of learning and decoding: bare floor, floor, each side with its ratio."""
-    cells = [f"{line['work']:<12}{line['size']:>7}"]
-    for phase in ("learn", "decode"):
-        floor = line[phase]
-        if not floor:
-            continue
-        bare = sum(s for name, s in floor.items() if name != "between")
-        total = sum(floor.values())
-        size = f"{line[f'{phase}_gflop']:.2f} GFLOP {line[f'{phase}_gbyte']:.2f} GB"
-        cells.append(f"{phase}: {size} bare {1e3 * bare:6.1f} floor {1e3 * total:6.1f} ms")
-        for side in ("rl_core", "trl"):
-            if side in line:
-                seconds = line[side][f"{phase}_s"]
-                cells.append(f"{side} {1e3 * seconds:6.1f} ({100 * total / seconds:.0f} %)")
-    if "rl_core" in line:
-        cells.append(f"outside {100 * line['rl_core']['outside_frac']:.1f} %")
-    return "  ".join(cells)
+        line |= {"parameters": shape.weights, "learn_floor": learn, "decode_floor": decode}
+        line |= {"learn_floor_s": sum(learn.values()), "decode_floor_s": sum(decode.values())}
+        return line | (seconds_of(work, model, step) if has_run else {})
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    names = [name for name in ALL_WORKS if name != "sft_file"]
-    parser.add_argument("--only", choices=ALL_WORKS, nargs="+", default=names)
+    parser.add_argument("--only", choices=ALL_WORKS, nargs="+", default=list(ALL_WORKS))
     parser.add_argument("--sizes", nargs="+", metavar="HIDDENxLAYERS", help="default: each work's")
-    parser.add_argument("--sft_file", type=Path, help="rows of the task sft_file")
-    parser.add_argument(
-        "--sides", choices=["rl_core", "trl"], nargs="*", default=["rl_core", "trl"]
-    )
+    parser.add_argument("--floor_only", action="store_true", help="do not run rl_core")
     parser.add_argument("--steps", type=int, help="measured steps, after 2 of warm-up")
     parser.add_argument("--out", type=Path, help="JSON file with every figure")
     args = parser.parse_args()
-    if "sft_file" in args.only and not args.sft_file:
-        parser.error("--only sft_file needs --sft_file FILE")
     torch.set_num_threads(1)
-    lines = []
+    phases = ("learn_floor_s", "learn_s", "decode_floor_s", "decode_s", "outside_frac")
+    table, lines = Table(work="<11", size="<7", **dict.fromkeys(phases, ">7.4f")), []
     for name in args.only:
         work = ALL_WORKS[name]
-        work = replace(work, steps=args.steps or work.steps)
-        if args.sft_file:
-            work = replace(work, file=str(args.sft_file.resolve()))
         for size in args.sizes or [f"{work.hidden}x{work.layers}"]:
             hidden, layers = map(int, size.split("x"))
-            sized = replace(work, hidden=hidden, layers=layers)
-            lines.append(measured(sized, args.sides))
-            print(row(lines[-1]), flush=True)
+            sized = replace(work, steps=args.steps or work.steps, hidden=hidden, layers=layers)
+            lines.append(measured(sized, not args.floor_only))
+            table.add(lines[-1])
     write_json(args.out, {"torch": torch.__version__, "lines": lines})
 
 

@@ -110,9 +110,7 @@ def run_trl(work: Work, setting: dict, folder: str) -> Measured:
             }
             for p, r in pairs
         ]
-        config = SFTConfig(
-            **settings, max_length=work.longest if work.file else work.longest_prompt + work.longest
-        )
+        config = SFTConfig(**settings, max_length=work.longest_prompt + work.longest)
         make = SFTTrainer
     data = {
         "train_dataset": Dataset.from_list(rows),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 import resource
 import time
@@ -29,8 +27,6 @@ class Work:
     longest: int  # Length limit; mean == longest gives all completions one length.
     turns: int = 1  # Completions of an episode.
     tool_letters: int = 0  # Letters of the tool message between two turns.
-    file: str = ""  # File of rows {"question", "answer"} instead of random letters.
-    vocab_size: int = 0  # Size of a BPE tokenizer trained on `file`; 0: one token per character.
     hidden: int = 128
     layers: int = 3
     heads: int = 4
@@ -45,7 +41,7 @@ class Work:
 
     @property
     def longest_prompt(self) -> int:
-        return self.longest if self.file else 2 * self.prompt + 3
+        return 2 * self.prompt + 3
 
 
 WORKS = {
@@ -54,16 +50,6 @@ WORKS = {
         Work(name="grpo_short", algorithm="grpo", prompt=5, mean=6, longest=6, steps=20),
         Work(name="grpo_ragged", algorithm="grpo", prompt=37, mean=24, longest=96),
         Work(name="sft_ragged", algorithm="sft", prompt=32, mean=64, longest=256, steps=12),
-        Work(
-            name="sft_file",
-            algorithm="sft",
-            longest=512,
-            hidden=192,
-            layers=5,
-            heads=6,
-            vocab_size=4096,
-            steps=6,
-        ),
     )
 }
 # More work for bench_floor.py, by rl_core alone.
@@ -126,11 +112,6 @@ def rl_prompts(work: Work) -> list[str]:
 def sft_rows(work: Work) -> list[tuple[str, str]]:
     """(prompt, response) of all steps; lengths of prompts vary as much as those of responses."""
     rows: list[tuple[str, str]] = []
-    if work.file:
-        opener = gzip.open if work.file.endswith(".gz") else open
-        with opener(work.file, "rt", encoding="utf-8") as lines:
-            rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
-        return rows[: work.all_steps * NUM_ROWS]
     for i in range(work.all_steps * NUM_ROWS):
         size = random.Random(counter_seed(work.seed, "size", i)).randint(1, 2 * work.prompt)
         prompt = letters(work, size, "prompt", i)
@@ -194,7 +175,6 @@ def peak_mib() -> float:
 
 
 def make_model(work: Work, folder: str) -> None:
-    from make_tiny_model import bpe_tokenizer, make_tiny_model, read_texts
+    from make_tiny_model import make_tiny_model
 
-    tokenizer = bpe_tokenizer(read_texts(work.file), work.vocab_size) if work.file else None
-    make_tiny_model(folder, work.hidden, work.layers, work.heads, work.seed, tokenizer=tokenizer)
+    make_tiny_model(folder, work.hidden, work.layers, work.heads, work.seed)

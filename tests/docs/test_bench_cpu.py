@@ -22,7 +22,7 @@ def test_ragged_lengths_have_the_mean_and_the_tail_that_their_work_names():
 
 
 def test_a_ratio_that_fell_by_more_than_a_tenth_is_told():
-    before = {"grpo_short": 2.0, "grpo_ragged": 3.0, "sft_ragged": 1.5, "sft_file": 1.5}
+    before = {"grpo_short": 2.0, "grpo_ragged": 3.0, "sft_ragged": 1.5, "rm_ragged": 1.5}
     result = {"grpo_short": 1.79, "grpo_ragged": 2.71, "sft_ragged": 1.9, "sft_new": 0.1}
     assert fallen(result, before) == ["grpo_short: 1.79 times, it was 2.00"]
 

@@ -286,12 +286,6 @@ def test_health_and_reflection_tell_of_the_service(service):
     }
 
 
-def test_the_same_key_gives_the_same_session(service):
-    sessions = [service.start(key=f"key {n}") for n in range(9)]
-    assert len(set(sessions)) == 9
-    assert [service.start(key=f"key {n}") for n in reversed(range(9))] == sessions[::-1]
-
-
 def test_starts_wait_in_their_order_and_too_many_are_refused(counter):
     with serving(counter, "--port", 0, "--workers", 1, "--capacity", 1, "--queue", 2) as service:
         service.workers()
