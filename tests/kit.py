@@ -642,14 +642,6 @@ def families(names: Iterable[str]) -> list[Any]:
     ]
 
 
-def loss_rounding(samples: list) -> float:
-    """Bound of the rounding of a loss in fp32, by the sum of absolute terms: the loss is a mean of
-    advantages times logprobs of about 5 nats, each right to 8 units in the last place. Terms may
-    cancel, so that a bound relative to the loss itself would hold on one machine alone."""
-    terms = [5 * abs(value) for each in samples for value in each.advantages[each.loss_mask]]
-    return 8 * 2**-24 * float(sum(terms)) / len(terms)
-
-
 def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
     """The learner of a run with these flags, with its reference and critic if it has them; in fp32
     on a GPU too, unless a flag says otherwise."""
@@ -697,6 +689,24 @@ def gradient(
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     [row] = learn(learner, samples)
     return row["loss"], {name: before[name] - weight for name, weight in learner.named_weights()}
+
+
+def assert_same(grads: dict, wanted: dict, tolerance: float = 2e-6) -> None:
+    """Asserts that gradients are equal by name. A weight that is not in `wanted` has the gradient
+    0."""
+    import torch
+
+    assert wanted.keys() <= grads.keys(), wanted.keys() - grads.keys()
+    assert max(value.abs().max() for value in wanted.values()) > 1e-4, "no gradient to compare"
+    for name, value in grads.items():
+        expected = wanted.get(name, torch.zeros_like(value)).float()
+        torch.testing.assert_close(
+            value.float(),
+            expected,
+            atol=tolerance,
+            rtol=1e-4,
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
 
 
 def metrics(out: Path) -> list[dict]:

@@ -1,5 +1,4 @@
-"""Every part of an algorithm against the paper's formula, written here sequence by sequence and
-token by token."""
+"""Presets, advantages and penalties against the papers' formulas. Losses: test_equivalence.py."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit import metrics, part_of, trajectories, words
-from test_critic import naive_gae, plain_values, with_critic
-from test_learner import assert_same, make_learner, ragged_samples
+from kit import metrics, trajectories, words
+from test_learner import make_learner, ragged_samples
 
-from rl_core.algorithms import PRESETS, kl_estimate, sequence_mean, token_losses
+from rl_core.algorithms import PRESETS, kl_estimate, sequence_mean
 from rl_core.data.episodes import baseline_groups
 from rl_core.learning.advantages import (
     group_advantages,
@@ -25,33 +23,9 @@ from rl_core.learning.advantages import (
     turn_returns,
 )
 from rl_core.learning.kl import sums_to_go
-from rl_core.learning.learner import Learner
 from rl_core.learning.signal import has_signal
 from rl_core.train import main
-from rl_core.types import Completion, TrainingSample, Trajectory, Turn
-
-RL = [name for name, row in PRESETS.items() if row.is_rl]
-MISMATCH = ("--algo.importance_correction", "mask", "--algo.correction_range", "0.5,1.5")
-CASES = [  # preset, flags that change parts of it
-    *((name, ()) for name in RL),
-    ("grpo", ("--algo.aggregation", "sequence")),
-    ("grpo", ("--algo.aggregation", "constant", "--algo.dual_clip", "1.2")),
-    ("grpo", ("--algo.kl_coef", "0.3", "--algo.kl", "k1")),
-    ("grpo", ("--algo.kl_coef", "0.3", "--algo.kl", "k2", "--algo.entropy_coef", "0.1")),
-    ("gspo", ("--algo.kl_coef", "0.3", "--algo.clip_low", "0.02", "--algo.clip_high", "0.03")),
-    ("gspo", ("--algo.kl_coef", "0.3", "--algo.kl_in", "advantage", "--algo.clip_high", "0.05")),
-    ("rloo", ("--algo.kl_coef", "0.1")),
-    ("reinforce_pp", ("--algo.kl_coef", "0.1")),
-    ("ppo", ("--algo.kl_coef", "0.1", "--critic.gamma", "0.98")),
-    ("ppo", ("--algo.kl_coef", "0.1", "--algo.kl_in", "advantage", "--algo.normalize", "none")),
-    ("cispo", ("--algo.advantage", "gae", "--algo.entropy_coef", "0.01")),
-    ("grpo", ("--algo.kl_coef", "0.1", "--algo.kl_in", "advantage")),
-    ("grpo", ("--algo.importance_correction", "tis", "--algo.correction_range", "0.5,1.1")),
-    ("cispo", MISMATCH),
-    ("gspo", ("--algo.importance_correction", "sequence_mask", "--algo.correction_range", "0.9,2")),
-]
-NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
-
+from rl_core.types import Completion, Trajectory, Turn
 
 DEFAULTS = {
     "advantage": "group_norm",
@@ -108,282 +82,6 @@ def test_presets_are_the_papers_settings():
     assert {name: dataclasses.asdict(row) for name, row in PRESETS.items()} == {
         name: DEFAULTS | parts for name, parts in TABLE.items()
     }
-
-
-def make_pair(model_path, preset: str, *flags) -> Learner:
-    """A learner whose reference, if it has one, has other weights; a critic, if it has one, knows
-    something."""
-    learner = make_learner(model_path, *flags, algorithm=preset)
-    if learner.algorithm.has_critic:
-        with_critic(learner)
-    if reference := part_of(learner, "Reference"):
-        torch.manual_seed(0)
-        for p in reference.policy.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return learner
-
-
-def annotated(learner: Learner, samples: list[TrainingSample]):
-    """The minibatch, with old logprobs and an engine's that differ from the learner's, by an amount
-    that hangs on the token alone: any layout of the batch gets the same."""
-    (minibatch,), _ = learner.shard(samples)
-    with torch.no_grad():
-        current = [learner.policy(b, 1.0)[0] for b in minibatch.batches]
-    for batch, logprobs in zip(minibatch.batches, current, strict=True):
-        batch.rollout_logprobs = logprobs + (0.5 * torch.sin(5 * batch.labels.double())).float()
-    learner.annotate([minibatch])
-    for batch, logprobs in zip(minibatch.batches, current, strict=True):
-        batch.old_logprobs = logprobs + (0.5 * torch.sin(3 * batch.labels.double())).float()
-    return minibatch
-
-
-def learner_gradients(learner: Learner, samples) -> tuple[dict[str, torch.Tensor], float]:
-    minibatch, total = annotated(learner, samples), 0.0
-    for batch in minibatch.batches:
-        loss = (
-            token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0))[0].sum()
-            / minibatch.denominator
-        )
-        loss.backward()
-        total += loss.item()
-    grads = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
-    learner.policy.zero_grad()
-    return grads, total
-
-
-def reference_logprobs(learner: Learner, ids_BL: torch.Tensor) -> torch.Tensor:
-    """[B, L-1] of each token but the first, by the plain Hugging Face model."""
-    model = part_of(learner, "Reference").policy.hf
-    model.set_attn_implementation("sdpa")
-    logprobs = model(ids_BL, use_cache=False).logits[:, :-1].log_softmax(-1)
-    model.set_attn_implementation("rl_core_packed")
-    return logprobs.gather(-1, ids_BL[:, 1:, None])[..., 0]
-
-
-def naive_kl(kind: str, d):
-    return {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[kind]
-
-
-def naive_advantages(learner: Learner, s, kl: list[float]) -> list[float]:
-    """Advantages of the trained tokens, minus a KL that is not in the loss."""
-    a = learner.algorithm
-    advantages = [s.advantages[i] for i, m in enumerate(s.loss_mask) if m]
-    if a.kl_in == "reward" and not a.has_critic:
-        kl = [sum(kl[t:]) for t in range(len(kl))]
-    penalty = [0.0] * len(advantages)
-    if a.kl_coef and a.kl_in != "loss":
-        penalty = [a.kl_coef * x for x in kl]
-    if a.has_critic:
-        critic = learner.config.critic
-        rewards = [0.0] * (len(advantages) - 1) + advantages[-1:]
-        if a.kl_in == "reward":
-            rewards = [r - p for r, p in zip(rewards, penalty, strict=True)]
-            penalty = [0.0] * len(advantages)
-        values = plain_values(learner, s)
-        advantages = naive_gae(rewards, values, critic.gamma, critic.gae_lambda)
-    return [x - p for x, p in zip(advantages, penalty, strict=True)]
-
-
-def naive_sequence(learner: Learner, s) -> tuple:
-    """(new, old, rollout and reference logprobs, entropy, advantages) of its trained tokens."""
-    a, ids = learner.algorithm, torch.tensor(s.token_ids[None])
-    logits = learner.policy.hf(ids, use_cache=False).logits[0].log_softmax(-1)
-    at = [i for i, m in enumerate(s.loss_mask) if m]
-    new = torch.stack([logits[i - 1, s.token_ids[i]] for i in at])
-    entropy = torch.stack([-(logits[i - 1].exp() * logits[i - 1]).sum() for i in at])
-    old, rollout = (
-        new.detach() + torch.tensor([0.5 * math.sin(rate * s.token_ids[i]) for i in at])
-        for rate in (3, 5)
-    )
-    ref, kl = None, []
-    if a.kl_coef:
-        ref = reference_logprobs(learner, ids)[0, [i - 1 for i in at]]
-        kl = naive_kl(a.kl, rollout - ref).tolist()
-    return new, old, rollout, ref, entropy, naive_advantages(learner, s, kl)
-
-
-def naive_correction(a, of_token: float, of_sequence: float) -> float:
-    low, high = a.correction_range
-    if a.importance_correction == "tis":
-        return min(of_token, high)
-    if a.importance_correction == "mask":
-        return of_token if low <= of_token <= high else 0.0
-    if a.importance_correction == "sequence_mask":
-        return float(low <= of_sequence <= high)
-    return 1.0
-
-
-def naive_objective(a, ratio, advantage: float, new):
-    if a.objective == "cispo":
-        return -min(max(ratio.item(), 1 - a.clip_low), 1 + a.clip_high) * advantage * new
-    clipped = torch.clamp(ratio, 1 - a.clip_low, 1 + a.clip_high)
-    gain = torch.min(ratio * advantage, clipped * advantage)
-    if a.dual_clip and advantage < 0:
-        gain = torch.max(gain, torch.tensor(a.dual_clip * advantage))
-    return -gain
-
-
-def naive_loss(a, new, old, rollout, ref, entropy, advantages):
-    """The sum over the tokens of a sequence."""
-    whole_ratio = torch.exp((new - old).sum() / len(new))
-    whole_correction = math.exp((old - rollout).mean().item())
-    total = 0.0
-    for t, advantage in enumerate(advantages):
-        ratio = whole_ratio if a.objective == "gspo" else torch.exp(new[t] - old[t])
-        of_token = math.exp((old[t] - rollout[t]).item())
-        correction = naive_correction(a, of_token, whole_correction)
-        loss = naive_objective(a, ratio, advantage, new[t]) * correction
-        if a.kl_coef and a.kl_in == "loss":
-            loss = loss + a.kl_coef * naive_kl(a.kl, new[t] - ref[t])
-        total = total + loss - a.entropy_coef * entropy[t]
-    return total
-
-
-def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, torch.Tensor], float]:
-    """The papers' sums, one sequence after the other through the plain Hugging Face model."""
-    a, model = learner.algorithm, learner.policy.hf
-    model.set_attn_implementation("sdpa")
-    sequences = [naive_sequence(learner, s) for s in samples]
-    model.set_attn_implementation("rl_core_packed")
-    if a.normalize == "batch":
-        every = [x for *_, advantages in sequences for x in advantages]
-        mean = sum(every) / len(every)
-        deviation = (sum((x - mean) ** 2 for x in every) / len(every)) ** 0.5
-        sequences = [
-            (*rest, [(x - mean) / deviation for x in advantages]) for *rest, advantages in sequences
-        ]
-    total, num_tokens = 0.0, sum(len(s[0]) for s in sequences)
-    for *rest, advantages in sequences:
-        denominator = {
-            "token": num_tokens,
-            "sequence": len(advantages) * len(samples),
-            "constant": longest * len(samples),
-        }[a.aggregation]
-        total = total + naive_loss(a, *rest, advantages) / denominator
-    total.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    learner.policy.zero_grad()
-    return grads, total.item()
-
-
-@pytest.mark.parametrize("preset, flags", CASES, ids=NAMES)
-def test_the_loss_is_the_papers_formula_however_the_batch_is_split(preset, flags, tiny_model):
-    samples = ragged_samples(12, shared_prompt=12)
-    learner = make_pair(tiny_model, preset, *flags)
-    want, want_loss = naive_gradients(learner, samples)
-    for tokens in (8192, 100):
-        learner.budget = dataclasses.replace(learner.budget, max_tokens=tokens)
-        assert (len(learner.shard(samples)[0][0].batches) > 1) == (tokens < 8192)
-        got, loss = learner_gradients(learner, samples)
-        assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
-        assert_same(got, want, tolerance=1e-5)
-
-
-def trl_gradients(
-    learner: Learner, model_path, samples, loss_type: str, level: str, delta: float | None, folder
-):
-    """The gradient and loss of TRL's GRPOTrainer on one batch made by hand."""
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    low, high = (
-        (0.02, 0.03) if level == "sequence" else (0.2, 5.0 if loss_type == "cispo" else 0.28)
-    )
-    config = trl.GRPOConfig(
-        output_dir=str(folder),
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        epsilon=low,
-        epsilon_high=high,
-        delta=delta,
-        beta=learner.algorithm.kl_coef,
-        max_completion_length=60,
-        num_generations=2,
-        use_bias_correction_kl=False,  # ours is not weighted by the ratio
-        per_device_train_batch_size=len(samples),
-        gradient_accumulation_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-    )
-    trainer = trl.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model_path),
-        processing_class=AutoTokenizer.from_pretrained(model_path),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": "1"}]),
-    )
-    trainer.current_gradient_accumulation_steps = 1
-    longest = max(len(s.token_ids) for s in samples)
-    columns = [(s.token_ids, s.loss_mask, [1] * len(s.token_ids)) for s in samples]
-    ids, mask, is_token = (
-        torch.tensor([[*map(int, column), *[0] * (longest - len(column))] for column in rows])
-        for rows in zip(*columns, strict=True)
-    )
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": is_token[:, :1],
-        "completion_ids": ids[:, 1:],
-        "completion_mask": is_token[:, 1:],
-        "tool_mask": mask[:, 1:],
-        "num_items_in_batch": mask.sum(),
-        "advantages": torch.tensor([max(s.advantages, key=abs) for s in samples]),
-    }
-    trainer.model.train()
-    with torch.no_grad():
-        current, *_ = trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, is_token, longest - 1
-        )
-    inputs["old_per_token_logps"] = current + (0.5 * torch.sin(3 * ids[:, 1:].double())).float()
-    if part_of(learner, "Reference"):
-        # Padding stands last and is masked.
-        inputs["ref_per_token_logps"] = reference_logprobs(learner, ids)
-    loss = trainer._compute_loss(trainer.model, inputs)
-    loss.backward()
-    return {n: p.grad.clone() for n, p in trainer.model.named_parameters()}, loss.item()
-
-
-HIGH = ("--algo.clip_high", "0.28")
-
-
-@pytest.mark.parametrize(
-    "loss_type, level, delta, beta, preset, flags",
-    [
-        ("grpo", "token", None, 0.0, "grpo", (*HIGH, "--algo.aggregation", "sequence")),
-        (
-            "grpo",
-            "token",
-            1.4,
-            0.3,
-            "grpo",
-            (*HIGH, "--algo.aggregation", "sequence", "--algo.dual_clip", "1.4"),
-        ),
-        ("bnpo", "token", None, 0.3, "grpo", HIGH),
-        ("dapo", "token", None, 0.0, "dapo", ()),
-        ("dr_grpo", "token", None, 0.0, "dr_grpo", HIGH),
-        ("cispo", "token", None, 0.0, "cispo", ()),
-        (
-            "grpo",
-            "sequence",
-            None,
-            0.0,
-            "gspo",
-            ("--algo.clip_low", "0.02", "--algo.clip_high", "0.03"),
-        ),
-    ],
-)
-def test_the_loss_is_trls_where_it_computes_the_same(
-    loss_type, level, delta, beta, preset, flags, tiny_model, tmp_path
-):
-    samples = ragged_samples(8)
-    learner = make_pair(
-        tiny_model, preset, *flags, *(["--algo.kl_coef", str(beta)] if beta else [])
-    )
-    want, want_loss = trl_gradients(learner, tiny_model, samples, loss_type, level, delta, tmp_path)
-    got, loss = learner_gradients(learner, samples)
-    assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
-    assert_same(got, want, tolerance=1e-5)
 
 
 def test_advantages_are_the_papers_formulas():
@@ -541,27 +239,9 @@ def advantage_fn(rewards): return {0}
 
 def run_custom(returned: str, tiny_model, folder, *flags) -> int:
     (folder / "env.py").write_text(CUSTOM.format(returned))
-    flags = [
-        "--max_tokens",
-        "6",
-        "--tasks_per_step",
-        "4",
-        "--num_steps",
-        "1",
-        "--group_size",
-        "4",
-        *flags,
-    ]
+    flags = words("--max_tokens 6 --tasks_per_step 4 --num_steps 1 --group_size 4", flags)
     return main(
-        [
-            "--model",
-            str(tiny_model),
-            "--env_path",
-            str(folder / "env.py"),
-            *flags,
-            "--out",
-            str(folder / "o"),
-        ]
+        words("--model", tiny_model, "--env_path", folder / "env.py", flags, "--out", folder / "o")
     )
 
 
@@ -606,24 +286,8 @@ def test_groups_without_signal_are_refilled(tiny_model, tmp_path):
     (tmp_path / "env.py").write_text(
         SOME_SIGNAL.replace("hash(completion)", "sum(map(ord, completion))")
     )
-    flags = [
-        "--model",
-        str(tiny_model),
-        "--env_path",
-        str(tmp_path / "env.py"),
-        "--max_tokens",
-        "12",
-    ]
-    flags += [
-        "--tasks_per_step",
-        "3",
-        "--group_size",
-        "4",
-        "--data.shuffle",
-        "false",
-        "--optim.lr",
-        "1e-3",
-    ]
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--max_tokens 12")
+    flags += words("--tasks_per_step 3 --group_size 4 --data.shuffle false --optim.lr 1e-3")
     flags += ["--algo.dynamic_sampling_rounds", "9"]
     flags += ["--sampling.stop", '["a","b","c","d","e","f","g"]']  # replies of many lengths
     out = tmp_path / "whole"
@@ -660,24 +324,8 @@ def test_groups_without_signal_are_refilled(tiny_model, tmp_path):
 
 def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
     (tmp_path / "env.py").write_text(SOME_SIGNAL.replace("n % 3 == 0", "n == 1"))
-    flags = [
-        "--model",
-        str(tiny_model),
-        "--env_path",
-        str(tmp_path / "env.py"),
-        "--max_tokens",
-        "8",
-    ]
-    flags += [
-        "--tasks_per_step",
-        "3",
-        "--group_size",
-        "4",
-        "--data.shuffle",
-        "false",
-        "--num_steps",
-        "1",
-    ]
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--max_tokens 8")
+    flags += words("--tasks_per_step 3 --group_size 4 --data.shuffle false --num_steps 1")
     assert (
         main([*flags, "--algo.dynamic_sampling_rounds", "2", "--out", str(tmp_path / "run")]) == 0
     )

@@ -15,7 +15,7 @@ import kit
 import peft
 import pytest
 import torch
-from kit import answer, make_learner, of_ranks, sample
+from kit import answer, assert_same, make_learner, of_ranks, sample
 from models_table import ENV, FAMILIES, family_config, load_plain, make_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,15 +80,6 @@ def read(samples, ids) -> torch.Tensor:
     return torch.arange(ids.shape[1]) < lengths[:, None] - 1
 
 
-def assert_same(actual, wanted, tolerance=2e-6):
-    assert actual.keys() == wanted.keys()
-    assert max(value.abs().max() for value in wanted.values()) > 1e-4, "no gradient to compare"
-    for name in wanted:
-        torch.testing.assert_close(
-            actual[name], wanted[name], atol=tolerance, rtol=1e-4, msg=lambda m, n=name: f"{n} {m}"
-        )
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(family, name):
     samples, coef = imitated(prompts=(1, 7, 4)), 0.5
@@ -151,71 +142,12 @@ def test_loss_and_load_are_the_formulas_written_out(family, name):
     assert row["expert_load_maxvio"] == pytest.approx(sum(violations) / len(violations), rel=1e-6)
 
 
-SPLITS = {
-    "microbatches": "--learner.microbatch_tokens 104",
-    "recomputed": "--learner.activations recompute --learner.microbatch_tokens 104",
-    "offloaded": "--learner.activations offload",
-}
-
-
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_splits_of_a_minibatch_give_one_loss_load_and_gradient(family, name, split):
-    """A prompt of 60 tokens is shared in one microbatch, and stands alone in another."""
-    samples = imitated(prompts=(60, 3))
-    row, wanted = update(family(name), samples, COEF, "0.5")
-    other, grads = update(family(name), samples, COEF, "0.5", SPLITS[split])
-    for key in ("router_aux_loss", "expert_load_maxvio", "loss"):
-        assert other[key] == pytest.approx(row[key], rel=1e-5), key
-    assert_same(grads, wanted)
-
-
 def test_an_update_leaves_no_graph_behind(family):
     learner = make_learner(family("qwen3_moe"), SFT, COEF, "0.5")
     kit.learn(learner, imitated())
     kept = kit.part_of(learner, "Experts")
     assert not kept.aux_loss.requires_grad and not kept.counts.requires_grad
     assert not kept.routers.logits and kept.routers.forced is None
-
-
-def compare(ranks, folder, out) -> dict:
-    """Every rank: the change of an update, and its metrics, for meshes of these
-    ranks."""
-    from rl_core.distributed import Mesh, on_mesh
-    from rl_core.metrics import reduce_metrics
-
-    rows = {}
-    for name, mesh in {
-        "dp": Mesh(dp_shard=2),
-        "cp": Mesh(cp=2),
-        "hsdp": Mesh(dp_replicate=2),
-    }.items():
-        divided, samples = on_mesh(ranks, mesh), imitated(prompts=(60, 3))
-        flags = [
-            f"--cp {mesh.cp} --dp_replicate {mesh.dp_replicate}",
-            "--learner.microbatch_tokens 104",
-        ]
-        learner = make_learner(folder, SFT, SGD, COEF, "0.5", *flags, ranks=divided)
-        before = {name: weight.clone() for name, weight in learner.named_weights()}
-        minibatches, _ = learner.shard(samples[ranks.rank :: 2])
-        learner.annotate(minibatches)
-        row = reduce_metrics(learner.step(minibatches, 0), divided)
-        torch.save(
-            {n: before[n] - w for n, w in learner.named_weights()}, f"{out}.{name}.{ranks.rank}"
-        )
-        rows[name] = row
-    return rows
-
-
-def test_ranks_give_one_loss_load_and_gradient(family, tmp_path):
-    row, wanted = update(family("qwen3_moe"), imitated(prompts=(60, 3)), COEF, "0.5")
-    for rank, rows in enumerate(
-        of_ranks(2, __file__, "compare", family("qwen3_moe"), tmp_path / "taken")
-    ):
-        for name, values in rows.items():
-            for key in ("router_aux_loss", "expert_load_maxvio", "loss"):
-                assert values[key] == pytest.approx(row[key], rel=1e-5), (name, key)
-            assert_same(torch.load(tmp_path / f"taken.{name}.{rank}"), wanted)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import transformers
-from kit import embedded, families, longrope, make_learner, make_skeleton, sample, steps
+from kit import embedded, families, longrope, make_learner, make_skeleton, sample, steps, words
 from models_table import (
     FAMILIES,
     LIMITS,
@@ -121,17 +121,9 @@ def test_a_head_that_computes_something_else_is_found_in_every_family(name, tmp_
 def test_padded_rows_are_the_same_over_two_ranks_and_are_not_cut(tmp_path, torchrun):
     make_family(tmp_path / "model", "lfm2")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    flags = [
-        "-m",
-        "rl_core.train",
-        "--algorithm",
-        "sft",
-        "--model",
-        tmp_path / "model",
-        "--num_steps",
-        2,
-        *LIMITS,
-    ]
+    flags = words(
+        "-m rl_core.train --algorithm sft --model", tmp_path / "model", "--num_steps 2", LIMITS
+    )
     flags += ["--data.train", tmp_path / "rows.jsonl", "--optim.name", "sgd"]
     for num in (1, 2):
         printed = torchrun(num, *map(str, [*flags, "--out", tmp_path / f"{num}"])).stdout

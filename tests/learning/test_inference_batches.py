@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
-from kit import answer, make_learner, of_ranks, words
+from kit import make_learner
 from test_learner import ragged_samples
 from transformers import AutoModelForCausalLM
 
-from rl_core.config import parse_config
-from rl_core.distributed import Ranks
 from rl_core.learning.no_grad_batches import (
-    ANNOTATED,
     activation_bytes,
     join_batches,
     num_joined,
     widths,
 )
-from rl_core.plan.option_rules import check_options
 
 SMALL = "--learner.microbatch_tokens 100 --learner.updates_per_epoch 2"
-CASES = {
-    "old": "--learner.epochs 2",
-    "reference": "--algo.kl_coef 0.1",
-    "critic": "--algorithm ppo",
-    "critic, KL in the reward": "--algorithm ppo --algo.kl_coef 0.1 --algo.kl_in reward",
-    "batch": "--algorithm reinforce_pp --algo.kl_coef 0.1",
-}
 
 
 def annotated(model, flags: str, samples: list, ranks=None) -> tuple[list, int]:
@@ -41,28 +29,6 @@ def annotated(model, flags: str, samples: list, ranks=None) -> tuple[list, int]:
     for minibatch in minibatches:
         batches += minibatch.batches
     return batches, len(count)
-
-
-def assert_equal_batches(joined: list, alone: list) -> None:
-    assert len(joined) == len(alone)
-    for mine, theirs in zip(joined, alone, strict=True):
-        for name in ANNOTATED:
-            ours, expected = getattr(mine, name), getattr(theirs, name)
-            assert (ours is None) == (expected is None), name
-            if ours is not None:
-                torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shared", [0, 20])
-def test_joined_forwards_fill_in_what_single_ones_do(tiny_model, case, shared):
-    samples = ragged_samples(24, shared_prompt=shared)
-    alone, _ = annotated(tiny_model, CASES[case], samples)
-    joined, _ = annotated(
-        tiny_model, f"{CASES[case]} --learner.logprob_microbatch_tokens 400", samples
-    )
-    assert len(alone) > 4
-    assert_equal_batches(joined, alone)
 
 
 def test_old_logprobs_of_joined_batches_are_those_of_transformers(tiny_model):
@@ -94,22 +60,6 @@ def test_forwards_without_gradient_are_fewer_by_the_ratio_of_the_flags(tiny_mode
     assert joined == -(-alone // 3) < alone
 
 
-def joined_on_ranks(ranks: Ranks, model: str, flags: str) -> list:
-    samples = ragged_samples(24)[ranks.rank :: ranks.size]
-    batches, _ = annotated(model, flags, samples, ranks)
-    return [batch.old_logprobs.tolist() for batch in batches]
-
-
-def test_two_ranks_join_in_step(tiny_model):
-    flags = "--learner.epochs 2"
-    case = __file__, "joined_on_ranks", str(tiny_model)
-    alone = of_ranks(2, *case, flags)
-    joined = of_ranks(2, *case, f"{flags} --learner.logprob_microbatch_tokens 200")
-    for mine, theirs in zip(joined, alone, strict=True):
-        for ours, expected in zip(mine, theirs, strict=True):
-            assert ours == pytest.approx(expected, abs=1e-5)
-
-
 def test_rows_of_fewer_ids_are_filled_when_they_are_joined(tiny_model):
     learner = make_learner(tiny_model, SMALL)
     [minibatch, *_], _ = learner.shard(ragged_samples(24))
@@ -136,25 +86,3 @@ def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
         tiny_model, "--learner.logprob_microbatch_tokens auto --learner.activations recompute"
     )
     assert num_joined(deep) == 1  # recomputed, a block's activations are all that is kept
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (
-            "--learner.logprob_microbatch_tokens 9000",
-            "at least twice --learner.microbatch_tokens=8192",
-        ),
-        ("--learner.logprob_microbatch_tokens 20000 --cp 2", "--cp=2"),
-        ("--learner.logprob_microbatch_tokens auto --algo.teacher self", "leave it out"),
-        ("--learner.logprob_microbatch_tokens automatic", "logprob_microbatch_tokens"),
-    ],
-)
-def test_what_cannot_be_joined_is_refused(flags, message):
-    arguments = words("--model m --env_path e.py --out x --engine embedded", flags)
-    with pytest.raises(ValueError, match=message):
-        check_options(parse_config(arguments))
-
-
-if __name__ == "__main__":
-    answer(globals())

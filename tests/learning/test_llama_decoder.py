@@ -6,52 +6,18 @@ import math
 
 import pytest
 import torch
-from kit import loss_rounding
-from test_learner import assert_same, gradients, make_learner, ragged_samples
+from kit import assert_same
+from test_learner import make_learner, ragged_samples
 from test_lora import make_lora_learner, with_random_adapters
-from test_memory import save_model
 
 from rl_core.models.kernels import llama_cpu
 from rl_core.models.kernels.llama_cpu import OneDNNLinear, RMSNorm, Rotary
-
-
-def both_gradients(learner) -> list[dict[str, torch.Tensor]]:
-    """By the decoder that stands in for the model's own, and by that."""
-    assert learner.policy.decoder is not None
-    both = [gradients(learner, ragged_samples(), 0.3)]
-    learner.policy.use_decoder(None)
-    both.append(gradients(learner, ragged_samples(), 0.3))
-    (mine, loss), (plain, plain_loss) = both
-    assert loss == pytest.approx(plain_loss, abs=loss_rounding(ragged_samples()))
-    return [mine, plain]
-
-
-WINDOWS = {
-    "qwen3": {},
-    "llama": {"sliding_window": 4},  # Llama's configuration has no such key.
-    "mistral": {"sliding_window": 4},
-    "qwen2": {
-        "use_sliding_window": True,
-        "sliding_window": 4,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-}
 
 
 @pytest.fixture(params=[0, math.inf], ids=["onednn", "mkl"])
 def products(request, monkeypatch):
     """Products of all sizes by oneDNN, on CPUs where any is, and of none."""
     monkeypatch.setattr(llama_cpu, "LARGE_PRODUCT", request.param)
-
-
-@pytest.mark.parametrize("arch", WINDOWS)
-def test_gradients_are_those_of_the_models_own_forward(make_model, tmp_path, arch, products):
-    like = make_model(arch="llama" if arch == "mistral" else arch)
-    kind = {"model_type": "mistral"} if arch == "mistral" else {}
-    folder = save_model(tmp_path / arch, like, dtype=torch.float32, **kind, **WINDOWS[arch])
-    learner = make_learner(folder, algorithm="grpo")
-    assert learner.policy.hf.config.model_type == arch
-    assert_same(*both_gradients(learner))
 
 
 def test_gradients_of_adapters_are_those_of_the_models_own_forward(tiny_model, products):

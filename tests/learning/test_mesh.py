@@ -19,6 +19,7 @@ import pytest
 import torch
 from kit import answer, make_learner, of_ranks, run_ranks, sample, words
 from safetensors.torch import load_file, save_file
+from test_equivalence import draw_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +28,8 @@ from rl_core.config import LoraConfig, parse_config
 from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
 from rl_core.learners import make_policy
 from rl_core.learning.gradient_averaging import average_gradients
+from rl_core.learning.teachers.distill import local_rows
+from rl_core.learning.teachers.divergence import TopTokens, fused_divergence, make_form
 from rl_core.metrics import reduce_metrics
 from rl_core.models import logprobs as fused
 from rl_core.parallel import replicas
@@ -60,65 +63,34 @@ ADAMW = (
 # Shapes of models. kv: key and value heads, by which tp is bounded. Sizes that tp divides but tp x
 # dp does not, and words that tp does not: 109 are 55 + 54, and in thirds 19 + 19 + 17 and 18 + 18 +
 # 18, which DTensor's own split would not give.
+HALVES, QUARTERS = {"num_key_value_heads": 2}, {"num_key_value_heads": 4}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 MODELS = {
-    "qwen3": {"arch": "qwen3", "tied": True, "vocab_size": 104, "kv": 2, "intermediate_size": 70},
-    "qwen3 untied": {
-        "arch": "qwen3",
-        "tied": False,
-        "vocab_size": 107,
-        "kv": 4,
-        "intermediate_size": 72,
-    },
-    "qwen2 uneven": {
-        "arch": "qwen2",
-        "tied": True,
-        "vocab_size": 109,
-        "kv": 2,
-        "intermediate_size": 72,
-    },
-    "llama biased": {
-        "arch": "llama",
-        "tied": True,
-        "vocab_size": 104,
-        "kv": 2,
-        "intermediate_size": 72,
-        "bias": True,
-    },
+    "qwen3": ("qwen3", TIED | HALVES | {"intermediate_size": 70}),
+    "qwen3 untied": ("qwen3", UNTIED | QUARTERS | {"vocab_size": 107}),
+    "qwen2 uneven": ("qwen2", TIED | HALVES | {"vocab_size": 109}),
+    "llama biased": ("llama", TIED | HALVES | {"attention_bias": True, "mlp_bias": True}),
 }
 FIRST = list(MESHES)[:7]
-# Each way to divide samples, sequences and weights once: heads for scores and values are not split.
-PARTS = ["dp 4", "hsdp 2 x cp 2"]
-HEADS = ["hsdp 2 x cp 2", "tp 2 x dp 2"]
-TP = ["tp 2 x dp 2"]
+EPOCHS = "--learner.updates_per_epoch 2 --learner.epochs 2"
+RECOMPUTED = f"{ADAMW} --learner.activations recompute"
 # Name -> (model, flags, number of samples -> meshes). Two samples are fewer than the ranks that
-# train on different ones. What a loss does with its share of samples and tokens does not depend on
-# how weights lie: --slow runs each loss on all of FIRST.
+# train on different ones. test_equivalence.py has every loss on two ranks: here are each way to
+# divide samples, sequences and weights, several updates, and the optimizer's state.
 CASES = {
-    "sft": ("qwen3", f"{SGD} --algorithm sft", {14: PARTS}),
     "grpo": (
         "qwen3",
-        f"{SGD} --learner.updates_per_epoch 2 --learner.epochs 2 --algo.kl_coef 0.1",
-        {14: FIRST, 2: PARTS},
+        f"{SGD} {EPOCHS} --algo.kl_coef 0.1",
+        {14: FIRST, 2: ["dp 4", "hsdp 2 x cp 2"]},
     ),
-    "top_k": (
-        "qwen3",
-        f"{SGD} --sampling.top_k 5 --learner.epochs 2 --algo.kl_coef 0.1 --algo.entropy_coef 0.01",
-        {14: HEADS, 2: []},
-    ),
-    "gspo": ("qwen3", f"{SGD} --algorithm gspo --learner.epochs 2", {14: PARTS}),
-    "reinforce_pp": ("qwen3", f"{SGD} --algorithm reinforce_pp --algo.kl_coef 0.1", {14: PARTS}),
-    "ppo": ("qwen3", f"{SGD} --algorithm ppo --learner.epochs 2", {14: HEADS}),
-    "dpo": (
-        "qwen3",
-        f"{SGD} --algorithm dpo --learner.microbatch_tokens 400",
-        {14: PARTS, 2: []},
-    ),
-    "rm": ("qwen3", f"{SGD} --algorithm rm --learner.microbatch_tokens 400", {2: HEADS}),
+    "top_k": ("qwen3", f"{SGD} --sampling.top_k 5 --learner.epochs 2", {14: ["hsdp 2 x cp 2"]}),
+    "ppo": ("qwen3", f"{SGD} --algorithm ppo {EPOCHS}", {14: ["hsdp 2 x cp 2", "copies 4"]}),
+    "rm": ("qwen3", f"{SGD} --algorithm rm", {2: ["dp 4", "tp 2 x dp 2"]}),
     "adamw": ("qwen3", ADAMW, {14: ["hsdp 2 x tp 2", "copies 4"]}),
     "untied top_k": ("qwen3 untied", f"{ADAMW} --sampling.top_k 5", {14: ["tp 4"]}),
-    "untied": ("qwen3 untied", ADAMW, {14: [*TP, "cp 2 x tp 2", "dp 3 x tp 2"]}),
-    "uneven": ("qwen2 uneven", ADAMW, {14: [*TP, "dp 3 x tp 2"]}),
-    "biased": ("llama biased", f"{ADAMW} --learner.activations recompute", {14: TP}),
+    "untied": ("qwen3 untied", ADAMW, {14: ["tp 2 x dp 2", "cp 2 x tp 2", "dp 3 x tp 2"]}),
+    "uneven": ("qwen2 uneven", ADAMW, {14: ["tp 2 x dp 2", "dp 3 x tp 2"]}),
+    "biased": ("llama biased", RECOMPUTED, {14: ["tp 2 x dp 2"]}),
 }
 SAVED = [
     ("adamw", 14, "hsdp 2 x tp 2"),
@@ -132,42 +104,11 @@ ALL = [
     for num, meshes in meshes_of.items()
     for mesh in meshes
 ]
-LOSSES = [(case, num, mesh) for case in list(CASES)[:8] for num in CASES[case][2] for mesh in FIRST]
-SLOW = [case for case in ALL if MESHES[case[-1]].size == 6] + [
-    case for case in LOSSES if case not in ALL
-]
+SLOW = [case for case in ALL if MESHES[case[-1]].size == 6]
 
 
 def marked(cases: list[tuple]) -> list:
     return [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else []) for case in cases]
-
-
-def make_models(folder: Path) -> None:
-    """Every weight is drawn, norms and biases too, so that none is neutral."""
-    from rl_core.tools.tiny_model import character_tokenizer
-
-    for name, shape in MODELS.items():
-        sizes = {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "head_dim": 8,
-            "num_labels": 1,
-        }
-        sizes |= {
-            "num_key_value_heads": shape["kv"],
-            "tie_word_embeddings": shape["tied"],
-            "dtype": "float32",
-        }
-        sizes |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-        sizes |= {"attention_bias": True, "mlp_bias": True} if "bias" in shape else {}
-        sizes |= {key: shape[key] for key in ("vocab_size", "intermediate_size")}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape["arch"], **sizes))
-        draw = torch.Generator().manual_seed(0)
-        for n, p in model.named_parameters():
-            p.data = ("norm" in n) + 0.1 * torch.randn(p.shape, generator=draw)
-        model.save_pretrained(folder / name)
-        character_tokenizer().save_pretrained(folder / name)
 
 
 def ragged(num: int, seed: int, is_pairs: bool) -> list[TrainingSample]:
@@ -292,8 +233,8 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
 
 
 def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
-    """Distances of logprobs and gradients from an unsplit vocabulary's: one tile and several, by
-    torch and by Triton."""
+    """Distances of logprobs, of the divergence from a teacher's top tokens and of gradients from an
+    unsplit vocabulary's: one tile and several, by torch and by Triton."""
     mesh, distances = init_device_mesh("cpu", (ranks.size,)), {}
     kernels = {"torch": None}
     if importlib.util.find_spec("triton"):
@@ -307,6 +248,7 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
         hidden, weight = (torch.randn(n, 16, generator=draw) for n in (num_tokens, num_words))
         labels = torch.randint(num_words, (num_tokens,), generator=draw)
         share = torch.randn(num_tokens, generator=draw) / num_tokens
+        logq, top = torch.randn(num_tokens, num_words, generator=draw).log_softmax(-1).topk(7)
         for split in (False, True):
             h, w = hidden.clone().requires_grad_(), weight.clone()
             w = (distribute_tensor(w, mesh, [Shard(0)]) if split else w).requires_grad_()
@@ -314,9 +256,15 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
                 logprobs, entropy = split_logprobs(h, w, labels, 0.7, None, kernels[kind])
             else:
                 logprobs, entropy = fused.fused_logprobs(h, w, labels, 0.7)
-            ((logprobs + entropy) * share).sum().backward()
+            rows, first, merges = local_rows(w)
+            target = TopTokens(top, logq, make_form("jsd", 0.3), first)
+            divergence = fused_divergence((h, rows, 0.7, None), target, len(rows), merges)
+            ((logprobs + entropy + divergence) * share).sum().backward()
             both.append(
-                {str(i): full(value) for i, value in enumerate((logprobs, entropy, h.grad, w.grad))}
+                {
+                    str(i): full(value)
+                    for i, value in enumerate((logprobs, entropy, divergence, h.grad, w.grad))
+                }
             )
         distances[f"{kind} {num_tokens}"] = distance(*both)
     return distances
@@ -342,14 +290,9 @@ def in_bf16(path: Path, ranks: Ranks, alone: Ranks) -> dict[str, float]:
 def results(request, tmp_path_factory):
     """results(number of ranks) -> what compare() found, and what one rank did."""
     folder, facts, of_size = tmp_path_factory.mktemp("mesh"), {}, {}
-    cases = json.dumps(
-        [
-            case
-            for case in dict.fromkeys(ALL + LOSSES)
-            if request.config.option.slow or case not in SLOW
-        ]
-    )
-    make_models(folder)
+    cases = json.dumps([case for case in ALL if request.config.option.slow or case not in SLOW])
+    for name, (arch, sizes) in MODELS.items():
+        draw_model(folder / name, arch, **sizes)
     for case, (model, flags, nums) in CASES.items():
         for num in nums:
             learner = make_learner(folder / model, flags)
@@ -369,7 +312,7 @@ def results(request, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("case, num, mesh", marked(list(dict.fromkeys(ALL + LOSSES))))
+@pytest.mark.parametrize("case, num, mesh", marked(ALL))
 def test_an_update_is_the_same_on_every_mesh(results, case, num, mesh):
     result, facts = results(MESHES[mesh].size)
     result, expected = result[f"{case}, {num}, {mesh}"], facts[f"{case}, {num}"]
@@ -377,7 +320,7 @@ def test_an_update_is_the_same_on_every_mesh(results, case, num, mesh):
     for name, value in expected.items():
         assert result["facts"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert result["trained"] < 1e-5
-    if case not in ("sft", "rm"):
+    if case != "rm":
         # Norms and some biases are whole on every rank.
         assert result["held"] == pytest.approx(1, abs=0.06)
 

@@ -171,26 +171,14 @@ def state_of(out, step: int) -> dict:
 def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
     tiny_model, sort_data, torchrun, tmp_path, capsys
 ):
-    args = [
-        "--algorithm",
-        "sft",
-        "--model",
+    args = words(
+        "--algorithm sft --model",
         tiny_model,
         "--data.train",
         sort_data / "few.jsonl",
-        "--tasks_per_step",
-        7,
-    ]
-    args += [
-        "--max_tokens",
-        8,
-        "--max_prompt_tokens",
-        16,
-        "--optim.lr",
-        "3e-3",
-        "--optim.name",
-        "adamw8bit",
-    ]
+        "--tasks_per_step 7",
+    )
+    args += words("--max_tokens 8 --max_prompt_tokens 16 --optim.lr 3e-3 --optim.name adamw8bit")
     # The checkpoint follows an evaluation, after which FSDP's root is still whole.
     args += ["--data.eval", sort_data / "few.jsonl", "--eval.num_tasks", 6, "--eval_every", 2]
     uninterrupted, parts = (

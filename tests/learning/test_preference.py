@@ -13,9 +13,8 @@ import shutil
 import kit
 import pytest
 import torch
-from kit import ROOT, metrics
+from kit import ROOT, assert_same, metrics, words
 from test_chat import CHATML, make_tokenizer
-from test_learner import assert_same
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_core.config import PreferenceConfig
@@ -414,25 +413,6 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
     assert_same(ours, expected, 1e-5)
 
 
-@pytest.mark.parametrize("algorithm", ["dpo", "rm"])
-def test_microbatches_of_pairs_give_the_same_gradient_as_one(tiny_model, algorithm):
-    one = make_learner(tiny_model, algorithm=algorithm)
-    many = make_learner(
-        tiny_model,
-        "--max_prompt_tokens 21 --max_tokens 21 --learner.microbatch_tokens 84",
-        algorithm=algorithm,
-    )
-    rows = [row | {"prompt": row["prompt"][:16]} for row in ROWS * 3]
-    # It is not worth sharing their prompt.
-    rows += [{"prompt": "8", "chosen": "so " * 30, "rejected": "no " * 25}] * 2
-    samples = pair_samples(tiny_model, rows, algorithm)
-    assert len(one.shard(samples)[0][0].batches) == 1
-    assert len(many.shard(samples)[0][0].batches) >= 4
-    (a, loss_a), (b, loss_b) = gradients(one, samples), gradients(many, samples)
-    assert loss_a == pytest.approx(loss_b, rel=2e-6)
-    assert_same(a, b)
-
-
 def test_a_pair_computes_its_prompt_once(tiny_model):
     learner = make_learner(tiny_model)
     rows = [
@@ -466,7 +446,7 @@ def pair_data(tmp_path_factory):
 
 
 def flags_of(algorithm, model, data, out, *more):
-    flags = [
+    flags = words(
         "--algorithm",
         algorithm,
         "--model",
@@ -475,18 +455,10 @@ def flags_of(algorithm, model, data, out, *more):
         data / "train.jsonl",
         "--out",
         out,
-    ]
-    flags += [
-        "--max_prompt_tokens",
-        20,
-        "--max_tokens",
-        8,
-        "--optim.lr",
-        "1e-3",
-        "--tasks_per_step",
-        16,
-        *more,
-    ]
+    )
+    flags += words(
+        "--max_prompt_tokens 20 --max_tokens 8 --optim.lr 1e-3 --tasks_per_step 16", more
+    )
     return [str(flag) for flag in flags]
 
 
@@ -548,24 +520,8 @@ def test_the_reward_model_of_the_docs_example_rewards_episodes(
     env = tmp_path / "env.py"
     env.write_text(example.replace("runs/rm/hf/policy", str(preference_runs["rm"] / "hf/policy")))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "52341"}\n')
-    flags = [
-        "--model",
-        str(tiny_model),
-        "--env_path",
-        str(env),
-        "--data.train",
-        str(tmp_path / "rows.jsonl"),
-    ]
-    flags += [
-        "--max_tokens",
-        "8",
-        "--max_prompt_tokens",
-        "20",
-        "--tasks_per_step",
-        "2",
-        "--num_steps",
-        "1",
-    ]
+    flags = words("--model", tiny_model, "--env_path", env, "--data.train", tmp_path / "rows.jsonl")
+    flags += words("--max_tokens 8 --max_prompt_tokens 20 --tasks_per_step 2 --num_steps 1")
     assert main([*flags, "--out", str(tmp_path / "run")]) == 0
     (row,) = metrics(tmp_path / "run")
     assert row["rollout/policy/failed"] == 0 and row["rollout/policy/zero_signal_frac"] < 1

@@ -1,8 +1,5 @@
 """Router replay: the experts that the engine chose are those of the learner, whatever its routers
-would choose.
-
-As a program it is one rank of a comparison.
-"""
+would choose."""
 
 from __future__ import annotations
 
@@ -13,16 +10,15 @@ import random
 import kit
 import pytest
 import torch
-from kit import answer, embedded, make_learner, of_ranks, trajectories
+from kit import embedded, make_learner, trajectories
 from models_table import load_plain
-from test_experts import COEF, SGD, assert_same, family, imitated  # noqa: F401
+from test_experts import family  # noqa: F401
 
 from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import init_ranks
 from rl_core.engines.options import engine_factory
 from rl_core.engines.router_recorder import Recorder
-from rl_core.learning.padded_forward import choose_forward
 from rl_core.plan.plan import make_chats
 from rl_core.types import SamplingParams, Turn
 
@@ -111,110 +107,6 @@ def test_the_learner_goes_by_the_engines_experts_and_is_nearer_to_it(family):  #
     assert results[REPLAY][1] < results[""][1]
 
 
-def with_experts(samples) -> list:
-    """Experts at random, those of a prompt for all that share it."""
-    for s in samples:
-        prompt = len(s.token_ids) - int(s.loss_mask.sum())
-        for tokens, seed in (
-            (slice(0, prompt), s.group_id),
-            (slice(prompt, None), str(s.token_ids.tolist())),
-        ):
-            draw = random.Random(seed)
-            drawn = [[draw.sample(range(4), 2) for _ in range(2)] for _ in s.token_ids[tokens]]
-            known = torch.tensor(drawn, dtype=torch.int16)
-            s.experts = (
-                known.numpy()
-                if tokens.start == 0
-                else torch.cat([torch.from_numpy(s.experts), known]).numpy()
-            )
-        s.experts = s.experts[:-1]
-    return samples
-
-
-def written_out(folder, samples) -> dict[str, torch.Tensor]:
-    """The gradient of the mean loss by transformers, with routers that are the formula of Mixtral
-    over given experts."""
-    model, lost = load_plain(folder), []
-    for s in samples:
-        experts = torch.from_numpy(s.experts).long()
-
-        def route(number, router, hidden, experts=experts):
-            logits = hidden[0].reshape(-1, hidden[0].shape[-1]) @ router.weight.T
-            weights = logits.softmax(-1).gather(1, experts[:, number])
-            return logits, weights / weights.sum(-1, keepdim=True), experts[:, number]
-
-        hooks = [
-            m.register_forward_hook(lambda m, hidden, _, n=n, route=route: route(n, m, hidden))
-            for n, m in enumerate(routers_of(model))
-        ]
-        logits = model(input_ids=torch.from_numpy(s.token_ids[None, :-1]), use_cache=False).logits[
-            0
-        ]
-        is_trained = torch.from_numpy(s.loss_mask[1:])
-        lost.append(
-            -logits.log_softmax(-1)[is_trained].gather(
-                1, torch.from_numpy(s.token_ids[1:])[is_trained][:, None]
-            )[:, 0]
-        )
-        for hook in hooks:
-            hook.remove()
-    torch.cat(lost).mean().backward()
-    return {n: p.grad for n, p in model.named_parameters()}
-
-
-def update(model, samples, *flags, ranks=None) -> tuple[dict, dict]:
-    learner = make_learner(model, SGD, REPLAY, *flags, ranks=ranks)
-    choose_forward(learner.policy, learner.ranks)
-    before = {name: weight.clone() for name, weight in learner.named_weights()}
-    [row] = kit.learn(learner, samples)
-    return row, {name: before[name] - weight for name, weight in learner.named_weights()}
-
-
-SPLITS = {
-    "whole": "",
-    "microbatches": "--learner.microbatch_tokens 104",
-    "recomputed": "--learner.activations recompute",
-}
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_gradient_is_that_of_the_models_formula_over_the_given_experts(family, split):  # noqa: F811
-    samples = with_experts(imitated(prompts=(60, 3)))
-    _, grads = update(family("mixtral"), samples, SPLITS[split])
-    assert_same(grads, written_out(family("mixtral"), samples))
-
-
-def test_padded_rows_go_by_the_given_experts(family):  # noqa: F811
-    """gpt-oss: one sample after the other, which pads nothing, and all at once, with prompts that
-    are shared."""
-    samples = with_experts(imitated(prompts=(60, 3)))
-    row, wanted = update(family("gpt_oss"), samples, COEF, "0.5")
-    other, grads = update(
-        family("gpt_oss"), samples, COEF, "0.5", "--learner.microbatch_tokens 104"
-    )
-    assert_same(grads, wanted)
-    assert other["router_aux_loss"] == pytest.approx(row["router_aux_loss"], rel=1e-5)
-    _, by_routers = update(family("gpt_oss"), imitated(prompts=(60, 3)), COEF, "0.5")
-    assert max((by_routers[n] - wanted[n]).abs().max() for n in by_routers) > 1e-3
-
-
-def compare(ranks, folder, out) -> None:
-    """Every rank: the negated change of weights in an update, for meshes of these ranks."""
-    from rl_core.distributed import Mesh, on_mesh
-
-    for name, mesh in {"dp": Mesh(dp_shard=2), "cp": Mesh(cp=2)}.items():
-        mine = with_experts(imitated(prompts=(60, 3)))[ranks.rank :: 2]
-        _, grads = update(folder, mine, f"--cp {mesh.cp}", ranks=on_mesh(ranks, mesh))
-        torch.save(grads, f"{out}.{name}.{ranks.rank}")
-
-
-def test_experts_travel_with_their_samples_to_other_ranks(family, tmp_path):  # noqa: F811
-    wanted = written_out(family("mixtral"), with_experts(imitated(prompts=(60, 3))))
-    of_ranks(2, __file__, "compare", family("mixtral"), tmp_path / "taken")
-    for name in ("dp", "cp"):
-        assert_same(torch.load(tmp_path / f"taken.{name}.0"), wanted)
-
-
 ENV = """
 def load_tasks(split): return [{"prompt": str(n)} for n in range(4)]
 def interact(messages): return [{"role": "user", "content": "and?"}] if len(messages) < 3 else None
@@ -268,7 +160,3 @@ def test_replay_is_refused_where_experts_could_be_others(family, flags, why, mon
     config = parse_config(kit.words("--model", family("qwen3_moe"), sizes, REPLAY, flags))
     with pytest.raises(ValueError, match=f"--actors.policy.router_replay=true {why}; remove one"):
         make_chats(config)[0]["policy"]
-
-
-if __name__ == "__main__":
-    answer(globals())

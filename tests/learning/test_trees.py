@@ -1,8 +1,5 @@
-"""Samples that begin alike are packed as trees: the loss and the gradient are those of the samples
-one by one.
-
-As a program it is one rank of a comparison.
-"""
+"""Samples with a common beginning are packed as trees of balanced work (their loss and gradient:
+test_equivalence.py)."""
 
 from __future__ import annotations
 
@@ -11,10 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
-from kit import answer, loss_rounding, make_learner, of_ranks, part_of, sample
+from kit import make_learner, part_of, sample
 from models_table import make_family
-from test_learner import assert_same, gradients, padded_gradients
 
 from rl_core.data import packing
 from rl_core.data.packing import (
@@ -29,26 +24,11 @@ from rl_core.data.packing import (
     split_groups,
 )
 from rl_core.data.samples import samples_from_turns
-from rl_core.distributed import Mesh, on_mesh
-from rl_core.learning.padded_forward import PaddedForward, padded_rows, set_attention
+from rl_core.learning.padded_forward import padded_rows
 from rl_core.learning.router_replay import OWN
 from rl_core.types import Completion, TrainingSample, Turn
 
 SGD = "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0"
-# A ratio other than 1 needs logprobs of the start: two epochs, of which the first changes nothing.
-PRESETS = {
-    "grpo": "--algo.kl_coef 0.1",
-    "dr_grpo": "",
-    "dapo": "",
-    "gspo": "",
-    "cispo": "--algo.entropy_coef 0.01",
-    "rloo": "",
-    "reinforce_pp": "--algo.kl_coef 0.1",
-    "ppo": "",
-    "sft": "",
-    "dpo": "",
-    "rm": "",
-}
 
 
 def turn(draw: random.Random, name: str, is_fresh: bool = False, length: int = 5) -> Turn:
@@ -87,37 +67,6 @@ def forest(depth: int) -> list[TrainingSample]:
     return samples + second + third
 
 
-def pairs() -> list[TrainingSample]:
-    draw, samples = random.Random(0), []
-    for group in range(3):
-        prompt = [draw.randrange(8, 104) for _ in range(12)]
-        for advantage in (0.3, 0.0):
-            reply = [draw.randrange(8, 104) for _ in range(draw.randint(2, 9))]
-            mask = [0] * len(prompt) + [1] * len(reply)
-            samples.append(sample(prompt + reply, mask, advantage, f"{group}"))
-    return samples
-
-
-def step_of(
-    learner, samples: list[TrainingSample], is_unrolled: bool = False
-) -> tuple[float, dict]:
-    """(loss, what one step of SGD with rate 1 takes away from each weight)."""
-    before = {}
-    for each in learner.trained():
-        before |= {f"{each.name} {n}": w.clone() for n, w in each.named_weights()}
-    minibatches, _ = learner.shard(samples)
-    if is_unrolled:
-        [minibatch] = minibatches
-        minibatch.batches = [pack_samples(samples, cp=2)]
-        assert set(minibatch.batches[0].parents) == {-1}
-    learner.annotate(minibatches)
-    loss = learner.step(minibatches, 0)["loss"].value
-    after = {}
-    for each in learner.trained():
-        after |= {f"{each.name} {n}": w for n, w in each.named_weights()}
-    return float(loss), {name: before[name] - after[name] for name in before}
-
-
 def test_a_small_tree_as_it_stands_in_a_batch(monkeypatch):
     monkeypatch.setattr(packing, "SHARE_TOKENS", 1)
     # All begin with 1 2 3, two go 4 5 next; the third and the fourth sample are equal.
@@ -150,22 +99,6 @@ def test_a_piece_that_saves_fewer_than_four_tokens_stands_in_each_sample():
     assert pack_samples(samples).parents == [-1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("depth", [1, 3, 6])
-@pytest.mark.parametrize("algorithm, old_shift", [("sft", 0.0), ("grpo", 0.4)])
-def test_a_tree_has_the_loss_and_gradient_of_transformers_own_forward(
-    depth, algorithm, old_shift, any_model
-):
-    learner, samples = make_learner(any_model, f"--algorithm {algorithm}"), forest(depth)
-    [minibatch], metrics = learner.shard(samples)
-    num_levels = max(len(levels_above(b.parents, n)) for b in minibatch.batches for n in (-1,))
-    assert num_levels >= depth
-    assert metrics["pack/computed_tokens"].value < 0.75 * metrics["pack/tokens"].value
-    packed, packed_loss = gradients(learner, samples, old_shift)
-    padded, padded_loss = padded_gradients(learner, samples, old_shift)
-    assert packed_loss == pytest.approx(padded_loss, rel=2e-6, abs=2e-6)
-    assert_same(packed, padded)
-
-
 def levels_above(parents: list[int], number: int) -> list[int]:
     """The pieces before this one in its sequences."""
     above = []
@@ -175,59 +108,12 @@ def levels_above(parents: list[int], number: int) -> list[int]:
     return above
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_learns_from_trees_what_it_learns_from_the_samples_one_by_one(
-    preset, tiny_model
-):
-    flags = SGD, f"--algorithm {preset}", PRESETS[preset]
-    samples = pairs() if preset in ("dpo", "rm") else forest(3)
-    wanted_loss, wanted = step_of(make_learner(tiny_model, *flags), samples, is_unrolled=True)
-    loss, grads = step_of(make_learner(tiny_model, *flags), samples)
-    assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-6)
-    assert_same(grads, wanted, tolerance=1e-5)
-
-
-@pytest.mark.parametrize("tokens", [100, 150])
-def test_several_microbatches_of_trees_give_one_gradient(tokens, tiny_model):
-    samples, flags = forest(3), (SGD, "--algorithm grpo")
-    wanted_loss, wanted = step_of(make_learner(tiny_model, *flags), samples, is_unrolled=True)
-    learner = make_learner(tiny_model, *flags, f"--learner.microbatch_tokens {tokens}")
-    [minibatch], _ = learner.shard(samples)
-    assert len(minibatch.batches) > 1
-    assert max(len(batch.input_ids) for batch in minibatch.batches) <= tokens
-    loss, grads = step_of(learner, samples)
-    assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-6)
-    assert_same(grads, wanted, tolerance=1e-5)
-
-
-def test_padded_rows_of_a_tree_are_its_samples_and_give_the_same_gradient(tiny_model):
-    learner, samples = make_learner(tiny_model, "--algorithm sft"), forest(3)
+def test_padded_rows_of_a_tree_are_its_samples():
+    samples = forest(3)
     batch = pack_samples(samples)
     rows, _ = padded_rows(batch)
     for row, each in zip(rows, samples, strict=True):
         assert batch.input_ids[row[row >= 0]].tolist() == each.token_ids[:-1].tolist()
-    wanted, wanted_loss = padded_gradients(learner, samples)
-    set_attention(learner.policy.hf, "sdpa")
-    learner.policy.use_forward(PaddedForward())
-    grads, loss = gradients(learner, samples)
-    assert loss == pytest.approx(wanted_loss, rel=2e-6, abs=2e-6)
-    assert_same(grads, wanted)
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "qwen3_moe"])
-def test_windows_sinks_caps_and_experts_of_a_tree_are_those_of_its_samples(name, made_once):
-    """The family's window is shorter than the deepest path."""
-    folder = made_once(f"family_{name}", lambda folder: make_family(folder, name))
-    flags = [SGD, "--algorithm sft"]
-    if name == "qwen3_moe":
-        flags.append("--actors.policy.router_aux_loss_coef 0.5")
-    wanted_loss, wanted = step_of(make_learner(folder, *flags), forest(6), is_unrolled=True)
-    learner = make_learner(folder, *flags)
-    window = getattr(learner.policy.hf.config, "sliding_window", None) or 0
-    assert window < max(len(each.token_ids) for each in forest(6))
-    loss, grads = step_of(learner, forest(6))
-    assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=loss_rounding(forest(6)))
-    assert_same(grads, wanted, tolerance=1e-5)
 
 
 def test_shared_tokens_go_to_the_experts_of_the_first_sample_that_read_them(made_once):
@@ -374,36 +260,3 @@ def test_bins_do_not_depend_on_which_rank_has_a_group():
     for of_bin, of_one in zip(plan.bins, alone.bins, strict=True):
         assert [unit.group for unit in of_bin] == [unit.group for unit in of_one]
         assert [unit.rank for unit in of_bin] == [unit.group % 2 for unit in of_bin]
-
-
-MESHES = {"dp 2": Mesh(dp_shard=2), "cp 2": Mesh(cp=2)}
-
-
-def compare(ranks, folder, out) -> dict[str, float]:
-    """The loss on each mesh; each rank writes the negated change of the weights."""
-    losses = {}
-    for name, mesh in MESHES.items():
-        for preset in ("grpo", "ppo"):
-            flags = SGD, f"--algorithm {preset} --cp {mesh.cp}", "--learner.microbatch_tokens 150"
-            learner = make_learner(folder, *flags, ranks=on_mesh(ranks, mesh))
-            mine = [s for s in forest(3) if int(s.group_id) == ranks.rank]
-            loss, grads = step_of(learner, mine)
-            losses[f"{name} {preset}"] = loss
-            torch.save(grads, f"{out}.{name}.{preset}.{ranks.rank}")
-    return losses
-
-
-def test_ranks_that_hold_trees_take_the_gradient_of_one_rank(tiny_model, tmp_path):
-    losses = of_ranks(2, __file__, "compare", tiny_model, tmp_path / "taken")
-    for preset in ("grpo", "ppo"):
-        learner = make_learner(tiny_model, SGD, f"--algorithm {preset}")
-        _, wanted = step_of(learner, forest(3), is_unrolled=True)
-        for name in MESHES:
-            for rank in range(2):
-                taken_there = torch.load(tmp_path / f"taken.{name}.{preset}.{rank}")
-                assert_same(taken_there, wanted, tolerance=1e-5)
-    assert len(losses) == 2
-
-
-if __name__ == "__main__":
-    answer(globals())

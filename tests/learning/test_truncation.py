@@ -13,7 +13,7 @@ import kit
 import numpy as np
 import pytest
 import torch
-from kit import embedded, gradient, make_learner, metrics, part_of, run, trajectories, words
+from kit import embedded, make_learner, metrics, part_of, run, trajectories, words
 from transformers import (
     AutoModelForCausalLM,
     MinPLogitsWarper,
@@ -22,9 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rl_core.algorithms import Algorithm, policy_losses
 from rl_core.config import parse_config
-from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.engines.kv_slots import RowParams, sample
 from rl_core.engines.sglang import SGLangEngine
@@ -152,55 +150,10 @@ def test_the_learner_gives_the_engines_logprobs(played):
     assert error.max() < 1e-5 and error.mean() < -0.1, "all ids would be the same"
 
 
-def masked_logits(hf, one, temperature=0.7):
-    """[m, V] fp64 logits of the trained tokens, -inf outside the ids that each was drawn from; [m]
-    the tokens."""
-    logits = hf(input_ids=torch.from_numpy(one.token_ids)[None]).logits[0] / temperature
-    places = one.loss_mask.nonzero()[0]
-    mask = torch.full((len(places), logits.shape[1]), -torch.inf, dtype=logits.dtype)
-    for row, line in enumerate(one.kept_ids.tobytes().decode().splitlines()):
-        mask[row, [int(n) for n in line.split()]] = 0.0
-    return logits[places - 1] + mask, torch.from_numpy(one.token_ids[places])
-
-
-def outputs_by_autograd(hf, one):
-    """(logprobs, entropies) of the trained tokens over whole vocabularies with masks."""
-    logits, tokens = masked_logits(hf, one)
-    return logprobs_and_entropies(logits, tokens)
-
-
 def logprobs_and_entropies(logits, tokens):
     logp = logits.log_softmax(-1)
     terms = torch.where(logits.isneginf(), 0.0, logp.exp() * logp.clamp(min=-1e9))
     return logp.gather(1, tokens[:, None])[:, 0], -terms.sum(-1)
-
-
-def test_loss_and_gradient_are_those_of_masked_logits_in_fp64(played, make_model):
-    """GRPO with an entropy bonus and a KL to another model, k3, written out."""
-    model, samples = played
-    other = make_model(seed=4)
-    flags = f"{TOP} --sampling.temperature 0.7 --algo.entropy_coef 0.1 --algo.kl_coef 0.2"
-    loss, grads = gradient(model, samples, flags, f"--algo.reference {other}")
-    hf, reference = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, other)
-    )
-    terms = []
-    for one in samples:
-        logprobs, entropy = outputs_by_autograd(hf, one)
-        with torch.no_grad():
-            ref, _ = outputs_by_autograd(reference, one)
-        advantages = torch.from_numpy(one.advantages[one.loss_mask])
-        ratio = (logprobs - logprobs.detach()).exp()
-        k3 = (ref - logprobs).exp() - 1 - (ref - logprobs)
-        terms.append(-ratio * advantages + 0.2 * k3 - 0.1 * entropy)
-    expected = torch.cat(terms).mean()
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), abs=2e-6)
-    parameters = dict(hf.named_parameters())
-    assert parameters.keys() == grads.keys()
-    for name, value in grads.items():
-        torch.testing.assert_close(value.double(), parameters[name].grad, atol=2e-5, rtol=1e-4)
-    assert max(value.abs().max() for value in grads.values()) > 0.01
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
@@ -252,19 +205,6 @@ def test_bf16_products_are_summed_in_fp32():
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
 
 
-def test_microbatches_give_the_same_gradient(played):
-    model, samples = played
-    flags = f"{TOP} --sampling.temperature 0.7 --algo.entropy_coef 0.1"
-    loss, grads = gradient(model, samples, flags)
-    sizes = "--max_prompt_tokens 20 --max_tokens 30 --learner.microbatch_tokens 50"
-    split = make_learner(model, flags, sizes)
-    assert len(split.shard(samples)[0][0].batches) >= 4
-    loss_split, grads_split = gradient(model, samples, flags, sizes)
-    assert loss_split == pytest.approx(loss, abs=1e-6)
-    for name, value in grads.items():
-        torch.testing.assert_close(grads_split[name], value, atol=1e-6, rtol=0)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("forward", [PaddedForward, FullLogitsForward])
 def test_padded_rows_give_the_same(played, forward):
@@ -276,41 +216,6 @@ def test_padded_rows_give_the_same(played, forward):
     padded = learner.policy(batch, 0.7, "", forward())
     for one, other in zip(packed, padded, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
-
-
-def test_reinforce_over_the_ids_is_unbiased():
-    """All pairs of tokens of a toy with three, of which the first position keeps two: the mean of
-    our losses' gradients, by the probability of each pair, is that of the expected reward. With
-    probabilities over all three it is not."""
-    logits = torch.tensor([[0.3, -0.5, 1.2], [0.1, 0.9, -0.4]], dtype=torch.float64)
-    rewards = torch.tensor([[1.0, -2.0, 0.5], [0.7, 3.0, 0.1], [-1.0, 2.0, 4.0]]).double()
-    kept = ["2 0", "0 1 2"]
-
-    def probs(z):
-        mask = torch.zeros_like(z)
-        mask[0, 1] = -torch.inf
-        first, second = (z + mask).softmax(-1)
-        return first[:, None] * second
-
-    z = logits.clone().requires_grad_()
-    (-(probs(z) * rewards).sum()).backward()
-    grads = {}
-    for name in ("kept", "all"):
-        ours = logits.clone().requires_grad_()
-        for pair in [(i, j) for i in (0, 2) for j in range(3)]:
-            labels = torch.tensor(pair)
-            lines = kept if name == "kept" else ["0 1 2"] * 2
-            # Each position's logits are a row of the head, read by its own hidden state.
-            weight = ours.T
-            logprobs, _ = support_logprobs(
-                torch.eye(2).double(), weight, support_labels(labels, lines)
-            )
-            one = kit.sample([0, *pair], [0, 1, 1], rewards[pair].item())
-            losses, _ = policy_losses(Algorithm(), pack_samples([one]), logprobs)
-            (probs(logits)[pair] * losses.sum()).backward()
-        grads[name] = ours.grad
-    torch.testing.assert_close(grads["kept"], z.grad, atol=1e-6, rtol=0)
-    assert (grads["all"] - z.grad).abs().max() > 0.05
 
 
 def test_each_label_stands_before_the_other_ids_of_its_line():
@@ -371,40 +276,6 @@ def test_a_run_learns_with_several_updates_and_a_reference(places, tmp_path):
             for one in trajectories(file)
             for turn in one["turns"]
         )
-
-
-@pytest.mark.parametrize("whose", ["self", "of some environments"])
-def test_a_teacher_that_reads_other_batches_reads_the_same_ids(played, make_model, whose):
-    """Self-distillation, with another prompt; a teacher of some environments' samples."""
-    model, samples = played
-    other, flags = make_model(seed=4), "--algo.teacher self --algo.teacher_update latest"
-    if whose != "self":
-        flags = f"--env_path x.py,y.py --algo.teacher {other} --envs.y.teacher none"
-    learner = make_learner(model, TOP, "--sampling.temperature 0.7", flags)
-    judge = AutoModelForCausalLM.from_pretrained(model if whose == "self" else other).double()
-    read_by_teacher = []
-    for number, one in enumerate(samples):
-        before = np.array([9, 10, 11 + number]) if whose == "self" else None
-        read_by_teacher.append(replace(one, env="xy"[number % 2], teacher_ids=before))
-    expected = []
-    for one in read_by_teacher:
-        if whose != "self" and one.env == "y":
-            continue
-        read = one
-        if whose == "self":
-            first, zeros = int(one.loss_mask.argmax()), np.zeros(3)
-            columns = {"token_ids": one.teacher_ids, "loss_mask": zeros}
-            for name in ("token_ids", "loss_mask"):
-                columns[name] = [*columns[name], *getattr(one, name)[first:]]
-            read = replace(one, **columns)
-        with torch.no_grad():
-            of_one = logprobs_and_entropies(*masked_logits(judge, read))[0]
-        expected += of_one.tolist()
-    batch = batch_of(learner, read_by_teacher)
-    [extension] = [extension for extension in learner.extensions if hasattr(extension, "teachers")]
-    extension.annotate([batch])
-    [output] = batch.teacher.outputs
-    assert sorted(output.logprobs.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kit import STOP, gradient, learn, make_learner, run, sample, steps, trajectories, words
+from kit import STOP, learn, make_learner, run, sample, steps, trajectories, words
+from oracle import logprobs
 from transformers import AutoModelForCausalLM
 
 from rl_core.types import TrainingSample
@@ -51,7 +52,6 @@ CASES = {
     "norm": Case(
         "--optim.name sgd --optim.max_grad_norm 0.1", FLAT, torch.optim.SGD, SGD, max_norm=0.1
     ),
-    "temperature": Case("--sampling.temperature 0.5", FLAT, temperature=0.5),
     "clip": Case(
         "--learner.epochs 3 --algo.clip_low 0.05 --algo.clip_high 0.1",
         [[0.01] * 6],
@@ -83,13 +83,6 @@ def make_samples(seed: int, num: int = 8) -> list[TrainingSample]:
             sample([draw.randrange(8, 104) for _ in mask], mask, advantage, f"{i // 2:04d}")
         )
     return samples
-
-
-def logprobs(model, sample: TrainingSample, temperature: float) -> torch.Tensor:
-    """Logprobs of the trained tokens."""
-    ids = torch.as_tensor(sample.token_ids)
-    scores = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
-    return scores.gather(-1, ids[1:, None])[:, 0][torch.as_tensor(sample.loss_mask)[1:].bool()]
 
 
 def step_by_hand(
@@ -161,57 +154,6 @@ def test_a_step_is_what_the_formulas_say(name, tiny_model):
     )
 
 
-def gradients_of_updates(learner, samples: list[TrainingSample]) -> list[list[torch.Tensor]]:
-    """Unclipped gradients of each optimizer step of one training step."""
-    grads = []
-    parameters = [weight for _, weight in learner.policy.hf.named_parameters()]
-    learner.optimizer.register_step_pre_hook(
-        lambda *_: grads.append([p.grad.clone() for p in parameters])
-    )
-    learn(learner, samples)
-    return grads
-
-
-MANY = "--learner.updates_per_epoch 2 --learner.epochs 2 --learner.microbatch_tokens 220"
-
-
-@pytest.mark.parametrize(
-    "more", ["", "--learner.microbatch_tokens 220", "--learner.updates_per_epoch 2", MANY]
-)
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_an_update_divides_the_sum_of_losses_once(aggregation, more, tiny_model):
-    """Whatever the number of its microbatches, of minibatches and of epochs."""
-    stays = (
-        "--optim.name sgd --optim.lr 1e-20 --optim.max_grad_norm 0 --max_turns 3 --algo.aggregation"
-    )
-    learner, samples = make_learner(tiny_model, stays, aggregation, more), make_samples(1, 40)
-    halves = [samples[:20], samples[20:]] if "updates_per_epoch" in more else [samples]
-    if "microbatch" in more:
-        assert min(len(m.batches) for m in learner.shard(samples)[0]) > 1
-    got = gradients_of_updates(learner, samples)
-    assert len(got) == len(halves) * (2 if "epochs" in more else 1)
-    for update, gradients in enumerate(got):
-        samples_of_update = halves[update % len(halves)]
-        model, total = AutoModelForCausalLM.from_pretrained(tiny_model), 0.0
-        num_tokens = sum(int(s.loss_mask.sum()) for s in samples_of_update)
-        for s in samples_of_update:
-            advantage = float(s.advantages.max() + s.advantages.min())
-            spoken = logprobs(model, s, 1.0)
-            divisors = {
-                "token": num_tokens,
-                "sequence": len(samples_of_update) * len(spoken),
-                "constant": len(samples_of_update) * 60 * 3,
-            }
-            total = total - advantage * spoken.sum() / divisors[aggregation]
-        total.backward()
-        wanted = [weight.grad for _, weight in model.named_parameters()]
-        # A sum over some hundred tokens in fp32, of terms that are as large as the largest
-        # gradient.
-        tolerance = 1e-5 * max(w.abs().max().item() for w in wanted)
-        for value, want in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(value, want, atol=tolerance, rtol=1e-4)
-
-
 def test_dr_grpos_constant_counts_the_tokens_of_all_turns_that_the_environment_allows(
     places, tmp_path
 ):
@@ -250,32 +192,3 @@ def test_weight_decay_is_of_matrices_alone(tiny_model):
     for name, weight in learner.named_weights():
         factor = (1 - 1e-4) ** 2 if weight.ndim > 1 else 1.0
         torch.testing.assert_close(weight, before[name] * factor, atol=1e-7, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "more, kind, bound",
-    [
-        ("", "ratio", 1.0),
-        ("--algo.importance_correction tis", "tis", 2.0),
-        ("--algo.importance_correction mask", "mask", 2.0),
-    ],
-)
-def test_what_the_engine_sampled_is_weighted_by_the_correction(more, kind, bound, tiny_model):
-    """The gradient of tokens whose rollout logprobs are e^0.2 and e^1 too low."""
-    model, samples = AutoModelForCausalLM.from_pretrained(tiny_model), make_samples(3)
-    with torch.no_grad():
-        for n, s in enumerate(samples):
-            s.rollout_logprobs[s.loss_mask.astype(bool)] = logprobs(model, s, 1.0).numpy() - (
-                0.2 if n % 2 else 1.0
-            )
-    weights = {"ratio": (1.0, 1.0), "tis": (torch.e**0.2, 2.0), "mask": (torch.e**0.2, 0.0)}[kind]
-    _, got = gradient(tiny_model, samples, more)
-    total, count = 0.0, sum(int(s.loss_mask.sum()) for s in samples)
-    for n, s in enumerate(samples):
-        advantage = float(s.advantages.max() + s.advantages.min())
-        total = (
-            total - advantage * weights[0 if n % 2 else 1] * logprobs(model, s, 1.0).sum() / count
-        )
-    total.backward()
-    for name, value in got.items():
-        torch.testing.assert_close(value, model.get_parameter(name).grad, atol=2e-6, rtol=1e-3)
