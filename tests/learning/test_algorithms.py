@@ -169,7 +169,9 @@ def test_the_overlong_penalty_uses_the_limit_of_each_turn(limits, lengths, buffe
     assert overlong_penalty(t, 100, buffer) == penalty
 
 
-def episode(reward: float, length: int, status="ok") -> Trajectory:
+def episode(
+    reward: float | None, length: int, status: str = "ok", env: str = "e", group: str = "g"
+) -> Trajectory:
     done = Completion(
         token_ids=[9] * length,
         logprobs=[-1.0] * length,
@@ -178,7 +180,9 @@ def episode(reward: float, length: int, status="ok") -> Trajectory:
         policy_version=0,
     )
     turns = [Turn(new_ids=[8, 8], is_fresh=True, completion=done)]
-    return Trajectory(task_id="t", env="e", group_id="g", turns=turns, reward=reward, status=status)
+    return Trajectory(
+        task_id="t", env=env, group_id=group, turns=turns, reward=reward, status=status
+    )
 
 
 def test_the_overlong_penalty_is_of_an_episodes_longest_turn():

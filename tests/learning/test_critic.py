@@ -12,6 +12,7 @@ import torch
 from kit import SORT, metrics, part_of, words
 from oracle import gae
 from safetensors.torch import load_file
+from test_algorithms import episode
 from test_learner import FLAGS, make_learner, ragged_samples
 
 from rl_core import learners
@@ -27,7 +28,7 @@ from rl_core.metrics import add_metrics, reduce_metrics
 from rl_core.models.policy import Policy
 from rl_core.tools.cli import main as command
 from rl_core.train import main
-from rl_core.types import Completion, Trajectory, Turn
+from rl_core.types import Trajectory
 
 
 def critic_of(learner: Learner) -> Policy:
@@ -180,18 +181,6 @@ def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
     assert torch.equal(got, want) and want.any() and not fresh.any()
 
 
-def episode(env: str, group: int, reward: float, length: int) -> Trajectory:
-    done = Completion(
-        token_ids=[9] * length,
-        logprobs=[-1.0] * length,
-        text="",
-        finish_reason="",
-        policy_version=0,
-    )
-    turns = [Turn(new_ids=[8, 8], is_fresh=True, completion=done)]
-    return Trajectory(task_id="t", env=env, group_id=f"{env}{group}", turns=turns, reward=reward)
-
-
 def groups_of_two_envs() -> list[list[Trajectory]]:
     """One environment's rewards are a hundred times the other's; some groups have no signal, one
     environment has none."""
@@ -200,7 +189,9 @@ def groups_of_two_envs() -> list[list[Trajectory]]:
     for env, scale in (("small", 0.1), ("large", 10.0), ("flat", 0.0)):
         for g in range(4):
             rewards = [scale * (draw.random() if g else 0.7) for _ in range(3)]
-            groups.append([episode(env, g, r, draw.randint(1, 9)) for r in rewards])
+            groups.append(
+                [episode(r, draw.randint(1, 9), env=env, group=f"{env}{g}") for r in rewards]
+            )
     return groups
 
 
@@ -243,11 +234,11 @@ def test_each_tasks_tokens_have_mean_0_and_deviation_1_as_in_agentrl():
 
 def branches(env: str, group: int, rewards: list[float], num: int) -> list[Trajectory]:
     """An episode of a turn of `num` tokens, and a branch of 3 tokens for each reward."""
-    root = episode(env, group, 0.0, num).turns[0]
+    root = episode(0.0, num).turns[0]
     root.name = f"{env}{group}#0"
     episodes = []
     for number, reward in enumerate(rewards):
-        t = episode(env, group, reward, 3)
+        t = episode(reward, 3, env=env, group=f"{env}{group}")
         [leaf] = t.turns
         leaf.name, leaf.is_fresh = f"{env}{group}#1.{number}", False
         t.turns = [root, leaf]

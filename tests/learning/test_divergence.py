@@ -15,6 +15,7 @@ from kit import (
     weights,
 )
 from test_experts import family  # noqa: F401
+from test_teacher import ASK
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -266,16 +267,6 @@ def test_rewards_and_several_updates_stand_beside_a_teacher(tiny_model, teacher)
     rows = learn(learner, *[paid] * 4)
     losses = [row["teacher_loss_nats"] for row in rows]
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
-
-
-ASK = """
-def load_tasks(split):
-    return [{"messages": [{"role": "user", "content": text}]} for text in ("ab?", "cd?", "ef?")]
-
-
-def reward_fn():
-    return 0.0
-"""
 
 
 def test_a_resumed_run_is_as_one_that_was_not_stopped(tmp_path, tiny_model, teacher):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import kit
 import pytest
@@ -13,6 +12,7 @@ import torch
 from kit import embedded, make_learner, trajectories
 from models_table import load_plain
 from test_experts import family  # noqa: F401
+from test_truncation import talks
 
 from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
@@ -20,7 +20,7 @@ from rl_core.distributed import init_ranks
 from rl_core.engines.options import engine_factory
 from rl_core.engines.router_recorder import Recorder
 from rl_core.plan.plan import make_chats
-from rl_core.types import SamplingParams, Turn
+from rl_core.types import SamplingParams
 
 REPLAY = "--actors.policy.router_replay true"
 ROUTERS = ("TopKRouter", "TopkRouter")
@@ -44,31 +44,11 @@ def experts_of(model, token_ids) -> torch.Tensor:
     return torch.stack(choices, 1).sort(-1).values
 
 
-def conversations(model, num_prompts=3, group=2, **spec) -> list:
+def conversations(model) -> list:
     """Samples of two turns, of groups that begin alike, from an engine with fewer slots than
     conversations."""
-
-    async def play(engine) -> list[list[Turn]]:
-        async def talk(number: int) -> list[Turn]:
-            draw, turns, seen = random.Random(number // group), [], []
-            for turn in range(2):
-                new = [draw.randrange(8, 104) for _ in range(draw.randint(3, 12))]
-                params = SamplingParams(max_tokens=random.Random(number + 10 * turn).randint(1, 9))
-                done = await engine.generate(
-                    [*seen, *new], params, seed=number + 10 * turn, session=f"{number}"
-                )
-                turns.append(Turn(new_ids=new, is_fresh=not turn, completion=done))
-                seen += [*new, *done.token_ids]
-            return turns
-
-        conversations_turns = await asyncio.gather(
-            *(talk(number) for number in range(num_prompts * group))
-        )
-        await engine.close()
-        return conversations_turns
-
-    played = asyncio.run(play(embedded(model, num_slots=3, recorder=Recorder, **spec)))
-    return [samples_from_turns(turns, 1.0, f"{n // group}")[0] for n, turns in enumerate(played)]
+    played = talks(embedded(model, num_slots=3, recorder=Recorder), 6)
+    return [samples_from_turns(turns, 1.0, f"{n // 2}")[0] for n, turns in enumerate(played)]
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])

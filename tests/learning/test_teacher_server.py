@@ -16,6 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 from kit import answer, gradient, of_ranks, run, sample, steps, words
+from test_teacher import ASK
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config
@@ -28,14 +29,6 @@ SAMPLES = [
     sample([5, 6, 20, 21], [0, 0, 1, 1], 0.0, "a"),
     sample([30, 31, 32, 33, 34], [0, 1, 1, 0, 1], 0.0, "b"),
 ]
-ASK = """
-def load_tasks(split):
-    return [{"messages": [{"role": "user", "content": text}]} for text in ("ab?", "cd?", "ef?")]
-
-
-def reward_fn():
-    return 0.0
-"""
 
 
 class ModelServer:

@@ -88,29 +88,32 @@ def test_the_ids_and_their_probabilities_are_those_of_transformers_warpers(seed)
         torch.testing.assert_close(logprobs, expected[tokens], atol=1e-5, rtol=0)
 
 
-def conversations(model, **limits) -> list:
-    """Samples of two turns by an engine with fewer slots than conversations, some untrained."""
+def talks(engine, num: int, **limits) -> list[list[Turn]]:
+    """The turns of conversations with an engine, two each. Each two begin alike."""
 
-    async def play(engine) -> list[list[Turn]]:
-        async def talk(number: int) -> list[Turn]:
-            draw, turns, seen = random.Random(number // 2), [], []
-            for turn in range(2):
-                new = [draw.randrange(8, 104) for _ in range(draw.randint(3, 12))]
-                num = random.Random(number + 10 * turn).randint(1, 9)
-                params = SamplingParams(max_tokens=num, keeps_ids=True, **limits)
-                draw_of = {"seed": number + 10 * turn, "session": f"{number}"}
-                done = await engine.generate([*seen, *new], params, **draw_of)
-                turns.append(
-                    Turn(new_ids=new, is_fresh=not turn, completion=done, name=str(draw_of))
-                )
-                seen += [*new, *done.token_ids]
-            return turns
+    async def talk(number: int) -> list[Turn]:
+        draw, turns, seen = random.Random(number // 2), [], []
+        for turn in range(2):
+            new = [draw.randrange(8, 104) for _ in range(draw.randint(3, 12))]
+            max_tokens = random.Random(number + 10 * turn).randint(1, 9)
+            params = SamplingParams(max_tokens=max_tokens, **limits)
+            draw_of = {"seed": number + 10 * turn, "session": f"{number}"}
+            done = await engine.generate([*seen, *new], params, **draw_of)
+            turns.append(Turn(new_ids=new, is_fresh=not turn, completion=done, name=str(draw_of)))
+            seen += [*new, *done.token_ids]
+        return turns
 
-        turns_of = await asyncio.gather(*map(talk, range(8)))
+    async def play() -> list[list[Turn]]:
+        turns_of = await asyncio.gather(*map(talk, range(num)))
         await engine.close()
         return turns_of
 
-    played = asyncio.run(play(embedded(model, num_slots=3)))
+    return asyncio.run(play())
+
+
+def conversations(model, **limits) -> list:
+    """Samples of two turns by an engine with fewer slots than conversations, some untrained."""
+    played = talks(embedded(model, num_slots=3), 8, keeps_ids=True, **limits)
     samples = []
     for number, turns in enumerate(played):
         # Branches of a conversation share a turn, which is trained once.
