@@ -2,7 +2,6 @@
 
     python scripts/bench_serve.py         # up to 10,000 sessions, then the kills: 2 minutes
     python scripts/bench_serve.py --sessions 300 --seconds 3 --out out.json
-    python scripts/bench_serve.py --sessions 10000 --ranks 200            # 200 connections
 
 The client runs on the same machine. Each interaction sends 1 KB. The environment counts the
 interactions of each session, and the client checks every count. CPU time is that of the server's
@@ -45,8 +44,6 @@ async def interact(messages, state):
 async def reward_fn(state):
     return state["count"]
 """
-# Without this option all channels of the process share one connection.
-SEPARATE = ("grpc.use_local_subchannel_pool", 1)
 SAID = pb.Said(messages=json.dumps([{"role": "assistant", "content": "x" * 1000}]), keep=1)
 
 
@@ -65,7 +62,7 @@ def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
 
 
 class Client:
-    """One stream to a server on a separate connection. After a failure the client reconnects and
+    """One stream to a server. After a failure the client reconnects and
     resends unanswered requests."""
 
     def __init__(self, address: str):
@@ -87,9 +84,7 @@ class Client:
 
     async def run(self) -> None:
         while True:
-            async with grpc.aio.insecure_channel(
-                self.address, [*CHANNEL_OPTIONS, SEPARATE]
-            ) as channel:
+            async with grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS) as channel:
                 stream = channel.stream_stream(
                     f"/{ENVIRONMENTS}/Stream",
                     request_serializer=pb.Requests.SerializeToString,
@@ -127,25 +122,19 @@ class Client:
 
 
 class Load:
-    """Sessions spread over several clients, and the replies to each session."""
+    """Sessions of one client, and the replies to each session."""
 
-    def __init__(self, address: str, num_clients: int):
-        self.clients = [Client(address) for _ in range(num_clients)]
+    def __init__(self, address: str):
+        self.client = Client(address)
         self.names, self.numbers = [], []
         self.busy: set[int] = set()
         self.lost: dict[int, str] = {}  # Session -> status code that ended the session.
         self.wrong, self.seconds = 0, []
 
-    def ask(self, n: int, **verb: Any) -> asyncio.Future:
-        """Sends a request by the client of session n."""
-        return self.clients[n % len(self.clients)].ask(**verb)
-
     async def open(self, num: int, env: str) -> None:
         row = json.dumps({"prompt": "count"})
         starts = [pb.StartRequest(env=env, key=f"{os.getpid()}/{n}", row=row) for n in range(num)]
-        replies = await asyncio.gather(
-            *(self.ask(n, start=start) for n, start in enumerate(starts))
-        )
+        replies = await asyncio.gather(*(self.client.ask(start=start) for start in starts))
         assert not any(reply.code for reply in replies), next(
             reply for reply in replies if reply.code
         )
@@ -155,7 +144,7 @@ class Load:
         self.numbers[n] += 1
         number, began_s = self.numbers[n], time.perf_counter()
         request = pb.InteractRequest(session=self.names[n], number=number, said=SAID)
-        reply = await self.ask(n, interact=request)
+        reply = await self.client.ask(interact=request)
         self.seconds.append(time.perf_counter() - began_s)
         self.busy.discard(n)
         if reply.code:
@@ -188,7 +177,7 @@ class Load:
         }
         for n, request in asked.items():
             request.number = self.numbers[n] + 1
-        scores = await asyncio.gather(*(self.ask(n, score=request) for n, request in asked.items()))
+        scores = await asyncio.gather(*(self.client.ask(score=r) for r in asked.values()))
         replies = dict(zip(asked, scores, strict=True))
         self.lost |= {n: CODES[reply.code].name for n, reply in replies.items() if reply.code}
         return [
@@ -198,10 +187,9 @@ class Load:
 
     async def close(self) -> None:
         requests = [pb.CancelRequest(session=name, status=pb.COMPLETED) for name in self.names]
-        await asyncio.gather(*(self.ask(n, cancel=request) for n, request in enumerate(requests)))
-        for client in self.clients:
-            client.task.cancel()
-        await asyncio.wait([client.task for client in self.clients])
+        await asyncio.gather(*(self.client.ask(cancel=request) for request in requests))
+        self.client.task.cancel()
+        await asyncio.wait([self.client.task])
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
@@ -209,15 +197,15 @@ def cpu_s(processes: list[psutil.Process]) -> float:
 
 
 async def measure(
-    path: Path, num: int, per_s: float, seconds: float, num_workers: int, ranks: int
+    path: Path, num: int, per_s: float, seconds: float, num_workers: int
 ) -> dict[str, float]:
     capacity = num // num_workers + 100
     process, address = start_server(
         path, "--port", 0, "--workers", num_workers, "--capacity", capacity
     )
     try:
-        load = Load(address, ranks)
-        await load.clients[0].workers(num_workers)
+        load = Load(address)
+        await load.client.workers(num_workers)
         top = psutil.Process(process.pid)
         server, client = [top, *top.children(recursive=True)], [psutil.Process()]
         began_s = time.perf_counter()
@@ -264,8 +252,8 @@ async def kill(
         host, _ = start_server(
             path, "--join", address, "--workers", num_workers, "--capacity", capacity
         )
-        load = Load(address, 1)
-        workers = await load.clients[0].workers(num_workers)
+        load = Load(address)
+        workers = await load.client.workers(num_workers)
         await load.open(num, path.stem)
         killed = workers[0]
 
@@ -309,7 +297,7 @@ async def measure_all(args: argparse.Namespace) -> list[dict[str, float]]:
         path = Path(folder) / "counter.py"
         path.write_text(ENV)
         more = args.seconds, args.workers
-        rows = [await measure(path, num, args.per_s, *more, args.ranks) for num in args.sessions]
+        rows = [await measure(path, num, args.per_s, *more) for num in args.sessions]
         return [
             *rows,
             await kill(
@@ -328,12 +316,6 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        help="connections, like ranks of a run, that share the sessions",
-    )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     rows = asyncio.run(measure_all(args))
