@@ -8,8 +8,6 @@ import gzip
 import json
 import re
 import resource
-import subprocess
-import sys
 import zlib
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from kit import ROOT
+from kit import ROOT, ForkedProcess
 
 from rl_core import http_guard
 from rl_core.data.tool_calls import ToolCalls
@@ -361,9 +359,7 @@ async def main():
         print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], file=sys.stderr)
 asyncio.run(main())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    _, errors = ForkedProcess("-c", code).communicate(timeout=120)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
-    assert str(most) in done.stderr.split(), done.stderr
+    assert str(most) in errors.split(), errors

@@ -312,8 +312,7 @@ def test_tokens_name_the_weights_that_sampled_them_whatever_the_order(
     assert all(row["learn/policy/grad_norm"] > 0 for row in steps(out))
 
 
-@pytest.mark.parametrize("setup", PLACES)
-@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize("setup, stop", zip(PLACES, (2, 3), strict=True))
 def test_a_run_that_was_stopped_with_episodes_under_way_goes_on(
     setup, stop, whole_run, talk, tmp_path
 ):
