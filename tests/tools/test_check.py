@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from kit import ROOT
+from kit import ROOT, ForkedProcess
 
 from rl_core.tools.cli import main
 
@@ -295,17 +294,9 @@ def test_check_ends_where_a_hook_holds_the_interpreter(tmp_path):
         "import sys; from rl_core.sampling import watchdog; from rl_core.tools.cli import main; "
         "watchdog.HELD_MARGIN_S = 0.5; sys.exit(main(sys.argv[1:]))"
     )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "check",
-        str(tmp_path / "held.py"),
-        "--hook_timeout_s",
-        "0.2",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and 'held.py", line 3 in reward_fn' in done.stderr
+    process = ForkedProcess("-c", code, "check", tmp_path / "held.py", "--hook_timeout_s", "0.2")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and 'held.py", line 3 in reward_fn' in errors
 
 
 def test_json_holds_each_environments_outcomes_and_nothing_that_hooks_print(tmp_path, capsys):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from math import comb
 from pathlib import Path
 
 import pytest
 import yaml
-from kit import STOP, load_rows, metrics, run, trajectories, words
+from kit import STOP, ForkedProcess, load_rows, metrics, run, trajectories, words
 from test_api_actor import reply, serving
 from test_envs_talk import endpoint
 
@@ -203,7 +201,8 @@ def test_a_killed_eval_goes_on_and_plays_no_task_twice(places, tmp_path, capsys)
     command = ["eval", *models, *flags, "--folder", str(tmp_path / "out")]
     num_tasks = 8
     (tmp_path / "left").write_text(str(num_tasks + 3))  # In the second model's third task.
-    killed = subprocess.run([sys.executable, "-m", "rl_core.tools.cli", *command], cwd=tmp_path)
+    killed = ForkedProcess("-m", "rl_core.tools.cli", *command)
+    killed.communicate(timeout=60)
     assert killed.returncode == 9
     before = (tmp_path / "scored").read_text().split()
     assert len(before) == num_tasks + 3
