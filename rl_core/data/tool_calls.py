@@ -197,10 +197,6 @@ def json_type(value: JSON) -> str:
     return names.get(type(value), "object")
 
 
-def types_of(schema: JSON, root: JSON = None) -> list[str]:
-    return allowed(schema, root)[0]
-
-
 # LFM2
 PYTHON_CALLS = (
     r"<\|tool_call_start\|>",
@@ -393,6 +389,6 @@ def sample_arguments(function: JSONObject) -> JSONObject:
     """An argument of the right type for each of a tool's parameters."""
     arguments = {}
     for name, schema in properties_of(function).items():
-        types = types_of(schema, function.get("parameters"))
+        types, _ = allowed(schema, function.get("parameters"))
         arguments[name] = SAMPLE_TEXT if "string" in types else SAMPLES.get(types[0], SAMPLE_TEXT)
     return arguments

@@ -581,15 +581,11 @@ def compute(tree: tuple, number: int) -> Value:
     if kind in CONSTANTS:
         return CONSTANTS[kind]
     if kind == "call":
-        return FUNCTIONS[tree[1]](inexact(evaluate(tree[2], number)))
+        return FUNCTIONS[tree[1]](complex(evaluate(tree[2], number)))
     return OPERATIONS[kind](*(evaluate(item, number) for item in tree[1:]))
 
 
 CONSTANTS: dict[str, Value] = {"pi": math.pi, "e": math.e, "i": 1j, "inf": math.inf}
-
-
-def inexact(value: Value) -> complex:
-    return complex(value)
 
 
 def bounded(value: Value) -> Value:
@@ -611,7 +607,7 @@ def powered(base: Value, power: Value) -> Value:
         return base ** int(power)
     if isinstance(base, Fraction) and isinstance(power, Fraction):
         return rooted(powered(base, Fraction(power.numerator)), Fraction(power.denominator))
-    return inexact(base) ** inexact(power)
+    return complex(base) ** complex(power)
 
 
 def rooted(value: Value, root: Value) -> Value:
@@ -627,8 +623,8 @@ def rooted(value: Value, root: Value) -> Value:
             if exact[0] ** degree == value.numerator and exact[1] ** degree == value.denominator:
                 return Fraction(exact[0], exact[1])
     if root == 2:
-        return cmath.sqrt(inexact(value))
-    return inexact(value) ** (1 / inexact(root))
+        return cmath.sqrt(complex(value))
+    return complex(value) ** (1 / complex(root))
 
 
 def integer_root(value: int, degree: int) -> int:
@@ -673,7 +669,7 @@ def mixed(operation: Callable[[Value, Value], Value], a: Value, b: Value) -> Val
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return operation(a, b)
     # Python turns a large Fraction into a float by itself, or raises OverflowError.
-    return operation(inexact(a) if isinstance(b, complex) else a, b)
+    return operation(complex(a) if isinstance(b, complex) else a, b)
 
 
 OPERATIONS: dict[str, Callable[..., Value]] = {

@@ -525,20 +525,8 @@ def test_order_is_a_permutation_that_differs_by_epoch_and_seed():
 
 
 def test_order_is_the_same_everywhere_and_for_ever():
-    assert [RowOrder(10, 7, True).row_index(p) for p in range(12)] == [
-        0,
-        6,
-        9,
-        5,
-        8,
-        1,
-        2,
-        7,
-        3,
-        4,
-        0,
-        9,
-    ]
+    order = RowOrder(10, 7, True)
+    assert " ".join(str(order.row_index(p)) for p in range(12)) == "0 6 9 5 8 1 2 7 3 4 0 9"
 
 
 def test_a_source_resumes_from_its_position(tmp_path):

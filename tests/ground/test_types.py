@@ -13,23 +13,21 @@ ROOT = Path(__file__).parents[2]
 INCLUDED = json.loads((ROOT / "pyrightconfig.json").read_text())["include"]
 DONE = """
 types.py flags.py algorithms.py errors.py metrics.py distributed.py plugin.py config plan data
-sampling parallel learners.py actors.py trainer.py train.py
+tasks environments rewards sampling parallel learners.py actors.py trainer.py train.py
 """.split()
 
 # Uses of `Any` in each room. Lower a number as soon as its room has fewer.
 BUDGET = {
     ".": 27,
     "api": 37,
-    "data": 142,
+    "data": 4,
     "engines": 93,
-    "environments": 130,
+    "environments": 9,
     "learning": 47,
     "models": 21,
     "parallel": 5,
-    "rewards": 19,
     "run": 77,
     "sampling": 80,
-    "tasks": 22,
     "tools": 51,
     "view": 36,
 }

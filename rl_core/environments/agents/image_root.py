@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import shlex
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from rl_core.environments.agents.dockerfile import (
@@ -98,10 +100,7 @@ class ImageBuild:
         image, *words = begin.filled(self.arguments)
         before = self.stage_of(image, begin)
         changes = self.folder / f"stage{number}"
-        for name in ("changes", "work"):
-            make_folder(changes / name)
-        root = Root(layers=tuple(before.layers), changes=str(changes))
-        async with self.opened(root) as box:
+        async with self.opened(changes, before.layers) as box:
             build = Build(
                 box=box,
                 context=self.context,
@@ -139,17 +138,12 @@ class ImageBuild:
         base = base_at(image, instruction)
         return Stage(layers=[str(base_folder(base)), str(interpreters_folder())])
 
-    def opened(self, root: Root) -> OpenBuild:
+    def opened(
+        self, changes: Path, layers: list[str]
+    ) -> AbstractAsyncContextManager[BubblewrapBox]:
         exchange = self.folder / "taken"
         make_folder(exchange)
-        settings = BoxSettings(
-            driver="bubblewrap",
-            root=root,
-            limits=BUILD_LIMITS,
-            network=self.network,
-            binds=((STAGES, f"{exchange}:rw"),),
-        )
-        return OpenBuild(settings)
+        return open_build(changes, layers, self.network, ((STAGES, f"{exchange}:rw"),))
 
     async def take(self, stage: str, source: str) -> str:
         """Copies a path of a stage or a base to where all stages of the build see it."""
@@ -162,10 +156,8 @@ class ImageBuild:
             layers = [str(base_folder(base_of(stage)))]
         self.num_taken += 1
         changes = self.folder / f"from{self.num_taken}"
-        for folder in ("changes", "work"):
-            make_folder(changes / folder)
         target = f"{STAGES}/{self.num_taken}"
-        async with self.opened(Root(layers=tuple(layers), changes=str(changes))) as box:
+        async with self.opened(changes, layers) as box:
             command = f"mkdir {target} && cp -a /{shlex.quote(source.strip('/'))} {target}/copied"
             done = await box.exec(["/bin/sh", "-c", command], timeout_s=COPY_S, cwd="/")
             if done.code:
@@ -179,11 +171,7 @@ class ImageBuild:
         names = [name for name in names if name.startswith("/") and not is_below(name, PROTECTED)]
         if not names:
             return []
-        changes = self.folder / "looked"
-        for name in ("changes", "work"):
-            make_folder(changes / name)
-        root = Root(layers=tuple(stage.layers), changes=str(changes))
-        async with self.opened(root) as box:
+        async with self.opened(self.folder / "looked", stage.layers) as box:
             return await folders_of_programs(box, names, stage.cwd)
 
 
@@ -238,18 +226,26 @@ def argument_of(instruction: Instruction) -> dict[str, str]:
     return {name.strip(): value.strip().strip("\"'")}
 
 
-class OpenBuild:
-    """A box of a build, closed at the end of the block."""
-
-    def __init__(self, settings: BoxSettings):
-        self.settings = settings
-
-    async def __aenter__(self) -> BubblewrapBox:
-        self.box = await BubblewrapBox.open(self.settings)
-        return self.box
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.box.close()
+@asynccontextmanager
+async def open_build(
+    changes: Path, layers: list[str], network: bool, binds: tuple[tuple[str, str], ...] = ()
+) -> AsyncIterator[BubblewrapBox]:
+    """A box on these layers, whose changes are kept in the folder `changes`."""
+    for name in ("changes", "work"):
+        make_folder(changes / name)
+    box = await BubblewrapBox.open(
+        BoxSettings(
+            driver="bubblewrap",
+            root=Root(layers=tuple(layers), changes=str(changes)),
+            limits=BUILD_LIMITS,
+            network=network,
+            binds=binds,
+        )
+    )
+    try:
+        yield box
+    finally:
+        await box.close()
 
 
 def make_folder(folder: Path) -> None:
@@ -274,7 +270,8 @@ def build_root(dockerfile: Path, timeout_s: float, network: bool) -> Image:
         if made is not None:
             build = ImageBuild(context=context, folder=made, timeout_s=timeout_s, network=network)
             image = asyncio.run(build.run(read_instructions(dockerfile)))
-            save_image(image, made, folder)
+            layers = [layer.replace(str(made), str(folder), 1) for layer in image.layers]
+            (made / IMAGE_FILE).write_text(json.dumps(asdict(replace(image, layers=layers))))
     return Image(**json.loads((folder / IMAGE_FILE).read_text()))
 
 
@@ -344,11 +341,7 @@ class NotFetched(Exception):
 async def fetch_packages(
     image: Image, tests: Path, environ: dict[str, str], timeout_s: float, folder: Path
 ) -> None:
-    for name in ("changes", "work"):
-        make_folder(folder / name)
-    root = Root(layers=tuple(image.layers), changes=str(folder))
-    settings = BoxSettings(driver="bubblewrap", root=root, limits=BUILD_LIMITS, network=True)
-    async with OpenBuild(settings) as box:
+    async with open_build(folder, image.layers, network=True) as box:
         await box.put("/tests", tests)
         await prepare_home(box)
         command = "mkdir -p /logs/verifier; chmod +x /tests/test.sh; exec /tests/test.sh"
@@ -367,9 +360,3 @@ async def fetch_packages(
     make_folder(folder / "kept")
     for name in ("changes", "work"):
         remove(folder / name)
-
-
-def save_image(image: Image, made: Path, folder: Path) -> None:
-    layers = [layer.replace(str(made), str(folder), 1) for layer in image.layers]
-    data = {"layers": layers, "environ": image.environ, "cwd": image.cwd}
-    (made / IMAGE_FILE).write_text(json.dumps(data | {"protected": image.protected}))
