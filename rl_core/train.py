@@ -50,11 +50,10 @@ def run_command(argv: list[str] | None) -> int:
         config = parse_config(argv)
         # Off while modules and rows load, because collections would take a second.
         gc.disable()
-        from rl_core.actors import make_actors
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
-        from rl_core.learners import is_sharded, make_learners
+        from rl_core.engine_ranks import make_engine_rank
+        from rl_core.learners import is_sharded
         from rl_core.plan.plan import make_plan
-        from rl_core.run.options import make_engine_rank
         from rl_core.run.run_folder import locked
         from rl_core.trainer import Trainer, run_to_end
 
@@ -69,13 +68,13 @@ def run_command(argv: list[str] | None) -> int:
             barrier(ranks)  # Every rank has checked that the folder is free.
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 if ranks.is_engine:
-                    trainer = make_engine_rank(plan, ranks, make_learners, make_actors)
+                    trainer = make_engine_rank(plan, ranks)
                 else:
                     trainer = Trainer(plan, ranks)
                 work = run_to_end(trainer)
                 run_hooks(work, config.rollout.hook_timeout_s)
             close_ranks(ranks)
-        if ranks.is_writer:
+        if isinstance(trainer, Trainer) and ranks.is_writer:
             end_on_writer(trainer)
         return 128 + trainer.signal if trainer.signal else 0
     except KeyboardInterrupt:

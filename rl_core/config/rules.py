@@ -11,7 +11,6 @@ from rl_core.config.algorithm import OF_ALGORITHM, OF_REFERENCE
 from rl_core.config.config import Config
 from rl_core.config.data import OF_ENVIRONMENTS
 from rl_core.config.flag_parsing import flags_in
-from rl_core.config.learner import OF_INFERENCE
 from rl_core.config.rank_groups import check_ranks
 from rl_core.errors import nearest, refuse, require
 
@@ -141,8 +140,3 @@ def check_envs(config: Config) -> None:
                 f"--max_tokens={config.max_tokens}"
             )
     refuse(OF_ENVIRONMENTS, c=config)
-
-
-def check_inference(config: Config) -> None:
-    """Raises ValueError with the value, the rule and the fix."""
-    refuse(OF_INFERENCE, c=config)

@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -39,7 +39,7 @@ from rl_core.http_guard import (
     read_body,
 )
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
-from rl_core.sampling.engine import STALE, Engine, EngineDied
+from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 dumps = partial(json.dumps, default=float)  # Converts scalars of torch and numpy.
@@ -479,32 +479,3 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tens
         size += value.nbytes
     if bucket:
         yield bucket
-
-
-class EngineRank:
-    """A rank that only samples: it serves engines to the learners, which handle signals."""
-
-    signal = 0
-
-    def __init__(self, plan: Any, ranks: Ranks, make_actors: Callable, signal_handler: Callable):
-        """`plan`: argument of `make_actors`."""
-        self.config, self.ranks = plan.config, ranks
-        self.signal_handler = signal_handler(self)
-        actors = make_actors(plan, {}, ranks)
-        self.device = next(iter(actors.values())).device
-        engines: dict[str, Engine | None] = {}
-        for name in plan.chats:
-            engines[name] = actors[name].engine
-            engines[name + STALE] = actors[name].speaker.stale_engine
-        channel = make_weight_channel(ranks, self.config.timeout_s)
-        self.server = EngineServer(engines, self.device.lease, ranks, channel)
-
-    async def fit(self) -> None:
-        """Runs until the learners send stop."""
-        await self.signal_handler.start()
-        await self.server.serve()
-
-    async def close(self) -> None:
-        await self.signal_handler.close()
-        for engine in self.device.engines:
-            await engine.close()

@@ -219,7 +219,7 @@ def step_samples(
         algorithm,
         max_tokens,
         advantage_fns,
-        normalised,
-        advantages_of,
-        make_samples,
+        normalised=normalised,
+        advantages_of=advantages_of,
+        make_samples=make_samples,
     )

@@ -6,9 +6,10 @@ from __future__ import annotations
 from operator import attrgetter
 
 from rl_core.config import ActorConfig, Config
-from rl_core.config.rules import check_actors, check_envs, check_inference
+from rl_core.config.learner import OF_INFERENCE
+from rl_core.config.rules import check_actors, check_envs
 from rl_core.engines.options import ENGINES
-from rl_core.errors import nearest, require
+from rl_core.errors import nearest, refuse, require
 from rl_core.learning.options import OPTIMIZERS
 
 # Flags whose values are the names of a table.
@@ -26,7 +27,7 @@ def check_options(config: Config) -> None:
         if settings.optim.name == "adamw8bit":
             require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
         if settings.learner.logprob_microbatch_tokens:
-            check_inference(settings)
+            refuse(OF_INFERENCE, c=settings)
     if config.learner.kernels == "liger":
         require("liger_kernel", "--learner.kernels=liger", "liger")
     if config.agents.response_format == "enforce":

@@ -6,8 +6,8 @@ Each module is imported when its option is used.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,7 @@ from rl_core.run.curriculum import has_task_weight
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
+    from rl_core.plan.plan import Plan
     from rl_core.plugin import Plugin, RunState
     from rl_core.sampling.engine import Engine
 
@@ -159,20 +160,7 @@ def learner_plugins(trainer: RunState) -> list[Plugin]:
     return [*canary(trainer), *optimizer_start(trainer)]
 
 
-def make_engine_rank(
-    plan: Any, ranks: Ranks, make_learners: Callable, make_actors: Callable
-) -> Any:
-    """A rank that plays no episodes: ranks that play them send requests to its engines."""
-    if plan.rank_groups:
-        from rl_core.run.rank_group_server import RankGroupTrainer
-
-        return RankGroupTrainer(plan, ranks, make_learners, make_actors, signals, learner_plugins)
-    from rl_core.engines.remote import EngineRank
-
-    return EngineRank(plan, ranks, make_actors, signals)
-
-
-def rank_group_engines(plan: Any, ranks: Ranks) -> dict[str, Engine]:
+def rank_group_engines(plan: Plan, ranks: Ranks) -> dict[str, Engine]:
     """Engines of actors on other rank groups, as ranks that play episodes see them."""
     if ranks.is_engine or not plan.rank_groups:
         return {}

@@ -26,14 +26,14 @@ def check_run(
     sft_dataset: SFTDataset | None,
     source: TaskSource,
 ) -> None:
-    """check_lengths of a run's rows."""
-    others = (config, envs, chats, sft_dataset, source)
+    """Checks the lengths of a run's rows."""
+    rows = None
     # Rows that are left out change which rows are drawn. What SFT checks is kept for its steps.
     looks_at_all = sft_dataset or config.data.skip_long or config.num_epochs
-    if looks_at_all or source.split != "train" or "task_weight" in envs[source.env].hooks:
-        check_lengths(*others)
-    else:
-        check_lengths(*others, rows_of_run(config, source))
+    looks_at_all = looks_at_all or "task_weight" in envs[source.env].hooks
+    if source.split == "train" and not looks_at_all:
+        rows = rows_of_run(config, source)
+    check_lengths(config, envs, chats, sft_dataset, source, rows)
 
 
 def rows_of_run(config: Config, source: TaskSource) -> list[int]:

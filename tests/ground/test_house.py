@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 FLOORS = """
 types flags algorithms errors json_limits scratch http_guard distributed metrics config sandbox
 data models sampling environments rewards tasks plugin parallel learning engines run service
-plan learners actors trainer view api train tools
+plan learners actors engine_ranks trainer view api train tools
 """.split()
 # Room -> higher rooms whose classes its annotations may name, imported under `if TYPE_CHECKING`.
 TYPES_FROM_ABOVE = {
     "plugin": ("learning", "run", "plan", "actors"),
     "engines": ("run", "plan", "actors"),
-    "run": ("plan", "actors"),
+    "run": ("plan", "actors", "engine_ranks"),
 }
 # Libraries of their own, which could be published alone.
 ALONE = {"sandbox": (), "service": ("sandbox", "data", "sampling", "environments")}
