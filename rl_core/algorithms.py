@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Algorithm:
-    """The parts of an algorithm, which are the flags --algo.*: a preset, with the parts that a run
-    sets. Defaults are those of GRPO."""
+    """The parts of an algorithm, each a flag --algo.*. Defaults are those of GRPO. In a Config
+    (AlgoConfig) None keeps the part of the preset.
+
+    Example: `Algorithm(clip_high=0.28)` is GRPO with clip-higher.
+    """
 
     advantage: OneOf[str, ADVANTAGES] = flag(
         "group_norm",
