@@ -15,20 +15,24 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_core.engines.weights import NamedWeights, arriving
+from rl_core.types import JSONObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class AdapterTable:
     """The adapters of an engine by name; "" is none. `configs`: the
     content of each adapter_config.json. Adapters act inside `of_rows`."""
 
-    def __init__(self, model: nn.Module, configs: dict[str, dict[str, Any]]):
+    def __init__(self, model: PreTrainedModel, configs: dict[str, JSONObject]):
         self.model, self.configs = model, configs
         self.numbers = {"": 0}
         self.spans: dict[str, slice] = {}  # Ranks of each adapter, a slice of R.
@@ -57,7 +61,7 @@ class AdapterTable:
                 b_RO[span].copy_(config["lora_alpha"] / config["r"] * weight.T)
 
     def add_layer(self, layer: str) -> None:
-        module, num_ranks = self.model.get_submodule(layer), len(self.owners)
+        module, num_ranks = cast(nn.Linear, self.model.get_submodule(layer)), len(self.owners)
         a_RI = module.weight.new_zeros(num_ranks, module.in_features)
         b_RO = module.weight.new_zeros(num_ranks, module.out_features)
         self.layers[layer] = a_RI, b_RO
@@ -83,7 +87,7 @@ class AdapterTable:
 
 
 def arriving_adapter(
-    name: str, named_weights: NamedWeights, config: dict[str, Any], model: nn.Module
+    name: str, named_weights: NamedWeights, config: JSONObject, model: nn.Module
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the (peft's name, weight) pairs of an adapter. Raises as `arriving`."""
     targets = adapter_targets(config, model)
@@ -91,7 +95,7 @@ def arriving_adapter(
         yield full, weight
 
 
-def adapter_targets(config: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+def adapter_targets(config: JSONObject, model: nn.Module) -> dict[str, Tensor]:
     """peft's names of an adapter's matrices -> their shapes, on "meta". config: the
     content of adapter_config.json."""
     targets, rank = {}, config["r"]

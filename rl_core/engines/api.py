@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import cast
 
 import httpx
 
@@ -28,7 +28,8 @@ from rl_core.data.tasks import shorten
 from rl_core.engines.api_dialects import dialect_of
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.actor import Actor
-from rl_core.types import Completion, Message, SamplingParams
+from rl_core.sampling.engine import Engine
+from rl_core.types import JSON, Completion, JSONObject, Message, SamplingParams
 
 PING_TIMEOUT_S = 10.0
 COUNTS = ("requests", "retries", "failed", "prompt_tokens", "completion_tokens")
@@ -51,7 +52,7 @@ class ApiActor:
     # Retries after 408, 409, 429, 5xx and broken connections. Retry-After is respected.
     max_retries: int = 8
     # Added to every request; None leaves a key out.
-    request: dict[str, Any] = field(default_factory=dict)
+    request: JSONObject = field(default_factory=dict)
     is_trainable: bool = field(init=False, default=False)
     # Requests beyond max_concurrent wait here and block no engine.
     capacity: int = field(init=False, default=sys.maxsize)
@@ -78,8 +79,8 @@ class ApiActor:
         self.slots = asyncio.Semaphore(self.max_concurrent)
 
     def ping(self) -> None:
-        """Raises ValueError if nobody answers at the URL. Any answer will do: not every endpoint
-        lists its models."""
+        """Raises ValueError if nobody answers at the URL. Every answer will do: not all endpoints
+        list its models."""
         try:
             httpx.get(f"{self.url}/models", timeout=PING_TIMEOUT_S)
         except httpx.TransportError as error:
@@ -91,8 +92,13 @@ class ApiActor:
     ) -> Actor:
         """This actor in one episode. Its conversations hold messages and no tokens: they are not
         trained, and only the endpoint knows how full its context is."""
+        engine = cast(Engine, self)  # Without a chat, Actor calls the method chat() alone.
         actor = Actor(
-            name=self.name, engine=self, chat=None, max_tokens=self.max_tokens, is_trainable=False
+            name=self.name,
+            engine=engine,
+            chat=None,
+            max_tokens=self.max_tokens,
+            is_trainable=False,
         )
         return actor.bind_episode(params, seed, session, max_turns)
 
@@ -124,7 +130,7 @@ class ApiActor:
         # Raised outside of `except`, the error has no context whose request would hold the key.
         raise kind(self._failure(reason))
 
-    def _read(self, answer: Any) -> tuple[Message, Completion]:
+    def _read(self, answer: JSON) -> tuple[Message, Completion]:
         message, reason, usage = self.dialect.read(answer)
         self.counts.update(usage)
         return message, Completion(text=message["content"], finish_reason=reason)
@@ -163,6 +169,7 @@ def read_key(actor: str, variable: str) -> str:
 
 def make_api_actor(config: Config, name: str) -> ApiActor:
     actor = config.actors[name]
+    assert actor.api and actor.model
     variables = actor.chat_template_kwargs
     request = {"chat_template_kwargs": variables} if variables else {}
     return ApiActor(

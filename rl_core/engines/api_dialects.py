@@ -4,10 +4,15 @@ Messages, each with the official client."""
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_core.data.messages import text_of, with_text_arguments
-from rl_core.types import Message, SamplingParams
+from rl_core.types import JSON, JSONObject, Message, SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
 
 # Keys of a chat-completions message; endpoints refuse other keys.
 SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -18,7 +23,9 @@ class RawResponse(Protocol):
     """A raw response of both clients."""
 
     retries_taken: int
-    http_response: Any
+
+    @property
+    def http_response(self) -> httpx.Response: ...
 
 
 class Dialect(Protocol):
@@ -28,20 +35,25 @@ class Dialect(Protocol):
     key_variable: str  # Environment variable with the API key.
     package: str  # Python package of the official client.
 
-    def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
+    def client(
+        self, url: str, key: str, timeout_s: float, max_retries: int
+    ) -> AsyncOpenAI | AsyncAnthropic:
         """The official client. `url`: without the suffix."""
+        ...
 
-    async def send(self, client: Any, body: dict[str, Any]) -> RawResponse: ...
+    async def send(self, client: Any, body: JSONObject) -> RawResponse: ...
 
     def body(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         """The body of a request. Parameters that are off are None, because some endpoints do not
         know them. Raises ValueError for a parameter that the API lacks."""
+        ...
 
-    def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
+    def read(self, answer: JSON) -> tuple[Message, str, dict[str, int]]:
         """(message, finish reason, number of tokens for each name in COUNTED). Raises LookupError,
         TypeError, ValueError or AttributeError for a malformed response."""
+        ...
 
 
 class ChatCompletions:
@@ -51,20 +63,20 @@ class ChatCompletions:
     key_variable = "OPENAI_API_KEY"
     package = "openai"
 
-    def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
+    def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> AsyncOpenAI:
         from openai import AsyncOpenAI
 
         return AsyncOpenAI(
             base_url=url, api_key=key or "none", timeout=timeout_s, max_retries=max_retries
         )
 
-    async def send(self, client: Any, body: dict[str, Any]) -> RawResponse:
+    async def send(self, client: AsyncOpenAI, body: JSONObject) -> RawResponse:
         known = {key: body.pop(key) for key in ("model", "messages")}
         return await client.chat.completions.with_raw_response.create(**known, extra_body=body)
 
     def body(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         return {
             "messages": [sent_message(message) for message in messages],
             "max_tokens": params.max_tokens,
@@ -77,7 +89,7 @@ class ChatCompletions:
             "seed": seed >> 1,  # Some endpoints read a signed 32-bit number.
         }
 
-    def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
+    def read(self, answer: JSON) -> tuple[Message, str, dict[str, int]]:
         choice = answer["choices"][0]
         message = spoken(choice["message"].get("content") or "")
         if choice["message"].get("tool_calls"):
@@ -92,15 +104,15 @@ class Responses(ChatCompletions):
 
     suffix = "/responses"
 
-    async def send(self, client: Any, body: dict[str, Any]) -> RawResponse:
+    async def send(self, client: AsyncOpenAI, body: JSONObject) -> RawResponse:
         known = {key: body.pop(key) for key in ("model", "input")}
         return await client.responses.with_raw_response.create(**known, extra_body=body)
 
     def body(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         refuse_unknown(self.suffix, stop=params.stop, top_k=params.top_k, min_p=params.min_p)
-        items: list[dict[str, Any]] = []
+        items: list[JSONObject] = []
         for message in messages:
             if message["role"] == "tool":
                 output = {"call_id": message.get("tool_call_id", ""), "output": text_of(message)}
@@ -122,7 +134,7 @@ class Responses(ChatCompletions):
             "store": False,
         }
 
-    def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
+    def read(self, answer: JSON) -> tuple[Message, str, dict[str, int]]:
         texts, calls = [], []
         for item in answer["output"]:
             if item["type"] == "message":
@@ -141,7 +153,7 @@ class Messages:
     key_variable = "ANTHROPIC_API_KEY"
     package = "anthropic"
 
-    def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> Any:
+    def client(self, url: str, key: str, timeout_s: float, max_retries: int) -> AsyncAnthropic:
         from anthropic import AsyncAnthropic
 
         client = AsyncAnthropic(
@@ -150,16 +162,16 @@ class Messages:
         client.auth_token = None  # The client also takes a token from the environment.
         return client
 
-    async def send(self, client: Any, body: dict[str, Any]) -> RawResponse:
+    async def send(self, client: AsyncAnthropic, body: JSONObject) -> RawResponse:
         known = {key: body.pop(key) for key in ("model", "messages", "max_tokens")}
         return await client.messages.with_raw_response.create(**known, extra_body=body)
 
     def body(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         refuse_unknown(self.suffix, min_p=params.min_p)
         system = [text_of(message) for message in messages if message["role"] == "system"]
-        turns: list[dict[str, Any]] = []
+        turns: list[JSONObject] = []
         for message in messages:
             if message["role"] == "system":
                 continue
@@ -182,7 +194,7 @@ class Messages:
             "tools": [tool_of(function) for function in functions] or None,
         }
 
-    def read(self, answer: Any) -> tuple[Message, str, dict[str, int]]:
+    def read(self, answer: JSON) -> tuple[Message, str, dict[str, int]]:
         texts, calls = [], []
         for block in answer["content"]:
             if block["type"] == "text":
@@ -205,37 +217,37 @@ def dialect_of(url: str) -> tuple[Dialect, str]:
     return DIALECTS[-1], url
 
 
-def refuse_unknown(api: str, **values: Any) -> None:
+def refuse_unknown(api: str, **values: object) -> None:
     for name, value in values.items():
         if value:
             raise ValueError(f"{name}={value!r}: {api} has no such parameter; leave it out")
 
 
-def spoken(text: Any, calls: list[dict[str, Any]] | None = None) -> Message:
+def spoken(text: object, calls: list[JSONObject] | None = None) -> Message:
     if not isinstance(text, str):
         raise TypeError("its content is not a text")
     message: Message = {"role": "assistant", "content": text}
     return message | {"tool_calls": calls} if calls else message
 
 
-def called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def called(call_id: str, name: str, arguments: str) -> JSONObject:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def counted(answer: Any) -> dict[str, int]:
+def counted(answer: JSON) -> dict[str, int]:
     usage = answer.get("usage") or {}
     numbers = (usage.get("input_tokens") or 0, usage.get("output_tokens") or 0)
     return dict(zip(COUNTED, numbers, strict=True))
 
 
-def sent_message(message: Message) -> dict[str, Any]:
+def sent_message(message: Message) -> JSONObject:
     sent = {key: message[key] for key in SENT if key in message}
     if sent.get("tool_calls"):
         sent["tool_calls"] = [with_text_arguments(call) for call in sent["tool_calls"]]
     return sent
 
 
-def tool_of(function: dict[str, Any]) -> dict[str, Any]:
+def tool_of(function: JSONObject) -> JSONObject:
     """A function in Anthropic's format."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     tool = {"name": function["name"], "input_schema": schema}
@@ -243,13 +255,13 @@ def tool_of(function: dict[str, Any]) -> dict[str, Any]:
     return tool | ({"description": description} if description else {})
 
 
-def blocks_of(message: Message) -> list[dict[str, Any]]:
+def blocks_of(message: Message) -> list[JSONObject]:
     """A message as Anthropic's blocks, without empty texts, which the API refuses."""
     text = text_of(message)
     if message["role"] == "tool":
         result = {"type": "tool_result", "tool_use_id": message.get("tool_call_id", "")}
         return [result | {"content": text}]
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() else []
+    blocks: list[JSONObject] = [{"type": "text", "text": text}] if text.strip() else []
     for call in message.get("tool_calls") or []:
         function = with_text_arguments(call)["function"]
         block = {"type": "tool_use", "id": call.get("id", ""), "name": function["name"]}

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.multiprocessing  # It teaches ForkingPickler to share tensors' memory.
 from torch import Tensor
+
+from rl_core.types import JSONObject
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class Bucket:
         ForkingPickler(file).dump({"flattened_tensor": self.flat, "metadata": pieces})
         return base64.b64encode(file.getvalue()).decode()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JSONObject:
         """Names, types and shapes that a server needs before it receives the broadcast."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {

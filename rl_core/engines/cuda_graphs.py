@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ MAX_GRAPHS = 64  # The oldest graph is dropped.
 FIRST_STEPS = 4
 
 Replay = Callable[[], Tensor]  # Computes the same tensor again and returns it.
-Capture = Callable[[Callable[[], Tensor], Any], Replay]
+Capture = Callable[[Callable[[], Tensor], object], Replay]
 
 
 def rounded_rows(num: int) -> int:
@@ -56,7 +56,7 @@ def capture_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def capture_on_gpu(compute: Callable[[], Tensor], pool: Any) -> Replay:
+def capture_on_gpu(compute: Callable[[], Tensor], pool: object) -> Replay:
     """A graph of the kernels of compute(). Runs compute() once before the capture, so that objects
     made at its first use, such as tables of positions, stay outside of the graph."""
     graph, stream = torch.cuda.CUDAGraph(), capture_stream()
@@ -88,7 +88,7 @@ class DecodeGraphs(LlamaSlots):
         self.uses: Counter[tuple[int, int]] = Counter()  # Rounded (n, L) -> steps.
         # (n, L) -> input tokens [n, 1], input columns [n], and the graph that reads both.
         self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Replay]] = {}
-        self.pool: Any = None  # Memory that the graphs share, since one runs at a time.
+        self.pool: object = None  # Memory that the graphs share, since one runs at a time.
         self.weights_at: list[int] = []  # Addresses.
         self.can_replay = self.can_capture = True
 

@@ -17,7 +17,7 @@ import math
 import operator
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -28,7 +28,14 @@ from torch import Tensor
 
 from rl_core.config import Config
 from rl_core.engines.grammars import Grammars, failure, masked_logits
-from rl_core.engines.kv_slots import RowParams, Snapshot, bytes_per_token, device_memory, sample
+from rl_core.engines.kv_slots import (
+    RowParams,
+    Snapshot,
+    bytes_per_token,
+    device_memory,
+    head_weight,
+    sample,
+)
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.weights import load_weights
 from rl_core.models.cpu_offload import HostCopies
@@ -51,6 +58,7 @@ SLOTS_FRAC = 0.75
 # completions and submit new requests; without this wait, decode steps run half empty. The number
 # falls with the steps since the last completion.
 LOOP_ROUNDS = 11
+Numbers = Sequence[float]
 ALL_IDS = 2**31  # More than any vocabulary has.
 RANDOM_BITS = 24  # Bits of the uniform number that samples a token.
 
@@ -216,7 +224,8 @@ class EmbeddedEngine(Engine):
 
     def _matcher(self, params: SamplingParams, completion: Completion) -> LLMatcher:
         if self._grammars is None:
-            num_ids = len(self.model.get_output_embeddings().weight)
+            assert self.tokenizer is not None
+            num_ids = len(head_weight(self.model))
             self._grammars = Grammars(self.tokenizer, num_ids)
         return self._grammars.matcher(params, completion.token_ids)
 
@@ -232,6 +241,7 @@ class EmbeddedEngine(Engine):
         await self.wake()
         self._drop_parked()
         if adapter:
+            assert self._adapters is not None and weights is not None
             self._adapters.load(adapter, weights)
             self.adapter_versions[adapter] = version
         else:
@@ -396,7 +406,7 @@ class EmbeddedEngine(Engine):
         for request in started:
             version = self.adapter_versions.get(request.adapter, self.version)
             note_version(request.completion, version)
-        hidden = torch.stack([request.hidden for request in started])
+        hidden = torch.stack([h for request in started if (h := request.hidden) is not None])
         self._take(started, hidden, self._params_of(started))
 
     def _find_source(self, request: GenerationRequest, computed: list[GenerationRequest]) -> None:
@@ -471,7 +481,7 @@ class EmbeddedEngine(Engine):
             )
         return hidden[torch.arange(len(requests), device=hidden.device), numbers[1] - 1]
 
-    def _to_device(self, rows: list[list[float]], dtype: torch.dtype) -> Tensor:
+    def _to_device(self, rows: Sequence[Numbers | float], dtype: torch.dtype) -> Tensor:
         device = self.model.device
         numbers = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
         return numbers.to(device, non_blocking=True)
@@ -500,14 +510,14 @@ class EmbeddedEngine(Engine):
             num_kept=max(request.num_kept for request in requests),
         )
 
-    def _take(self, requests: list[GenerationRequest], hidden: Tensor, params: RowParams) -> None:
+    def _take(self, requests: list[GenerationRequest], hidden: Tensor, rows: RowParams) -> None:
         """Samples each request's next token. hidden: [n, hidden size]."""
         bits = [request.random_bits(RANDOM_BITS) for request in requests]
         uniforms = self._to_device(bits, torch.float32) * 2.0**-RANDOM_BITS
         logits = self._slots.logits(hidden)
         if any(request.matcher for request in requests):
             logits = masked_logits(logits, [request.matcher for request in requests])
-        sampled = sample(logits, uniforms, params)
+        sampled = sample(logits, uniforms, rows)
         tokens, logprobs, *kept = sampled.tolist()  # The one wait for the device.
         if math.isnan(sum(logprobs)):
             check_logprobs(logprobs)
@@ -545,6 +555,7 @@ class EmbeddedEngine(Engine):
         if params.stop:
             # Each token has at least one byte, so this tail holds any stop string that has just
             # ended.
+            assert self.tokenizer is not None
             length = max(len(s.encode()) for s in params.stop) + 4
             text = decoded(self.tokenizer, ids[-length:], keeps_special=True)
             if any(s in text for s in params.stop):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from rl_core.parallel.rank_groups import RankGroup
 
+MakeEngine = Callable[[EngineSpec], Engine]
 # Hosts of servers that see this machine's shared memory.
 HERE = (None, "127.0.0.1", "localhost", "::1")
 
@@ -135,7 +136,7 @@ class EngineFactory:
             return ""
         is_unmerged = actor.lora_base or self.config.sharers(name)
         # Servers that run already were not started to serve adapters.
-        if layers and actor.lora.rank and not is_unmerged and not actor.servers:
+        if layers and actor.model and actor.lora.rank and not is_unmerged and not actor.servers:
             from rl_core.learning.lora import is_served
 
             is_unmerged = is_served(actor.model, actor.lora, layers)
@@ -170,6 +171,7 @@ class EngineFactory:
     ) -> Engine | None:
         """`learner`: may share its weights. `role`: suffix of the actor's second engine."""
         config, actor = self.config.of(name), self.config.actors[name]
+        assert actor.model and config.out
         module = self.make_module(name, learner, ranks)
         # The first of --engine_tp neighbours, or of the ranks that share a running server, has the
         # engine.
@@ -202,17 +204,18 @@ class EngineFactory:
         )
         if self.has_server(name):
             spec.server = server_spec(config, url)
-            if self.resender(ranks) == "learner":
-                spec.resend = resend_of(learner)
+            resender = self.resender(ranks)
+            if resender == "learner":
+                spec.resend = resend_of(learner) if learner else None
             elif not role:
-                spec.resend = self.resender(ranks)
+                spec.resend = resender
         else:
             spec.embedded = EmbeddedSpec(
                 sampler=self.choose_sampler,
                 recorder=recorder_of(actor),
                 offloads_weights=self.takes_turns and not self.shares_weights(learner),
             )
-        return self.classes[name](spec)
+        return cast(MakeEngine, self.classes[name])(spec)
 
     def adapters(self, name: str, module: PreTrainedModel) -> dict[str, JSONObject]:
         """adapter_config.json of each adapter that the engine applies."""
@@ -222,6 +225,7 @@ class EngineFactory:
                 from rl_core.learning.lora import peft_config
 
                 actor = self.config.actors[user]
+                assert actor.model
                 adapters[user] = peft_config(actor.lora, module, actor.model).to_dict()
         return adapters
 
@@ -230,14 +234,15 @@ class EngineFactory:
         weights where several actors share them, else a copy in the compute dtype. Only shapes where
         the engine loads the weights itself."""
         path, policy = self.config.actors[name].model, learner and learner.policy
+        assert path
         if self.has_server(name):
             return on_meta(load_model_config(path))
-        if self.shares_weights(learner):
+        if policy is not None and self.shares_weights(learner):
             if not policy.adapters:
                 return policy.hf
             from rl_core.learning.lora import second_model
 
-            return second_model(policy.hf)
+            return cast("PreTrainedModel", second_model(policy.hf))
         module = load_hf_model(path, compute_dtype(self.config.of(name)), ranks.device)
         if policy is not None and policy.is_served and policy.is_quantized:
             # The adapters are trained on the dequantized weights.
@@ -246,6 +251,7 @@ class EngineFactory:
 
 
 def server_spec(config: Config, url: str) -> ServerSpec:
+    assert config.out
     is_here = urlsplit(url).hostname in HERE
     return ServerSpec(
         tp=config.engine_tp,
@@ -257,15 +263,15 @@ def server_spec(config: Config, url: str) -> ServerSpec:
     )
 
 
-def resend_of(learner: Learner | None) -> Callable[[], NamedWeights] | None:
+def resend_of(learner: Learner) -> Callable[[], NamedWeights]:
     """A function that yields the learner's weights again. No other rank may have a shard of them,
     and the weights may not change while engines sample."""
 
     def resend() -> Iterator[tuple[str, Tensor]]:
         with learner.on_device():
-            yield from learner.engine_weights(False)
+            yield from learner.engine_weights(False) or ()
 
-    return learner and resend
+    return resend
 
 
 def recorder_of(actor: ActorConfig) -> Callable[[PreTrainedModel], ExpertRecorder] | None:

@@ -10,22 +10,23 @@ n requests, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence, Sized
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl_core.data.pretrained import Tokenizer
 from rl_core.data.tokenizer_facts import TokenizerFacts
 from rl_core.types import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from transformers import PreTrainedTokenizerBase
+    from llguidance._lib import JsonCompileOptions
 
 # Space between two JSON tokens. Without a bound some models write spaces for ever.
-SPACES = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+SPACES: JsonCompileOptions = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 # A longer schema takes llguidance seconds to compile, during which the engine samples nothing.
 MAX_SCHEMA_CHARS = 1 << 15
 
@@ -36,9 +37,9 @@ class Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_id: int):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_id: int):
         self.tokenizer, self.eos_token_id = tokenizer, end_id
-        facts, size = TokenizerFacts(tokenizer), min(len(tokenizer), vocab_size)
+        facts, size = TokenizerFacts(tokenizer), min(len(cast(Sized, tokenizer)), vocab_size)
         self.special_token_ids = sorted(number for number in facts.added if number < size)
         # Rows of the embedding without a token have no bytes.
         self.tokens = [facts.token_bytes(number) for number in range(size)]
@@ -51,7 +52,7 @@ class Vocabulary:
 class Grammars:
     """Matchers of one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.known: dict[tuple[int, ...], LLTokenizer] = {}  # Key: the end tokens.
 

@@ -10,10 +10,10 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
 
 from rl_core.engines.kv_slots import SlotModel, evaluating, logits_of
 from rl_core.learning.padded_forward import ERRORS, own_attention, own_layers, set_attention
@@ -25,7 +25,7 @@ CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
 def choose_sampler(
-    model: nn.Module, slot_model: type[SlotModel] = SlotModel
+    model: PreTrainedModel, slot_model: type[SlotModel] = SlotModel
 ) -> SlotModel | RowModel:
     """A `slot_model` if its logits equal the model's, else a RowModel. Raises ValueError if neither
     has these logits."""
@@ -69,16 +69,16 @@ class RowCaches:
     state, not tokens."""
 
     def __init__(self, *_) -> None:
-        self.rows: dict[int, Any] = {}
+        self.rows: dict[int, Cache] = {}
 
     def swap(self, row: int, other: int, length: int) -> None:
         """Moves row `other` to `row`, whose cache is not used again."""
         self.rows[row] = self.rows.pop(other)
 
-    def snapshot(self, row: int, length: int) -> Any:
+    def snapshot(self, row: int, length: int) -> Cache:
         return copy.deepcopy(self.rows[row])
 
-    def restore(self, rows: list[int], kept: Any, length: int) -> None:
+    def restore(self, rows: list[int], kept: Cache, length: int) -> None:
         for row in rows:
             self.rows[row] = copy.deepcopy(kept)
 
@@ -89,7 +89,7 @@ class RowModel:
     make_cache = RowCaches
     is_batched = False  # Each prompt is one forward, and no cache outlives its request.
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
         self.model, self.decoder = model, backbone(model)
         arguments = inspect.signature(self.decoder.forward).parameters
         self.cache_name = next(name for name in CACHE_NAMES if name in arguments)
@@ -117,9 +117,9 @@ class RowModel:
         is_even: bool = False,
     ) -> Tensor:
         """[n, S, hidden size]; every position has the hidden state of the row's last token."""
-        sizes = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()
+        nums = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()
         hidden = []
-        for row, ids, size in zip(range(rows.start, rows.stop), tokens, sizes, strict=True):
+        for row, ids, size in zip(range(rows.start, rows.stop), tokens, nums, strict=True):
             kept = None if starts is None else cache.rows[row]
             last, cache.rows[row] = self.read(
                 input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept}
@@ -127,7 +127,7 @@ class RowModel:
             hidden.append(last)
         return torch.stack(hidden)[:, None].expand(-1, tokens.shape[1], -1)
 
-    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
+    def read(self, **inputs: object) -> tuple[Tensor, Cache]:
         """([hidden size] of the last token, the updated cache)"""
         out = self.decoder(**inputs)
         return out.last_hidden_state[0, -1], out[self.cache_name]
@@ -140,7 +140,7 @@ class OwnHeadModel(RowModel):
     """A RowModel for a head that cannot be computed outside of the model. Its hidden states are
     logits, in the model's dtype."""
 
-    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
+    def read(self, **inputs: object) -> tuple[Tensor, Cache]:
         out = self.model(**inputs)
         return out.logits[0, -1].float(), out[self.cache_name]
 

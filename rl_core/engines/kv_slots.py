@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rl_core.models.logprobs import capped_, logit_change, product
+from rl_core.sampling.engine import Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,17 +38,17 @@ class SlotCache:
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
         self.num_slots, self.max_tokens = num_slots, max_tokens
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[int | str, tuple[Tensor, Tensor]] = {}
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int | str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer, allocated at the first call with the shape and type of
         its arguments."""
         if index not in self.layers:
-            self.layers[index] = tuple(
-                new_zeros(x, (self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3]))
-                for x in (key, value)
-            )
+            self.layers[index] = self.zeros(key), self.zeros(value)
         return self.layers[index]
+
+    def zeros(self, x: Tensor) -> Tensor:
+        return new_zeros(x, (self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3]))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -95,7 +96,7 @@ class ForwardPlan:
     # Key: sliding window. Built once for all layers.
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int | str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [n, K, S, D] keys and values and returns views of the caches [n, K, L, D]."""
         caches = self.cache.layer(layer, key, value)
         for cache, new in zip(caches, (key, value), strict=True):
@@ -103,7 +104,8 @@ class ForwardPlan:
                 cache[self.rows, :, : self.length] = new
             else:
                 cache[self.numbers, :, self.positions] = new.transpose(1, 2)
-        return tuple(cache[self.rows, :, : self.length] for cache in caches)
+        keys, values = caches
+        return keys[self.rows, :, : self.length], values[self.rows, :, : self.length]
 
     def mask(self, window: int | None) -> Tensor:
         """[n, 1, S, L] bool, True where a query sees a key."""
@@ -126,11 +128,12 @@ def slot_attention(
     slot_plan: ForwardPlan | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attention output [n, S, H, D] over the slots, after the new keys and values were written into
     them."""
-    keys, values = slot_plan.write(module.layer_idx, key, value)
+    assert slot_plan is not None
+    keys, values = slot_plan.write(cast(int, module.layer_idx), key, value)
     is_usual = softcap is None and s_aux is None
     sees_all = sliding_window is None or slot_plan.length <= sliding_window
     if is_usual and slot_plan.fresh and sees_all:
@@ -149,7 +152,9 @@ def slot_attention(
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
         out = out.view(query.shape)
     else:
-        out = folded_attention(query, keys, values, mask, scaling, softcap, s_aux)
+        out = folded_attention(
+            query, keys, values, mask, scaling or query.shape[-1] ** -0.5, softcap, s_aux
+        )
     return out.transpose(1, 2), None
 
 
@@ -258,6 +263,13 @@ class SlotModel:
         return logits_of(self.model, hidden, self.change)
 
 
+def head_weight(hf: PreTrainedModel) -> Tensor:
+    """[V, hidden size] of the output layer."""
+    head = hf.get_output_embeddings()
+    assert head is not None and isinstance(head.weight, Tensor)
+    return head.weight
+
+
 def logits_of(
     hf: PreTrainedModel, hidden: Tensor, change: tuple[float, float | None] | None = None
 ) -> Tensor:
@@ -265,16 +277,16 @@ def logits_of(
     head's forward would round logits to its dtype, by up to 0.1 nats in bf16. change: the result
     of logit_change()."""
     head, (scale, cap) = hf.get_output_embeddings(), change or logit_change(hf.config)
-    logits = product(hidden.reshape(-1, hidden.shape[-1]), head.weight.T)
-    if getattr(head, "bias", None) is not None:
-        logits += head.bias
+    logits = product(hidden.reshape(-1, hidden.shape[-1]), head_weight(hf).T)
+    if (bias := getattr(head, "bias", None)) is not None:
+        logits += bias
     if scale != 1.0:
         logits *= scale
     return capped_(logits, cap).view(*hidden.shape[:-1], -1)
 
 
 @torch.inference_mode()
-def bytes_per_token(slots: SlotModel) -> float:
+def bytes_per_token(slots: Sampler) -> float:
     """Bytes of the cache per token, in all layers."""
     cache = slots.make_cache(1, 1)
     token = torch.zeros(1, 1, dtype=torch.long, device=slots.model.device)
@@ -312,12 +324,12 @@ class RowParams:
 def sample(logits: Tensor, uniforms: Tensor, params: RowParams) -> Tensor:
     """[2 + num_kept, n] fp32 on the device: tokens, which are exact in fp32; their logprobs; the
     ids that each was sampled from, padded with -1. logits [n, V] fp32; uniforms [n] in [0, 1)."""
-    greedy, temperatures, *limits = params.numbers
+    greedy, temperatures, top_k, top_p, min_p = params.numbers
     if params.is_scaled:
         logits = logits / temperatures[:, None]
     kept = logits.new_zeros(params.num_kept, len(logits))
     if params.num_ordered:
-        logits, kept = truncated_logits(logits, *limits, params.num_ordered)
+        logits, kept = truncated_logits(logits, top_k, top_p, min_p, params.num_ordered)
         kept = kept[:, : params.num_kept].T
     sampled = sample_tokens(logits, uniforms, None if params.is_drawn else greedy.bool())
     return torch.cat([sampled.T, kept])

@@ -45,7 +45,10 @@ class DeviceLease:
 
     def take_metrics(self) -> dict[str, Metric]:
         """Number and seconds of switches since the last call."""
-        metrics = {"engine_switches": Sum(self.num_switches), "engine_switch_s": Sum(self.switch_s)}
+        metrics: dict[str, Metric] = {
+            "engine_switches": Sum(self.num_switches),
+            "engine_switch_s": Sum(self.switch_s),
+        }
         self.num_switches, self.switch_s = 0, 0.0
         return metrics
 
@@ -64,7 +67,8 @@ class DeviceLease:
             self.switch = asyncio.create_task(self._hand_over(others[0]))
 
     def _let_in(self) -> None:
-        for turn in self.queue.pop(self.holder, ()):
+        turns = self.queue.pop(self.holder, []) if self.holder else []
+        for turn in turns:
             if not turn.done():
                 self.inside.add(turn)
                 turn.set_result(None)

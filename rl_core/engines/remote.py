@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import cast
 
 import aiohttp
 import torch
@@ -35,12 +35,13 @@ from rl_core.http_guard import (
     MAX_LOCAL_STRANGERS,
     HttpError,
     HttpServer,
+    Visitor,
     is_key,
     read_body,
 )
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
 from rl_core.sampling.engine import Engine, EngineDied
-from rl_core.types import Completion, RunError, SamplingParams
+from rl_core.types import JSON, Completion, RunError, SamplingParams
 
 dumps = partial(json.dumps, default=float)  # Converts scalars of torch and numpy.
 BUCKET_BYTES = 512 << 20
@@ -50,7 +51,7 @@ ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
 
 
 async def ask(
-    url: str, body: Any = None, token: str = "", timeout_s: float | None = None
+    url: str, body: JSON = None, token: str = "", timeout_s: float | None = None
 ) -> tuple[int, bytes]:
     """(status, content) of a POST of JSON; of a GET without a body. Raises EngineDied if there is
     no answer in time. Cancelling it closes the connection."""
@@ -99,7 +100,7 @@ class WeightChannel:
             for (name, shape), values in zip(shapes, flat.split(sizes), strict=True):
                 yield name, values.view(shape)
 
-    def _broadcast_json(self, value: Any) -> Any:
+    def _broadcast_json(self, value: JSON) -> JSON:
         """The first learner's value; other ranks pass None."""
         data = b"" if value is None else json.dumps(value).encode()
         size = int(self._broadcast(torch.tensor([len(data)], device=self.device)))
@@ -107,6 +108,7 @@ class WeightChannel:
         return json.loads(bytes(self._broadcast(content.to(self.device)).tolist()))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
+        assert self.group is not None
         self.group.broadcast(tensor, 0).wait()
         return tensor
 
@@ -123,7 +125,8 @@ def make_weight_channel(ranks: Ranks, timeout_s: float) -> WeightChannel:
         else:
             timeout = timedelta(seconds=timeout_s)
             group = dist.ProcessGroupGloo(store, group_rank, size, timeout)
-    return WeightChannel(group=group, device=ranks.device)
+    # Backends without a process group around them have the same broadcast().
+    return WeightChannel(group=cast(dist.ProcessGroup | None, group), device=ranks.device)
 
 
 class EngineServer:
@@ -176,7 +179,8 @@ class EngineServer:
     async def handle(self, request: web.Request) -> web.Response:
         if not is_key(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
             raise HttpError(401, "the token is missing or wrong")
-        request.protocol.door.admit(request.protocol)
+        connection = cast(Visitor, request.protocol)
+        connection.door.admit(connection)
         body = json.loads(await read_body(request))
         engine = self.engines.get(request.match_info["actor"])
         try:
@@ -231,6 +235,7 @@ class EngineServer:
 
     async def do_update(self, engine: Engine | None, version: int, adapter: str) -> None:
         """Receives the weights and loads them. Blocks this thread."""
+        assert self.channel is not None
         coming = self.channel.receive()
         try:
             if engine is not None:
@@ -310,7 +315,7 @@ class EngineClient:
     num_open: int = 0
     ended: list[str] = field(default_factory=list)  # Sessions to end; sent with the next request.
 
-    async def ask(self, verb: str, timeout_s: float | None = None, **body) -> Any:
+    async def ask(self, verb: str, timeout_s: float | None = None, **body) -> JSON:
         status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
         answer = json.loads(content)
         if status != 200:
@@ -399,6 +404,7 @@ class RemoteEngine(Engine):
     ) -> None:
         """Requests pause between two tokens and continue with the new weights. Every learner must
         call it."""
+        assert self.channel is not None and self.dtype is not None
         await self._ask_all("pause")
         # In a thread, because this one asks the ranks that sample to receive.
         sending = asyncio.to_thread(self.channel.send, weights, self.dtype)
@@ -444,7 +450,7 @@ def connect(
 
 
 def engines_at(
-    group: int, size: int, names: Iterable[str], ranks: Ranks, timeout_s: float, **weights: Any
+    group: int, size: int, names: Iterable[str], ranks: Ranks, timeout_s: float, **weights
 ) -> dict[str, RemoteEngine]:
     """Engines by actor on the `size` ranks of a process group. Waits for their addresses.
     `weights`: arguments of RemoteEngine about weight sync."""

@@ -6,6 +6,7 @@ import math
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rl_core.data.pretrained import Tokenizer
 from rl_core.types import Completion, SamplingParams
 
 
@@ -23,7 +24,7 @@ def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tok
         )
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], keeps_special: bool = False) -> str:
+def decoded(tokenizer: Tokenizer, ids: list[int], keeps_special: bool = False) -> str:
     """The sampled text, with or without special tokens."""
     kind = type(tokenizer)
     is_plain = kind.decode is PreTrainedTokenizerBase.decode

@@ -6,14 +6,15 @@ R routers, K experts per token, n rows of S tokens in a forward of the engine.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from rl_core.engines.hf_sampling import CACHE_NAMES
+from rl_core.engines.hf_sampling import CACHE_NAMES, RowCaches
+from rl_core.engines.kv_slots import SlotCache
 from rl_core.learning.moe import Routers
+from rl_core.types import JSON
 
 KEPT = "experts"  # Name of the cache's entry.
 
@@ -22,17 +23,17 @@ class Recorder:
     """Keeps the experts of each token with its keys and values, in the cache of an embedded
     engine."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
         self.routers, decoder = Routers(model), model.get_decoder()
         decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
         decoder.register_forward_hook(self.keep, with_kwargs=True)
 
-    def begin(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def begin(self, _: nn.Module, args: tuple, kwargs: dict[str, JSON]) -> None:
         # Not the learner, which may have the same model.
         if kwargs.get("slot_plan") or kwargs.get("use_cache"):
             self.routers.open()
 
-    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, JSON], output: JSON) -> None:
         if not self.routers.is_open:
             return
         self.routers.close()
@@ -47,11 +48,10 @@ class Recorder:
             experts = experts.unflatten(1, (plan.rows.stop - plan.rows.start, -1)).transpose(0, 1)
             plan.write(KEPT, experts, experts[:, :1, :, :1])
 
-    def experts_of(self, cache: Any, row: int, length: int) -> np.ndarray:
+    def experts_of(self, cache: SlotCache | RowCaches, row: int, length: int) -> np.ndarray:
         """[length, R, K] int16 of a row's tokens."""
-        kept = (
-            cache.layers[KEPT][0][row]
-            if hasattr(cache, "layers")
-            else getattr(cache.rows[row], KEPT)
-        )
+        if isinstance(cache, RowCaches):
+            kept = getattr(cache.rows[row], KEPT)
+        else:
+            kept = cache.layers[KEPT][0][row]
         return kept[:, :length].transpose(0, 1).cpu().numpy().copy()  # the row gets other tokens

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from rl_core.data import pretrained
-from rl_core.data.chat import Chat
-from rl_core.sampling.actor import Actor
+from rl_core.data.chat import Chat, ToolReader
+from rl_core.sampling.actor import Actor, OpenEndpoint
 from rl_core.sampling.engine import Engine
 from rl_core.types import Completion, SamplingParams
 
@@ -69,7 +69,7 @@ class ScriptedActor:
     max_context_tokens: int = 1 << 20
     capacity: int = 256
     is_trainable: bool = True
-    open_endpoint: Callable[[Actor], Any] | None = None  # See Actor.
+    open_endpoint: OpenEndpoint | None = None  # See Actor.
 
     def bind_episode(
         self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
@@ -84,7 +84,7 @@ class ScriptedActor:
         )
 
 
-def plain_chat(tool_reader: Callable[[Chat], Any] | None = None) -> Chat:
+def plain_chat(tool_reader: Callable[[Chat], ToolReader] | None = None) -> Chat:
     """A chat with one token per byte, so that any text round-trips, and a plain template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -38,7 +37,7 @@ from rl_core.errors import refuse
 from rl_core.metrics import Metric, Sum
 from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, WeightOwner
-from rl_core.types import Completion, SamplingParams
+from rl_core.types import Completion, JSONObject, SamplingParams
 
 # Older versions of SGLang unload no adapter after a queued request for it was aborted: they wait
 # for that request for ever.
@@ -426,8 +425,8 @@ class SGLangEngine(Engine):
             await asyncio.sleep(0.1)
 
     async def _ask(
-        self, path: str, body: dict[str, Any] | None, timeout_s: float | None = ANSWER_TIMEOUT_S
-    ) -> dict[str, Any]:
+        self, path: str, body: JSONObject | None, timeout_s: float | None = ANSWER_TIMEOUT_S
+    ) -> JSONObject:
         """The response's JSON object, or {} for any other response. Raises RuntimeError if the
         server refuses the request."""
         if not self.server.is_alive:
@@ -446,7 +445,7 @@ class SGLangEngine(Engine):
         return response
 
 
-def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
+def sampling_params(params: SamplingParams, max_tokens: int) -> JSONObject:
     """Sampling parameters under SGLang's names. SGLang's logprobs ignore top_k, top_p and min_p, so
     OF_SGLANG refuses top_k in training."""
     sent = {
@@ -465,7 +464,7 @@ def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
 
 def adapter_files(
     arrived: Iterable[tuple[str, Tensor]],
-    config: dict[str, Any],
+    config: JSONObject,
     model: nn.Module,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, bytes]]:

@@ -178,6 +178,7 @@ class SGLangServer:
             start_new_session=True,
         )
         os.close(log)
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order).encode())
         self.process.stdin.close()
 

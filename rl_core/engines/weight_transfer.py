@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 from urllib.parse import urlsplit
 
 import safetensors.torch
@@ -27,9 +27,13 @@ from rl_core.engines.remote import in_buckets
 from rl_core.engines.weights import on_host
 from rl_core.sampling.engine import RESENT_BY_RANKS, EngineSpec, NamedWeights, ServerSpec
 from rl_core.scratch import remove_orphans, scratch_prefix
-from rl_core.types import RunError
+from rl_core.types import JSONObject, RunError
 
-Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
+T = TypeVar("T")
+Ask = Callable[[str, JSONObject | None], Awaitable[JSONObject]]
 WITHOUT_SESSIONS = (0, 5, 20)  # Last version without weight-update sessions.
 
 
@@ -92,11 +96,13 @@ class FilesTransfer:
 
     async def load(self) -> None:
         """Loads the newest weights into the server."""
-        body = {"model_path": str(self.folder), "load_format": "safetensors"}
+        folder = self.folder
+        assert folder is not None, "take() comes first"
+        body = {"model_path": str(folder), "load_format": "safetensors"}
         # SGLang returns the label with each completion.
         body |= {"flush_cache": False, "weight_version": self.label}
         await self.ask("update_weights_from_disk", body)
-        self.num_bytes += sum(file.stat().st_size for file in self.folder.iterdir())
+        self.num_bytes += sum(file.stat().st_size for file in folder.iterdir())
 
     def drop(self) -> None:
         """Called after load(), even if it failed."""
@@ -166,7 +172,7 @@ class BucketsTransfer:
         version = (await self.ask("server_info", None))["version"]
         return tuple(map(int, re.findall(r"\d+", version)[:3])) > WITHOUT_SESSIONS
 
-    async def send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
+    async def send_bucket(self, bucket: Bucket, body: JSONObject) -> None:
         raise NotImplementedError
 
     def drop(self) -> None:
@@ -181,7 +187,7 @@ class BucketsTransfer:
 class DeviceTransfer(BucketsTransfer):
     """The run's own server maps the bucket's memory: CUDA IPC, or shared memory on a CPU."""
 
-    async def send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
+    async def send_bucket(self, bucket: Bucket, body: JSONObject) -> None:
         # Each rank of the server opens a separate handle: handles are counted.
         blobs = [bucket.blob() for _ in range(self.spec.server.tp)]
         await self.ask("update_weights_from_tensor", body | {"serialized_named_tensors": blobs})
@@ -197,15 +203,15 @@ def address_towards(url: str) -> str:
         return probe.getsockname()[0]
 
 
-async def both(sending: Awaitable[Any], asking: Awaitable[Any]) -> list[Any]:
-    """Results of the two. Raises the server's error at once, without waiting for the broadcast,
-    which would end at its deadline."""
+async def both(sending: Awaitable[T], asking: Awaitable[JSONObject]) -> T:
+    """The result of `sending`, once both have ended. Raises the server's error at once, without
+    waiting for the broadcast, which would end at its deadline."""
     tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(asking)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if tasks[1].done():
             tasks[1].result()
-        return [task.result() for task in tasks]
+        return tasks[0].result()
     finally:
         for task in tasks:  # Nobody awaits the other one any more.
             task.cancel()
@@ -248,12 +254,14 @@ class BroadcastTransfer(BucketsTransfer):
             [],
             Backend(backend),
             dist.PrefixStore(self.group_name, store),
-            group_name=self.group_name,
+            group_name=cast("GroupName", self.group_name),
             timeout=timeout,
         )
-        (self.group, _), _ = await both(joining, self.ask("init_weights_update_group", body))
+        group, _ = await both(joining, self.ask("init_weights_update_group", body))
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
 
-    async def send_bucket(self, bucket: Bucket, body: dict[str, Any]) -> None:
+    async def send_bucket(self, bucket: Bucket, body: JSONObject) -> None:
         body = body | bucket.facts() | {"group_name": self.group_name}
         sending = asyncio.to_thread(self.broadcast, bucket.flat)
         await both(sending, self.ask("update_weights_from_distributed", body))
@@ -261,6 +269,7 @@ class BroadcastTransfer(BucketsTransfer):
     def broadcast(self, flat: Tensor) -> None:
         if flat.device.type == "cuda":
             torch.cuda.set_device(flat.device)  # Each thread has its own.
+        assert self.group is not None
         self.group.broadcast(flat, 0).wait()
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Protocol, TypeVar, cast
 from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
@@ -17,7 +17,18 @@ from rl_core.data.messages import canonical_messages, canonical_tools, shorten
 from rl_core.errors import nearest
 from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_values, wait_for_all
-from rl_core.types import Completion, Message, RunError, SamplingParams, Trajectory, counter_seed
+from rl_core.types import (
+    JSON,
+    Completion,
+    JSONObject,
+    Message,
+    RunError,
+    SamplingParams,
+    Trajectory,
+    counter_seed,
+)
+
+T = TypeVar("T")
 
 # The learner assumes the sampling parameters of a trainable actor: a reply that overrides one of
 # these is not trained.
@@ -34,6 +45,38 @@ class ChatEngine(Protocol):
     ) -> tuple[Message, Completion]: ...
 
 
+class Lease(Protocol):
+    """See engines/lease.py."""
+
+    def of(self, engine: Engine) -> AbstractAsyncContextManager[None]: ...
+
+
+class AgentEndpoint(Protocol):
+    """An HTTP endpoint for programs; see environments/agents/endpoint.py."""
+
+    api_key: str
+
+    @property
+    def base_url(self) -> str: ...
+    def trajectories(self, reward: float) -> list[Trajectory]: ...
+
+
+OpenEndpoint = Callable[["Actor"], AbstractAsyncContextManager[AgentEndpoint]]
+
+
+class Speaker(Protocol):
+    """An actor that hooks address: Actor, ApiActor or ScriptedActor."""
+
+    name: str
+    is_trainable: bool
+
+    @property
+    def capacity(self) -> int: ...
+    def bind_episode(
+        self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
+    ) -> Actor: ...
+
+
 class Conversation:
     """Messages, and the tokens that the actor saw and sampled. Tokens only grow, except where the
     chat template rewrites history. A conversation without a returned trajectory is not trained."""
@@ -43,7 +86,7 @@ class Conversation:
         speaker: Actor,
         messages: list[Message],
         tools: list | None,
-        sampling: dict[str, Any],
+        sampling: JSONObject,
         session: str,
     ):
         self.speaker = speaker
@@ -106,7 +149,7 @@ class Conversation:
         return f"{self.session}#{self.num_replies}"
 
     async def respond(
-        self, messages: str | Sequence[Message] = (), state_key: Any = None, **limits: Any
+        self, messages: str | Sequence[Message] = (), state_key: JSON = None, **limits: JSON
     ) -> Conversation:
         """Continues this conversation with `messages` and the actor's next turn, and returns it.
         If the context is full, the text is "" and the conversation is truncated. Raises ValueError
@@ -301,12 +344,10 @@ class Actor:
     max_tokens: int | None = None  # Limit of one turn.
     is_trainable: bool = True  # True if the actor has a learner.
     adapter: str = ""  # LoRA adapter for sampling.
-    lease: Any = None  # An engines.lease.DeviceLease if engines share a device.
+    lease: Lease | None = None  # None if engines share no device.
     stale_engine: Engine | None = None  # Samples a fraction of the turns with stale weights.
     stale_frac: float = 0.0
-    open_endpoint: Callable[[Actor], Any] | None = (
-        None  # Opens an endpoint (environments/agents/rollout.py).
-    )
+    open_endpoint: OpenEndpoint | None = None
     # bind_episode() sets the fields from here to max_turns.
     params: SamplingParams | None = None
     seed: int = 0
@@ -359,7 +400,7 @@ class Actor:
             params = replace(params, max_tokens=self.max_tokens)
         return replace(self, params=params, seed=seed, session=session, max_turns=max_turns)
 
-    def endpoint(self) -> AbstractAsyncContextManager[Any]:
+    def endpoint(self) -> AbstractAsyncContextManager[AgentEndpoint]:
         """An HTTP endpoint for programs that use this actor: `async with actor.endpoint() as llm`,
         then llm.base_url, llm.api_key and llm.trajectories(reward)."""
         assert self.open_endpoint is not None
@@ -380,7 +421,7 @@ class Actor:
         messages: str | Sequence[Message],
         n: int | None = None,
         tools: list | None = None,
-        state_key: Any = None,
+        state_key: JSON = None,
         **sampling,
     ) -> Conversation | list[Conversation]:
         """One reply, or a list of `n` that are sampled concurrently. A string is one user message.
@@ -406,7 +447,7 @@ class Actor:
         return replies[0] if n is None else replies
 
 
-async def revived(work: Callable[[], Awaitable[Any]], actors: Iterable[Any], where: str) -> Any:
+async def revived(work: Callable[[], Awaitable[T]], actors: Iterable[Speaker], where: str) -> T:
     """The result of work(). If an engine dies meanwhile, restarts it and calls work() again. Raises
     RunError, which names `where`, if an engine cannot restart or dies again and again."""
     last: EngineDied | None = None
@@ -429,7 +470,7 @@ class EpisodeActors(dict[str, Actor]):
 
     def __init__(
         self,
-        actors: Mapping[str, Any],
+        actors: Mapping[str, Speaker],
         params: SamplingParams | None,
         seed: int,
         session: str,
@@ -437,6 +478,7 @@ class EpisodeActors(dict[str, Actor]):
     ):
         self.max_turns = max_turns
         for name, actor in actors.items():
+            assert params is not None
             self[name] = actor.bind_episode(params, seed, f"{session}/{name}", max_turns)
 
     def __missing__(self, name: str) -> Actor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 from rl_core.sampling.resumable_rollouts import (
     ResumableConversation,
@@ -82,7 +81,7 @@ class DeterministicPlayer(ResumablePlayer):
 
     conversation = DeterministicConversation
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args):
         super().__init__(*args)
         self.window = 0  # Number of calls of open().
         self.open(set(), has_parts=False)

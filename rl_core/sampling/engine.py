@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from rl_core.config import Config
+    from rl_core.data.pretrained import Tokenizer
     from rl_core.metrics import Metric
 
 
@@ -175,7 +176,7 @@ class EngineSpec:
     name: str  # Name of the actor, with a suffix if the actor has several engines.
     model: str  # Folder or hub name.
     module: PreTrainedModel  # See WeightOwner.
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Tokenizer | None
     num_slots: int  # Number of requests to decode concurrently.
     max_context_tokens: int
     memory_frac: float  # Fraction of a GPU's memory.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.episode import TurnLoop
 from rl_core.sampling.hooks import Hook
-from rl_core.types import Task, Trajectory
+from rl_core.types import JSONObject, Message, Row, Task, Trajectory
 
 # Arguments that hooks can name in addition to columns of the data. With a start(), `state` is added
 # to SPOKEN.
@@ -42,12 +41,13 @@ class Env:
     rollout: Callable[[Task, EpisodeActors], Awaitable[list[Trajectory]]]
     hooks: dict[str, Hook]  # Hooks by name, for the service, the curriculum and checks.
     turn_loop: TurnLoop  # The default episode; unused if the file has a rollout().
-    load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None  # split -> rows
+    load_tasks: Callable[[str], Sequence[Row]] | None  # split -> rows
     advantage_fn: Callable[[list[float]], list[float]] | None  # rewards of a group -> advantages
-    row_to_prompt: Callable[..., Any] | None  # Columns -> the prompt of a row that has none.
+    # Columns -> the prompt of a row that has none.
+    row_to_prompt: Callable[..., str | list[Message]] | None
     max_turns: int  # Limit for all actors together.
     turns_from: str  # Source of max_turns, for errors: "of --max_turns".
-    tools: list[dict[str, Any]] | None
+    tools: list[JSONObject] | None
     # Raises RuntimeError if the file opens boxes and this machine cannot make them.
     check_machine: Callable[[], None] | None
     # Hash of the file. For a served file, which may change, the last hash received.

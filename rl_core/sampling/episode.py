@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any
+from typing import Protocol, TypeGuard, TypeVar
 
 from rl_core.data.episodes import baseline_groups
 from rl_core.data.messages import shorten, text_of, with_text_arguments
@@ -22,11 +22,32 @@ from rl_core.sampling.hooks import (
     reward_values,
     wait_for_all,
 )
-from rl_core.types import Message, Task, Trajectory
+from rl_core.types import JSON, JSONObject, Message, Task, Trajectory
 
 # Separates two turns of one actor, because many chat templates and servers refuse consecutive
 # assistant messages.
 CONTINUE = [{"role": "user", "content": "Continue."}]
+
+
+T = TypeVar("T")
+
+
+class TurnOrder(Protocol):
+    """The order in which actors speak; see environments/turn_order.py."""
+
+    text: str
+    longest: int  # Number of turns, as far as it is known.
+
+    def speakers(self, names: Sequence[str]) -> list[str] | None: ...
+    async def draw(self, task: Task, names: Sequence[str], seed: int) -> list[str]: ...
+
+
+class PromptTemplate(Protocol):
+    """A system prompt; see environments/system_prompts.py."""
+
+    columns: set[str]  # Columns that the template names.
+
+    def render(self, task: Task) -> str: ...
 
 
 @dataclass(kw_only=True)
@@ -36,9 +57,9 @@ class TurnLoop:
     path: str
     hooks: dict[str, Hook]
     rewards: list[Hook]
-    turns: Any  # A schedule.Schedule or TurnsFunction; None if there is one actor.
-    tools: list[dict[str, Any]] | None
-    system_prompts: dict[str, Any]  # Actor -> SystemPrompt.
+    turns: TurnOrder | None  # None if there is one actor.
+    tools: list[JSONObject] | None
+    system_prompts: dict[str, PromptTemplate]  # Key: actor.
     name_prefix: bool
     truncated_reward: float | None
 
@@ -61,7 +82,7 @@ class TurnLoop:
         text = self.system_prompts[actor].render(task)
         return [{"role": "system", "content": text}, *task.messages[has_system:]]
 
-    def tools_of(self, task: Task) -> list[dict[str, Any]] | None:
+    def tools_of(self, task: Task) -> list[JSONObject] | None:
         """The tools of the task's row, by default those of the file."""
         return row_tools(task.row) or self.tools
 
@@ -82,10 +103,10 @@ class Episode:
         # Actor -> number of messages of the episode in its conversation.
         self.num_seen: dict[str, int] = {}
         self.speaker = ""  # Actor of the last turn.
-        self.state: Any = None
+        self.state: object = None
         self.truncated = False
 
-    async def call(self, hook: Hook, actor: str = "") -> Any:
+    async def call(self, hook: Hook, actor: str = "") -> object:
         """A hook's result for an actor, by default the last speaker."""
         name = actor or self.speaker
         arguments = {"messages": self.messages, "prompt": self.task.messages, "task": self.task}
@@ -277,7 +298,7 @@ def is_user_text(message: Message) -> bool:
     return message.get("role") == "user" and isinstance(message.get("content"), str)
 
 
-def checked(returned: Any, path: str, actors: EpisodeActors) -> list[Trajectory]:
+def checked(returned: object, path: str, actors: EpisodeActors) -> list[Trajectory]:
     """Validated result of the user's rollout(). Raises ValueError unless it is a list of scored
     trajectories."""
     if not returned or not is_list(returned, Trajectory):
@@ -304,7 +325,7 @@ def checked(returned: Any, path: str, actors: EpisodeActors) -> list[Trajectory]
     return list(returned)
 
 
-def is_list(value: Any, kind: type | UnionType) -> bool:
+def is_list(value: object, kind: type[T] | UnionType) -> TypeGuard[list[T]]:
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
 
@@ -332,7 +353,7 @@ async def group_reward(
     hook: Hook, task: Task, group: list[Trajectory], actors: EpisodeActors
 ) -> tuple[Hook, list[Trajectory], list[float | None]]:
     arguments = {"trajectories": group, "task": task, "prompt": task.messages}
-    values = await hook(task, arguments | {"actor": group[0].actor, "actors": actors})
+    values: JSON = await hook(task, arguments | {"actor": group[0].actor, "actors": actors})
     source = f"{hook.path}: what {hook.name}() returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != len(group):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from gymnasium import Space
 
 MAX_NUMBERS = 128  # The largest array that is printed.
 # MiniGrid's numbers: objects in their order and their letters on a map, colours, states of doors.
@@ -16,7 +19,7 @@ DOORS = ("open", "closed", "locked")
 LEGEND = "Map, you are @: # wall, . free, ~ lava, ? unseen, letters below"
 
 
-def words_of(value: Any, names: list[str] | None = None) -> str:
+def words_of(value: object, names: list[str] | None = None) -> str:
     """An observation as text. Raises ValueError for an array that is too large to be read."""
     if isinstance(value, dict):
         return "\n".join(f"{name}: {words_of(item)}" for name, item in value.items())
@@ -27,7 +30,7 @@ def words_of(value: Any, names: list[str] | None = None) -> str:
         )
     if isinstance(value, np.ndarray) and value.ndim > 1:
         return "\n".join(words_of(row) for row in value)
-    if isinstance(value, (tuple, list)) or np.ndim(value):
+    if isinstance(value, (tuple, list)) or (isinstance(value, np.ndarray) and value.ndim):
         parts = [words_of(item) for item in value]
         if names and len(names) == len(parts):
             parts = [f"{name} {text}" for name, text in zip(names, parts, strict=True)]
@@ -72,12 +75,12 @@ def shown_grid(image: np.ndarray, direction: int, mission: str) -> str:
     return "\n".join([*lines, *things])
 
 
-def action_of(text: str, space: Any, names: list[str] | None) -> Any:
+def action_of(text: str, space: Space, names: list[str] | None) -> object:
     """The action of the space that a reply means, or None."""
     from gymnasium import spaces
 
     text = text.strip()
-    action: Any = None
+    action: str | int | np.ndarray | None = None
     if isinstance(space, spaces.Text):
         action = text
     elif isinstance(space, spaces.Discrete):
@@ -98,7 +101,7 @@ def action_of(text: str, space: Any, names: list[str] | None) -> Any:
     return action if action is not None and space.contains(action) else None
 
 
-def actions_of(space: Any) -> str:
+def actions_of(space: Space) -> str:
     """Text of a prompt about actions without names. Raises ValueError for a space that no reply
     can name."""
     from gymnasium import spaces

@@ -27,10 +27,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any
+from typing import TypeVar
 
 from rl_core.data.messages import canonical_messages, shorten
-from rl_core.types import Message, Task
+from rl_core.types import JSON, Message, Row, Task
 
 BEAT_S = 0.05  # Longest time between two looks of the event loop at deadlines.
 # Few, because hooks that compute share the interpreter lock with the engine, and hooks that wait
@@ -46,7 +46,8 @@ RECORDED = re.compile(
     rf"tool_parse_failed|agent_(requests|retries|branches|overridden.*)|{NOT_APPLIED}.*"
 )
 
-Outcome = tuple[Any, BaseException | None]  # Result of a function, or its error.
+T = TypeVar("T")
+Outcome = tuple[object, BaseException | None]  # Result of a function, or its error.
 
 
 class DeadlineError(Exception):
@@ -88,7 +89,7 @@ class Hook:
         """True for a reward that is called once per actor."""
         return self.takes_all or not self.named.isdisjoint(("actor", "trajectory"))
 
-    def arguments(self, row: dict[str, Any], context: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, row: Row, context: Mapping[str, object]) -> dict[str, object]:
         """Argument -> value. Values are copies, so that a hook changes neither the episode nor the
         row for the next episode."""
         values = row | {name: context.get(name) for name in self.ours}
@@ -98,7 +99,7 @@ class Hook:
         shared = {name: values[name] for name in names.intersection(SHARED)}
         return shared | {name: copy.deepcopy(values[name]) for name in names.difference(SHARED)}
 
-    async def __call__(self, task: Task, context: Mapping[str, Any]) -> Any:
+    async def __call__(self, task: Task, context: Mapping[str, object]) -> object:
         """The function's result. Arguments of `ours` that are missing in `context` are None. Raises
         HookError, or TimeoutError after timeout_s."""
         try:
@@ -115,8 +116,8 @@ class Hook:
             raise HookError(f"{self.name}() failed for task {task.id}: {described}") from error
         return result
 
-    async def _outcome(self, task: Task, context: Mapping[str, Any]) -> Outcome:
-        def call() -> Any:
+    async def _outcome(self, task: Task, context: Mapping[str, object]) -> Outcome:
+        def call() -> object:
             result = self.function(**self.arguments(task.row, context))
             # Reading a generator runs the file's code too, perhaps for ever.
             return list(islice(result, MAX_YIELDS)) if inspect.isgenerator(result) else result
@@ -166,7 +167,8 @@ class LoopClock:
         self.is_waking = False  # True if the loop is scheduled to read `ended`.
         self.num_running = 0  # Running hooks.
         self.paths: set[str] = set()  # Files whose hooks were called.
-        self.watchdog: Any = None  # sampling/watchdog.py; notified when hooks begin or end.
+        # Watchdog.look(), called when hooks begin or end.
+        self.look: Callable[[], None] | None = None
         # All timers of this loop read its clock, and its threads end when the loop closes.
         self.close_loop = loop.close
         loop.time = self
@@ -195,7 +197,7 @@ class LoopClock:
         for _ in range(min(self.queue.qsize(), MAX_THREADS - self.num_threads)):
             self._add_thread()
 
-    async def in_thread(self, function: Callable[[], Any], timeout_s: float | None) -> Outcome:
+    async def in_thread(self, function: Callable[[], object], timeout_s: float | None) -> Outcome:
         """Runs a function in a daemon thread. A function that hangs outlives its deadline, but
         blocks neither the event loop nor the interpreter's exit. Raises DeadlineError after
         timeout_s."""
@@ -263,18 +265,18 @@ class LoopClock:
 
     def _count(self, change: int) -> None:
         self.num_running += change
-        if self.watchdog is not None and self.num_running <= 1:
-            self.watchdog.look()
+        if self.look is not None and self.num_running <= 1:
+            self.look()
 
 
-async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
+async def wait_for_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     """Results of all. Raises the first error after all have ended, so that none continues
     unseen."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return results
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def describe_error(error: BaseException, path: str) -> str:
@@ -291,12 +293,12 @@ def describe_error(error: BaseException, path: str) -> str:
     return f"{line}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def plain(value: Any) -> Any:
+def plain(value: JSON) -> JSON:
     """A scalar of numpy or torch as a Python number, for JSON; any other value unchanged."""
     return value.item() if hasattr(value, "item") else value
 
 
-def finite(value: Any, label: str) -> float:
+def finite(value: object, label: str) -> float:
     """The value, a number or a scalar of numpy or torch, as a finite float. Raises ValueError,
     which begins with `label`, for any other value."""
     # Errors of an array of several numbers, or of an int that is too large.
@@ -312,7 +314,7 @@ def finite(value: Any, label: str) -> float:
 MAX_PARTS = 100  # Names in a dict of rewards; each becomes a metric of every step.
 
 
-def finite_parts(value: Any, name: str, label: str) -> dict[str, float]:
+def finite_parts(value: object, name: str, label: str) -> dict[str, float]:
     """The parts of a reward: a dict's entries, or one number under `name`."""
     if not isinstance(value, dict):
         return {name: finite(value, label)}
@@ -325,7 +327,7 @@ def finite_parts(value: Any, name: str, label: str) -> dict[str, float]:
     return {key: finite(number, f"{label}: part {key!r}") for key, number in value.items()}
 
 
-def reward_values(value: Any, name: str, source: str) -> dict[str, float | None]:
+def reward_values(value: object, name: str, source: str) -> dict[str, float | None]:
     """The parts of a reward, see finite_parts(). A part that is None does not apply to the
     episode."""
     if value is None:
@@ -354,7 +356,7 @@ def is_recorded(name: str) -> bool:
     return RECORDED.fullmatch(name) is not None
 
 
-def env_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def env_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """An environment's metrics; `env_` is prepended to names that the trainer records itself."""
     return {f"env_{k}" if is_recorded(k) else k: value for k, value in metrics.items()}
 
@@ -386,7 +388,7 @@ def add_parts(
             rewards[name] = hook.weight * value
 
 
-def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
+def read_answer(answer: object, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
     """(messages, reward, is_done) from the result of interact(). `ends`: True if the episode ends
     without messages."""
     source = f"{path}: what interact() returned"
@@ -406,7 +408,7 @@ def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], floa
         raise ValueError(f"{source} {error}") from None
 
 
-def key_text(value: Any) -> str:
+def key_text(value: object) -> str:
     """A state's key as text: the text itself, JSON of any other value, or "" for None. Raises
     ValueError for values that are not JSON, because equal values could have different texts."""
     if value is None or isinstance(value, str):

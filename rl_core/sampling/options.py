@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rl_core.config import Config
 from rl_core.distributed import Ranks
+from rl_core.sampling.actor import Speaker
 from rl_core.sampling.env import Env
 from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
 
 
 def make_worker(
-    config: Config, envs: Mapping[str, Env], speakers: Mapping[str, Any], ranks: Ranks
+    config: Config, envs: Mapping[str, Env], speakers: Mapping[str, Speaker], ranks: Ranks
 ) -> RolloutWorker:
     """The rollout worker of a rank. `speakers`: what hooks address, by the name of the actor."""
     player_class, worker_class = EpisodeRunner, RolloutWorker

@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 from pydantic import TypeAdapter
@@ -17,7 +16,7 @@ from rl_core.data.rows import read_json
 from rl_core.sampling.actor import Conversation, EpisodeActors
 from rl_core.sampling.env import Env
 from rl_core.sampling.rollout import EpisodeRunner, Group, Key, RolloutWorker
-from rl_core.types import Completion, Message, SamplingParams, Trajectory
+from rl_core.types import Completion, JSONObject, Message, SamplingParams, Trajectory
 
 FILE = "under_way.rank_"  # Prefix of each rank's file in a checkpoint.
 TRAJECTORIES = TypeAdapter(list[Trajectory])
@@ -47,13 +46,13 @@ class EpisodeRecord:
 class ResumableConversation(Conversation):
     """A conversation that replays saved completions instead of sampling."""
 
-    def __init__(self, player: ResumablePlayer, group: str, episode: EpisodeRecord, *args: Any):
+    def __init__(self, player: ResumablePlayer, group: str, episode: EpisodeRecord, *args):
         super().__init__(*args)
         self.player = player
         self.group = group
         self.episode = episode
 
-    def answer(self, *asked: Any) -> SavedCompletion:
+    def answer(self, *asked: object) -> SavedCompletion:
         """The saved completion of the next turn. A hook that asks for something else than before
         gets a new one, and so does a second conversation with the same label."""
         turn = self.next_turn
@@ -68,7 +67,7 @@ class ResumableConversation(Conversation):
             )
         return known
 
-    async def _generate(self, params: SamplingParams, seed: int, **begun: Any) -> Completion:
+    async def _generate(self, params: SamplingParams, seed: int, **begun: Completion) -> Completion:
         assert self.stream
         answer = self.answer(list(self.stream.prompt_ids), params)
         while not answer.completion.finish_reason:
@@ -90,7 +89,7 @@ class ResumableConversation(Conversation):
 class ResumablePlayer(EpisodeRunner):
     conversation = ResumableConversation
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args):
         super().__init__(*args)
         # Group -> episode, or rollout.SCORING -> record.
         self.records: dict[str, dict[str, EpisodeRecord]] = defaultdict(dict)
@@ -109,9 +108,9 @@ class ResumablePlayer(EpisodeRunner):
             players[actor_name] = replace(actor, make_conversation=make)
         return players
 
-    def row_of(self, group: Group) -> dict[str, Any]:
+    def row_of(self, group: Group) -> JSONObject:
         """The row of a checkpoint for a group that has begun."""
-        episodes: dict[str, dict[str, Any]] = {}
+        episodes: dict[str, JSONObject] = {}
         for name, record in self.records.get(group.id, {}).items():
             episodes[name] = {"answers": record.answers, "trajectories": None}
         for index, trajectories in group.ended.items():
@@ -125,7 +124,7 @@ class ResumablePlayer(EpisodeRunner):
             "episodes": {} if group.trajectories else episodes,
         }
 
-    def restore(self, group: Group, row: dict[str, Any]) -> None:
+    def restore(self, group: Group, row: JSONObject) -> None:
         """Restores a group from its row of the checkpoint."""
         group.version = row["version"]
         group.trajectories = TRAJECTORIES.validate_python(row["trajectories"])
@@ -166,9 +165,7 @@ class ResumableWorker(RolloutWorker):
         super()._begin(key)
 
 
-def read_groups(
-    checkpoint: Path, positions: Container[int], oldest: int
-) -> dict[int, dict[str, Any]]:
+def read_groups(checkpoint: Path, positions: Container[int], oldest: int) -> dict[int, JSONObject]:
     """Position -> row of row_of(), for these positions. Leaves out groups that began before version
     `oldest`, which would be too stale."""
     rows = {}

@@ -9,17 +9,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from rl_core.config import Config, RolloutConfig
 from rl_core.data.episodes import succeeded
 from rl_core.data.tasks import row_variables
-from rl_core.sampling.actor import DRAWING, EpisodeActors, revived
+from rl_core.sampling.actor import DRAWING, EpisodeActors, Speaker, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
 from rl_core.sampling.episode import add_group_rewards, group_rewards
 from rl_core.sampling.hooks import HookError, LoopClock, refuse_unscored, wait_for_all
-from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
+from rl_core.types import JSON, JSONObject, RunError, SamplingParams, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
@@ -51,7 +51,7 @@ class Group:
     position: int = 0  # Position of the task in the order of the data.
     version: int = -1  # Policy version at the start; -1 before it.
     # Actor -> sampling parameters that replace those of `params`.
-    own_params: dict[str, dict[str, Any]] = field(default_factory=dict)
+    own_params: dict[str, JSONObject] = field(default_factory=dict)
     # Index of an ended episode -> its trajectories.
     ended: dict[int, list[Trajectory]] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)  # Filled after all have ended.
@@ -66,7 +66,7 @@ class Group:
 
 
 def make_group(
-    config: Config, task: Task, drawn: dict[str, Any] | None = None, **fields: Any
+    config: Config, task: Task, drawn: JSONObject | None = None, **fields: JSON
 ) -> Group:
     """`drawn`: sampling parameters of an evaluation; None uses each actor's training parameters.
     `fields`: further fields of the Group, such as size, batch and number."""
@@ -80,7 +80,7 @@ def make_group(
     params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **sampling)
     group = Group(task=task, params=params, seed=config.seed, **fields)
     for name, actor in config.actors.items():
-        overrides = dict(actor.sampling)
+        overrides: JSONObject = dict(actor.sampling)
         if "stop" in overrides:
             overrides["stop"] = tuple(overrides["stop"])
         if actor.api and drawn is None:
@@ -94,6 +94,14 @@ def make_group(
 AfterGroup = Callable[["EpisodeRunner", Group, list[Trajectory]], Awaitable[None]]
 
 
+class Meeting(Protocol):
+    """Collective that a rank may need during RolloutWorker.collect()."""
+
+    @property
+    def is_wanted(self) -> bool: ...
+    async def meet(self) -> bool: ...
+
+
 class EpisodeRunner:
     """Runs the episodes of groups. An error in an episode gives a failed trajectory with its
     reason."""
@@ -101,7 +109,7 @@ class EpisodeRunner:
     def __init__(
         self,
         envs: Mapping[str, Env],
-        actors: Mapping[str, Any],
+        actors: Mapping[str, Speaker],
         config: RolloutConfig,
         after_group: AfterGroup | None = None,
     ):
@@ -270,10 +278,10 @@ class RolloutWorker:
         # Label -> number of this rank's next group, which starts once it is submitted and fits.
         self.next_number: dict[str, int] = {}
         self.num_collects = 0
-        self.meeting: Any = None  # Collective that a rank may need during collect(); see meet_by().
+        self.meeting: Meeting | None = None  # See meet_by().
         self.num_collected: Counter[str] = Counter()  # Label -> collected groups.
 
-    def meet_by(self, meeting: Any) -> None:
+    def meet_by(self, meeting: Meeting) -> None:
         """Makes all ranks call meeting.meet() during collect() once one has meeting.is_wanted."""
         self.meeting = meeting
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
@@ -14,11 +14,12 @@ from rl_core.data.episodes import succeeded
 from rl_core.data.messages import canonical_messages, shorten
 from rl_core.data.tasks import row_variables
 from rl_core.models.loading import load_model_config, max_positions
+from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.sampling.rollout import EpisodeRunner, Group
-from rl_core.types import Message, Task, Trajectory, Turn
+from rl_core.types import JSONObject, Message, Task, Trajectory, Turn
 
 HOOK = "teacher_prompt"
 # (actor, environment) -> (most tokens of prompt and reply that its teacher reads, the limit's
@@ -61,7 +62,9 @@ class TeacherPrompts:
         try:
             messages = await asyncio.wait_for(asking, player.config.episode_timeout_s)
             if messages:
-                chat = player.actors[t.actor].chat.with_variables(row_variables(task.row))
+                speaker = cast(Actor, player.actors[t.actor])  # Trained, so that it has a chat.
+                assert speaker.chat is not None
+                chat = speaker.chat.with_variables(row_variables(task.row))
                 ids = prompt_ids(chat, t, messages, env.turn_loop.tools_of(task))
                 check_length(t, ids, *self.limits[t.actor, t.env])
                 t.teacher_messages, t.teacher_ids = messages, ids
@@ -120,7 +123,7 @@ async def ask(env: Env, task: Task, t: Trajectory, scored: list[Trajectory]) -> 
 
 
 def prompt_ids(
-    chat: Chat, t: Trajectory, messages: list[Message], tools: list[dict[str, Any]] | None
+    chat: Chat, t: Trajectory, messages: list[Message], tools: list[JSONObject] | None
 ) -> list[list[int]]:
     """For each token stream of the conversation the ids before its first reply, if the conversation
     began with these messages. Streams after the first begin where the chat template rewrote

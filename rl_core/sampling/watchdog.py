@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from rl_core.sampling.hooks import LoopClock
@@ -35,10 +35,11 @@ IDLE_FRAC = 0.05  # A thread that uses a smaller fraction of a processor waits f
 # Types of file objects that buffer unwritten text or bytes.
 WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
+T = TypeVar("T")
 exit_now = os._exit  # refusing_exits() replaces os._exit.
 
 
-def run_hooks(work: Coroutine, hook_timeout_s: float | None = None) -> Any:
+def run_hooks(work: Coroutine[object, object, T], hook_timeout_s: float | None = None) -> T:
     """Runs `work` on a new event loop and returns its result. First removes temporary folders of
     killed processes. With a hook's deadline a Watchdog observes the process."""
     from rl_core.sampling.hooks import LoopClock
@@ -220,7 +221,7 @@ class Watchdog:
         self.is_closed = threading.Event()
         self.is_set = False
         self.lock = threading.Lock()
-        clock.watchdog = self
+        clock.look = self.look
         self.thread = threading.Thread(target=self._beat, name="watchdog of the run", daemon=True)
         self.thread.start()
 
@@ -248,5 +249,5 @@ class Watchdog:
         self.is_closed.set()
         self.thread.join()
         # A hook that was left behind may end later.
-        self.clock.watchdog = None
+        self.clock.look = None
         faulthandler.cancel_dump_traceback_later()

@@ -214,7 +214,7 @@ def test_what_a_hook_left_behind_does_when_it_ends_finds_no_watchdog():
         return LoopClock.of_running_loop()
 
     clock = run_hooks(main(), 1.0)
-    assert clock.watchdog is None
+    assert clock.look is None
     with clock.noting("env.py"):
         assert clock.num_running == 1
 
