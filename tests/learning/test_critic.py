@@ -123,13 +123,7 @@ def test_advantages_are_normalised_over_all_tokens_of_the_step(tiny_model):
 
 def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
     learner = make_ppo(
-        tiny_model,
-        "--critic.warmup_steps",
-        "2",
-        "--optim.lr",
-        "0.01",
-        "--optim.weight_decay",
-        "0.1",
+        tiny_model, "--critic.warmup_steps 2 --optim.lr 0.01 --optim.weight_decay 0.1"
     )
     actor, critic = learner.policy, critic_of(learner)
     start, values = (

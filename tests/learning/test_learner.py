@@ -18,7 +18,7 @@ FLAGS = ["--env_path", "x.py", "--out", "x", "--max_prompt_tokens", "40", "--max
 
 
 def make_learner(model, *flags, algorithm="grpo") -> Learner:
-    return kit.make_learner(model, "--algorithm", algorithm, list(flags))
+    return kit.make_learner(model, "--algorithm", algorithm, *flags)
 
 
 def ragged_samples(num=12, seed=0, shared_prompt=0) -> list[TrainingSample]:
@@ -108,13 +108,7 @@ def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_f
     tiny_model,
 ):
     learner = make_learner(
-        tiny_model,
-        "--learner.updates_per_epoch",
-        "2",
-        "--learner.epochs",
-        "2",
-        "--optim.lr",
-        "0.01",
+        tiny_model, "--learner.updates_per_epoch 2 --learner.epochs 2 --optim.lr 0.01"
     )
     samples = ragged_samples(12)[1:]  # a group of one, then groups of two
     minibatches, _ = learner.shard(samples)

@@ -34,13 +34,8 @@ def test_without_a_gpu_it_is_refused_before_a_model_loads(monkeypatch, tiny_mode
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rows.write_text('{"messages": [{"role": "user", "content": "21"}], "answer": "12"}\n')
     flags = words(
-        "--model",
-        tiny_model,
-        "--env_path",
-        ROOT / "envs/sort_digits.py",
-        "--data.train",
-        rows,
-        "--out x",
+        f"--model {tiny_model} --env_path {ROOT / 'envs/sort_digits.py'} --data.train",
+        f"{rows} --out x",
     )
     with pytest.raises(ValueError, match=r"--learner.kernels=liger needs a GPU"):
         make_plan(parse_config([*flags, "--learner.kernels", "liger"]))

@@ -371,10 +371,7 @@ def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
         "def reward_fn(completion): return len(completion) + sum(map(ord, completion)) % 7\n"
     )
     flags = words(
-        "--model",
-        tiny_model,
-        "--env_path",
-        tmp_path / "env.py",
+        f"--model {tiny_model} --env_path {tmp_path / 'env.py'}",
         "--max_tokens 8 --max_prompt_tokens 16",
     )
     flags += words(

@@ -86,7 +86,12 @@ CASES = {
     "top_k": ("qwen3", f"{SGD} --sampling.top_k 5 --learner.epochs 2", {14: ["hsdp 2 x cp 2"]}),
     "ppo": ("qwen3", f"{SGD} --algorithm ppo {EPOCHS}", {14: ["hsdp 2 x cp 2", "copies 4"]}),
     "rm": ("qwen3", f"{SGD} --algorithm rm", {2: ["dp 4", "tp 2 x dp 2"]}),
-    "adamw": ("qwen3", ADAMW, {14: ["hsdp 2 x tp 2", "copies 4"]}),
+    # Several microbatches, after the last of which replicas add up their gradients.
+    "adamw": (
+        "qwen3",
+        f"{ADAMW} --learner.microbatch_tokens 100",
+        {14: ["hsdp 2 x tp 2", "copies 4"]},
+    ),
     "untied top_k": ("qwen3 untied", f"{ADAMW} --sampling.top_k 5", {14: ["tp 4"]}),
     "untied": ("qwen3 untied", ADAMW, {14: ["tp 2 x dp 2", "cp 2 x tp 2", "dp 3 x tp 2"]}),
     "uneven": ("qwen2 uneven", ADAMW, {14: ["tp 2 x dp 2", "dp 3 x tp 2"]}),

@@ -80,10 +80,7 @@ def rm_flags(model, folder, margins):
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = words(
-        "--algorithm rm --model",
-        model,
-        "--data.train",
-        folder / "pairs.jsonl",
+        f"--algorithm rm --model {model} --data.train {folder / 'pairs.jsonl'}",
         "--data.shuffle false",
     )
     flags += words(

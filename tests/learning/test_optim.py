@@ -172,10 +172,7 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
     tiny_model, sort_data, torchrun, tmp_path, capsys
 ):
     args = words(
-        "--algorithm sft --model",
-        tiny_model,
-        "--data.train",
-        sort_data / "few.jsonl",
+        f"--algorithm sft --model {tiny_model} --data.train {sort_data / 'few.jsonl'}",
         "--tasks_per_step 7",
     )
     args += words("--max_tokens 8 --max_prompt_tokens 16 --optim.lr 3e-3 --optim.name adamw8bit")

@@ -447,14 +447,8 @@ def pair_data(tmp_path_factory):
 
 def flags_of(algorithm, model, data, out, *more):
     flags = words(
-        "--algorithm",
-        algorithm,
-        "--model",
-        model,
-        "--data.train",
-        data / "train.jsonl",
-        "--out",
-        out,
+        f"--algorithm {algorithm} --model {model} --data.train {data / 'train.jsonl'}",
+        f"--out {out}",
     )
     flags += words(
         "--max_prompt_tokens 20 --max_tokens 8 --optim.lr 1e-3 --tasks_per_step 16", more
