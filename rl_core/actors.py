@@ -20,7 +20,7 @@ from rl_core.learning.learner import Learner
 from rl_core.metrics import Metric, add_metrics
 from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.loading import compute_dtype
-from rl_core.models.options import apply_liger
+from rl_core.models.options import use_liger
 from rl_core.models.policy import end_token_ids
 from rl_core.plan.plan import Plan
 from rl_core.run.options import rank_group_engines
@@ -152,7 +152,9 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         engines |= rank_group_engines(plan, ranks)
     if config.learner.kernels == "liger":
         # Last, because later models would be of Liger's classes, which lack some models' options.
-        apply_liger(learners, engines.values())
+        models = [model.hf for learner in learners.values() for model in learner.models()]
+        embedded = [getattr(engine, "model", None) for engine in engines.values()]
+        use_liger([*models, *filter(None, embedded)])
     device = Device(config, ranks, engines.values(), lease)
     actors = {}
     for name in config.actors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -13,8 +13,9 @@ from rl_core.config import Config, LearnerConfig, LoraConfig
 from rl_core.distributed import Ranks
 from rl_core.engines.options import engine_factory
 from rl_core.learning import lora
+from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
-from rl_core.learning.options import choose_extensions, learner_factory, learning_order, pair_loss
+from rl_core.learning.options import OPTIMIZERS, learning_order
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.learning.truncation import support_logprobs
 from rl_core.models.cpu_offload import HostCopies
@@ -102,8 +103,7 @@ def make_learner(
             ),
         )
         adapter = next(iter(adapters), "")
-    make = learner_factory(config, ranks.size, custom.make_optimizer)
-    spec = LearnerContext(
+    context = LearnerContext(
         config=config,
         algorithm=algorithm,
         name=name,
@@ -112,19 +112,10 @@ def make_learner(
         ranks=ranks,
         learners={} if learners is None else learners,
         load=load,
-        make=make,
-    )
-    return make(
-        config,
-        algorithm,
-        policy,
-        ranks,
-        extensions=choose_extensions(spec),
-        loss=pair_loss(config, algorithm),
+        make_optimizer=custom.make_optimizer or OPTIMIZERS[config.optim.name](),
         token_loss=custom.token_loss,
-        name=name,
-        adapter=adapter,
     )
+    return build_learner(context)
 
 
 def adapters_of(config: Config, name: str) -> dict[str, Adapter]:
@@ -162,7 +153,8 @@ def make_policy(
     is_split = ranks.mesh.num_shards > 1 or dtype != torch.float32 or cpu_offload
     trains_no_weight = is_frozen or (adapters and dtype == checkpoint_dtype)
     dtype_held = dtype if trains_no_weight else torch.float32
-    make, quantized, weights = Policy, {}, {}
+    make: Callable[..., Policy] = Policy
+    quantized, weights = {}, {}
     if adapters:
         make = partial(lora.AdapterPolicy, adapters, path, is_served)
         quantized = lora.quantization(adapters, dtype, ranks.device)

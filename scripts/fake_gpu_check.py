@@ -38,9 +38,10 @@ from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.engines.kv_slots import RowParams, SlotModel, sample
 from rl_core.engines.llama_slots import LlamaSlots
+from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.minibatches import shard_samples
-from rl_core.learning.options import choose_extensions, learner_factory, pair_loss
+from rl_core.learning.options import OPTIMIZERS
 from rl_core.models.activation_offload import activations_on_host
 from rl_core.models.attention import NAME
 from rl_core.models.kernels.gpu_attention import find_kernel
@@ -219,11 +220,10 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
         policy=policy,
         ranks=on_gpu_ranks,
         load=load,
-        make=learner_factory(config_of_run, num_ranks=1),
+        adapter="",
+        make_optimizer=OPTIMIZERS[config_of_run.optim.name](),
     )
-    parts = choose_extensions(spec)
-    loss = pair_loss(config_of_run, algorithm)
-    learner = spec.make(config_of_run, algorithm, policy, on_gpu_ranks, extensions=parts, loss=loss)
+    learner = build_learner(spec)
     with unset_fake_temporarily():
         minibatches, _ = shard_samples(
             SAMPLES[algorithm.is_pairs], algorithm, config_of_run, learner.budget, on_cpu

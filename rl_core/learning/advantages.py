@@ -122,7 +122,7 @@ def turn_advantages(
 
 
 def group_advantages(
-    rewards: Sequence[float],
+    rewards: Sequence[float] | np.ndarray,
     kind: str,
     advantage_fn: AdvantageFn | None = None,
     episodes: Sequence[int] | None = None,
@@ -132,23 +132,25 @@ def group_advantages(
     exactly 0 if the rewards differ by rounding alone. `episodes`: [G] index of each reward's
     episode. `weights`: [G] share of each reward in its episode. By default, and in a group of one
     episode, each reward counts as an episode."""
-    rewards = np.asarray(rewards, float)
-    if episodes is None or len(set(episodes)) == 1:
-        episodes, weights = np.arange(len(rewards)), np.ones(len(rewards))
-    episodes, weights = np.asarray(episodes), np.asarray(weights)
+    values = np.asarray(rewards, float)
+    numbers, shares = np.arange(len(values)), np.ones(len(values))
+    if episodes is not None and len(set(episodes)) > 1:
+        numbers, shares = np.asarray(episodes), np.asarray(weights)
     advantage = ADVANTAGES[kind]
     if advantage.of is None:
-        of_episodes = advantage_fn(np.bincount(episodes, weights * rewards).tolist())
-        return [of_episodes[number] for number in episodes]
-    if advantage.needs_group and not has_spread(rewards.tolist()):
-        return [0.0] * len(rewards)
-    return advantage.of(rewards, weights, episodes).tolist()
+        assert advantage_fn is not None
+        of_episodes = advantage_fn(np.bincount(numbers, shares * values).tolist())
+        return [of_episodes[number] for number in numbers]
+    if advantage.needs_group and not has_spread(values.tolist()):
+        return [0.0] * len(values)
+    return advantage.of(values, shares, numbers).tolist()
 
 
 def turn_returns(t: Trajectory, penalty: float, discount: float | None) -> list[float]:
     """[turns] returns r_k + g r_{k+1} + ... with the discount g; without per-turn rewards the
     episode's reward counts for the last turn. Without a discount: [1], the episode's reward. The
     penalty is added to the last reward."""
+    assert t.reward is not None
     if discount is None:
         return [t.reward + penalty]
     rewards = list(t.turn_rewards) or [0.0] * (len(t.turns) - 1) + [t.reward]

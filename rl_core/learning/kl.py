@@ -39,28 +39,20 @@ class RenewedReference(LearnerExtension):
                 batch.ref_logprobs = self.copy.read(batch, self.temperature)
         return {}
 
-    def after_step(self, step: int) -> None:
-        self.copy.after_step(step)
-
 
 def make_reference(learner: LearnerContext) -> LearnerExtension:
     """A frozen copy of --algo.reference, by default of the actor's initial model, in the compute
     dtype, sharded like the policy; for a policy with adapters the policy itself, without them. On a
     GPU a copy is CPU-offloaded to pinned memory while it is not used. --algo.reference_every and
     reference_decay update a snapshot of the trained weights."""
-    model, path = learner.policy, learner.config.algo.reference
-    temperature = learner.config.sampling.temperature if learner.algorithm.is_rl else 1.0
-    if every := renewal(learner.algorithm):
-        decay = learner.algorithm.reference_decay
-        return RenewedReference(WeightSnapshot(learner, "reference", every, decay), temperature)
+    model, path, algorithm = learner.policy, learner.config.algo.reference, learner.algorithm
+    # An EMA is updated after each step.
+    if every := algorithm.reference_every or int(algorithm.reference_decay > 0):
+        snapshot = learner.snapshot("reference", every, algorithm.reference_decay)
+        return RenewedReference(snapshot, learner.temperature)
     if path or not model.adapters:
-        model = frozen_model(learner, path or learner.config.actors[learner.name].model)
-    return Reference(model, temperature)
-
-
-def renewal(algorithm: Algorithm) -> int:
-    """Steps between two updates of the reference, 0 for none. An EMA is updated after each step."""
-    return algorithm.reference_every or int(algorithm.reference_decay > 0)
+        model = frozen_model(learner, path or learner.model_path)
+    return Reference(model, learner.temperature)
 
 
 def frozen_model(learner: LearnerContext, path: str) -> Policy:
@@ -89,6 +81,7 @@ def kl_penalised(a: Algorithm, batch: PackedBatch) -> Tensor:
     baseline; a critic's rewards have the KL already. KL in the advantage: the token's KL alone."""
     advantages = batch.advantages
     for target, (kind, coef) in a.kl_terms.items():
+        assert batch.ref_logprobs is not None
         kl = kl_estimate(kind, batch.rollout_logprobs, batch.ref_logprobs)
         if target == "reward" and not a.has_critic:
             advantages = advantages - coef * sums_to_go(kl, batch.sequences)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_core.distributed import local
-from rl_core.learning.learner import LearnerContext
+from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 
 
@@ -24,13 +24,20 @@ class WeightSnapshot:
     an adapter it holds the adapter alone.
     """
 
-    def __init__(self, spec: LearnerContext, name: str, every: int = 0, decay: float = 0.0):
-        """Copies the policy's current weights. `name`: suffix of the folder in a checkpoint, which
-        stores the snapshot if it is updated."""
-        self.policy, self.adapter = spec.policy, spec.adapter
-        self.name, self.every, self.decay = f"{spec.name}_{name}", every, decay
-        # The actor may be updated only every update_every steps.
-        self.stride = spec.config.actors[spec.name].update_every
+    def __init__(
+        self,
+        policy: Policy,
+        adapter: str,
+        *,
+        name: str,
+        stride: int,
+        every: int = 0,
+        decay: float = 0.0,
+    ):
+        """Copies the policy's current weights. `name`: folder in a checkpoint, which stores the
+        snapshot if it is updated. `stride`: the actor is updated every `stride` steps."""
+        self.policy, self.adapter, self.name = policy, adapter, name
+        self.stride, self.every, self.decay = stride, every, decay
         self.tensors = [on_host(shard) for shard in self.shards()]
 
     def shards(self) -> list[Tensor]:

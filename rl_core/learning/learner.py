@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from rl_core.algorithms import Algorithm, kl_estimate, token_losses
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, local
+from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
+from rl_core.learning.no_grad_batches import join_batches, num_joined, split_annotations
 from rl_core.metrics import Mean, Metric, Percentile, Sum, add_metrics, count_once, reduce_metrics
 from rl_core.models.cpu_offload import HostCopies
-from rl_core.models.policy import PackedForward, Policy
+from rl_core.models.policy import Outputs, Policy
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
 TAIL_NATS = 0.5  # Larger logprob gaps count for mismatch_tail_frac.
@@ -35,6 +37,7 @@ Loss = Callable[[Config, PackedBatch, Tensor], tuple[Tensor, Metrics]]
 # (algorithm, batch, logprobs [M], entropy [M]) -> losses [M], and which ratios were clipped.
 TokenLoss = Callable[[Algorithm, PackedBatch, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Named = Iterable[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[Named, OptimConfig], Optimizer]
 
 
 class LearnerExtension:
@@ -43,8 +46,7 @@ class LearnerExtension:
 
     models: tuple[Policy, ...] = ()  # Frozen models.
     learners: tuple[Learner, ...] = ()  # Learners of further models.
-    copies: tuple[Any, ...] = ()  # WeightSnapshot of the trained weights.
-    forward_pass: PackedForward | None = None  # Replaces the policy's forward.
+    copies: tuple[WeightSnapshot, ...] = ()  # Updated after each step.
     loss_scale = 1.0  # Multiplies the loss before backward(); after_backward() undoes it.
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
@@ -55,19 +57,22 @@ class LearnerExtension:
         """A context for a forward of the learner's policy."""
         return nullcontext()
 
-    def joined(
-        self, learner: Learner, batches: list[PackedBatch]
-    ) -> AbstractContextManager[list[PackedBatch]]:
-        """A context that yields the batches for forwards without gradients, and brings the columns
-        that are filled in to `batches` at its end."""
-        return nullcontext(batches)
+    def outputs(self, policy: Policy, batch: PackedBatch) -> Outputs | None:
+        """Replaces policy.outputs() in forwards of this batch; None: does not."""
+        return None
 
     def annotate(self, batches: list[PackedBatch]) -> Metrics:
-        """Fills in what losses need. It is called once for a step, without gradients."""
+        """Fills in columns that losses need. Called once for a step, without gradients."""
         return {}
 
     def before_update(self, learner: Learner, minibatch: Minibatch, step: float) -> Metrics:
         return {}
+
+    def loss(
+        self, batch: PackedBatch, minibatch: Minibatch, outputs: tuple[Tensor, ...]
+    ) -> Tensor | float:
+        """Added to the loss of a forward of this batch, which gave `outputs`."""
+        return 0.0
 
     def after_backward(self, learner: Learner) -> None:
         """Called with the gradients of all microbatches, before they are clipped."""
@@ -81,19 +86,12 @@ class LearnerExtension:
         """Called after each update, unless it was skipped or not applied."""
         return {}
 
-    def after_step(self, step: int) -> None:
-        """Called after the last update of a step."""
-
     def state(self) -> dict[str, float]:
         """State for a checkpoint."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Loads the states of all extensions. Runs with other extensions lack keys."""
-
-    def loss(self) -> Tensor | float:
-        """Added to the loss of the last forward."""
-        return 0.0
 
     def metrics(self) -> Metrics:
         """Metrics of the update's forwards. Their values may still be on the device."""
@@ -111,8 +109,29 @@ class LearnerContext:
     adapter: str  # Name of the trained adapter, or "".
     ranks: Ranks
     load: Callable[..., Policy]  # Loads a further model from a folder.
-    make: Callable[..., Learner]  # Makes a further learner.
+    make_optimizer: MakeOptimizer
     learners: Mapping[str, Learner] = field(default_factory=dict)  # By actor, as far as made.
+    token_loss: TokenLoss | None = None  # A script's loss.
+
+    @property
+    def model_path(self) -> str:
+        path = self.config.actors[self.name].model
+        assert path
+        return path
+
+    @property
+    def temperature(self) -> float:
+        return self.config.sampling.temperature if self.algorithm.is_rl else 1.0
+
+    def snapshot(self, name: str, every: int = 0, decay: float = 0.0) -> WeightSnapshot:
+        return WeightSnapshot(
+            self.policy,
+            self.adapter,
+            name=f"{self.name}_{name}",
+            stride=self.config.actors[self.name].update_every,
+            every=every,
+            decay=decay,
+        )
 
 
 class Learner:
@@ -122,7 +141,7 @@ class Learner:
         algorithm: Algorithm,
         policy: Policy,
         ranks: Ranks,
-        make_optimizer: Callable[[Named, OptimConfig], Optimizer],
+        make_optimizer: MakeOptimizer,
         *,
         extensions: Iterable[LearnerExtension] = (),
         loss: Loss | None = None,
@@ -159,31 +178,34 @@ class Learner:
             samples, self.algorithm, self.config, self.budget, self.ranks, self.extensions
         )
 
-    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """(logprobs, entropy) of the trained tokens, or (scores, 0), and further tensors of an
+        extension's outputs()."""
         with ExitStack() as stack:
-            forward_pass = None
+            outputs = None
             for extension in self.extensions:
                 stack.enter_context(extension.around(batch))
-                forward_pass = extension.forward_pass or forward_pass
-            return self.policy(batch, self.temperature, self.adapter, forward_pass)[:2]
+                outputs = extension.outputs(self.policy, batch) or outputs
+            return self.policy(batch, self.temperature, self.adapter, outputs)
 
     @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> Metrics:
         """Fills in old logprobs, where a batch is used for more than one update (the first update's
         ratio is 1 by definition), and calls annotate() of the extensions: reference logprobs,
         values, GAE advantages. Returns their metrics."""
-        batches: list[PackedBatch] = []
-        for minibatch in minibatches:
-            batches += minibatch.batches
+        num = num_joined(self.config.learner, self.policy, self.ranks.mesh.tp)
+        separate = [batch for minibatch in minibatches for batch in minibatch.batches]
+        # All ranks have equally many batches, and so equally many joined ones.
+        chunks = [separate[i : i + num] for i in range(0, len(separate), num)]
+        batches = [join_batches(chunk) for chunk in chunks]
         metrics: Metrics = {}
-        with ExitStack() as stack:
-            for extension in self.extensions:
-                batches = stack.enter_context(extension.joined(self, batches))
-            if self.algorithm.is_rl and self.updates_per_step > 1:
-                for batch in batches:
-                    batch.old_logprobs = self.forward(batch)[0]
-            for extension in self.extensions:
-                metrics |= extension.annotate(batches)
+        if self.algorithm.is_rl and self.updates_per_step > 1:
+            for batch in batches:
+                batch.old_logprobs = self.forward(batch)[0]
+        for extension in self.extensions:
+            metrics |= extension.annotate(batches)
+        for batch, chunk in zip(batches, chunks, strict=True):
+            split_annotations(batch, chunk)
         return metrics
 
     def step(self, minibatches: list[Minibatch], step: int) -> Metrics:
@@ -205,7 +227,8 @@ class Learner:
                     metrics["kl_stopped_updates"] = Sum(num_left_out / self.ranks.size)
                     break
         for extension in self.extensions:
-            extension.after_step(step)
+            for copy in extension.copies:
+                copy.after_step(step)
         return metrics
 
     def update(self, minibatch: Minibatch, step: float) -> tuple[Metrics, bool]:
@@ -219,7 +242,7 @@ class Learner:
             return extension_metrics | {"skipped_updates": count_once(self.ranks)}, False
         metrics = self.backward(minibatch)
         # The only synchronisation of an update with the device.
-        grad_norm = self.clip_gradients().tolist()
+        [grad_norm] = self.clip_gradients().view(1).tolist()
         is_done = self.exceeds_target(metrics)
         if not math.isfinite(grad_norm) and not is_done:
             metrics = self.skip(metrics, grad_norm, step)
@@ -245,13 +268,15 @@ class Learner:
         scale = math.prod(extension.loss_scale for extension in self.extensions)
         for number, batch in enumerate(minibatch.batches, 1):
             # Replicas all-reduce their gradients once, with the last microbatch.
-            if self.policy.is_sharded and self.ranks.mesh.dp_replicate > 1:
+            if isinstance(self.policy, FSDPModule) and self.ranks.mesh.dp_replicate > 1:
                 self.policy.set_requires_all_reduce(number == len(minibatch.batches))
-            losses, metrics = self.losses(batch)
+            outputs = self.forward(batch)
+            losses, metrics = self.losses(batch, outputs)
             loss = losses.sum() / minibatch.denominator
             # Propagate NaN into the gradient so that all ranks skip this update together.
             one = 1 + (loss - loss).detach()
-            total = loss * one + sum(extension.loss() for extension in self.extensions)
+            added = [extension.loss(batch, minibatch, outputs) for extension in self.extensions]
+            total = loss * one + sum(added)
             # Gradients are averaged over ranks; undo it, the loss is already a share of a global
             # mean.
             (total * (scale * self.ranks.size / self.ranks.mesh.tp)).backward()
@@ -280,15 +305,15 @@ class Learner:
             print(text, flush=True)
         return {"nonfinite_updates": count_once(self.ranks)}
 
-    def losses(self, batch: PackedBatch) -> tuple[Tensor, Metrics]:
+    def losses(self, batch: PackedBatch, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Metrics]:
         """Loss of each trained token or each pair, and metrics whose values are still on the
-        device."""
-        outputs, entropy = self.forward(batch)
+        device. `outputs`: the result of forward()."""
+        logprobs, entropy, *_ = outputs
         if self.loss:
-            return self.loss(self.config, batch, outputs)
+            return self.loss(self.config, batch, logprobs)
         compute = self.token_loss or token_losses
-        losses, is_clipped = compute(self.algorithm, batch, outputs, entropy)
-        metrics = self.measure(batch, outputs.detach()) | {"entropy_nats": mean_of(entropy)}
+        losses, is_clipped = compute(self.algorithm, batch, logprobs, entropy)
+        metrics = self.measure(batch, logprobs.detach()) | {"entropy_nats": mean_of(entropy)}
         if is_clipped is not None:
             metrics["clip_frac"] = mean_of(is_clipped)
         return losses, metrics
@@ -360,7 +385,7 @@ class Learner:
 
     def trained(self) -> list[Learner]:
         """This learner and those of its extensions. Checkpoints keep each by name."""
-        learners = [self]
+        learners: list[Learner] = [self]
         for extension in self.extensions:
             learners += extension.learners
         return learners

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.config import LoraConfig
 from rl_core.data.rows import replaced
 from rl_core.distributed import Ranks, unsharded
 from rl_core.errors import split
 from rl_core.models.loading import load_model_config, on_meta
-from rl_core.models.policy import Policy, backbone
+from rl_core.models.policy import Outputs, Policy, backbone
 from rl_core.parallel.fsdp import local_slices
 from rl_core.types import PackedBatch, counter_seed
 
 if TYPE_CHECKING:
     import peft
+    from peft.tuners.lora import LoraLayer
 
 EXPERTS = "experts"  # A target in addition to linear layers.
 NAMED_AS_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
@@ -55,7 +56,7 @@ def last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def experts_of(model: nn.Module) -> list[str]:
+def experts_of(model: PreTrainedModel) -> list[str]:
     """Names of the expert weights in a layer."""
     names = set()
     for name, weight in backbone(model).named_parameters():
@@ -79,7 +80,7 @@ def is_served(path: str, lora: LoraConfig, served: frozenset[str]) -> bool:
     return served.issuperset(target_names(lora, linear_layers(on_meta(config))))
 
 
-def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Name -> layer of the language model that may have an adapter. Not the head, since logprobs
     use its plain weight; not experts, nor layers with their names, which peft mistakes for experts;
     not routers and gates of one number."""
@@ -134,11 +135,12 @@ class AdapterPolicy(Policy):
         adapters: dict[str, tuple[LoraConfig, int]],
         path: str,
         is_served: bool,
-        hf: nn.Module,
+        hf: PreTrainedModel,
         **settings: Any,
     ):
-        """`adapters`: by name, each with its seed. `settings`: of Policy."""
+        """`adapters`: by name, each with its seed. `settings`: arguments of Policy()."""
         import peft
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
         super().__init__(hf, **settings)
         self.is_served = is_served
@@ -152,11 +154,15 @@ class AdapterPolicy(Policy):
             for _, parameter in adapter_parameters(hf, name):
                 parameter.data = torch.zeros(parameter.shape, device=parameter.device)
                 parameter.requires_grad_(True)  # Versions of peft differ for a second adapter.
-        self.layers = [m for m in hf.modules() if hasattr(m, "_disable_adapters")]
+        self.layers = [m for m in hf.modules() if isinstance(m, BaseTunerLayer)]
 
     def forward(
-        self, batch: PackedBatch, temperature: float, adapter: str = "", *args: Any
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        batch: PackedBatch,
+        temperature: float,
+        adapter: str = "",
+        outputs: Outputs | None = None,
+    ) -> tuple[Tensor, ...]:
         """Forward with this adapter, or none. The adapter stays active, since the backward
         recomputes."""
         # peft's switches change requires_grad, which FSDP must not see.
@@ -164,7 +170,7 @@ class AdapterPolicy(Policy):
             layer._disable_adapters = not adapter
             if adapter:
                 layer._active_adapter = adapter
-        return super().forward(batch, temperature, adapter, *args)
+        return super().forward(batch, temperature, adapter, outputs)
 
     @property
     def is_quantized(self) -> bool:
@@ -199,11 +205,11 @@ class AdapterPolicy(Policy):
             weights[name] = value.cpu().contiguous()
         if ranks.rank == 0:
             with replaced(folder) as scratch:
-                self.adapters[adapter].save_pretrained(scratch)
+                self.adapters[adapter].save_pretrained(str(scratch))
                 save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfig:
+def peft_config(lora: LoraConfig, model: PreTrainedModel, path: str) -> peft.LoraConfig:
     """peft's configuration of an adapter for the model at `path`, which has no adapter yet."""
     import peft
 
@@ -213,7 +219,7 @@ def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfi
         # Excludes the rest of a multimodal model.
         exclude_modules=None if text is model.base_model else rf"(?!{inside}\.).*",
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # peft takes floats.
         target_modules=target_names(lora, linear_layers(model)) or None,
         target_parameters=experts_of(model) if has_experts(lora) else None,
         task_type="CAUSAL_LM",
@@ -253,6 +259,8 @@ def merged_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(transformers' name, unsharded tensor) with an adapter merged, W + alpha/rank B A, and 4-bit
     weights dequantized; a tied weight comes once. Every rank must exhaust it."""
+    from peft.tuners.lora import LoraLayer
+
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
@@ -261,21 +269,22 @@ def merged_weights(
         layer, owner = model.get_submodule(layer_name), model.get_submodule(owner_name)
         # Peft has a layer for each weight of experts.
         while getattr(owner, "parameter_name", kind) != kind:
-            owner = owner.base_layer
-        if kind == "weight" and getattr(layer, "quant_state", None) is not None:
+            owner = owner.get_submodule("base_layer")
+        quant_state = getattr(layer, "quant_state", None)
+        if kind == "weight" and quant_state is not None:
             from bitsandbytes.functional import dequantize_4bit
 
-            value = dequantize_4bit(value, layer.quant_state)
+            value = dequantize_4bit(value, quant_state)
         is_adapted = kind in ("weight", getattr(owner, "parameter_name", ""))
-        if is_adapted and adapter in getattr(owner, "lora_A", ()):
+        if is_adapted and isinstance(owner, LoraLayer) and adapter in owner.lora_A:
             value = value.float() + adapter_delta(owner, adapter, value.shape)
         yield f"{owner_name}.{kind}", value if dtype is None else value.to(dtype)
 
 
-def adapter_delta(layer: nn.Module, adapter: str, shape: torch.Size) -> Tensor:
+def adapter_delta(layer: LoraLayer, adapter: str, shape: torch.Size) -> Tensor:
     """alpha/rank B A of a layer, in the shape of its weight. Every rank must call it."""
-    a_RD = unsharded(layer.lora_A[adapter].weight.detach())
-    b_DR = unsharded(layer.lora_B[adapter].weight.detach())
+    a_RD = unsharded(layer.lora_A[adapter].get_parameter("weight").detach())
+    b_DR = unsharded(layer.lora_B[adapter].get_parameter("weight").detach())
     if len(shape) == 3:  # Rows of A are ordered by expert, columns of B by LoRA rank.
         a_RD = a_RD.view(shape[0], -1, a_RD.shape[1])
         b_DR = b_DR.view(len(b_DR), -1, shape[0]).permute(2, 0, 1)
@@ -283,7 +292,7 @@ def adapter_delta(layer: nn.Module, adapter: str, shape: torch.Size) -> Tensor:
     return delta if delta.shape == shape else delta.mT
 
 
-def second_model(hf: nn.Module) -> nn.Module:
+def second_model(hf: PreTrainedModel) -> PreTrainedModel:
     """A second model over the same weights, without adapters: an engine samples with it."""
     model = on_meta(hf.config, dtype=hf.dtype)
     tensors = [

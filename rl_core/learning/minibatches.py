@@ -7,13 +7,14 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import numpy as safetensors
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from rl_core.algorithms import Algorithm, loss_denominator
 from rl_core.config import Config
@@ -31,11 +32,12 @@ from rl_core.data.packing import (
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.models.policy import backbone
-from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
+from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
 
 # Fields of a sample that are sent to other ranks.
 COLUMNS = (*PER_TOKEN, "experts", "kept_ids", "teacher_ids")
 TEXTS = ("group_id", "env")
+Batch = TypeVar("Batch", PackedBatch, SequenceShard)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,13 +49,19 @@ class Minibatch:
     batches: list[PackedBatch] = field(default_factory=list)  # Equally many on every rank.
 
 
+class AddsColumns(Protocol):
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
+        """Returns the batch, extended by further columns of its samples."""
+        ...
+
+
 def shard_samples(
     samples: list[TrainingSample],
     algorithm: Algorithm,
     config: Config,
     budget: PackBudget,
     ranks: Ranks,
-    extensions: Iterable[Any] = (),
+    extensions: Iterable[AddsColumns] = (),
 ) -> tuple[list[Minibatch], dict[str, Metric]]:
     """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves
     at most once, from the rank that has it to the ranks that train on it. Every rank must call it
@@ -178,11 +186,11 @@ def split_column(column: np.ndarray | None, sizes: list[int | None]) -> list[np.
     end = 0
     for size in sizes:
         first, end = end, end + (size or 0)
-        arrays.append(None if size is None else column[first:end])
+        arrays.append(None if column is None or size is None else column[first:end])
     return arrays
 
 
-def pair_work(hf: nn.Module) -> float:
+def pair_work(hf: PreTrainedModel) -> float:
     """FLOPs of one attention score relative to one token's linear layers; 0 for models without
     attention."""
     text = hf.config.get_text_config()
@@ -197,11 +205,11 @@ def pair_work(hf: nn.Module) -> float:
     return 2 * heads * head_dim * num_layers / active_parameters(hf)
 
 
-def active_parameters(hf: nn.Module) -> float:
+def active_parameters(hf: PreTrainedModel) -> float:
     """Parameters that a token of text meets: those of the language model and its head, of each
     layer's experts the share that its router chooses."""
     text = backbone(hf)
-    head = hf.score if hasattr(hf, "score") else hf.get_output_embeddings()
+    head = getattr(hf, "score", None) or hf.get_output_embeddings()
     names = {parameter: name for name, parameter in text.named_parameters()}
     if head is not None:
         names |= dict.fromkeys(head.parameters(), "head")  # a tied weight once
@@ -217,7 +225,7 @@ def active_parameters(hf: nn.Module) -> float:
     return active
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch, or a shard of it, with its tensors on the device, but for cu_seqlens."""
     moved = {}
     for column in dataclasses.fields(batch):

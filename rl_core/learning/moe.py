@@ -7,26 +7,27 @@ that a token is routed to.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension
+from rl_core.learning.learner import Learner, LearnerExtension
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Mean, Metric
 from rl_core.models.loading import on_meta
 from rl_core.models.policy import Policy, backbone
-from rl_core.types import PackedBatch, TrainingSample
+from rl_core.types import PackedBatch
 
 TOPK = (torch.topk, Tensor.topk)
 SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
@@ -58,9 +59,9 @@ class RouterChoice(TorchFunctionMode):
 class Routers:
     """The routers of a model. While open, records the outputs of a forward."""
 
-    def __init__(self, hf: nn.Module):
+    def __init__(self, hf: PreTrainedModel):
         recorder, self.modules = find_routers(hf)
-        self.logits_at = recorder and recorder.index
+        self.logits_at = recorder.index if recorder else 0
         # A family for which transformers has an auxiliary loss uses a softmax.
         self.has_loss = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
         self.is_open, self.is_sigmoid = False, False
@@ -77,7 +78,7 @@ class Routers:
         if not self.is_open and self.forced is None:
             return
         forced = None if self.forced is None else self.forced[:, number].long()
-        self.choices.append(RouterChoice(router.num_experts, forced))
+        self.choices.append(RouterChoice(cast(int, router.num_experts), forced))
         self.choices[-1].__enter__()
 
     def end(self, router: nn.Module, inputs: tuple, output: tuple) -> None:
@@ -87,7 +88,7 @@ class Routers:
         choice.__exit__(None, None, None)
         if self.is_open:
             self.logits.append(output[self.logits_at])
-            self.experts.append(choice.experts)
+            self.experts += [] if choice.experts is None else [choice.experts]
             self.is_sigmoid = choice.is_sigmoid
 
     def open(self) -> None:
@@ -108,7 +109,7 @@ class Routers:
         return logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
 
 
-def find_routers(hf: nn.Module) -> tuple[OutputRecorder | None, list[nn.Module]]:
+def find_routers(hf: PreTrainedModel) -> tuple[OutputRecorder | None, list[nn.Module]]:
     """(transformers' recorder of router outputs, routers by layer); (None, []) for a model without
     experts."""
     text = backbone(hf)
@@ -131,44 +132,28 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
         raise ValueError(f"{flag} cannot be combined with --learner.kernels=compile; remove one")
     routers = Routers(on_meta(model_config))
     if routers.modules:
-        size, dtype = model_config.get_text_config().hidden_size, routers.modules[0].weight.dtype
+        size, router = model_config.get_text_config().hidden_size, routers.modules[0]
         routers.open()
-        routers.modules[0](torch.empty(2, size, dtype=dtype, device="meta"))
-    if not routers.experts or routers.experts[0] is None:
+        router(torch.empty(2, size, dtype=router.get_parameter("weight").dtype, device="meta"))
+    if not routers.experts:
         raise ValueError(
             f"{flag} needs a mixture of experts; {model_config.model_type} has no routers: leave "
             "it out"
         )
 
 
-def make_experts(learner: LearnerContext, make_replay: Callable) -> LearnerExtension:
-    """The extension for expert load and auxiliary loss; one without an effect for a model without
-    experts. `make_replay`: for --router_replay."""
-    actor = learner.config.actors[learner.name]
-    if not find_routers(learner.policy.hf)[1]:
-        return LearnerExtension()
-    replay = make_replay if actor.router_replay else None
-    return Experts(learner.policy, learner.ranks, actor.router_aux_loss_coef, replay)
-
-
 class Experts(LearnerExtension):
     """Load and auxiliary loss of a policy's experts. Each sample's tokens count once, except the
     last, which no forward reads: a shared prompt counts for each of its samples."""
 
-    def __init__(
-        self, policy: Policy, ranks: Ranks, coef: float, make_replay: Callable | None = None
-    ):
+    def __init__(self, policy: Policy, ranks: Ranks, coef: float):
         self.policy, self.ranks, self.coef = policy, ranks, coef
         self.routers = Routers(policy.hf)
-        self.replay = make_replay(self.routers) if make_replay else None
         self.weights: Tensor | None = None  # [T] count of each token of the last forward
         # [R, E] tokens of the minibatch; summed over ranks if is_summed.
         self.counts: Tensor | None = None
         self.is_summed = False
         self.aux_loss: Tensor | float = 0.0  # The minibatch's tokens on this rank.
-
-    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
-        return self.replay.add_experts(batch, samples) if self.replay else batch
 
     @contextmanager
     def around(self, batch: PackedBatch) -> Iterator[None]:
@@ -202,19 +187,24 @@ class Experts(LearnerExtension):
     def count(self) -> None:
         """Adds the tokens of the last forward."""
         experts = torch.stack(self.routers.experts)  # [R, T, K]
+        assert self.weights is not None
         num_routers, _, top_k = experts.shape
         if self.counts is None:
             self.counts = self.weights.new_zeros(num_routers, self.routers.logits[0].shape[1])
         weights = self.weights.repeat_interleave(top_k).expand(num_routers, -1)
         self.counts.scatter_add_(1, experts.flatten(1), weights)
 
-    def sum_counts(self) -> None:
-        """Sums the counts over the ranks, on the device."""
+    def sum_counts(self) -> Tensor:
+        """The counts of the minibatch, summed over the ranks on the device."""
+        assert self.counts is not None
         if not self.is_summed and self.ranks.size > 1:
             dist.all_reduce(self.counts)
         self.is_summed = True
+        return self.counts
 
-    def loss(self) -> Tensor | float:
+    def loss(
+        self, batch: PackedBatch, minibatch: Minibatch, outputs: tuple[Tensor, ...]
+    ) -> Tensor | float:
         """The last forward's share of coef * E * sum_i f_i P_i, differentiable: f_i is the fraction
         of the minibatch's tokens that are routed to expert i, and P_i their mean routing
         probability, both over all layers and ranks (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6,
@@ -223,11 +213,11 @@ class Experts(LearnerExtension):
             self.count()
         if not self.coef:
             return 0.0
-        self.sum_counts()
-        num_experts, top_k = self.counts.shape[1], self.routers.experts[0].shape[1]
-        total = self.counts.sum() / top_k
+        counts = self.sum_counts()
+        num_experts, top_k = counts.shape[1], self.routers.experts[0].shape[1]
+        total = counts.sum() / top_k
         mass = torch.einsum("rte,t->e", self.routers.probabilities(), self.weights)
-        loss = num_experts * (self.counts.sum(0) @ mass) / total**2
+        loss = num_experts * (counts.sum(0) @ mass) / total**2
         self.aux_loss = self.aux_loss + loss.detach()
         return self.coef * loss
 
@@ -236,8 +226,8 @@ class Experts(LearnerExtension):
         expert divided by the mean, minus 1, averaged over layers (MaxVio of Wang et al. 2024,
         arXiv:2408.15664, eq. 4); 0 is balanced, E / K - 1 the worst."""
         self.routers.forget()
-        self.sum_counts()
-        violation = self.counts.amax(1) / self.counts.mean(1) - 1
+        counts = self.sum_counts()
+        violation = counts.amax(1) / counts.mean(1) - 1
         metrics: dict[str, Metric] = {"expert_load_maxvio": Mean(violation.mean())}
         if self.coef:
             metrics["router_aux_loss"] = Mean(self.aux_loss, 1 / self.ranks.size)

@@ -5,93 +5,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_core.learning.learner import Learner, LearnerExtension
+from rl_core.config import LearnerConfig
+from rl_core.learning.activation_memory import activation_bytes, around_blocks, block_bytes, widths
+from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 
 # Fields that are filled in without gradients: a value for each trained token.
 ANNOTATED = ("old_logprobs", "ref_logprobs", "values", "returns", "advantages")
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Widths:
-    """Widths of a model's blocks, which decide the memory per token."""
-
-    layers: int  # L
-    hidden: int  # D
-    intermediate: int  # I
-    queries: int  # Q, summed over heads
-    keys: int  # K, summed over heads
-
-
-def widths(text: Any) -> Widths:
-    """`text`: transformers' configuration of the language model."""
-    heads = getattr(text, "num_attention_heads", 0)  # Mamba has no heads.
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    return Widths(
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        queries=heads * head_dim,
-        keys=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
-    )
-
-
-def block_bytes(size: Any, w: int, tp: int) -> float:
-    """Bytes per token that one block keeps for its backward: norms, attention, MLP. `size` has the
-    fields of Widths. w: bytes of a number in the compute dtype."""
-    norms, attention = 2 * (4 + 2 * w) * size.hidden, 2 * w * (size.queries + size.keys)
-    return norms + (attention + 4 * w * size.intermediate) / tp
-
-
-def activation_bytes(size: Any, w: int, tp: int, recomputes: bool) -> float:
-    """Bytes per token of the activations at the end of a forward with gradient. With recomputation
-    only the input of each block is kept, and all activations of one block."""
-    block = block_bytes(size, w, tp)
-    kept = size.layers * block
-    if recomputes:
-        kept = size.layers * w * size.hidden + block
-    return kept + around_blocks(size, w)
-
-
-def around_blocks(size: Any, w: int) -> float:
-    """Bytes per token before the first and after the last block."""
-    return 2 * (4 + w) * size.hidden
-
-
-def num_joined(learner: Learner) -> int:
+def num_joined(settings: LearnerConfig, policy: Policy, tp: int) -> int:
     """Microbatches in one forward without gradient. auto: as many as fit into the memory of one
     microbatch with gradient. Without gradient one block's activations are alive at a time."""
-    settings = learner.config.learner
     if settings.logprob_microbatch_tokens != "auto":
-        return settings.logprob_microbatch_tokens // settings.microbatch_tokens
-    policy, tp = learner.policy, learner.ranks.mesh.tp
+        return max(1, settings.logprob_microbatch_tokens // settings.microbatch_tokens)
     w = policy.compute_dtype.itemsize
     size = widths(policy.hf.config.get_text_config())
     with_gradient = activation_bytes(size, w, tp, settings.activations == "recompute")
     return max(1, int(with_gradient / (block_bytes(size, w, tp) + around_blocks(size, w))))
-
-
-class JoinedBatches(LearnerExtension):
-    """Joins microbatches for forwards without gradients."""
-
-    @contextmanager
-    def joined(self, learner: Learner, batches: list[PackedBatch]) -> Iterator[list[PackedBatch]]:
-        """All ranks have equally many batches, and so equally many joined ones."""
-        num = num_joined(learner)
-        chunks = [batches[i : i + num] for i in range(0, len(batches), num)]
-        joined = [join_batches(chunk) for chunk in chunks]
-        yield joined
-        for batch, chunk in zip(joined, chunks, strict=True):
-            split_annotations(batch, chunk)
 
 
 def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
@@ -113,8 +50,9 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
     }
     for name in ("input_ids", "position_ids", "rollout_logprobs", "advantages", "policy_versions"):
         joined[name] = torch.cat([getattr(batch, name) for batch in batches])
-    if batches[0].experts is not None:
-        joined["experts"] = torch.cat([batch.experts for batch in batches])
+    experts = [batch.experts for batch in batches if batch.experts is not None]
+    if experts:
+        joined["experts"] = torch.cat(experts)
     return dataclasses.replace(
         batches[0], cu_seqlens=torch.cat(starts), parents=parents, paths=paths, **joined
     )

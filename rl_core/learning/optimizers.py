@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rl_core.config import OptimConfig
+from rl_core.distributed import local
 from rl_core.learning.learner import Named
 
 
@@ -39,7 +40,7 @@ def adamw8bit(named: Named, config: OptimConfig) -> Optimizer:
 
 def local_views(
     named: Named,
-) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[nn.Parameter, DTensor]]]:
     """(named plain parameters, pairs (view, sharded)): bitsandbytes does not support DTensor, so a
     view shares the memory of this rank's shard. A rank without a shard of a parameter has no view
     of it."""
@@ -54,11 +55,11 @@ def local_views(
     return views, links
 
 
-def refresh_views(links: list[tuple[Tensor, Tensor]]) -> None:
+def refresh_views(links: list[tuple[nn.Parameter, DTensor]]) -> None:
     """Points the views to the shards, which FSDP may have moved, and to their gradients."""
     for view, parameter in links:
         view.data = parameter.to_local().detach()
-        view.grad = None if parameter.grad is None else parameter.grad.to_local()
+        view.grad = None if parameter.grad is None else local(parameter.grad)
 
 
 def parameter_groups(named: Named, weight_decay: float) -> list[dict]:

@@ -8,18 +8,19 @@ Legend: N rows of at most L tokens, T tokens of a packed batch, M trained tokens
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks
 from rl_core.learning.minibatches import to_device
 from rl_core.models import attention
-from rl_core.models.policy import Policy
+from rl_core.models.policy import ForwardPass, Outputs, Policy
 from rl_core.types import PackedBatch, TrainingSample
 
 PACKABLE = {"full_attention", "sliding_attention"}
@@ -35,15 +36,16 @@ TOLERANCE_NATS, ROUNDED_TOLERANCE_NATS = 1e-4, 0.25
 class PaddedForward:
     """Computes a batch on padded rows with the model's layers."""
 
-    repeats_prompts = True  # Each sequence has a copy of a shared prompt.
+    repeats_prompts = True
+    calls_outputs = True
 
     def __call__(
-        self, policy: Policy, batch: PackedBatch, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+        self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
+    ) -> tuple[Tensor, ...]:
         rows, places = padded_rows(batch)
         hidden = policy.hidden_states(input_ids=batch.input_ids[rows.clamp(0)])
         hidden_MD = hidden.flatten(0, 1)[places]
-        return policy.outputs(hidden_MD, batch.labels, temperature)
+        return outputs(hidden_MD, batch.labels, temperature)
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         return padded_rows(batch)[0].flatten()
@@ -52,9 +54,11 @@ class PaddedForward:
 class FullLogitsForward(PaddedForward):
     """PaddedForward that also uses the model's head, with all logits at once."""
 
+    calls_outputs = False
+
     def __call__(
-        self, policy: Policy, batch: PackedBatch, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+        self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
+    ) -> tuple[Tensor, ...]:
         rows, places = padded_rows(batch)
         with policy.activations():
             ids = batch.input_ids[rows.clamp(0)]
@@ -69,16 +73,6 @@ class FullLogitsForward(PaddedForward):
         return logprobs_MV.gather(1, batch.labels[:, None])[:, 0], entropy
 
 
-class HeadlessPolicy:
-    """A policy that outputs hidden states."""
-
-    def __init__(self, policy: Policy):
-        self.hidden_states = policy.hidden_states
-
-    def outputs(self, hidden_MD: Tensor, *_) -> tuple[Tensor, Tensor]:
-        return hidden_MD.float(), hidden_MD
-
-
 @torch.no_grad()
 def choose_forward(policy: Policy, ranks: Ranks) -> None:
     """Chooses the packed forward if it equals the model's own forward, else the model's forward on
@@ -87,19 +81,18 @@ def choose_forward(policy: Policy, ranks: Ranks) -> None:
     kind = own_attention(hf)
     batch = probe_batch(hf.config.get_text_config().vocab_size, ranks.device)
     packed, padded = policy.forward_pass, PaddedForward()
+    # A new head is 0 everywhere.
+    outputs = hidden_outputs if policy.is_scoring else None
 
-    def outputs(forward_pass: Any, implementation: str) -> Tensor:
+    def logprobs_of(forward_pass: ForwardPass, implementation: str) -> Tensor:
         set_attention(hf, implementation)
-        if not policy.is_scoring:
-            return policy(batch, 1.0, adapter, forward_pass)[0]
-        # A new head is 0 everywhere.
-        headless = lambda _, *args: forward_pass(HeadlessPolicy(policy), *args)  # noqa: E731
-        return policy(batch, 1.0, adapter, headless)[0]
+        policy.use_forward(forward_pass)
+        return policy(batch, 1.0, adapter, outputs)[0]
 
-    def difference(forward_pass: Any, implementation: str) -> str:
+    def difference(forward_pass: ForwardPass, implementation: str) -> str:
         """Reason why this forward differs from the model's; "" if it does not."""
         try:
-            error = (outputs(forward_pass, implementation) - expected).abs()
+            error = (logprobs_of(forward_pass, implementation) - expected).abs()
         except ERRORS as problem:
             return str(problem).splitlines()[0]
         # Where weights are NaN, both outputs are.
@@ -113,11 +106,11 @@ def choose_forward(policy: Policy, ranks: Ranks) -> None:
     with on_device, torch.compiler.set_stance("force_eager"):
         # A head that is split over ranks cannot give all logits.
         has_no_logits = policy.is_scoring or ranks.mesh.tp > 1
-        expected = outputs(padded if has_no_logits else FullLogitsForward(), kind)
+        expected = logprobs_of(padded if has_no_logits else FullLogitsForward(), kind)
         reason = own_layers(hf) or difference(packed, attention.NAME)
-        if reason:
-            policy.use_forward(FullLogitsForward() if difference(padded, kind) else padded)
-        if policy.is_sharded:
+        if reason and difference(padded, kind):
+            policy.use_forward(FullLogitsForward())
+        if isinstance(policy, FSDPModule):
             policy.reshard()  # FSDP reshards only in the backward.
     if reason and ranks.mesh.cp > 1:
         raise ValueError(
@@ -131,7 +124,11 @@ def choose_forward(policy: Policy, ranks: Ranks) -> None:
         )
 
 
-def own_layers(hf: nn.Module) -> str:
+def hidden_outputs(hidden_MD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    return hidden_MD.float(), hidden_MD
+
+
+def own_layers(hf: PreTrainedModel) -> str:
     """Reason why custom attention cannot separate the sequences of a batch; "" if it may."""
     kinds = set(getattr(hf.config.get_text_config(), "layer_types", None) or ()) - PACKABLE
     if kinds or hf._is_stateful:
@@ -139,11 +136,11 @@ def own_layers(hf: nn.Module) -> str:
     return "" if hf._can_set_attn_implementation() else "its attention cannot be replaced"
 
 
-def own_attention(hf: nn.Module) -> str:
+def own_attention(hf: PreTrainedModel) -> str:
     return "sdpa" if hf._supports_sdpa else "eager"
 
 
-def set_attention(hf: nn.Module, implementation: str) -> None:
+def set_attention(hf: PreTrainedModel, implementation: str) -> None:
     if hf._can_set_attn_implementation() and hf.config._attn_implementation != implementation:
         hf.set_attn_implementation(implementation)
 

@@ -9,21 +9,18 @@ Legend: M trained tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_core.algorithms import Algorithm, kl_estimate
-from rl_core.config import Config
-from rl_core.distributed import Ranks
+from rl_core.config import Config, CriticConfig
 from rl_core.learning.kl import sums_to_go
 from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension, mean_of
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.whitening import deviation
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
-from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 
 # Algorithm of the learner that trains the critic.
@@ -31,27 +28,10 @@ CRITIC = Algorithm(objective="value")
 
 
 class Critic(LearnerExtension):
-    def __init__(
-        self,
-        config: Config,
-        algorithm: Algorithm,
-        policy: Policy,
-        ranks: Ranks,
-        make_learner: Callable[..., Learner],
-        name: str = "policy",
-    ):
-        """`policy`: a classifier, trained by --optim with --critic.lr. `make_learner` has the
-        signature of Learner(). `algorithm`, `name`: the actor's."""
-        critic_config = dataclasses.replace(
-            config,
-            optim=dataclasses.replace(config.optim, lr=config.critic.lr),
-            critic=dataclasses.replace(config.critic, warmup_steps=0),
-        )
-        self.learner = make_learner(
-            critic_config, CRITIC, policy, ranks, loss=losses_of_values, name=f"{name}_critic"
-        )
-        self.learners = (self.learner,)
-        self.config, self.algorithm = config.critic, algorithm
+    def __init__(self, config: CriticConfig, algorithm: Algorithm, learner: Learner):
+        """`learner`: learner of the critic. `algorithm`: algorithm of the actor."""
+        self.learner, self.learners = learner, (learner,)
+        self.config, self.algorithm = config, algorithm
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         """Turns the rewards of the batches into advantages by GAE."""
@@ -80,13 +60,28 @@ class Critic(LearnerExtension):
         return metrics
 
 
-def make_critic(learner: LearnerContext) -> Critic:
-    """A critic that is sharded like the policy: --critic.model, or the actor's model with a new
-    head that gives 0 everywhere."""
-    config = learner.config
-    path = config.critic.model or config.actors[learner.name].model
-    model = learner.load(path, learner=config.learner, is_scoring=True)
-    return Critic(config, learner.algorithm, model, learner.ranks, learner.make, learner.name)
+def make_critic(actor: LearnerContext, extensions: list[LearnerExtension]) -> Critic:
+    """A critic that is sharded like the policy and trained by --optim with --critic.lr:
+    --critic.model, or the actor's model with a new head that gives 0 everywhere. `extensions`:
+    extensions of the critic's learner."""
+    config = actor.config
+    critic_config = dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, lr=config.critic.lr),
+        critic=dataclasses.replace(config.critic, warmup_steps=0),
+    )
+    path = config.critic.model or actor.model_path
+    learner = Learner(
+        critic_config,
+        CRITIC,
+        actor.load(path, learner=config.learner, is_scoring=True),
+        actor.ranks,
+        actor.make_optimizer,
+        extensions=extensions,
+        loss=losses_of_values,
+        name=f"{actor.name}_critic",
+    )
+    return Critic(config.critic, actor.algorithm, learner)
 
 
 def is_last(sequences: Tensor) -> Tensor:
@@ -101,6 +96,7 @@ def token_rewards(a: Algorithm, batch: PackedBatch) -> Tensor:
     rewards = torch.where(is_last(batch.sequences), batch.advantages, 0.0)
     if "reward" in a.kl_terms:
         kind, coef = a.kl_terms["reward"]
+        assert batch.ref_logprobs is not None
         rewards = rewards - coef * kl_estimate(kind, batch.rollout_logprobs, batch.ref_logprobs)
     return rewards
 
@@ -120,6 +116,7 @@ def gae_advantages(
 def losses_of_values(
     config: Config, batch: PackedBatch, values: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
+    assert batch.values is not None and batch.returns is not None
     losses, is_clipped = value_losses(values, batch.values, batch.returns, config.critic.value_clip)
     return losses, {"clip_frac": mean_of(is_clipped)}
 

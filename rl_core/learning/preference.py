@@ -22,6 +22,7 @@ def losses_of_replies(
     """DPO losses of a batch's pairs, [P], from the logprobs [M] of its tokens. Its samples
     alternate: chosen, rejected."""
     pairs = batch.sequences, len(batch.paths) // 2
+    assert batch.ref_logprobs is not None
     losses, rewards = dpo_losses(logprobs, batch.ref_logprobs, *pairs, config.preference)
     return losses, pair_metrics(rewards)
 

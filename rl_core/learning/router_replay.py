@@ -10,12 +10,15 @@ Legend: R routers, K experts that a token is routed to, n rows of S tokens in an
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from rl_core.config import Config
-from rl_core.learning.moe import Routers
+from rl_core.learning.learner import LearnerExtension
+from rl_core.learning.moe import find_routers
 from rl_core.types import PackedBatch, TrainingSample
 
 OWN = -1  # Marks a token whose experts the learner chooses.
@@ -39,13 +42,14 @@ def check_replay(config: Config, name: str) -> None:
             )
 
 
-class Replay:
+class RouterReplay(LearnerExtension):
     """Adds the recorded experts to the batches of a learner."""
 
-    def __init__(self, routers: Routers):
-        self.shape = len(routers.modules), routers.modules[0].top_k
+    def __init__(self, hf: PreTrainedModel):
+        routers = find_routers(hf)[1]
+        self.shape = len(routers), cast(int, routers[0].top_k)
 
-    def add_experts(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         """The batch with the experts of its tokens. A token that several samples share gets the
         experts of the first sample."""
         experts = np.full((len(batch.input_ids), *self.shape), OWN, np.int16)

@@ -18,12 +18,13 @@ class SequenceShards(LearnerExtension):
         self.ranks = ranks
 
     def packed(self, batch: PackedBatch, samples: Sequence[TrainingSample]) -> PackedBatch:
-        sharded = shard_sequences(batch, self.ranks.mesh.cp, self.ranks.cp_rank)
-        return dataclasses.replace(sharded, shard=to_device(sharded.shard, self.ranks.device))
+        return shard_sequences(batch, self.ranks)
 
 
-def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
-    """The batch with one rank's shard; the shard has the token counts of all cp ranks."""
+def shard_sequences(batch: PackedBatch, ranks: Ranks) -> PackedBatch:
+    """The batch with this rank's shard, which is on the device and has the token counts of all cp
+    ranks."""
+    cp, rank = ranks.mesh.cp, ranks.cp_rank
     lengths = batch.cu_seqlens.long().diff()
     # [T] index of each token's chunk in its sequence.
     chunk = batch.position_ids // (lengths // (2 * cp)).repeat_interleave(lengths)
@@ -39,4 +40,4 @@ def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
         counts=[len(tokens) for tokens in by_owner],
         places=torch.cat(by_owner).argsort(),
     )
-    return dataclasses.replace(batch, shard=shard)
+    return dataclasses.replace(batch, shard=to_device(shard, ranks.device))

@@ -16,7 +16,6 @@ of one tile.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +71,7 @@ def support_logprobs(
     labels_MK: Tensor,
     temperature: float = 1.0,
     cap: float | None = None,
-    *_: Any,
+    *_: object,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of the first column of `labels_MK` and entropies, both [M] in nats, of
     softmax(z / temperature) over the ids of each row, with z = hidden @ weight.T, or cap * tanh(z /

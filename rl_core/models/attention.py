@@ -16,9 +16,9 @@ T local tokens, H heads of queries, G of keys (H is a multiple of G), D head dim
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from transformers import AttentionInterface
 NAME = "rl_core_packed"
 
 Rows = slice | Tensor  # Indices of tokens.
+Layout = TypeVar("Layout")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,8 +39,8 @@ class Kernel:
     backward(dout, q, k, v, out, lse, segments, scale, cap) -> dq, dk, dv
     A cap bounds scores to cap * tanh(score / cap)."""
 
-    forward: Callable
-    backward: Callable
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Sequence[Tensor]]
 
 
 class Segments:
@@ -65,7 +66,7 @@ class Segments:
         self.is_causal, self.window = is_causal, window
         self._layout: Any = None
 
-    def layout(self, make: Callable[[Segments], Any]) -> Any:
+    def layout(self, make: Callable[[Segments], Layout]) -> Layout:
         """The kernel's layout of the segments, which make() builds once."""
         if self._layout is None:
             self._layout = make(self)
@@ -175,8 +176,12 @@ class PackedAttention(torch.autograd.Function):
         for (k, v), segments in plan.sources([k_TGD, v_TGD], window):
             for segment in segments:
                 rows, keys = segment.q_rows, segment.k_rows
-                result = plan.kernel.forward(q_THD[rows], k[keys], v[keys], segment, scale, cap)
-                out, lse = result if out is None else merged(out, lse, *result, rows)
+                new = plan.kernel.forward(q_THD[rows], k[keys], v[keys], segment, scale, cap)
+                if out is None or lse is None:
+                    out, lse = new
+                else:
+                    out, lse = merged(out, lse, new[0], new[1], rows)
+        assert out is not None and lse is not None
         if sinks is not None:
             share = torch.sigmoid(lse - sinks[:, None])
             lse = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
@@ -211,6 +216,7 @@ class PackedAttention(torch.autograd.Function):
                 dk = added(dk, dk_part, segment.k_rows, len(k_part))
                 dv = added(dv, dv_part, segment.k_rows, len(v_part))
             del grads  # Frees the memory before the next segments are computed.
+        assert dq is not None
         dk, dv = plan.returned([dk, dv], ctx.window)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
@@ -252,7 +258,8 @@ def attention_forward(
     sliding_window=None,
     softcap=None,
     s_aux=None,
-    attention_plan=None,
+    *,
+    attention_plan: AttentionPlan,
     **_,
 ):
     """[1, T, H, D]. query [1, H, T, D], key and value [1, G, T, D]; `attention_plan` comes through

@@ -10,12 +10,14 @@ M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+from transformers import PretrainedConfig, PreTrainedModel
 
 # Size of one fp32 tile, which stays in the cache of a CPU. Products of fewer than 512 tokens or
 # 2048 ids are slow.
@@ -26,14 +28,23 @@ SIDE_BYTES = 128 << 20  # Limit for the fp32 hidden states of a tile, and for it
 KEPT_BYTES = 512 << 20
 
 
+class VocabularySplit(Protocol):
+    """Merges results with those of ranks that have other vocabulary ids."""
+
+    def merged(
+        self, chosen: Tensor, entropy: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def add_up(self, sums: Tensor) -> None: ...
+
+
 def fused_logprobs(
     hidden_MD: Tensor,
     weight_VD: Tensor,
     labels: Tensor,
     temperature: float = 1.0,
     cap: float | None = None,
-    kernel: Any = None,
-    split: Any = None,
+    kernel: ModuleType | None = None,
+    split: VocabularySplit | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of `labels` and entropies, both [M] in nats, of softmax(z / temperature) with z =
     hidden @ weight.T, or cap * tanh(z / cap): fp64 if hidden is, else fp32. Both are
@@ -51,8 +62,9 @@ def fused_logprobs(
     tile_bytes = CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
     if kernel is not None:
         tile_bytes = kernel.TILE_BYTES
-    num_tokens, num_ids = tile_shape(len(labels), *weight_VD.shape, tile_bytes)
-    tiles = slices(len(labels), num_tokens), slices(len(weight_VD), num_ids)
+    vocab_size, width = weight_VD.shape
+    num_tokens, num_ids = tile_shape(len(labels), vocab_size, width, tile_bytes)
+    tiles = slices(len(labels), num_tokens), slices(vocab_size, num_ids)
     kept = None
     is_small = not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
     if is_small and kernel is None and torch.is_grad_enabled():
@@ -64,79 +76,47 @@ def fused_logprobs(
 
 # Families whose own forward multiplies logits by a power of a value of config.json. Others may
 # have the key, and ignore it.
-LOGIT_SCALES: dict[tuple[str, int], tuple[str, ...]] = {
-    ("logit_scale", 1): (
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "cohere_compass",
-        "cohere_compass_text",
-    ),
-    ("logits_scaling", -1): (
-        "granite",
-        "granite4_vision",
-        "granite_docling",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "minicpm3",
-    ),
-    ("logits_scaling", 1): ("hyperclovax", "hyperclovax_vision_v2"),
-    ("lm_head_multiplier", 1): ("falcon_h1",),
-    ("logits_mup_width_multiplier", -1): ("inkling_mm_model", "inkling_text"),
-    ("output_multiplier", 1): ("muse_glimmer", "muse_spark"),
+LOGIT_SCALES = {
+    ("logit_scale", 1): "cohere cohere2 cohere2_moe cohere_compass cohere_compass_text",
+    ("logits_scaling", -1): """granite granite4_vision granite_docling granite_swa granitemoe
+    granitemoe_swa granitemoehybrid granitemoeshared minicpm3""",
+    ("logits_scaling", 1): "hyperclovax hyperclovax_vision_v2",
+    ("lm_head_multiplier", 1): "falcon_h1",
+    ("logits_mup_width_multiplier", -1): "inkling_mm_model inkling_text",
+    ("output_multiplier", 1): "muse_glimmer muse_spark",
 }
 # Families whose own forward bounds logits to (-value, value) by a tanh.
 LOGIT_CAPS = {
-    "final_logit_softcapping": (
-        "beam",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n",
-        "gemma3n_text",
-        "gemma4",
-        "gemma4_text",
-        "gemma4_unified",
-        "gemma4_unified_text",
-        "inkling2",
-        "inkling2_loop",
-        "inkling2_loop_text",
-        "inkling2_text",
-        "mistral_large4",
-        "muse_glimmer",
-        "muse_spark",
-        "nanochat",
-        "paligemma",
-        "vaultgemma",
-    ),
-    "logits_soft_cap": ("recurrent_gemma",),
-    "output_logit_soft_cap": ("xlstm",),
+    "final_logit_softcapping": """beam gemma2 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text
+    gemma4_unified gemma4_unified_text inkling2 inkling2_loop inkling2_loop_text inkling2_text
+    mistral_large4 muse_glimmer muse_spark nanochat paligemma vaultgemma""",
+    "logits_soft_cap": "recurrent_gemma",
+    "output_logit_soft_cap": "xlstm",
 }
 
 
-def logit_change(config: Any) -> tuple[float, float | None]:
+def logit_change(config: PretrainedConfig) -> tuple[float, float | None]:
     """(scale, cap) by a transformers configuration: logits are cap * tanh(scale * head(hidden) /
     cap); None: without tanh. A family that neither table names has (1, None); the probe at the
     start of a run compares the result with the model's own logits."""
     family, text = config.model_type, config.get_text_config()
     scale, cap = 1.0, None
     for (key, power), families in LOGIT_SCALES.items():
-        if family in families:
+        if family in families.split():
             scale = (getattr(text, key) or 1.0) ** power
     for key, families in LOGIT_CAPS.items():
-        if family in families:
+        if family in families.split():
             cap = getattr(text, key, None)
     return scale, cap
 
 
 def head_factors(
-    hf: nn.Module, hidden_MD: Tensor, temperature: float
+    hf: PreTrainedModel, hidden_MD: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, float, float | None]:
     """(hidden, weight, temperature, cap) for fused_logprobs. A bias is one more column of the
     weight. A scale divides temperature and cap, because hidden states times it would be rounded."""
-    head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
+    scale, cap = logit_change(hf.config)
+    head = cast(nn.Linear, hf.get_output_embeddings())
     weight = head.weight
     if getattr(head, "bias", None) is not None:
         hidden_MD = torch.cat([hidden_MD, torch.ones_like(hidden_MD[:, :1])], 1)
@@ -144,12 +124,14 @@ def head_factors(
     return hidden_MD, weight, temperature / scale, None if cap is None else cap / scale
 
 
-def scores_of(hf: nn.Module, hidden_MD: Tensor) -> Tensor:
-    """[M] in fp32, a classifier's scores of hidden states. Its one row of weights is raised, not
-    the score rounded."""
+def scores_of(hf: PreTrainedModel, hidden_MD: Tensor) -> Tensor:
+    """[M] fp32 scores that a classifier gives hidden states. The weights are cast to fp32, so that
+    scores are not rounded."""
     dtype = sum_dtype(hidden_MD)
-    bias = None if hf.score.bias is None else hf.score.bias.to(dtype)
-    return linear(hidden_MD.to(dtype), hf.score.weight.to(dtype), bias)[:, 0]
+    head = hf.get_submodule("score")
+    assert isinstance(head, nn.Linear), head
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return linear(hidden_MD.to(dtype), head.weight.to(dtype), bias)[:, 0]
 
 
 def capped_(logits: Tensor, cap: float | None) -> Tensor:
@@ -208,7 +190,7 @@ def tiled_gradients(
     hidden_MD: Tensor,
     weight_VD: Tensor,
     tiles: tuple[list[slice], list[slice]],
-    split: Any,
+    split: VocabularySplit | None,
     has_weight: bool,
     gradient_of: Callable[[Tensor, Tensor, slice, slice], Tensor],
 ) -> tuple[Tensor, Tensor | None]:

@@ -5,13 +5,13 @@ Each function imports its module when the option is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rl_core.config import LearnerConfig
 from rl_core.models.attention import Kernel
@@ -61,7 +61,7 @@ def use_cpu_decoder(policy: Policy, learner: LearnerConfig) -> None:
         policy.use_decoder(LlamaDecoder(backbone(policy.hf)))
 
 
-def apply_liger(learners: Any, engines: Any) -> None:
-    from rl_core.models.kernels.liger import apply_liger_to_all
+def use_liger(models: Iterable[PreTrainedModel]) -> None:
+    from rl_core.models.kernels.liger import apply_liger
 
-    apply_liger_to_all(learners, engines)
+    apply_liger(models)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, local, unsharded
@@ -20,28 +22,48 @@ from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.logprobs import fused_logprobs, head_factors, scores_of
 from rl_core.types import PackedBatch
 
+if TYPE_CHECKING:
+    import peft
+
+# (hidden states before the trained tokens [M, D], labels, temperature) -> tensors of M values.
+Outputs = Callable[[Tensor, Tensor, float], tuple[Tensor, ...]]
+
+
+class ForwardPass(Protocol):
+    """The forward of a policy over a packed batch."""
+
+    repeats_prompts: bool  # True if each sequence has a copy of a shared prompt.
+    calls_outputs: bool  # False if the model's own head computes the results.
+
+    def __call__(
+        self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
+    ) -> tuple[Tensor, ...]: ...
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        """[n] index of each token of the forward in the batch; -1 for padding."""
+        ...
+
 
 class PackedForward:
     """The forward of a policy over a packed batch: one row of tokens; attention separates the
     sequences."""
 
-    repeats_prompts = False  # Shared prompts are computed once.
+    repeats_prompts = False
+    calls_outputs = True
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
 
     def __call__(
-        self, policy: Policy, batch: PackedBatch, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+        self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
+    ) -> tuple[Tensor, ...]:
         ids, positions = batch.input_ids, batch.position_ids
         plan = AttentionPlan(batch.cu_seqlens, batch.parents, self.kernel, ids.device)
         hidden_1TD = policy.hidden_states(
             input_ids=ids[None], position_ids=positions[None], attention_plan=plan
         )
-        return policy.outputs(hidden_1TD[0, batch.logit_indices], batch.labels, temperature)
+        return outputs(hidden_1TD[0, batch.logit_indices], batch.labels, temperature)
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """[n] which of the batch's tokens each token of the forward is; -1: padding."""
         return torch.arange(len(batch.input_ids), device=batch.input_ids.device)
 
 
@@ -56,28 +78,30 @@ class Policy(nn.Module):
         hf: PreTrainedModel,
         checkpoint_dtype: torch.dtype,
         compute_dtype: torch.dtype,
-        forward_pass: PackedForward,
+        forward_pass: ForwardPass,
         activations: Callable[[], AbstractContextManager] = nullcontext,
         host_copies: HostCopies | None = None,
-        logprob_kernel: Any = None,
-        support_logprobs: Callable | None = None,
+        logprob_kernel: ModuleType | None = None,
+        support_logprobs: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ):
         """`activations`: makes the context in which a forward saves its tensors. `host_copies`:
-        where the weights wait outside on_device(). `logprob_kernel`: of fused_logprobs().
-        `support_logprobs`: in its place for labels [M, K], the ids that tokens were drawn from."""
+        memory of the weights outside on_device(). `logprob_kernel`: argument of fused_logprobs().
+        `support_logprobs`: its replacement for labels [M, K], the ids that tokens were drawn
+        from."""
         super().__init__()
         self.hf, self.forward_pass = hf, forward_pass
         self.checkpoint_dtype, self.compute_dtype = checkpoint_dtype, compute_dtype
         self.activations, self.host_copies = activations, host_copies
         self.logprob_kernel, self.support_logprobs = logprob_kernel, support_logprobs
-        self.adapters: dict[str, Any] = {}  # PEFT configurations by name.
+        self.adapters: dict[str, peft.LoraConfig] = {}  # By name.
         self.is_served = False  # The engine applies the adapters itself.
-        self.decoder: Callable | None = None  # Replaces the forward of the backbone.
+        # Replaces the forward of the backbone.
+        self.decoder: Callable[..., BaseModelOutput] | None = None
 
-    def use_forward(self, forward_pass: PackedForward) -> None:
+    def use_forward(self, forward_pass: ForwardPass) -> None:
         self.forward_pass = forward_pass
 
-    def use_decoder(self, decoder: Callable | None) -> None:
+    def use_decoder(self, decoder: Callable[..., BaseModelOutput] | None) -> None:
         self.decoder = decoder
 
     def forward(
@@ -85,17 +109,20 @@ class Policy(nn.Module):
         batch: PackedBatch,
         temperature: float,
         adapter: str = "",
-        forward_pass: PackedForward | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        outputs: Outputs | None = None,
+    ) -> tuple[Tensor, ...]:
         """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order;
-        of a classifier (scores of the tokens before them, 0)."""
+        for a classifier (scores of the tokens before them, 0). `outputs` replaces the method
+        outputs(), if the forward pass calls it."""
         assert self.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
-        return (forward_pass or self.forward_pass)(self, batch, temperature)
+        return self.forward_pass(self, batch, temperature, outputs or self.outputs)
 
-    def hidden_states(self, **inputs: Any) -> Tensor:
+    def hidden_states(self, **inputs: Tensor | AttentionPlan) -> Tensor:
         with self.activations():
             decoder = self.decoder or backbone(self.hf)
-            return decoder(**inputs, use_cache=False).last_hidden_state
+            hidden = decoder(**inputs, use_cache=False).last_hidden_state
+        assert hidden is not None
+        return hidden
 
     def outputs(
         self, hidden_MD: Tensor, labels: Tensor, temperature: float
@@ -105,7 +132,10 @@ class Policy(nn.Module):
             scores = scores_of(self.hf, hidden_MD)
             return scores, torch.zeros_like(scores)
         hidden_MD, weight, temperature, cap = head_factors(self.hf, hidden_MD, temperature)
-        compute = self.logprobs if labels.ndim == 1 else self.support_logprobs
+        compute = self.logprobs
+        if labels.ndim == 2:
+            assert self.support_logprobs is not None
+            compute = self.support_logprobs
         return compute(hidden_MD, weight, labels, temperature, cap, self.logprob_kernel)
 
     @property
@@ -166,7 +196,7 @@ class Policy(nn.Module):
         adapter merged; a tied weight comes once. Then each buffer that a checkpoint has. Every rank
         must exhaust it."""
         assert self.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
-        if self.is_sharded:
+        if isinstance(self, FSDPModule):
             # After a forward without a backward some parameters are still gathered. Their memory
             # goes when state_dict() is called below, and who collects the weights in buckets would
             # hold tensors without memory.
@@ -190,11 +220,12 @@ class Policy(nn.Module):
         """A folder with the adapter alone, if there is one."""
 
 
-def backbone(hf: PreTrainedModel) -> nn.Module:
+def backbone(hf: PreTrainedModel) -> PreTrainedModel:
     """The module that returns hidden states; the language model of a multimodal model."""
-    inner = getattr(hf.base_model, "language_model", hf.base_model).base_model
+    text = getattr(hf.base_model, "language_model", hf.base_model)
+    inner = cast(PreTrainedModel, text.base_model)
     has_head = inner.get_output_embeddings() is not None  # Llama 4's language model has a head.
-    return inner.model if inner is hf or has_head else inner
+    return cast(PreTrainedModel, inner.model) if inner is hf or has_head else inner
 
 
 def blocks_of(hf: PreTrainedModel) -> nn.ModuleList:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_core.models.attention import AttentionPlan, Kernel, Segments
-from rl_core.models.policy import PackedForward, Policy
+from rl_core.models.policy import Outputs, PackedForward, Policy
 from rl_core.types import PackedBatch
 
 
@@ -37,10 +37,10 @@ class RingForward(PackedForward):
         self.group = group
 
     def __call__(
-        self, policy: Policy, batch: PackedBatch, temperature: float
+        self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
     ) -> tuple[Tensor, ...]:
         if batch.shard is None:  # Each rank computes the whole batch.
-            return super().__call__(policy, batch, temperature)
+            return super().__call__(policy, batch, temperature, outputs)
         shard, ids = batch.shard, batch.input_ids
         plan = RingPlan(shard.cu_seqlens, self.kernel, ids.device, self.group)
         hidden_1TD = policy.hidden_states(
@@ -49,8 +49,8 @@ class RingForward(PackedForward):
             attention_plan=plan,
         )
         labels = batch.labels[shard.trained]
-        outputs = policy.outputs(hidden_1TD[0, shard.logit_indices], labels, temperature)
-        return tuple(FromShards.apply(shard, self.group, torch.stack(outputs)))
+        of_shard = outputs(hidden_1TD[0, shard.logit_indices], labels, temperature)
+        return tuple(FromShards.apply(shard, self.group, torch.stack(of_shard)))
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         return super().tokens(batch) if batch.shard is None else batch.shard.tokens

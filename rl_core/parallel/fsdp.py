@@ -14,7 +14,6 @@ import mmap
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -58,23 +57,27 @@ def shard_policy(
 
 def load_on_meta(
     path: str, dtype: torch.dtype, is_scoring: bool = False
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, Tensor | FusedWeight]]:
     """(an empty model of `dtype` on "meta", name -> weight in its files, to be indexed). Tied
     weights stay tied."""
     with fused_later() as fused:
         model = load_hf_model(path, "auto", None, is_scoring)
-    weights, empty = dict(model.named_parameters()), {}
+    weights: dict[str, Tensor | FusedWeight] = dict(model.named_parameters())
+    empty: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and weight not in empty:
                 empty[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype, device="meta"))
-            module._parameters[name] = empty.get(weight)
+            module._parameters[name] = None if weight is None else empty[weight]
     return model, weights | fused
 
 
 @torch.no_grad()
 def load_shards(
-    policy: Policy, weights: dict[str, Any], device: torch.device, weights_on: torch.device
+    policy: Policy,
+    weights: dict[str, Tensor | FusedWeight],
+    device: torch.device,
+    weights_on: torch.device,
 ) -> None:
     """Copies the weights, adapters excepted, to `weights_on`. A rank reads only the slices of its
     shards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rl_core.config import Config
 from rl_core.config.rank_groups import ranks_of
@@ -79,5 +78,5 @@ def mesh_of(config: Config, ranks: tuple[int, ...], names: list[str]) -> Mesh:
         copies = num_replicas(config, len(ranks), trained)
         return make_mesh(len(ranks), dp_replicate=copies, cp=config.cp, tp=config.tp)
     except ValueError as error:
-        group: Any = RankGroup(ranks=ranks, actors=names, mesh=Mesh())
+        group = RankGroup(ranks=ranks, actors=names, mesh=Mesh())
         raise ValueError(f"{group}: {error}") from None

@@ -99,8 +99,8 @@ class SplitVocabulary:
         dist.all_gather(of_ranks, mine, group=self.group)
         return merged_stats(*torch.stack(of_ranks, 1))
 
-    def add_up(self, grad_hidden: Tensor) -> None:
-        dist.all_reduce(grad_hidden, group=self.group)
+    def add_up(self, sums: Tensor) -> None:
+        dist.all_reduce(sums, group=self.group)
 
 
 def split_logprobs(

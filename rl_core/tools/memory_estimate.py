@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import ActorConfig
 from rl_core.errors import split
+from rl_core.learning.activation_memory import Widths, activation_bytes, widths
 
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
@@ -27,17 +28,12 @@ Table = dict[str, tuple[float, float]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Size:
+class Size(Widths):
     """A model's parameters and widths."""
 
     total: int
     linear: int  # parameters of matrices in blocks: LoRA freezes them, nf4 quantizes them
     adapters: int  # trained parameters of LoRA; 0: all parameters are trained
-    layers: int  # L
-    hidden: int  # D
-    intermediate: int  # I
-    queries: int  # Q
-    keys: int  # K
     vocabulary: int  # V
 
 
@@ -45,7 +41,6 @@ def model_size(actor: ActorConfig) -> Size:
     """Sizes of an actor's model, made from its config.json on the meta device."""
     import torch
 
-    from rl_core.learning.no_grad_batches import widths
     from rl_core.models.loading import load_model_config, on_meta
 
     hf = load_model_config(actor.model)
@@ -73,7 +68,6 @@ def model_size(actor: ActorConfig) -> Size:
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
     """Memory of a learner on one rank. Weights, gradients and optimizer state are fp32, sharded.
     `plan`: with the settings of this actor."""
-    from rl_core.learning.no_grad_batches import activation_bytes
     from rl_core.learning.teachers.build_teacher import frozen_models
     from rl_core.models.loading import compute_dtype
 

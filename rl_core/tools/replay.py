@@ -303,7 +303,7 @@ def forward(learner: Learner, batch: Any) -> tuple[list[float], list[float]]:
     import torch
 
     with torch.no_grad():
-        logprobs, entropy = learner.forward(batch)
+        logprobs, entropy, *_ = learner.forward(batch)
     return logprobs.tolist(), entropy.tolist()
 
 
@@ -343,22 +343,18 @@ def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
     """A learner of the same weights. A critic is kept; a new one begins as the policy did."""
     from rl_core.learners import make_policy
+    from rl_core.learning.extensions import COMMON, OF_ALGORITHM, build_learner
     from rl_core.learning.kl import Reference
     from rl_core.learning.learner import LearnerContext
     from rl_core.learning.moe import Experts
-    from rl_core.learning.options import (
-        choose_extensions,
-        experts,
-        learner_factory,
-        sequence_shards,
-    )
+    from rl_core.learning.options import OPTIMIZERS
     from rl_core.learning.padded_forward import choose_forward
     from rl_core.learning.ppo import Critic
+    from rl_core.learning.router_replay import RouterReplay
     from rl_core.learning.sequence_shards import SequenceShards
     from rl_core.models.loading import compute_dtype
 
     name, ranks, policy = old.name, old.ranks, old.policy
-    make = learner_factory(config, ranks.size)
     parts = {type(extension): extension for extension in old.extensions}
     reference, critic = parts.get(Reference), parts.get(Critic)
     compared_with = old.config.algo.reference or old.config.actors[name].model
@@ -371,7 +367,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         settings |= {"is_frozen": is_frozen, "attention": config.attention}
         return make_policy(path, compute_dtype(config), ranks, **settings)
 
-    spec = LearnerContext(
+    context = LearnerContext(
         config=config,
         algorithm=algorithm,
         name=name,
@@ -379,16 +375,15 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
         adapter=old.adapter,
         ranks=ranks,
         load=load,
-        make=make,
+        make_optimizer=OPTIMIZERS[config.optim.name](),
     )
-    chosen = choose_extensions(spec, without=(experts, sequence_shards))
+    # Extensions of the model and the mesh stay.
+    kept = [e for e in old.extensions if isinstance(e, (Experts, RouterReplay, SequenceShards))]
+    new = build_learner(context, kept, (*COMMON, *OF_ALGORITHM))
     known_copies = {copy.name: copy for extension in old.extensions for copy in extension.copies}
-    for copy in [copy for extension in chosen for copy in extension.copies]:
+    for copy in [copy for extension in new.extensions for copy in extension.copies]:
         if copy.name in known_copies:
             copy.take(known_copies[copy.name])
-    # Extensions of the model and the mesh stay.
-    chosen += [e for e in old.extensions if isinstance(e, (Experts, SequenceShards))]
-    new = make(config, algorithm, policy, ranks, extensions=chosen, name=name, adapter=old.adapter)
     for model in set(new.models()) - set(old.models()):
         choose_forward(model, ranks)
     known = {learner.name: learner.optimizer for learner in old.trained()}

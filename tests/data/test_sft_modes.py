@@ -238,7 +238,7 @@ def test_a_weight_of_actions_alone_is_behavioural_cloning_bit_for_bit(tiny_model
     (minibatch,), _ = learner.shard(plain)
     for batch in minibatch.batches:
         logprobs, _ = learner.policy(batch, 1.0)
-        assert torch.equal(learner.losses(batch)[0], -logprobs)
+        assert torch.equal(learner.losses(batch, learner.forward(batch))[0], -logprobs)
 
 
 SFT = (

@@ -21,8 +21,9 @@ from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.engines.kv_slots import RowParams, SlotModel, sample
 from rl_core.engines.llama_slots import LlamaSlots
+from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
-from rl_core.learning.options import choose_extensions, learner_factory, pair_loss
+from rl_core.learning.options import OPTIMIZERS
 from rl_core.models.attention import NAME
 from rl_core.models.kernels.cpu_attention import DENSE
 from rl_core.models.policy import PackedForward, Policy
@@ -126,11 +127,9 @@ def meta_learner(
         adapter="",
         ranks=ranks,
         load=load,
-        make=learner_factory(config, num_ranks=1),
+        make_optimizer=OPTIMIZERS[config.optim.name](),
     )
-    parts = choose_extensions(spec)
-    loss = pair_loss(config, preset)
-    return spec.make(config, preset, spec.policy, ranks, extensions=parts, loss=loss)
+    return build_learner(spec)
 
 
 def learn_a_step(learner: Learner) -> None:

@@ -178,8 +178,6 @@ FORWARD = f"{PLAIN} --algo.teacher_loss forward_kl --algo.teacher"
 def found_gradients(learner, samples=SAMPLES) -> dict[str, torch.Tensor]:
     (minibatch,), _ = learner.shard(samples)
     learner.annotate([minibatch])
-    for extension in learner.extensions:
-        extension.before_update(learner, minibatch, 0)
     learner.backward(minibatch)
     return grads_of(learner)
 
@@ -210,8 +208,6 @@ def test_each_minibatch_has_the_mean_over_its_own_tokens(tiny_model, teacher):
         samples = SAMPLES[:2] if minibatch.num_tokens == 6 else SAMPLES[2:]
         alone = found_gradients(make_learner(tiny_model, FORWARD, teacher), samples)
         learner.policy.zero_grad()
-        for extension in learner.extensions:
-            extension.before_update(learner, minibatch, 0)
         learner.backward(minibatch)
         for name, value in grads_of(learner).items():
             torch.testing.assert_close(value, alone[name], atol=1e-6, rtol=1e-4)

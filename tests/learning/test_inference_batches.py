@@ -9,12 +9,8 @@ from kit import make_learner
 from test_learner import ragged_samples
 from transformers import AutoModelForCausalLM
 
-from rl_core.learning.no_grad_batches import (
-    activation_bytes,
-    join_batches,
-    num_joined,
-    widths,
-)
+from rl_core.learning.activation_memory import activation_bytes, widths
+from rl_core.learning.no_grad_batches import join_batches, num_joined
 
 SMALL = "--learner.microbatch_tokens 100 --learner.updates_per_epoch 2"
 
@@ -81,8 +77,9 @@ def test_auto_takes_the_memory_of_one_microbatch_with_gradient(tiny_model):
     expected = (size.layers * block + outside) / (block + outside)
     assert size.layers == text.num_hidden_layers
     assert activation_bytes(size, 4, 1, False) == size.layers * block + outside
-    assert num_joined(learner) == int(expected)
+    assert num_joined(learner.config.learner, learner.policy, 1) == int(expected)
     deep = make_learner(
         tiny_model, "--learner.logprob_microbatch_tokens auto --learner.activations recompute"
     )
-    assert num_joined(deep) == 1  # recomputed, a block's activations are all that is kept
+    # Recomputed, a block's activations are all that is kept.
+    assert num_joined(deep.config.learner, deep.policy, 1) == 1

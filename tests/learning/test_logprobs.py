@@ -476,9 +476,9 @@ def test_the_tables_of_logit_changes_name_the_families_whose_forward_reads_the_k
                 read.add((family, key, -1 if divides else 1))
     known = set()
     for (key, power), families in fused.LOGIT_SCALES.items():
-        known |= {(family, key, power) for family in families}
+        known |= {(family, key, power) for family in families.split()}
     for key, families in fused.LOGIT_CAPS.items():
-        known |= {(family, key, 0) for family in families}
+        known |= {(family, key, 0) for family in families.split()}
     caps = set(fused.LOGIT_CAPS)
     read = {(family, key, 0 if key in caps else power) for family, key, power in read}
     named = {family for family, *_ in known}

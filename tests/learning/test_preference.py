@@ -336,7 +336,7 @@ def gradients(learner, samples) -> tuple[dict[str, torch.Tensor], float]:
     ((minibatch,), _), total = learner.shard(samples), 0.0
     learner.annotate([minibatch])
     for batch in minibatch.batches:
-        loss = learner.losses(batch)[0].sum() / minibatch.denominator
+        loss = learner.losses(batch, learner.forward(batch))[0].sum() / minibatch.denominator
         loss.backward()
         total += loss.item()
     grads = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.config import parse_config
 from rl_core.distributed import Mesh, init_ranks, on_mesh
-from rl_core.learning.no_grad_batches import block_bytes
+from rl_core.learning.activation_memory import block_bytes
 from rl_core.models.policy import blocks_of
 from rl_core.plan.plan import make_plan
 from rl_core.tools.cli import main

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_core.config import Config
 from rl_core.config.algorithm import SELF, is_url
@@ -18,6 +17,7 @@ from rl_core.learning.teachers.distill import (
     ExactTeacher,
     ModelTeacher,
     SampledTeacher,
+    Teacher,
     TeacherRouter,
 )
 from rl_core.learning.teachers.self_distill import SelfTeacher
@@ -40,7 +40,7 @@ def make_teacher(learner: LearnerContext) -> SampledTeacher:
     return ExactTeacher(teachers, algorithm)
 
 
-def teacher_named(learner: LearnerContext, name: str) -> Any:
+def teacher_named(learner: LearnerContext, name: str) -> Teacher:
     """The teacher `name`: a server, the policy itself, another trained actor, or a frozen model in
     the compute dtype, sharded like the policy and, on a GPU, CPU-offloaded while it is not used."""
     config = learner.config
@@ -55,13 +55,15 @@ def teacher_named(learner: LearnerContext, name: str) -> Any:
     temperature = config.sampling.temperature
     if name in config.trained:
         return ActorTeacher(learner.learners, name, temperature)
-    return ModelTeacher(frozen_model(learner, teacher_path(config, name)), temperature)
+    return ModelTeacher(frozen_model(learner, model_path(config, name)), temperature)
 
 
-def teacher_path(config: Config, name: str) -> str:
-    """Path of a teacher: a folder, a hub name, or the model of an actor of the run."""
+def model_path(config: Config, name: str) -> str:
+    """Path of a model: a folder, a hub name, or the model of an actor of the run."""
     actor = config.actors.get(name)
-    return name if actor is None else actor.model
+    path = name if actor is None else actor.model
+    assert path
+    return path
 
 
 def order_by_teacher(config: Config) -> list[str]:
@@ -92,7 +94,7 @@ def frozen_models(config: Config) -> dict[str, str]:
         if not is_url(name) and name not in (SELF, *config.trained):
             is_of_all = len(envs) == len(config.env_paths)
             role = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
-            paths[role] = teacher_path(config, name)
+            paths[role] = model_path(config, name)
     return paths
 
 
@@ -100,7 +102,7 @@ def check_teachers(config: Config, name: str) -> None:
     """Raises ValueError unless an actor's teachers and reference have the actor's tokenizer and are
     reachable."""
     order_by_teacher(config)
-    path = config.actors[name].model
+    path = model_path(config, name)
     if config.algo.reference:
         check_same_tokens(f"--algo.reference={config.algo.reference}", config.algo.reference, path)
     for teacher in config.envs_by_teacher:
@@ -119,7 +121,7 @@ def check_teachers(config: Config, name: str) -> None:
                 f"{flag} is an actor behind an API, which returns only text; name its server if "
                 "that supports prompt_logprobs: --algo.teacher http://host:port/v1"
             )
-        check_same_tokens(flag, teacher_path(config, teacher), path)
+        check_same_tokens(flag, model_path(config, teacher), path)
 
 
 def check_same_tokens(flag: str, path: str, own_path: str) -> None:
@@ -135,6 +137,6 @@ def check_same_tokens(flag: str, path: str, own_path: str) -> None:
             )
 
 
-def tokens_by_id(tokenizer: Any) -> list[str | None]:
+def tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
     ids = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     return [ids.get(token_id) for token_id in range(max(ids) + 1)]

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from rl_core.algorithms import Algorithm, sequence_sums
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks, unsharded
+from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.learner import Learner, LearnerExtension, mean_of
 from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.learning.teachers.divergence import (
@@ -27,8 +26,8 @@ from rl_core.learning.teachers.divergence import (
     make_form,
 )
 from rl_core.metrics import Metric, add_metrics
-from rl_core.models.logprobs import head_factors
-from rl_core.models.policy import PackedForward, Policy
+from rl_core.models.logprobs import VocabularySplit, head_factors
+from rl_core.models.policy import Outputs, Policy
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
 
@@ -47,7 +46,7 @@ class TeacherOutput:
 
     def divergence(self, student: Factors, form: Form) -> Tensor:
         """[m] nats, divergence from the student's distributions of these tokens."""
-        hidden_MD, weight_VD, *scale = student
+        hidden_MD, weight_VD, temperature, cap = student
         device, rows = hidden_MD.device, self.rows
         if rows is not None:
             hidden_MD = hidden_MD[rows]
@@ -56,12 +55,15 @@ class TeacherOutput:
         if self.top is not None:
             target = TopTokens(*self.top, form, first)
         else:
-            theirs_MD, theirs_VD, *their_scale = self.factors
+            assert self.factors is not None
+            theirs_MD, theirs_VD, their_temperature, their_cap = self.factors
             # The shorter vocabulary bounds both: rows beyond it only pad an embedding.
             num_ids = max(0, min(num_ids, len(theirs_VD) - first))
             theirs_SD = theirs_VD[first : first + num_ids].to(device)
-            target = WholeVocabulary((theirs_MD.to(device), theirs_SD, *their_scale), form)
-        values = fused_divergence((hidden_MD, weight_SD, *scale), target, num_ids, split)
+            theirs = theirs_MD.to(device), theirs_SD, their_temperature, their_cap
+            target = WholeVocabulary(theirs, form)
+        factors = hidden_MD, weight_SD, temperature, cap
+        values = fused_divergence(factors, target, num_ids, split)
         if rows is None:
             return values
         return values.new_zeros(len(student[0])).index_copy(0, rows, values)
@@ -79,24 +81,37 @@ class TeacherBatch:
     outputs: list[TeacherOutput] = field(default_factory=list)  # Per teacher, after annotate().
 
 
-class ModelTeacher:
+class Teacher:
+    """Reads batches of a learner. The learner runs on all ranks at once, and so does read_all()."""
+
+    copies: tuple[WeightSnapshot, ...] = ()  # Snapshots of the policy that the teacher reads with.
+
+    @property
+    def models(self) -> tuple[Policy, ...]:
+        """Frozen models."""
+        return ()
+
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> ReadBatch | None:
+        """The batch that the teacher reads for these samples; None: the learner's batch."""
+        return None
+
+    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[TeacherOutput]:
+        """`is_exact`: the outputs have whole distributions."""
+        raise NotImplementedError
+
+
+class ModelTeacher(Teacher):
     """A frozen model that reads batches."""
 
     is_fixed = True  # The weights never change.
-    adapter = ""  # The policy's adapter.
-    copies: tuple[Any, ...] = ()  # Snapshots of the policy's weights that the teacher reads with.
 
-    def __init__(self, policy: Policy, temperature: float):
-        self.policy, self.temperature = policy, temperature
+    def __init__(self, policy: Policy, temperature: float, adapter: str = ""):
+        self.policy, self.temperature, self.adapter = policy, temperature, adapter
         self.weight_VD: Tensor | None = None  # The head's weight, unsharded.
 
     @property
     def models(self) -> tuple[Policy, ...]:
         return (self.policy,)
-
-    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> ReadBatch | None:
-        """The batch that the teacher reads for these samples; None: the learner's batch."""
-        return None
 
     def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[TeacherOutput]:
         if not self.is_fixed:
@@ -107,26 +122,28 @@ class ModelTeacher:
     def read(self, batch: PackedBatch, is_exact: bool = False) -> TeacherOutput:
         """`is_exact`: returns the factors of whole distributions too. Every rank must call it, with
         the policy on the device. Raises RunError for a model whose head is not a matrix product."""
-        view = HeadInputs(self.policy)
+        policy, factors = self.policy, []
+        if is_exact:
+            check_head(policy)
 
-        def forward(policy: Policy, *batch: Any) -> tuple[Tensor, ...]:
-            return policy.forward_pass(view, *batch)
+        def outputs(hidden_MD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, ...]:
+            factors.append(head_factors(policy.hf, hidden_MD, temperature))
+            return policy.outputs(hidden_MD, labels, temperature)
 
-        options = self.temperature, self.adapter, forward if is_exact else None
-        logprobs = self.policy(batch, *options)[0]
+        options = self.temperature, self.adapter, outputs if is_exact else None
+        logprobs = policy(batch, *options)[0]
         if not is_exact:
             return TeacherOutput(logprobs=logprobs)
-        check_factors(view)
-        hidden_MD, weight_VD, *scale = view.factors
+        [(hidden_MD, weight_VD, temperature, cap)] = factors
         if self.weight_VD is None:
             gathered = unsharded(weight_VD.detach())
             # A copy is needed where the memory changes: FSDP frees gathered weights, a learner
             # updates its weights, and weights that leave the device lose their memory.
-            stays = self.policy.host_copies is None and not self.policy.is_sharded
+            stays = policy.host_copies is None and not policy.is_sharded
             is_kept = self.is_fixed and stays
             self.weight_VD = gathered.cpu() if is_kept else gathered.clone().cpu()
-        factors = hidden_MD.detach().cpu(), self.weight_VD, *scale
-        return TeacherOutput(logprobs=logprobs, factors=factors)
+        on_host = hidden_MD.detach().cpu(), self.weight_VD, temperature, cap
+        return TeacherOutput(logprobs=logprobs, factors=on_host)
 
 
 class ActorTeacher(ModelTeacher):
@@ -148,16 +165,19 @@ class ActorTeacher(ModelTeacher):
         return self.learners[self.name].adapter
 
 
-class TeacherRouter:
+class TeacherRouter(Teacher):
     """A teacher that only reads the samples of some environments."""
 
-    def __init__(self, teacher: Any, envs: list[str], ranks: Ranks):
+    def __init__(self, teacher: Teacher, envs: list[str], ranks: Ranks):
         self.teacher, self.envs, self.ranks = teacher, envs, ranks
-        self.read_all, self.copies = teacher.read_all, teacher.copies
+        self.copies = teacher.copies
 
     @property
     def models(self) -> tuple[Policy, ...]:
         return self.teacher.models
+
+    def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[TeacherOutput]:
+        return self.teacher.read_all(batches, is_exact)
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> ReadBatch | None:
         is_read = [sample.env in self.envs for sample in samples]
@@ -166,62 +186,13 @@ class TeacherRouter:
         return to_device(pack_samples(read), self.ranks.device), rows.to(self.ranks.device)
 
 
-class HeadInputs:
-    """A policy that stores the inputs of its head."""
-
-    def __init__(self, policy: Policy):
-        self.policy, self.hf = policy, policy.hf
-        self.hidden_states, self.activations = policy.hidden_states, policy.activations
-        self.factors: Factors | None = None
-
-    def outputs(self, hidden_MD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        self.factors = head_factors(self.hf, hidden_MD, temperature)
-        return self.policy.outputs(hidden_MD, labels, temperature)
-
-
-class DivergencePolicy(HeadInputs):
-    """A policy with a third output: [m] divergence of trained tokens from the teachers' outputs."""
-
-    def __init__(self, policy: Policy, targets: list[TeacherOutput], form: Form):
-        super().__init__(policy)
-        self.targets, self.form = targets, form
-
-    def outputs(self, hidden_MD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        logprobs, entropy = super().outputs(hidden_MD, labels, temperature)
-        divergence = torch.zeros_like(entropy)
-        for target in self.targets:
-            divergence = divergence + target.divergence(self.factors, self.form)
-        return logprobs, entropy, divergence
-
-
-class DivergenceForward(PackedForward):
-    """The policy's forward that also computes the divergence from the teachers' outputs."""
-
-    def __init__(self, form: Form):
-        self.form = form
-        self.divergence: Tensor | None = None  # [M] of the last forward.
-
-    def __call__(
-        self, policy: Policy, batch: PackedBatch, temperature: float
-    ) -> tuple[Tensor, ...]:
-        self.divergence = None
-        if not batch.teacher.outputs:
-            return policy.forward_pass(policy, batch, temperature)
-        view = DivergencePolicy(policy, batch.teacher.outputs, self.form)
-        outputs = policy.forward_pass(view, batch, temperature)
-        check_factors(view)
-        # Returned, because FSDP gathers weights for the backward of a forward's outputs.
-        self.divergence = outputs[2]
-        return outputs
-
-
 class SampledTeacher(LearnerExtension):
     """Adds coef * (log p_teacher - log p_student) of each sampled token to its advantage, whose
     gradient is that of -coef * KL(student || teacher) of single tokens."""
 
     is_exact = False
 
-    def __init__(self, teachers: list[Any], coef: float):
+    def __init__(self, teachers: list[Teacher], coef: float):
         self.teachers, self.coef = teachers, coef
 
     @property
@@ -229,12 +200,8 @@ class SampledTeacher(LearnerExtension):
         return tuple(itertools.chain(*(teacher.models for teacher in self.teachers)))
 
     @property
-    def copies(self) -> tuple[Any, ...]:
+    def copies(self) -> tuple[WeightSnapshot, ...]:
         return tuple(itertools.chain(*(teacher.copies for teacher in self.teachers)))
-
-    def after_step(self, step: int) -> None:
-        for weights in self.copies:
-            weights.after_step(step)
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         read = [teacher.packed(batch, samples) for teacher in self.teachers]
@@ -260,7 +227,7 @@ class SampledTeacher(LearnerExtension):
             batch.teacher.outputs = of_batch
         return metrics
 
-    def learn_from(self, batch: PackedBatch, rows: Any, kl: Tensor) -> None:
+    def learn_from(self, batch: PackedBatch, rows: Tensor | slice, kl: Tensor) -> None:
         """`kl`: KL of the trained tokens in `rows`."""
         advantages = batch.advantages.clone()
         advantages[rows] -= self.coef * kl
@@ -273,35 +240,44 @@ class ExactTeacher(SampledTeacher):
 
     is_exact = True
 
-    def __init__(self, teachers: list[Any], algorithm: Algorithm):
+    def __init__(self, teachers: list[Teacher], algorithm: Algorithm):
         super().__init__(teachers, algorithm.teacher_coef)
         self.algorithm = algorithm
-        form = make_form(algorithm.teacher_loss, algorithm.teacher_beta)
-        self.forward_pass = DivergenceForward(form)
-        self.batch: PackedBatch | None = None  # Of the last forward.
-        self.denominator = 1
+        self.form = make_form(algorithm.teacher_loss, algorithm.teacher_beta)
         self.sums: dict[str, Metric] = {}
 
-    def learn_from(self, batch: PackedBatch, rows: Any, kl: Tensor) -> None:
+    def learn_from(self, batch: PackedBatch, rows: Tensor | slice, kl: Tensor) -> None:
         """Leaves advantages as they are."""
 
-    def around(self, batch: PackedBatch) -> AbstractContextManager:
-        self.batch = batch
-        return nullcontext()
+    def outputs(self, policy: Policy, batch: PackedBatch) -> Outputs | None:
+        """Outputs with a third tensor: [m] divergence from the teachers' outputs. It is returned,
+        because FSDP gathers weights for the backward of a forward's outputs."""
+        targets: list[TeacherOutput] = batch.teacher.outputs
+        if not targets:
+            return None
+        check_head(policy)
 
-    def before_update(self, learner: Any, minibatch: Minibatch, step: float) -> dict[str, Metric]:
-        self.denominator = minibatch.denominator
-        return {}
+        def with_divergence(
+            hidden_MD: Tensor, labels: Tensor, temperature: float
+        ) -> tuple[Tensor, ...]:
+            student = head_factors(policy.hf, hidden_MD, temperature)
+            logprobs, entropy = policy.outputs(hidden_MD, labels, temperature)
+            divergence = torch.zeros_like(entropy)
+            for target in targets:
+                divergence = divergence + target.divergence(student, self.form)
+            return logprobs, entropy, divergence
 
-    def loss(self) -> Tensor:
-        losses = self.forward_pass.divergence
+        return with_divergence
+
+    def loss(self, batch: PackedBatch, minibatch: Minibatch, outputs: tuple[Tensor, ...]) -> Tensor:
+        losses = outputs[2]
         add_metrics(self.sums, {"teacher_loss_nats": mean_of(losses)})
         if self.algorithm.aggregation == "sequence":
-            losses = losses / sequence_sums(torch.ones_like(losses), self.batch)
-        return self.coef * losses.sum() / self.denominator
+            losses = losses / sequence_sums(torch.ones_like(losses), batch)
+        return self.coef * losses.sum() / minibatch.denominator
 
     def metrics(self) -> dict[str, Metric]:
-        sums, self.sums, self.batch = self.sums, {}, None
+        sums, self.sums = self.sums, {}
         return sums
 
 
@@ -313,15 +289,15 @@ def teacher_input(batch: PackedBatch, read: ReadBatch | None) -> PackedBatch:
     return replace(packed, labels=batch.labels[rows])
 
 
-def check_factors(view: HeadInputs) -> None:
-    if view.factors is None:
+def check_head(policy: Policy) -> None:
+    if not policy.forward_pass.calls_outputs:
         raise RunError(
-            f"--algo.teacher_loss: {view.hf.name_or_path} has a custom head, whose logits cannot "
+            f"--algo.teacher_loss: {policy.hf.name_or_path} has a custom head, whose logits cannot "
             "be computed in tiles; take sampled"
         )
 
 
-def local_rows(weight_VD: Tensor) -> tuple[Tensor, int, Any]:
+def local_rows(weight_VD: Tensor) -> tuple[Tensor, int, VocabularySplit | None]:
     """(this rank's rows of a head's weight, id of the first row, object that merges ranks)."""
     if not isinstance(weight_VD, DTensor):
         return weight_VD, 0, None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from rl_core.models.logprobs import (
     CPU_TILE_BYTES,
     CUDA_TILE_BYTES,
+    VocabularySplit,
     scaled_logits,
     slices,
     sum_dtype,
@@ -66,11 +66,15 @@ def make_form(name: str, beta: float) -> Form:
     return forms[name]
 
 
-def fused_divergence(student: Factors, target: Any, num_ids: int, split: Any = None) -> Tensor:
+def fused_divergence(
+    student: Factors,
+    target: WholeVocabulary | TopTokens,
+    num_ids: int,
+    split: VocabularySplit | None = None,
+) -> Tensor:
     """[M] nats, divergence between target and student over the first `num_ids` rows of the
     student's weight, in fp64 if the hidden states are, else fp32. Differentiable, once, in the
-    student's hidden states and weight. `target`: WholeVocabulary or TopTokens. `split`: merges sums
-    with those of ranks that have other vocabulary ids."""
+    student's hidden states and weight."""
     hidden_MD, weight_VD, temperature, cap = student
     tile_bytes = CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
     width = max(hidden_MD.shape[1], target.width)
@@ -120,7 +124,9 @@ class WholeVocabulary:
         self.teacher, self.form = teacher, form
         self.width = teacher[0].shape[1]
 
-    def measure(self, student: Factors, tiles: Tiles, split: Any) -> tuple[Tensor, list[Tensor]]:
+    def measure(
+        self, student: Factors, tiles: Tiles, split: VocabularySplit | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """([M] divergences, statistics for gradient())"""
         own_lse = merged_lse(log_partition(student, tiles), split)
         lse = merged_lse(log_partition(self.teacher, tiles), split)
@@ -156,7 +162,9 @@ class TopTokens:
         rest = (1 - logq_MK.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST).log()
         self.logq_MB = torch.cat([logq_MK, rest], 1)
 
-    def measure(self, student: Factors, tiles: Tiles, split: Any) -> tuple[Tensor, list[Tensor]]:
+    def measure(
+        self, student: Factors, tiles: Tiles, split: VocabularySplit | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """([M] divergences, statistics for gradient())"""
         dtype = sum_dtype(student[0])
         z_MK = torch.zeros_like(self.logq_MB[:, :-1], dtype=dtype)
@@ -220,7 +228,7 @@ def log_partition(factors: Factors, tiles: Tiles) -> Tensor:
     return lse
 
 
-def merged_lse(lse: Tensor, split: Any) -> Tensor:
+def merged_lse(lse: Tensor, split: VocabularySplit | None) -> Tensor:
     if split is None:
         return lse
     zero = torch.zeros_like(lse)

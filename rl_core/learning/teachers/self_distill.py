@@ -16,11 +16,11 @@ from rl_core.config import Config
 from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.advantages import MakeSamples
-from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.learner import LearnerContext
 from rl_core.learning.minibatches import to_device
 from rl_core.learning.sequence_shards import shard_sequences
 from rl_core.learning.teachers.distill import ModelTeacher, ReadBatch, TeacherOutput
+from rl_core.models.policy import Policy
 from rl_core.sampling.teacher_prompts import turns_as_read
 from rl_core.types import PackedBatch, TrainingSample, Trajectory
 
@@ -29,18 +29,22 @@ class SelfTeacher(ModelTeacher):
     """The initial policy, the newest one, or an exponential moving average (EMA) over its steps."""
 
     is_fixed = False
-    models = ()  # The learner owns the model.
 
-    def __init__(self, spec: LearnerContext):
-        super().__init__(spec.policy, spec.config.sampling.temperature)
-        algorithm, self.ranks = spec.algorithm, spec.ranks
+    def __init__(self, context: LearnerContext):
+        algorithm, self.ranks = context.algorithm, context.ranks
         # A policy with adapters is the initial policy without them.
         is_start = algorithm.teacher_update == "start"
-        self.adapter = "" if is_start else spec.adapter
+        adapter = "" if is_start else context.adapter
+        super().__init__(context.policy, context.config.sampling.temperature, adapter)
         if algorithm.teacher_update == "ema":
-            self.copies = (WeightSnapshot(spec, "teacher", 1, algorithm.teacher_decay),)
-        elif is_start and not spec.policy.adapters:
-            self.copies = (WeightSnapshot(spec, "teacher"),)
+            self.copies = (context.snapshot("teacher", 1, algorithm.teacher_decay),)
+        elif is_start and not context.policy.adapters:
+            self.copies = (context.snapshot("teacher"),)
+
+    @property
+    def models(self) -> tuple[Policy, ...]:
+        """None: the learner has the model."""
+        return ()
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> ReadBatch:
         """The samples that have a teacher's prompt, with that prompt."""
@@ -50,8 +54,7 @@ class SelfTeacher(ModelTeacher):
         mesh, device = self.ranks.mesh, self.ranks.device
         read = pack_samples(read_samples, mesh.cp)
         if mesh.cp > 1:
-            read = shard_sequences(read, mesh.cp, self.ranks.cp_rank)
-            read = dataclasses.replace(read, shard=to_device(read.shard, device))
+            read = shard_sequences(read, self.ranks)
         return to_device(read, device), rows.to(device)
 
     def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[TeacherOutput]:
@@ -65,6 +68,7 @@ def as_teacher_reads(sample: TrainingSample) -> TrainingSample:
     """The sample with the teacher's prompt before its trained tokens and the tokens between
     them."""
     first, before = int(sample.loss_mask.argmax()), sample.teacher_ids
+    assert before is not None
     ids, mask = sample.token_ids[first:], sample.loss_mask[first:]
     zeros = np.zeros(len(before) + len(ids))
     return TrainingSample(

@@ -12,16 +12,17 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rl_core.data.tasks import shorten
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.learning.teachers.distill import TeacherOutput
-from rl_core.types import PackedBatch, RunError
+from rl_core.learning.teachers.distill import Teacher, TeacherOutput
+from rl_core.types import JSON, JSONObject, PackedBatch, RunError
 
 PING_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # Pauses between attempts.
@@ -51,7 +52,7 @@ class SGLangDialect:
     def __init__(self, url: str, client: httpx.Client):
         self.path = f"{url.removesuffix('/')}/generate"
 
-    def body(self, request: TeacherRequest, num_top: int) -> dict[str, Any]:
+    def body(self, request: TeacherRequest, num_top: int) -> JSONObject:
         return {
             "input_ids": request.ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -62,7 +63,7 @@ class SGLangDialect:
             "return_text_in_logprobs": True,
         }
 
-    def scores(self, answer: Any, request: TeacherRequest, num_top: int) -> Scores:
+    def scores(self, answer: JSON, request: TeacherRequest, num_top: int) -> Scores:
         """Raises LookupError, TypeError or ValueError for an answer of another form."""
         meta, wanted = answer["meta_info"], request.ids[request.first :]
         rows = meta["input_token_logprobs"][-len(wanted) :]
@@ -87,7 +88,7 @@ class OpenAIDialect:
         if not self.model:
             self.model = client.get(f"{url}/models", timeout=PING_TIMEOUT_S).json()["data"][0]["id"]
 
-    def body(self, request: TeacherRequest, num_top: int) -> dict[str, Any]:
+    def body(self, request: TeacherRequest, num_top: int) -> JSONObject:
         return {
             "model": self.model,
             "prompt": request.ids,
@@ -96,7 +97,7 @@ class OpenAIDialect:
             "prompt_logprobs": num_top,
         }
 
-    def scores(self, answer: Any, request: TeacherRequest, num_top: int) -> Scores:
+    def scores(self, answer: JSON, request: TeacherRequest, num_top: int) -> Scores:
         ids, first = request
         rows = answer["choices"][0]["prompt_logprobs"]
         if len(rows) != len(ids):
@@ -112,11 +113,8 @@ class OpenAIDialect:
         return Scores(logprobs, top if num_top else [], texts)
 
 
-class ServerTeacher:
+class ServerTeacher(Teacher):
     """A teacher on a server. Each rank sends its batches, all at once."""
-
-    models = ()
-    copies = ()
 
     def __init__(self, url: str, num_top: int, ranks: Ranks, max_concurrent: int, timeout_s: float):
         """`num_top`: K; 0 without whole distributions. `timeout_s`: limit for all batches of a
@@ -132,9 +130,6 @@ class ServerTeacher:
                 f"--algo.teacher={url} does not list its models ({shorten(repr(error), 200)}); "
                 "start it, or name the model: http://host:port/v1#NAME"
             ) from None
-
-    def packed(self, batch: PackedBatch, samples: list) -> None:
-        """None: the server reads the learner's batch."""
 
     def read_all(self, batches: list[PackedBatch], is_exact: bool) -> list[TeacherOutput]:
         """Raises RunError on all ranks if a batch could not be read on one."""
@@ -256,7 +251,7 @@ def cancel(jobs: list[list[Future]]) -> None:
             job.cancel()
 
 
-def check_same_texts(url: str, tokenizer: Any, own_path: str) -> None:
+def check_same_texts(url: str, tokenizer: PreTrainedTokenizerBase, own_path: str) -> None:
     """Raises ValueError if nobody answers at the URL, or if the teacher decodes the student's token
     ids to other text, as far as the server returns texts."""
     ranks = Ranks(rank=0, size=1, device=torch.device("cpu"))
@@ -269,7 +264,7 @@ def check_same_texts(url: str, tokenizer: Any, own_path: str) -> None:
     finally:
         teacher.close()
     for token_id, text in zip(ids[1:], texts, strict=True):
-        expected = tokenizer.decode([token_id])
+        expected = str(tokenizer.decode([token_id]))
         # A token within a character has no separate text.
         if (
             text is not None

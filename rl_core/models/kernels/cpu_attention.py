@@ -121,8 +121,8 @@ def dense_forward(q, k, v, segments, scale, cap=None):
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     q, k, v = (rows(x, layout.tokens) for x in (q, k, v))
     outs, lses = [], []
-    for is_causal, mask, *qkv in blocks_of(layout, segments, [q], [k, v]):
-        out, lse = forward(*qkv, 0.0, is_causal, attn_mask=mask, scale=scale)
+    for is_causal, mask, q_b, k_b, v_b in blocks_of(layout, segments, [q], [k, v]):
+        out, lse = forward(q_b, k_b, v_b, 0.0, is_causal, attn_mask=mask, scale=scale)
         outs.append(out)
         lses.append(lse.transpose(0, 1).flatten(1))
     lse = torch.cat(lses, 1)
@@ -141,11 +141,10 @@ def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     dout, q, k, v, out = (rows(x, layout.tokens) for x in (dout, q, k, v, out))
     queries = [dout, q, out, lse[:, :, None]]
     grads = []
-    for is_causal, mask, dout_b, q_b, out_b, lse_b, *kv in blocks_of(
-        layout, segments, queries, [k, v]
-    ):
-        of_forward = out_b, lse_b[..., 0].contiguous(), 0.0, is_causal
-        grads.append(backward(dout_b, q_b, *kv, *of_forward, attn_mask=mask, scale=scale))
+    for is_causal, mask, *blocks in blocks_of(layout, segments, queries, [k, v]):
+        dout_b, q_b, out_b, lse_b, k_b, v_b = blocks
+        tensors = dout_b, q_b, k_b, v_b, out_b, lse_b[..., 0].contiguous()
+        grads.append(backward(*tensors, 0.0, is_causal, attn_mask=mask, scale=scale))
     return [unpadded(list(blocks), layout) for blocks in zip(*grads, strict=True)]
 
 

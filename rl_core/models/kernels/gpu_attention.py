@@ -4,6 +4,9 @@ with separate forward and backward and the log-sum-exp.
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -27,11 +30,15 @@ def find_kernel(name: str, device: torch.device) -> Kernel:
     return TORCH
 
 
+def flash_attn() -> ModuleType:
+    return import_module("flash_attn.flash_attn_interface")
+
+
 def import_error() -> str:
     """Reason why flash-attn does not import; "" if it does. A folder of that name is not enough:
     flash-attn-4, which SGLang requires, lacks the functions of flash-attn 2."""
     try:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # noqa: F401
+        assert flash_attn()._flash_attn_varlen_backward
     except Exception as error:  # An import may raise anything.
         return f"{type(error).__name__}: {error}"
     return ""
@@ -85,23 +92,21 @@ def torch_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
 
 
 def flash_attn_forward(q, k, v, segments, scale, cap=None):
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
     more = {"causal": segments.is_causal, "softcap": cap or 0.0} | windows(segments)
-    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *sizes(segments), 0.0, scale, **more)
+    forward = flash_attn()._flash_attn_varlen_forward
+    out, lse, *_ = forward(q, k, v, *sizes(segments), 0.0, scale, **more)
     assert lse.shape == (q.shape[1], len(q)), lse.shape
     return out, lse
 
 
 def flash_attn_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     tensors = dout.contiguous(), q, k, v, out, lse.contiguous(), *grads
     more = {"softcap": cap or 0.0, "alibi_slopes": None} | windows(segments)
     more["deterministic"] = torch.are_deterministic_algorithms_enabled()
     options = 0.0, scale, segments.is_causal
-    _flash_attn_varlen_backward(*tensors, *sizes(segments), *options, **more)
+    backward = flash_attn()._flash_attn_varlen_backward
+    backward(*tensors, *sizes(segments), *options, **more)
     return grads
 
 

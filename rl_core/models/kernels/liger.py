@@ -7,12 +7,10 @@ over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 LOSSES_OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
@@ -33,7 +31,7 @@ def check_liger(model_config: PretrainedConfig) -> None:
         )
 
 
-def apply_liger(models: list[nn.Module]) -> None:
+def apply_liger(models: Iterable[PreTrainedModel]) -> None:
     """Gives each model's modules Liger's forward, where Liger has one for the architecture; weights
     stay. Also replaces functions and classes in transformers' module of the architecture: the
     rotary positions of every such model in this process, and all modules of models that are built
@@ -45,10 +43,3 @@ def apply_liger(models: list[nn.Module]) -> None:
         assert any("forward" in vars(m) for m in model.modules() if m is not model), type(
             model
         ).__name__
-
-
-def apply_liger_to_all(learners: Mapping[str, Any], engines: Iterable[Any]) -> None:
-    """Applies Liger to the models of learners, and of engines in this process."""
-    models = [model.hf for learner in learners.values() for model in learner.models()]
-    models += [engine.model for engine in engines if hasattr(engine, "model")]
-    apply_liger(models)

@@ -11,9 +11,9 @@ T tokens, E hidden size, H heads, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,14 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from rl_core.models.attention import AttentionPlan
 
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import (
+        LlamaAttention,
+        LlamaDecoderLayer,
+        LlamaModel,
+        LlamaRMSNorm,
+    )
+
 # Multiply-adds from which oneDNN is faster than MKL on a CPU with AVX512. With ten times as many,
 # oneDNN takes half the time on an AMD EPYC; with fewer, its overhead dominates.
 LARGE_PRODUCT = 2**22
@@ -30,38 +38,43 @@ LARGE_PRODUCT = 2**22
 FEW_ROWS, MANY_ROWS = 8, 128
 
 # (attention module, query [..., H, D], key, value) -> attention output [..., H * D].
-Attend = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[["LlamaAttention", Tensor, Tensor, Tensor], Tensor]
 
 
 class LlamaDecoder:
     """Replaces the decoder of an unsharded model in fp32, for one row of packed tokens."""
 
     def __init__(self, decoder: nn.Module):
-        self.decoder = decoder
+        self.decoder = cast("LlamaModel", decoder)
 
     def __call__(
-        self, input_ids: Tensor, attention_plan: AttentionPlan | None = None, **inputs: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_plan: AttentionPlan | None = None,
+        use_cache: bool = False,
     ) -> BaseModelOutput:
         decoder, plan = self.decoder, attention_plan
         if plan is None:  # The rows are padded, not packed.
-            return decoder(input_ids, **inputs)
+            return decoder(input_ids, position_ids=position_ids, use_cache=use_cache)
+        assert position_ids is not None
         num_tokens = input_ids.shape[1]
         extra = self.num_padding(num_tokens)
 
-        def attend(attn: nn.Module, *qkv: Tensor) -> Tensor:
-            packed = (x[:num_tokens] for x in qkv)
-            out = plan.attend(*packed, attn.scaling, window_of(attn)).flatten(1)
+        def attend(attn: LlamaAttention, *qkv: Tensor) -> Tensor:
+            query, key, value = (x[:num_tokens] for x in qkv)
+            out = plan.attend(query, key, value, attn.scaling, window_of(attn)).flatten(1)
             return pad(out, (0, 0, 0, extra))
 
         x = decoder.embed_tokens(pad(input_ids[0], (0, extra)))
-        cos, sin = decoder.rotary_emb(x, pad(inputs["position_ids"], (0, extra)))
+        cos, sin = decoder.rotary_emb(x, pad(position_ids, (0, extra)))
         x = llama_layers(decoder, x, (cos[0, :, None], sin[0, :, None]), attend)
         x = normed(decoder.norm, x[:num_tokens])
         return BaseModelOutput(last_hidden_state=x[None])
 
     def num_padding(self, num_tokens: int) -> int:
         """Tokens to append, so that no product needs padding; 0 if none is computed by oneDNN."""
-        largest = self.decoder.layers[0].mlp.gate_proj
+        largest = layers_of(self.decoder)[0].mlp.gate_proj
         if not is_plain(largest) or num_tokens < rows_for_onednn(largest.weight):
             return 0
         return num_padding(num_tokens)
@@ -72,7 +85,7 @@ def llama_layers(
 ) -> Tensor:
     """Hidden states [..., E] behind the last layer, before the final norm. rotary: cos and sin
     [..., 1, D]; outside of fp32 the first half of sin is negative."""
-    for layer in decoder.layers:
+    for layer in layers_of(decoder):
         attn, mlp = layer.self_attn, layer.mlp
         h = normed(layer.input_layernorm, x)
         heads = (*h.shape[:-1], -1, attn.head_dim)
@@ -80,7 +93,8 @@ def llama_layers(
             linear(module, h).view(heads) for module in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
         if hasattr(attn, "q_norm"):
-            query, key = normed(attn.q_norm, query), normed(attn.k_norm, key)
+            query_norm, key_norm = cast("tuple[LlamaRMSNorm, ...]", (attn.q_norm, attn.k_norm))
+            query, key = normed(query_norm, query), normed(key_norm, key)
         query, key = rotated(query, key, *rotary)
         x = x + linear(attn.o_proj, attend(attn, query, key, value))
         # SwiGLU: Shazeer 2020, arXiv:2002.05202.
@@ -90,7 +104,11 @@ def llama_layers(
     return x
 
 
-def window_of(attn: nn.Module) -> int | None:
+def layers_of(decoder: nn.Module) -> Sequence[LlamaDecoderLayer]:
+    return cast("Sequence[LlamaDecoderLayer]", decoder.layers)
+
+
+def window_of(attn: LlamaAttention) -> int | None:
     """The sliding window of an attention layer. Mistral has one for all layers; Llama ignores its
     configuration's."""
     if attn.config.model_type == "mistral":
@@ -98,7 +116,7 @@ def window_of(attn: nn.Module) -> int | None:
     return getattr(attn, "sliding_window", None)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
+def normed(norm: LlamaRMSNorm, x: Tensor) -> Tensor:
     if x.dtype != torch.float32:
         return norm(x)
     return RMSNorm.apply(x, norm.weight, norm.variance_epsilon)
@@ -109,7 +127,8 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
         return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
     both = torch.cat([query, key], -2)
     both = both * cos + both.roll(both.shape[-1] // 2, -1) * sin
-    return both.split([query.shape[-2], key.shape[-2]], -2)
+    num_queries = query.shape[-2]
+    return both[..., :num_queries, :], both[..., num_queries:, :]
 
 
 @cache
@@ -132,7 +151,7 @@ def rows_for_onednn(weight: Tensor) -> float:
     return LARGE_PRODUCT / weight.numel() if is_fit else math.inf
 
 
-def linear(module: nn.Module, x: Tensor) -> Tensor:
+def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """Output of a linear layer for x [..., in]."""
     num_rows = x.numel() // x.shape[-1]
     if is_plain(module) and num_rows >= rows_for_onednn(module.weight):
@@ -219,7 +238,8 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return rotation(dy, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return rotation(dy, cos, sin, -1), None, None
 
 
 def rotation(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -158,6 +158,10 @@ def launch(h_CD: Tensor) -> dict[str, int]:
     }
 
 
+def run(kernel: triton.JITFunction, grid: tuple[int, int], *args: object, **constants: int) -> None:
+    kernel[grid](*args, **constants)
+
+
 def softmax_stats(
     h_MD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +173,8 @@ def softmax_stats(
     labels = torch.where(labels < num_ids, labels, -1)  # The last tile is wider than its ids.
     if num_tokens:
         sizes = num_tokens, num_ids, 1 / temperature
-        stats_kernel[grid](h_MD, weight_VD, labels, stats, *sizes, SPAN=SPAN, **launch(h_MD))
+        tensors = h_MD, weight_VD, labels, stats
+        run(stats_kernel, grid, *tensors, *sizes, SPAN=SPAN, **launch(h_MD))
     return merged_stats(*stats)
 
 
@@ -188,14 +193,7 @@ def logit_gradients(
     has_entropy = grad_entropy is not None
     columns = labels, lse, entropy, grad_logprobs, grad_entropy if has_entropy else lse
     out = h_CD.new_empty(len(h_CD), len(weight_SD))
-    gradients_kernel[triton.cdiv(len(h_CD), TOKENS), triton.cdiv(len(weight_SD), IDS)](
-        h_CD,
-        weight_SD,
-        *columns,
-        out,
-        *out.shape,
-        1 / temperature,
-        HAS_ENTROPY=has_entropy,
-        **launch(h_CD),
-    )
+    grid = triton.cdiv(len(h_CD), TOKENS), triton.cdiv(len(weight_SD), IDS)
+    args = h_CD, weight_SD, *columns, out, *out.shape, 1 / temperature
+    run(gradients_kernel, grid, *args, HAS_ENTROPY=has_entropy, **launch(h_CD))
     return out

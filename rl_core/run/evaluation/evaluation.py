@@ -139,7 +139,7 @@ def loss_of_rows(learner: Learner, minibatches: list[Minibatch]) -> dict[str, Me
     for minibatch in minibatches:
         for batch in minibatch.batches:
             if learner.loss:
-                losses, more = learner.losses(batch)
+                losses, more = learner.losses(batch, learner.forward(batch))
             else:
                 losses, more = -batch.advantages * learner.forward(batch)[0], {}
             add_metrics(metrics, more | {"loss": mean_of(losses)})

@@ -1,0 +1,55 @@
+"""Memory of a model's activations, from its config.json alone. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Widths:
+    """Widths of a model's blocks, which decide the memory per token."""
+
+    layers: int  # L
+    hidden: int  # D
+    intermediate: int  # I
+    queries: int  # Q, summed over heads
+    keys: int  # K, summed over heads
+
+
+def widths(text: PretrainedConfig) -> Widths:
+    """`text`: configuration of the language model."""
+    heads = getattr(text, "num_attention_heads", 0)  # Mamba has no heads.
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    return Widths(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        queries=heads * head_dim,
+        keys=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
+    )
+
+
+def block_bytes(size: Widths, w: int, tp: int) -> float:
+    """Bytes per token that one block keeps for its backward: norms, attention, MLP. w: bytes of a
+    number in the compute dtype."""
+    norms, attention = 2 * (4 + 2 * w) * size.hidden, 2 * w * (size.queries + size.keys)
+    return norms + (attention + 4 * w * size.intermediate) / tp
+
+
+def activation_bytes(size: Widths, w: int, tp: int, recomputes: bool) -> float:
+    """Bytes per token of the activations at the end of a forward with gradient. With recomputation
+    only the input of each block is kept, and all activations of one block."""
+    block = block_bytes(size, w, tp)
+    kept = size.layers * block
+    if recomputes:
+        kept = size.layers * w * size.hidden + block
+    return kept + around_blocks(size, w)
+
+
+def around_blocks(size: Widths, w: int) -> float:
+    """Bytes per token before the first and after the last block."""
+    return 2 * (4 + w) * size.hidden
