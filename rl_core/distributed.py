@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rl_core.types import RunError
+
+T = TypeVar("T")
 
 # Beats of a heartbeat in one --timeout_s, and the longest time between two of them.
 BEATS, MAX_BEAT_S = 10, 5.0
@@ -138,7 +140,7 @@ class Heartbeat:
         self.timeout_s = timeout_s
         self.period_s = min(timeout_s / BEATS, MAX_BEAT_S)
         self.lost = ""  # Names the rank that stopped responding.
-        self.when_lost: Callable[[], Any] | None = None
+        self.when_lost: Callable[[], object] | None = None
         self.is_closed = threading.Event()
         self.asked = 0  # The number of the beat that the store has not answered, or 0.
         self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -345,7 +347,7 @@ def explain_timeouts(phase: str, ranks: Ranks, timeout_s: float):
         ) from error
 
 
-def all_gather_json(value: Any, ranks: Ranks) -> list[Any]:
+def all_gather_json(value: T, ranks: Ranks) -> list[T]:
     """Every rank's value, in the order of ranks. Scalars of numpy and torch become numbers."""
     if ranks.size == 1:
         return [value]

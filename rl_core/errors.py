@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import PurePath
-from typing import Any
 
 
 def split(text: str | None) -> list[str]:
@@ -37,7 +36,9 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     return stems[close[0]] if close else None
 
 
-def refuse(rules: list, prefix: str = "", **read: Any) -> None:
+def refuse(
+    rules: Iterable[tuple[Callable[..., object], str]], prefix: str = "", **read: object
+) -> None:
     for is_broken, message in rules:
         if is_broken(**read):
             raise ValueError(prefix + message.format(**read))

@@ -18,10 +18,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
 
 from rl_core.json_limits import (
     ESCAPED,
@@ -30,6 +31,10 @@ from rl_core.json_limits import (
     may_be_deeper,
     nesting,
 )
+
+if TYPE_CHECKING:
+    from rl_core.types import JSON
+
 
 LOOPBACK = "127.0.0.1"
 FIRST_S = 10.0  # Deadline for the key of a new connection.
@@ -47,7 +52,7 @@ MAX_DEPTH = 128
 SHORT_BYTES = 1 << 16  # A body of at most this size is read even if its request is refused.
 REPORT_EVERY_S = 60.0
 
-ErrorWriter = Callable[[int, str], Any]  # (status, message) -> the body, as JSON
+ErrorWriter = Callable[[int, str], object]  # (status, message) -> the body, as JSON
 
 
 class HttpError(Exception):
@@ -77,10 +82,10 @@ class Refusals:
         more = f" ({times} times)" if times > 1 else ""
         print(f"HTTP: refused {kind}{more}", file=sys.stderr, flush=True)
 
-    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """Exception handler of the event loop. Reports connections that fail for lack of open files
         in one line; asyncio prints a traceback for each."""
-        if context["message"].startswith("socket.accept()"):
+        if str(context["message"]).startswith("socket.accept()"):
             self.report("connections: this process has no open files left (ulimit -n)")
         else:
             loop.default_exception_handler(context)
@@ -120,8 +125,10 @@ class Door:
         grace_s = min(GRACE_S, FIRST_S)
         self.strangers[visitor] = self.call_later(grace_s, self.end, visitor, late)
 
-    def call_later(self, seconds: float, *call: Any) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(seconds, *call)
+    def call_later(
+        self, seconds: float, call: Callable[..., None], *args: object
+    ) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, call, *args)
 
     def admit(self, visitor: Visitor, key: str = "") -> None:
         """Counts a connection that has sent a valid key. Raises HttpError if the key has too many
@@ -248,6 +255,7 @@ class HttpServer:
         return max(8, min(MAX_BACKLOG, self.door.max_strangers // 3))
 
     def visitor(self) -> Visitor:
+        assert self.runner.server is not None
         return Visitor(
             self.runner.server,
             self.door,
@@ -269,10 +277,11 @@ class HttpServer:
         await self.runner.cleanup()
 
     @web.middleware
-    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Admits requests of a server without keys, and writes errors as JSON."""
         try:
             if not self.has_keys:
+                assert isinstance(request.protocol, Visitor)
                 self.door.admit(request.protocol)
             return await handler(request)
         except HttpError as error:
@@ -334,7 +343,7 @@ async def read_body(request: web.Request) -> bytes:
     raise HttpError(408, f"the body was not complete after {BODY_S:g} s")
 
 
-async def read_json(request: web.Request) -> Any:
+async def read_json(request: web.Request) -> JSON:
     """The body as JSON. Raises HttpError for a body that read_body() or parse_json() refuses."""
     try:
         return parse_json(await read_body(request))
@@ -342,7 +351,7 @@ async def read_json(request: web.Request) -> Any:
         raise HttpError(400, f"the body is not JSON: {error}") from None
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes) -> JSON:
     """The value of a JSON body. Raises ValueError unless the body is JSON in UTF-8, without lone
     surrogates, and nested at most MAX_DEPTH levels."""
     text = body.decode()

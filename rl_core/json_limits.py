@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # Escape of a surrogate, lone or in a pair.
 SURROGATES = re.compile("[\ud800-\udfff]")
@@ -25,7 +24,7 @@ def may_be_deeper(text: str, most: int) -> bool:
     return text.count("[") + text.count("{") > most
 
 
-def nesting(value: Any) -> int:
+def nesting(value: object) -> int:
     """Depth of nested objects and lists."""
     depth, level = 0, [value]
     while level:
@@ -37,11 +36,11 @@ def nesting(value: Any) -> int:
     return depth
 
 
-def lone_surrogate(value: Any) -> str | None:
+def lone_surrogate(value: object) -> str | None:
     """The first lone surrogate in the strings and keys of a value, or None."""
     level = [value]
     while level:
-        inner: list[Any] = []
+        inner: list[object] = []
         for each in level:
             if isinstance(each, str) and (match := SURROGATES.search(each)):
                 return match[0]

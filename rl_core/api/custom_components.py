@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,9 +16,13 @@ from rl_core.algorithms import Algorithm, sequence_sums
 from rl_core.config import Config, OptimConfig
 from rl_core.errors import nearest
 from rl_core.learning.learner import Named
-from rl_core.plugin import CustomComponents, Plugin
+from rl_core.plugin import CustomComponents, Plugin, RunState
 from rl_core.sampling.engine import Engine
 from rl_core.types import PackedBatch, RunError
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
 
 # Arguments of a custom loss. All but the last two are [M], of the trained tokens.
 LOSS_ARGUMENTS = (
@@ -39,7 +43,7 @@ def custom_components(
     loss: Callable[..., Tensor] | None,
     optimizer: Callable[..., Optimizer] | None,
     engine: type[Engine] | None,
-    plugins: Sequence[Callable[[Any], Plugin]],
+    plugins: Sequence[Callable[[RunState], Plugin]],
 ) -> CustomComponents:
     """`loss`: names of LOSS_ARGUMENTS -> [M] losses of the trained tokens, in nats times advantage.
     `optimizer`: (named parameters, config.optim) -> an Optimizer, or a class of torch.optim, which
@@ -60,7 +64,9 @@ def custom_components(
     )
 
 
-def custom_optimizer(optimizer: Callable[..., Optimizer], named: Named, optim: OptimConfig) -> Any:
+def custom_optimizer(
+    optimizer: Callable[..., Optimizer], named: Named, optim: OptimConfig
+) -> Optimizer:
     named = list(named)
     if is_optimizer_class(optimizer):
         return optimizer(named, lr=optim.lr)
@@ -73,7 +79,7 @@ def custom_optimizer(optimizer: Callable[..., Optimizer], named: Named, optim: O
     return made
 
 
-def check_loss(loss: Any, config: Config) -> None:
+def check_loss(loss: object, config: Config) -> None:
     if config.algorithm in ("dpo", "rm"):
         raise ValueError(
             f"loss is of trained tokens, and --algorithm {config.algorithm} learns from pairs; "
@@ -96,7 +102,7 @@ def check_loss(loss: Any, config: Config) -> None:
             )
 
 
-def check_optimizer(make: Any) -> None:
+def check_optimizer(make: object) -> None:
     rule = "it must be a class of torch.optim, or a function of (named_parameters, config.optim)"
     if isinstance(make, Optimizer):
         raise ValueError(f"optimizer is an object of {type(make).__name__}: {rule}")
@@ -108,7 +114,7 @@ def check_optimizer(make: Any) -> None:
         raise ValueError(f"optimizer={name_of(make)}: {error}; {rule}") from None
 
 
-def check_parameters(made: Optimizer, named: Sequence[tuple[str, Any]], name: str) -> None:
+def check_parameters(made: Optimizer, named: Sequence[tuple[str, Parameter]], name: str) -> None:
     """Raises ValueError for a parameter without a name, by which a checkpoint holds its state, and
     for one that is not the model's."""
     known = dict(named)
@@ -127,7 +133,7 @@ def check_parameters(made: Optimizer, named: Sequence[tuple[str, Any]], name: st
                 )
 
 
-def check_engine(engine: Any, config: Config) -> None:
+def check_engine(engine: object, config: Config) -> None:
     if not isinstance(engine, type) or not issubclass(engine, Engine):
         raise ValueError(
             f"engine={name_of(engine)} must be a class of rl_core.sampling.engine.Engine, itself "
@@ -187,13 +193,13 @@ HOOKS = [name for name in vars(Plugin) if not name.startswith("_")]
 GIVEN = {"refill": list, "files": list, "reduced_flags": dict, "state": dict}
 
 
-def own_plugins(plugins: Any) -> list[Callable[[Any], Plugin]]:
+def own_plugins(plugins: object) -> list[Callable[[RunState], Plugin]]:
     if not isinstance(plugins, (list, tuple)):
         raise ValueError(f"plugins={name_of(plugins)} must be a list of plugins: plugins=[...]")
     return [own_plugin(plugin) for plugin in plugins]
 
 
-def own_plugin(plugin: Any) -> Callable[[Any], Plugin]:
+def own_plugin(plugin: object) -> Callable[[RunState], Plugin]:
     """A constructor of a plugin whose errors name it. `plugin`: a class of Plugin, an object with
     some of its hooks, or a function of the trainer that returns one of these. Raises ValueError."""
     if isinstance(plugin, Plugin):
@@ -211,7 +217,7 @@ def own_plugin(plugin: Any) -> Callable[[Any], Plugin]:
     return lambda trainer: with_name(plugin(trainer), trainer)
 
 
-def own_hooks(plugin: Any) -> list[str]:
+def own_hooks(plugin: object) -> list[str]:
     """Names of the hooks that are not Plugin's. `given`: an object, or a class."""
     hooks = []
     for name in HOOKS:
@@ -221,7 +227,7 @@ def own_hooks(plugin: Any) -> list[str]:
     return hooks
 
 
-def check_hooks(plugin: Any) -> None:
+def check_hooks(plugin: object) -> None:
     refuse_misspelt(plugin, HOOKS, ALIKE, "hook of plugins")
     names = own_hooks(plugin)
     if not names:
@@ -231,7 +237,7 @@ def check_hooks(plugin: Any) -> None:
     check_arguments(plugin, Plugin, names)
 
 
-def refuse_misspelt(plugin: Any, known: list[str], alike: dict[str, str], kind: str) -> None:
+def refuse_misspelt(plugin: object, known: list[str], alike: dict[str, str], kind: str) -> None:
     """Raises ValueError for a public method that nobody calls, and whose name is near a known
     one."""
     candidates = [*known, *alike]
@@ -250,7 +256,7 @@ def refuse_misspelt(plugin: Any, known: list[str], alike: dict[str, str], kind: 
             )
 
 
-def check_arguments(plugin: Any, base: type, names: list[str]) -> None:
+def check_arguments(plugin: object, base: type, names: list[str]) -> None:
     """Raises ValueError for a method that cannot be called as that of the base class."""
     for name in names:
         usual, method = getattr(base, name), getattr(plugin, name)
@@ -283,7 +289,7 @@ def check_call(made: type, argument: str) -> None:
         ) from None
 
 
-def with_name(plugin: Any, trainer: Any) -> Plugin:
+def with_name(plugin: object, trainer: RunState) -> Plugin:
     """A plugin with the hooks of a plugin or a plain object. RunError names which of them
     raised."""
     check_hooks(plugin)
@@ -295,16 +301,16 @@ def with_name(plugin: Any, trainer: Any) -> Plugin:
 def named(hook: Callable, name: str) -> Callable:
     usual = name.rpartition(".")[2]
 
-    def checked(value: Any) -> Any:
+    def checked(value: object) -> object:
         if not isinstance(value, GIVEN.get(usual, object)):
             raise TypeError(f"it gave {value!r} instead of a {GIVEN[usual].__name__}")
         return value
 
-    def call(self, *args: Any) -> Any:
+    def call(self, *args: object) -> object:
         with naming(name):
             return checked(hook(*args))
 
-    async def call_async(self, *args: Any) -> Any:
+    async def call_async(self, *args: object) -> object:
         with naming(name):
             value = hook(*args)
             return checked(await value if inspect.isawaitable(value) else value)
@@ -320,11 +326,11 @@ def naming(hook: str) -> Iterator[None]:
         raise RunError(f"{hook}() of plugins raised {type(error).__name__}: {error}") from error
 
 
-def is_optimizer_class(value: Any) -> bool:
+def is_optimizer_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Optimizer)
 
 
-def name_of(value: Any) -> str:
+def name_of(value: object) -> str:
     """The name of a function or a class, or of an object's class, else the value itself."""
     usual = type(value).__module__ == "builtins"
     return getattr(value, "__name__", repr(value) if usual else type(value).__name__)

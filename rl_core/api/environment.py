@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeAlias, TypeGuard
 
 from rl_core.config import Config, EnvConfig
+from rl_core.types import Row
 
-Rows = Sequence[dict[str, Any]]  # a list, or a table of `datasets`
+Rows = Sequence[Row]  # a list, or a table of `datasets`
 Source = str | Path | ModuleType | Callable | list[Callable]
+Several: TypeAlias = "list[str] | list[Environment] | list[One] | tuple[One, ...]"
+One: TypeAlias = "Source | Environment"
+Environments: TypeAlias = "One | Several | None"  # The argument of train().
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Environment:
             module = self.source
         elif callable(self.source):
             module = ModuleType(self.name)
-            module.reward_fn = self.source
+            vars(module)["reward_fn"] = self.source
         elif is_rewards(self.source):
             module = rewards_module(self.source, self.name)
         elif "://" in self.path:
@@ -91,11 +95,11 @@ class Environment:
         vars(copy).update(vars(module))
         if self.rows:
             load, rows = getattr(module, "load_tasks", lambda split: []), self.rows
-            copy.load_tasks = lambda split: rows[split] if split in rows else load(split)
+            vars(copy)["load_tasks"] = lambda split: rows[split] if split in rows else load(split)
         return copy
 
 
-def as_rows(name: str, data: Any) -> Rows | str | None:
+def as_rows(name: str, data: Rows | str | Path | None) -> Rows | str | None:
     """Rows of an argument of train(): a list, a table of `datasets` or pandas; text where it names
     a file or a set on the hub. Raises ValueError with the argument's name."""
     if data is None or isinstance(data, (str, Path)):
@@ -118,7 +122,7 @@ def as_rows(name: str, data: Any) -> Rows | str | None:
     return data
 
 
-def is_rewards(source: Any) -> bool:
+def is_rewards(source: object) -> TypeGuard[list[Callable]]:
     """True for a list of at least two reward functions."""
     if not isinstance(source, (list, tuple)) or len(source) < 2:
         return False
@@ -138,12 +142,12 @@ def rewards_module(functions: Sequence[Callable], name: str) -> ModuleType:
             )
         if not hasattr(function, "reward_mark"):  # @reward sets (weight, is_batched).
             function = wraps(function)(partial(function))
-            function.reward_mark = (1.0, False)
+            vars(function)["reward_mark"] = (1.0, False)
         setattr(module, function_name, function)
     return module
 
 
-def as_list(env: Any) -> list[Environment]:
+def as_list(env: Environments) -> list[Environment]:
     """Environments of train()'s argument: one or several of files, modules, functions and
     Environments. A list of functions alone is one environment."""
     if env is None:

@@ -46,6 +46,7 @@ def run_ranks(config: Config, environments: list[Environment], nproc: int) -> No
         text=True,
         start_new_session=True,  # Ctrl-C reaches this process alone.
     )
+    assert run.stdout is not None
     last = ""
     try:
         for line in run.stdout:

@@ -15,21 +15,27 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_core.api.environment import Environment, Rows, as_list, as_rows, with_environments
+from rl_core.api.environment import (
+    Environment,
+    Environments,
+    Rows,
+    as_list,
+    as_rows,
+    with_environments,
+)
 from rl_core.config import Config, DataConfig, checked, from_sections, known_flags
 from rl_core.config.flag_parsing import as_fields
 from rl_core.errors import split
 from rl_core.plugin import Plugin
-from rl_core.types import RunError
+from rl_core.types import JSONObject, RunError
 
 if TYPE_CHECKING:
-    from rl_core.plugin import CustomComponents
+    from rl_core.plugin import CustomComponents, RunState
     from rl_core.sampling.engine import Engine
-    from rl_core.trainer import Trainer
 
-OnStep = Callable[[int, dict[str, float]], Any]
+OnStep = Callable[[int, dict[str, float]], object]
 
 
 MOST_METRICS = 12  # A printed result shows at most this number.
@@ -76,11 +82,11 @@ def errors_of_fields() -> Iterator[None]:
 def train(
     config: Config,
     *,
-    env: Any = None,
+    env: Environments = None,
     data: Rows | None = None,
     eval_data: Rows | None = None,
     on_step: OnStep | None = None,
-    plugins: Sequence[Any] = (),
+    plugins: Sequence[object] = (),
     loss: Callable | None = None,
     optimizer: Callable | None = None,
     engine: type[Engine] | None = None,
@@ -106,11 +112,13 @@ def train(
     if nproc < 1:
         raise ValueError(f"nproc={nproc} must be at least 1: the number of ranks, one per GPU")
     check_model(config)
-    rows = {"train": as_rows("data", data), "eval": as_rows("eval_data", eval_data)}
-    for key, source in rows.items():
+    rows: dict[str, Rows] = {}
+    sources = {"train": as_rows("data", data), "eval": as_rows("eval_data", eval_data)}
+    for key, source in sources.items():
         if isinstance(source, str):
             config = replace(config, data=replace(data_section(config), **{key: source}))
-            rows[key] = None
+        elif source is not None:
+            rows[key] = source
     config, environments = with_objects(config, env, rows)
     has_eval = any(env.eval_data is not None for env in environments)
     if has_eval and not config.eval_every:
@@ -164,7 +172,7 @@ def step_callback(on_step: OnStep | None, stop: threading.Event) -> type[Plugin]
     """A plugin that calls a function of the script after each step, which may end the run."""
 
     class StepCallback(Plugin):
-        def __init__(self, trainer: Trainer):
+        def __init__(self, trainer: RunState):
             super().__init__(trainer)
             self.evaluated: dict[str, float] = {}  # since the last call
 
@@ -184,12 +192,11 @@ def step_callback(on_step: OnStep | None, stop: threading.Event) -> type[Plugin]
 
 
 def with_objects(
-    config: Config, env: Any, rows: dict[str, Rows | None]
+    config: Config, env: Environments, rows: dict[str, Rows]
 ) -> tuple[Config, list[Environment]]:
     """The checked configuration, and its environments."""
     config = from_sections(without_paths(asdict(config)))
     environments = as_list(split(config.env_path) if env is None else env)
-    rows = {split: source for split, source in rows.items() if source is not None}
     if rows and not (environments or config.is_rl):
         # Nothing is sampled that it could score.
         environments = [Environment(lambda messages: 0.0, name="data")]
@@ -198,7 +205,7 @@ def with_objects(
     return checked(from_sections(asdict(config))), environments
 
 
-def without_paths(values: dict[str, Any]) -> dict[str, Any]:
+def without_paths(values: JSONObject) -> JSONObject:
     """The same with texts for pathlib's paths, such as result.model."""
     texts = {key: str(value) for key, value in values.items() if isinstance(value, Path)}
     return (
@@ -221,7 +228,7 @@ def run_here(config: Config, environments: list[Environment], custom: CustomComp
     plan = make_plan(config, modules, custom=custom)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     try:
-        with locked(Path(config.out)):
+        with locked(config.folder):
             trainer = Trainer(plan, ranks)
             run_hooks(run_to_end(trainer))
     finally:
@@ -233,7 +240,7 @@ def run_here(config: Config, environments: list[Environment], custom: CustomComp
 
 
 def read_result(config: Config) -> TrainResult:
-    out, metrics = Path(config.out), {}
+    out, metrics = config.folder, {}
     file = out / "metrics.jsonl"  # A run without steps and evaluations writes none.
     history = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for line in history:

@@ -121,6 +121,12 @@ class Config(Section):
         return self.algorithm in RL
 
     @property
+    def folder(self) -> Path:
+        """The output folder. Raises AssertionError without --out."""
+        assert self.out is not None
+        return Path(self.out)
+
+    @property
     def trained(self) -> list[str]:
         """Names of the actors that learn."""
         return [name for name, actor in self.actors.items() if actor.is_trained]

@@ -4,7 +4,7 @@ prompts."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import DRAWING, revived
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, RunError, SamplingParams, TrainingSample, Turn, counter_seed
+
+if TYPE_CHECKING:
+    from rl_core.actors import ActorRuntime
+
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 # In nats. Kernels of engine and learner round differently.
@@ -51,10 +55,13 @@ class Canary(Plugin):
             async with self.trainer.actors[name].learning():
                 self.check(name)
 
-    async def _ask(self, actor: Any) -> list[TrainingSample]:
+    async def _ask(self, actor: ActorRuntime) -> list[TrainingSample]:
+        assert actor.speaker and actor.learner
         speaker, learner = replace(actor.speaker, stale_engine=None), actor.learner
+        engine, chat = speaker.engine, speaker.chat
+        assert engine is not None and chat is not None
         vocabulary = learner.policy.hf.config.get_text_config().vocab_size
-        num_ids = min(len(speaker.chat.tokenizer), vocabulary)
+        num_ids = min(len(chat.tokenizer), vocabulary)
         size = min(PROMPT_TOKENS, speaker.max_context_tokens // 2)
         prompts = []
         for i in range(max(NUM_PROMPTS, self.trainer.ranks.rollout_ranks)):
@@ -64,7 +71,7 @@ class Canary(Plugin):
         params = SamplingParams(max_tokens=limit, keeps_ids=True, **drawn)
 
         async def speak() -> list[Completion]:
-            if speaker.engine.lacks_weights:
+            if engine.lacks_weights:
                 # The engine died just now. The next step checks the weights that other ranks send.
                 return []
             asked = [speaker.generate(prompt, params, i) for i, prompt in enumerate(prompts)]
@@ -84,6 +91,7 @@ class Canary(Plugin):
         if name not in self.answers:
             return
         trainer, actor = self.trainer, self.trainer.actors[name]
+        assert actor.learner is not None
         largest = self._largest_difference(actor.learner, self.answers.pop(name))
         tolerance = trainer.config.canary_tolerance
         if tolerance is None:

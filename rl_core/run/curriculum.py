@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -18,7 +18,10 @@ from rl_core.plugin import Plugin
 from rl_core.sampling.env import Env
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.sampling.rollout import Group, sorted_trajectories
-from rl_core.types import RunError, Trajectory, counter_seed
+from rl_core.types import JSONObject, RunError, Trajectory, counter_seed
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass(slots=True)
@@ -86,10 +89,10 @@ class WeightedOrder:
             order = np.argsort(luck[indices] / self.weights[indices])
         self.drawn, self.start = indices[order], start
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         return {"start": self.start, "tried": {row: astuple(p) for row, p in self.tried.items()}}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         for row, values in state["tried"].items():
             self.tried[int(row)] = Progress(*values)
             self.weigh_again(int(row))
@@ -103,6 +106,7 @@ class Curriculum(Plugin):
         trainer, config = self.trainer, self.trainer.config
         trajectories, pass_reward = sorted_trajectories(groups), config.eval.pass_reward
         results = group_results(trajectories, config.trained, pass_reward, trainer.ranks)
+        assert trainer.plan.train is not None
         state = trainer.read_data_state()
         position = min([*state["pending"], state["position"]])
         try:
@@ -110,11 +114,11 @@ class Curriculum(Plugin):
         except ValueError as error:
             raise RunError(str(error)) from error
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         orders = weighted_orders(self.trainer.plan.train)
         return {"curriculum": {env: order.state() for env, order in orders.items()}}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         """Environments that are missing in `state` begin anew."""
         before = state.get("curriculum", {})
         for env, order in weighted_orders(self.trainer.plan.train).items():
@@ -122,8 +126,9 @@ class Curriculum(Plugin):
                 order.load(before[env])
 
 
-def weighted_orders(train: Tasks) -> dict[str, WeightedOrder]:
+def weighted_orders(train: Tasks | None) -> dict[str, WeightedOrder]:
     """Environment -> order, for environments with task_weight()."""
+    assert train is not None
     orders = {source.env: source.order for source in train.sources}
     return {env: order for env, order in orders.items() if isinstance(order, WeightedOrder)}
 
@@ -135,8 +140,10 @@ def record(train: Tasks, results: Iterable[tuple[str, str, float, float]], posit
     envs = [source.env for source in train.sources]
     starts = dict(zip(envs, train.drawn_before(position), strict=True))
     for env, order in weighted_orders(train).items():
-        of_env = [result[1:] for result in results if result[0] == env]
-        rows = [(int(task.rpartition("/")[2]), *means) for task, *means in of_env]
+        rows = []
+        for of_env, task, rate, mean in results:
+            if of_env == env:
+                rows.append((int(task.rpartition("/")[2]), rate, mean))
         order.record(rows, starts[env])
 
 
@@ -162,7 +169,7 @@ def group_results(
     return [tuple(result[1:]) for result in sorted(every)]
 
 
-def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) -> float:
+def task_weight(hook: Hook, task_id: str, row: JSONObject, known: Progress) -> float:
     """The weight that the user's hook returns for a task. Raises ValueError unless it is a finite
     number of at least 0."""
     values = asdict(known)
@@ -194,7 +201,8 @@ def weighted_order(source: TaskSource, hook: Hook) -> WeightedOrder:
     columns, rows = hook.named - hook.ours, source.rows
     if columns and not hook.takes_all and hasattr(rows, "select_columns"):
         # Reading a row of a table is slow.
-        rows = rows.select_columns(sorted(columns & set(rows.column_names)))
+        table = cast("Dataset", rows)
+        rows = table.select_columns(sorted(columns & set(table.column_names)))
 
     def weigh(row: int, known: Progress) -> float:
         return task_weight(hook, f"{source.split}/{row}", rows[row], known)

@@ -23,8 +23,8 @@ class Refill(Plugin):
             oldest = trainer.step - trainer.config.max_staleness
             more += await trainer.worker.collect(missing, oldest)
             missing = self.num_missing([*groups, *more])
-        metrics = {"dynamic_sampling_rounds": Mean(rounds), "groups_missing": Mean(missing)}
-        trainer.add_metrics("rollout/", metrics)
+        counts = {"dynamic_sampling_rounds": Mean(rounds), "groups_missing": Mean(missing)}
+        trainer.add_metrics("rollout/", {**counts})
         return more
 
     def num_missing(self, groups: list[Group]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from rl_core.data.episodes import failure_reason
 from rl_core.distributed import Ranks, all_gather_json
@@ -102,10 +101,12 @@ def refuse_failures(
     return dict(reasons.most_common(MAX_REASONS))
 
 
-def count_failures(trajectories: list[Trajectory]) -> list[Any]:
-    """[[environment, task, number of failed episodes, number of episodes] of each row, the first
-    failure, the commonest reasons]."""
-    episodes = {(t.env, t.task_id, t.group_id, t.index): None for t in trajectories}
+def count_failures(trajectories: list[Trajectory]) -> tuple[list[list], str, list[tuple[str, int]]]:
+    """([[environment, task, number of failed episodes, number of episodes] of each row, the first
+    failure, the commonest reasons)."""
+    episodes: dict[tuple, str | None] = {}
+    for t in trajectories:
+        episodes[t.env, t.task_id, t.group_id, t.index] = None
     for t in trajectories:
         if t.status == "failed":
             episodes[t.env, t.task_id, t.group_id, t.index] = t.error
@@ -118,4 +119,4 @@ def count_failures(trajectories: list[Trajectory]) -> list[Any]:
             failed[env, task] += 1
             reasons[failure_reason(error, task)[:MAX_REASON_CHARS]] += 1
     counts = [[*row, failed[row], total] for row, total in totals.items()]
-    return [counts, first, reasons.most_common(MAX_REASONS)]
+    return counts, first, reasons.most_common(MAX_REASONS)

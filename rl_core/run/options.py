@@ -6,7 +6,7 @@ Each module is imported when its option is used.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -160,10 +160,10 @@ def learner_plugins(trainer: RunState) -> list[Plugin]:
     return [*canary(trainer), *optimizer_start(trainer)]
 
 
-def rank_group_engines(plan: Plan, ranks: Ranks) -> dict[str, Engine]:
+def rank_group_engines(plan: Plan, ranks: Ranks) -> Mapping[str, Engine]:
     """Engines of actors on other rank groups, as ranks that play episodes see them."""
     if ranks.is_engine or not plan.rank_groups:
         return {}
     from rl_core.run.rank_group_client import connect_rank_groups
 
-    return connect_rank_groups(plan, ranks)
+    return connect_rank_groups(plan.rank_groups, ranks, plan.config.timeout_s)

@@ -11,7 +11,6 @@ import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.engines.remote import EngineClient, RemoteEngine, engines_at, received_metrics
@@ -19,13 +18,15 @@ from rl_core.learning.minibatches import from_bytes, to_bytes
 from rl_core.parallel.rank_groups import RankGroup
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.engine import EngineDied
-from rl_core.types import RunError, TrainingSample
+from rl_core.types import JSON, JSONObject, RunError, TrainingSample
 
 
-def connect_rank_groups(plan: Any, ranks: Ranks) -> dict[str, RemoteEngine]:
+def connect_rank_groups(
+    groups: list[RankGroup], ranks: Ranks, timeout_s: float
+) -> dict[str, RemoteEngine]:
     """The engine of each actor with separate ranks. Waits until these ranks have loaded it."""
-    engines, timeout_s = {}, plan.config.timeout_s
-    for number, group in enumerate(plan.rank_groups[1:], 1):
+    engines = {}
+    for number, group in enumerate(groups[1:], 1):
         engines |= engines_at(number, len(group.ranks), group.actors, ranks, timeout_s)
     return engines
 
@@ -44,13 +45,15 @@ class RankGroupClient(Plugin):
         super().__init__(trainer)
         self.groups: list[RankGroup] = trainer.plan.rank_groups[1:]
         # Facts of the learners that were saved last, and of their snapshots that are updated.
-        self.optimizers: dict[str, dict[str, Any]] = {}
+        self.optimizers: dict[str, JSONObject] = {}
         self.copies: dict[str, None] = {}
         self.waited_for: list[RankGroup] = []  # Groups that learn in this step.
 
     def servers(self, group: RankGroup) -> list[EngineClient]:
         """The server on each rank of the group."""
-        return self.trainer.actors[group.actors[0]].engine.servers
+        engine = self.trainer.actors[group.actors[0]].engine
+        assert isinstance(engine, RemoteEngine)
+        return engine.servers
 
     async def start(self) -> None:
         """Checks that all groups have the same checkpoint."""
@@ -94,7 +97,7 @@ class RankGroupClient(Plugin):
             self.copies |= dict.fromkeys(copies)
         return [scratch / name for name in (*self.optimizers, *self.copies)]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         return {"optimizers": self.optimizers, "copies": [*self.copies]}
 
     async def export(self, folder: Path) -> None:
@@ -103,10 +106,10 @@ class RankGroupClient(Plugin):
     async def finish(self) -> None:
         await self.ask_all("finish")
 
-    async def ask_all(self, verb: str, **body: Any) -> list[Any]:
+    async def ask_all(self, verb: str, **body: JSON) -> list[JSON]:
         """The answers of all groups' ranks to rank 0, on all ranks. Every rank must call it. Raises
         RunError on all ranks."""
-        answers: list[Any] = []
+        answers: list[JSON] = []
         error = ""
         if self.trainer.ranks.rank == 0:
             try:
@@ -116,7 +119,7 @@ class RankGroupClient(Plugin):
                         answers += await asyncio.gather(*asked)
             except (RunError, ValueError) as failure:
                 error = str(failure)
-        error, answers = all_gather_json([error, answers], self.trainer.ranks)[0]
+        error, answers = all_gather_json((error, answers), self.trainer.ranks)[0]
         if error:
             raise RunError(error)
         return answers
@@ -127,7 +130,7 @@ class RankGroupClient(Plugin):
         for number in pairs_of(ranks.rank, ranks.size, ranks.size, len(servers)):
             yield number, servers[number % len(servers)]
 
-    async def ask(self, server: EngineClient, verb: str, **body: Any) -> Any:
+    async def ask(self, server: EngineClient, verb: str, **body: JSON) -> JSON:
         return await server.ask(verb, timeout_s=self.trainer.config.timeout_s, **body)
 
     @contextmanager

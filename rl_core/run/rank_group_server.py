@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.distributed import Ranks
 from rl_core.engines.remote import EngineServer, sent_metrics
@@ -17,10 +17,11 @@ from rl_core.run.rank_group_client import from_text
 from rl_core.run.saving.checkpoint import save_learners
 from rl_core.run.saving.checkpointer import export_local
 from rl_core.sampling.engine import Engine
-from rl_core.types import RunError, TrainingSample
+from rl_core.types import JSONObject, RunError, TrainingSample
 
 if TYPE_CHECKING:
     from rl_core.engine_ranks import RankGroupTrainer
+    from rl_core.engines.lease import DeviceLease
 
 
 class RankGroupServer(EngineServer):
@@ -28,7 +29,7 @@ class RankGroupServer(EngineServer):
         self,
         group: RankGroupTrainer,
         engines: dict[str, Engine | None],
-        lease: Any,
+        lease: DeviceLease | None,
         ranks: Ranks,
         num_senders: int,
     ):
@@ -79,7 +80,7 @@ class RankGroupServer(EngineServer):
 
     async def do_save(
         self, engine: Engine | None, folder: str, is_last: bool
-    ) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    ) -> tuple[dict[str, JSONObject], list[str]]:
         """Writes this rank's shard of each learner into a folder of its name; see save_learners."""
         group = self.group
         if is_last:

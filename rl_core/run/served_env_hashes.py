@@ -7,11 +7,10 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
-from rl_core.types import Trajectory
+from rl_core.types import JSONObject, Trajectory
 
 FILE = "served_env_code.jsonl"
 
@@ -34,7 +33,7 @@ class ServedCodes(Plugin):
 
 def new_codes(
     known: dict[str, set[str]], step: int, trajectories: Iterable[Trajectory]
-) -> list[dict[str, Any]]:
+) -> list[JSONObject]:
     """A line for each hash that `known` lacks. Adds the hashes to `known`."""
     lines = []
     for t in trajectories:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -19,6 +19,9 @@ from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.rollout import Group, sorted_trajectories
 from rl_core.types import Trajectory
+
+if TYPE_CHECKING:
+    from rl_core.actors import ActorRuntime
 
 
 class StalePolicy(Plugin):
@@ -37,6 +40,7 @@ class StalePolicy(Plugin):
         trainer, version = self.trainer, self.trainer.first_step
         if version % self.every == 0:
             return
+        assert trainer.checkpoint is not None
         for name in trainer.learners:
             async with trainer.actors[name].learning() as learner:
                 weights, version = learner.engine_weights(in_place=False), trainer.first_step
@@ -67,14 +71,16 @@ class StalePolicy(Plugin):
         return [file_of(self.folder, name) for name in trainer.learners]
 
     async def _renew(
-        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], version: int
+        self, actor: ActorRuntime, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int
     ) -> None:
         """Sends weights to the stale engine. Every rank must call it: gathering is a collective."""
+        assert weights is not None and actor.speaker and actor.learner
+        learner = actor.learner
         engine, is_writer = actor.speaker.stale_engine, self.trainer.ranks.is_writer
         kept: dict[str, torch.Tensor] = {}
 
         def coming() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, weight in on_host(weights, actor.learner.policy.compute_dtype):
+            for name, weight in on_host(weights, learner.policy.compute_dtype):
                 if is_writer:
                     kept[name] = weight.clone()
                 yield name, weight

@@ -4,46 +4,53 @@ keep the completions so far."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rl_core.metrics import Max, Mean
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.run.saving.run_files import write_trajectories
-from rl_core.sampling.resumable_rollouts import FILE, read_groups
+from rl_core.sampling.resumable_rollouts import FILE, ResumableWorker, read_groups
 from rl_core.sampling.rollout import Group
-from rl_core.types import Task
+from rl_core.types import JSONObject, Task
 
 
 class StaleGroups(Plugin):
     """Saves and restores unfinished groups. The run's worker is a ResumableWorker."""
 
+    @property
+    def worker(self) -> ResumableWorker:
+        worker = self.trainer.worker
+        assert isinstance(worker, ResumableWorker)
+        return worker
+
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
-        self.kept: dict[int, dict[str, Any]] = {}  # Position -> saved group of this rank.
+        self.kept: dict[int, JSONObject] = {}  # Position -> saved group of this rank.
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         trainer = self.trainer
-        trainer.worker.resume_groups(trainer.pending, self.restored)
-        local = {position for position in trainer.pending if trainer.worker.is_own(position)}
+        self.worker.resume_groups(trainer.pending, self.restored)
+        local = {position for position in trainer.pending if self.worker.is_own(position)}
         if local:
+            assert trainer.checkpoint is not None
             oldest = trainer.first_step - trainer.config.max_staleness
             self.kept = read_groups(trainer.checkpoint, local, oldest)
 
     def restored(self, group: Group) -> Group:
         """The group with the saved completions, if an earlier process started it."""
         row = self.kept.pop(group.position, None) if not group.label else None
-        task = row and self.task_of(row)
-        if not task:
+        task = self.task_of(row) if row else None
+        if not row or not task:
             return group
         group = self.trainer.make_group(group.position, task)
-        self.trainer.worker.player.restore(group, row)
+        self.worker.player.restore(group, row)
         return group
 
-    def task_of(self, row: dict[str, Any]) -> Task | None:
+    def task_of(self, row: JSONObject) -> Task | None:
         """The task of a saved group; a curriculum would now draw another for the position. None if
         the data lack the task."""
         number = int(row["task"].rpartition("/")[2])
+        assert self.trainer.plan.train is not None
         for source in self.trainer.plan.train.sources:
             if source.env == row["env"] and number < len(source.rows):
                 return source.task_of_row(number)
@@ -58,7 +65,7 @@ class StaleGroups(Plugin):
 
     async def files(self, scratch: Path) -> list[Path]:
         """Writes this rank's groups; rank 0 copies the files of all ranks."""
-        trainer, worker = self.trainer, self.trainer.worker
+        trainer, worker = self.trainer, self.worker
         if not worker.pending:
             return []
         for engine in trainer.device.engines:

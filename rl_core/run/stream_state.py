@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.plugin import Plugin
+from rl_core.tasks.streaming import StreamedTasks
+
+if TYPE_CHECKING:
+    from rl_core.types import JSONObject
 
 
 class StreamState(Plugin):
-    def load(self, state: dict[str, Any]) -> None:
-        self.trainer.plan.train.load(state.get("stream", {}))
+    @property
+    def tasks(self) -> StreamedTasks:
+        tasks = self.trainer.plan.train
+        assert isinstance(tasks, StreamedTasks)
+        return tasks
 
-    def state(self) -> dict[str, Any]:
-        return {"stream": self.trainer.plan.train.state()}
+    def load(self, state: JSONObject) -> None:
+        self.tasks.load(state.get("stream", {}))
+
+    def state(self) -> JSONObject:
+        return {"stream": self.tasks.state()}

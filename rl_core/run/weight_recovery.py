@@ -4,11 +4,14 @@ and while they wait for each other's groups."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.distributed import all_gather_json
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import revived
+
+if TYPE_CHECKING:
+    from rl_core.types import JSONObject
 
 
 class WeightRecovery(Plugin):
@@ -17,7 +20,7 @@ class WeightRecovery(Plugin):
         self.versions: dict[str, int] = {}  # Actor -> version of the weights in its engine.
         self.num_times = 0  # Number of recoveries.
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         self.trainer.worker.meet_by(self)
 
     async def after_sync(self, actor: str, version: int) -> None:

@@ -139,6 +139,7 @@ class ResumablePlayer(EpisodeRunner):
 class ResumableWorker(RolloutWorker):
     """A worker with a ResumablePlayer, which first continues the groups of an earlier process."""
 
+    player: ResumablePlayer
     restored: Callable[[Group], Group]
     numbers: Iterator[int]
     num_restored: int

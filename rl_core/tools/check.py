@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.config import RolloutConfig
 from rl_core.config.flag_parsing import typed
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rl_core.data.chat import Chat
     from rl_core.sampling.env import Env
     from rl_core.sampling.hooks import Hook
-    from rl_core.types import Task, Trajectory
+    from rl_core.types import JSONObject, Task, Trajectory
 
 # Columns that may hold a correct reply.
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     return 1 if any(report["failed"] for report in reports) else 0
 
 
-def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
+def check(path: str, options: argparse.Namespace) -> JSONObject:
     """Prints the report on one environment and returns it as data."""
     from rl_core.data.chat import load_chat
     from rl_core.data.tool_calls import ToolCalls
@@ -124,7 +124,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def check_oracle(
     env: Env, tasks: list[Task], names: list[str], options: argparse.Namespace
-) -> dict[str, Any]:
+) -> JSONObject:
     """Prints the rewards of each task's solution and of doing nothing, and a table of counts."""
     from rl_core.data.tool_calls import ToolCalls
     from rl_core.engines.scripted import plain_chat
@@ -169,7 +169,7 @@ def refused_tasks(rows: str | None) -> dict[str, list[str]]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="rl-core check", description=__doc__.splitlines()[0], allow_abbrev=False
+        prog="rl-core check", description=str(__doc__).splitlines()[0], allow_abbrev=False
     )
     reply = "right reply of the next turn: a Jinja template over columns and `prompt`"
     parser.add_argument("env", nargs="+", help="Python files of environments")
@@ -235,6 +235,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     if options.rows:
         rows, files = load_rows(options.rows, split, load_other)
     else:
+        assert env.load_tasks is not None
         rows, files = env.load_tasks(split), ()
         if not len(rows):  # An environment may be only for evaluation.
             held_out = env.load_tasks("eval")
@@ -364,7 +365,7 @@ def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[bool]) -> lis
     return lines
 
 
-def outcomes_of(played: dict[str, list[Trajectory]]) -> list[dict[str, Any]]:
+def outcomes_of(played: dict[str, list[Trajectory]]) -> list[JSONObject]:
     """Means over the episodes of each (kind of reply, actor, status, error), with the first
     error."""
     groups: dict[tuple, list[Trajectory]] = defaultdict(list)
@@ -401,7 +402,7 @@ def part_means(trajectories: list[Trajectory], name: str) -> list[float]:
     return episode_means(trajectories, lambda t: t.reward_parts.get(name, 0.0))
 
 
-def describe_episodes(outcomes: list[dict[str, Any]]) -> list[str]:
+def describe_episodes(outcomes: list[JSONObject]) -> list[str]:
     lines = [
         f"{'reply':<8} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  parts, or why it "
         "failed"

@@ -58,7 +58,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     from rl_core.run.run_folder import locked
     from rl_core.run.saving.run_files import keep_config, write_tokenizers, write_trajectories
 
-    out = Path(config.out)
+    out = config.folder
     config, envs = load_envs(config)
     check_boxes(envs)
     source = train_tasks(config, envs)
@@ -89,7 +89,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
                 played = await playing.play(tasks, config.group_size, None, **position)
                 trained = [t for t in played if t.actor in names]
                 done = succeeded(trained)
-                good = [t for t in done if min_reward is None or t.reward >= min_reward]
+                good = [t for t in done if min_reward is None or (t.reward or 0.0) >= min_reward]
                 (write_trajectories if has_tokens else write_messages)(file, good)
                 rewards = episode_rewards(done)
                 mean = f"reward {sum(rewards) / max(1, len(rewards)):.4g}"

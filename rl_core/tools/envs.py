@@ -97,7 +97,8 @@ def listing_of(path: Path) -> Listing:
     listing = Listing(path=str(path), about=first_sentence(text), command=first_block(text))
     listing.variables = sorted(set(re.findall(VARIABLE, source)))
     names = {getattr(node, "name", "") for node in tree.body}
-    needed, libraries = set(), set()
+    needed: set[str] = set()
+    libraries: set[str] = set()
     for module, imported in imports_of(tree):
         names |= imported
         root = module.partition(".")[0]

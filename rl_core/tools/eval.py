@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.config.flag_parsing import typed
@@ -27,7 +27,7 @@ from rl_core.tools.model_player import FLAGS, player, read_flags, with_model
 
 if TYPE_CHECKING:
     from rl_core.run.evaluation.eval_folder import EvalFolder
-    from rl_core.types import Trajectory
+    from rl_core.types import JSONObject, Trajectory
 
 Scores = dict[str, dict[str, "Score"]]  # environment -> metric -> score
 
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
                     raise
                 errors[model] = str(error)
                 print(f"{model}: {error}", file=sys.stderr)
-    shown_json: dict[str, Any] = dict(by_model)
+    shown_json: JSONObject = dict(by_model)
     if errors:
         shown_json["errors"] = errors
     text = json.dumps(shown_json, indent=2, default=as_dict)
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     return 1 if errors else 0
 
 
-def as_dict(score: Score) -> dict[str, Any]:
+def as_dict(score: Score) -> JSONObject:
     return {name: getattr(score, name) for name in score.__slots__}
 
 
@@ -137,9 +137,9 @@ async def evaluate(
                     tasks, 1, drawn, f"eval/{env}", f"greedy/{env}", cell=cell
                 )
                 if n:
-                    drawn = config.eval.sampling
+                    sampling = config.eval.sampling
                     sampled = await playing.play(
-                        tasks, n, drawn, f"eval/{env}", f"sampled/{env}", cell=cell
+                        tasks, n, {**sampling}, f"eval/{env}", f"sampled/{env}", cell=cell
                     )
             except RunError as error:
                 if not folder:
@@ -147,9 +147,11 @@ async def evaluate(
                 errors.append(f"{env}: {error}")
                 continue
             for name in names:
-                both = ([t for t in played if t.actor == name] for played in (greedy, sampled))
+                one, several = (
+                    [t for t in played if t.actor == name] for played in (greedy, sampled)
+                )
                 results[f"{env}/{name}" if len(names) > 1 else env] = scores(
-                    *both, ks, n, config.eval.pass_reward
+                    one, several, ks, n, config.eval.pass_reward
                 )
     if errors:
         raise RunError("; ".join(errors))
@@ -231,7 +233,7 @@ def table(by_model: dict[str, Scores]) -> str:
     )
 
 
-def shown(score: Any) -> str:
+def shown(score: Score | None) -> str:
     if score is None:
         return "-"
     return f"{score.value:.4g}" + (f" ± {score.ci95[1] - score.value:.2g}" if score.ci95 else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import textwrap
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from rl_core.config import OWN_SECTIONS, Config, known_flags
 from rl_core.config.flag_parsing import NAMED
@@ -68,7 +68,7 @@ def help_page(section: str = "", usage: str = USAGE) -> str:
     return "\n".join(lines)
 
 
-def choices_of(name: str, kind: Any) -> list[str]:
+def choices_of(name: str, kind: object) -> list[str]:
     """Values of a flag, from its type or from the table that they name a row of."""
     for member in (kind, *get_args(kind)):
         if get_origin(member) is Literal:

@@ -13,7 +13,7 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from rl_core import __version__
 from rl_core.config import ActorConfig, Config, flat, known_flags, read_config
@@ -23,6 +23,10 @@ from rl_core.errors import nearest
 from rl_core.run.display.metric_table import rows
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS
+
+if TYPE_CHECKING:
+    from rl_core.types import JSONObject
+
 
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "sglang")
 
@@ -116,7 +120,7 @@ def sent_weights(file: Path) -> list[str]:
     return lines
 
 
-def as_text(report: dict[str, Any]) -> str:
+def as_text(report: JSONObject) -> str:
     lines = []
     for title, content in report.items():
         pairs = content.items() if isinstance(content, dict) else [(item, "") for item in content]
@@ -173,7 +177,7 @@ def extras(requires: list[str]) -> dict[str, str]:
     for requirement in requires:
         extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
         if extra and extra[1] != "test":  # The extra test is for developers of rl_core.
-            name = re.match(r"[\w.-]+", requirement)[0]
+            name = re.split(r"[^\w.-]", requirement)[0]
             wanted = requirement.partition(";")[0].strip()
             missing.setdefault(extra[1], []).extend([] if version_of(name) else [f"'{wanted}'"])
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.config import ActorConfig
 from rl_core.errors import split
@@ -18,6 +18,7 @@ from rl_core.learning.activation_memory import Widths, activation_bytes, widths
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
     from rl_core.plan.plan import Plan
+    from rl_core.types import JSONObject
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
@@ -43,6 +44,7 @@ def model_size(actor: ActorConfig) -> Size:
 
     from rl_core.models.loading import load_model_config, on_meta
 
+    assert actor.model
     hf = load_model_config(actor.model)
     model = on_meta(hf)
     text = hf.get_text_config()
@@ -98,7 +100,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     algorithm = plan.algorithm
     is_renewed = algorithm.reference_every or algorithm.reference_decay  # It waits on the host.
     if algorithm.needs_reference and not size.adapters and not is_renewed:
-        compared_with.setdefault("reference", actor.model)
+        compared_with.setdefault("reference", actor.model or "")
     for role, path in compared_with.items():
         table[role] = (0.0, w * model_size(ActorConfig(model=path)).total / shards)
     if plan.algorithm.has_critic:
@@ -127,7 +129,7 @@ def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
     return {"engine weights": (weights, weights * stays), "KV cache": (cache, 0.0)}
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def facts(plan: Plan) -> JSONObject:
     """Data, tokens of a step, assumptions, and for each actor that learns its parameters and
     bytes on one rank."""
     from rl_core.models.loading import compute_dtype
@@ -159,6 +161,7 @@ def facts(plan: Plan) -> dict[str, Any]:
                 for row, (sample, learn) in table.items()
             },
         }
+    assert plan.train is not None
     num_rows, left = 0, ""
     if not config.data.streaming:
         num_rows, left = len(plan.train), left_out(config, plan.train.sources)

@@ -164,6 +164,7 @@ async def player(
     ranks = init_ranks(config.timeout_s)
     maker = engine_factory(config)
     engines = maker.make_all(chats, {}, ranks)
+    made = [engine for engine in dict.fromkeys(engines.values()) if engine is not None]
     lease = DeviceLease() if maker.takes_turns else None
     speakers = dict(endpoints)
     for name, chat in chats.items():
@@ -173,13 +174,13 @@ async def player(
     group_player = EpisodeRunner(envs, actors, config.rollout)
     worker = RolloutWorker(group_player, ranks, config.timeout_s)
     try:
-        for engine in dict.fromkeys(engines.values()):
+        for engine in made:
             await engine.wake()
             if lease:
                 await engine.sleep()
         yield Player(config, worker, chats)
     finally:
-        for speaker in (worker, *endpoints.values(), *dict.fromkeys(engines.values())):
+        for speaker in (worker, *endpoints.values(), *made):
             await speaker.close()
 
 

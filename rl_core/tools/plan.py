@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.config import parse_config
 from rl_core.scratch import scratch_prefix
 from rl_core.tools.help import PLAN, print_help
 from rl_core.tools.memory_estimate import GIB, facts
+
+if TYPE_CHECKING:
+    from rl_core.types import JSONObject
 
 
 def main(argv: list[str]) -> int:
@@ -41,7 +44,7 @@ tokens per step  at most {tokens}: {samples_per_step} {samples} of at most \
 assumed          {engine}{dtype}, microbatches of {microbatch_tokens} tokens"""
 
 
-def describe(report: dict[str, Any]) -> str:
+def describe(report: JSONObject) -> str:
     """The facts as text, with sizes in GiB."""
     sizes = [f"{name} {size}" for name, size in report["ranks"].items() if name != "all"]
     lines = [

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.data.episodes import WROTE, episode_rewards, failure_reason
 from rl_core.errors import printable
@@ -17,7 +17,7 @@ from rl_core.sandbox.boxes import NO_SANDBOX
 
 if TYPE_CHECKING:
     from rl_core.sampling.env import Env
-    from rl_core.types import Task, Trajectory
+    from rl_core.types import JSONObject, Task, Trajectory
 
 AT_ONCE = 4  # Concurrent tasks.
 SOLVED = 1.0
@@ -52,6 +52,7 @@ class Verdict:
         """The reason why the task is not good to train on, or ""."""
         if self.error:
             return self.error
+        assert self.oracle is not None and self.nothing is not None
         if self.has_solution and self.oracle > max(self.nothing, 0.0):
             return ""
         if self.nothing >= SOLVED:
@@ -102,7 +103,7 @@ class Table:
                 lines.append(f"  {len(tasks):>6} {printable(first)}")
         return [*lines, f"{'seconds':<26} {self.seconds:>6.1f}", summary(self.verdicts)]
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> JSONObject:
         reasons = {reason: len(tasks) for reason, tasks in self.reasons().items()}
         more = {"reasons": reasons, "refused_tasks": self.refused}
         more |= {"seconds": self.seconds, "oracle": list(map(asdict, self.verdicts))}
@@ -113,7 +114,7 @@ async def judge_all(
     env: Env,
     tasks: Sequence[Task],
     play_nothing: Callable[[Task], Awaitable[list[Trajectory]]],
-    report: Callable[[str], Any],
+    report: Callable[[str], object],
 ) -> list[Verdict]:
     """A verdict for each task. `report` gets the lines of each as soon as the task is judged. Raises
     ValueError for an environment that knows no solutions."""

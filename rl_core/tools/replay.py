@@ -17,9 +17,9 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_core.config import Config, given_flags, parse_config
+from rl_core.config import Config, LearnerConfig, given_flags, parse_config
 from rl_core.config.flag_parsing import flags_in
 from rl_core.tools.show import files_of
 
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from rl_core.algorithms import Algorithm
     from rl_core.distributed import Ranks
     from rl_core.learning.learner import Learner
+    from rl_core.metrics import Metric
     from rl_core.models.policy import Policy
     from rl_core.plan.plan import Plan
-    from rl_core.types import TrainingSample, Trajectory
+    from rl_core.types import JSONObject, PackedBatch, TrainingSample, Trajectory
 
 # Flags of the computation of steps, and of the objective of the requested one.
 HOW = {
@@ -248,12 +249,13 @@ def read_step(
         for row in read_episodes(file):
             turns = []
             for turn in row["turns"]:
-                completion = turn["completion"] | {
+                completion: JSONObject = turn["completion"] | {
                     "policy_version": next(numbers),
                     "newer_versions": [],
                 }
                 turns.append(Turn(**(turn | {"completion": Completion(**completion)})))
-            parts[file].append(Trajectory(**(row | {"turns": turns})))
+            fields: JSONObject = row | {"turns": turns}
+            parts[file].append(Trajectory(**fields))
     return parts, [t for trajectories in parts.values() for t in trajectories]
 
 
@@ -269,7 +271,7 @@ def learn(
     from rl_core.metrics import add_metrics, reduce_metrics
     from rl_core.trainer import training_samples
 
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, Metric] = {}
     samples = training_samples(plan, trajectories, ranks)
     for name, learner in learners.items():
         if number % plan.config.actors[name].update_every:
@@ -280,12 +282,12 @@ def learn(
             batches = None if values is None else packed_turns(learner, samples[name])
             before = [forward(learner, batch) for batch in batches or ()]
             add_metrics(metrics, learner.step(minibatches, number - 1), prefix=f"learn/{name}/")
-            if batches is not None:
+            if batches is not None and values is not None:
                 values |= token_values(learner, batches, before)
     return reduce_metrics(metrics, ranks)
 
 
-def packed_turns(learner: Learner, samples: list[TrainingSample]) -> list[Any]:
+def packed_turns(learner: Learner, samples: list[TrainingSample]) -> list[PackedBatch]:
     """Annotated batches of all samples, including those without signal."""
     from rl_core.algorithms import Algorithm
     from rl_core.learning.minibatches import shard_samples
@@ -298,7 +300,7 @@ def packed_turns(learner: Learner, samples: list[TrainingSample]) -> list[Any]:
     return [batch for minibatch in minibatches for batch in minibatch.batches]
 
 
-def forward(learner: Learner, batch: Any) -> tuple[list[float], list[float]]:
+def forward(learner: Learner, batch: PackedBatch) -> tuple[list[float], list[float]]:
     """Logprobs and entropy of the batch's tokens."""
     import torch
 
@@ -307,7 +309,9 @@ def forward(learner: Learner, batch: Any) -> tuple[list[float], list[float]]:
     return logprobs.tolist(), entropy.tolist()
 
 
-def token_values(learner: Learner, batches: list[Any], before: list[tuple]) -> dict[int, Values]:
+def token_values(
+    learner: Learner, batches: list[PackedBatch], before: list[tuple]
+) -> dict[int, Values]:
     """Turn -> values of its tokens, of all ranks' batches. The weights are those after the step."""
     from rl_core.distributed import all_gather_json
 
@@ -333,7 +337,7 @@ def token_values(learner: Learner, batches: list[Any], before: list[tuple]) -> d
     return by_turn
 
 
-def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
+def line_of(t: Trajectory, values: dict[int, Values]) -> JSONObject:
     """A line of tokens/, as the trajectory's line of rollouts/."""
     turns = [values.get(turn.completion.policy_version, {}) for turn in t.turns]
     names = ("task_id", "group_id", "index", "actor", "seat")
@@ -355,17 +359,29 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     from rl_core.models.loading import compute_dtype
 
     name, ranks, policy = old.name, old.ranks, old.policy
-    parts = {type(extension): extension for extension in old.extensions}
-    reference, critic = parts.get(Reference), parts.get(Critic)
+    reference = next((each for each in old.extensions if isinstance(each, Reference)), None)
+    critic = next((each for each in old.extensions if isinstance(each, Critic)), None)
     compared_with = old.config.algo.reference or old.config.actors[name].model
 
-    def load(path: str, is_frozen: bool = False, **settings: Any) -> Policy:
+    def load(
+        path: str,
+        is_frozen: bool = False,
+        is_scoring: bool = False,
+        learner: LearnerConfig | None = None,
+    ) -> Policy:
         if is_frozen and reference and path == compared_with:
             return reference.policy
         if critic and not is_frozen:
             return critic.learner.policy
-        settings |= {"is_frozen": is_frozen, "attention": config.attention}
-        return make_policy(path, compute_dtype(config), ranks, **settings)
+        return make_policy(
+            path,
+            compute_dtype(config),
+            ranks,
+            learner,
+            is_scoring=is_scoring,
+            is_frozen=is_frozen,
+            attention=config.attention,
+        )
 
     context = LearnerContext(
         config=config,
@@ -389,7 +405,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     known = {learner.name: learner.optimizer for learner in old.trained()}
     for learner in new.trained():
         optimizer = known.get(learner.name)
-        if type(learner.optimizer) is type(optimizer):
+        if optimizer is not None and type(learner.optimizer) is type(optimizer):
             keep_state(learner.optimizer, optimizer)
     return new
 

@@ -13,8 +13,6 @@ from rl_core.service import needing_grpc
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from rl_core.service import environments_pb2 as pb
-
 ABOUT = {
     "workers": "workers, their sessions, and starts that wait",
     "sessions": "sessions: id, environment, worker, owner, age, turns, state",
@@ -83,20 +81,23 @@ def as_json(reply: Message) -> str:
     return json_format.MessageToJson(reply, preserving_proto_field_name=True)
 
 
-def sessions_table(reply: pb.ListSessionsReply) -> str:
+def sessions_table(reply) -> str:
+    """`reply`: a ListSessionsReply."""
     from rl_core.service import environments_pb2 as pb
 
     names = "session", "env", "worker", "owner", "task", "age s", "idle s", "turns", "state"
-    rows = [list(names)]
+    rows: list[list[str]] = [[*names]]
     for info in reply.sessions:
-        state = pb.Status.Name(info.status).lower().replace("_", " ")
+        # The generated module builds its names at import.
+        state = pb.Status.Name(info.status).lower().replace("_", " ")  # pyright: ignore[reportAttributeAccessIssue]
         times = f"{info.age_s:.0f}", f"{info.idle_s:.0f}", str(info.turns)
         texts = info.session, info.env, info.worker, info.owner, info.task_id
         rows.append([*texts, *times, state])
     return "\n".join([*table(rows), f"{len(reply.sessions)} sessions"])
 
 
-def workers_table(reply: pb.WorkersReply) -> str:
+def workers_table(reply) -> str:
+    """`reply`: a WorkersReply."""
     rows = [["worker", "host", "pid", "MiB", "heard", "env", "sessions", "interactions", "ended"]]
     for worker in reply.workers:
         state = "draining" if worker.draining else f"{worker.silent_s:.1f} s ago"

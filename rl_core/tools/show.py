@@ -10,9 +10,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.errors import printable
+
+if TYPE_CHECKING:
+    from rl_core.types import JSONObject
+
 
 MOST_STEPS = 10  # Most steps that an error lists one by one.
 COLOURS = {"reward": 1, "system": 35, "user": 36, "tool": 33, "assistant": 32, "failed": 31}  # ANSI
@@ -138,7 +142,7 @@ def without_values(reason: str) -> str:
     return head + name + re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "...", message)
 
 
-def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def read(options: argparse.Namespace) -> Iterator[JSONObject]:
     from rl_core.data.tables import read_episodes
 
     for file in files_of(Path(options.run), options.step, options.eval):
@@ -146,7 +150,7 @@ def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"file": file.name, **row}
 
 
-def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+def chosen(rows: Iterator[JSONObject], options: argparse.Namespace) -> list[JSONObject]:
     """Episodes that the flags select, in the flags' order."""
     selected = [row for row in rows if options.actor in (None, row["actor"])]
     if options.failed and selected:
@@ -165,7 +169,7 @@ def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[
     return selected[: options.num]
 
 
-def described(row: dict[str, Any]) -> str:
+def described(row: JSONObject) -> str:
     """An episode as text: a headline, then each message under its role."""
     reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items())
@@ -191,7 +195,7 @@ def described(row: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def content_of(message: dict[str, Any]) -> str:
+def content_of(message: JSONObject) -> str:
     """A message's text, then its other fields as JSON."""
     content, rest = (
         message.get("content") or "",

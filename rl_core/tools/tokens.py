@@ -10,12 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
     from rl_core.data.tasks import TaskSource
-    from rl_core.types import Task, TrainingSample
+    from rl_core.types import JSONObject, Task, TrainingSample
 
 # File and code of the environment that RL uses if --env_path is absent.
 NO_ENV = "prompts.py"
@@ -89,7 +89,7 @@ class RowReports:
         if not self.config.is_rl:
             self.dataset = SFTDataset(self.config, self.chats[self.config.trained[0]])
 
-    def report(self, source: TaskSource, index: int) -> dict[str, Any]:
+    def report(self, source: TaskSource, index: int) -> JSONObject:
         """The notes on a row, with its samples or the reason why it is refused."""
         from rl_core.data.preference_pairs import LeftOutError
         from rl_core.data.rows import row_place
@@ -98,7 +98,7 @@ class RowReports:
         from rl_core.tasks.row_lengths import is_fit
 
         where, notes = row_place(index, source.files, source.split), []
-        report: dict[str, Any] = {"row": where, "notes": notes}
+        report: JSONObject = {"row": where, "notes": notes}
         try:
             read_messages(self.config, read_row(source.rows[index], notes), notes)
             task = source.task_of_row(index)
@@ -118,7 +118,7 @@ class RowReports:
 
         return row_warnings(self.config, [source], self.spelled, self.envs, self.chats)
 
-    def samples(self, task: Task, notes: list[str]) -> list[dict[str, Any]]:
+    def samples(self, task: Task, notes: list[str]) -> list[JSONObject]:
         """The training samples of a row; for RL the first prompt of each actor with a chat."""
         algorithm = self.config.algorithm
         if self.dataset:
@@ -148,7 +148,7 @@ def as_data(sample: TrainingSample, algorithm: str) -> dict[str, list]:
     return {"ids": ids, "mask": mask, "weight": weight}
 
 
-def as_text(chats: dict[str, Chat], report: dict[str, Any]) -> str:
+def as_text(chats: dict[str, Chat], report: JSONObject) -> str:
     lines = [f"== {report['row']}", *(f"   {note}" for note in report["notes"])]
     if "refused" in report:
         lines.append(f"   refused: {report['refused']}")

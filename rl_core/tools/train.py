@@ -1,5 +1,5 @@
 """rl-core train: a run on this machine, with one rank per GPU or as many as --nproc_per_node
-says. Ranks on a CPU are forked, others are started by torchrun."""
+says. Several ranks are started by torchrun."""
 
 from __future__ import annotations
 
@@ -41,14 +41,9 @@ def start(flags: list[str], num_ranks: int | None) -> int:
     if num_ranks < 1:
         raise ValueError(f"--nproc_per_node={num_ranks} must be at least 1")
     if num_ranks > 1:
-        from rl_core.tools.fork_launcher import can_fork, fork_ranks
-
-        if not can_fork():
-            args = ["--standalone", f"--nproc_per_node={num_ranks}"]
-            return launch([*args, "-m", "rl_core.train", *flags])
+        args = ["--standalone", f"--nproc_per_node={num_ranks}"]
+        return launch([*args, "-m", "rl_core.train", *flags])
     sys.path.insert(0, os.getcwd())  # As `python -m` does, for --trackers my_module:MyTracker.
-    if num_ranks > 1:
-        return fork_ranks(flags, num_ranks)
     from rl_core.train import main as train_here
 
     return train_here(flags)

@@ -20,12 +20,16 @@ from functools import cached_property, lru_cache
 from io import BytesIO
 from pathlib import Path
 from sys import intern
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
 import yaml
 import zstandard
 
 from rl_core.config import flat, with_new_names
+
+if TYPE_CHECKING:
+    from rl_core.types import JSON, JSONObject, Message
+
 
 FILE = re.compile(r"(step|eval)_(\d+)_?(.*?)(?:\.rank_\d+)?\.jsonl\.zst")
 TOKEN_IDS = re.compile(rb'"token_ids": \[([^\]]*)\]')
@@ -118,7 +122,7 @@ class RunFolder:
                 f"{self.path}: no folder of a run; it has neither metrics.jsonl nor config.yaml "
                 "nor rollouts/"
             )
-        self.rows: list[dict[str, Any]] = []  # lines of metrics.jsonl
+        self.rows: list[JSONObject] = []  # lines of metrics.jsonl
         self.entries: list[Entry] = []  # In the order of reading.
         # Changes where rows or entries did not only grow: a resumed run writes steps again.
         self.revision = 0
@@ -133,7 +137,7 @@ class RunFolder:
         return str(self.path)
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JSONObject:
         """Flag -> value, of config.yaml; {} if it cannot be read."""
         file = self.path / "config.yaml"
         if not file.exists():
@@ -169,7 +173,7 @@ class RunFolder:
         return False
 
     @property
-    def warnings(self) -> list[dict[str, Any]]:
+    def warnings(self) -> list[JSONObject]:
         """Lines of warnings.jsonl: step, kind, metric, text."""
         file = self.path / "warnings.jsonl"
         if not file.exists():
@@ -273,7 +277,7 @@ class RunFolder:
                     points.setdefault(name, []).append((row["step"], value))
         return points
 
-    def episode(self, entry: Entry) -> dict[str, Any]:
+    def episode(self, entry: Entry) -> JSONObject:
         """The whole trajectory: messages, turns with tokens, rewards."""
         return json.loads(self.line(entry))
 
@@ -308,21 +312,22 @@ def open_file(file: Path) -> BinaryIO:
     return open(file, "rb")
 
 
-def numbers_of(row: Any) -> dict[str, Any] | None:
+def numbers_of(row: JSON) -> JSONObject | None:
     """The numbers of a line of metrics, and its nulls. None if it is not an object with a step."""
-    if not isinstance(row, dict) or not is_number(step := row.get("step")) or step % 1:
+    step = row.get("step") if isinstance(row, dict) else None
+    if not is_number(step) or step % 1:
         return None
     return {name: value for name, value in row.items() if value is None or is_number(value)}
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """True for JSON's numbers that a float holds, NaN and infinity included."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return isinstance(value, float) or abs(value) < 1e300
 
 
-def rows_of(lines: bytes) -> list[Any]:
+def rows_of(lines: bytes) -> list[JSON]:
     """Values of metrics.jsonl or warnings.jsonl, without lines that a killed run or a full disk
     left cut short."""
     rows = []
@@ -360,7 +365,7 @@ def panels_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
     others = {}
     for name in sorted(names):
         matches = ((title, re.fullmatch(pattern, name)) for title, pattern in PANELS.items())
-        title, match = next(((title, match) for title, match in matches if match), (None, None))
+        title, match = next(((title, match) for title, match in matches if match), ("", None))
         if match:
             panels[title][" ".join(filter(None, match.groups()))] = name
         else:
@@ -372,7 +377,7 @@ def matching(
     entries: Iterable[Entry],
     reason: str = "",
     rewards: tuple[float, float] | None = None,
-    **wanted: Any,
+    **wanted: object,
 ) -> list[Entry]:
     """Entries with these values (step=, env=, task=, group=, actor=, status=, kind= ...; None is
     any), with `reason` in their error, and a reward from the first to the second of `rewards`."""
@@ -386,15 +391,22 @@ def matching(
     ]
 
 
-def texts_of(message: dict[str, Any]) -> Iterator[str]:
+def texts_of(message: Message) -> Iterator[str]:
     """Its content, and whatever else it holds as JSON."""
     for key, value in message.items():
         if key != "role" and value:
             yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def named(file: Path) -> re.Match[str]:
+    """The parts of the name of a file of rollouts/."""
+    match = FILE.fullmatch(file.name)
+    assert match, file
+    return match
+
+
 def step_of(file: Path) -> int:
-    return int(FILE.fullmatch(file.name)[2])
+    return int(named(file)[2])
 
 
 @dataclass(slots=True, frozen=True)
@@ -416,7 +428,7 @@ def parts_of(line: bytes) -> Parts:
 def index_of(file: Path) -> tuple[list[Entry], int]:
     """(index entries of a file's trajectories, number of lines that are not trajectories). Raises
     OSError if `file` is not a regular file."""
-    match = FILE.fullmatch(file.name)
+    match = named(file)
     kind = "train" if match[1] == "step" else intern(match[3].replace("_", " ", 1))
     entries, start, num_bad = [], 0, 0
     for line in BytesIO(unpacked(file, file.stat().st_mtime_ns)):

@@ -11,10 +11,14 @@ from hashlib import sha256
 from html import escape
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.run.display.metric_table import describe
 from rl_core.view.data import PANELS, Entry, RunFolder, panels_of
+
+if TYPE_CHECKING:
+    from rl_core.types import JSONObject
+
 
 ASSETS = Path(__file__).parent / "assets"
 # One script, in this order.
@@ -27,7 +31,7 @@ def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def make_page(data: dict[str, Any]) -> str:
+def make_page(data: JSONObject) -> str:
     """`data`: the runs by name and configuration; in a report all that the page would ask for."""
     plot, script = asset("uPlot.iife.min.js"), "\n".join(map(asset, SCRIPTS))
     names = [run["name"] for run in data["runs"]] or ["no run"]
@@ -47,7 +51,7 @@ def make_page(data: dict[str, Any]) -> str:
     )
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """For a browser, which refuses NaN and infinity: they become null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
@@ -55,11 +59,11 @@ def to_json(value: Any) -> str:
         return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
-def outline(run: RunFolder) -> dict[str, Any]:
+def outline(run: RunFolder) -> JSONObject:
     return {"name": run.name, "config": run.config}
 
 
-def summary(run: RunFolder, first: int, every: int = 1) -> dict[str, Any]:
+def summary(run: RunFolder, first: int, every: int = 1) -> JSONObject:
     """Metrics from row `first` on, every `every`-th of the steps', as a table of `names` and
     `rows`."""
     rows = [

@@ -6,13 +6,21 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.data.rows import write_whole
 from rl_core.view.data import UNREADABLE, Entry, RunFolder
 from rl_core.view.page import make_page, outline, summary, values_of
 from rl_core.view.tokens import shown_episode
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from rl_core.trainer import Trainer
+    from rl_core.types import JSONObject
+
 
 # Rows of metrics. A longer run has only every second step, or every third, and so on, and all
 # evaluations.
@@ -25,7 +33,7 @@ PATIENCE_S = 10.0  # Seconds without a line that says why the run waits.
 MAX_WAIT_S = 240.0
 
 
-def write_at_end(run: Any) -> None:
+def write_at_end(run: Trainer) -> None:
     """Writes report.html of a run that is done, after its process group. A failure is a warning,
     since the run itself went well."""
     file, errors = run.out / "report.html", ["it took too long"]
@@ -53,7 +61,7 @@ def write_at_end(run: Any) -> None:
 
 
 def write_report(
-    file: Path, runs: list[RunFolder], tokenizers: dict[str, Any] | None = None
+    file: Path, runs: list[RunFolder], tokenizers: Mapping[str, Tokenizer | None] | None = None
 ) -> Path:
     """The file. `tokenizers`: of actors, where they are known already."""
     parts, notes = [], []
@@ -106,8 +114,8 @@ def spread(group: list[Entry]) -> float:
 
 
 def episodes_of(
-    run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]
-) -> list[tuple[Entry, dict[str, Any]]]:
+    run: RunFolder, entries: list[Entry], tokenizers: Mapping[str, Tokenizer | None]
+) -> list[tuple[Entry, JSONObject]]:
     """Entries that fit, as the page shows them: up to MAX_BYTES, an equal share for each file."""
     chosen, num_bytes, files = [], 0, list(dict.fromkeys(e.file for e in entries))
     for e in entries:

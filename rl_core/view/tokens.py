@@ -6,7 +6,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.view.data import Entry, RunFolder, matching, unpacked
 
@@ -20,10 +20,10 @@ LEARNED = {
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from rl_core.types import JSONObject
 
-def shown_episode(
-    run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = None
-) -> dict[str, Any]:
+
+def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = None) -> JSONObject:
     """A trajectory as the page shows it. Each turn has the text of its tokens, of which the first
     `num_new` are context, and `values`: name -> one for each sampled token. `tokenizer`: instead of
     the one in the run's folder."""
@@ -92,7 +92,7 @@ def advantage_of(run: RunFolder, entry: Entry) -> float | None:
         return None
     episodes: dict[int, list[float]] = {}
     for e in group:
-        episodes.setdefault(e.index, []).append(e.reward)
+        episodes.setdefault(e.index, []).append(e.reward or 0.0)
     return entry.reward - fmean(fmean(rewards) for rewards in episodes.values())
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from kit import ROOT, ForkedProcess, kill_session, start_process, wait_until, words
+from kit import ROOT, ForkedProcess, kill_session, wait_until, words
 
 from rl_core import __version__
 from rl_core.engines.scripted import ScriptedActor, ScriptedEngine, plain_chat
@@ -228,65 +228,13 @@ def test_a_rank_that_is_killed_is_told_and_the_others_end(places, tmp_path):
         kill_session(process)
 
 
-SOON = """
-import sys
-from rl_core.tools import fork_launcher
-from rl_core.tools.train import main
-fork_launcher.END_S = 1.0
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_frozen_rank_is_killed_once_another_has_given_up(places, tmp_path):
-    more = "--num_steps 100000 --timeout_s 5"
-    flags = words("--nproc_per_node 2", train_flags(places, tmp_path / "run", more))
-    process = ForkedProcess("-c", SOON, *flags)
-    try:
-        wait_until((tmp_path / "run/metrics.jsonl").exists, "the first step")
-        ranks = {child for child, parent in running().items() if parent == process.pid}
-        os.kill(max(ranks), signal.SIGSTOP)
-        output = "".join(process.communicate(timeout=60))
-        assert process.returncode == 1 and not ranks & running().keys()
-        assert len([line for line in output.splitlines() if line.startswith("error: ")]) == 1, (
-            output
-        )
-    finally:
-        kill_session(process)
-
-
-def test_ranks_end_with_the_command_that_forked_them(places, tmp_path):
+def test_ranks_end_with_the_command_that_started_them(places, tmp_path):
     process, ranks = step_of_two_ranks(places, tmp_path / "run")
     try:
         process.kill()
         wait_until(lambda: not ranks & running().keys(), "all have ended")
     finally:
         kill_session(process)
-
-
-FORKS = """
-import threading
-from rl_core.tools.fork_launcher import can_fork
-print(can_fork())
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-print(can_fork())
-"""
-
-
-def test_ranks_are_not_forked_from_a_process_with_threads(tmp_path):
-    process = ForkedProcess("-c", FORKS)
-    assert process.communicate(timeout=60)[0].split() == ["True", "False"]
-
-
-def test_ranks_of_torchrun_run_by_the_command_pass_their_status_on(places, tmp_path):
-    """The way of machines where ranks cannot be forked."""
-    (tmp_path / "x").touch()
-    code = "import sys\nfrom rl_core.tools.train import launch\nsys.exit(launch(sys.argv[1:]))"
-    ranks = ["--standalone", "--nproc_per_node=2", "-m", "rl_core.train"]
-    process = start_process("-c", code, *ranks, *train_flags(places, tmp_path, "--num_steps 1"))
-    output = "".join(process.communicate(timeout=120))
-    assert process.returncode == 1, output
-    [error] = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert error.endswith("exists already; continue it with --resume, or name another folder")
 
 
 def test_the_status_of_ranks_that_fail_is_the_commands(places, tmp_path):

@@ -37,9 +37,9 @@ class Row:
     @property
     def short_names(self) -> list[str]:
         """The name after its last slash, once for each of {a,b}; [] if the user chooses it."""
-        start, choices, end = re.fullmatch(
-            r"(?:[^{]*[]/])?([^{]*)(?:\{(.+)\})?(.*)", self.name
-        ).groups()
+        match = re.fullmatch(r"(?:[^{]*[]/])?([^{]*)(?:\{(.+)\})?(.*)", self.name)
+        assert match, self.name
+        start, choices, end = match.groups()
         names = [start + choice + end for choice in (choices or "").split(",")]
         return [name for name in names if not re.search("PART|METRIC", name)]
 

@@ -63,9 +63,12 @@ class Mfu(Plugin):
     def so_far(self) -> tuple[float, float]:
         """(work of all ranks in this step, in tokens without attention, and its duration in
         seconds)."""
-        metrics = self.trainer.metrics
-        work = metrics.get("pack/fill_frac", Mean()).total
-        return work, metrics.get("time/learn_s", Mean()).total
+        totals = []
+        for name in ("pack/fill_frac", "time/learn_s"):
+            metric = self.trainer.metrics.get(name, Mean())
+            assert isinstance(metric, Mean), name
+            totals.append(float(metric.total))
+        return totals[0], totals[1]
 
 
 def mfu(learner: Learner, work: float, seconds: float, peak: float | None) -> dict[str, Metric]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 import huggingface_hub
 import torch
@@ -21,6 +21,11 @@ from rl_core.errors import printable
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.display.warnings import RunWarnings
 from rl_core.tasks.row_lengths import left_out
+
+if TYPE_CHECKING:
+    from rl_core.learning.learner import Learner
+    from rl_core.types import JSONObject
+
 
 LAST_STEPS = 20  # Steps whose mean duration gives the time left.
 # Label -> metric in a step's line, for each actor.
@@ -50,7 +55,7 @@ class Terminal(Plugin):
         # When the last steps ended.
         self.ended_at: deque[float] = deque(maxlen=LAST_STEPS + 1)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         trainer = self.trainer
         trainer.log.say(loaded(trainer))
         self.warnings = RunWarnings(trainer.config, trainer.out)
@@ -101,6 +106,7 @@ def loaded(trainer: RunState) -> str:
         models.append(f"{name}: {actor.model} ({about})")
     work = f"{config.algorithm}: streamed rows"
     if not config.data.streaming:
+        assert plan.train is not None
         num_rows = sum(map(len, plan.train.sources))
         work = f"{config.algorithm}: {num_rows:,} rows{left_out(config, plan.train.sources)}"
     if plan.eval:
@@ -127,7 +133,7 @@ def own_settings(actor: ActorConfig) -> str:
     return f"by separate settings: {', '.join(values)}"
 
 
-def size_of(learner: Any) -> str:
+def size_of(learner: Learner) -> str:
     total = sum(weight.numel() for weight in learner.policy.hf.parameters())
     trained = sum(weight.numel() for _, weight in learner.trained_parameters())
     text = f"{short(total)} parameters"

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,7 @@ from pkgutil import resolve_name
 from queue import SimpleQueue
 from textwrap import indent
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.config.flag_parsing import flags_in
@@ -29,7 +30,7 @@ from rl_core.data.rows import read_json, write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.errors import nearest, require, split
 from rl_core.plugin import Plugin, RunState
-from rl_core.types import Trajectory
+from rl_core.types import JSONObject, Trajectory
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -73,7 +74,7 @@ class Trackers(Plugin):
     async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.send(step, metrics)
 
-    def send(self, step: int, metrics: dict[str, float | None]) -> None:
+    def send(self, step: int, metrics: Mapping[str, float | None]) -> None:
         kind = "eval" if "time/eval_s" in metrics else "step"
         values = {n: v for n, v in metrics.items() if v is not None and math.isfinite(v)}
         rows = self.samples.pop(kind, [])
@@ -93,7 +94,7 @@ class Trackers(Plugin):
 
 
 def describe_run(config: Config, tracker: str) -> SimpleNamespace:
-    name = config.run_name or "/".join(Path(config.out).parts[-3:])
+    name = config.run_name or "/".join(config.folder.parts[-3:])
     *before, name = name.strip("/").split("/")
     project, *group = before or ["rl_core"]
     return SimpleNamespace(
@@ -106,7 +107,7 @@ def describe_run(config: Config, tracker: str) -> SimpleNamespace:
     )
 
 
-def samples(trajectories: list[Trajectory], num: int) -> list[dict[str, Any]]:
+def samples(trajectories: list[Trajectory], num: int) -> list[JSONObject]:
     """Some episodes, evenly spread."""
     rows = []
     for episode in trajectories[:: max(1, len(trajectories) // num)][:num]:
@@ -153,7 +154,7 @@ def follow(run: SimpleNamespace, queue: SimpleQueue) -> None:
 def wandb(run: SimpleNamespace) -> SimpleNamespace:
     """W&B or Trackio, which has the same interface."""
     library, is_wandb = import_module(run.tracker), run.tracker == "wandb"
-    options: dict[str, Any] = {"embed": False}
+    options: JSONObject = {"embed": False}
     if is_wandb:
         # rl_core prints to the terminal. Another run of this process may still be open.
         settings = library.Settings(console="off", reinit="create_new")

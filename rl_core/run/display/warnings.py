@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -220,7 +220,7 @@ class RunWarnings:
             file.writelines(json.dumps({"step": step} | line) + "\n" for line in lines)
         return [line["text"] for line in lines]
 
-    def look(self, step: int, values: dict[str, float | None]) -> list[dict[str, str]]:
+    def look(self, step: int, values: Mapping[str, float | None]) -> list[dict[str, str]]:
         """Problems that begin with this step."""
         watched = []
         for name, value in values.items():

@@ -61,7 +61,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     done = succeeded(trajectories)
     lengths = episode_means(done, lambda t: t.num_tokens)
     all_lengths = [t.num_tokens for t in done]
-    groups = [[t.reward for t in group] for group in baseline_groups(done)]
+    groups = [[t.reward or 0.0 for t in group] for group in baseline_groups(done)]
     metrics = {
         "reward_mean": mean_of(episode_rewards(done)),
         "length_mean": mean_of(lengths),
@@ -117,11 +117,11 @@ def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
                 of_episode.setdefault(name, []).append(value)
         for name, of_conversations in of_episode.items():
             values.setdefault(name, []).append(sum(of_conversations) / len(of_conversations))
-    metrics: dict[str, Metric] = {}
+    means: dict[str, Metric] = {}
     for name in sorted(values):
         is_count = name.startswith(NOT_APPLIED)
-        metrics[name] = Sum(len(values[name])) if is_count else mean_of(values[name])
-    return metrics
+        means[name] = Sum(len(values[name])) if is_count else mean_of(values[name])
+    return means
 
 
 @cache

@@ -12,7 +12,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import yaml
@@ -22,7 +21,7 @@ from rl_core.config import Config, flat, to_yaml
 from rl_core.data.rows import write_whole
 from rl_core.run.saving.run_files import jsonable, keep_first
 from rl_core.sampling.rollout import Group
-from rl_core.types import Trajectory
+from rl_core.types import JSONObject, Trajectory
 
 # Settings of where results go and how fast they come, which do not change the results.
 MAY_DIFFER = re.compile(r"out|timeout_s|env_path|envs\..*|(.*\.)?(model|api)|rollout\..*|engine.*")
@@ -91,7 +90,7 @@ class Cell:
 
     def add(self, group: Group) -> None:
         """Appends the group. Returns once the data is on disk."""
-        row: dict[str, Any] = {"label": group.label, "number": group.number, "task": group.task.id}
+        row: JSONObject = {"label": group.label, "number": group.number, "task": group.task.id}
         row["trajectories"] = group.trajectories
         with open(self.file, "a") as file:
             file.write(json.dumps(row, default=jsonable) + "\n")

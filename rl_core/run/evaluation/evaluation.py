@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.evaluation.episode_metrics import held_out_metrics, num_failed, part_metrics
 from rl_core.sampling.rollout import make_group, sorted_trajectories
-from rl_core.types import Task, Trajectory
+from rl_core.types import JSONObject, Task, Trajectory
 
 # Pattern of the metrics that are printed. metrics.jsonl has all.
 IS_SHOWN = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass|failed)$))")
@@ -30,10 +29,10 @@ class Evaluation(Plugin):
         super().__init__(trainer)
         self.is_left = False  # True: a resumed run evaluates this step.
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         self.is_left = bool(state["to_evaluate"])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         return {"to_evaluate": self.is_left}
 
     async def start(self) -> None:
@@ -63,8 +62,8 @@ class Evaluation(Plugin):
                 drawn = {"temperature": 0.0}
                 await self.evaluate_tasks(step, name, tasks, "greedy", 1, drawn)
                 if count := config.samples:
-                    drawn = config.sampling
-                    await self.evaluate_tasks(step, name, tasks, "sampled", count, drawn)
+                    sampling = config.sampling
+                    await self.evaluate_tasks(step, name, tasks, "sampled", count, {**sampling})
         metrics = trainer.log_metrics()
         self.show(step, metrics)
         self.is_left = False
@@ -78,10 +77,11 @@ class Evaluation(Plugin):
         self.trainer.log.say("  ".join(shown))
 
     async def evaluate_rows(self, tasks: list[Task], prefix: str) -> None:
-        trainer = self.trainer
+        trainer, dataset = self.trainer, self.trainer.plan.sft_dataset
+        assert dataset is not None
         samples = []
         for task in tasks[trainer.ranks.rank :: trainer.ranks.size]:
-            samples += trainer.plan.sft_dataset.samples(task, task.id)
+            samples += dataset.samples(task, task.id)
         [name] = trainer.learners
         async with trainer.actors[name].learning() as learner:
             minibatches, _ = learner.shard(samples)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rl_core.errors import printable
 from rl_core.plugin import Plugin
-from rl_core.types import Trajectory
+from rl_core.types import JSON, Trajectory
 
 CHARS = 300  # Longest message that is printed whole.
 
@@ -25,7 +23,7 @@ class LogSamples(Plugin):
                 say(f"   {message['role']}: {cut(message.get('content'))}")
 
 
-def cut(content: Any) -> str:
+def cut(content: JSON) -> str:
     """The content as one short line."""
     text = printable(" ".join(str(content or "").split()))
     return text if len(text) <= CHARS else f"{text[: CHARS // 2]} [...] {text[-CHARS // 2 :]}"

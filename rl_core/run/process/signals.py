@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -27,7 +28,7 @@ class SignalHandler(Plugin):
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.received = 0  # The signal that this rank received.
-        self.before: dict[int, object] = {}
+        self.before: dict[int, Callable | int | signal.Handlers | None] = {}
         self.sees_others = False
 
     async def start(self) -> None:

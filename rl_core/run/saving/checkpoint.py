@@ -15,24 +15,27 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl_core.data.rows import rename_into_place, replaced
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
 from rl_core.models.policy import Policy
-from rl_core.types import RunError
+from rl_core.types import JSONObject, RunError
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
     from rl_core.learning.lagged_copy import WeightSnapshot
 
 NAME = re.compile(r"step_[0-9]{6,}")
@@ -62,7 +65,7 @@ def copied_tensors(kept: WeightSnapshot) -> dict[str, Tensor]:
 
 def saved_tensors(learner: Learner, has_optimizer: bool = True) -> dict[str, Tensor]:
     """Name -> this rank's shard of the trained weight or optimizer state."""
-    if learner.policy.is_sharded:
+    if isinstance(learner.policy, FSDPModule):
         # After a forward without a backward some parameters are still gathered.
         learner.policy.reshard()
     weights = dict(learner.trained_parameters())
@@ -70,7 +73,7 @@ def saved_tensors(learner: Learner, has_optimizer: bool = True) -> dict[str, Ten
     return tensors | optimizer_tensors(learner, weights) if has_optimizer else tensors
 
 
-def optimizer_tensors(learner: Learner, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def optimizer_tensors(learner: Learner, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """8-bit state cannot be resharded for another number of ranks, so its names hold the rank."""
     tensors = {}
     for group in learner.optimizer.param_groups:
@@ -126,7 +129,7 @@ def save_checkpoint(
 
 def save_learners(
     folder: Path, learners: dict[str, Learner], ranks: Ranks, target: str
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
+) -> tuple[dict[str, JSONObject], list[str]]:
     """(facts of each optimizer by name, for a resumed run; names of the snapshots that are
     updated). Writes the state of all learners and these snapshots into folders of their names.
     Every rank must call it. Raises RunError on all ranks, and writes nothing, if a weight is not
@@ -157,7 +160,7 @@ def broken_weights(trained: dict[str, Learner]) -> list[str]:
     return names
 
 
-def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
+def save_learner(folder: Path, learner: Learner) -> JSONObject:
     """Writes this rank's shard. Returns facts of the optimizer that a resumed run needs."""
     is_saved = learner.config.save_optimizer
     with learner.on_device(), learner.state_on_device():
@@ -173,7 +176,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
         dcp.save(tensors, storage_writer=writer)
 
 
-def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
+def make_manifest(folder: Path, ranks: Ranks) -> dict[str, JSONObject]:
     """File -> its size and checksum. Each rank reads a share of the files. Every rank must call
     it."""
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
@@ -185,7 +188,7 @@ def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
     return manifest
 
 
-def facts_of(file: Path) -> dict[str, Any]:
+def facts_of(file: Path) -> JSONObject:
     """Size and checksum of a file. The checksum is as fast as the disk; it detects damage, not
     forgery."""
     checksum = xxhash.xxh3_64()
@@ -224,7 +227,7 @@ PROCESSOR_FILES = (
 
 def export_policy(
     policy: Policy,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     ranks: Ranks,
     adapter: str = "",
@@ -251,11 +254,12 @@ def export_policy(
         return
     config = copy.deepcopy(policy.hf.config)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     if policy.is_scoring:  # The classifier's forward finds the end of a sequence by this id.
         config.pad_token_id = tokenizer.pad_token_id
     with torch.device("meta"):  # A plain model of this class: not sharded, quantized or adapted.
-        plain = type(policy.hf)(config).to(policy.checkpoint_dtype)
+        plain = type(policy.hf)(config)
+        torch.nn.Module.to(plain, policy.checkpoint_dtype)
     if not policy.is_scoring:
         plain.generation_config = with_ends(policy.hf.generation_config, end_token_ids)
     with replaced(folder) as scratch:
@@ -265,7 +269,9 @@ def export_policy(
         copy_processor_files(base, scratch)
 
 
-def with_ends(generation: Any, end_token_ids: Sequence[int | None]) -> Any:
+def with_ends(
+    generation: GenerationConfig, end_token_ids: Sequence[int | None]
+) -> GenerationConfig:
     """A copy of a GenerationConfig that ends at these tokens and at its previous ones."""
     generation, has = copy.deepcopy(generation), generation.eos_token_id
     has = has if isinstance(has, list) else [has]
@@ -302,7 +308,7 @@ def refuse_nonfinite(names: list[str], what_stays: str, ranks: Ranks) -> None:
             )
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> JSONObject:
     """The JSON object of a file that a run has written. Raises ValueError with the file's name if
     it holds none."""
     try:

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rl_core.data.episodes import grouped
 from rl_core.data.rows import write_whole
@@ -27,7 +26,7 @@ from rl_core.run.saving.checkpoint import (
     save_checkpoint,
     trained_learners,
 )
-from rl_core.types import RunError, Trajectory
+from rl_core.types import JSONObject, RunError, Trajectory
 
 # Names of sets and actors before a metric. A component of the reward keeps its greedy_reward/.
 ROOM = r"^eval/(?:(?!greedy_|sampled_)[^/]+/)*(?=.)"
@@ -48,7 +47,7 @@ class Checkpointer(Plugin):
     async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
         self.failures.update(reasons)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         for name, learner in trained_learners(self.trainer.learners).items():
             self.updates_before[name] = learner.num_updates
 
@@ -147,7 +146,8 @@ class BestKeeper(Plugin):
 
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
-        self.metric = trainer.config.keep_best
+        assert trainer.config.keep_best
+        self.metric: str = trainer.config.keep_best
         self.pattern = re.compile(ROOM + re.escape(self.metric))
         self.folder = trainer.out / "best"
         # A loss is best where it is lowest.
@@ -251,7 +251,7 @@ async def export_local(trainer: RunState, folder: Path) -> None:
                     folder / name,
                     trainer.ranks,
                     learner.adapter,
-                    base=trainer.plan.config.actors[name].model,
+                    base=trainer.plan.config.actors[name].model or "",
                     # The template's end token comes first.
                     end_token_ids=(chat.end_token_id, *chat.stop_token_ids),
                 )

@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_core.learning.learner import Learner
 from rl_core.plugin import Plugin, RunState
@@ -16,6 +16,9 @@ from rl_core.run.saving.checkpoint import (
 )
 from rl_core.run.saving.resume import check_optimizer, fill, find_damage, make_state
 
+if TYPE_CHECKING:
+    from rl_core.types import JSONObject
+
 
 class OptimizerStart(Plugin):
     def __init__(self, trainer: RunState):
@@ -26,7 +29,7 @@ class OptimizerStart(Plugin):
             if path := trainer.config.of(name).optim.init_from:
                 self.folders[name] = checkpoint_at(Path(path), name)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JSONObject) -> None:
         """Loads the state, except in a resumed run, whose checkpoint has it."""
         if self.trainer.checkpoint is not None:
             return
@@ -63,7 +66,7 @@ def checkpoint_at(path: Path, actor: str) -> Path:
     return folder
 
 
-def load_optimizer(folder: Path, learner: Learner, facts: dict[str, Any]) -> None:
+def load_optimizer(folder: Path, learner: Learner, facts: JSONObject) -> None:
     """Loads the optimizer state. The learner keeps its weights and its count of updates, so
     schedules start anew."""
     check_optimizer(folder, learner, facts["name"], facts["ranks"])

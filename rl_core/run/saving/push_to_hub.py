@@ -3,8 +3,6 @@ each model goes to ORG/NAME-ACTOR."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from huggingface_hub import HfApi
 
 from rl_core.config import Config
@@ -14,8 +12,8 @@ from rl_core.types import RunError
 
 def repositories(config: Config) -> dict[str, str]:
     """Actor -> repository."""
-    names = config.trained
-    return {name: config.push_to_hub + (f"-{name}" if len(names) > 1 else "") for name in names}
+    names, repository = config.trained, config.push_to_hub
+    return {name: f"{repository}-{name}" if len(names) > 1 else str(repository) for name in names}
 
 
 class PushToHub(Plugin):
@@ -41,7 +39,7 @@ class PushToHub(Plugin):
 def push(config: Config) -> None:
     """Raises RunError with the command that repeats the upload. The export stays where it is."""
     for name, repository in repositories(config).items():
-        folder = Path(config.out) / "hf" / name
+        folder = config.folder / "hf" / name
         try:
             HfApi().upload_folder(
                 repo_id=repository, folder_path=folder, commit_message="Model trained with rl_core"

@@ -132,7 +132,7 @@ def fill(folder: Path, wanted: dict[str, Tensor]) -> None:
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
     for key, value in wanted.items():
-        if key not in saved or saved[key].size != value.shape:
+        if key not in saved or getattr(saved[key], "size", None) != value.shape:
             raise ValueError(
                 f"{folder}: {key} is missing or has another shape; does the checkpoint belong to "
                 "another model, or to one with other adapters?"

@@ -7,9 +7,8 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 import zstandard
@@ -21,7 +20,7 @@ from rl_core.data.rows import TOKENIZERS, write_whole
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.tasks.row_warnings import data_warnings
-from rl_core.types import Trajectory
+from rl_core.types import JSON, JSONObject, Trajectory
 
 MAY_DIFFER = ("resume", "out", "num_steps")
 
@@ -44,6 +43,7 @@ class RunFiles(Plugin):
         for name in keep_first(out / "env_code.yaml", yaml.safe_dump(codes)) if codes else ():
             print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
         spelled = plan.sft_dataset and plan.sft_dataset.spelled
+        assert plan.train is not None
         rows = plan.train, plan.eval, spelled, plan.envs, plan.chats
         for line in data_warnings(plan.config, plan.algorithm, *rows):
             print(f"warning: {line}", flush=True)
@@ -78,7 +78,7 @@ def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
     )
 
 
-def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:
+def write_trajectories(file: Path, trajectories: Sequence[Trajectory | JSONObject]) -> None:
     scratch = file.with_name(f".{file.name}.tmp")
     compressor = zstandard.ZstdCompressor(level=3)
     with open(scratch, "wb") as raw, compressor.stream_writer(raw) as writer:
@@ -87,7 +87,7 @@ def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:
     os.replace(scratch, file)
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: object) -> JSONObject | str:
     """A dataclass as a dictionary, without fields with repr=False; other objects that JSON does not
     support as text."""
     if dataclasses.is_dataclass(value):
@@ -123,7 +123,7 @@ def check_resumed(config: Config) -> None:
     to an algorithm with other data or another critic, or have more steps than --num_steps."""
     from rl_core.run.saving.checkpoint import checkpoints_in
 
-    out = Path(config.out)
+    out = config.folder
     checkpoints = checkpoints_in(out / "checkpoints")
     if not checkpoints or not (out / "config.yaml").is_file():
         return
@@ -146,7 +146,7 @@ def check_resumed(config: Config) -> None:
         )
 
 
-def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:
+def keep_first(path: Path, text: str) -> dict[str, tuple[JSON, JSON]]:
     """Writes a YAML file, or leaves the file of the first run. Returns name -> (was, is) of
     settings that differ; settings that the file lacks are new in this version."""
     if not path.exists():
@@ -159,7 +159,7 @@ def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:
     return changes
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> JSONObject:
     """The flags of a run's config.yaml. Raises ValueError if it holds none."""
     try:
         flags = with_new_names(yaml.safe_load(path.read_bytes()))
