@@ -10,8 +10,13 @@ import pytest
 from rl_core.config import known_flags, parse_config
 
 DOCS = Path(__file__).parents[2] / "docs"
-# Older names of our flags.
+# Older names of our flags, and other spellings of names.
 OLDER = """
+lr --optim.lr
+per-device-train-batch-size --learner.microbatch_tokens
+optim.learning_rate --optim.lr
+optimizer.lr --optim.lr
+num_generations --group_size
 rollout.lagged --rollout.stale_policy_frac
 rollout.fixed_order --deterministic
 algo.state_coef --algo.gigpo_coef
