@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
 
 from rl_core.config import Config, EnvConfig
 from rl_core.types import Row
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Rows = Sequence[Row]  # a list, or a table of `datasets`
 Source = str | Path | ModuleType | Callable | list[Callable]
@@ -107,7 +110,7 @@ def as_rows(name: str, data: Rows | str | Path | None) -> Rows | str | None:
     if hasattr(data, "to_dict") and hasattr(data, "iloc"):
         from rl_core.data.tables import pandas_rows
 
-        return pandas_rows(data)
+        return pandas_rows(cast("DataFrame", data))
     if isinstance(data, dict):
         splits = ", ".join(map(repr, data))
         raise ValueError(

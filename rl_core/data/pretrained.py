@@ -6,6 +6,7 @@ answer is yes.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str, **options: object) -> list[int]: ...
 
     def get_vocab(self) -> dict[str, int]: ...
+
+    def save_pretrained(self, save_directory: Path) -> object: ...
+
+    def __len__(self) -> int: ...
 
 
 def load_pretrained(family: type, path: str, **options: object) -> Any:

@@ -14,7 +14,7 @@ from rl_core.distributed import all_gather_json
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Max
 from rl_core.plugin import Plugin, RunState
-from rl_core.sampling.actor import DRAWING, revived
+from rl_core.sampling.actor import DRAWING, Actor, revived
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, RunError, SamplingParams, TrainingSample, Turn, counter_seed
 
@@ -56,7 +56,7 @@ class Canary(Plugin):
                 self.check(name)
 
     async def _ask(self, actor: ActorRuntime) -> list[TrainingSample]:
-        assert actor.speaker and actor.learner
+        assert isinstance(actor.speaker, Actor) and actor.learner
         speaker, learner = replace(actor.speaker, stale_engine=None), actor.learner
         engine, chat = speaker.engine, speaker.chat
         assert engine is not None and chat is not None

@@ -17,6 +17,7 @@ from rl_core.data.episodes import succeeded
 from rl_core.engines.weights import on_host
 from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin, RunState
+from rl_core.sampling.actor import Actor
 from rl_core.sampling.rollout import Group, sorted_trajectories
 from rl_core.types import Trajectory
 
@@ -74,7 +75,7 @@ class StalePolicy(Plugin):
         self, actor: ActorRuntime, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int
     ) -> None:
         """Sends weights to the stale engine. Every rank must call it: gathering is a collective."""
-        assert weights is not None and actor.speaker and actor.learner
+        assert weights is not None and isinstance(actor.speaker, Actor) and actor.learner
         learner = actor.learner
         engine, is_writer = actor.speaker.stale_engine, self.trainer.ranks.is_writer
         kept: dict[str, torch.Tensor] = {}

@@ -15,6 +15,7 @@ from rl_core.config.actors import URL
 from rl_core.plan.model_paths import check_plays
 
 if TYPE_CHECKING:
+    from rl_core.actors import Speaker
     from rl_core.data.tasks import TaskSource
     from rl_core.run.evaluation.eval_folder import Cell
     from rl_core.sampling.env import Env
@@ -166,7 +167,7 @@ async def player(
     engines = maker.make_all(chats, {}, ranks)
     made = [engine for engine in dict.fromkeys(engines.values()) if engine is not None]
     lease = DeviceLease() if maker.takes_turns else None
-    speakers = dict(endpoints)
+    speakers: dict[str, Speaker] = {**endpoints}
     for name, chat in chats.items():
         adapter = maker.adapter_of(name)
         speakers[name] = make_speaker(config, name, chat, lease, engines[name], adapter)

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rl_core.data.pretrained import Tokenizer
 from rl_core.data.rows import rename_into_place, replaced
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
@@ -34,7 +35,7 @@ from rl_core.models.policy import Policy
 from rl_core.types import JSONObject, RunError
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig
 
     from rl_core.learning.lagged_copy import WeightSnapshot
 
@@ -227,7 +228,7 @@ PROCESSOR_FILES = (
 
 def export_policy(
     policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     folder: Path,
     ranks: Ranks,
     adapter: str = "",
