@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
 
 
-class RunState(Protocol):
-    """The attributes and methods of the Trainer that plugins use."""
+class LearnerRank(Protocol):
+    """The attributes of a rank with learners."""
 
     plan: Plan
-    config: Config
     ranks: Ranks
-    out: Path
     learners: dict[str, Learner]
     actors: dict[str, ActorRuntime]
+
+
+class RunState(LearnerRank, Protocol):
+    """The attributes and methods of the Trainer that plugins use."""
+
+    config: Config
+    out: Path
     device: Device
     worker: RolloutWorker
     log: RunLog

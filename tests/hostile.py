@@ -417,7 +417,7 @@ add(
     "import sys, time\nprint('x' * 100); sys.stdout.flush(); time.sleep(99)",
 )
 add(
-    "a daemon by two forks, a child in a session of its own, a background process in bash | bash, "
+    "a daemon by two forks, a child in another session, a background process in bash | bash, "
     "zombies, "
     "a thread that does not end,"
     "an endless loop, a sleep, all signals blocked, SIGXCPU and SIGTERM ignored, a regular "

@@ -764,9 +764,9 @@ def engine_spec(module: Any, **more: Any) -> Any:
     }
     more = {"sampler": make_sampler} | more
     parts = {}
-    for part, cls in {"embedded": EmbeddedSpec, "server": ServerSpec}.items():
+    for field_name, cls in {"embedded": EmbeddedSpec, "server": ServerSpec}.items():
         names = [field.name for field in dataclasses.fields(cls) if field.name in more]
-        parts[part] = cls(**{name: more.pop(name) for name in names})
+        parts[field_name] = cls(**{name: more.pop(name) for name in names})
     return EngineSpec(module=module, **usual | parts | more)
 
 

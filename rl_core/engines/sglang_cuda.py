@@ -18,9 +18,9 @@ def cuda_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with the additions that the server needs: LD_LIBRARY_PATH finds the CUDA runtime of
     torch's wheels, which a preloaded library does not find by itself, and CUDA_HOME names a
     toolkit."""
-    found = [environ.get("LD_LIBRARY_PATH", ""), *runtime_folders()]
-    found += [folder for folder in DRIVER_FOLDERS if Path(folder, "libcuda.so.1").exists()]
-    changed = {"LD_LIBRARY_PATH": ":".join(filter(None, found))}
+    folders = [environ.get("LD_LIBRARY_PATH", ""), *runtime_folders()]
+    folders += [folder for folder in DRIVER_FOLDERS if Path(folder, "libcuda.so.1").exists()]
+    changed = {"LD_LIBRARY_PATH": ":".join(filter(None, folders))}
     toolkit = cuda_toolkit(environ)
     if toolkit:
         changed["CUDA_HOME"] = str(toolkit)

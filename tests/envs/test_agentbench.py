@@ -458,7 +458,7 @@ def warm(tiny_model, made_once):
     return made_once("warm_agentbench", make) / "run/hf/policy"
 
 
-# Of all five in one run, the next test does.
+# The next test trains on all five in one run.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_learn(name, warm, tmp_path):

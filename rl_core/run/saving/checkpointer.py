@@ -17,7 +17,7 @@ from rl_core.data.episodes import grouped
 from rl_core.data.rows import write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.metrics import Max, Metric
-from rl_core.plugin import Plugin, RunState
+from rl_core.plugin import LearnerRank, Plugin, RunState
 from rl_core.run.evaluation.evaluation import task_metrics
 from rl_core.run.run_folder import naming
 from rl_core.run.saving.checkpoint import (
@@ -239,7 +239,7 @@ async def export(trainer: RunState, folder: Path) -> None:
     await trainer.call("export", folder)
 
 
-async def export_local(trainer: RunState, folder: Path) -> None:
+async def export_local(trainer: LearnerRank, folder: Path) -> None:
     """Exports the models of this rank's learners."""
     for name in trainer.learners:
         async with trainer.actors[name].learning() as learner:
