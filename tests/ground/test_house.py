@@ -58,9 +58,9 @@ def imports_of(module: str) -> frozenset[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for_types.update(node.body)
-        if node in for_types and isinstance(node, ast.ImportFrom):
-            if f"{node.module}.".split(".")[1] in above:
-                continue
+        is_for_types = node in for_types and isinstance(node, ast.ImportFrom)
+        if is_for_types and f"{node.module}.".split(".")[1] in above:
+            continue
         if isinstance(node, ast.Import):
             result.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
