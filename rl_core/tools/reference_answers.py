@@ -52,8 +52,8 @@ class Verdict:
         """The reason why the task is not good to train on, or ""."""
         if self.error:
             return self.error
-        assert self.oracle is not None and self.nothing is not None
-        if self.has_solution and self.oracle > max(self.nothing, 0.0):
+        assert self.nothing is not None
+        if self.oracle is not None and self.oracle > max(self.nothing, 0.0):
             return ""
         if self.nothing >= SOLVED:
             return "doing nothing solves it"
