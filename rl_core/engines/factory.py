@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 from urllib.parse import urlsplit
 
+import torch
 from torch import Tensor
 
 from rl_core.config import ActorConfig, Config
@@ -15,6 +16,8 @@ from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks
 from rl_core.engines.weights import load_weights
 from rl_core.learning.learner import Learner
+from rl_core.learning.optimizers import missing_state_bytes
+from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config, on_meta
 from rl_core.sampling.engine import (
     RESENT_BY_RANKS,
@@ -155,21 +158,31 @@ class EngineFactory:
         """Engines of the local actors by name, and second engines by name + STALE. Actors that
         share a model have one engine. None: another rank's engine uses this rank's device."""
         by_owner: dict[str, Engine | None] = {}
+        reserved = sum(missing_state_bytes(learner) for learner in learners.values())
         for name in self.local:
             owner = self.config.actors[name].lora_base or name
             if owner not in by_owner:
-                by_owner[owner] = self.make(owner, chats[owner], learners.get(owner), ranks)
+                by_owner[owner] = self.make(
+                    owner, chats[owner], learners.get(owner), ranks, reserved=reserved
+                )
         engines = {
             name: by_owner[self.config.actors[name].lora_base or name] for name in self.local
         }
         for name in self.lagged:
-            engines[name + STALE] = self.make(name, chats[name], None, ranks, STALE)
+            engines[name + STALE] = self.make(name, chats[name], None, ranks, STALE, reserved)
         return engines
 
     def make(
-        self, name: str, chat: Chat, learner: Learner | None, ranks: Ranks, role: str = ""
+        self,
+        name: str,
+        chat: Chat,
+        learner: Learner | None,
+        ranks: Ranks,
+        role: str = "",
+        reserved: float = 0.0,
     ) -> Engine | None:
-        """`learner`: may share its weights. `role`: suffix of the actor's second engine."""
+        """`learner`: may share its weights. `role`: suffix of the actor's second engine.
+        `reserved`: bytes that learners will take of the device after the engine has started."""
         config, actor = self.config.of(name), self.config.actors[name]
         assert actor.model and config.out
         module = self.make_module(name, learner, ranks)
@@ -203,6 +216,13 @@ class EngineFactory:
             start_timeout_s=config.timeout_s,
         )
         if self.has_server(name):
+            if reserved and not url and ranks.device.type == "cuda":
+                release_cached_memory()
+                free = torch.cuda.mem_get_info(ranks.device)[0]
+                size = spec.dtype.itemsize * sum(weight.numel() for weight in module.parameters())
+                spec.memory_frac = pool_fraction(
+                    spec.memory_frac, free, reserved, size / config.engine_tp
+                )
             spec.server = server_spec(config, url)
             resender = self.resender(ranks)
             if resender == "learner":
@@ -261,6 +281,20 @@ def server_spec(config: Config, url: str) -> ServerSpec:
         weight_sync=config.weight_sync,
         bucket_bytes=config.engine_bucket_mib << 20,
     )
+
+
+def pool_fraction(fraction: float, free: float, reserved: float, weights: float) -> float:
+    """The fraction of the memory that is free now (bytes) which the engine takes for its weights
+    and KV cache, so that it can wake again once `reserved` bytes more are in use. Raises ValueError
+    if the weights do not fit."""
+    pool = fraction * (free - reserved)
+    if pool <= weights:
+        raise ValueError(
+            f"the engine gets {fraction:g} (--engine_memory_frac) of the "
+            f"{max(0.0, free - reserved) / 2**30:.1f} GiB that learners leave it, and its weights "
+            f"take {weights / 2**30:.1f} GiB; set --learner.offload phase"
+        )
+    return round(pool / free, 3)
 
 
 def resend_of(learner: Learner) -> Callable[[], NamedWeights]:

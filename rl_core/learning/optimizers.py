@@ -9,7 +9,10 @@ from torch.optim import Optimizer
 
 from rl_core.config import OptimConfig
 from rl_core.distributed import local
-from rl_core.learning.learner import Named
+from rl_core.learning.learner import Learner, Named
+
+# Bytes of state of a trained parameter, by --optim.name.
+STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "sgd": 4.0}
 
 
 def adamw(named: Named, config: OptimConfig) -> Optimizer:
@@ -60,6 +63,16 @@ def refresh_views(links: list[tuple[nn.Parameter, DTensor]]) -> None:
     for view, parameter in links:
         view.data = parameter.to_local().detach()
         view.grad = None if parameter.grad is None else local(parameter.grad)
+
+
+def missing_state_bytes(learner: Learner) -> float:
+    """Bytes of optimizer state that the first update will add to this rank's device, and that stay
+    there while engines sample."""
+    config = learner.config
+    if config.learner.offload != "none" or learner.optimizer.state:
+        return 0.0
+    num_trained = sum(local(parameter).numel() for _, parameter in learner.trained_parameters())
+    return num_trained * STATE_BYTES[config.optim.name]
 
 
 def parameter_groups(named: Named, weight_decay: float) -> list[dict]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
-OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2.03, "sgd": 4}  # a trained parameter
 NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
 # Item -> bytes on a rank's device while it samples, while it learns.
 Table = dict[str, tuple[float, float]]
@@ -70,6 +69,7 @@ def model_size(actor: ActorConfig) -> Size:
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
     """Memory of a learner on one rank. Weights, gradients and optimizer state are fp32, sharded.
     `plan`: with the settings of this actor."""
+    from rl_core.learning.optimizers import STATE_BYTES
     from rl_core.learning.teachers.build_teacher import frozen_models
     from rl_core.models.loading import compute_dtype
 
@@ -81,7 +81,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
         frozen = of_linear * size.linear + w * (size.total - size.linear)
     weights = (4 * trained + frozen) / shards
-    moments = OPTIMIZER_BYTES[config.optim.name] * trained / shards
+    moments = STATE_BYTES[config.optim.name] * trained / shards
     while_sampling, while_learning = learner.offload == "none", learner.offload != "always"
     tokens = learner.microbatch_tokens
     kept = activation_bytes(size, w, mesh.tp, learner.activations == "recompute")
@@ -104,7 +104,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     for role, path in compared_with.items():
         table[role] = (0.0, w * model_size(ActorConfig(model=path)).total / shards)
     if plan.algorithm.has_critic:
-        held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards
+        held = (4 + STATE_BYTES[config.optim.name]) * size.total / shards
         table["critic, its optimizer"] = (held * while_sampling, held * while_learning)
     return table
 

@@ -1,4 +1,4 @@
-"""The CUDA installation that SGLang's server is given."""
+"""The CUDA installation and the memory that SGLang's server is given."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from kit import make_learner
 
 from rl_core.engines import sglang_cuda
+from rl_core.engines.factory import pool_fraction
 from rl_core.engines.sglang_cuda import (
     check_build_tools,
     cuda_environment,
     cuda_toolkit,
     runtime_folders,
 )
+from rl_core.learning.optimizers import missing_state_bytes
 
 
 def executable(path: Path) -> Path:
@@ -83,3 +87,34 @@ def test_missing_build_tools_are_named_before_a_model_loads(tmp_path, monkeypatc
         check_build_tools(environ)
     executable(tools / "ninja")
     check_build_tools(environ)
+
+
+@pytest.mark.parametrize("parameters, fits", [(1.7e9, True), (4e9, True), (5.5e9, False)])
+def test_the_pool_of_a_server_leaves_room_for_the_optimizer_that_does_not_exist_yet(
+    parameters, fits
+):
+    """80 GB, --learner.offload none, fp32 weights of 4 bytes, Adam's two moments of 4 each: at the
+    second wake-up 12 bytes a parameter are in use, at the start of the server 4."""
+    free, moments, weights = 80e9 - 4 * parameters, 8 * parameters, 2 * parameters
+    if not fits:
+        with pytest.raises(ValueError, match=r"^the engine gets 0\.6 .*--learner\.offload phase$"):
+            pool_fraction(0.6, free, moments, weights)
+        return
+    pool = pool_fraction(0.6, free, moments, weights) * free
+    assert weights < pool <= 80e9 - 12 * parameters
+    assert pool == pytest.approx(0.6 * (80e9 - 12 * parameters), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_bytes_of_an_optimizers_state_are_known_before_its_first_step(name, tiny_model):
+    options = f"--algorithm sft --optim.name {name}"
+    learner = make_learner(tiny_model, *options.split())
+    expected = missing_state_bytes(learner)
+    for _, parameter in learner.trained_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    learner.optimizer.step()
+    moments = [state for state in learner.optimizer_state() if state.ndim]
+    assert expected == sum(moment.nbytes for moment in moments) > 0
+    assert missing_state_bytes(learner) == 0
+    offloaded = make_learner(tiny_model, *options.split(), "--learner.offload", "phase")
+    assert missing_state_bytes(offloaded) == 0
