@@ -125,14 +125,14 @@ def slot_attention(
     attention_mask: None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    slot_plan: ForwardPlan | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    *,
+    slot_plan: ForwardPlan,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention output [n, S, H, D] over the slots, after the new keys and values were written into
-    them."""
-    assert slot_plan is not None
+    them. Raises TypeError, one of padded_forward.ERRORS, in a model that drops `slot_plan`."""
     keys, values = slot_plan.write(cast(int, module.layer_idx), key, value)
     is_usual = softcap is None and s_aux is None
     sees_all = sliding_window is None or slot_plan.length <= sliding_window
@@ -264,10 +264,9 @@ class SlotModel:
 
 
 def head_weight(hf: PreTrainedModel) -> Tensor:
-    """[V, hidden size] of the output layer."""
-    head = hf.get_output_embeddings()
-    assert head is not None and isinstance(head.weight, Tensor)
-    return head.weight
+    """[V, hidden size] of the output layer. Raises AttributeError, one of padded_forward.ERRORS,
+    for a model without one."""
+    return cast(torch.nn.Linear, hf.get_output_embeddings()).weight
 
 
 def logits_of(

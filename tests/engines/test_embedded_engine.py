@@ -4,6 +4,7 @@ cost."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from dataclasses import replace
 
@@ -646,7 +647,7 @@ def test_logits_that_an_architecture_changes_are_known_by_the_keys_that_transfor
     assert logit_change(AutoConfig.for_model(kind, **sizes)) != (1.0, None)
 
 
-def test_a_decoder_that_computes_something_else_samples_by_its_own_forward(model):
+def double_logits(model):
     forward = model.forward
 
     def doubled(*args, **kwargs):
@@ -655,6 +656,29 @@ def test_a_decoder_that_computes_something_else_samples_by_its_own_forward(model
         return out
 
     model.forward = doubled
+
+
+def hide_head(model):
+    model.get_output_embeddings = lambda: None
+
+
+def drop_plan(model):
+    forward = model.model.forward
+
+    @functools.wraps(forward)
+    def without(*args, slot_plan=None, **kwargs):
+        return forward(*args, **kwargs)
+
+    model.model.forward = without
+
+
+@pytest.mark.parametrize(
+    "change, kind",
+    [(double_logits, "OwnHeadModel"), (hide_head, "OwnHeadModel"), (drop_plan, "RowModel")],
+)
+def test_a_model_that_slots_do_not_fit_samples_by_its_own_forward(model, change, kind):
+    change(model)
+    assert type(choose_sampler(model)).__name__ == kind
     engine, params, (prompt, other) = (
         embedded(model, sampler=choose_sampler),
         SamplingParams(max_tokens=5),
