@@ -146,10 +146,10 @@ class EmbeddedEngine(Engine):
             from rl_core.engines.adapters import AdapterTable
 
             self._adapters = AdapterTable(model, spec.adapters)
-        made = spec.embedded
-        assert made is not None
-        self._slots = made.sampler(model)
-        self._recorder = made.recorder(model) if made.recorder else None
+        settings = spec.embedded
+        assert settings is not None
+        self._slots = settings.sampler(model)
+        self._recorder = settings.recorder(model) if settings.recorder else None
         self._parked_room = 0  # tokens
         if self._slots.is_batched:
             self._fit_memory(spec)
@@ -168,7 +168,7 @@ class EmbeddedEngine(Engine):
         self._steps_since_refill = self._steps_since_answer = 0
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
-        self._offloaded = list(model.parameters()) if made.offloads_weights else []
+        self._offloaded = list(model.parameters()) if settings.offloads_weights else []
         self._copies = HostCopies(model.device)
         self._drop_cache()
         self._copies.to_host(self._offloaded)
@@ -403,11 +403,13 @@ class EmbeddedEngine(Engine):
                 self._prefill(chunk)
             left = [request for request in left if request.row < 0]
         del self._waiting[: len(started)]
+        hidden = []
         for request in started:
             version = self.adapter_versions.get(request.adapter, self.version)
             note_version(request.completion, version)
-        hidden = torch.stack([h for request in started if (h := request.hidden) is not None])
-        self._take(started, hidden, self._params_of(started))
+            assert request.hidden is not None
+            hidden.append(request.hidden)
+        self._take(started, torch.stack(hidden), self._params_of(started))
 
     def _find_source(self, request: GenerationRequest, computed: list[GenerationRequest]) -> None:
         """Finds the longest computed prefix of the prompt, among requests with the same head and

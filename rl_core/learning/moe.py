@@ -88,7 +88,8 @@ class Routers:
         choice.__exit__(None, None, None)
         if self.is_open:
             self.logits.append(output[self.logits_at])
-            self.experts += [] if choice.experts is None else [choice.experts]
+            if choice.experts is not None:  # None: the router calls no topk.
+                self.experts.append(choice.experts)
             self.is_sigmoid = choice.is_sigmoid
 
     def open(self) -> None:

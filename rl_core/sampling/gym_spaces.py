@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gymnasium import Space
 
 MAX_NUMBERS = 128  # The largest array that is printed.
@@ -30,8 +32,8 @@ def words_of(value: object, names: list[str] | None = None) -> str:
         )
     if isinstance(value, np.ndarray) and value.ndim > 1:
         return "\n".join(words_of(row) for row in value)
-    if isinstance(value, (tuple, list)) or (isinstance(value, np.ndarray) and value.ndim):
-        parts = [words_of(item) for item in value]
+    if isinstance(value, (tuple, list)) or getattr(value, "ndim", 0):  # JAX's arrays have ndim.
+        parts = [words_of(item) for item in cast("Iterable[object]", value)]
         if names and len(names) == len(parts):
             parts = [f"{name} {text}" for name, text in zip(names, parts, strict=True)]
         return ", ".join(parts)

@@ -38,7 +38,7 @@ def import_error() -> str:
     """Reason why flash-attn does not import; "" if it does. A folder of that name is not enough:
     flash-attn-4, which SGLang requires, lacks the functions of flash-attn 2."""
     try:
-        assert flash_attn()._flash_attn_varlen_backward
+        flash_attn()._flash_attn_varlen_backward  # noqa: B018
     except Exception as error:  # An import may raise anything.
         return f"{type(error).__name__}: {error}"
     return ""
