@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
 
@@ -24,14 +23,9 @@ from rl_core.models.options import use_liger
 from rl_core.models.policy import end_token_ids
 from rl_core.plan.plan import Plan
 from rl_core.run.options import rank_group_engines
-from rl_core.sampling.actor import Actor
+from rl_core.sampling.actor import Actor, Speaker
 from rl_core.sampling.engine import STALE, Engine
 from rl_core.types import TrainingSample
-
-if TYPE_CHECKING:
-    from rl_core.engines.api import ApiActor
-
-Speaker: TypeAlias = Union[Actor, "ApiActor"]  # The object that hooks receive by an actor's name.
 
 
 class Device:
@@ -48,13 +42,13 @@ class Device:
         engines = list(engines)
         self.ranks, self.lease = ranks, lease  # None if engines do not share the device.
         self.engines = list(dict.fromkeys(e for e in engines if e is not None))
-        # None of `engines` is on this rank where a neighbour's spans its device.
+        # An engine is None where a neighbouring rank's engine spans this device.
         self.is_shared = bool(engines) and not ranks.rollout_ranks
         self.spans_ranks = any(config.of(name).engine_tp > 1 for name in config.actors)
         self.is_asynchronous = config.max_staleness > 0
 
     async def begin(self) -> None:
-        """Engines start, one after the other: none takes another's memory for its own."""
+        """Starts the engines one after the other, so that each measures free memory correctly."""
         self.release_device()
         for engine in self.engines:
             await engine.wake()
@@ -93,7 +87,7 @@ class ActorRuntime:
     engine: Engine | None = None  # None without RL, or if another rank has the engine.
     adapter: str = ""  # Adapter that the engine applies to its weights.
     speaker: Speaker | None = None  # None if the run learns from rows.
-    shares_weights: bool = False  # its engine samples with the learner's own tensors
+    shares_weights: bool = False  # True if the engine samples with the learner's tensors.
 
     @asynccontextmanager
     async def learning(self) -> AsyncIterator[Learner]:
@@ -110,7 +104,7 @@ class ActorRuntime:
         must call it."""
         assert self.learner is not None
         if self.device.ranks.device.type == "cuda":
-            torch.cuda.set_device(self.device.ranks.device)  # each thread has its own
+            torch.cuda.set_device(self.device.ranks.device)  # Each thread has a current device.
         minibatches, metrics = self.learner.shard(samples)
         of_learner = self.learner.annotate(minibatches)
         add_metrics(of_learner, self.learner.step(minibatches, step))

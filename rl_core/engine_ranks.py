@@ -4,7 +4,6 @@ rank group (--actors.NAME.ranks) also learn."""
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from rl_core.actors import make_actors
 from rl_core.distributed import Ranks, barrier, explain_timeouts
@@ -17,6 +16,7 @@ from rl_core.run.rank_group_client import pairs_of
 from rl_core.run.rank_group_server import RankGroupServer
 from rl_core.run.saving.checkpointer import Checkpointer
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
+from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import STALE, Engine
 from rl_core.types import TrainingSample
 
@@ -37,8 +37,10 @@ class EngineRank:
         self.device = next(iter(actors.values())).device
         engines: dict[str, Engine | None] = {}
         for name in plan.chats:
+            speaker = actors[name].speaker
+            assert isinstance(speaker, Actor)
             engines[name] = actors[name].engine
-            engines[name + STALE] = actors[name].speaker.stale_engine
+            engines[name + STALE] = speaker.stale_engine
         channel = make_weight_channel(ranks, self.config.timeout_s)
         self.server = EngineServer(engines, self.device.lease, ranks, channel)
 
@@ -60,7 +62,7 @@ class RankGroupTrainer:
 
     def __init__(self, plan: Plan, ranks: Ranks):
         self.plan, self.config, self.ranks = plan, plan.config, ranks
-        self.out = Path(self.config.out)
+        self.out = self.config.folder
         self.signal_handler = signals(self)
         self.plugins = learner_plugins(self)
         self.checkpointer = Checkpointer(self)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from rl_core.actors import ActorRuntime, Device, Speaker
+    from rl_core.actors import ActorRuntime, Device
     from rl_core.config import Config
     from rl_core.distributed import Ranks
     from rl_core.learning.learner import Learner
     from rl_core.metrics import Metric
     from rl_core.plan.plan import Plan
     from rl_core.run.run_folder import RunLog
+    from rl_core.sampling.actor import Speaker
     from rl_core.sampling.engine import Engine
     from rl_core.sampling.rollout import Group, RolloutWorker
     from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
@@ -71,51 +72,54 @@ class RunState(LearnerRank, Protocol):
 
 
 class Plugin:
-    """Every rank has the same plugins and calls them at the same places: their collectives match.
+    """Hooks that the trainer calls around the steps of a run. Every rank has the same plugins and
+    calls their hooks in the same order, so that hooks may use collectives.
 
-    A plugin reads the trainer, calls its methods, and changes only its own state. It never assigns
-    to an attribute of another object: an option that changes what happens returns another class (an
-    engine, an optimizer, a source of tasks, a forward pass). `step` counts the steps that are done.
+    A plugin reads the trainer, calls its methods, and changes only its own state. A plugin never
+    assigns to an attribute of another object. `step`: number of completed steps.
     """
 
     def __init__(self, trainer: RunState):
-        """No model is loaded yet: what can be refused is refused here."""
+        """Called before any model is loaded. Raises ValueError for flags that cannot work."""
         self.trainer = trainer
 
     def load(self, state: JSONObject) -> None:
-        """Models and engines are made. `state`: of the checkpoint, or of a new run."""
+        """Called once models and engines exist. `state`: state of the checkpoint, or of a new
+        run."""
 
     async def start(self) -> None:
-        """Engines have the learners' weights."""
+        """Called before the first step, when engines have the learners' weights."""
 
     async def before_step(self, step: int) -> None:
-        """Before all that the step is timed by."""
+        """Runs before the step timer starts."""
 
     async def before_rollout(self, step: int) -> None:
-        """Engines are awake."""
+        """Called before the episodes of a step, while engines are awake."""
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
-        """Engines sleep. `groups`: this rank's part of the step."""
+        """Called after the episodes of a step, while engines sleep. `groups`: this rank's groups of
+        the step."""
 
     async def refill(self, groups: list[Group]) -> list[Group]:
-        """Further groups of the step, of this rank."""
+        """This rank's further groups of the step."""
         return []
 
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
-        """They were played, for a step or an evaluation (`step 7`, `eval/000007/greedy`)."""
+        """Called with the episodes of a step or an evaluation. `name`: `step 7`, or
+        `eval/000007/greedy`."""
 
     async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
-        """Reason -> how many episodes of a step, or of an evaluation, failed for it on all
-        ranks."""
+        """Called with the number of failed episodes of all ranks by reason, after a step or an
+        evaluation."""
 
     async def on_samples(self, step: int, samples: dict[str, list[TrainingSample]]) -> None:
-        """This rank's part of what each actor learns from in this step."""
+        """Called with this rank's training samples of each actor in this step."""
 
     async def before_learn(self, actor: str, step: int) -> None:
-        """The learner is on the device, with the weights that sampled."""
+        """Called when the learner is on the device and has the weights that sampled."""
 
     async def after_sync(self, actor: str, version: int) -> None:
-        """The engine has the new weights."""
+        """Called when the engine has the new weights."""
 
     async def after_learn(self, step: int) -> None:
         """Called once all learners of this rank have made their updates, within the step."""
@@ -126,37 +130,38 @@ class Plugin:
         return {}
 
     async def before_log(self, step: int) -> None:
-        """Called before the step is logged: metrics that are noted here count for this step."""
+        """Called before the step is logged. Metrics added here count for this step."""
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Metrics are the same on all ranks."""
+        """Called with the metrics of a step, which are equal on all ranks."""
 
     async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """The same, of an evaluation."""
+        """Called with the metrics of an evaluation, which are equal on all ranks."""
 
     async def give_up(self) -> None:
-        """Too many episodes fail: the run ends with an error."""
+        """Called before the run ends with an error because too many episodes failed."""
 
     async def files(self, scratch: Path) -> list[Path]:
         """Further files of a checkpoint, which may be written into the folder `scratch`. Rank 0
-        copies its own."""
+        copies the files that rank 0 returns."""
         return []
 
     async def export(self, folder: Path) -> None:
-        """Saves further models as Hugging Face folders with those of this rank's learners."""
+        """Saves further models as Hugging Face folders, next to the models of this rank's
+        learners."""
 
     def state(self) -> JSONObject:
         """The state of the plugin for a checkpoint, as JSON."""
         return {}
 
     async def finish(self) -> None:
-        """All steps are done."""
+        """Called after the last step."""
 
     async def close(self) -> None:
-        """The run ends, however it ends."""
+        """Called at the end of the run, also after an error."""
 
     def after_run(self) -> None:
-        """Ranks have parted. On the rank that writes."""
+        """Called on the rank that writes, after all ranks have closed their process group."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -1,7 +1,7 @@
 """torchrun --nproc_per_node N -m rl_core.train: the command, which reads the flags and makes the
 run. `from rl_core import train` gives this module, which is called as a function.
 
-Whatever loads slowly is imported inside functions: --help and an error in a flag answer at once.
+Slow modules are imported inside functions, so that --help and an error in a flag answer at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NEW_OBJECTS = 50_000
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status; 128 + its number after a signal. A user's mistake is one line;
-    RL_CORE_DEBUG=1 shows where it was found."""
+    """The exit status: 128 + N after signal N. A user's mistake is printed as one line, with a
+    traceback if RL_CORE_DEBUG=1."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     with refusing_exits():
@@ -51,7 +51,6 @@ def run_command(argv: list[str] | None) -> int:
         # Off while modules and rows load, because collections would take a second.
         gc.disable()
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
-        from rl_core.engine_ranks import make_engine_rank
         from rl_core.learners import is_sharded
         from rl_core.plan.plan import make_plan
         from rl_core.run.run_folder import locked
@@ -68,6 +67,8 @@ def run_command(argv: list[str] | None) -> int:
             barrier(ranks)  # Every rank has checked that the folder is free.
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 if ranks.is_engine:
+                    from rl_core.engine_ranks import make_engine_rank
+
                     trainer = make_engine_rank(plan, ranks)
                 else:
                     trainer = Trainer(plan, ranks)
@@ -85,7 +86,7 @@ def run_command(argv: list[str] | None) -> int:
 
 
 def end_on_writer(trainer: Trainer) -> None:
-    """Work that no other rank waits for: report.html, and the last hooks of plugins."""
+    """Writes report.html and calls the last hooks of plugins. No other rank waits for them."""
     from rl_core.view.report import write_at_end
 
     if not trainer.signal:
@@ -95,7 +96,7 @@ def end_on_writer(trainer: Trainer) -> None:
 
 class CallableModule(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See tools/python_api.py."""
+        """See api/train.py."""
         from rl_core.api.train import train
 
         return train(*args, **kwargs)

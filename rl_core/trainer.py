@@ -15,7 +15,7 @@
 
 With max_staleness 0 the worker is idle while learners learn. Otherwise episodes of later steps
 pause for learn() and sync(), or continue if other ranks hold the engines (--rollout_ranks).
-Plugins extend the loop: comments at the calls below name those that act there, in their order.
+Plugins extend the loop: comments at the calls below name the plugins that act there, in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Protocol
 
 import torch
 
-from rl_core.actors import Speaker, make_actors
+from rl_core.actors import make_actors
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learners import make_learners
@@ -42,6 +42,7 @@ from rl_core.run.display.summary import print_summary
 from rl_core.run.options import make_plugins
 from rl_core.run.run_folder import RunLog
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
+from rl_core.sampling.actor import Speaker
 from rl_core.sampling.options import make_worker
 from rl_core.sampling.rollout import Group, make_group, sorted_trajectories
 from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
@@ -51,7 +52,7 @@ class Trainer:
     """A run with its models, on a rank that learns."""
 
     def __init__(self, plan: Plan, ranks: Ranks):
-        """Loads the models and makes all that lives as long as the run."""
+        """Loads the models and makes the objects that live as long as the run."""
         config = plan.config
         self.plan, self.config, self.ranks = plan, config, ranks
         assert config.out
@@ -70,18 +71,18 @@ class Trainer:
         state: JSONObject = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = load_checkpoint(self.checkpoint, self.learners, True)
-        barrier(ranks)  # the folders are there
+        barrier(ranks)  # All folders exist now.
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
 
-        self.step: int = state["step"]  # steps that are done
+        self.step: int = state["step"]  # Number of completed steps.
         self.first_step = self.step  # Steps completed before this process started.
         self.position: int = state["position"]  # Position of the next training task in the data.
-        # Positions before it of which no step has learned yet.
+        # Earlier positions that no step has trained on yet.
         self.pending: list[int] = state.get("pending", [])
         self.metrics: dict[str, Metric] = {}  # Metrics of the current step.
         self.reduced_flags: dict[str, float] = {}  # Last logged values, equal on all ranks.
-        self.ended_by, self.is_interrupted = "", False  # why the run ends after this step
+        self.ended_by, self.is_interrupted = "", False  # Reason to end the run after this step.
 
         self.actors = make_actors(plan, self.learners, ranks)
         self.device = next(iter(self.actors.values())).device
@@ -101,7 +102,7 @@ class Trainer:
         return int(self.reduced_flags.get("keep/signal", 0))
 
     async def fit(self) -> None:
-        """All steps that are left."""
+        """Runs all remaining steps."""
         await self.start()
         while self.step < self.config.num_steps and not self.ended_by:
             metrics = await self.train_step()
@@ -125,7 +126,7 @@ class Trainer:
         await self.call("start")
 
     async def train_step(self) -> dict[str, float]:
-        """Its metrics, the same on all ranks."""
+        """Runs one step and returns its metrics, which are equal on all ranks."""
         step = self.step
         self.metrics = {}
         await self.call("before_step", step)
@@ -134,7 +135,7 @@ class Trainer:
                 samples = await self.sample()
             await self.call("on_samples", step, samples)
             for name in self.learners:
-                # The samples of those that do not learn in this step are left out.
+                # An actor that does not learn in this step drops its samples.
                 if (step + 1) % self.config.actors[name].update_every:
                     continue
                 async with self.actors[name].learning():
@@ -152,7 +153,7 @@ class Trainer:
         return self.log_metrics()
 
     async def sample(self) -> dict[str, list[TrainingSample]]:
-        """This rank's part of the step's samples, of each actor that learns."""
+        """This rank's training samples of the step, by trained actor."""
         plan, step = self.plan, self.step
         if plan.sft_dataset:
             first = self.position
@@ -183,7 +184,7 @@ class Trainer:
         return groups
 
     def draw_groups(self, num_groups: int) -> list[Group]:
-        """Groups of the next training tasks. Those that a resumed run had left come first."""
+        """Groups of the next training tasks. Tasks that an interrupted run left come first."""
         left, self.pending = self.pending[:num_groups], self.pending[num_groups:]
         assert self.plan.train is not None
         first, groups = self.position, []
@@ -205,8 +206,8 @@ class Trainer:
         )
 
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
-        """One step of a learner. With engines on other ranks the step runs in a
-        thread, so that conversations continue."""
+        """Runs one step of a learner. With engines on other ranks the step runs in a thread, so
+        that conversations continue."""
         learn = self.actors[name].learn
         if self.ranks.rollout_ranks:
             metrics = await asyncio.to_thread(learn, samples, self.step)
@@ -219,7 +220,7 @@ class Trainer:
         await self.call("after_sync", name, version)
 
     async def resume(self) -> None:
-        """Groups continue, and new ones begin, with the new weights."""
+        """Lets groups continue, and new groups begin, with the new weights."""
         self.worker.version = self.step
         await self.device.resume()
 
@@ -237,7 +238,7 @@ class Trainer:
             await hook(*args)
 
     def end(self, reason: str, is_interrupted: bool = False) -> None:
-        """The run ends after this step. Every rank must call it."""
+        """Ends the run after this step. Every rank must call it."""
         self.ended_by, self.is_interrupted = reason, is_interrupted
 
     @contextmanager
@@ -271,14 +272,14 @@ class Trainer:
         return {n: value for n, value in self.reduced_flags.items() if not n.startswith("keep/")}
 
     def read_data_state(self) -> JSONObject:
-        """The position in the data for a checkpoint after a step."""
+        """The position in the data, for a checkpoint."""
         begun = [group.position for group in self.worker.pending.values()]
         # Positions of tasks that were drawn but not trained on.
         return {"position": self.position, "pending": begun + self.pending}
 
     async def close(self) -> None:
-        """Ends everything that the run started."""
-        async with AsyncExitStack() as stack:  # All of it, though something in it fails.
+        """Closes everything that the run started."""
+        async with AsyncExitStack() as stack:  # Closes the others if one raises.
             # Plugins are pushed last and closed first, so that signals are as before the run.
             for speaker in (*self.plan.endpoints.values(), *self.device.engines, self.worker):
                 stack.push_async_callback(speaker.close)
@@ -286,7 +287,7 @@ class Trainer:
                 stack.push_async_callback(plugin.close)
 
     def after_run(self) -> None:
-        """On the rank that writes, once ranks have parted: none waits for what follows."""
+        """Runs on the rank that writes, when no other rank waits any more."""
         print_summary(self)
         for plugin in self.plugins:
             plugin.after_run()
@@ -314,15 +315,16 @@ async def run_to_end(rank: Run) -> None:
             await rank.fit()
     finally:
         await rank.close()
-        # In a notebook the models would stay; libraries would report leaks at the end of the
-        # process.
+        # Otherwise models would stay in a notebook's memory, and libraries would report leaks at
+        # the end of the process.
         gc.unfreeze()
 
 
 def training_samples(
     plan: Plan, trajectories: list[Trajectory], ranks: Ranks
 ) -> dict[str, list[TrainingSample]]:
-    """This rank's samples of these episodes, of each actor that learns. Every rank must call it."""
+    """This rank's training samples from these episodes, by trained actor. Every rank must call
+    it."""
     samples = {}
     advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
     for name, algorithm in plan.algorithms.items():

@@ -15,9 +15,9 @@ from rl_core.config.actors import URL
 from rl_core.plan.model_paths import check_plays
 
 if TYPE_CHECKING:
-    from rl_core.actors import Speaker
     from rl_core.data.tasks import TaskSource
     from rl_core.run.evaluation.eval_folder import Cell
+    from rl_core.sampling.actor import Speaker
     from rl_core.sampling.env import Env
     from rl_core.sampling.rollout import RolloutWorker
     from rl_core.types import Task, Trajectory
