@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Row]  # a list, or a table of `datasets`
 Source = str | Path | ModuleType | Callable | list[Callable]
-Several: TypeAlias = "list[str] | list[Environment] | list[One] | tuple[One, ...]"
-One: TypeAlias = "Source | Environment"
-Environments: TypeAlias = "One | Several | None"  # The argument of train().
+# The argument `env` of train(): one environment, or several.
+AnyEnv: TypeAlias = "Source | Environment"
+AnyEnvs: TypeAlias = "list[str] | list[Environment] | list[AnyEnv] | tuple[AnyEnv, ...]"
+Environments: TypeAlias = "AnyEnv | AnyEnvs | None"
 
 
 @dataclass

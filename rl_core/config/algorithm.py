@@ -14,6 +14,7 @@ from rl_core.flags import AtLeast1, Count, Fraction, NotNegative, Positive, flag
 RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
 SELF = "self"  # The policy as its own teacher.
 
+# For pyright AlgoConfig has the fields of Algorithm; pyright does not know that they may be None.
 if TYPE_CHECKING:
     Parts = Algorithm
 else:

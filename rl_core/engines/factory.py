@@ -64,11 +64,13 @@ class EngineFactory:
         """URLs of engine servers that run already."""
         return self.config.actors[name].servers
 
-    def check(self, num_ranks: int, is_planned: bool, places: Iterable[RankGroup] = ()) -> None:
+    def check(
+        self, num_ranks: int, is_planned: bool, rank_groups: Iterable[RankGroup] = ()
+    ) -> None:
         """Raises ValueError if engines do not support the flags: on this machine or, if
-        is_planned, on any. `places`: rank groups, if actors have separate ranks."""
+        is_planned, on any."""
         sizes: dict[str, int] = {}
-        for group in places:
+        for group in rank_groups:
             sizes |= dict.fromkeys(group.actors, len(group.ranks))
         for name, cls in self.classes.items():
             config, size = self.config.of(name), sizes.get(name, num_ranks)
@@ -262,7 +264,7 @@ class EngineFactory:
                 return policy.hf
             from rl_core.learning.lora import second_model
 
-            return cast("PreTrainedModel", second_model(policy.hf))
+            return second_model(policy.hf)
         module = load_hf_model(path, compute_dtype(self.config.of(name)), ranks.device)
         if policy is not None and policy.is_served and policy.is_quantized:
             # The adapters are trained on the dequantized weights.

@@ -10,8 +10,8 @@ n requests, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence, Sized
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_id: int):
         self.tokenizer, self.eos_token_id = tokenizer, end_id
-        facts, size = TokenizerFacts(tokenizer), min(len(cast(Sized, tokenizer)), vocab_size)
+        facts, size = TokenizerFacts(tokenizer), min(len(tokenizer), vocab_size)
         self.special_token_ids = sorted(number for number in facts.added if number < size)
         # Rows of the embedding without a token have no bytes.
         self.tokens = [facts.token_bytes(number) for number in range(size)]

@@ -21,7 +21,9 @@ from rl_core.learning.whitening import BatchWhitening
 from rl_core.models.loading import compute_dtype
 
 # (is it used?, what makes it).
-Row = tuple[Callable[[LearnerContext], object], Callable[[LearnerContext], LearnerExtension]]
+ExtensionOption = tuple[
+    Callable[[LearnerContext], object], Callable[[LearnerContext], LearnerExtension]
+]
 
 
 def has_routers(c: LearnerContext) -> bool:
@@ -38,11 +40,11 @@ def make_experts(c: LearnerContext) -> LearnerExtension:
 
 
 # Extensions see batches in this order. Critics have the common ones too.
-COMMON: tuple[Row, ...] = (
+COMMON: tuple[ExtensionOption, ...] = (
     (lambda c: c.ranks.size > 1, lambda c: GradientAveraging()),
     (lambda c: compute_dtype(c.config) == torch.float16, lambda c: LossScale()),
 )
-OF_ALGORITHM: tuple[Row, ...] = (
+OF_ALGORITHM: tuple[ExtensionOption, ...] = (
     (lambda c: c.algorithm.needs_reference, make_reference),
     (lambda c: c.algorithm.has_critic, lambda c: make_critic(c, choose_extensions(c, COMMON))),
     (lambda c: c.algorithm.penalises_advantages, lambda c: KLPenalty(c.algorithm)),
@@ -53,32 +55,34 @@ OF_ALGORITHM: tuple[Row, ...] = (
         lambda c: TruncationSupport(c.name),
     ),
 )
-OF_MODEL: tuple[Row, ...] = (
+OF_MODEL: tuple[ExtensionOption, ...] = (
     (has_routers, make_experts),
     (replays_routers, lambda c: RouterReplay(c.policy.hf)),
     (lambda c: c.ranks.mesh.cp > 1, lambda c: SequenceShards(c.ranks)),
 )
-EXTENSIONS = (*COMMON, *OF_ALGORITHM, *OF_MODEL)
+EXTENSIONS: tuple[ExtensionOption, ...] = (*COMMON, *OF_ALGORITHM, *OF_MODEL)
 
 
 def choose_extensions(
-    context: LearnerContext, rows: Iterable[Row] = EXTENSIONS
+    context: LearnerContext, options: Iterable[ExtensionOption] = EXTENSIONS
 ) -> list[LearnerExtension]:
-    return [make(context) for is_used, make in rows if is_used(context)]
+    return [make(context) for is_used, make in options if is_used(context)]
 
 
 def build_learner(
-    context: LearnerContext, kept: Sequence[LearnerExtension] = (), rows: Iterable[Row] = EXTENSIONS
+    context: LearnerContext,
+    kept: Sequence[LearnerExtension] = (),
+    options: Iterable[ExtensionOption] = EXTENSIONS,
 ) -> Learner:
-    """A learner with a new optimizer, the extensions of `rows`, and those of `kept`."""
+    """A learner with a new optimizer, the extensions of `options`, and the extensions `kept`."""
     return Learner(
         context.config,
         context.algorithm,
         context.policy,
         context.ranks,
         context.make_optimizer,
-        extensions=[*choose_extensions(context, rows), *kept],
-        loss=pair_loss(context.config, context.algorithm),
+        extensions=[*choose_extensions(context, options), *kept],
+        loss=pair_loss(context.algorithm),
         token_loss=context.token_loss,
         name=context.name,
         adapter=context.adapter,

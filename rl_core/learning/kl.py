@@ -40,24 +40,24 @@ class RenewedReference(LearnerExtension):
         return {}
 
 
-def make_reference(learner: LearnerContext) -> LearnerExtension:
+def make_reference(context: LearnerContext) -> LearnerExtension:
     """A frozen copy of --algo.reference, by default of the actor's initial model, in the compute
     dtype, sharded like the policy; for a policy with adapters the policy itself, without them. On a
     GPU a copy is CPU-offloaded to pinned memory while it is not used. --algo.reference_every and
     reference_decay update a snapshot of the trained weights."""
-    model, path, algorithm = learner.policy, learner.config.algo.reference, learner.algorithm
+    model, path, algorithm = context.policy, context.config.algo.reference, context.algorithm
     # An EMA is updated after each step.
     if every := algorithm.reference_every or int(algorithm.reference_decay > 0):
-        snapshot = learner.snapshot("reference", every, algorithm.reference_decay)
-        return RenewedReference(snapshot, learner.temperature)
+        snapshot = context.snapshot("reference", every, algorithm.reference_decay)
+        return RenewedReference(snapshot, context.temperature)
     if path or not model.adapters:
-        model = frozen_model(learner, path or learner.model_path)
-    return Reference(model, learner.temperature)
+        model = frozen_model(context, path or context.model_path)
+    return Reference(model, context.temperature)
 
 
-def frozen_model(learner: LearnerContext, path: str) -> Policy:
+def frozen_model(context: LearnerContext, path: str) -> Policy:
     """A model that an extension only reads."""
-    model = learner.load(path, is_frozen=True)
+    model = context.load(path, is_frozen=True)
     with model.on_device():
         pass  # The model leaves the device at the end.
     return model

@@ -41,13 +41,13 @@ def adamw8bit() -> MakeOptimizer:
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
 
 
-def pair_loss(config: Config, algorithm: Algorithm) -> Loss | None:
+def pair_loss(algorithm: Algorithm) -> Loss | None:
     """The loss of DPO and reward models; None if tokens are trained."""
     if not algorithm.is_pairs:
         return None
     from rl_core.learning.preference import LOSSES
 
-    return LOSSES[config.algorithm]
+    return LOSSES[algorithm.objective]
 
 
 def learning_order(config: Config) -> list[str]:

@@ -94,10 +94,10 @@ class Engine:
     async def update(
         self, weights: NamedWeights | None, version: int, *, adapter: str = ""
     ) -> None:
-        """Loads the weights and drops the KV cache. With `adapter`, the
-        pairs have peft's names and replace that adapter. None: the weights are shared and have
-        changed. Raises ValueError on an unknown, missing or misshapen tensor, RuntimeError while
-        requests run unless the engine is paused."""
+        """Loads the weights and drops the KV cache. With `adapter`, the pairs have peft's names and
+        replace that adapter. None: the weights are shared and have changed. Raises ValueError on an
+        unknown, missing or misshapen tensor, RuntimeError while requests run unless the engine is
+        paused."""
 
     async def sleep(self) -> None:
         """Frees device memory; RuntimeError while requests run unless it is paused."""
@@ -185,8 +185,8 @@ class EngineSpec:
     seed: int  # For an engine that ignores the seeds of requests.
     # Actor -> content of adapter_config.json.
     adapters: dict[str, JSONObject] = field(default_factory=dict)
-    # None for an engine in separate processes, which the rest is for.
-    embedded: EmbeddedSpec | None = None
+    embedded: EmbeddedSpec | None = None  # None for an engine in separate processes.
+    # The remaining fields are read by engines in separate processes alone.
     server: ServerSpec = field(default_factory=ServerSpec)
     log: Path  # Output of the engine's process.
     start_timeout_s: float

@@ -23,39 +23,39 @@ from rl_core.learning.teachers.distill import (
 from rl_core.learning.teachers.self_distill import SelfTeacher
 
 
-def make_teacher(learner: LearnerContext) -> SampledTeacher:
+def make_teacher(context: LearnerContext) -> SampledTeacher:
     """The extension that learns from the teachers of an actor's environments. Each teacher is made
     once."""
-    config, algorithm = learner.config, learner.algorithm
+    config, algorithm = context.config, context.algorithm
     by_name = config.envs_by_teacher
     teachers = []
     for name, envs in by_name.items():
-        teacher = teacher_named(learner, name)
+        teacher = teacher_named(context, name)
         # A self-teacher reads the samples that have a teacher's prompt.
         if len(envs) < len(config.env_paths) and name != SELF:
-            teacher = TeacherRouter(teacher, envs, learner.ranks)
+            teacher = TeacherRouter(teacher, envs, context.ranks)
         teachers.append(teacher)
     if algorithm.teacher_loss == "sampled":
         return SampledTeacher(teachers, algorithm.teacher_coef)
     return ExactTeacher(teachers, algorithm)
 
 
-def teacher_named(learner: LearnerContext, name: str) -> Teacher:
+def teacher_named(context: LearnerContext, name: str) -> Teacher:
     """The teacher `name`: a server, the policy itself, another trained actor, or a frozen model in
     the compute dtype, sharded like the policy and, on a GPU, CPU-offloaded while it is not used."""
-    config = learner.config
+    config = context.config
     if is_url(name):
         from rl_core.learning.teachers.teacher_server import ServerTeacher
 
-        num_top, at_once = learner.algorithm.teacher_top_k, config.rollout.max_concurrent
+        num_top, at_once = context.algorithm.teacher_top_k, config.rollout.max_concurrent
         # Half of --timeout_s, since the other ranks wait for this rank.
-        return ServerTeacher(name, num_top, learner.ranks, at_once, config.timeout_s / 2)
+        return ServerTeacher(name, num_top, context.ranks, at_once, config.timeout_s / 2)
     if name == SELF:
-        return SelfTeacher(learner)
+        return SelfTeacher(context)
     temperature = config.sampling.temperature
     if name in config.trained:
-        return ActorTeacher(learner.learners, name, temperature)
-    return ModelTeacher(frozen_model(learner, model_path(config, name)), temperature)
+        return ActorTeacher(context.learners, name, temperature)
+    return ModelTeacher(frozen_model(context, model_path(config, name)), temperature)
 
 
 def model_path(config: Config, name: str) -> str:
