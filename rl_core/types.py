@@ -7,9 +7,8 @@ import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 # A value that somebody else wrote, as json.loads() returns it: the reader checks its shape.
@@ -155,13 +154,13 @@ class Trajectory:
         return any(turn.state_key for turn in self.turns)
 
 
-# Arrays of a TrainingSample that hold a value for each token.
+# Arrays of a TrainingSample that hold a value for each token: name -> dtype.
 PER_TOKEN = {
-    "token_ids": np.int64,
-    "loss_mask": np.bool_,
-    "rollout_logprobs": np.float32,
-    "policy_versions": np.int64,
-    "advantages": np.float32,
+    "token_ids": "int64",
+    "loss_mask": "bool",
+    "rollout_logprobs": "float32",
+    "policy_versions": "int64",
+    "advantages": "float32",
 }
 
 
@@ -185,15 +184,16 @@ class TrainingSample:
     advantages: np.ndarray  # [L] fp32, 0 where loss_mask is False
     group_id: str = ""  # samples of one group stay in one minibatch
     env: str = ""  # Environment in which the sample was sampled.
-    experts: np.ndarray | None = (
-        None  # [L - 1, routers, top_k] int16, to which its tokens go; None: the learner chooses
-    )
+    # [L - 1, routers, top_k] int16, to which its tokens go; None: the learner chooses.
+    experts: np.ndarray | None = None
     # uint8, text: for each trained token a line of the ids that it was drawn from; None: from all.
     kept_ids: np.ndarray | None = None
     # [P] int64, the teacher's prompt before the first trained token; None: the policy's prompt.
     teacher_ids: np.ndarray | None = None
 
     def __post_init__(self):
+        import numpy as np  # Commands that only print help have no use for it.
+
         with np.errstate(over="ignore"):  # an infinite loss is reported by the learner
             for name, dtype in PER_TOKEN.items():
                 setattr(self, name, np.asarray(getattr(self, name), dtype))

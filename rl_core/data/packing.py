@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 
@@ -316,5 +317,5 @@ def trained_columns(
     return fields | {"labels": fields.pop("token_ids")}
 
 
-def joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+def joined(parts: list[np.ndarray], dtype: DTypeLike) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts])

@@ -124,7 +124,7 @@ def test_shared_tokens_go_to_the_experts_of_the_first_sample_that_read_them(made
         each.experts = np.full((len(each.token_ids) - 1, *shape), number % 4, np.int16)
     samples[0].experts = None
     batch = pack_samples(samples)
-    placed = part_of(learner, "Experts").packed(batch, samples).experts
+    placed = part_of(learner, "RouterReplay").packed(batch, samples).experts
     for token in range(len(batch.input_ids)):
         readers = [n for n, path in enumerate(batch.paths) if token in path]
         known = [n % 4 for n in readers if n > 0]

@@ -216,7 +216,8 @@ def test_padded_rows_give_the_same(played, forward):
     batch = batch_of(learner, samples)
     packed = learner.policy(batch, 0.7)
     learner.policy.hf.set_attn_implementation("sdpa")
-    padded = learner.policy(batch, 0.7, "", forward())
+    learner.policy.use_forward(forward())
+    padded = learner.policy(batch, 0.7)
     for one, other in zip(packed, padded, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
