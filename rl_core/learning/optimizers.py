@@ -66,13 +66,14 @@ def refresh_views(links: list[tuple[nn.Parameter, DTensor]]) -> None:
 
 
 def missing_state_bytes(learner: Learner) -> float:
-    """Bytes of optimizer state that the first update will add to this rank's device, and that stay
-    there while engines sample."""
-    config = learner.config
-    if config.learner.offload != "none" or learner.optimizer.state:
-        return 0.0
-    num_trained = sum(local(parameter).numel() for _, parameter in learner.trained_parameters())
-    return num_trained * STATE_BYTES[config.optim.name]
+    """Bytes of optimizer state that the first updates of a learner and its critic will add to this
+    rank's device, and that stay there while engines sample."""
+    total = 0.0
+    for trained in learner.trained():
+        if trained.config.learner.offload == "none" and not trained.optimizer.state:
+            sizes = [local(parameter).numel() for _, parameter in trained.trained_parameters()]
+            total += sum(sizes) * STATE_BYTES[trained.config.optim.name]
+    return total
 
 
 def parameter_groups(named: Named, weight_decay: float) -> list[dict]:

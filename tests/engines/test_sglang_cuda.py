@@ -105,15 +105,17 @@ def test_the_pool_of_a_server_leaves_room_for_the_optimizer_that_does_not_exist_
     assert pool == pytest.approx(0.6 * (80e9 - 12 * parameters), rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_the_bytes_of_an_optimizers_state_are_known_before_its_first_step(name, tiny_model):
-    options = f"--algorithm sft --optim.name {name}"
+@pytest.mark.parametrize("options", ["sft", "sft --optim.name sgd", "ppo"])
+def test_the_bytes_of_an_optimizers_state_are_known_before_its_first_step(options, tiny_model):
+    options = f"--algorithm {options}"
     learner = make_learner(tiny_model, *options.split())
     expected = missing_state_bytes(learner)
-    for _, parameter in learner.trained_parameters():
-        parameter.grad = torch.ones_like(parameter)
-    learner.optimizer.step()
-    moments = [state for state in learner.optimizer_state() if state.ndim]
+    moments = []
+    for trained in learner.trained():
+        for _, parameter in trained.trained_parameters():
+            parameter.grad = torch.ones_like(parameter)
+        trained.optimizer.step()
+        moments += [state for state in trained.optimizer_state() if state.ndim]
     assert expected == sum(moment.nbytes for moment in moments) > 0
     assert missing_state_bytes(learner) == 0
     offloaded = make_learner(tiny_model, *options.split(), "--learner.offload", "phase")
