@@ -253,7 +253,7 @@ class Learner:
         if step < self.config.critic.warmup_steps:
             return extension_metrics | {"skipped_updates": count_once(self.ranks)}, False
         metrics = self.backward(minibatch)
-        # The only synchronisation of an update with the device.
+        # Synchronises with the device. A target KL does so once more.
         [grad_norm] = self.clip_gradients().view(1).tolist()
         is_done = self.exceeds_target(metrics)
         if not math.isfinite(grad_norm) and not is_done:
