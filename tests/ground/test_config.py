@@ -199,7 +199,7 @@ def test_a_file_of_an_older_version_gives_the_renamed_flags(tmp_path):
         " alice: {share: bob}}, agents: {address: h}, optim: {load: r},"
         " rollout: {fixed_order: true, lagged: [0.25, 5]},"
         " algo: {overlong: mask, refill_rounds: 3, state_coef: 0.5, state_discount: 0.9},"
-        " learner: {inference_tokens: auto, minibatches: 4}}"
+        " learner: {inference_tokens: auto, minibatches: 4}, eval: {background: cpu, samples: 2}}"
     )
     new = {
         "rollout_ranks": 1,
@@ -219,6 +219,7 @@ def test_a_file_of_an_older_version_gives_the_renamed_flags(tmp_path):
         "algo.gigpo_discount": 0.9,
         "learner.logprob_microbatch_tokens": "auto",
         "learner.updates_per_epoch": 4,
+        "eval.samples": 2,
     }
     config = flat(yaml.safe_load(to_yaml(read_config(["--config", str(file)]))))
     assert {name: config[name] for name in new} == new
