@@ -58,8 +58,8 @@ def launch(argv: list[str]) -> int:
 
     gc.enable()
     logging.disable(logging.ERROR)
-    # A rank saves at the end of a step: torchrun passes signals on, and kills no rank after its 30
-    # s.
+    # A rank saves at the end of its step: torchrun forwards these signals and waits an hour, not 30
+    # s, before it kills a rank.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "3600")
     try:
