@@ -96,7 +96,7 @@ def end_on_writer(trainer: Trainer) -> None:
 
 class CallableModule(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See api/train.py."""
+        """Calls train() of rl_core/api/train.py."""
         from rl_core.api.train import train
 
         return train(*args, **kwargs)

@@ -201,7 +201,7 @@ ALIKE = {
 }
 HOOKS = [name for name in vars(Plugin) if not name.startswith("_")]
 # Results that a hook must return, by type.
-GIVEN = {"refill": list, "files": list, "reduced_flags": dict, "state": dict}
+RESULTS = {"refill": list, "files": list, "reduced_flags": dict, "state": dict}
 
 
 def own_plugins(plugins: object) -> list[Callable[[RunState], Plugin]]:
@@ -229,7 +229,7 @@ def own_plugin(plugin: object) -> Callable[[RunState], Plugin]:
 
 
 def own_hooks(plugin: object) -> list[str]:
-    """Names of the hooks that are not Plugin's. `given`: an object, or a class."""
+    """Names of the hooks that an object or a class overrides."""
     hooks = []
     for name in HOOKS:
         hook = getattr(plugin, name, None)
@@ -313,8 +313,8 @@ def named(hook: Callable, name: str) -> Callable:
     usual = name.rpartition(".")[2]
 
     def checked(value: object) -> object:
-        if not isinstance(value, GIVEN.get(usual, object)):
-            raise TypeError(f"it gave {value!r} instead of a {GIVEN[usual].__name__}")
+        if not isinstance(value, RESULTS.get(usual, object)):
+            raise TypeError(f"it gave {value!r} instead of a {RESULTS[usual].__name__}")
         return value
 
     def call(self, *args: object) -> object:

@@ -1,7 +1,8 @@
 """Actors with separate ranks (--actors.NAME.ranks), from the side of the ranks that play episodes.
 
 A rank group is a separate process group: no collective spans two of them. Its engines and learners
-answer HTTP requests (place_rank.py). Samples are sent as safetensors in JSON, metrics as JSON.
+answer HTTP requests (rank_group_server.py). Samples are sent as safetensors in JSON, metrics as
+JSON.
 """
 
 from __future__ import annotations

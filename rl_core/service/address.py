@@ -1,4 +1,4 @@
-"""URLs of services in --env_path and --service: grpc://HOST:PORT/NAME?token_file=FILE&ca=FILE."""
+"""URLs of services (--env_path, rl-core service): grpc://HOST:PORT/NAME?token_file=FILE&ca=FILE."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Verdict:
     """The worth of a task for training."""
 
     task: str
-    oracle: float | None  # the solution's reward; None if it failed
+    oracle: float | None  # the solution's reward; None if it failed or there is none
     nothing: float | None  # the reward of doing nothing; None if the episode failed
     seconds: float
     error: str = ""  # the reason of what failed

@@ -49,7 +49,7 @@ class Policy:
 
     @contextmanager
     def experts(self, s):
-        """Context of a forward that goes by the experts of a sample, where it has some: Mixtral's
+        """Context of a forward with the recorded experts of a sample, weighted by Mixtral's
         formula."""
 
         def route(number: int, router, inputs, output):
