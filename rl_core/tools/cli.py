@@ -57,7 +57,7 @@ COMMANDS = {
     ),
 }
 # Flags of older versions, and the fix.
-SERVICE = "rl-core service workers URL, or sessions, lists what it showed"
+SERVICE = "rl-core service workers URL and rl-core service sessions URL list the same"
 BENCH = "name rows and environment; rl-core datasets humaneval prints the flags"
 TIME = "plan prints memory; the time of a step has to be measured"
 REMOVED = {
