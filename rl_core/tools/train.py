@@ -68,7 +68,16 @@ def launch(argv: list[str]) -> int:
     except SignalException as end:
         return 128 + end.sigval
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        failures = error.failures
+
+        def order(rank: int) -> tuple[int, bool]:
+            """Killed ranks come first of those that end in the same second: ranks that wait for a
+            killed one fail, and torchrun ends the others by SIGTERM."""
+            code = failures[rank].exitcode
+            return failures[rank].timestamp, code >= 0 or code == -signal.SIGTERM
+
+        rank = min(failures, key=order)
+        failure = failures[rank]
         if failure.exitcode < 0 and not os.path.isfile(failure.error_file):  # it could say nothing
             name = signal.Signals(-failure.exitcode).name
             print(
