@@ -378,6 +378,8 @@ def test_a_frozen_actor_speaks_and_stays_as_it_is(make_flags, places, tmp_path):
         steps(out)[-1]["learn/bob/lr"] == pytest.approx(2e-2)
         and steps(out)[-1]["rollout/bob/turns_mean"] > 1
     )
+    recorded = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    assert {t["actor"] for t in recorded} == {"bob"}
     before = load_file(f"{places['model']}/model.safetensors")
     assert any(not torch.equal(before[key], value) for key, value in weights(out, "bob").items())
 

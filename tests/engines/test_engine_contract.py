@@ -23,13 +23,21 @@ from kit import ROOT, embedded, engine_spec, make_learner, make_skeleton, wait_u
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config
+from rl_core.distributed import Ranks
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.options import ENGINES, engine_factory
 from rl_core.engines.remote import ask
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.metrics import Sum
 from rl_core.plan.plan import choose_engine, make_chats
-from rl_core.sampling.engine import EngineDied, EngineSpec
+from rl_core.sampling.engine import (
+    RESENT_BY_RANKS,
+    STALE,
+    Engine,
+    EngineDied,
+    EngineSpec,
+    WeightOwner,
+)
 from rl_core.types import Completion, SamplingParams
 
 CONTEXT = 512
@@ -559,6 +567,56 @@ def test_an_engine_is_known_by_what_it_can_and_not_by_its_name(tiny_model, flags
         assert type(engine) is ENGINES[name]() and engine._adapters is None
         has_copy.append(engine.model is not learner.policy.hf)
     assert has_copy == [bool(flags)] * 2
+
+
+class NotedEngine(Engine):
+    """Keeps its arguments."""
+
+    weight_owner = WeightOwner.SERVER
+
+    def __init__(self, spec: EngineSpec):
+        self.spec = spec
+
+
+BOB = "--actors.bob.model MODEL"
+BOTH = f"{BOB} --rollout.engines_awake all"
+LAGGED = "--max_staleness 1 --rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 2"
+URL = "--actors.policy.engine_urls http://{}:1"
+
+
+@pytest.mark.parametrize(
+    "num_ranks, flags, role, expected",
+    [
+        (1, "", "", {"memory_frac": 0.6, "url": "", "tp": 1, "args": "", "folder": None}),
+        (1, "--engine_bucket_mib 3", "", {"bucket_bytes": 3 * 2**20, "resend": "learner"}),
+        (1, "--max_staleness 1", "", {"resend": RESENT_BY_RANKS}),
+        (2, "--weight_sync files", "", {"resend": RESENT_BY_RANKS, "weight_sync": "files"}),
+        (1, BOB, "", {"memory_frac": 0.6, "resend": "learner"}),
+        (2, BOB, "", {"memory_frac": 0.6, "resend": None}),
+        (2, BOTH, "", {"memory_frac": 0.3, "resend": RESENT_BY_RANKS}),
+        (1, f"{BOTH} --actors.policy.engine_memory_frac 0.2", "", {"memory_frac": 0.2}),
+        (1, LAGGED, "", {"memory_frac": 0.3, "resend": RESENT_BY_RANKS, "name": "policy"}),
+        (1, LAGGED, STALE, {"memory_frac": 0.3, "resend": None, "name": "policy.older"}),
+        (
+            2,
+            "--engine_args=--a --actors.policy.engine_tp 2 --actors.policy.engine_args=--b",
+            "",
+            {"tp": 2, "args": "--b"},
+        ),
+        (1, URL.format("localhost"), "", {"url": "http://localhost:1", "folder": None}),
+        (1, URL.format("a"), "", {"url": "http://a:1", "folder": str(Path("x").resolve())}),
+    ],
+)
+def test_a_servers_arguments_are_those_of_the_flags(num_ranks, flags, role, expected, tiny_model):
+    base = f"--model {tiny_model} --env_path x.py --out x {flags}"
+    config = parse_config(words(base.replace("MODEL", str(tiny_model))))
+    ranks = Ranks(rank=0, size=num_ranks, device=torch.device("cpu"))
+    learner, chat = make_learner(tiny_model), make_chats(config)[0]["policy"]
+    factory = engine_factory(config, engine=NotedEngine)
+    spec = factory.make("policy", chat, learner, ranks, role).spec
+    values = vars(spec) | vars(spec.server)
+    values["resend"] = "learner" if callable(spec.resend) else spec.resend
+    assert {name: values[name] for name in expected} == expected and spec.embedded is None
 
 
 def test_nothing_is_decided_by_an_engines_name():

@@ -77,7 +77,7 @@ class Standin:
         self.requests.append((path, body))
         self.counts[path] += 1
         if (path, self.counts[path]) in self.deaths:
-            self.held, self.label = {}, "default"  # Restarted at once by somebody.
+            self.held, self.adapters, self.label = {}, {}, "default"  # Restarted at once.
             request.transport.close()
         while path in self.wait_for and not self.wait_for[path].is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -253,6 +253,12 @@ def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(
     assert [path for path, _ in standin.requests].count(
         "load_lora_adapter"
     ) == 2 and not standin.held
+    standin.deaths = {("generate", 3)}
+    with pytest.raises(EngineDied):
+        ask(engine, adapter="policy")
+    asyncio.run(engine.wake())
+    [held_again] = standin.adapters.values()
+    assert is_same(held_again, held) and ask(engine, adapter="policy").policy_version == 1
 
 
 def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):

@@ -377,6 +377,8 @@ FLAGS = [
     # a flag of another algorithm
     (MODEL, f"{SFT} --max_staleness 1", "--max_staleness=1 has no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --algo.kl_coef 0.1", "--algo.kl_coef=0.1 has no meaning for --algorithm sft"),
+    (MODEL, f"{SFT} --actors.policy.algo.kl_coef 0.1", "} has no meaning for --algorithm sft"),
+    (MODEL, f"{SFT} --actors.policy.critic.lr 0.1", "} has no meaning for --algorithm sft"),
     (
         MODEL,
         f"{SFT} --preference.beta 0.2",

@@ -6,7 +6,13 @@ from collections import Counter
 
 import pytest
 
-from rl_core.environments.turn_order import MAX_TURNS, draw_turns, num_turns, parse_schedule
+from rl_core.environments.turn_order import (
+    MAX_TURNS,
+    draw_turns,
+    num_turns,
+    parse_schedule,
+    speakers_of,
+)
 
 ACTORS = ["alice", "bob", "carol"]
 
@@ -89,7 +95,9 @@ def test_orders_of_random_schedules_are_those_of_the_grammar():
         text, pattern = generated(rng, depth=2)
         order = [name + " " for name in drawn(text, seed).split()]
         assert pattern.fullmatch("".join(order)), (text, order)
-        assert len(order) <= num_turns(parse_schedule(text, ACTORS))
+        schedule = parse_schedule(text, ACTORS)
+        assert len(order) <= num_turns(schedule)
+        assert {name.strip() for name in order} <= set(speakers_of(schedule)), (text, order)
 
 
 @pytest.mark.parametrize(
