@@ -522,6 +522,7 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(fresh):
         tasks = fresh.start([p for _, p in requests], LONG, [name for name, _ in requests])
         await fresh.has_begun()
         await fresh.engine.pause()
+        await fresh.engine.catch_up()  # The engine stays paused.
         await fresh.engine.update(fresh.loaded["alice"].items(), 99, adapter="alice")
         await fresh.engine.resume()
         return await asyncio.gather(*tasks)

@@ -120,6 +120,9 @@ def test_earlier_turns_of_a_conversation_are_context_only():
         chat, {"chosen": [*talk, says("yes")], "rejected": [*talk, says("no")]}
     )
     assert chat.decode(trained(chosen)) == "yes" and chat.decode(trained(rejected)) == "no"
+    prompt = chat.prompt_ids(talk)
+    for side in (chosen, rejected):
+        assert side.token_ids[: len(prompt)].tolist() == prompt
 
 
 def test_a_margin_is_carried_by_the_chosen_side():

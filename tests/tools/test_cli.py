@@ -199,10 +199,23 @@ def test_several_ranks_and_ctrl_c_ends_them_all(places, tmp_path):
         kill_session(process)
 
 
-def step_of_two_ranks(places, out):
+@pytest.mark.slow
+def test_a_frozen_rank_is_killed_once_another_has_given_up(places, tmp_path):
+    """torchrun waits 30 s for it, whatever PET_SHUTDOWN_TIMEOUT says."""
+    process, ranks = step_of_two_ranks(places, tmp_path / "run", "--timeout_s 5")
+    try:
+        os.kill(max(ranks), signal.SIGSTOP)
+        output = "".join(process.communicate(timeout=120))
+        assert process.returncode == 1 and not ranks & running().keys()
+        assert len([line for line in output.splitlines() if line.startswith("error: ")]) == 1
+    finally:
+        kill_session(process)
+
+
+def step_of_two_ranks(places, out, more=""):
     """(the command, its ranks' process ids) once a run on two ranks has done a step."""
     process = start(
-        "train", "--nproc_per_node", "2", *train_flags(places, out, "--num_steps 100000")
+        "train", "--nproc_per_node", "2", *train_flags(places, out, f"--num_steps 100000 {more}")
     )
     wait_until(lambda: re.search(r"step +\d+/100000", process.stdout.readline()), "the first steps")
     ranks = {child for child, parent in running().items() if parent == process.pid}
