@@ -11,7 +11,7 @@ from rl_core.config import OptimConfig
 from rl_core.distributed import local
 from rl_core.learning.learner import Learner, Named
 
-# Bytes of state of a trained parameter, by --optim.name.
+# Bytes of state of a trained parameter, by --optim.name; other optimizers count as AdamW.
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "sgd": 4.0}
 
 
@@ -72,7 +72,7 @@ def missing_state_bytes(learner: Learner) -> float:
     for trained in learner.trained():
         if trained.config.learner.offload == "none" and not trained.optimizer.state:
             sizes = [local(parameter).numel() for _, parameter in trained.trained_parameters()]
-            total += sum(sizes) * STATE_BYTES[trained.config.optim.name]
+            total += sum(sizes) * STATE_BYTES.get(trained.config.optim.name, STATE_BYTES["adamw"])
     return total
 
 
