@@ -41,7 +41,8 @@ def test_a_process_without_a_toolkit_loads_the_runtime_of_torchs_wheels(
     folder, tmp_path, monkeypatch
 ):
     """Any shared library under the runtime's name: the loader searches by name."""
-    library = Path(subprocess.getoutput("ldconfig -p | grep -m1 libm.so.6").split()[-1])
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    library = next(line.split()[-1] for line in maps if "/libm.so" in line or "/libm-" in line)
     wheels = tmp_path / "nvidia"
     (wheels / folder / "lib").mkdir(parents=True)
     shutil.copy(library, wheels / folder / "lib/libcudart.so.99")
