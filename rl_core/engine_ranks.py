@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 
-from rl_core.actors import make_actors
+from rl_core.actors import Device, make_actors
 from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.engines.remote import EngineServer, make_weight_channel
 from rl_core.learners import make_learners
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plan.plan import Plan
+from rl_core.plugin import Plugin
 from rl_core.run.options import learner_plugins, signals
 from rl_core.run.rank_group_client import pairs_of
 from rl_core.run.rank_group_server import RankGroupServer
@@ -25,10 +26,21 @@ def make_engine_rank(plan: Plan, ranks: Ranks) -> EngineRank | RankGroupTrainer:
     return RankGroupTrainer(plan, ranks) if plan.rank_groups else EngineRank(plan, ranks)
 
 
-class EngineRank:
-    """A rank of --rollout_ranks, which only samples. Learners handle signals."""
+class ServingRank:
+    """A rank that serves its engines. The ranks that it serves handle signals."""
 
     signal = 0
+    signal_handler: Plugin
+    device: Device
+
+    async def close(self) -> None:
+        await self.signal_handler.close()
+        for engine in self.device.engines:
+            await engine.close()
+
+
+class EngineRank(ServingRank):
+    """A rank of --rollout_ranks, which only samples."""
 
     def __init__(self, plan: Plan, ranks: Ranks):
         self.config, self.ranks = plan.config, ranks
@@ -49,16 +61,9 @@ class EngineRank:
         await self.signal_handler.start()
         await self.server.serve()
 
-    async def close(self) -> None:
-        await self.signal_handler.close()
-        for engine in self.device.engines:
-            await engine.close()
 
-
-class RankGroupTrainer:
+class RankGroupTrainer(ServingRank):
     """The Trainer that plugins see on this rank, without episodes and logs."""
-
-    signal = 0
 
     def __init__(self, plan: Plan, ranks: Ranks):
         self.plan, self.config, self.ranks = plan, plan.config, ranks
@@ -95,11 +100,6 @@ class RankGroupTrainer:
         await self.server.serve()
         if self.server.error:
             raise self.server.error
-
-    async def close(self) -> None:
-        await self.signal_handler.close()
-        for engine in self.device.engines:
-            await engine.close()
 
     def add_metrics(self, prefix: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=prefix)

@@ -184,7 +184,7 @@ class EngineFactory:
         reserved: float = 0.0,
     ) -> Engine | None:
         """`learner`: may share its weights. `role`: suffix of the actor's second engine.
-        `reserved`: bytes that learners will take of the device after the engine has started."""
+        `reserved`: bytes on the device that learners allocate after the engine has started."""
         config, actor = self.config.of(name), self.config.actors[name]
         assert actor.model and config.out
         module = self.make_module(name, learner, ranks)
@@ -218,14 +218,9 @@ class EngineFactory:
             start_timeout_s=config.timeout_s,
         )
         if self.has_server(name):
-            if reserved and not url and ranks.device.type == "cuda":
-                release_cached_memory()
-                free = torch.cuda.mem_get_info(ranks.device)[0]
-                size = spec.dtype.itemsize * sum(weight.numel() for weight in module.parameters())
-                spec.memory_frac = pool_fraction(
-                    spec.memory_frac, free, reserved, size / config.engine_tp
-                )
             spec.server = server_spec(config, url)
+            if reserved and not url and ranks.device.type == "cuda":
+                leave_room(spec, reserved)
             resender = self.resender(ranks)
             if resender == "learner":
                 spec.resend = resend_of(learner) if learner else None
@@ -283,6 +278,15 @@ def server_spec(config: Config, url: str) -> ServerSpec:
         weight_sync=config.weight_sync,
         bucket_bytes=config.engine_bucket_mib << 20,
     )
+
+
+def leave_room(spec: EngineSpec, reserved: float) -> None:
+    """Lowers the memory fraction of a server on a GPU; see pool_fraction()."""
+    release_cached_memory()
+    free = torch.cuda.mem_get_info(spec.device)[0]
+    num_weights = sum(weight.numel() for weight in spec.module.parameters())
+    weights = spec.dtype.itemsize * num_weights / spec.server.tp
+    spec.memory_frac = pool_fraction(spec.memory_frac, free, reserved, weights)
 
 
 def pool_fraction(fraction: float, free: float, reserved: float, weights: float) -> float:

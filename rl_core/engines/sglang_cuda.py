@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 # Folders of the driver in containers whose loader does not list them.
@@ -27,12 +27,11 @@ def cuda_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, **{name: value for name, value in changed.items() if value}}
 
 
-def runtime_folders(packages: Iterable[str] | None = None) -> list[str]:
+def runtime_folders() -> list[str]:
     """Folders of libcudart in NVIDIA's wheels: nvidia/cu13/lib, or nvidia/cuda_runtime/lib of CUDA
-    12. `packages`: folders of the package `nvidia`."""
-    if packages is None:
-        spec = importlib.util.find_spec("nvidia")
-        packages = (spec and spec.submodule_search_locations) or ()
+    12."""
+    spec = importlib.util.find_spec("nvidia")
+    packages = (spec and spec.submodule_search_locations) or ()
     libraries = [
         library for folder in packages for library in Path(folder).glob("cu*/lib/libcudart.so.*")
     ]

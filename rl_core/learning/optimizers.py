@@ -11,7 +11,6 @@ from rl_core.config import OptimConfig
 from rl_core.distributed import local
 from rl_core.learning.learner import Learner, Named
 
-# Bytes of state of a trained parameter, by --optim.name; other optimizers count as AdamW.
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "sgd": 4.0}
 
 
@@ -65,6 +64,11 @@ def refresh_views(links: list[tuple[nn.Parameter, DTensor]]) -> None:
         view.grad = None if parameter.grad is None else local(parameter.grad)
 
 
+def state_bytes(name: str) -> float:
+    """Bytes of state of a trained parameter. Optimizers of other names count as AdamW."""
+    return STATE_BYTES.get(name, STATE_BYTES["adamw"])
+
+
 def missing_state_bytes(learner: Learner) -> float:
     """Bytes of optimizer state that the first updates of a learner and its critic will add to this
     rank's device, and that stay there while engines sample."""
@@ -72,7 +76,7 @@ def missing_state_bytes(learner: Learner) -> float:
     for trained in learner.trained():
         if trained.config.learner.offload == "none" and not trained.optimizer.state:
             sizes = [local(parameter).numel() for _, parameter in trained.trained_parameters()]
-            total += sum(sizes) * STATE_BYTES.get(trained.config.optim.name, STATE_BYTES["adamw"])
+            total += sum(sizes) * state_bytes(trained.config.optim.name)
     return total
 
 

@@ -69,7 +69,7 @@ def model_size(actor: ActorConfig) -> Size:
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
     """Memory of a learner on one rank. Weights, gradients and optimizer state are fp32, sharded.
     `plan`: with the settings of this actor."""
-    from rl_core.learning.optimizers import STATE_BYTES
+    from rl_core.learning.optimizers import state_bytes
     from rl_core.learning.teachers.build_teacher import frozen_models
     from rl_core.models.loading import compute_dtype
 
@@ -81,7 +81,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
         frozen = of_linear * size.linear + w * (size.total - size.linear)
     weights = (4 * trained + frozen) / shards
-    moments = STATE_BYTES[config.optim.name] * trained / shards
+    moments = state_bytes(config.optim.name) * trained / shards
     while_sampling, while_learning = learner.offload == "none", learner.offload != "always"
     tokens = learner.microbatch_tokens
     kept = activation_bytes(size, w, mesh.tp, learner.activations == "recompute")
@@ -104,7 +104,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     for role, path in compared_with.items():
         table[role] = (0.0, w * model_size(ActorConfig(model=path)).total / shards)
     if plan.algorithm.has_critic:
-        held = (4 + STATE_BYTES[config.optim.name]) * size.total / shards
+        held = (4 + state_bytes(config.optim.name)) * size.total / shards
         table["critic, its optimizer"] = (held * while_sampling, held * while_learning)
     return table
 

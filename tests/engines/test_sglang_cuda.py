@@ -47,7 +47,6 @@ def test_a_process_without_a_toolkit_loads_the_runtime_of_torchs_wheels(
     (wheels / folder / "lib").mkdir(parents=True)
     shutil.copy(library, wheels / folder / "lib/libcudart.so.99")
     (wheels / "cublas/lib").mkdir(parents=True)
-    assert runtime_folders([str(wheels)]) == [str(wheels / folder / "lib")]
 
     load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libcudart.so.99')"]
     without = {"PATH": "/usr/bin:/bin"}
@@ -56,6 +55,8 @@ def test_a_process_without_a_toolkit_loads_the_runtime_of_torchs_wheels(
         in subprocess.run(load, env=without, capture_output=True, text=True).stderr
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert str(wheels / folder / "lib") in runtime_folders()
+    assert str(wheels / "cublas/lib") not in runtime_folders()
     subprocess.run(load, env=cuda_environment(without), check=True)
     kept = cuda_environment({**without, "LD_LIBRARY_PATH": "/first"})
     assert kept["LD_LIBRARY_PATH"].startswith(f"/first:{wheels}/{folder}/lib")
