@@ -3,6 +3,7 @@ tasks drawn so far."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,8 @@ CONTEXT_COLUMNS = (*SYSTEM_COLUMNS, "history", "tools", "chat_template_kwargs")
 LEFT_OUT = "the replies at the end of column {!r} are left out of the prompt"
 # Marks in a text for the entries of a column of images, videos or audio.
 MEDIA = re.compile("<(image|video|audio)>")
+# Limits of the columns that rollouts/ keeps of a row.
+MAX_COLUMNS, MAX_COLUMN_CHARS = 50, 2000
 
 
 def make_task(
@@ -162,6 +165,36 @@ def row_variables(row: Row) -> JSONObject:
             f"{shorten(column)}{renaming('chat_template_kwargs')}"
         )
     return {name: each for name, each in value.items() if each is not None}
+
+
+def shown_columns(task: Task) -> dict[str, str]:
+    """The columns of a task's row as text, each cut after MAX_COLUMN_CHARS, for who judges its
+    replies. Columns that the prompt shows whole, and empty ones, are left out."""
+    shown = [task.messages, *(message.get("content") for message in task.messages)]
+    columns = {}
+    for name, value in task.row.items():
+        if value is None or value in shown or name == "chat_template_kwargs":
+            continue
+        columns[name] = column_text(value)
+        if len(columns) == MAX_COLUMNS:
+            break
+    return columns
+
+
+def column_text(value: JSON) -> str:
+    """A text, or the JSON of another value, cut after MAX_COLUMN_CHARS."""
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes"
+    if isinstance(value, str):
+        text = value[: MAX_COLUMN_CHARS + 1]
+    else:
+        text = ""
+        # Piece by piece, as a value may have megabytes.
+        for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+            text += piece
+            if len(text) > MAX_COLUMN_CHARS:
+                break
+    return text if len(text) <= MAX_COLUMN_CHARS else f"{text[:MAX_COLUMN_CHARS]} ..."
 
 
 def renaming(column: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rl_core.config import Config, RolloutConfig
 from rl_core.data.episodes import succeeded
-from rl_core.data.tasks import row_variables
+from rl_core.data.tasks import row_variables, shown_columns
 from rl_core.sampling.actor import DRAWING, EpisodeActors, Speaker, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
@@ -55,6 +55,10 @@ class Group:
     # Index of an ended episode -> its trajectories.
     ended: dict[int, list[Trajectory]] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)  # Filled after all have ended.
+    columns: dict[str, str] = field(default_factory=dict)  # Columns of the task for rollouts/.
+
+    def __post_init__(self) -> None:
+        self.columns = shown_columns(self.task)
 
     @property
     def id(self) -> str:
@@ -174,6 +178,7 @@ class EpisodeRunner:
             t.task_id, t.env = group.task.id, group.task.env
             t.group_id, t.index = group.id, index
             t.env_code = codes[-1] if codes else env.code()
+            t.columns = group.columns
         group.ended[index] = trajectories
 
     def players(self, env: Env, group: Group, name: int | str, seed: int) -> EpisodeActors:

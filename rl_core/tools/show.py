@@ -185,12 +185,16 @@ def described(row: JSONObject) -> str:
     lines = [coloured(f"{head}  {state}", "failed" if row["status"] == "failed" else "reward")]
     if row["error"]:
         lines += wrapped(printable(f"reason: {row['error']}"))
+    columns = row.get("columns", {})  # Absent in runs of older versions.
+    if columns:
+        lines += [coloured("[row]", "row")]
+        lines += [line for name, text in columns.items() for line in wrapped(f"{name}: {text}")]
     for message in row["messages"]:
         lines += [
             coloured(f"[{printable(message['role'])}]", message["role"]),
             *wrapped(content_of(message)),
         ]
-    if row.get("log"):  # Absent in runs of older versions.
+    if row.get("log"):
         lines += [coloured("[log]", "log"), *wrapped(row["log"])]
     return "\n".join([*lines, ""])
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 import re
@@ -14,7 +15,7 @@ from rl_core.data import rows as rows_of
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
 from rl_core.data.rows import row_place
 from rl_core.data.tables import JsonLines, load_other
-from rl_core.data.tasks import CONTEXT_COLUMNS, RowOrder, TaskSource, make_task
+from rl_core.data.tasks import CONTEXT_COLUMNS, RowOrder, TaskSource, make_task, shown_columns
 from rl_core.tasks.task_mix import TaskMix
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
@@ -398,6 +399,19 @@ def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
         assert (task.messages, task.id, task.env, task.row) == (user, "train/17", "sort", row)
     first = make_task({"question": "no", "messages": user, "prompt": "no"}, 0, "e", "train")
     assert first.messages == user
+
+
+@pytest.mark.parametrize("row, columns", [
+    ({"prompt": "2+2?", "answer": "4"}, {"answer": "4"}),
+    ({"prompt": "2+2?", "copy": "2+2?", "none": None}, {}),
+    ({"messages": [{"role": "user", "content": "hi"}], "tests": ["a"], "n": 3}, {"tests": '["a"]', "n": "3"}),
+    ({"prompt": "p", "when": datetime.date(2026, 1, 2), "b": b"123"}, {"when": '"2026-01-02"', "b": "3 bytes"}),
+    ({"prompt": "p", "long": "x" * 2001, "deep": [9] * 10**6},
+     {"long": "x" * 2000 + " ...", "deep": "[" + "9, " * 666 + "9 ..."}),
+    ({"prompt": "p"} | {f"c{n}": n for n in range(60)}, {f"c{n}": str(n) for n in range(50)}),
+])  # fmt: skip
+def test_columns_of_a_row_are_kept_for_a_reader_short_and_without_the_prompt(row, columns):
+    assert shown_columns(make_task(row, 0, "e", "train")) == columns
 
 
 def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():

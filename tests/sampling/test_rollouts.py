@@ -32,8 +32,9 @@ def test_an_episode_counts_once_however_many_trajectories_it_leaves(env_of):
             if task.id == "train/0": raise ValueError("no")
             return 1
     """)
-    rows = [ROW] * 4
-    assert len(run(env, cast(bob="B", alice="A"), rows=rows, max_failed=0.25)) == 8
+    rows = [ROW | {"n": n} for n in range(4)]
+    played = run(env, cast(bob="B", alice="A"), rows=rows, max_failed=0.25)
+    assert [t.columns["n"] for t in played] == list("00112233")
     with pytest.raises(RunError, match="1 of 4 episodes of train/0 failed"):
         run(env, cast(bob="B", alice="A"), rows=rows, max_failed=0.2)
 

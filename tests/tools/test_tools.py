@@ -114,7 +114,8 @@ def run(tmp_path):
     """Folder of a run with episodes of two steps, one of which failed."""
     (tmp_path / "rollouts").mkdir()
     for step in (1, 12):
-        result = [episode(step, number, float(number)) for number in range(4)]
+        columns = {"answer": "four\x07"}
+        result = [episode(step, number, float(number), columns=columns) for number in range(4)]
         result.append(episode(step, 4, None, status="failed", error="x.py:5: it\nbroke\x07"))
         write_trajectories(tmp_path / f"rollouts/step_{step:06d}.jsonl.zst", result)
     write_trajectories(tmp_path / "rollouts/eval_000012_greedy.jsonl.zst", [episode(12, 9, 0.5)])
@@ -153,8 +154,9 @@ def test_show_prints_a_conversation_role_by_role(run, capsys, monkeypatch):
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "== policy  train/3  episode 3  step_000012  reward 3 (right 3, form 0)  ok"
     assert (
-        lines[:3] == ["[user]", "  step 12?", "[assistant]"]
-        and len(lines) > 6
+        lines[:2] == ["[row]", "  answer: four\\x07"]
+        and lines[2:5] == ["[user]", "  step 12?", "[assistant]"]
+        and len(lines) > 8
         and max(map(len, lines)) <= 60
     )
     assert main(["show", str(run), "--failed"]) == 0

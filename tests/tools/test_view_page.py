@@ -410,6 +410,7 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
         turns=[said(2, evil)],
         reward_parts={evil: 1.0},
         log=f"E: no pytest {evil}",
+        columns={evil: evil},
     )
     row.env = row.task_id = row.seat = evil
     write_trajectories(folder / "rollouts/step_000001.jsonl.zst", [row])
@@ -429,6 +430,7 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
             "<script>window.evil = 1</script><img src=x"
         )
         assert shown(page, "#reader pre")[-1].startswith("E: no pytest <script>window.evil")
+        assert shown(page, "#reader dl")[0].count("<script>window.evil = 1</script>") == 2
         page.get_by_label("Colour tokens by").select_option("logprob")
         page.locator(".tokens span").first.hover()
         assert page.evaluate(

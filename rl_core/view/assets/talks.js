@@ -189,6 +189,8 @@ function showReader(e, columns, modes) {
       fact("tokens", e.num_tokens), facts(own.metrics)),
     e.error && el("p", { class: "failed" }, `Failed: ${e.error}`),
     own.note && el("p", { class: "soft" }, own.note),
+    Object.keys(own.columns || {}).length > 0 && el("section", { class: "row" }, el("h3", {}, "Row"),
+      el("dl", {}, Object.entries(own.columns).map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]))),
     coloured && [howToRecord(e, shown), scaleOf(shown)],
     el("div", { class: "columns" }, columns.map((column) => el("section", {}, columns.length > 1 && headOf(column),
       coloured ? column.map((t) => tokensOf(t, shown)) : chatOf(column).map(bubble)))),
