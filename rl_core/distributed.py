@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 # Beats of a heartbeat in one --timeout_s, and the longest time between two of them.
 BEATS, MAX_BEAT_S = 10, 5.0
+NAMES_A_GPU = re.compile(r"\s*(\d|GPU-|MIG-)")  # A value of CUDA_VISIBLE_DEVICES.
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -218,6 +219,49 @@ class Heartbeat:
         self.thread.join(self.period_s)
 
 
+def device_of_rank(local_rank: int, num_visible: int, visible: str | None) -> torch.device:
+    """The device of a rank if torch sees `num_visible` GPUs, which it numbers from 0 in the order
+    of CUDA_VISIBLE_DEVICES (`visible`). A launcher may show each rank a different single GPU, whose
+    number is 0. Raises ValueError if the rank would have no GPU, or if the variable names GPUs and
+    torch sees none."""
+    if num_visible == 0:
+        if NAMES_A_GPU.match(visible or ""):
+            raise ValueError(
+                f"CUDA_VISIBLE_DEVICES={visible} names GPUs and torch sees none: an id is unknown "
+                "or comes twice, or the driver is missing. Correct it (nvidia-smi -L lists ids), "
+                "or set CUDA_VISIBLE_DEVICES='' to run on the CPU"
+            )
+        return torch.device("cpu")
+    if 1 < num_visible <= local_rank:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs and torch sees {num_visible} "
+            f"(CUDA_VISIBLE_DEVICES={visible}): each rank needs its own GPU. Lower "
+            f"--nproc_per_node to {num_visible}, or make more GPUs visible"
+        )
+    return torch.device("cuda", 0 if num_visible == 1 else local_rank)
+
+
+def this_device() -> torch.device:
+    """The device of this process, by LOCAL_RANK. Raises the errors of device_of_rank()."""
+    num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if torch.backends.cuda.is_built() else None
+    return device_of_rank(int(os.environ.get("LOCAL_RANK", 0)), num_visible, visible)
+
+
+def check_gpus_differ(gpus: Sequence[str]) -> None:
+    """Raises RunError if two ranks have one GPU. `gpus`: the UUID of each rank's GPU, "" for the
+    CPU."""
+    first_rank: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        other = first_rank.setdefault(gpu, rank)
+        if gpu and other != rank:
+            raise RunError(
+                f"ranks {other} and {rank} have the same GPU, {gpu}: NCCL needs one for each rank. "
+                "Start as many ranks on a machine as it has GPUs (--nproc_per_node), or let the "
+                "launcher set LOCAL_RANK or CUDA_VISIBLE_DEVICES for each rank"
+            )
+
+
 def init_ranks(
     timeout_s: float,
     mesh: Mesh | None = None,
@@ -230,9 +274,8 @@ def init_ranks(
     groups, numbered from 0. So do `groups`, whose first rank plays episodes; `mesh` is then that of
     this rank's group. Raises RunError if a rank does not join within `timeout_s`."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = this_device()
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1 and not is_sharded:
         return Ranks(rank=0, size=1, device=device)
@@ -240,7 +283,7 @@ def init_ranks(
     store: dist.Store = dist.HashStore()
     heartbeat = None
     if size > 1:
-        store = meet(rank, size, timeout_s)
+        store = meet(rank, size, timeout_s, device)
         heartbeat = Heartbeat(store, rank, size, timeout_s)
     rollout_ranks = 0 if groups else size - mesh.size
     groups = groups or (range(mesh.size), range(mesh.size, size))
@@ -268,9 +311,9 @@ def init_ranks(
         return on_mesh(ranks, mesh)
 
 
-def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
+def meet(rank: int, size: int, timeout_s: float, device: torch.device) -> dist.Store:
     """The store of all ranks, once every rank has checked its flags and the folder. Raises RunError
-    that names the ranks that do not come."""
+    that names the ranks that do not come, or that have the same GPU."""
     timeout = timedelta(seconds=timeout_s)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -282,7 +325,8 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
         ) from error
     store.set_timeout(timeout)
     names = [f"present/{other}" for other in range(size)]
-    store.set(names[rank], "1")
+    is_gpu = device.type == "cuda"
+    store.set(names[rank], str(torch.cuda.get_device_properties(device).uuid) if is_gpu else "")
     try:
         store.wait(names)
     except RuntimeError as error:
@@ -294,6 +338,7 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
             f"{', '.join(missing) or 'some'} of {size} did not come within "
             f"--timeout_s={timeout_s:g}: {first_line(error)}"
         ) from error
+    check_gpus_differ([gpu.decode() for gpu in store.multi_get(names)])
     return store
 
 

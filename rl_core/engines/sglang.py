@@ -24,7 +24,7 @@ from rl_core.config import Config
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
-from rl_core.engines.sglang_cuda import check_build_tools
+from rl_core.engines.sglang_cuda import check_build_tools, check_tp_devices
 from rl_core.engines.sglang_server import SGLangServer, check_sglang, numbers
 from rl_core.engines.weight_transfer import (
     TRANSFERS,
@@ -109,6 +109,7 @@ class SGLangEngine(Engine):
         check_sglang(config.engine_args, may_lack)
         if torch.cuda.is_available() and not may_lack:
             check_build_tools(os.environ)
+            check_tp_devices(config.engine_tp, torch.cuda.device_count())
         refuse(OF_SGLANG, f"--actors.{name}", c=config, a=actor)
 
     def __init__(self, spec: EngineSpec):

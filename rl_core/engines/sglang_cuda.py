@@ -71,3 +71,14 @@ def check_build_tools(environ: Mapping[str, str]) -> None:
             "--engine=sglang: SGLang compiles kernels at its first start; "
             f"not found: {', '.join(missing)}"
         )
+
+
+def check_tp_devices(tp: int, num_visible: int, first: int = 0) -> None:
+    """Raises ValueError if torch sees fewer GPUs than a server over `tp` of them needs, the first
+    of which is the GPU `first` of its rank."""
+    if first + tp > num_visible:
+        raise ValueError(
+            f"--engine_tp={tp}: a server needs the GPUs {first} to {first + tp - 1} and this rank "
+            f"sees {num_visible}. Show every rank all GPUs of its machine (CUDA_VISIBLE_DEVICES), "
+            "and start a number of ranks on each that --engine_tp divides"
+        )

@@ -18,8 +18,10 @@ import sys
 import time
 from multiprocessing import current_process
 
+import torch
+
 from rl_core.engines.remote import ask
-from rl_core.engines.sglang_cuda import cuda_environment
+from rl_core.engines.sglang_cuda import check_tp_devices, cuda_environment
 from rl_core.engines.weight_transfer import keeps_backup
 from rl_core.sampling.engine import EngineDied, EngineSpec
 
@@ -101,6 +103,9 @@ class SGLangServer:
         self.num_starts = 0
         self._answered = False
         if self.is_own:
+            if spec.device.type == "cuda":
+                first, num_visible = spec.device.index or 0, torch.cuda.device_count()
+                check_tp_devices(spec.server.tp, num_visible, first)
             # Bound, but not listening: reserves the port that the child listens on, also between
             # two starts.
             self.port = socket.socket()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import signal
 import sys
 import threading
@@ -56,13 +55,11 @@ class RewardModel:
         in the folder's dtype. Raises ValueError if the folder holds no trained reward model."""
         import torch  # The import takes seconds, which --help avoids.
 
+        from rl_core.distributed import this_device
         from rl_core.models.loading import max_positions
 
-        if device is None:
-            device = "cpu"
-            if torch.cuda.is_available():
-                device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        self.path, self.device, self.batch_tokens = path, torch.device(device), batch_tokens
+        self.path, self.batch_tokens = path, batch_tokens
+        self.device = this_device() if device is None else torch.device(device)
         self.model = load_classifier(path, self.device)
         self.chat = load_chat(path, chat_template)
         self.max_tokens = max_positions(self.model.config)[0] or math.inf

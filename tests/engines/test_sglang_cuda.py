@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from rl_core.engines import sglang_cuda
 from rl_core.engines.factory import pool_fraction
 from rl_core.engines.sglang_cuda import (
     check_build_tools,
+    check_tp_devices,
     cuda_environment,
     cuda_toolkit,
     runtime_folders,
@@ -122,3 +124,17 @@ def test_the_bytes_of_an_optimizers_state_are_known_before_its_first_step(option
     assert missing_state_bytes(learner) == 0
     offloaded = make_learner(tiny_model, *options.split(), "--learner.offload", "phase")
     assert missing_state_bytes(offloaded) == 0
+
+
+@pytest.mark.parametrize(
+    "tp, num_visible, first, message",
+    [
+        (1, 1, 0, None),
+        (2, 4, 2, None),
+        (2, 1, 0, "GPUs 0 to 1 and this rank sees 1"),  # A launcher that shows each rank one.
+        (4, 8, 6, "--engine_tp=4: a server needs the GPUs 6 to 9 and this rank sees 8"),
+    ],
+)
+def test_a_server_has_as_many_gpus_as_it_spans(tp, num_visible, first, message):
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_tp_devices(tp, num_visible, first)

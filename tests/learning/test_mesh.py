@@ -25,7 +25,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import LoraConfig, parse_config
-from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
+from rl_core.distributed import (
+    Mesh,
+    Ranks,
+    all_gather_json,
+    barrier,
+    check_gpus_differ,
+    device_of_rank,
+    local,
+    make_mesh,
+    on_mesh,
+)
 from rl_core.learners import make_policy
 from rl_core.learning.gradient_averaging import average_gradients
 from rl_core.learning.teachers.distill import local_rows
@@ -37,7 +47,7 @@ from rl_core.parallel.replicas import num_replicas
 from rl_core.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
 from rl_core.run.saving.checkpoint import export_policy, save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint
-from rl_core.types import TrainingSample
+from rl_core.types import RunError, TrainingSample
 
 MESHES = {
     "dp 4": Mesh(dp_shard=4),
@@ -408,6 +418,45 @@ def test_a_large_model_is_sharded(tiny_model, tmp_path):
     model.save_pretrained(tmp_path / "model")
     config = parse_config(words("--env_path x.py --out x --model", tmp_path / "model"))
     assert num_replicas(config, 4, ["policy"]) == 1
+
+
+@pytest.mark.parametrize(
+    "local_rank, num_visible, visible, expected",
+    [
+        (0, 8, None, "cuda:0"),
+        (7, 8, None, "cuda:7"),
+        (1, 2, "3,5", "cuda:1"),  # Gaps: torch numbers the GPUs that it sees.
+        (1, 2, "GPU-8f1a,GPU-2c7e", "cuda:1"),
+        # The launcher shows each rank one GPU.
+        (3, 1, "5", "cuda:0"),
+        (3, 1, "MIG-63fe", "cuda:0"),
+        (1, 2, "2,3", "cuda:1"),
+        # No GPU, as asked for or as found.
+        (0, 0, None, "cpu"),
+        (3, 0, "", "cpu"),
+        (0, 0, "-1", "cpu"),
+        (0, 0, "NoDevFiles", "cpu"),  # Slurm's word for none.
+        (4, 4, None, r"LOCAL_RANK=4 needs 5 GPUs and torch sees 4 .*Lower --nproc_per_node to 4"),
+        (2, 2, "3,5", r"torch sees 2 \(CUDA_VISIBLE_DEVICES=3,5\)"),
+        (0, 0, "3,3", "CUDA_VISIBLE_DEVICES=3,3 names GPUs and torch sees none: .*comes twice"),
+        (0, 0, "GPU-8f1a", "CUDA_VISIBLE_DEVICES=GPU-8f1a names GPUs"),
+        (0, 0, "MIG-63fe", "CUDA_VISIBLE_DEVICES=MIG-63fe names GPUs"),
+        (0, 0, " 9", "CUDA_VISIBLE_DEVICES= 9 names GPUs"),
+    ],
+)
+def test_a_rank_has_the_visible_gpu_of_its_number(local_rank, num_visible, visible, expected):
+    if expected.startswith(("cuda:", "cpu")):
+        assert str(device_of_rank(local_rank, num_visible, visible)) == expected
+        return
+    with pytest.raises(ValueError, match=expected):
+        device_of_rank(local_rank, num_visible, visible)
+
+
+def test_two_ranks_on_one_gpu_are_refused():
+    check_gpus_differ(["", "", ""])
+    check_gpus_differ(["8f1a", "2c7e", ""])
+    with pytest.raises(RunError, match="ranks 1 and 3 have the same GPU, 2c7e"):
+        check_gpus_differ(["8f1a", "2c7e", "", "2c7e"])
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused():
