@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -24,8 +23,8 @@ from rl_core.config import Config
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
-from rl_core.engines.sglang_cuda import check_build_tools, check_tp_devices
-from rl_core.engines.sglang_server import SGLangServer, check_sglang, numbers
+from rl_core.engines.sglang_cuda import check_allocator, check_build_tools, check_tp_devices
+from rl_core.engines.sglang_server import SGLangServer, check_sglang, installed_version
 from rl_core.engines.weight_transfer import (
     TRANSFERS,
     choose_transfer,
@@ -110,6 +109,8 @@ class SGLangEngine(Engine):
         if torch.cuda.is_available() and not may_lack:
             check_build_tools(os.environ)
             check_tp_devices(config.engine_tp, torch.cuda.device_count())
+            if config.weight_sync == "device":
+                check_allocator(os.environ)
         refuse(OF_SGLANG, f"--actors.{name}", c=config, a=actor)
 
     def __init__(self, spec: EngineSpec):
@@ -490,4 +491,4 @@ def adapter_files(
 def may_unload(slot: AdapterSlot) -> bool:
     if not slot.was_aborted:
         return True
-    return numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED
+    return installed_version() >= FORGETS_ABORTED

@@ -1,5 +1,5 @@
-"""The part of a CUDA installation that SGLang's server uses: libraries that its preloaded memory
-saver links, and the tools with which it compiles kernels at its first start."""
+"""SGLang's server on CUDA devices: libraries that its preloaded memory saver links, the tools with
+which it compiles kernels at its first start, and its arguments for logits and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from rl_core.sampling.engine import EngineSpec
+
+# Last version that copies the head's weights to fp32 at each decode step.
+COPIES_HEAD = (0, 5, 17)
+GRAPH_SAVER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # Sleep frees the memory of CUDA graphs.
+MAX_GRAPH_ROWS = 512  # Largest decode graph that SGLang captures by default.
+MAX_ASLEEP_BYTES = 1 << 30  # Of the memory of CUDA graphs that a sleeping server may keep.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Expandable segments are shared as file descriptors, which a child may not take from its parent;
+# cudaMallocAsync has no CUDA IPC.
+UNSHARED = {"expandable_segments": "True", "backend": "cudaMallocAsync"}
 # Folders of the driver in containers whose loader does not list them.
 DRIVER_FOLDERS = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib")
 TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
@@ -25,6 +36,74 @@ def cuda_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if toolkit:
         changed["CUDA_HOME"] = str(toolkit)
     return {**environ, **{name: value for name, value in changed.items() if value}}
+
+
+def copied_head_bytes(spec: EngineSpec, version: tuple[int, ...]) -> float:
+    """Bytes of the fp32 copy of the head that each decode step of this version makes, on one
+    device. The head is the largest matrix of the model."""
+    if version > COPIES_HEAD or spec.dtype.itemsize > 2:
+        return 0
+    matrices = [p.numel() for p in spec.module.parameters() if p.ndim == 2]
+    return 4 * max(matrices) / spec.server.tp
+
+
+def sets_graphs(spec: EngineSpec) -> bool:
+    """True if --engine_args has arguments of CUDA graphs: rl_core then adds none."""
+    return "cuda-graph" in spec.server.args.replace("_", "-")
+
+
+def releases_graphs(spec: EngineSpec, version: tuple[int, ...], environ: Mapping[str, str]) -> bool:
+    """True if sleep frees the memory of CUDA graphs. SGLang then captures no graphs for prompts,
+    whose launches matter for small models: worth it where decode graphs hold a large fp32 copy of
+    the head. A variable of `environ` overrides this rule, and --engine_args about graphs end it."""
+    if sets_graphs(spec):
+        return False
+    if GRAPH_SAVER in environ:
+        return environ[GRAPH_SAVER].lower() in ("1", "true")
+    return copied_head_bytes(spec, version) > MAX_ASLEEP_BYTES
+
+
+def cuda_args(spec: EngineSpec, version: tuple[int, ...], environ: Mapping[str, str]) -> list[str]:
+    """Arguments of a server of this version on CUDA devices, without arguments of CUDA graphs if
+    --engine_args has some.
+
+    TF32 makes the fp32 head of old versions faster and leaves its logits exact up to the order of
+    summation. Its significand has 11 bits and its exponent 8, so each bf16 value (8 and 8 bits) and
+    each fp16 value (11 and 5) is a TF32 value. A product of two has at most 22 bits of the 24 of
+    fp32, and sums are in fp32, with TF32 or without."""
+    # rl_core sends token ids alone. 0.5.17 reserves 1 GiB for images of a multimodal model.
+    args = ["--mm-feature-transport", "cpu"]
+    if copied_head_bytes(spec, version):
+        args.append("--enable-tf32-matmul")
+    if sets_graphs(spec):
+        return args
+    # SGLang captures no more rows than it runs requests, and on small GPUs only 8 to 32 by default.
+    num_rows = min(max(spec.num_slots, spec.server.tp), MAX_GRAPH_ROWS)
+    args += ["--cuda-graph-max-bs-decode", str(num_rows)]
+    if releases_graphs(spec, version, environ):
+        args.append("--disable-prefill-cuda-graph")
+    return args
+
+
+def unshared_memory(environ: Mapping[str, str]) -> str:
+    """The setting of torch's allocator that keeps other processes from mapping this one's device
+    memory, as VARIABLE=option:value, or "". The last value of an option counts, as in torch."""
+    for variable in ALLOCATOR_VARIABLES:
+        settings = "".join(environ.get(variable, "").split()).split(",")
+        for option, value in UNSHARED.items():
+            of_option = [one for one in settings if one.startswith(f"{option}:")]
+            if of_option[-1:] == [f"{option}:{value}"]:
+                return f"{variable}={option}:{value}"
+    return ""
+
+
+def check_allocator(environ: Mapping[str, str]) -> None:
+    """Raises ValueError if --weight_sync device is impossible."""
+    if setting := unshared_memory(environ):
+        raise ValueError(
+            f"--weight_sync=device: with {setting} the server cannot map the rank's memory; unset "
+            "it, or give --weight_sync files"
+        )
 
 
 def runtime_folders() -> list[str]:

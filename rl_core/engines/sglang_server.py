@@ -21,7 +21,13 @@ from multiprocessing import current_process
 import torch
 
 from rl_core.engines.remote import ask
-from rl_core.engines.sglang_cuda import check_tp_devices, cuda_environment
+from rl_core.engines.sglang_cuda import (
+    GRAPH_SAVER,
+    check_tp_devices,
+    cuda_args,
+    cuda_environment,
+    releases_graphs,
+)
 from rl_core.engines.weight_transfer import keeps_backup
 from rl_core.sampling.engine import EngineDied, EngineSpec
 
@@ -46,11 +52,14 @@ OWN_FLAGS = {
     "--base-gpu-id": "CUDA_VISIBLE_DEVICES",
     "--host": "",
     "--port": "",
+    "--nccl-port": "",
     "--api-key": "",
     "--device": "",
     "--log-level-http": "",
     "--skip-server-warmup": "",
     "--enable-fp32-lm-head": "",
+    "--enable-tf32-matmul": "",
+    "--mm-feature-transport": "",
     "--enable-memory-saver": "",
     "--enable-weights-cpu-backup": "",
     "--enable-lora": "",
@@ -91,6 +100,10 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
+def installed_version() -> tuple[int, ...]:
+    return numbers(importlib.metadata.version("sglang"))
+
+
 class SGLangServer:
     """SGLang's HTTP server: a child process in a new process group, or a running server at
     spec.server.url."""
@@ -106,12 +119,10 @@ class SGLangServer:
             if spec.device.type == "cuda":
                 first, num_visible = spec.device.index or 0, torch.cuda.device_count()
                 check_tp_devices(spec.server.tp, num_visible, first)
-            # Bound, but not listening: reserves the port that the child listens on, also between
-            # two starts.
-            self.port = socket.socket()
-            self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.port.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{self.port.getsockname()[1]}"
+            # SGLang binds the second port, for the process group of its ranks, minutes after it has
+            # looked for a free one.
+            self.ports = [reserved_port(), reserved_port()]
+            self.url = f"http://127.0.0.1:{self.ports[0].getsockname()[1]}"
             self.key = secrets.token_hex(16)
 
     def __str__(self) -> str:
@@ -165,10 +176,13 @@ class SGLangServer:
                 env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.spec.server.tp)))
         else:
             env = cuda_environment(env)
-        port = self.url.rpartition(":")[2]
+            if releases_graphs(self.spec, installed_version(), env):
+                env[GRAPH_SAVER] = "true"
+        port, group_port = (str(port.getsockname()[1]) for port in self.ports)
+        args = ["--host", "127.0.0.1", "--port", port, "--nccl-port", group_port]
         order = {
             "parent": os.getpid(),
-            "args": [*server_args(self.spec), "--host", "127.0.0.1", "--port", port],
+            "args": [*server_args(self.spec), *args],
             "key": self.key,
             # Lets the child receive file descriptors of this process: weights in shared memory.
             "authkey": current_process().authkey.hex(),
@@ -215,8 +229,17 @@ class SGLangServer:
             self.process.wait()
 
 
-def server_args(spec: EngineSpec) -> list[str]:
-    """Arguments of sglang.launch_server."""
+def reserved_port() -> socket.socket:
+    """A socket bound to a free port of the loopback interface. It does not listen: a child process
+    can, and no other process gets the port, also between two starts of the child."""
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    return port
+
+
+def server_args(spec: EngineSpec, version: tuple[int, ...] | None = None) -> list[str]:
+    """Arguments of sglang.launch_server. `version`: of SGLang; None: the installed one."""
     dtype, tp = str(spec.dtype).removeprefix("torch."), spec.server.tp
     args = f"--dtype {dtype} --tp-size {tp} --random-seed {spec.seed} "
     args += f"--max-running-requests {max(spec.num_slots, tp)} --log-level-http warning "
@@ -248,5 +271,6 @@ def server_args(spec: EngineSpec) -> list[str]:
     else:
         args += f"--base-gpu-id {spec.device.index or 0} --mem-fraction-static {spec.memory_frac} "
         args += "--enable-memory-saver "
-        args += "--enable-weights-cpu-backup" if keeps_backup(spec) else ""
+        args += "--enable-weights-cpu-backup " if keeps_backup(spec) else ""
+        args += " ".join(cuda_args(spec, version or installed_version(), os.environ))
     return ["--model-path", spec.model, *args.split(), *shlex.split(spec.server.args)]

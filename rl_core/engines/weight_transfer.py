@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 
 from rl_core.engines.buckets import Bucket, in_flat_buckets
 from rl_core.engines.remote import in_buckets
+from rl_core.engines.sglang_cuda import unshared_memory
 from rl_core.engines.weights import on_host
 from rl_core.sampling.engine import RESENT_BY_RANKS, EngineSpec, NamedWeights, ServerSpec
 from rl_core.scratch import remove_orphans, scratch_prefix
@@ -38,11 +39,13 @@ WITHOUT_SESSIONS = (0, 5, 20)  # Last version without weight-update sessions.
 
 
 def choose_transfer(spec: EngineSpec) -> str:
-    """A key of TRANSFERS. "auto" gives "device" on a GPU if a server that lost its weights can get
-    them again, otherwise "files"."""
+    """A key of TRANSFERS. "auto" gives "device" on a GPU if the server can map its memory and gets
+    weights that it lost again, otherwise "files"."""
     if spec.server.weight_sync != "auto":
         return spec.server.weight_sync
     if spec.resend is None or spec.device.type == "cpu" or spec.server.url:
+        return "files"
+    if unshared_memory(os.environ):
         return "files"
     return "device"
 
@@ -55,7 +58,9 @@ def described_transfer(spec: EngineSpec) -> str:
         return name
     if spec.server.url:
         return "files (--weight_sync broadcast for a server on separate GPUs)"
-    return "files (its learners could not send them again to a server that died)"
+    if spec.resend is None:
+        return "files (its learners could not send them again to a server that died)"
+    return f"files ({unshared_memory(os.environ)}; unset it for device)"
 
 
 def keeps_backup(spec: EngineSpec) -> bool:

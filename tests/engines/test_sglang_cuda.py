@@ -1,27 +1,39 @@
-"""The CUDA installation and the memory that SGLang's server is given."""
+"""The CUDA installation, arguments and memory that SGLang's server is given."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import shutil
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from kit import make_learner
+from test_engine_contract import needs_sglang
 
 from rl_core.engines import sglang_cuda
 from rl_core.engines.factory import pool_fraction
 from rl_core.engines.sglang_cuda import (
+    GRAPH_SAVER,
+    check_allocator,
     check_build_tools,
     check_tp_devices,
+    cuda_args,
     cuda_environment,
     cuda_toolkit,
     runtime_folders,
 )
+from rl_core.engines.sglang_server import SGLangServer, server_args
+from rl_core.engines.weight_transfer import described_transfer
 from rl_core.learning.optimizers import missing_state_bytes
+from rl_core.sampling.engine import EngineSpec, ServerSpec
 
 
 def executable(path: Path) -> Path:
@@ -138,3 +150,109 @@ def test_the_bytes_of_an_optimizers_state_are_known_before_its_first_step(option
 def test_a_server_has_as_many_gpus_as_it_spans(tp, num_visible, first, message):
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_tp_devices(tp, num_visible, first)
+
+
+def cuda_spec(hidden: int, dtype: torch.dtype = torch.bfloat16, **server) -> EngineSpec:
+    """A model with the ids of Qwen3: 151,936. Its head in fp32 is 0.58 GiB with 1,024 channels."""
+    return EngineSpec(
+        name="policy",
+        model="m",
+        module=torch.nn.Linear(hidden, 151_936, bias=False, device="meta"),
+        tokenizer=None,
+        num_slots=640,
+        max_context_tokens=64,
+        memory_frac=0.5,
+        dtype=dtype,
+        device=torch.device("cuda"),
+        seed=0,
+        server=ServerSpec(**server),
+        log=Path("log"),
+        start_timeout_s=1,
+    )
+
+
+TF32, GRAPHS = "--enable-tf32-matmul", "--cuda-graph-max-bs-decode 512"
+NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
+SERVERS = [
+    ((0, 5, 17), cuda_spec(1024), {}, [TF32, GRAPHS]),
+    ((0, 5, 17), cuda_spec(2048), {}, [TF32, GRAPHS, NO_PREFILL_GRAPHS]),
+    ((0, 5, 17), cuda_spec(2048, tp=2), {}, [TF32, GRAPHS]),
+    ((0, 5, 17), cuda_spec(2048, torch.float32), {}, [GRAPHS]),
+    ((0, 5, 17), cuda_spec(2048), {GRAPH_SAVER: "0"}, [TF32, GRAPHS]),
+    ((0, 5, 17), cuda_spec(2048, args="--cuda-graph-bs-decode 1 2"), {}, [TF32]),
+    ((0, 5, 18), cuda_spec(8192), {}, [GRAPHS]),
+    ((0, 5, 23), cuda_spec(1024), {GRAPH_SAVER: "1"}, [GRAPHS, NO_PREFILL_GRAPHS]),
+]
+
+
+@pytest.mark.parametrize("version, spec, environ, expected", SERVERS)
+def test_graphs_are_freed_in_sleep_where_they_hold_a_gibibyte(version, spec, environ, expected):
+    args = cuda_args(spec, version, environ)
+    assert args == " ".join(["--mm-feature-transport cpu", *expected]).split()
+
+
+@needs_sglang
+def test_sglang_knows_the_arguments_of_a_server_on_a_gpu(monkeypatch):
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    adapters = {"bob": {"r": 4, "target_modules": ["q_proj"]}}
+    for version, spec, environ, _ in SERVERS:
+        monkeypatch.setattr("os.environ", {**os.environ, **environ})
+        spec.adapters = adapters
+        args = parser.parse_args([*server_args(spec, version), "--nccl-port", "1"])
+        assert args.enable_fp32_lm_head and args.enable_memory_saver and args.nccl_port == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tf32_keeps_all_values_of_16_bits(dtype):
+    """TF32 drops the lowest 13 bits of the 23 of fp32's significand."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).float()
+    values = values[values.isfinite()]
+    assert len(values) > 60_000 and not (values.view(torch.int32) & (1 << 13) - 1).any()
+    assert torch.tensor(1 / 3).view(torch.int32) & (1 << 13) - 1
+
+
+def test_the_servers_processes_alone_get_its_ports_and_again_after_a_restart():
+    spec = replace(cuda_spec(8), device=torch.device("cpu"))
+    for reserved in SGLangServer(spec).ports:
+        address = reserved.getsockname()
+        for _ in range(2):
+            with socket.socket() as other, pytest.raises(OSError):
+                other.bind(address)
+            store = dist.TCPStore(*address, is_master=True)
+            store.set("key", "value")
+            assert store.get("key") == b"value"
+            del store
+
+
+@pytest.mark.parametrize(
+    "variable, value, setting",
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", " expandable_segments : True ", "expandable_segments:True"),
+        (
+            "PYTORCH_ALLOC_CONF",
+            "roundup_power2_divisions:[256:1,>:4],expandable_segments:True,max_split_size_mb:64",
+            "expandable_segments:True",
+        ),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "backend:cudaMallocAsync"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True,expandable_segments:False", ""),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False,backend:native", ""),
+        ("PYTORCH_CUDA_ALLOC_CONF", "", ""),
+        ("PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True", ""),
+    ],
+)
+def test_memory_that_no_other_process_maps_is_not_sent(variable, value, setting, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    spec = replace(cuda_spec(8), resend=dict)
+    if not setting:
+        assert described_transfer(spec) == "device"
+        check_allocator(os.environ)
+        return
+    assert described_transfer(spec) == f"files ({variable}={setting}; unset it for device)"
+    with pytest.raises(ValueError, match=f"--weight_sync=device: with {variable}={setting}.*unset"):
+        check_allocator(os.environ)

@@ -376,10 +376,10 @@ def test_the_way_is_chosen_by_what_learner_and_server_can(spec, way, backup):
 def test_a_server_keeps_no_copy_of_weights_that_the_learner_can_send_again(tiny_model, tmp_path):
     spec = spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None)
     spec.device = torch.device("cuda")
-    assert "--enable-weights-cpu-backup" in server_args(spec)
+    assert "--enable-weights-cpu-backup" in server_args(spec, (0, 5, 23))
     spec.resend = dict
-    assert "--enable-weights-cpu-backup" not in server_args(spec)
-    assert "--enable-memory-saver" in server_args(spec)
+    assert "--enable-weights-cpu-backup" not in server_args(spec, (0, 5, 23))
+    assert "--enable-memory-saver" in server_args(spec, (0, 5, 23))
 
 
 URL = ["--actors.policy.engine_urls", "http://a:1"]
