@@ -119,10 +119,11 @@ class SGLangServer:
             if spec.device.type == "cuda":
                 first, num_visible = spec.device.index or 0, torch.cuda.device_count()
                 check_tp_devices(spec.server.tp, num_visible, first)
-            # SGLang binds the second port, for the process group of its ranks, minutes after it has
-            # looked for a free one.
-            self.ports = [reserved_port(), reserved_port()]
-            self.url = f"http://127.0.0.1:{self.ports[0].getsockname()[1]}"
+            self.port = reserved_port()
+            # Port of the process group of the server's ranks. SGLang itself would look for a free
+            # one early and bind it much later.
+            self.group_port = reserved_port()
+            self.url = f"http://127.0.0.1:{self.port.getsockname()[1]}"
             self.key = secrets.token_hex(16)
 
     def __str__(self) -> str:
@@ -178,8 +179,8 @@ class SGLangServer:
             env = cuda_environment(env)
             if releases_graphs(self.spec, installed_version(), env):
                 env[GRAPH_SAVER] = "true"
-        port, group_port = (str(port.getsockname()[1]) for port in self.ports)
-        args = ["--host", "127.0.0.1", "--port", port, "--nccl-port", group_port]
+        args = ["--host", "127.0.0.1", "--port", str(self.port.getsockname()[1])]
+        args += ["--nccl-port", str(self.group_port.getsockname()[1])]
         order = {
             "parent": os.getpid(),
             "args": [*server_args(self.spec), *args],

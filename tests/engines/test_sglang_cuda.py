@@ -216,7 +216,8 @@ def test_tf32_keeps_all_values_of_16_bits(dtype):
 
 def test_the_servers_processes_alone_get_its_ports_and_again_after_a_restart():
     spec = replace(cuda_spec(8), device=torch.device("cpu"))
-    for reserved in SGLangServer(spec).ports:
+    server = SGLangServer(spec)
+    for reserved in (server.port, server.group_port):
         address = reserved.getsockname()
         for _ in range(2):
             with socket.socket() as other, pytest.raises(OSError):
