@@ -76,8 +76,8 @@ class EngineFactory:
             config, size = self.config.of(name), sizes.get(name, num_ranks)
             if config.agents.response_format == "enforce" and not cls.has_grammars:
                 raise ValueError(
-                    f"--agents.response_format=enforce: {cls.__name__} of actor {name} does not "
-                    "name the ids that a token was drawn from; take --engine embedded"
+                    f"--agents.response_format=enforce: {cls.__name__} of actor {name} takes no "
+                    "JSON schemas; take --engine embedded"
                 )
             cls.check(config, name, is_planned)
             self.check_divides(f"--actors.{name}.engine_urls", len(self.servers(name)), size)

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import safetensors.torch
@@ -24,7 +25,7 @@ from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.sglang_cuda import check_allocator, check_build_tools, check_tp_devices
-from rl_core.engines.sglang_server import SGLangServer, check_sglang, installed_version
+from rl_core.engines.sglang_server import SGLangServer, check_sglang, installed_version, numbers
 from rl_core.engines.weight_transfer import (
     TRANSFERS,
     choose_transfer,
@@ -41,6 +42,9 @@ from rl_core.types import Completion, JSONObject, SamplingParams
 # Older versions of SGLang unload no adapter after a queued request for it was aborted: they wait
 # for that request for ever.
 FORGETS_ABORTED = (0, 5, 22)
+# For the ids that they name, older versions take top_p of the whole distribution. If a request of
+# the batch has min_p, FlashInfer draws with top_p of the top_k ids, which keeps fewer.
+NAMES_SAMPLED_IDS = (0, 5, 20)
 ANSWER_TIMEOUT_S = 600.0  # Not for sampling, which the episode's deadline limits.
 MAX_STARTS = 3  # Attempts to restart a server that died.
 MEMORY = ("weights", "kv_cache", "cuda_graph")
@@ -60,6 +64,10 @@ class AdapterSlot:
     was_aborted: bool = False  # True if a request for this adapter was aborted.
 
 
+INEXACT = (
+    "in training or in evaluations, needs SGLang >= 0.5.20: older versions name more ids than they "
+    "draw from; leave one of the two out"
+)
 # (condition, message of the error). c: the configuration; a: the actor.
 OF_SGLANG = [
     (lambda c, a: c.deterministic, ": --deterministic=true needs --engine embedded"),
@@ -84,9 +92,14 @@ OF_SGLANG = [
         ".router_replay=true needs --engine embedded, which records the experts of each token",
     ),
     (
-        lambda c, a: a.is_trained and c.sampling.top_k,
-        ": --sampling.top_k={c.sampling.top_k}, which top_p and min_p take too, in training needs "
-        "--engine embedded: SGLang's logprobs are of all ids, and it does not name those it kept",
+        lambda c, a: (
+            a.is_trained
+            and c.sampling.top_p < 1
+            and (c.sampling.min_p or c.eval.sampling.get("min_p"))
+            and not a.servers
+            and is_older_than(NAMES_SAMPLED_IDS)
+        ),
+        f": --sampling.top_p={{c.sampling.top_p}} with min_p, {INEXACT}",
     ),
 ]
 
@@ -126,6 +139,7 @@ class SGLangEngine(Engine):
         self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
         self._may_run.set()
         self._num_asked = 0  # Open sampling requests.
+        self._names_sampled_ids = self.server.is_own  # check() has looked at the own server's.
         self._aborts: set[asyncio.Task] = set()
 
     @property
@@ -215,6 +229,8 @@ class SGLangEngine(Engine):
         while not done.finish_reason:
             await self._may_run.wait()
             await self._be_awake()
+            if params.keeps_ids and params.min_p and params.top_p < 1:
+                await self._check_sampled_ids()
             if self.lacks_weights:
                 await asyncio.sleep(NO_WEIGHTS_POLL_S)
             # A pause may have come meanwhile; nothing is awaited from here to the request.
@@ -238,6 +254,7 @@ class SGLangEngine(Engine):
         body = {"rid": rid, "input_ids": [*prompt_ids, *done.token_ids], "return_logprob": True}
         body["sampling_params"] = sampling_params(params, max_tokens - len(done.token_ids))
         body |= {"lora_path": slot.folder.name} if slot else {}
+        body |= {"return_sampling_mask": True} if is_kept(params) else {}
         self._num_asked += 1
         try:
             answer = await self._ask("generate", body, timeout_s=None)
@@ -253,6 +270,15 @@ class SGLangEngine(Engine):
             slot.was_aborted = True
         self._take(answer, done, params, max_tokens)
 
+    async def _check_sampled_ids(self) -> None:
+        """Raises ValueError if a server that was running already names more ids than it draws
+        from."""
+        if not self._names_sampled_ids:
+            version = (await self._ask("server_info", None)).get("version", "")
+            if numbers(version) < NAMES_SAMPLED_IDS:
+                raise ValueError(f"{self.server}, version {version}: top_p with min_p, {INEXACT}")
+            self._names_sampled_ids = True
+
     def _take(
         self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int
     ) -> None:
@@ -266,12 +292,20 @@ class SGLangEngine(Engine):
             raise self.server.died(
                 "sampled with other weights than rl_core sent: somebody restarted or updated it"
             )
-        logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
+        is_aborted = reason["type"] == "abort"
+        if is_kept(params):
+            masks = meta.get("output_token_sampling_mask") or []
+            logprobs = meta.get("output_token_sampling_logprobs") or []
+            # An abort in SGLang's queue, after a retraction, leaves the ids out. Such tokens are
+            # sampled again.
+            tokens = tokens[: len(masks)] if is_aborted else tokens
+            done.kept_ids += [" ".join(map(str, ids)) for ids in masks]
+        else:
+            logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
         check_logprobs(logprobs)
         assert len(logprobs) == len(tokens), (len(logprobs), len(tokens))
         done.token_ids += tokens
         done.logprobs += logprobs
-        is_aborted = reason["type"] == "abort"
         # Not aborted by pause(), which waits for all open requests.
         if is_aborted and self._may_run.is_set():
             raise RuntimeError(f"SGLang aborted a request: {reason.get('message') or reason}")
@@ -448,8 +482,7 @@ class SGLangEngine(Engine):
 
 
 def sampling_params(params: SamplingParams, max_tokens: int) -> JSONObject:
-    """Sampling parameters under SGLang's names. SGLang's logprobs ignore top_k, top_p and min_p, so
-    OF_SGLANG refuses top_k in training."""
+    """Sampling parameters under SGLang's names."""
     sent = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -489,6 +522,16 @@ def adapter_files(
 
 
 def may_unload(slot: AdapterSlot) -> bool:
-    if not slot.was_aborted:
-        return True
-    return installed_version() >= FORGETS_ABORTED
+    return not slot.was_aborted or not is_older_than(FORGETS_ABORTED)
+
+
+def is_kept(params: SamplingParams) -> bool:
+    """True if the completion stores the ids that each token was drawn from."""
+    return params.keeps_ids and params.top_k > 0
+
+
+def is_older_than(version: tuple[int, ...]) -> bool:
+    """True if an SGLang older than `version` is installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return installed_version() < version
+    return False

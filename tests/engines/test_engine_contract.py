@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import pytest
 import torch
 from kit import ROOT, embedded, engine_spec, make_learner, make_skeleton, wait_until, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import logits_process
 
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks
@@ -307,6 +309,49 @@ def test_impossible_params_are_refused(fresh, wrong):
         fresh.ask([[1]], SamplingParams(**{"max_tokens": 4, **wrong}))
 
 
+def warped(logits, temperature: float, limits: dict, is_joint: bool) -> torch.Tensor:
+    """[L, V] logprobs that transformers draws from, or with top-p of all ids if is_joint."""
+    z = logits_process.TemperatureLogitsWarper(temperature)(None, logits)
+    top_k = logits_process.TopKLogitsWarper(limits["top_k"])(None, z)
+    top_p = logits_process.TopPLogitsWarper(limits.get("top_p", 1.0))
+    z = top_p(None, z if is_joint else top_k).masked_fill(top_k.isneginf(), -torch.inf)
+    return logits_process.MinPLogitsWarper(limits.get("min_p", 0.0))(None, z).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"top_k": 3},
+        {"top_k": 1024, "top_p": 0.6},
+        {"top_k": 1024, "min_p": 0.3},
+        {"top_k": 9, "top_p": 0.5, "min_p": 0.25},
+    ],
+)
+def test_truncated_samples_name_the_ids_that_they_are_drawn_from(fresh, limits):
+    fresh.change(1.5)
+    fresh.update()
+    prompts, num, temperature = random_prompts(6, seed=9), 400, 0.7
+    params = SamplingParams(max_tokens=12, temperature=temperature, keeps_ids=True, **limits)
+    sizes = set()
+    for prompt, done in zip(prompts, fresh.ask(prompts, params), strict=True):
+        ids = torch.tensor([*prompt, *done.token_ids])
+        with torch.no_grad():
+            logits = fresh.hf(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+        expected = warped(logits, temperature, limits, fresh.kind == "sglang")
+        kept = [set(map(int, line.split())) for line in done.kept_ids]
+        assert kept == [set(row.isfinite().nonzero()[:, 0].tolist()) for row in expected]
+        logprobs = expected.gather(1, ids[len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.logprobs), logprobs, atol=1e-4, rtol=0)
+        sizes |= set(map(len, kept))
+    assert max(sizes) > 2
+    # All of the ids are drawn, as often as they are likely.
+    first = expected[0].exp() * num
+    counts = Counter(
+        c.token_ids[0] for c in fresh.ask([prompt] * num, replace(params, max_tokens=1))
+    )
+    assert all(abs(counts[i] - n) < 5 * n**0.5 + 1 for i, n in enumerate(first.tolist()))
+
+
 # New weights
 
 
@@ -488,7 +533,8 @@ def test_what_was_begun_is_continued(fresh, num_tokens):
 
 
 def test_what_is_under_way_has_all_tokens_so_far_when_the_engine_has_caught_up(fresh):
-    prompts = random_prompts(3, seed=6)
+    # Keeps all ids of the vocabulary.
+    prompts, params = random_prompts(3, seed=6), replace(LONG, top_k=1024, keeps_ids=True)
 
     async def look():
         nothing = {
@@ -501,7 +547,7 @@ def test_what_is_under_way_has_all_tokens_so_far_when_the_engine_has_caught_up(f
         begun = [Completion(**copy.deepcopy(nothing)) for _ in prompts]
         calls = enumerate(zip(prompts, begun, strict=True))
         asked = [
-            fresh.loop.create_task(fresh.engine.generate(p, LONG, seed=i, begun=b))
+            fresh.loop.create_task(fresh.engine.generate(p, params, seed=i, begun=b))
             for i, (p, b) in calls
         ]
         await fresh.has_begun()
@@ -512,6 +558,7 @@ def test_what_is_under_way_has_all_tokens_so_far_when_the_engine_has_caught_up(f
     for prompt, early, late in zip(prompts, before, after, strict=True):
         assert 0 < len(early.token_ids) < LONG.max_tokens == len(late.token_ids)
         assert late.token_ids[: len(early.token_ids)] == early.token_ids and not early.finish_reason
+        assert [len(one.kept_ids) for one in (early, late)] == [len(early.token_ids), 400]
         fresh.check(prompt, late)
 
 

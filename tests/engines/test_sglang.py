@@ -54,6 +54,7 @@ class Standin:
         # (path, number of the request to it) at which it dies.
         self.deaths, self.counts = set(), Counter()
         self.wait_for: dict[str, threading.Event] = {}  # path -> what its answers wait for
+        self.version = "0.5.19"
         self.adapters, self.loop, started = {}, asyncio.new_event_loop(), threading.Event()
         threading.Thread(target=self.serve, args=(started,), daemon=True).start()
         assert started.wait(60)
@@ -89,6 +90,11 @@ class Standin:
                 "finish_reason": reason,
                 "output_token_logprobs": [[*(logprob or [-0.5]), t] for t in tokens],
             }
+            if body.get("return_sampling_mask"):
+                # Lacks newer tokens, as of a request that is aborted in the queue.
+                named = tokens[:1] if reason["type"] == "abort" else tokens
+                meta["output_token_sampling_mask"] = [[t, t + 100] for t in named]
+                meta["output_token_sampling_logprobs"] = [-0.25] * len(named)
             return web.json_response(
                 {"output_ids": tokens, "meta_info": meta | {"weight_version": self.label}}
             )
@@ -102,7 +108,7 @@ class Standin:
             )
         if path == "unload_lora_adapter":
             del self.adapters[body["lora_name"]]
-        return web.json_response({"success": True})
+        return web.json_response({"success": True, "version": self.version})
 
 
 @pytest.fixture
@@ -198,6 +204,18 @@ def test_the_server_draws_as_it_is_asked_to(make, standin):
             "no_stop_trim": True,
         }
         assert {name: sent[name] for name in off | same} == off | same | asked
+
+
+KEEPING = SamplingParams(max_tokens=12, top_k=7, keeps_ids=True)
+
+
+def test_a_running_server_that_names_more_ids_than_it_draws_from_is_refused(make, standin):
+    engine, both = make(), replace(KEEPING, top_p=0.9, min_p=0.1)
+    with pytest.raises(ValueError, match=r"version 0\.5\.19: top_p with min_p, .* >= 0\.5\.20"):
+        ask(engine, both)
+    assert ask(engine, replace(both, min_p=0.0)).kept_ids == ["5 105"]
+    standin.version = "0.5.20"
+    assert ask(engine, both).kept_ids == ["5 105"]
 
 
 @pytest.mark.parametrize(
@@ -343,10 +361,16 @@ def test_a_death_in_a_pause_is_no_error_of_the_pause(make, standin, deaths):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(make, standin):
-    """One pause of the server returns tokens of all requests, when several learners ask for them."""
+@pytest.mark.parametrize(
+    "params, first, kept", [(GREEDY, [5], []), (KEEPING, [5, 8], ["5 105", "6 106"])]
+)
+def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(
+    make, standin, params, first, kept
+):
+    """One pause of the server returns tokens of all requests, when several learners ask for them.
+    Tokens without the ids that they were drawn from are sampled again."""
     held, engine = threading.Event(), make()
-    standin.answers = [([5], {"type": "abort"}), ([6], {"type": "length"})]
+    standin.answers = [(first, {"type": "abort"}), ([6], {"type": "length"})]
     standin.wait_for["generate"] = held
     begun = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=-1)
 
@@ -356,7 +380,7 @@ def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(make, standi
 
     async def main():
         await engine.wake()
-        request = asyncio.create_task(engine.generate([1, 2], GREEDY, seed=0, begun=begun))
+        request = asyncio.create_task(engine.generate([1, 2], params, seed=0, begun=begun))
         while not standin.counts["generate"]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         asking = [asyncio.create_task(catch_up()) for _ in range(2)]
@@ -365,6 +389,7 @@ def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(make, standi
         known = await asyncio.gather(*asking)
         assert [tokens[:1] for tokens in known] == [[5], [5]]
         assert (await request).token_ids == [5, 6]
+        assert begun.kept_ids == kept and begun.logprobs == [-0.25 if kept else -0.5] * 2
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -615,6 +640,8 @@ def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights
     torchrun, warm_model, tmp_path
 ):
     learn = ["--num_steps", 3, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
+    # One of them learns from truncated samples.
+    learn += ["--actors.up.sampling.top_k", 20, "--actors.up.sampling.top_p", 0.9]
     torchrun(
         1, "-m", "rl_core.train", *two_ways(warm_model, tmp_path / "run", *learn), timeout_s=900
     )

@@ -484,7 +484,7 @@ FLAGS = [
     (
         MODEL,
         "--agents.response_format enforce --engine sglang",
-        "SGLangEngine of actor policy does not name the ids",
+        "SGLangEngine of actor policy takes no JSON schemas",
     ),
     # servers that run already
     (MODEL, "--actors.policy.engine_urls localhost", "must be different addresses"),

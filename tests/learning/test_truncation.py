@@ -7,6 +7,7 @@ import asyncio
 import random
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import kit
@@ -245,9 +246,21 @@ def test_what_training_cannot_do_is_refused_at_start_up(places):
     sft = words("--algorithm sft --data.train rows.jsonl --sampling.top_k 3")
     with pytest.raises(ValueError, match="top_k=3 has no meaning for --algorithm sft"):
         parse_config([*flags[:2], *flags[4:], *sft])
-    config = parse_config([*flags, "--engine", "sglang", "--sampling.top_k", "20"])
-    with pytest.raises(ValueError, match="SGLang's logprobs are of all ids"):
-        SGLangEngine.check(config, "policy", True)
+
+
+@pytest.mark.parametrize("version, is_refused", [("0.5.17", True), ("0.5.20", False)])
+def test_an_sglang_that_names_more_ids_than_it_draws_from_is_refused(
+    version, is_refused, tmp_path, monkeypatch
+):
+    (tmp_path / f"sglang-{version}.dist-info").mkdir()
+    (tmp_path / f"sglang-{version}.dist-info/METADATA").write_text(f"Version: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = f"--model m --env_path x.py --out x --engine sglang {TOP} "
+    SGLangEngine.check(parse_config(words(flags)), "policy", True)
+    for also in ("--sampling.min_p 0.1", "--eval.sampling min_p=0.1"):
+        says = pytest.raises(ValueError, match=r"policy: --sampling\.top_p=0\.8 with min_p")
+        with says if is_refused else nullcontext():
+            SGLangEngine.check(parse_config(words(flags + also)), "policy", True)
 
 
 RUN = (
