@@ -3,12 +3,15 @@
     python scripts/bench_sync.py                       the embedded engine, and SGLang if installed
     torchrun --nproc_per_node 2 scripts/bench_sync.py  sharded weights; figures are rank 0's
     python scripts/bench_sync.py --engine sglang --cycles 50 --model FOLDER --out sync.json
+    SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 python scripts/bench_sync.py --engine sglang
+                                    sleep frees CUDA graphs, and prompts get none; 0: it does not
 
 A cycle is an update, a wake, four short completions and a sleep. Seconds are medians over cycles,
 those of an update also per billion parameters: gather (full tensors of the learner's shards), load
 (into the engine's model), transfer (the rest: casts, copies to the host, files, the server's
 flush), all in. Memory, file descriptors and new entries of /dev/shm are counted after each cycle:
-`at first` is the median of the second tenth of the cycles, `at last` that of the last tenth.
+`at first` is the median of the second tenth of the cycles, `at last` that of the last tenth. The
+memory of the device is that of the sleeping engine, and without an engine that of all others.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from rl_core.distributed import Ranks, all_gather_json, barrier, close_ranks, in
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.kv_slots import SlotModel
 from rl_core.learners import make_policy
+from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.policy import Policy
 from rl_core.parallel.fsdp import shard_policy
 from rl_core.sampling.engine import EmbeddedSpec, Engine, EngineSpec, ServerSpec
@@ -53,6 +57,7 @@ LIMITS = {
 }
 PHASES = ("gather", "transfer", "load", "all in", "wake", "generate", "sleep")
 SHARED = "/dev/shm"
+DEVICE = "device asleep, MiB"
 
 
 class Clock:
@@ -125,9 +130,9 @@ async def run_cycle(engine: Engine, policy: Policy, clock: Clock, version: int) 
         await engine.sleep()
 
 
-def usage(engine: Engine | None) -> dict[str, float]:
-    """Memory and descriptors of this process and of the engine's server. Memory is resident and not
-    shared (Linux)."""
+def usage(engine: Engine | None, others_mib: float = 0.0) -> dict[str, float]:
+    """Memory and descriptors of this process and of the engine's server. Memory of the host is
+    resident and not shared (Linux); `others_mib` of the device are not the engine's."""
     groups = {"this process": [psutil.Process()]}
     if server := getattr(engine, "server", None):
         groups["server"] = [psutil.Process(server.process.pid)]
@@ -139,8 +144,9 @@ def usage(engine: Engine | None) -> dict[str, float]:
         counts[f"{name}, descriptors"] = sum(process.num_fds() for process in processes)
     counts["entries in /dev/shm"] = len(os.listdir(SHARED)) if os.path.isdir(SHARED) else 0
     if torch.cuda.is_available():
+        release_cached_memory()  # Of the learner.
         free, total = torch.cuda.mem_get_info()
-        counts["device asleep, MiB"] = (total - free) / 2**20
+        counts[DEVICE] = (total - free) / 2**20 - others_mib
     return counts
 
 
@@ -160,7 +166,7 @@ async def measure(
     try:
         for version in range(1, args.cycles + 1):
             await run_cycle(engine, policy, clock, version)
-            counts.append(usage(engine))
+            counts.append(usage(engine, before.get(DEVICE, 0.0)))
     finally:
         await engine.close()
     tenth = max(1, args.cycles // 10)

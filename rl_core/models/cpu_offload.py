@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+MIN_PIECE_BYTES = 1 << 20
+
 
 class HostCopies:
     """Tensors stay the same objects and keep their shapes; their memory goes, so that all that
@@ -15,8 +17,8 @@ class HostCopies:
 
     def __init__(self, device: torch.device, is_constant: bool = False):
         self.device, self.is_constant = device, is_constant
-        # (memory, its copy on the host); of constant tensors also while they are on the device
-        self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        # (memory, pieces of its copy on the host); of constant tensors also on the device
+        self.waiting: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
         self.depth = 0  # contexts that are open
 
     @contextmanager
@@ -45,19 +47,38 @@ class HostCopies:
                 if is_here and storage.resizable():
                     storages[storage.data_ptr()] = storage
             for storage in storages.values():
-                pinned = self.device.type == "cuda"
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-                self.waiting.append((storage, host.untyped_storage().copy_(storage)))
+                self.waiting.append((storage, [pinned_copy(piece) for piece in pieces(storage)]))
         for storage, _ in self.waiting:
             storage.resize_(0)
         release_cached_memory()
 
     def to_device(self) -> None:
-        for storage, host in self.waiting:
-            storage.resize_(host.nbytes())
-            storage.copy_(host)
+        for storage, copies in self.waiting:
+            storage.resize_(sum(map(len, copies)))
+            for piece, host in zip(pieces(storage), copies, strict=True):
+                piece.copy_(host)
         if not self.is_constant:
             self.waiting = []
+
+
+def pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
+    """Consecutive bytes of the storage. Torch rounds pinned memory up to a power of two: a copy
+    of the whole, such as an embedding of 0.58 GiB, would take up to twice its bytes."""
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return memory.split(piece_sizes(len(memory)))
+
+
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Powers of two, the largest first, and a rest below MIN_PIECE_BYTES."""
+    sizes = []
+    while num_bytes >= MIN_PIECE_BYTES:
+        sizes.append(1 << num_bytes.bit_length() - 1)
+        num_bytes -= sizes[-1]
+    return [*sizes, num_bytes] if num_bytes else sizes
+
+
+def pinned_copy(value: Tensor) -> Tensor:
+    return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda).copy_(value)
 
 
 def release_cached_memory() -> None:

@@ -29,7 +29,7 @@ from rl_core.learners import compile_blocks, make_policy
 from rl_core.learning.lora import adapter_parameters
 from rl_core.models import loading
 from rl_core.models.activation_offload import activations_on_host
-from rl_core.models.cpu_offload import HostCopies
+from rl_core.models.cpu_offload import HostCopies, piece_sizes
 from rl_core.models.policy import Policy
 from rl_core.parallel import fsdp
 from rl_core.parallel.fsdp import local_slices
@@ -221,6 +221,19 @@ def test_a_reference_is_copied_to_the_host_once(tiny_model):
         first.data.zero_()  # nothing changes a reference: this does not reach the host
     with copies.on_device(reference.held):
         assert torch.equal(first, before)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 2**20, 4 * 3072 * 1024, 9 * 2**20 + 7])
+def test_pinned_copies_in_pieces_waste_less_than_a_mebibyte(num_bytes):
+    """Torch rounds each pinned allocation up to a power of two."""
+    sizes = piece_sizes(num_bytes)
+    assert sum(1 << (size - 1).bit_length() for size in sizes) - num_bytes < 2**20
+    value = torch.randint(256, (num_bytes,), dtype=torch.uint8)
+    expected, copies = value.clone(), HostCopies(torch.device("cpu"))
+    copies.to_host([value])
+    assert value.untyped_storage().nbytes() == 0
+    copies.to_device()
+    assert torch.equal(value, expected)
 
 
 def count_reductions(ranks: Ranks, model: str) -> dict:
