@@ -200,6 +200,7 @@ def prepare(policy: Policy, is_frozen: bool, recomputes: bool) -> None:
     without_dropout(policy.hf)
     if is_frozen:
         policy.requires_grad_(False)
+    policy.recomputes = recomputes
     if recomputes:
         # transformers 5.23 renamed it; both default to the non-reentrant form.
         older = policy.hf.gradient_checkpointing_enable

@@ -26,10 +26,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, init_ranks, make_mesh
+from rl_core.learners import prepare
 from rl_core.learning.learner import Learner
 from rl_core.learning.optimizers import adamw
 from rl_core.learning.sequence_shards import SequenceShards
+from rl_core.models.kernels.fused_norms import fuse_norms
 from rl_core.models.kernels.gpu_attention import find_kernel
+from rl_core.models.options import choose_logprob_kernel
 from rl_core.models.policy import PackedForward, Policy
 from rl_core.parallel.context_parallel import RingForward
 from rl_core.parallel.fsdp import shard_policy
@@ -80,10 +83,11 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
     forward_pass = PackedForward(find_kernel("auto", device))
     if ranks.cp_group is not None:
         forward_pass = RingForward(forward_pass.kernel, ranks.cp_group)
-    policy = Policy(hf, torch.bfloat16, dtype, forward_pass)
-    if args.recompute:
-        hf.gradient_checkpointing_enable()
-    policy.train()
+    if device.type == "cuda":
+        fuse_norms(hf)
+    kernel = choose_logprob_kernel(device)
+    policy = Policy(hf, torch.bfloat16, dtype, forward_pass, logprob_kernel=kernel)
+    prepare(policy, is_frozen=False, recomputes=args.recompute)
     if ranks.weights_mesh is not None:
         shard_policy(policy, dtype, ranks)
     extensions = [SequenceShards(ranks)] if ranks.mesh.cp > 1 else []

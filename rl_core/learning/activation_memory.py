@@ -42,11 +42,11 @@ def block_bytes(size: Widths, w: int, tp: int) -> float:
 
 def activation_bytes(size: Widths, w: int, tp: int, recomputes: bool) -> float:
     """Bytes per token of the activations at the end of a forward with gradient. With recomputation
-    only the input of each block is kept, and all activations of one block."""
+    only the input and the attention of each block are kept, and all activations of one block."""
     block = block_bytes(size, w, tp)
     kept = size.layers * block
     if recomputes:
-        kept = size.layers * w * size.hidden + block
+        kept = size.layers * w * (size.hidden + size.queries / tp) + block
     return kept + around_blocks(size, w)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from transformers import AttentionInterface
 NAME = "rl_core_packed"
 
 Rows = slice | Tensor  # Indices of tokens.
+Results = tuple[Tensor, Tensor]  # Attention [T, H, D] and its log-sum-exp [H, T].
 Layout = TypeVar("Layout")
 
 
@@ -112,6 +114,9 @@ class AttentionPlan:
                 self.segments.append(shared)
             above = [parent_of[n] for n in above]
         self.windows: dict[int, Segments] = {}
+        # Results of the forward by attention module, for a backward that recomputes activations but
+        # not attention. None: they are not kept; as a value: the forward calls the module twice.
+        self.kept: dict[int, Results | None] | None = None
 
     def shared_runs(self, above: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
         """The queries that follow one piece are one run, for which its keys are read once."""
@@ -146,15 +151,55 @@ class AttentionPlan:
         window: int | None = None,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        module: int = 0,
     ) -> Tensor:
         """[T, H, D]: what each token sees of its sequence, causal. With a window a token sees that
         many, itself included. A cap bounds scores. Sinks [H] are the scores of one more key of each
-        head, whose value is 0. All ranks that share sequences must call it, and run its backward,
-        in the same order."""
+        head, whose value is 0. `module`: id() of the attention module. All ranks that share
+        sequences must call it, and run its backward, in the same order."""
         assert len(query_THD) == self.num_tokens, (query_THD.shape, self.num_tokens)
         if window is not None and window >= self.longest:
             window = None
-        return PackedAttention.apply(query_THD, key_TGD, value_TGD, sinks, self, scale, cap, window)
+        options = self, scale, cap, window, module
+        return PackedAttention.apply(query_THD, key_TGD, value_TGD, sinks, *options)
+
+    def results(self, module: int, compute: Callable[[], Results]) -> Results:
+        """compute(), or its results in the forward if the backward calls it again."""
+        if self.kept is None:
+            return compute()
+        is_backward = torch._C._current_graph_task_id() != -1
+        done = self.kept.pop(module, None) if is_backward else None
+        out, lse = done or compute()
+        if not is_backward:
+            # Autograd would give `out` itself a history, which holds this plan.
+            self.kept[module] = None if module in self.kept else (out.detach(), lse)
+        return out, lse
+
+    def computed(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        cap: float | None,
+        window: int | None,
+    ) -> Results:
+        out = lse = None
+        for (k, v), segments in self.sources([k_TGD, v_TGD], window):
+            for segment in segments:
+                rows, keys = segment.q_rows, segment.k_rows
+                new = self.kernel.forward(q_THD[rows], k[keys], v[keys], segment, scale, cap)
+                if out is None or lse is None:
+                    out, lse = new
+                else:
+                    out, lse = merged(out, lse, new[0], new[1], rows)
+        assert out is not None and lse is not None
+        if sinks is not None:
+            share = torch.sigmoid(lse - sinks[:, None])
+            lse = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+            out = out * share.T[:, :, None]
+        return out.to(q_THD.dtype), lse
 
     def sources(self, kv: list[Tensor], window: int | None) -> Iterator[tuple[list, list]]:
         """Keys and values, and the segments in them, the local ones first."""
@@ -171,22 +216,9 @@ class AttentionPlan:
 
 class PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD, k_TGD, v_TGD, sinks, plan, scale, cap, window):
-        out = lse = None
-        for (k, v), segments in plan.sources([k_TGD, v_TGD], window):
-            for segment in segments:
-                rows, keys = segment.q_rows, segment.k_rows
-                new = plan.kernel.forward(q_THD[rows], k[keys], v[keys], segment, scale, cap)
-                if out is None or lse is None:
-                    out, lse = new
-                else:
-                    out, lse = merged(out, lse, new[0], new[1], rows)
-        assert out is not None and lse is not None
-        if sinks is not None:
-            share = torch.sigmoid(lse - sinks[:, None])
-            lse = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
-            out = out * share.T[:, :, None]
-        out = out.to(q_THD.dtype)
+    def forward(ctx, q_THD, k_TGD, v_TGD, sinks, plan, scale, cap, window, module):
+        inputs = q_THD, k_TGD, v_TGD, sinks, scale, cap, window
+        out, lse = plan.results(module, partial(plan.computed, *inputs))
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out, lse, sinks)
         ctx.plan, ctx.window, ctx.scale_and_cap = plan, window, (scale, cap)
         return out
@@ -218,7 +250,7 @@ class PackedAttention(torch.autograd.Function):
             del grads  # Frees the memory before the next segments are computed.
         assert dq is not None
         dk, dv = plan.returned([dk, dv], ctx.window)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *[None] * 5
 
 
 def merged(
@@ -269,7 +301,7 @@ def attention_forward(
     if width < head_dim:  # kernels want one head dim
         v = pad(v, (0, head_dim - width))
     scale = head_dim**-0.5 if scaling is None else scaling
-    out = attention_plan.attend(q, k, v, scale, sliding_window, softcap, s_aux)
+    out = attention_plan.attend(q, k, v, scale, sliding_window, softcap, s_aux, id(module))
     return out[None, ..., :width], None
 
 

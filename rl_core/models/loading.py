@@ -18,6 +18,7 @@ from transformers import (
 from rl_core.config import Config
 from rl_core.data.pretrained import from_config, load_pretrained
 from rl_core.models import attention
+from rl_core.models.kernels.fused_norms import fuse_norms
 
 # A classifier is made from a language model: its head is new, and the language model's is left out.
 SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}
@@ -106,6 +107,8 @@ def load_hf_model(
         model.config.architectures = [type(model).__name__]
     if model._can_set_attn_implementation():
         model.set_attn_implementation(attention.NAME)
+    if torch.cuda.is_available():
+        fuse_norms(model)
     return model if "device_map" in options or device is None else model.to(device)
 
 

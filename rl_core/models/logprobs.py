@@ -55,7 +55,7 @@ def fused_logprobs(
     that have other vocabulary ids.
 
     Peak extra memory is below 1 GiB at any M and V, in addition to the two gradients; the gradient
-    of a bf16 weight is summed in fp32."""
+    of bf16 hidden states is summed in fp32."""
     assert hidden_MD.dtype == weight_VD.dtype, (hidden_MD.dtype, weight_VD.dtype)
     if cap is not None or hidden_MD.dtype == torch.float64:
         kernel = None
@@ -195,25 +195,25 @@ def tiled_gradients(
     gradient_of: Callable[[Tensor, Tensor, slice, slice], Tensor],
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the hidden states, and of the weight if it has one. `gradient_of(h_CD, w_SD,
-    rows, ids)` is that of the undivided logits of one tile, [C, S]."""
+    rows, ids)` is that of the undivided logits of one tile, [C, S]. The weight's is complete with
+    its ids' last tile, so that fp32 sums are held of the hidden states alone."""
     token_tiles, id_tiles = tiles
-    grad_hidden, grad_weight = torch.zeros_like(hidden_MD), None
-    if has_weight:
-        grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD))
-    for rows in token_tiles:
-        h_CD = hidden_MD[rows]
-        sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD))
-        for ids in id_tiles:
-            w_SD = weight_VD[ids]
+    grad_hidden = torch.zeros_like(hidden_MD, dtype=sum_dtype(hidden_MD))
+    grad_weight = torch.zeros_like(weight_VD) if has_weight else None
+    for ids in id_tiles:
+        w_SD = weight_VD[ids]
+        sum_SD = None if grad_weight is None else grad_weight[ids].to(grad_hidden.dtype)
+        for rows in token_tiles:
+            h_CD = hidden_MD[rows]
             grad_CS = gradient_of(h_CD, w_SD, rows, ids)
-            add_product(sum_CD, grad_CS, w_SD)
-            if grad_weight is not None:
-                add_product(grad_weight[ids], grad_CS.T, h_CD)
-        grad_hidden[rows] = sum_CD
+            add_product(grad_hidden[rows], grad_CS, w_SD)
+            if sum_SD is not None:
+                add_product(sum_SD, grad_CS.T, h_CD)
+        if grad_weight is not None and sum_SD is not None and sum_SD.dtype != grad_weight.dtype:
+            grad_weight[ids] = sum_SD
+    grad_hidden = grad_hidden.to(hidden_MD.dtype)
     if split is not None:
         split.add_up(grad_hidden)
-    if grad_weight is not None:
-        grad_weight = grad_weight.to(weight_VD.dtype)
     return grad_hidden, grad_weight
 
 
@@ -308,18 +308,26 @@ def logit_gradients(
     return grad_CS
 
 
+def sums_in_fp32(b: Tensor) -> bool:
+    """True if a product with b can have an fp32 result although b is not in fp32."""
+    return b.device.type != "cpu" and b.dtype != sum_dtype(b)
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of bf16 factors in fp32, not rounded to bf16. On a CPU, where torch cannot do that, the
     factors are raised."""
     dtype = sum_dtype(b)
-    if b.is_cuda and b.dtype != dtype:
+    if sums_in_fp32(b):
         return torch.mm(a.to(b.dtype), b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, without a copy where all have one dtype."""
-    if out.dtype == a.dtype == b.dtype == sum_dtype(b):
+    """out += a @ b, with no copy of the product, except of bf16 factors on a CPU. `out` is in fp32
+    or fp64."""
+    if sums_in_fp32(b):
+        torch.addmm(out, a.to(b.dtype), b, out_dtype=out.dtype, out=out)
+    elif out.dtype == a.dtype == b.dtype:
         out.addmm_(a, b)
     else:
         out += product(a, b)

@@ -95,6 +95,7 @@ class Policy(nn.Module):
         self.logprob_kernel, self.support_logprobs = logprob_kernel, support_logprobs
         self.adapters: dict[str, peft.LoraConfig] = {}  # By name.
         self.is_served = False  # The engine applies the adapters itself.
+        self.recomputes = False  # The backward recomputes activations.
         # Replaces the forward of the backbone.
         self.decoder: Callable[..., BaseModelOutput] | None = None
 
@@ -118,6 +119,9 @@ class Policy(nn.Module):
         return self.forward_pass(self, batch, temperature, outputs or self.outputs)
 
     def hidden_states(self, **inputs: Tensor | AttentionPlan) -> Tensor:
+        plan = inputs.get("attention_plan")
+        if isinstance(plan, AttentionPlan) and self.recomputes and torch.is_grad_enabled():
+            plan.kept = {}
         with self.activations():
             decoder = self.decoder or backbone(self.hf)
             hidden = decoder(**inputs, use_cache=False).last_hidden_state

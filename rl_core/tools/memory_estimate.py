@@ -94,7 +94,8 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         "gradients": (0.0, 4 * trained / shards * while_learning),
         "gathered weights": (0.0, gathered * (shards > 1)),
         "activations": (0.0, tokens * kept),
-        "logprobs": (0.0, logits + 4 * size.vocabulary * size.hidden / mesh.tp),
+        # Sums of the hidden states' gradient in fp32, and the head's gradient.
+        "logprobs": (0.0, logits + size.hidden * (4 * tokens + w * size.vocabulary / mesh.tp)),
     }
     compared_with = frozen_models(config)
     algorithm = plan.algorithm

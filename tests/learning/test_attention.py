@@ -25,7 +25,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from rl_core.models.attention import AttentionPlan, attention_forward
+from rl_core.models.attention import AttentionPlan, Kernel, attention_forward
 from rl_core.models.kernels import cpu_attention, gpu_attention
 from rl_core.models.kernels.gpu_attention import TORCH, find_kernel, import_error
 from rl_core.parallel.context_parallel import RingPlan
@@ -161,7 +161,9 @@ def ring_errors(
     return worst | {"padding": max(x[~real].abs().sum().item() for x in computed[1:])}
 
 
-def through_checkpoint(*args, **kwargs):
+def through_checkpoint(*args, plan, **kwargs):
+    plan.kept = {}
+    kwargs["plan"] = plan
     # A product after it, so that recomputing may not end with the attention's forward.
     return checkpoint(lambda *x: packed_attention(*x, **kwargs) * 1.0, *args, use_reentrant=False)
 
@@ -318,6 +320,35 @@ def test_attention_written_out_for_what_has_no_fused_kernel_gives_the_same(windo
     for heads in HEADS.values():
         assert family_errors(heads, window) < 1e-13
     assert family_errors(HEADS["gqa"], window, torch.bfloat16) < 0.05
+
+
+@pytest.mark.parametrize("modules, num_computed", [((1, 2, 3), 3), ((1, 1, 2), 5)])
+def test_recomputed_activations_take_attention_from_the_forward(modules, num_computed):
+    """Except of a module that the forward calls twice."""
+    calls = []
+
+    def forward(*args):
+        calls.append(args)
+        return TORCH.forward(*args)
+
+    plan = family_plan()
+    plan.kernel = Kernel(forward=forward, backward=TORCH.backward)
+
+    def layers(run, *qkv: Tensor) -> Tensor:
+        q, k, v = qkv
+        for module in modules:
+            attend = partial(plan.attend, scale=SCALE, module=module)
+            q = run(lambda *x, attend=attend: 2 * attend(x[0].cos(), *x[1:]), q, k, v)
+        return q
+
+    inputs = make_inputs(FAMILIES[0], HEADS["gqa"])
+    right = results(partial(layers, lambda layer, *x: layer(*x)), *inputs)
+    num_segments = len(calls) // len(modules)
+    calls.clear()
+    plan.kept = {}
+    computed = results(partial(layers, partial(checkpoint, use_reentrant=False)), *inputs)
+    assert max(map(error, computed, right)) == 0 and not any(plan.kept.values())
+    assert len(calls) == num_computed * num_segments
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -20,6 +20,7 @@ from models_table import (
     try_family,
 )
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
@@ -28,6 +29,7 @@ from rl_core.engines.options import make_sampler
 from rl_core.engines.weights import checkpoint_weights
 from rl_core.learners import make_policy
 from rl_core.learning.padded_forward import choose_forward
+from rl_core.models.kernels.fused_norms import FusedRMSNorm, fuse_norms
 from rl_core.models.loading import max_positions
 from rl_core.types import SamplingParams
 
@@ -189,3 +191,23 @@ def test_sequences_that_longrope_allows_do_not_change_each_other(name, tmp_path)
         assert len(prompt) + len(completion.token_ids) == num_short
         logprobs = plain_logprobs(plain, prompt, completion.token_ids)
         assert torch.allclose(torch.tensor(completion.logprobs), logprobs, atol=1e-5)
+
+
+# LayerNorms, a weight that counts from 1, a gate.
+OTHER_NORMS = set("gemma gemma2 gemma3_text nemotron bloom phi starcoder2 stablelm cohere".split())
+OTHER_NORMS |= set("cohere2 gpt2 gpt_neox gptj opt falcon mpt qwen3_next".split())
+TEXT = [n for n, sizes in FAMILIES.items() if n != "gemma" and "text_config" not in sizes]
+
+
+@pytest.mark.parametrize("name", ["gemma", *families(TEXT)])
+def test_fused_norms_compute_what_the_norms_of_a_family_do(name):
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(family_config(name)).eval(), torch.arange(9)[None]
+    for weight in model.parameters():
+        weight.data += 0.05 * torch.randn_like(weight)
+    expected, names = model(input_ids=ids).logits, list(model.state_dict())
+    fuse_norms(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+    assert list(model.state_dict()) == names
+    fused = [module for module in model.modules() if isinstance(module, FusedRMSNorm)]
+    assert bool(fused) == (name not in OTHER_NORMS)
