@@ -1,114 +1,204 @@
-"""All GPU runs, tests and benchmarks of the project in one command: a table on the terminal, JSON
-and logs in a folder.
+"""Proofs, tests and benchmarks on a machine with GPUs: a table on the terminal, JSON and logs in a
+folder.
 
-    python scripts/gpu_check.py --out gpu_check                     all stages
-    python scripts/gpu_check.py --out gpu_check --budget_s 580      ten minutes; repeat to continue
-    python scripts/gpu_check.py --out gpu_check --only tests        these stages, again if done
+    python scripts/gpu_check.py --out gpu_check                  all stages
+    python scripts/gpu_check.py --out gpu_check --first          SGLang starts, a run learns: 290 s
+    python scripts/gpu_check.py --out gpu_check --second         speed, memory, tests: 390 s
+    python scripts/gpu_check.py --out gpu_check --budget_s 580   ten minutes; repeat to continue
+    python scripts/gpu_check.py --out gpu_check --only tests     these stages, again if done
+    python scripts/gpu_check.py --out gpu_check --fake           tiny shapes on a CPU
 
 Requires pytest and the packages of setup.py except datasets; stages with SGLang require that too.
-Each stage is a separate process of at most eight minutes. A failed stage does not stop the others
-and is not repeated. not_reached.txt names the stages without a result, with the reason. The exit
-status is 75 if the budget left stages out, otherwise the number of failed stages.
+Each stage has a deadline. A failed stage does not stop the others and is not repeated; a stage that
+the budget cuts short is. All processes of a stage end with this script, even if it is killed.
+not_reached.txt names the stages without a result, with the reason. The exit status is 75 if the
+budget left stages out, otherwise the number of failed stages.
+
+--fake runs the stages themselves, so that none fails on the day for a reason that a CPU shows.
+Results go to OUT/fake; the embedded engine replaces SGLang if that is not installed. The other
+check without a GPU, fake_cuda_check.py, finds waits for the device and mixed devices.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from script_tools import ROOT, Table, make_parser
+from script_tools import ROOT, Table, make_parser, read_metrics
+
+from rl_core.environments.agents.program import below_reaper
 
 PACKAGES = ["torch", "triton", "transformers", "peft", "bitsandbytes", "flash-attn"]
 PACKAGES += ["flash-attn-4", "liger-kernel", "sglang"]
-LIMIT_S = 480  # Time limit of a stage.
 UNFINISHED = 75  # Exit status if the budget left stages out.
+# Stages of a call, and their budget in seconds.
+FIRST = ["prove", "warm", "sort", "sglang"], 290
+SECOND = ["run", "sync", "generate", "learner_0.6B", "learner_1.7B", "logprobs", "tests"], 390
+# Metrics of a run that its stage prints.
+FIGURES = re.compile("time/|memory/|canary|kl_nats|reward_mean|greedy_pass|mfu|restarts")
 # Random weights; heads of the size that kernels are made for.
 MODEL = {"hidden": 1024, "layers": 8, "heads": 16}
-SIZES = "--max_tokens 64 --max_prompt_tokens 64 --tasks_per_step 16 --group_size 8 --num_steps 3"
-# Rewards that differ, so that every step updates.
+# Rewards that differ although most tokens have no text, so that every step updates.
 ENV = """
+import random
+
 def load_tasks(split):
     return [{"prompt": f"{split} {n}"} for n in range(64)]
 
 def reward_fn(completion):
-    return sum(map(ord, completion)) % 7
+    return random.random()
 """
-EVALUATED = "--eval_every 1 --eval.num_tasks 16 --eval.samples 0 --save_every 1"
+PROOF = ROOT / "tests/engines/test_sglang_cuda.py"
 
 
 @dataclass(kw_only=True)
 class Stage:
-    arguments: list[str]  # Arguments of python.
-    limit_s: int = LIMIT_S
+    commands: list[str]  # Arguments of python. Each runs if the one before succeeded.
+    limit_s: float = 300
     num_gpus: int = 1
     package: str = ""  # Required package.
+    after: str = ""  # Required stage.
 
 
-def stages(out: Path) -> dict[str, Stage]:
+def stages(out: Path, is_fake: bool = False) -> dict[str, Stage]:
     """Name -> stage, the most informative first."""
+    folder = shlex.quote(str(out))
+    has_server = not is_fake or importlib.util.find_spec("sglang") is not None
+    package = "sglang" if has_server else ""
+    sglang = "--engine sglang" if has_server else "--engine embedded"
+    by_files = "--weight_sync files" if has_server else ""
+    halves = "--engine_tp 2" if has_server else ""
 
-    def run(name: str, flags: str, num_gpus: int = 1, package: str = "") -> Stage:
-        torchrun = (
-            f"-m torch.distributed.run --standalone --nproc_per_node {num_gpus} -m rl_core.train"
+    def sized(on_gpu: str, on_cpu: str) -> str:
+        return on_cpu if is_fake else on_gpu
+
+    def model(size: str) -> str:
+        code = f"import gpu_check, pathlib; gpu_check.prepare(pathlib.Path({str(out)!r}), {size!r})"
+        return shlex.join(["-c", code])
+
+    def train(name: str, flags: str, num_gpus: int = 1) -> str:
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {num_gpus}"
+        return f"{torchrun} -m rl_core.train --out {folder}/runs/{name} {flags}"
+
+    def run(name: str, flags: str, size: str = "", num_gpus: int = 1, **more) -> Stage:
+        size = size or sized("model", "tiny")
+        flags += f" --model {folder}/{size} --env_path {folder}/env.py --max_prompt_tokens 64"
+        flags += sized(" --tasks_per_step 16 --group_size 8", " --tasks_per_step 4 --group_size 2")
+        more["package"] = "sglang" if "--engine sglang" in flags else ""
+        return Stage(
+            commands=[model(size), train(name, flags, num_gpus)], num_gpus=num_gpus, **more
         )
-        command = (
-            f"{torchrun} --model {out}/model --env_path {out}/env.py --out {out}/runs/{name} "
-            f"{SIZES} {flags}"
-        )
-        return Stage(arguments=command.split(), limit_s=300, num_gpus=num_gpus, package=package)
 
-    def bench(name: str, flags: str, result: str = "") -> Stage:
-        file = f"{out}/{result or name}.json"
-        return Stage(arguments=[f"{ROOT}/scripts/bench_{name}.py", *flags.split(), "--out", file])
+    def learner(size: str) -> Stage:
+        shape = sized(f"--sizes {size} --lengths 8192", "--sizes tiny --lengths 512 --tokens 1024")
+        command = f"scripts/bench_learner.py {shape} --steps 2 --out {folder}/learner_{size}.json"
+        return Stage(commands=[command], limit_s=75)
 
-    sizes = "--sizes 1024x8 1024x28 --steps 4"
-    generate = f"{ROOT}/scripts/bench_generate.py --device cuda --only grpo_ragged {sizes}"
-    # Other test files import packages that GPU tests do not need.
-    files = [str(file) for file in tests_of_a_gpu()]
-    tests = f"-m pytest -q -m gpu -p no:cacheprovider --junit-xml={out}/tests.xml"
+    short = sized("--max_tokens 64 --num_steps 3", "--max_tokens 4 --num_steps 2")
+    evaluated = f"{short} --eval_every 1 --eval.num_tasks 16 --eval.samples 0 --save_every 1"
+    # Heads of 64.
+    small = f"scripts/make_tiny_model.py --out {folder}/small --hidden 256 --layers 2 --heads 4"
+    rows = f"scripts/demo_data.py --out {folder}/data --task sort --num_sft "
+    lengths = "--max_tokens 8 --max_prompt_tokens 16"
+    sft = f"--algorithm sft --model {folder}/small --data.train {folder}/data/sft.jsonl {lengths}"
+    sft += " --tasks_per_step 64 --optim.lr 1e-3 --optim.schedule cosine --num_steps "
+    sort = f"{sglang} --model {folder}/runs/warm/hf/policy --env_path envs/sort_digits.py {lengths}"
+    sort += " --tasks_per_step 16 --group_size 8 --optim.lr 3e-4 --optim.warmup_steps 5"
+    sort += " --algo.clip_high 0.28 --num_steps " + sized("40 --eval_every 20", "2")
+    size = sized("0.6B", "tiny")
+    sync = f"scripts/bench_sync.py {sglang} --weights device --model {folder}/{size} --out "
+    sync += f"{folder}/sync.json --cycles {sized('10', '2')}"
+    generate = "scripts/bench_generate.py --only "
+    on_cpu = "grpo_short --device cpu --sizes 32x1 --steps 1"
+    generate += sized("grpo_ragged --device cuda --sizes 1024x8 --steps 2", on_cpu)
+    logprobs = (
+        f"scripts/bench_logprobs.py --only fused plain --out {folder}/logprobs.json --device "
+    )
+    logprobs += sized("cuda --shapes 8192x152064x2048", "cpu --shapes 64x104x32")
+    pytest = f"-m pytest --tb=short -p no:cacheprovider --basetemp={folder}/"
+    proof = f"{pytest}prove -sv {PROOF} {sized('-m gpu', '')}"
+    files = " ".join(str(file) for file in tests_of_a_gpu() if file != PROOF)
+    tests = f"{pytest}tests -q -m gpu --junit-xml={folder}/tests.xml {files}"
+    tests += " -n 4" if importlib.util.find_spec("xdist") and not is_fake else ""
     return {
-        # A default run: SGLang, --attention auto with SGLang's flash-attn, bf16. Engines sleep
-        # while the run evaluates and saves.
-        "sglang": run("sglang", f"--engine sglang {EVALUATED}", package="sglang"),
-        "sglang_phase": run(
-            "sglang_phase", f"--engine sglang --learner.offload phase {EVALUATED}", package="sglang"
+        # The engine alone: tokens, logprobs, sleep, new weights.
+        "prove": Stage(commands=[proof], limit_s=110, package=package),
+        "warm": Stage(
+            commands=[small, rows + sized("16000", "256"), train("warm", sft + sized("200", "4"))],
+            limit_s=60,
         ),
-        # With files the weights stay on the device during sleep.
-        "sglang_files": run(
-            "sglang_files", f"--engine sglang --weight_sync files {EVALUATED}", package="sglang"
-        ),
-        "embedded": run("embedded", f"--engine embedded {EVALUATED}"),
-        "offload_always": run("offload_always", "--engine embedded --learner.offload always"),
-        "nccl": run("nccl", f"--engine embedded {EVALUATED}", num_gpus=2),
-        "tests": Stage(arguments=[*tests.split(), *files]),
+        # The default run: time slicing, sleep, new weights by CUDA IPC, canary, evaluation.
+        "sort": Stage(commands=[train("sort", sort)], limit_s=150, package=package, after="warm"),
+        # All CUDA graphs; the engine sleeps while the run evaluates and saves.
+        "sglang": run("sglang", f"{sglang} {evaluated}", limit_s=100),
+        # Speeds and memory of a step.
+        "run": run("run", f"{sglang} --max_tokens {sized('512', '8')} --num_steps 4", size),
+        "sync": Stage(commands=[model(size), sync], limit_s=110, package=package),
+        "generate": Stage(commands=[generate], limit_s=60),
+        "learner_0.6B": learner("0.6B"),
+        "learner_1.7B": learner("1.7B"),
+        "logprobs": Stage(commands=[logprobs], limit_s=60),
+        "tests": Stage(commands=[tests], limit_s=120),
+        "embedded": run("embedded", f"--engine embedded {evaluated}"),
+        # Policy and critic on the host.
         "offload_ppo": run(
-            "offload_ppo", "--engine embedded --learner.offload always --algorithm ppo"
+            "offload_ppo", f"--engine embedded {short} --learner.offload always --algorithm ppo"
         ),
-        "nccl_sglang": run(
-            "nccl_sglang",
-            f"--engine sglang --engine_tp 2 {EVALUATED}",
-            num_gpus=2,
-            package="sglang",
-        ),
-        "generate": Stage(arguments=generate.split()),
-        "sync": bench("sync", "--cycles 50"),
-        "logprobs": bench("logprobs", "--device cuda"),
-        "learner_0.6B": bench("learner", "--sizes 0.6B", "learner_0.6B"),
-        "learner_1.7B": bench("learner", "--sizes 1.7B", "learner_1.7B"),
-        "learner_4B": bench("learner", "--sizes 4B", "learner_4B"),
+        # With files the engine's weights stay on the device while the engine sleeps.
+        "files": run("files", f"{sglang} {by_files} {evaluated} --learner.offload phase"),
+        "nccl": run("nccl", f"--engine embedded {evaluated}", num_gpus=2),
+        "nccl_sglang": run("nccl_sglang", f"{sglang} {halves} {evaluated}", num_gpus=2),
     }
 
 
 def tests_of_a_gpu() -> list[Path]:
+    """Files with tests marked gpu. Others import packages that these tests do not need."""
     return [f for f in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in f.read_text()]
+
+
+def prepare(out: Path, size: str = "model") -> None:
+    """Writes env.py, the environment of the runs, and a model into the folder `size` if there is
+    none: of MODEL's sizes, or a Qwen3 of a size of bench_learner.py."""
+    (out / "env.py").write_text(ENV)
+    if (out / size).exists():
+        return
+    unfinished = out / f"{size}.part"
+    if size == "model":
+        from make_tiny_model import make_tiny_model
+
+        make_tiny_model(unfinished, **MODEL)
+    else:
+        make_qwen3(unfinished, size)
+    unfinished.rename(out / size)
+
+
+def make_qwen3(folder: Path, size: str) -> None:
+    """Random weights, drawn on the GPU if there is one, and one token per character."""
+    import torch
+    from bench_learner import model_config
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from rl_core.tools.tiny_model import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = model_config(size)
+    config.update(ends | {"bos_token_id": None, "max_position_embeddings": 40960})
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config = GenerationConfig(**ends, do_sample=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def machine() -> dict:
@@ -125,63 +215,81 @@ def machine() -> dict:
     }
 
 
-def prepare(out: Path) -> None:
-    """Writes the model and the environment of the runs."""
-    from make_tiny_model import make_tiny_model
+def used_mib() -> int | None:
+    """Memory in use on all GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return sum(map(int, re.findall(r"^\d+", done.stdout, re.MULTILINE)))
 
-    if not (out / "model").exists():
-        make_tiny_model(out / "model.part", **MODEL)
-        (out / "model.part").rename(out / "model")
-    (out / "env.py").write_text(ENV)
 
-
-def run_stage(stage: Stage, log: Path) -> dict:
-    """Runs a stage and returns its status. Its output goes to the terminal and to the log. At the
-    deadline the stage and its children are killed."""
+def run_stage(stage: Stage, log: Path, limit_s: float) -> dict:
+    """Runs a stage and returns its result. All processes of the stage are killed at the deadline,
+    and if this process ends. The end of the log goes to the terminal."""
     began = time.monotonic()
-    path = os.pathsep.join(
-        filter(None, [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")])
-    )
-    env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    folders = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    env |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    script = " && ".join(f"{shlex.quote(sys.executable)} {command}" for command in stage.commands)
     with open(log, "w") as file:
         process = subprocess.Popen(
-            [sys.executable, *stage.arguments],
+            below_reaper(["sh", "-c", script], file.fileno()),
             cwd=ROOT,
             env=env,
+            stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            pass_fds=[file.fileno()],
+            start_new_session=True,  # Ctrl-C would end the reaper before it has killed the rest.
         )
         try:
-            code = process.wait(stage.limit_s)
+            code = process.wait(limit_s)
             status = f"exit {code}" if code else "ok"
         except subprocess.TimeoutExpired:
-            status = f"over {stage.limit_s} s"
+            status = f"over {limit_s:.0f} s"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    text = log.read_text(errors="replace")
-    print(text, flush=True)
-    last = (text.strip().splitlines() or ["printed nothing"])[-1]
+            process.terminate()
+            process.wait()
+    lines = log.read_text(errors="replace").strip().splitlines() or ["printed nothing"]
+    shown = lines[-8:] if status == "ok" else lines[-40:]
+    print("\n".join(line[:200] for line in shown), flush=True)
+    seconds = round(time.monotonic() - began, 1)
     return {
         "status": status,
-        "seconds": round(time.monotonic() - began, 1),
-        "last_line": last[:200],
+        "seconds": seconds,
+        "used_mib": used_mib(),
+        "last_line": lines[-1][:200],
     }
 
 
-def lacking(stage: Stage, facts: dict) -> str:
-    """The requirement of a stage that this machine does not meet, or ""."""
+def figures(folder: Path) -> dict[str, list[float]]:
+    """Speeds, memory, divergences and scores of a run: at most the first and last three values."""
+    values: dict[str, list[float]] = {}
+    for row in read_metrics(folder) if (folder / "metrics.jsonl").exists() else []:
+        for name in filter(FIGURES.search, row):
+            values.setdefault(name, []).append(row[name])
+    return {name: v if len(v) < 7 else [*v[:3], *v[-3:]] for name, v in values.items()}
+
+
+def lacking(stage: Stage, results: dict[str, dict], facts: dict) -> str:
+    """The requirement of a stage that is not met, or ""."""
     if len(facts["gpus"]) < stage.num_gpus:
         return f"needs {stage.num_gpus} GPUs"
     if stage.package and stage.package not in facts["packages"]:
         return f"needs {stage.package}"
+    if stage.after and results.get(stage.after, {}).get("status") != "ok":
+        return f"needs the stage {stage.after}"
     return ""
 
 
 def run_all(
-    wanted: dict[str, Stage], results: dict[str, dict], facts: dict, out: Path, budget_s: float
+    wanted: dict[str, Stage],
+    results: dict[str, dict],
+    facts: dict,
+    out: Path,
+    budget_s: float,
+    limit_s: float | None = None,
 ) -> dict[str, str]:
     """Runs the stages that have no result yet and fit in the budget, and writes all results after
     each stage. Returns the stages that were not reached, with the reason."""
@@ -189,18 +297,24 @@ def run_all(
     for name, stage in wanted.items():
         if name in results:
             continue
-        left_s = budget_s - (time.monotonic() - began)
-        reason = lacking(stage, facts)
-        if not reason and left_s < stage.limit_s:
-            reason = f"no time: may take {stage.limit_s} s, {max(0, left_s):.0f} s were left"
+        left_s, most_s = budget_s - (time.monotonic() - began), limit_s or stage.limit_s
+        reason = lacking(stage, results, facts)
+        # Stages usually take half of their limits.
+        if not reason and left_s < most_s / 2:
+            reason = f"no time: may take {most_s:.0f} s, {max(0, left_s):.0f} s were left"
         if reason:
             not_reached[name] = reason
             continue
         print(f"== {name}", flush=True)
-        shutil.rmtree(
-            out / "runs" / name, ignore_errors=True
-        )  # An earlier call may have been killed.
-        results[name] = run_stage(stage, out / f"{name}.log")
+        run_folder = out / "runs" / name
+        shutil.rmtree(run_folder, ignore_errors=True)  # An earlier call may have been killed.
+        result = run_stage(stage, out / f"{name}.log", min(most_s, left_s))
+        if left_s < most_s and result["status"].startswith("over"):
+            not_reached[name] = f"no time: stopped after {left_s:.0f} of {most_s:.0f} s"
+            continue
+        results[name] = result | {"figures": figures(run_folder)}
+        for metric, values in results[name]["figures"].items():
+            print(f"{metric:<40}", *(f"{value:.4g}" for value in values), flush=True)
         (out / "summary.json").write_text(
             json.dumps({"machine": facts, "stages": results}, indent=2)
         )
@@ -219,32 +333,34 @@ def earlier_results(out: Path, again: list[str]) -> dict[str, dict]:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for JSON and logs")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        choices=list(stages(Path())),
-        metavar="STAGE",
-        help="stages: %(choices)s",
-    )
-    parser.add_argument(
-        "--budget_s", type=float, default=7200, help="start no stage that might end later"
-    )
+    names = list(stages(Path()))
+    one = parser.add_mutually_exclusive_group()
+    form = {"default": [], "choices": names, "metavar": "STAGE", "help": "stages: %(choices)s"}
+    one.add_argument("--only", nargs="+", **form)
+    for flag, call in {"--first": FIRST, "--second": SECOND}.items():
+        one.add_argument(flag, dest="call", action="store_const", const=call, help=str(call[0]))
+    parser.add_argument("--budget_s", type=float, help="seconds of all stages, 7200 by default")
+    parser.add_argument("--limit_s", type=float, help="deadline of each stage")
+    parser.add_argument("--fake", action="store_true", help="tiny shapes on a CPU")
     args = parser.parse_args()
-    out = args.out.resolve()
+    out, limit_s = args.out.resolve(), args.limit_s
+    chosen, budget_s = args.call or (args.only or names, 7200)
+    if args.fake:
+        out, limit_s = out / "fake", limit_s or 600
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     out.mkdir(parents=True, exist_ok=True)
     facts = machine()
+    if args.fake:
+        facts["gpus"] = ["a CPU", "the same CPU"]
     if not facts["gpus"]:
         print("error: torch sees no CUDA device; every stage needs a GPU", file=sys.stderr)
         return 1
     print(json.dumps(facts), flush=True)
-    prepare(out)
-    wanted = stages(out)
-    if args.only:
-        wanted = {name: wanted[name] for name in args.only}
+    plan = stages(out, args.fake)
     results = earlier_results(out, args.only)
-    not_reached = run_all(wanted, results, facts, out, args.budget_s)
-    table = Table(stage="<14", status="<12", seconds=">7.0f", last_line="<10")
+    wanted = {name: plan[name] for name in chosen}
+    not_reached = run_all(wanted, results, facts, out, args.budget_s or budget_s, limit_s)
+    table = Table(stage="<14", status="<12", seconds=">7.0f", used_mib=">8d", last_line="<10")
     for name, result in results.items():
         table.add({"stage": name} | result)
     for name, reason in not_reached.items():

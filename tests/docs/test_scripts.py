@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -16,12 +18,12 @@ import gpu_check
 import pytest
 import torch
 from demo_data import TASKS, demo_data
-from gpu_check import Stage, earlier_results, prepare, run_all, stages
-from kit import ROOT, metrics, words
+from gpu_check import Stage, earlier_results, run_all, stages
+from kit import ROOT, wait_until, words
 from make_tiny_model import CHARACTERS, bpe_tokenizer, make_tiny_model, read_texts
 
 from rl_core.config import parse_config
-from rl_core.train import main
+from rl_core.sandbox.reaper import descendants
 
 
 def test_a_tiny_model_loads_and_speaks_in_each_architecture(any_model):
@@ -188,78 +190,114 @@ def test_the_check_of_gpus_says_that_there_is_none(tmp_path, monkeypatch, capsys
     assert error.startswith("error: torch sees no CUDA device") and not out
 
 
+def python(code: str, limit_s: int = 60, **needs) -> Stage:
+    return Stage(commands=[shlex.join(["-c", code])], limit_s=limit_s, **needs)
+
+
 def test_the_check_of_gpus_goes_on_where_the_last_call_ended_and_names_what_was_not_reached(
     tmp_path, capfd
 ):
-    def prints(name: str, end: str = "", limit_s: int = 60, **needs) -> Stage:
+    def prints(name: str, end: str = "", **needs) -> Stage:
         code = f"open({str(tmp_path / name)!r}, 'a').write('x'); print('{name} ran'); {end}"
-        return Stage(arguments=["-c", code], limit_s=limit_s, **needs)
+        return python(code, **needs)
 
-    plan = {"good": prints("good"), "bad": prints("bad", "raise SystemExit(3)")}
-    plan |= {
-        "slow": prints("slow", "import time; time.sleep(60)", limit_s=1),
+    sleeps = "import time; time.sleep(60)"
+    plan = {
+        "good": prints("good"),
+        "bad": prints("bad", "raise SystemExit(3)"),
+        "never": prints("never", after="bad"),
+        "slow": prints("slow", sleeps, limit_s=1),
         "long": prints("long", limit_s=480),
+        "pair": prints("pair", num_gpus=2),
+        "server": prints("server", package="sglang"),
     }
-    plan |= {"pair": prints("pair", num_gpus=2), "server": prints("server", package="sglang")}
     facts = {"gpus": ["one"], "packages": {}}
     left = run_all(plan, {}, facts, tmp_path, budget_s=100)
-    assert left.keys() == {"long", "pair", "server"} and left["long"].startswith(
-        "no time: may take 480 s"
-    )
+    assert "bad ran" in capfd.readouterr().out
+    assert left.pop("long").startswith("no time: may take 480 s")
+    unmet = {"never": "needs the stage bad", "pair": "needs 2 GPUs", "server": "needs sglang"}
+    assert left == unmet
     results = earlier_results(tmp_path, [])
-    assert {n: r["status"] for n, r in results.items()} == {
-        "good": "ok",
-        "bad": "exit 3",
-        "slow": "over 1 s",
-    }
+    statuses = {"good": "ok", "bad": "exit 3", "slow": "over 1 s"}
+    assert {n: r["status"] for n, r in results.items()} == statuses
     assert results["good"]["last_line"] == "good ran"
 
-    left = run_all(plan, results, facts, tmp_path, budget_s=600)
-    assert left == {"pair": "needs 2 GPUs", "server": "needs sglang"}
-    assert (
-        tmp_path / "not_reached.txt"
-    ).read_text() == "pair: needs 2 GPUs\nserver: needs sglang\n"
-    assert all((tmp_path / name).read_text() == "x" for name in ("good", "bad", "slow", "long")), (
-        "each once"
-    )
-    assert "bad" not in earlier_results(tmp_path, ["bad"]) and "long" in earlier_results(
-        tmp_path, ["bad"]
-    )
+    plan["cut"] = prints("cut", sleeps, limit_s=3)
+    only_cut = {"cut": plan["cut"]}
+    left = run_all(only_cut, results, facts, tmp_path, budget_s=2)
+    assert left == {"cut": "no time: stopped after 2 of 3 s"}
+    left = run_all(plan, results, facts, tmp_path, budget_s=600, limit_s=2)
+    assert left == unmet
+    lines = "".join(f"{name}: {reason}\n" for name, reason in unmet.items())
+    assert (tmp_path / "not_reached.txt").read_text() == lines
+    assert earlier_results(tmp_path, [])["cut"]["status"] == "over 2 s"
+    times = {n: (tmp_path / n).read_text() for n in ("good", "bad", "slow", "cut", "long")}
+    assert times == {"good": "x", "bad": "x", "slow": "x", "cut": "xx", "long": "x"}
+    assert "bad" not in earlier_results(tmp_path, ["bad"])
 
 
-def test_the_stages_of_the_check_of_gpus_are_short_and_their_flags_are_known(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_of_a_stage_outlives_the_check_of_gpus(tmp_path, number):
+    """The stage starts a process in a new session, as an engine does with a server."""
+    file = tmp_path / "pid"
+    sleep = "import time; time.sleep(600)"
+    code = (
+        "import os, subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True); "
+        f"open({str(file) + '.part'!r}, 'w').write(str(child.pid)); "
+        f"os.rename({str(file) + '.part'!r}, {str(file)!r}); child.wait()"
+    )
+    # A shell may have started pytest with SIGINT ignored.
+    run = "import gpu_check, pathlib, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    run += f"stage = gpu_check.Stage(commands=[{shlex.join(['-c', code])!r}])\n"
+    run += f"gpu_check.run_stage(stage, pathlib.Path({str(tmp_path / 'log')!r}), 600)"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    check = subprocess.Popen([sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": paths})
+    wait_until(file.exists, "the stage has started a process")
+    pids = descendants(check.pid)
+    assert int(file.read_text()) in pids
+    check.send_signal(number)
+    check.wait()
+    wait_until(lambda: not any(map(is_running, pids)), "all processes of the stage have ended", 20)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_the_stages_of_the_check_of_gpus_have_flags_that_are_known(tmp_path):
     plan = stages(tmp_path)
-    assert max(stage.limit_s for stage in plan.values()) <= 480
     runs = {
-        name: s.arguments[s.arguments.index("rl_core.train") + 1 :]
-        for name, s in plan.items()
-        if "rl_core.train" in s.arguments
+        name: shlex.split(stage.commands[-1].partition("rl_core.train ")[2])
+        for name, stage in plan.items()
+        if "rl_core.train" in stage.commands[-1]
     }
     configs = {name: parse_config(flags) for name, flags in runs.items()}
-    first = list(plan)[:5]
-    assert (
-        first[0] == "sglang"
-        and plan["nccl"].num_gpus == 2
-        and configs["offload_always"].learner.offload == "always"
-    )
-    assert (
-        configs["sglang"].attention == "auto"
-        and configs["sglang"].eval_every == configs["sglang"].save_every == 1
-    )
-    assert configs["sglang_phase"].learner.offload == "phase" and {*first} < {*runs}
-    for stage in plan.values():
-        assert all(Path(word).exists() for word in stage.arguments if "scripts" in word)
+    assert list(plan)[:11] == [*gpu_check.FIRST[0], *gpu_check.SECOND[0]]
+    assert plan["nccl"].num_gpus == plan["nccl_sglang"].num_gpus == configs["nccl_sglang"].engine_tp
+    assert configs["sort"].engine == "sglang" and configs["files"].weight_sync == "files"
+    assert configs["sglang"].eval_every == configs["sglang"].save_every == 1
+    for calls in (gpu_check.FIRST, gpu_check.SECOND):
+        assert max(plan[name].limit_s for name in calls[0]) < calls[1]
 
 
-def test_a_run_of_the_check_of_gpus_ends_well_without_one(tmp_path, monkeypatch):
-    """The stage itself, with a smaller model."""
-    monkeypatch.setitem(gpu_check.MODEL, "hidden", 64)
-    monkeypatch.setitem(gpu_check.MODEL, "layers", 1)
-    prepare(tmp_path)
-    stage = stages(tmp_path)["offload_always"]
-    assert main(stage.arguments[stage.arguments.index("rl_core.train") + 1 :]) == 0
-    rows = metrics(tmp_path / "runs/offload_always")
-    assert [row["learn/policy/updates"] for row in rows] == [1, 1, 1]
+FAKES = [["warm", "sort"], pytest.param(list(stages(Path())), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("names", FAKES, ids=["few", "all"])
+def test_the_stages_of_the_check_of_gpus_end_well_without_one(tmp_path, names):
+    command = [sys.executable, ROOT / "scripts/gpu_check.py", "--out", tmp_path, "--fake"]
+    done = subprocess.run([*command, "--only", *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    content = json.loads((tmp_path / "fake/summary.json").read_text())
+    assert {name: one["status"] for name, one in content["stages"].items()} == dict.fromkeys(
+        names, "ok"
+    )
+    assert len(content["stages"]["sort"]["figures"]["time/generate_s"]) == 2
+    assert (tmp_path / "fake/not_reached.txt").read_text() == ""
 
 
 @pytest.mark.slow

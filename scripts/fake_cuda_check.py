@@ -1,10 +1,11 @@
 """Steps of learner and engine on fake CUDA tensors, which find waits for the GPU and mixed devices
 without a GPU.
 
-Requires a CUDA build of torch and no GPU; scripts/fake_gpu_check.sh makes such an environment.
+Requires a CUDA build of torch and no GPU; scripts/fake_cuda_check.sh makes such an environment.
 Prints a line for each check. A failed check names the line of rl_core that read a value or mixed
 devices. The exit status is the number of failed checks. Not run: backward passes (gradients are
-zeros), Triton's kernels, the moves of --learner.offload phase, several devices.
+zeros), Triton's kernels, the moves of --learner.offload phase, several devices. With
+`gpu_check.py --fake` whole programs run on a CPU.
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ CHECKS["step: activations offloaded"] = partial(
 def main() -> int:
     if torch.version.cuda is None:
         sys.exit(
-            "error: torch was built without CUDA; scripts/fake_gpu_check.sh makes an environment "
+            "error: torch was built without CUDA; scripts/fake_cuda_check.sh makes an environment "
             "with a CUDA build"
         )
     num_failed = 0
