@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests the SGLang engine with the real package on a machine without a GPU: makes a virtual environment of its own (2.9 GiB;
 # the argument, or .venv-sglang), and runs the tests that need SGLang in it.
-#   bash scripts/test_sglang.sh [--short] [FOLDER [arguments of pytest]]
+#   [SGLANG=0.5.17] bash scripts/test_sglang.sh [--short] [FOLDER [arguments of pytest]]
+# SGLANG: the version, the oldest one that rl_core takes or the newest one (the default).
 # --short: what every engine promises, adapters, weights in buckets, a run of three steps, runs whose server is killed. Without it longer runs too, for
 # half an hour.
 # It is a trick for tests, not a supported mode. SGLang is installed without what it asks for: its compiled kernels and
@@ -22,20 +23,25 @@ else
     tests+=("tests/run/test_stale_policy.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
     tests+=("tests/run/test_stale_policy.py::test_tokens_name_the_weights_that_sampled_them_whatever_the_order")
 fi
+case "${SGLANG:=0.5.23}" in
+    0.5.23) pins=(sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7) with=(openai==2.8.0 transformers==5.23.0) ;;
+    0.5.17) pins=(sglang==0.5.17 compressed-tensors==0.18.0 xgrammar==0.2.1) with=(openai==2.6.1 transformers==5.12.1) ;;
+    *) echo "SGLANG=$SGLANG: this script knows 0.5.17 and 0.5.23" >&2 && exit 2 ;;
+esac
 venv="${1:-$PWD/.venv-sglang}"
 shift || true
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-wanted="$PWD $(cat setup.py scripts/test_sglang.sh | cksum)"
+wanted="$PWD $SGLANG $(cat setup.py scripts/test_sglang.sh | cksum)"
 if [ "$(cat "$venv/.rl_core_sglang" 2> /dev/null)" != "$wanted" ]; then
-    echo "installing SGLang into $venv"
+    echo "installing SGLang $SGLANG into $venv"
     install() { "$venv/bin/python" -m pip install -q "$@" 2>&1 | { grep -v -e "requires" -e "resolver does not" || true; }; }
     install torch==2.13.0 setuptools
-    install --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7
+    install --no-deps "${pins[@]}"
     # What SGLang's server imports.
     install orjson pybase64 requests triton==3.9.0 pillow starlette msgspec pyzmq IPython aiohttp uvloop dill \
-        apache-tvm-ffi==0.1.11 sentencepiece loguru gguf openai==2.8.0 partial_json_parser uvicorn fastapi setproctitle \
+        apache-tvm-ffi==0.1.11 sentencepiece loguru gguf partial_json_parser uvicorn fastapi setproctitle \
         einops psutil jsonschema python-multipart prometheus-client soundfile
-    install transformers==5.23.0 peft pytest
+    install "${with[@]}" peft pytest
     install -e .
     site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     mkdir -p "$site/sgl_kernel" "$site/torchvision"
@@ -50,6 +56,8 @@ def without_pinning(make):
 # SGLang's adapters ask for pinned memory on every device, which torch refuses where there is no GPU.
 torch.Tensor.pin_memory = lambda self: self
 torch.tensor, torch.zeros = without_pinning(torch.tensor), without_pinning(torch.zeros)
+# The checksums of its weights wait for the GPU.
+torch.cuda.synchronize = lambda device=None: None
 
 
 def __getattr__(name):
