@@ -117,6 +117,7 @@ setup(
         "numpy>=1.26",
         "pandas>=2.2",
         "peft>=0.17",
+        "psutil>=5.9",  # network interfaces of a node
         "pyarrow>=15",
         "pydantic>=2.7,<3",
         "pyyaml>=6.0",

@@ -10,12 +10,15 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
+from posix import _exit as exit_now  # refusing_exits() replaces os._exit.
 from typing import TypeVar
 
 import torch
@@ -27,6 +30,9 @@ from rl_core.types import RunError
 
 T = TypeVar("T")
 
+CONNECT_HINT = (
+    "Every node must reach every other at any port; GLOO_SOCKET_IFNAME names the interface (eth0)"
+)
 # Beats of a heartbeat in one --timeout_s, and the longest time between two of them.
 BEATS, MAX_BEAT_S = 10, 5.0
 NAMES_A_GPU = re.compile(r"\s*(\d|GPU-|MIG-)")  # A value of CUDA_VISIBLE_DEVICES.
@@ -194,7 +200,7 @@ class Heartbeat:
                     flush=True,
                 )
                 if not is_launchers:
-                    os._exit(1)  # A thread that waits in C++ hears no exception.
+                    exit_now(1)  # A thread that waits in C++ hears no exception.
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -300,7 +306,7 @@ def init_ranks(
     )
     if rollout_ranks and ranks.is_engine:
         mesh = Mesh(dp_shard=ranks.size)
-    with explain_timeouts("start", ranks, timeout_s):
+    with explain_timeouts("start", ranks, timeout_s), connecting(rank, heartbeat, timeout_s):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"group{number}", store),
@@ -309,6 +315,31 @@ def init_ranks(
             timeout=timeout,
         )
         return on_mesh(ranks, mesh)
+
+
+@contextmanager
+def connecting(rank: int, heartbeat: Heartbeat | None, timeout_s: float) -> Iterator[None]:
+    """Ends this process if ranks do not connect within `timeout_s`: gloo would wait five times as
+    long, in C++."""
+
+    def end() -> None:
+        why = (heartbeat and heartbeat.lost) or CONNECT_HINT
+        print(
+            f"error: rank {rank} waited at the start for connections to the other ranks; they did "
+            f"not come within --timeout_s={timeout_s:g}: {why}",
+            file=sys.stderr,
+            flush=True,
+        )
+        exit_now(1)
+
+    # A heartbeat that stops is noticed after one more beat.
+    timer = threading.Timer(timeout_s + 2 * min(timeout_s / BEATS, MAX_BEAT_S), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def meet(rank: int, size: int, timeout_s: float, device: torch.device) -> dist.Store:
@@ -326,9 +357,11 @@ def meet(rank: int, size: int, timeout_s: float, device: torch.device) -> dist.S
     store.set_timeout(timeout)
     names = [f"present/{other}" for other in range(size)]
     is_gpu = device.type == "cuda"
+    publish_address(store)
     store.set(names[rank], str(torch.cuda.get_device_properties(device).uuid) if is_gpu else "")
     try:
         store.wait(names)
+        choose_interface(store)
     except RuntimeError as error:
         missing = []
         with suppress(RuntimeError):  # The store itself may be lost.
@@ -342,8 +375,51 @@ def meet(rank: int, size: int, timeout_s: float, device: torch.device) -> dist.S
     return store
 
 
+def is_one_node() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
+def addresses_towards(host: str, port: int) -> tuple[str, str]:
+    """(address of this machine, address of the host) as they reach each other."""
+    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects.
+        probe.connect(address)
+        return probe.getsockname()[0], probe.getpeername()[0]
+
+
+def node_addresses() -> list[str]:
+    """Addresses of this node and of the first node, as they reach each other, except loopback
+    addresses. Empty if all ranks are on one node."""
+    if is_one_node():
+        return []
+    both = addresses_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    return [address for address in both if not ip_address(address).is_loopback]
+
+
+def publish_address(store: dist.Store) -> None:
+    """Tells the first node the address at which other nodes reach it: there its name may be an
+    address of the loopback interface."""
+    if addresses := node_addresses():
+        store.set("first_node", addresses[-1])
+
+
+def choose_interface(store: dist.Store) -> None:
+    """Lets gloo connect over the interface that reaches the other nodes, unless GLOO_SOCKET_IFNAME
+    is set. gloo would take the address of the hostname, which Debian's /etc/hosts resolves to
+    127.0.1.1."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not store.check(["first_node"]):
+        return
+    import psutil
+
+    addresses = node_addresses() or [store.get("first_node").decode()]
+    for name, of_interface in psutil.net_if_addrs().items():
+        if addresses[0] in [each.address.partition("%")[0] for each in of_interface]:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
 def first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    line = str(error).splitlines()[0]
+    return f"{line}. {CONNECT_HINT}" if "connectFullMesh" in line else line
 
 
 def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -230,11 +231,15 @@ class HttpServer:
         """Listens and returns the port. `host` None: all interfaces. Raises OSError."""
         loop = await self.start()
         options = {"ssl": tls, "ssl_handshake_timeout": FIRST_S} if tls else {}
-        server = await loop.create_server(
-            self.visitor, host, port, backlog=self.backlog(), **options
-        )
-        self.servers.append(server)
-        return server.sockets[0].getsockname()[1]
+        for address in [host] if host else ["0.0.0.0", "::"]:
+            # asyncio would choose a port for IPv4 and another one for IPv6.
+            with nullcontext() if host or address != "::" else suppress(OSError):
+                server = await loop.create_server(
+                    self.visitor, address, port, backlog=self.backlog(), **options
+                )
+                self.servers.append(server)
+                port = server.sockets[0].getsockname()[1]
+        return port
 
     async def listen_at(self, path: str) -> None:
         """Listens at a Unix socket. Raises OSError."""

@@ -53,6 +53,7 @@ def run_command(argv: list[str] | None) -> int:
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.learners import is_sharded
         from rl_core.plan.plan import make_plan
+        from rl_core.plan.rank_agreement import check_ranks_agree
         from rl_core.run.run_folder import locked
         from rl_core.trainer import Trainer, run_to_end
 
@@ -65,6 +66,7 @@ def run_command(argv: list[str] | None) -> int:
         ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), groups)
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # Every rank has checked that the folder is free.
+            check_ranks_agree(plan, ranks)
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 if ranks.is_engine:
                     from rl_core.engine_ranks import make_engine_rank

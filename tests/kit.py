@@ -475,16 +475,18 @@ def torchrun(
 
 
 def start_torchrun(
-    num_ranks: int, *args: str | Path, flags: Sequence[str] = ("--standalone",)
+    num_ranks: int,
+    *args: str | Path,
+    flags: Sequence[str] = ("--standalone",),
+    within: Sequence[str] = (),
 ) -> subprocess.Popen:
     """A real torchrun in a separate session, with pipes for its output, in which Ctrl-C works."""
-    return start_process(
-        "-m", "torch.distributed.run", *flags, f"--nproc_per_node={num_ranks}", *args
-    )
+    module = ("-m", "torch.distributed.run")
+    return start_process(*module, *flags, f"--nproc_per_node={num_ranks}", *args, within=within)
 
 
-def start_process(*args: str | Path) -> subprocess.Popen:
-    """This Python with these arguments."""
+def start_process(*args: str | Path, within: Sequence[str] = ()) -> subprocess.Popen:
+    """This Python with these arguments, by the command `within`."""
     env = program_env() | {"PYTHONUNBUFFERED": "1"}
     pipes = {
         "stdout": subprocess.PIPE,
@@ -495,7 +497,8 @@ def start_process(*args: str | Path) -> subprocess.Popen:
     # A suite that was started in the background ignores SIGINT, and so would all that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return subprocess.Popen([sys.executable, *map(str, args)], env=env, cwd=ROOT, **pipes)
+        command = [*within, sys.executable, *map(str, args)]
+        return subprocess.Popen(command, env=env, cwd=ROOT, **pipes)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import secrets
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from aiohttp import web
 from torch import Tensor
 
-from rl_core.distributed import Ranks
+from rl_core.distributed import Ranks, addresses_towards, is_one_node
 from rl_core.engines.lease import DeviceLease
 from rl_core.http_guard import (
     LOOPBACK,
@@ -291,14 +290,10 @@ def address_of(group: int, rank: int) -> str:
 
 def own_address() -> str:
     """Address at which other ranks reach this node: loopback if all ranks are on one node."""
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+    if is_one_node():
         return LOOPBACK
     first = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    family, kind, *_, address = socket.getaddrinfo(first, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects.
-        probe.connect(address)
-        host = probe.getsockname()[0]
+    host, _ = addresses_towards(first, int(os.environ["MASTER_PORT"]))
     # Node 0, which other nodes reach by the name that torchrun set.
     if host.startswith("127.") or host == "::1":
         return first

@@ -7,7 +7,6 @@ import asyncio
 import os
 import re
 import shutil
-import socket
 import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
+from rl_core.distributed import addresses_towards
 from rl_core.engines.buckets import Bucket, in_flat_buckets
 from rl_core.engines.remote import in_buckets
 from rl_core.engines.sglang_cuda import unshared_memory
@@ -198,16 +198,6 @@ class DeviceTransfer(BucketsTransfer):
         await self.ask("update_weights_from_tensor", body | {"serialized_named_tensors": blobs})
 
 
-def address_towards(url: str) -> str:
-    """Address at which the server at this URL reaches this machine."""
-    parts = urlsplit(url)
-    infos = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-    family, kind, *_, address = infos[0]
-    with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects.
-        probe.connect(address)
-        return probe.getsockname()[0]
-
-
 async def both(sending: Awaitable[T], asking: Awaitable[JSONObject]) -> T:
     """The result of `sending`, once both have ended. Raises the server's error at once, without
     waiting for the broadcast, which would end at its deadline."""
@@ -246,7 +236,9 @@ class BroadcastTransfer(BucketsTransfer):
         process."""
         spec, timeout = self.spec, timedelta(seconds=self.spec.start_timeout_s)
         size = 1 + (await self.ask("server_info", None))["tp_size"]
-        host = address_towards(spec.server.url)
+        parts = urlsplit(spec.server.url)
+        assert parts.hostname
+        host, _ = addresses_towards(parts.hostname, parts.port or 80)
         store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
         self.group_name = f"rl_core_{uuid.uuid4().hex}"
         backend = "nccl" if spec.device.type == "cuda" else "gloo"

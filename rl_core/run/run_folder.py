@@ -18,15 +18,20 @@ from rl_core.distributed import Ranks
 from rl_core.metrics import Metric, reduce_metrics
 
 
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Locks the folder until the run ends. Raises ValueError if another run holds the lock."""
+def make_folder(out: Path) -> None:
+    """Makes the folder of a run. Raises ValueError if that fails."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"--out {out} cannot be made: {error.strerror}; name a folder where you may write"
         ) from None
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Locks the folder until the run ends. Raises ValueError if another run holds the lock."""
+    make_folder(out)
     with open(out / ".lock", "a+") as file:
         for wait_s in (0.1, 0.0):  # A reader that probes the lock holds it for an instant.
             with suppress(BlockingIOError):

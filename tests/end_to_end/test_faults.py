@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,9 @@ STORE = """
 import os, signal, sys, time
 import torch.distributed as dist
 from rl_core.distributed import Heartbeat
+from rl_core.sampling.watchdog import exit_now, refusing_exits
+refuses = refusing_exits()
+refuses.__enter__()  # As in a run.
 receive, send = os.pipe()
 host = os.fork()
 if not host:
@@ -184,7 +189,14 @@ os.kill(host, signal.SIGSTOP)
 time.sleep(4)
 os.kill(host, signal.SIGKILL)
 print("waited", flush=True)
-os._exit(0)  # The heartbeat's thread may be in C++.
+exit_now(0)  # The heartbeat's thread may be in C++.
+"""
+CONNECTING = """
+import time
+from rl_core.distributed import connecting
+from rl_core.sampling.watchdog import refusing_exits
+with refusing_exits(), connecting(0, None, 0.5):
+    time.sleep(30)
 """
 
 
@@ -202,6 +214,14 @@ def test_a_store_that_stands_still_is_named(host, monkeypatch):
     line = f"{kind}: rank 1 waits for {host}, which has stood still for --timeout_s=1: "
     assert errors.count(line) == 1, errors
     assert (process.returncode, output) == ((0, "waited\n") if is_launchers else (1, ""))
+
+
+def test_ranks_that_do_not_connect_end_within_the_deadline():
+    process = ForkedProcess("-c", CONNECTING)
+    _, errors = process.communicate(20)
+    assert process.returncode == 1
+    assert "rank 0 waited at the start for connections" in the_error(errors)
+    assert "--timeout_s=0.5: Every node must reach every other at any port" in errors
 
 
 def test_ctrl_c_ends_every_rank(start):
@@ -240,11 +260,41 @@ def test_what_was_saved_survives_a_kill_and_is_gone_on_from(start, tmp_path, mon
     assert (saved / f"step_{newest + 1:06d}/manifest.json").is_file()
 
 
-# Two nodes are two of torchrun's agents: here both on this machine, meeting over the loopback.
+# Two nodes are two of torchrun's agents: here both on this machine.
 
 
 @pytest.fixture
-def start_nodes():
+def networks(tmp_path):
+    """Commands that start a program on two machines: network namespaces with a cable between them,
+    whose hostnames are addresses of the loopback interface, as Debian has it. Empty commands where
+    this process may make none."""
+    nodes = [f"rl_core_{os.getpid()}_{node}" for node in (0, 1)]
+    cable = f"link add end0 netns {nodes[0]} type veth peer name end1 netns {nodes[1]}"
+    steps = [*(f"netns add {node}" for node in nodes), cable]
+    commands = []
+    for i, node in enumerate(nodes):
+        hosts = f"127.0.0.1 localhost\n127.0.1.1 host{i}\n10.77.0.1 host0\n"
+        (tmp_path / f"hosts_{i}").write_text(hosts)
+        steps += [f"-n {node} address add 10.77.0.{i + 1}/24 dev end{i}"]
+        steps += [f"-n {node} link set {interface} up" for interface in ("lo", f"end{i}")]
+        enter = f'hostname host{i} && mount --bind {tmp_path}/hosts_{i} /etc/hosts && exec "$@"'
+        within = words("ip netns exec", node, "unshare --uts --mount sh -c")
+        commands.append([*within, enter, "sh"])
+    try:
+        for step in steps:
+            subprocess.run(["ip", *step.split()], check=True, capture_output=True)
+        subprocess.run([*commands[0], "true"], check=True, capture_output=True)
+        yield commands
+    except (OSError, subprocess.CalledProcessError):
+        yield [[], []]
+    finally:
+        for node in nodes:
+            with suppress(OSError):
+                subprocess.run(["ip", "netns", "delete", node], capture_output=True)
+
+
+@pytest.fixture
+def start_nodes(networks):
     """start_nodes(*flags) -> torchrun's agents of two nodes with one rank each."""
     started = []
 
@@ -252,11 +302,13 @@ def start_nodes():
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
+        first = "host0" if networks[0] else "127.0.0.1"
         meet = words(
-            f"--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=test"
+            f"--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint={first}:{port} --rdzv_id=test"
         )
-        for _ in range(2):
-            started.append(start_torchrun(1, "-m", "rl_core.train", *flags, flags=meet))
+        for within in networks:
+            agent = start_torchrun(1, "-m", "rl_core.train", *flags, flags=meet, within=within)
+            started.append(agent)
         return started
 
     yield begin
@@ -279,7 +331,7 @@ def test_two_nodes_of_one_rank_learn_what_two_forked_ranks_do(start_nodes, place
     assert all(of_nodes[name].equal(forked[name]) for name in forked)
 
 
-def test_a_node_that_is_lost_ends_the_other(start_nodes, tiny_model, sort_data, tmp_path):
+def test_a_lost_node_with_the_store_ends_the_other(start_nodes, tiny_model, sort_data, tmp_path):
     flags = words(
         "--algorithm sft --model",
         tiny_model,
@@ -291,8 +343,44 @@ def test_a_node_that_is_lost_ends_the_other(start_nodes, tiny_model, sort_data, 
     )
     nodes = start_nodes(*flags)
     wait_until((tmp_path / "run/metrics.jsonl").exists, "the first step")
-    kill_session(nodes[1])  # its agent; the rank of it must not live on
-    errors = nodes[0].communicate(timeout=60)[1]
-    assert nodes[0].returncode != 0
-    assert sum(line.startswith("error: ") for line in errors.splitlines()) <= 1
-    assert "waited in the phase" in errors or "RendezvousConnectionError" in errors, errors
+    kill_session(nodes[0])  # its agent; the rank of it must not live on
+    errors = nodes[1].communicate(timeout=60)[1]
+    assert nodes[1].returncode != 0
+    assert "waited in the phase" in the_error(errors)
+
+
+# Rank 1 of two ranks in separate folders has something else than rank 0.
+DIFFERENT = """
+import os, sys
+from pathlib import Path
+from rl_core.train import main
+rank = os.environ["RANK"]
+os.chdir(rank)
+sys.exit(main([*sys.argv[1:], *({flags!r}.split() if rank == "1" else [])]))
+"""
+DIFFERENCES = {
+    "flag": ("", "--seed 7", "--seed is 7 instead of 0 on rank 1"),
+    "model": ("model/model.safetensors", "", "the model model differs on rank 1"),
+    "environment": ("env.py", "", "the environment env.py differs on rank 1"),
+    "rows": ("rows.jsonl", "", "the data set rows.jsonl differs on rank 1"),
+    "out": ("", "", "--out run of rank 0"),
+}
+
+
+@pytest.mark.parametrize("file, flags, message", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_ranks_with_other_files_or_flags_are_refused(file, flags, message, tiny_model, tmp_path):
+    for rank in ("0", "1"):
+        folder = tmp_path / rank
+        shutil.copytree(tiny_model, folder / "model")
+        (folder / "env.py").write_text("def reward_fn(completion): return 0.0\n")
+        (folder / "rows.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    if file:
+        path = tmp_path / "1" / file
+        data = path.read_bytes()
+        path.write_bytes(data[:-4] + bytes([data[-4] ^ 1]) + data[-3:])
+    out = "run" if message.startswith("--out") else tmp_path / "run"
+    given = "--model model --env_path env.py --data.train rows.jsonl --max_tokens 8 --timeout_s 6"
+    code = DIFFERENT.replace("{flags!r}", repr(flags))
+    failed = run_ranks(2, "-c", code, *words(given, "--out", out), check=False, cwd=tmp_path)
+    assert failed.returncode == 1 and message in the_error(failed.stderr), failed.stderr
+    assert not (tmp_path / "0" / out).exists()

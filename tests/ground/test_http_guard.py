@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from aiohttp import web
 from kit import ROOT, ForkedProcess
 
 from rl_core import http_guard
@@ -363,3 +364,15 @@ asyncio.run(main())
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
     assert str(most) in errors.split(), errors
+
+
+def test_a_server_on_all_interfaces_has_one_port():
+    async def families():
+        server = http_guard.HttpServer(web.Application(), max_strangers=1)
+        port = await server.listen(None)
+        ends = [end.getsockname() for each in server.servers for end in each.sockets]
+        await server.close()
+        assert {end[1] for end in ends} == {port}
+        return [end[0] for end in ends]
+
+    assert asyncio.run(families())[0] == "0.0.0.0"

@@ -45,16 +45,19 @@ def report_failure(error: Exception, ranks: Ranks | None) -> None:
 
 
 def is_first_to_fail(ranks: Ranks | None) -> bool:
-    """True on one rank; before the process group exists, on one rank of each node."""
+    """True on one rank of each node: the log of a node says why it ended, and the store of all
+    ranks may be gone with another node. Without torchrun, on one rank."""
     try:
-        if ranks is not None:
-            return ranks.add("failures", 1) == 1
         # torchrun makes a new folder with a subfolder for each rank of a node.
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("rl_core_failed").touch(
-            exist_ok=False
-        )
+        folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
+        folder.joinpath("rl_core_failed").touch(exist_ok=False)
         return True
+    except OSError:
+        return False
     except LookupError:
-        return os.environ.get("LOCAL_RANK", "0") == "0"  # Not started by torchrun.
-    except (RuntimeError, OSError):
+        if ranks is None:
+            return os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        return ranks.add("failures", 1) == 1
+    except RuntimeError:
         return False  # Another rank reported the cause, and its end closed the store.
