@@ -27,7 +27,7 @@ from rl_core.run.run_folder import make_folder
 from rl_core.tasks.prompt_hook import MadePrompts
 from rl_core.types import JSON, RunError
 
-NUM_PARTS, PART_BYTES = 16, 1 << 16  # Parts of a file of a model that are compared.
+NUM_PIECES, PIECE_BYTES = 16, 1 << 16  # Pieces of a file of a model that are compared.
 NUM_ROWS = 64  # Rows of a data set that are compared.
 MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 SEEN_WITHIN_S = 30.0  # A network file system may show another machine's new file late.
@@ -130,7 +130,7 @@ def model_paths(config: Config) -> list[str]:
 
 
 def model_digest(path: str) -> str:
-    """A hash of a model's files, of large ones by their sizes and NUM_PARTS parts; the commit of a
+    """A hash of the sizes of a model's files and of NUM_PIECES pieces of each; the commit of a
     model in the hub's cache."""
     folder = Path(path)
     if not folder.is_dir():
@@ -139,16 +139,16 @@ def model_digest(path: str) -> str:
         file = try_to_load_from_cache(path, "config.json")
         return Path(file).parent.name if isinstance(file, str) else ""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in MODEL_FILES]
-    return digest(part for file in files for part in file_parts(file))
+    return digest(piece for file in files for piece in file_pieces(file))
 
 
-def file_parts(file: Path) -> Iterator[bytes]:
+def file_pieces(file: Path) -> Iterator[bytes]:
     size = file.stat().st_size
     yield f"{file.name} {size}".encode()
     with file.open("rb") as opened:
-        for i in range(NUM_PARTS):
-            opened.seek(max(0, size - PART_BYTES) * i // (NUM_PARTS - 1))
-            yield opened.read(PART_BYTES)
+        for i in range(NUM_PIECES):
+            opened.seek(max(0, size - PIECE_BYTES) * i // (NUM_PIECES - 1))
+            yield opened.read(PIECE_BYTES)
 
 
 def rows_digest(rows) -> str:
@@ -162,8 +162,8 @@ def rows_digest(rows) -> str:
     return digest(text.encode() for text in texts)
 
 
-def digest(parts: Iterable[bytes]) -> str:
+def digest(pieces: Iterable[bytes]) -> str:
     checksum = xxhash.xxh3_64()
-    for part in parts:
-        checksum.update(part)
+    for piece in pieces:
+        checksum.update(piece)
     return checksum.hexdigest()
