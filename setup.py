@@ -103,7 +103,7 @@ setup(
         "rl_core.run.display": ["*.yaml"],
         "rl_core.service": ["*.proto"],
         "rl_core.tools": ["*.yaml"],
-        "rl_core.view": ["assets/*"],
+        "rl_core.view": ["assets/*", "assets/vendor/*"],
     },
     install_requires=[
         "aiohttp>=3.10",

@@ -11,7 +11,7 @@ from pathlib import Path
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core view", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folders of runs; several are drawn into each other"
+        "runs", nargs="+", metavar="RUN", help="folders of runs, or of folders of runs"
     )
     parser.add_argument(
         "--host",
@@ -25,9 +25,11 @@ def main(argv: list[str]) -> int:
         "--report", metavar="FILE", help="write the page with its data into one file instead"
     )
     options = parser.parse_args(argv)
-    from rl_core.view.data import RunFolder
+    from rl_core.view.data import RunFolder, inner_runs
 
-    runs = [RunFolder(name) for name in options.runs]
+    folders = [Path(name) for name in options.runs]
+    # A folder without runs is refused by RunFolder.
+    runs = [RunFolder(path) for folder in folders for path in inner_runs(folder) or [folder]]
     if options.report:
         from rl_core.view.report import write_report
 
@@ -35,5 +37,5 @@ def main(argv: list[str]) -> int:
         return 0
     from rl_core.view.server import serve
 
-    asyncio.run(serve(runs, options.host, options.port))
+    asyncio.run(serve(runs, options.host, options.port, folders))
     return 0

@@ -34,25 +34,30 @@ if TYPE_CHECKING:
 FILE = re.compile(r"(step|eval)_(\d+)_?(.*?)(?:\.rank_\d+)?\.jsonl\.zst")
 TOKEN_IDS = re.compile(rb'"token_ids": \[([^\]]*)\]')
 PREVIEW_CHARS = 120
+NOTES, MAX_NOTE_BYTES = "notes.jsonl", 4000
+# Metrics of which the list of runs shows the first and the last value.
+SUMMARY = re.compile(
+    r"rollout/[^/]+/reward_mean|eval/(?:[^/]+/)*(?:greedy_score|greedy_pass|avg@\d+|loss)"
+)
 # Errors of reading values that were not written by a run.
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first takes a tenth of the time
 # Title of a panel -> which metrics it shows; the groups that matched name a curve.
 PANELS = {
     "reward": r"rollout/([^/]+(?:/[^/]+)?)/reward_mean",
-    "parts of the reward": r"rollout/([^/]+(?:/[^/]+)?)/reward/(.+)",
     "evaluation": r"eval/((?:[^/]+/)*(?:greedy_score|greedy_pass|avg@\d+|pass@\d+|loss))",
     "length (tokens)": r"rollout/([^/]+)/(length_(?:mean|p50|p95|max))",
     "entropy (nats)": r"learn/([^/]+)/entropy_nats",
+    "failed, truncated, without "
+    "signal": r"rollout/([^/]+)/(failed|truncated_frac|zero_signal_frac|engine_restarts)",
+    "parts of the reward": r"rollout/([^/]+(?:/[^/]+)?)/reward/(.+)",
+    "loss": r"learn/([^/]+)/loss",
     "KL (nats)": r"learn/([^/]+)/((?:step|ref)_kl)_nats",
     "engine-learner "
     "mismatch": r"learn/([^/]+)/(mismatch_(?:kl_nats|kl_nats_max|tail_frac)|canary_max_diff)",
     "clip fraction": r"learn/([^/]+)/clip_frac",
-    "loss": r"learn/([^/]+)/loss",
     "gradient norm": r"learn/([^/]+)/grad_norm",
     "learning rate": r"learn/([^/]+)/lr",
-    "failed, truncated, without "
-    "signal": r"rollout/([^/]+)/(failed|truncated_frac|zero_signal_frac|engine_restarts)",
     "staleness (versions)": r"rollout/(?:([^/]+)/)?(staleness|staleness_max|lag_versions)",
     "time per phase (s)": r"time/([^/]+)_s(?<!per_s)",
     "tokens per second": r"time/([^/]+)_tokens_per_s",
@@ -90,6 +95,8 @@ class Entry:
     num_turns: int
     num_tokens: int  # sampled
     preview: str  # the beginning of its last reply
+    parts: dict[str, float]  # Parts of the reward.
+    metrics: dict[str, float]
 
 
 def is_run(folder: Path) -> bool:
@@ -171,6 +178,62 @@ class RunFolder:
         except OSError:
             return False
         return False
+
+    @property
+    def facts(self) -> JSONObject:
+        """State, steps, times, and the first and last value of rewards and evaluations, for the
+        list of runs. Reads metrics.jsonl without parsing each line."""
+        times = [self.changed(name) for name in ("config.yaml", "metrics.jsonl")]
+        step, ends = 0, {}
+        try:
+            with open_file(self.path / "metrics.jsonl") as raw:
+                lines = raw.read().splitlines()
+        except OSError:
+            lines = []
+        shown = [line for line in lines if b'"eval/' in line] + lines[:3] + lines[-3:]
+        for row in sorted_rows(shown):
+            step = max(step, int(row["step"]))
+            for name, value in row.items():
+                if value is not None and SUMMARY.fullmatch(name):
+                    first, _ = ends.setdefault(name, (value, value))
+                    ends[name] = (first, value)
+        state = "ended early" if step < (self.config.get("num_steps") or 0) else "done"
+        return {
+            "state": "live" if self.is_live else state,
+            "step": step,
+            "started": times[0],
+            "duration_s": times[1] - times[0] if None not in times else None,
+            "ends": ends,
+        }
+
+    def changed(self, name: str) -> float | None:
+        """Time of a file's last change (s since 1970); None if the file is missing."""
+        try:
+            return (self.path / name).stat().st_mtime
+        except OSError:
+            return None
+
+    @property
+    def notes(self) -> dict[str, JSONObject]:
+        """Address of a conversation -> its star and note: the last lines of notes.jsonl."""
+        try:
+            with open_file(self.path / NOTES) as raw:
+                rows = rows_of(raw.read())
+        except OSError:
+            return {}
+        return {
+            row["key"]: {"star": bool(row.get("star")), "text": str(row.get("text", ""))}
+            for row in rows
+            if isinstance(row, dict) and isinstance(row.get("key"), str)
+        }
+
+    def add_note(self, key: str, star: bool, text: str) -> None:
+        """Appends a line to notes.jsonl. Raises ValueError if it is too long."""
+        line = json.dumps({"key": key, "star": star, "text": text, "time": time.time()})
+        if len(line) > MAX_NOTE_BYTES:
+            raise ValueError(f"a note has at most {MAX_NOTE_BYTES} bytes")
+        with open(self.path / NOTES, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     @property
     def warnings(self) -> list[JSONObject]:
@@ -339,6 +402,22 @@ def rows_of(lines: bytes) -> list[JSON]:
     return rows
 
 
+def sorted_rows(lines: Iterable[bytes]) -> list[JSONObject]:
+    """Rows of metrics in the order of their steps."""
+    rows = filter(None, map(numbers_of, rows_of(b"\n".join(lines))))
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def inner_runs(folder: Path, depth: int = 3) -> list[Path]:
+    """Runs below a folder, at most `depth` folders down; a run's own folders are not searched."""
+    if is_run(folder):
+        return [folder]
+    if depth == 0 or not folder.is_dir():
+        return []
+    inner = (inner_runs(path, depth - 1) for path in sorted(folder.iterdir()) if path.is_dir())
+    return [run for runs in inner for run in runs]
+
+
 def axis_range(values: Iterable[float]) -> tuple[float, float] | None:
     """The range of an axis on which these values are a flat line; None if they are not."""
     values = list(values)
@@ -468,7 +547,13 @@ def entry_of(line: bytes, file: str, start: int, kind: str, step: int) -> Entry:
         num_turns=len(ids),
         num_tokens=sum(i.count(b",") + 1 for i in ids if i),
         preview=last_reply(line, begins, ends),
+        parts=named_numbers(row["reward_parts"]),
+        metrics=named_numbers(row["metrics"]),
     )
+
+
+def named_numbers(values: JSONObject) -> dict[str, float]:
+    return {intern(name): value for name, value in values.items() if is_number(value)}
 
 
 def last_reply(line: bytes, begins: int, ends: int) -> str:

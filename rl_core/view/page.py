@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 ASSETS = Path(__file__).parent / "assets"
 # One script, in this order.
-SCRIPTS = ("runs.js", "curves.js", "talks.js", "tokens.js", "page.js")
+SCRIPTS = ("runs.js", "curves.js", "text.js", "talks.js", "tokens.js", "tasks.js", "page.js")
+LIBRARIES = ("uPlot.iife.min.js", "marked.umd.js", "prism.min.js", "temml.min.js", "diff.min.js")
 FIELDS = tuple(field.name for field in fields(Entry))[3:]  # all but the place in the file
 values_of = attrgetter(*FIELDS)
 
@@ -33,16 +34,17 @@ def asset(name: str) -> str:
 
 def make_page(data: JSONObject) -> str:
     """`data`: the runs by name and configuration; in a report all that the page would ask for."""
-    plot, script = asset("uPlot.iife.min.js"), "\n".join(map(asset, SCRIPTS))
+    libraries = "\n".join(asset(f"vendor/{name}") for name in LIBRARIES)
+    script = "\n".join(map(asset, SCRIPTS))
     names = [run["name"] for run in data["runs"]] or ["no run"]
-    hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (plot, script))
+    hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (libraries, script))
     parts = {
         "hashes": " ".join(f"'sha256-{value}'" for value in hashes),
         "title": escape(f"{', '.join(names)} - rl_core"),
-        "style": asset("uPlot.min.css") + asset("view.css"),
+        "style": asset("vendor/uPlot.min.css") + asset("view.css"),
         # Within a script element only `<` could end the data.
         "data": to_json(data | {"fields": FIELDS, "panels": [*PANELS]}).replace("<", "\\u003c"),
-        "plot": plot,
+        "libraries": libraries,
         "script": script,
     }
     first, *rest = asset("view.html").split("{{")
@@ -60,7 +62,7 @@ def to_json(value: object) -> str:
 
 
 def outline(run: RunFolder) -> JSONObject:
-    return {"name": run.name, "config": run.config}
+    return {"name": run.name, "config": run.config, "facts": run.facts}
 
 
 def summary(run: RunFolder, first: int, every: int = 1) -> JSONObject:
@@ -81,6 +83,8 @@ def summary(run: RunFolder, first: int, every: int = 1) -> JSONObject:
         "panels": panels_of(every_name),
         "about": descriptions(every_name),
         "warnings": run.warnings,
+        "facts": run.facts,
+        "notes": run.notes,
     }
 
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from rl_core.types import JSONObject
 
 
-# Rows of metrics. A longer run has only every second step, or every third, and so on, and all
-# evaluations.
-MAX_ROWS = 1000
+# Rows of metrics, and values in them. A longer run has only every second step, or every third, and
+# so on, and all evaluations.
+MAX_ROWS, MAX_VALUES = 1000, 30_000
 NUM_FILES = 8  # Files of rollouts/, from the first to the last.
 MAX_TOKENS = 2000  # Tokens of an episode that is shown token by token.
-MAX_BYTES = 2_000_000  # Bytes of conversations.
+MAX_BYTES = 350_000  # Bytes of conversations.
 PATIENCE_S = 10.0  # Seconds without a line that says why the run waits.
 # For a disk that does not answer; torchrun ends nodes that are done 300 s before the last.
 MAX_WAIT_S = 240.0
@@ -67,7 +67,8 @@ def write_report(
     parts, notes = [], []
     for run in runs:
         run.read_metrics()
-        every = -(-len(run.rows) // MAX_ROWS) or 1
+        num_values = sum(map(len, run.rows))
+        every = max(1, -(-len(run.rows) // MAX_ROWS), -(-num_values // MAX_VALUES))
         run.read_rollouts(sampled(run.rollouts()))
         entries = sample(run.entries)
         episodes = episodes_of(run, entries, tokenizers or {})

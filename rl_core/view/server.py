@@ -7,13 +7,14 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 from aiohttp import web
 
 from rl_core.http_guard import MAX_STRANGERS, HttpServer
-from rl_core.view.data import UNREADABLE, RunFolder
+from rl_core.view.data import UNREADABLE, RunFolder, inner_runs
 from rl_core.view.page import make_page, outline, summary, to_json, values_of
 from rl_core.view.tokens import shown_episode
 
@@ -23,11 +24,27 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
 class Viewer:
-    """Requests name a run by its number on the command line, and a trajectory by its number in the
-    index."""
+    """Requests name a run by its number, and a trajectory by its number in the index. A page that
+    is loaded again shows the runs that have been started since in `folders`."""
 
-    def __init__(self, runs: list[RunFolder]):
-        self.runs, self.locks = runs, [threading.Lock() for _ in runs]
+    def __init__(self, runs: list[RunFolder], folders: Iterable[Path] = ()):
+        self.runs, self.folders = runs, list(folders)
+        self.locks = [threading.Lock() for _ in runs]
+
+    def find_new(self) -> None:
+        known = {run.path for run in self.runs}
+        for folder in self.folders:
+            for path in inner_runs(folder):
+                if path not in known:
+                    self.locks.append(threading.Lock())
+                    self.runs.append(RunFolder(path))
+
+    def page(self) -> str:
+        self.find_new()
+        return make_page({"runs": [outline(run) for run in self.runs]})
+
+    def facts(self) -> str:
+        return to_json([run.facts for run in self.runs])
 
     async def answer(self, work, request: web.Request) -> web.Response:
         def locked():
@@ -39,8 +56,15 @@ class Viewer:
 
     def app(self, hosts: set[str]) -> web.Application:
         app = web.Application(middlewares=[host_check(hosts)])
-        html = make_page({"runs": [outline(run) for run in self.runs]})
-        app.router.add_get("/", lambda request: page_response(html))
+
+        async def page(request: web.Request) -> web.Response:
+            html = await asyncio.to_thread(self.page)
+            return web.Response(text=html, content_type="text/html")
+
+        app.router.add_get("/", page)
+        app.router.add_get("/api/facts", lambda request: in_thread(self.facts))
+        if hosts:  # Only this machine writes.
+            app.router.add_post(r"/api/{run:\d+}/note", partial(self.answer, take_note))
         for name, work in (("new", news), ("episode", episode), ("search", search)):
             app.router.add_get(rf"/api/{{run:\d+}}/{name}", partial(self.answer, work))
         return app
@@ -52,10 +76,6 @@ async def in_thread(work: Callable[[], str]) -> web.Response:
         return web.json_response(text=await asyncio.to_thread(work))
     except (OSError, *UNREADABLE) as error:
         return web.json_response({"error": str(error)}, status=404)
-
-
-async def page_response(html: str) -> web.Response:
-    return web.Response(text=html, content_type="text/html")
 
 
 def host_check(hosts: set[str]):
@@ -97,6 +117,16 @@ def news(run: RunFolder, request: web.Request) -> dict:
     }
 
 
+def take_note(run: RunFolder, request: web.Request) -> dict:
+    """Stars a conversation or writes a note about it. Pages of other sites cannot send the header
+    without the server's consent."""
+    if "X-Rl-Core" not in request.headers:
+        raise ValueError("the header X-Rl-Core is missing")
+    query = request.query
+    run.add_note(query["key"], query["star"] == "true", query["text"])
+    return run.notes
+
+
 def check_revision(run: RunFolder, request: web.Request) -> None:
     if int(request.query["revision"]) != run.revision:
         raise ValueError("the run was resumed; its conversations are read again")
@@ -122,10 +152,10 @@ def search(run: RunFolder, request: web.Request) -> dict:
     return {"found": hits, "next": number if number < len(run.entries) else None}
 
 
-async def serve(runs: list[RunFolder], host: str, port: int) -> None:
+async def serve(runs: list[RunFolder], host: str, port: int, folders: Iterable[Path] = ()) -> None:
     """Until Ctrl-C. A loopback address answers only requests that name it."""
     hosts = LOCAL if host in LOCAL else set()
-    app = Viewer(runs).app(hosts)
+    app = Viewer(runs, folders).app(hosts)
     server = HttpServer(app, has_keys=False, max_strangers=MAX_STRANGERS)
     try:
         port = await server.listen(host, port)

@@ -47,7 +47,7 @@ def game(tmp_path, tiny_model):
         {
             "step": step,
             "rollout/ann/reward_mean": step / 4,
-            "learn/ann/grad_norm": 0.5,
+            "learn/ann/grad_norm": step / 4,
             "learn/ann/updates": 1.0,
         }
         for step in (1, 2)
@@ -91,6 +91,10 @@ def shown(page, selector: str) -> list[str]:
     return page.locator(selector).all_inner_texts()
 
 
+def open_filters(page) -> None:
+    page.locator(".more summary").click()
+
+
 def count(page, text: str) -> None:
     has(page, "#count", re.compile(f"^{text}"))
 
@@ -124,18 +128,19 @@ def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(
     picture(page, tmp_path, "curves")
     page.get_by_role("link", name="Conversations").click()
     count(page, "32 of 32 trajectories")
-    page.get_by_label("Step").fill("2")
-    page.get_by_label("Actor").select_option("ben")
+    open_filters(page)
+    page.locator("#talks [name=step]").fill("2")
+    page.locator("#talks [name=actor]").select_option("ben")
     count(page, "8 of 32 trajectories, mean reward 0.75")
     page.get_by_label("Reward from").fill("1.5")
     count(page, "1 of 32")
-    page.locator("#list button").press("Enter")
+    page.locator("#list tbody button").press("Enter")
     page.get_by_role("button", name="This actor").click()
-    has(page, "#reader .says p", ["guess 1\n\nhigh 2", "low 2"])
+    has(page, "#reader .says p", ["guess 1", "high 2", "low 2"])
     page.get_by_label("Reward from").fill("")
     page.get_by_label("Failure reason").fill("too LONG")
     count(page, "1 of 32")
-    page.locator("#list button").click()
+    page.locator("#list tbody button").click()
     page.get_by_text("Failed: the hook took too long").wait_for()
     page.get_by_label("Failure reason").fill("")
     page.get_by_label("Search in texts").fill("HIGH 1")
@@ -178,6 +183,7 @@ def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monke
         write_trajectories(tmp_path / f"a/rollouts/{name}.jsonl.zst", [odd])
     page = page_of(serve(tmp_path / "a", tmp_path / "b") + "#talks")
     count(page, "74 of 74 ")
+    open_filters(page)
     page.get_by_label("Search in texts").fill("reply 6")  # 6, and 60 to 69
     count(page, "11 of 74 ")
     page.get_by_label("Search in texts").fill("")
@@ -194,17 +200,14 @@ def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monke
         field.select_option(label=value) if name in chosen else field.fill(value)
         count(page, f"{num} of 74 ")
         field.select_option(index=0) if name in chosen else field.fill("")
-    order = {
-        "highest reward": "17.25",
-        "lowest reward": "-1",
-        "oldest first": "0",
-        "newest first": "-1",
-    }
-    for name, reward in order.items():
-        page.locator("#talks form [name=sort]").select_option(name)
-        assert shown(page, "#list .reward")[0] == reward, name
-    page.locator("#talks form [name=sort]").select_option("oldest first")
-    page.locator("#list button").first.click()
+    for name, rewards in (("reward", ("-1", "17.25")), ("step", ("0", "-1"))):
+        for direction, reward in zip(("ascending", "descending"), rewards, strict=True):
+            head = page.locator("#list thead th", has_text=name)
+            while head.get_attribute("aria-sort") != direction:
+                head.get_by_role("button").click()
+            assert shown(page, "#list .reward")[0] == reward, (name, direction)
+    page.locator("#list thead th", has_text="step").get_by_role("button").click()
+    page.locator("#list tbody button").first.click()
     # And not that of step 2, of the same name.
     page.get_by_role("button", name="Group of 2").wait_for()
     # It was resumed.
@@ -219,7 +222,7 @@ def test_each_conversation_of_an_episode_has_its_address_and_stays_open_when_ste
     conversations = [trajectory(0, reward=reward) for reward in (0.25, 0.5, 0.75)]
     write_trajectories(tmp_path / "r/rollouts/step_000005.jsonl.zst", conversations)
     page = page_of(serve(tmp_path / "r") + "#talks")
-    page.locator("#list button", has_text="0.5").click()
+    page.locator("#list tbody tr", has_text="0.5").click()
     page.locator("#reader .facts", has_text="reward 0.5").wait_for()
     address = re.search("#.*", page.url)[0]
     page.evaluate("show()")  # As when new steps come.
@@ -232,9 +235,10 @@ def test_an_address_opens_the_same_conversation_after_new_steps_and_in_another_v
     game, serve, page_of
 ):
     page = page_of(serve(game) + "#talks")
+    open_filters(page)
     page.locator("#talks form [name=step]").fill("1")
-    page.locator("#list button", has_text="high 2").last.click()
-    page.locator("#reader h2").wait_for()
+    page.locator("#list tbody tr", has_text="high 2").last.click()
+    page.get_by_role("heading", name="train/2 #2, step 1").wait_for()
     address = re.search("#.*", page.url)[0]
     wanted = {"run": str(game), "step": "1", "kind": "train", "index": "2", "actor": "ann"}
     assert wanted.items() <= dict(parse_qsl(address.partition("?")[2])).items()
@@ -247,7 +251,7 @@ def test_an_address_opens_the_same_conversation_after_new_steps_and_in_another_v
     assert re.search("#.*", other.url)[0] == address
     # A resumed run writes the step anew, with one episode less.
     write_trajectories(game / "rollouts/step_000001.jsonl.zst", episodes(1)[2:])
-    count(other, "46 of 46")
+    count(other, "14 of 46")  # The filter is in the address too.
     assert re.search("#.*", other.url)[0] == address and shown(other, "#reader h2") == headline
 
 
@@ -261,7 +265,7 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(
     game, serve, page_of, tmp_path
 ):
     page = page_of(serve(game) + "#talks")
-    page.locator("#list button").first.click()
+    page.locator("#list tbody button").first.click()
     page.get_by_role("button", name="All actors").click()
     has(page, "#reader .who", 3)
     assert shown(page, "#reader .who") == ["user to ann", "ann", "ben"]
@@ -277,8 +281,10 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(
         trajectory(n, group_id="z", index=0, actor=name) for n, name in enumerate(("ann", "ben"))
     ]
     write_trajectories(game / "rollouts/step_000003.jsonl.zst", alone)
-    page.get_by_label("Step").fill("3")
-    page.locator("#list button").first.click()
+    open_filters(page)
+    page.locator("#talks [name=step]").fill("3")
+    count(page, "2 of")
+    page.locator("#list tbody button").first.click()
     page.get_by_role("button", name="All actors").click()  # who do not hear each other
     has(page, "#reader h3", ["ann  reward 0", "ben  reward 0.25"])
     asked = {"role": "user", "content": "guess"}
@@ -293,13 +299,13 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(
     ben = [asked | {"content": "guess\n\nhigh"}, {"role": "assistant", "content": "low"}]
     alone[0].messages, alone[1].messages = ann, ben  # who hears no thoughts
     write_trajectories(game / "rollouts/step_000004.jsonl.zst", alone)
-    page.get_by_label("Step").fill("4")
-    page.locator("#list button").first.click()
+    page.locator("#talks [name=step]").fill("4")
+    has(page, "#list tbody td:nth-child(2)", ["4", "4"])
+    page.locator("#list tbody button").first.click()
     has(page, "#reader .who", ["user to ann", "ann", "ben"])
-    assert "dice" in shown(page, "#reader .says p")[1] and shown(page, "#reader .says p")[::2] == [
-        "guess",
-        "low",
-    ]
+    assert shown(page, "#reader .call summary") == ["dice()"]
+    assert shown(page, "#reader .thought summary") == ["Thoughts, 1 words"]
+    assert shown(page, "#reader .says p:visible") == ["guess", "high", "low"]
 
 
 def test_speakers_stand_in_the_order_that_was_recorded(tmp_path, serve, page_of):
@@ -317,7 +323,7 @@ def test_speakers_stand_in_the_order_that_was_recorded(tmp_path, serve, page_of)
     )
     write_step(tmp_path, 1, [ben, ann])
     page = page_of(serve(tmp_path) + "#talks")
-    page.locator("#list button").first.click()
+    page.locator("#list tbody button").first.click()
     page.get_by_role("button", name="All actors").click()
     page.locator("#reader .who").last.wait_for()
     spoke = [who for who in shown(page, "#reader .who") if who in ("ann", "ben")]
@@ -335,8 +341,9 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     lines = [{"turns": [values | {"ratios": [n, 1.5, 0.5]}]} for n in range(16)]
     write_trajectories(game / "tokens/step_000002.jsonl.zst", lines)
     page = page_of(serve(game) + "#talks")
-    page.get_by_label("Actor").select_option("ann")
-    page.locator("#list button").nth(1).click()  # the fourth line of the file
+    open_filters(page)
+    page.locator("#talks [name=actor]").select_option("ann")
+    page.locator("#list tbody button").nth(1).click()  # the fourth line of the file
     page.get_by_role("button", name="This actor").click()
     by, colours = page.get_by_label("Colour tokens by"), {}
     for name in ("mask", "advantage", "logprob", "ratio", "gap", "entropy", "version"):
@@ -353,8 +360,9 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
             colours[name] = hues[2:]
     (more, some, less), (low, unknown, high) = (colours[name] for name in ("ratio", "entropy"))
     strengths = [float(hue.split(",")[3][:-1]) for hue in (more, some, less, low, high)]
-    # Ratios 3, 1.5 and 0.5, around 1.
-    assert strengths == pytest.approx([0.5, 0.155, 0.155, 0.04, 0.5], abs=0.005)
+    # Ratios 3, 1.5 and 0.5 on a scale from 0.5 to 1.5, entropies 0.1 and 2 on one from 0 to 3.
+    entropies = [0.04 + 0.46 * (value / 3) ** 0.7 for value in (0.1, 2)]
+    assert strengths == pytest.approx([0.5, 0.5, 0.5, *entropies], abs=0.005)
     assert more.startswith("rgba(214, 60, 40,")  # warm
     assert more.split(",")[:3] == some.split(",")[:3] != less.split(",")[:3] and not is_painted(
         unknown
@@ -386,7 +394,7 @@ def is_painted(background: str) -> bool:
 
 def test_without_recorded_values_the_page_says_how_to_record_them(game, serve, page_of):
     page = page_of(serve(game) + "#talks")
-    page.locator("#list button").first.click()
+    page.locator("#list tbody button").first.click()
     page.get_by_label("Colour tokens by").select_option("advantage")
     page.get_by_text(f"rl-core replay {game} --step 2 --tokens").wait_for()
     assert page.locator("option[value=ratio]").is_disabled()
@@ -424,11 +432,9 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
         )
         page.get_by_role("link", name="Configuration").click()
         page.get_by_role("link", name="Conversations").click()
-        page.locator("#list button").click()
+        page.locator("#list tbody button").click()
         page.wait_for_selector("#reader .says")
-        assert shown(page, "#reader .says p")[1].startswith(
-            "<script>window.evil = 1</script><img src=x"
-        )
+        assert "<script>window.evil = 1</script><img src=x" in shown(page, "#reader .says p")[0]
         assert shown(page, "#reader pre")[-1].startswith("E: no pytest <script>window.evil")
         assert shown(page, "#reader dl")[0].count("<script>window.evil = 1</script>") == 2
         page.get_by_label("Colour tokens by").select_option("logprob")
@@ -451,7 +457,7 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
         page.locator(".live").wait_for()
         write_metrics(game, [{"step": 3, "rollout/ann/reward_mean": 0.75}], "a")
         write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
-        page.get_by_text("step 3").wait_for()
+        page.locator("#chips", has_text="step 3").wait_for()
         assert shown(page, "[data-title=reward] .u-series .u-value") == ["3", "0.75"]
         (game / "warnings.jsonl").write_text(
             json.dumps({"step": 3, "text": "rewards are constant"}) + "\n"
@@ -507,7 +513,7 @@ def test_a_run_on_a_slow_disk_holds_up_neither_its_curves_nor_other_runs(
     count(page, "64 of 64")
 
 
-def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_can_be_hidden(
+def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_are_chosen(
     game, tmp_path, serve, page_of
 ):
     tuned = tmp_path / "tuned"
@@ -519,10 +525,17 @@ def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_can
     titles = ["reward", "evaluation", "gradient norm"]  # Not in the order of the first run.
     has(page, "#curves > .charts .chart:visible h2", titles)
     has(page, "[data-title='gradient norm'] .u-value", ["5", "0.2", "0.5"])
-    page.get_by_role("button", name="game").click()
+    page.get_by_role("link", name="Runs").click()
+    page.get_by_label("game", exact=True).uncheck()
+    page.get_by_role("link", name="Curves").click()
     has(page, "#curves > .charts .chart:visible h2", ["gradient norm"])
     has(page, "[data-title='gradient norm'] .u-value", ["5", "0.2"])
-    page.keyboard.press("Enter")  # the button has the focus still
+    page.reload()
+    has(page, "#curves > .charts .chart:visible h2", ["gradient norm"])
+    page.go_back()
+    page.get_by_role("link", name="Runs").click()
+    page.get_by_label("game", exact=True).check()
+    page.get_by_role("link", name="Curves").click()
     has(page, "#curves > .charts .chart:visible h2", titles)
 
 
@@ -573,6 +586,7 @@ def test_a_curve_that_hardly_changes_is_a_flat_line(tmp_path, serve, page_of):
         tmp_path, [{"step": n, **{name: v[n] for name, v in curves.values()}} for n in range(3)]
     )
     page = page_of(serve(tmp_path))
+    page.get_by_text("Constant: clip fraction, learning rate").click()
     for title, (_, values) in curves.items():
         area = f'[data-title="{title}"] [role=img]'
         page.locator(area).wait_for()
@@ -599,6 +613,7 @@ def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(
     )
     page = page_of(serve(game, other))
     has(page, "[data-title=reward] .u-label", ["step", "ann, game", "ann, other"])
+    page.get_by_text("Constant: clip fraction, learning rate").click()
     hues = (
         "document.querySelector('[data-title=reward] [role=img]').uplot.series.slice(1).map(s => "
         "s.stroke())"
@@ -651,9 +666,9 @@ def test_axe_finds_no_serious_fault(screen, game, serve, page_of, tmp_path):
     picture(page, tmp_path, f"curves_{screen}")
     assert not faults_of(page)
     page.get_by_role("link", name="Conversations").click()
-    page.locator("#list button").first.wait_for()
+    page.locator("#list tbody button").first.wait_for()
     assert not faults_of(page)
-    page.locator("#list button").first.click()
+    page.locator("#list tbody button").first.click()
     page.get_by_role("button", name="Group of 4").click()
     page.get_by_label("Colour tokens by").select_option("logprob")
     page.locator(".tokens").first.press("End")
@@ -689,6 +704,6 @@ def test_a_run_that_is_done_has_a_report_that_needs_nothing_else(tmp_path, tiny_
     count(page, "0 of 4")
     page.get_by_label("Search in texts").fill("and")
     count(page, "4 of 4")
-    page.locator("#list button").first.click()
+    page.locator("#list tbody button").first.click()
     page.get_by_label("Colour tokens by").select_option("version")
     assert shown(page, "#reader .scale") == ["1"]

@@ -2,13 +2,32 @@
 const DASHES = [[undefined, "solid"], [[7, 4], "dashed"], [[2, 3], "dotted"], [[12, 3, 2, 3], "dashed"]]; // on the canvas, in the legend
 const HEIGHT = 190;
 const [LEAST_RANGE_FRAC, NEAR_ZERO] = [0.01, 1e-6]; // as in data.py
-const plots = new Map(); // title of a panel -> { plot, key, area, logx }
+const NOISE = { pattern: /\/(mismatch_|canary_|step_kl)/, range: 1e-4 }; // differences of equal weights below this are rounding
+const plots = new Map(); // id of a panel -> { plot, key, area, axis, steps, curves, xs, title }
 
 function settings() {
   const input = (name) => $(`#curves form [name=${name}]`);
   const [smooth, find] = [+input("smooth").value, input("find").value.toLowerCase()];
-  return { smooth, find, logy: input("logy").checked, logx: input("logx").checked };
+  const is = (name) => input(name).checked;
+  return { smooth, find, x: input("x").value, logy: is("logy"), logx: is("logx"), seeds: is("seeds"), split: is("split") };
 }
+
+// Step -> its place on the x axis: steps, or what had been sampled or had passed by its end.
+function placesOf(run, x) {
+  if (!x) return (step) => step;
+  const places = new Map([[0, 0]]);
+  let sum = 0;
+  for (const step of [...run.steps.keys()].sort((a, b) => a - b)) {
+    const values = Object.entries(run.steps.get(step));
+    if (x === "tokens") sum += values.filter(([name]) => /^rollout\/[^/]+\/tokens$/.test(name)).reduce((a, [, value]) => a + value, 0);
+    else sum += (run.steps.get(step)["time/step_s"] ?? 0) / 3600;
+    places.set(step, sum);
+  }
+  return (step) => places.get(step) ?? null;
+}
+
+const SEED = /(^|\.)(seed|out|run_name|resume|config)$/;
+const seedless = (run) => JSON.stringify(Object.entries(run.config).filter(([flag]) => !SEED.test(flag)).sort());
 
 function smoothed(values, weight) { // exponential, without bias at its beginning
   let total = 0, count = 0;
@@ -19,25 +38,48 @@ function smoothed(values, weight) { // exponential, without bias at its beginnin
   });
 }
 
-// The steps that have a value, and each curve's values there. A log axis has no place for 0.
-function curvesOf(title, { smooth, logy, logx }) {
-  const all = unique(runs.flatMap((run) => [...run.steps.keys()])).filter((step) => !logx || step > 0).sort((a, b) => a - b);
-  const found = runs.filter((run) => !run.isHidden).flatMap((run) => {
-    const panel = Object.entries(run.panels[title] || {}), name = withoutCommon(panel.map(([key]) => key));
-    return panel.map(([key, metric], place) => ({
-      run, metric, at: (step) => run.steps.get(step)?.[metric] ?? null,
-      label: runs.length === 1 ? name(key) : `${name(key) === title ? "" : `${name(key)}, `}${run.short}`,
-      hue: runs.length > 1 ? run.n : place, dash: runs.length > 1 ? place % DASHES.length : 0,
-    }));
-  });
-  const at = (curve, step) => (logy && curve.at(step) <= 0 ? null : curve.at(step));
-  const steps = all.filter((step) => found.some((curve) => at(curve, step) !== null));
-  for (const curve of found) {
-    curve.raw = steps.map((step) => at(curve, step));
-    const isDense = curve.raw.filter((value) => value !== null).length > 20; // an evaluation stays as it is
-    curve.values = smooth && isDense ? smoothed(curve.raw, smooth) : curve.raw;
+// The places on x that have a value, the steps there, and each curve's values. A log axis has no place for 0.
+function curvesOf({ title, curves: chosen }, { smooth, logy, logx, x, seeds }) {
+  const places = new Map(runs.map((run) => [run, placesOf(run, x)]));
+  const valuesOf = (run, metric) => {
+    const values = new Map();
+    for (const step of run.steps.keys()) {
+      const value = run.steps.get(step)[metric] ?? null, place = places.get(run)(step);
+      if (value !== null && place !== null && !(logy && value <= 0) && !(logx && place <= 0)) values.set(place, [value, step]);
+    }
+    return values;
+  };
+  const labels = unique(chosen.map(({ key }) => key)), name = withoutCommon(labels);
+  let curves = chosen.map(({ run, key, metric }) => ({
+    run, metric, values: valuesOf(run, metric), place: labels.indexOf(key),
+    label: runs.length === 1 ? name(key) : `${name(key) === title ? "" : `${name(key)}, `}${run.short}`,
+    hue: runs.length > 1 ? run.n : labels.indexOf(key), dash: runs.length > 1 ? labels.indexOf(key) % DASHES.length : 0,
+  })).filter(({ values }) => values.size);
+  if (seeds) curves = overSeeds(curves, (place) => (name(labels[place]) === title ? "" : name(labels[place])));
+  const xs = [...new Set(curves.flatMap(({ values }) => [...values.keys()]))].sort((a, b) => a - b);
+  const steps = xs.map((place) => curves.find(({ values }) => values.has(place)).values.get(place)[1]);
+  for (const curve of curves) {
+    curve.raw = xs.map((place) => curve.values.get(place)?.[0] ?? null);
+    const isDense = curve.values.size > 20; // an evaluation stays as it is
+    curve.shown = smooth && isDense && !curve.isBound ? smoothed(curve.raw, smooth) : curve.raw;
   }
-  return { steps, curves: found.filter((curve) => curve.raw.some((value) => value !== null)) };
+  return { xs, steps, curves };
+}
+
+// Runs that differ by the seed alone become their mean, with the lowest and the highest as a band.
+function overSeeds(curves, label) {
+  const groups = Map.groupBy(curves, ({ run, place }) => JSON.stringify([seedless(run), place]));
+  return [...groups.values()].flatMap((group) => {
+    if (group.length === 1) return group;
+    const places = unique(group.flatMap(({ values }) => [...values.keys()]));
+    const over = (reduce) => new Map(places.flatMap((place) => {
+      const found = group.flatMap(({ values }) => (values.has(place) ? [values.get(place)] : []));
+      return found.length === group.length ? [[place, [reduce(found.map(([value]) => value)), found[0][1]]]] : [];
+    }));
+    const name = [label(group[0].place), `mean of ${group.length} seeds`].filter(Boolean).join(", ");
+    const bound = (of, text) => ({ ...group[0], values: over((all) => of(...all)), label: `${name}, ${text}`, isBound: true });
+    return [bound(Math.max, "highest"), bound(Math.min, "lowest"), { ...group[0], values: over((all) => all.reduce((a, b) => a + b) / all.length), label: name }];
+  });
 }
 
 // The steps that the reader chose to see; nothing where all are shown.
@@ -46,20 +88,21 @@ function zoomOf(plot) {
   return min === low && max === high ? undefined : { min, max };
 }
 
-function drawPanel(title, box, how) {
-  const { steps, curves } = curvesOf(title, how), before = plots.get(title);
+function drawPanel(panel, box, how) {
+  const { title, id } = panel, { xs, steps, curves } = curvesOf(panel, how), before = plots.get(id);
   if (!curves.length) { // on log axes
     before?.plot.destroy();
-    plots.delete(title);
+    plots.delete(id);
     box.replaceChildren(el("h2", {}, title), el("p", { class: "soft" }, "No value has a place on this axis."));
     return;
   }
-  const table = [steps, ...curves.flatMap((c) => (how.smooth ? [c.raw, c.values] : [c.values]))];
+  const table = [xs, ...curves.flatMap((c) => (how.smooth ? [c.raw, c.shown] : [c.shown]))];
   const key = JSON.stringify([curves.map((c) => [c.label, c.hue]), how]);
   const latest = curves.map((c) => `${c.label} ${short(c.raw.findLast((value) => value !== null))}`).join(", ");
-  const zoom = before && before.logx === how.logx ? zoomOf(before.plot) : undefined;
+  const zoom = before && before.axis === `${how.logx} ${how.x}` ? zoomOf(before.plot) : undefined;
   const hidden = before ? before.plot.series.filter((series) => !series.show).map((series) => series.label) : [];
   if (before?.key === key) {
+    Object.assign(before, { steps, curves, xs });
     before.plot.batch(() => {
       before.plot.setData(table);
       if (zoom) before.plot.setScale("x", zoom);
@@ -70,17 +113,62 @@ function drawPanel(title, box, how) {
   before?.plot.destroy();
   const area = el("div", { tabindex: 0, role: "img", "aria-label": `${title}: ${latest}`, onkeydown: moveCursor });
   const metrics = curves.filter((c, i) => curves.findIndex((other) => other.metric === c.metric) === i);
+  const save = ([type, of]) => button(type, () => download(of(plots.get(id), title), `${title.replace(/\W+/g, "_")}.${type.toLowerCase()}`));
   box.replaceChildren(
     el("h2", {}, title),
     el("details", { class: "about" }, el("summary", { "aria-label": `About ${title}` }, "?"),
-      el("dl", {}, metrics.map((c) => [el("dt", {}, c.metric), el("dd", {}, c.run.about[c.metric])]))),
+      el("dl", {}, metrics.map((c) => [el("dt", {}, c.metric), el("dd", {}, c.run.about[c.metric])])),
+      el("p", { class: "bar" }, "Save as ", Object.entries({ PNG: pngOf, SVG: svgOf, CSV: csvOf }).map(save))),
     area,
   );
   const plot = new uPlot(plotOptions(box, curves, steps, how, hidden), table, area);
   if (zoom) plot.setScale("x", zoom);
   area.uplot = plot;
+  let opening; // A double click shows all steps again.
+  plot.over.addEventListener("click", ({ detail }) => {
+    const at = plot.cursor.idx ?? null;
+    clearTimeout(opening);
+    if (detail === 1 && at !== null) opening = setTimeout(() => toStep(id, at), 300);
+  });
+  area.addEventListener("keydown", (event) => event.key === "Enter" && plot.cursor.idx !== null && toStep(id, plot.cursor.idx));
   box.append(el("div", { class: "legend", tabindex: 0, role: "group", "aria-label": `Values of ${title}` }, $(".u-legend", area)));
-  plots.set(title, { plot, key, area, logx: how.logx });
+  plots.set(id, { plot, key, area, axis: `${how.logx} ${how.x}`, steps, curves, xs, title });
+}
+
+// The conversations of a point's step; of an evaluation's curves those of the evaluation.
+function toStep(id, at) {
+  const { steps, curves } = plots.get(id), isEval = curves.every(({ metric }) => metric.startsWith("eval/"));
+  const entries = runs.flatMap((run) => run.entries).filter((e) => e.step === steps[at] && (e.kind === "train") !== isEval);
+  const kinds = unique(entries.map((e) => e.kind));
+  kept.talks = "";
+  go({ only_step: steps[at], only_kind: kinds.length === 1 ? kinds[0] : null }, true, "talks");
+}
+
+function download(href, name) {
+  el("a", { href, download: name }).click();
+}
+const pngOf = ({ plot }) => plot.ctx.canvas.toDataURL("image/png");
+const asFile = (text, type) => `data:${type};charset=utf-8,${encodeURIComponent(text)}`;
+const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+function csvOf({ steps, curves }) {
+  const rows = steps.map((step, i) => [step, ...curves.map((c) => c.raw[i] ?? "")].join());
+  return asFile(`${[["step", ...curves.map((c) => quoted(c.label))].join(), ...rows].join("\n")}\n`, "text/csv");
+}
+
+// The curves as lines of an SVG, with the labels of the axes' ends.
+function svgOf({ plot, curves, xs, title }) {
+  const [width, height, left, top] = [640, 320, 70, 30], { x, y } = plot.scales;
+  const at = (scale, value, from, size) => {
+    const f = scale.distr === 3 ? Math.log10 : (v) => v;
+    return from + (size * (f(value) - f(scale.min))) / (f(scale.max) - f(scale.min) || 1);
+  };
+  const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+  const label = (text, px, py, anchor, fill = css("--text")) => `<text x="${px}" y="${py}" text-anchor="${anchor}" font-size="12" font-family="sans-serif" fill="${fill}">${escaped(text)}</text>`;
+  const place = (c) => xs.flatMap((v, i) => (c.shown[i] === null || v < x.min || v > x.max ? [] : [`${at(x, v, left, width - left - 20).toFixed(1)},${(height - 40 - at(y, c.shown[i], 0, height - 40 - top)).toFixed(1)}`]));
+  const lines = curves.map((c) => `<polyline fill="none" stroke="${css(hue(c.hue))}" stroke-width="2" stroke-dasharray="${(DASHES[c.dash][0] ?? []).join()}" points="${place(c).join(" ")}"/>`);
+  const names = curves.map((c, i) => label(c.label, left + (i % 3) * 190, height - 8 + Math.floor(i / 3) * 14, "start", css(hue(c.hue))));
+  const box = `0 0 ${width} ${height + Math.floor((curves.length - 1) / 3) * 14}`;
+  return asFile(`<svg xmlns="http://www.w3.org/2000/svg" viewBox="${box}"><rect width="100%" height="100%" fill="${css("--card")}"/>${label(title, left, 18, "start")}${label(short(y.max), left - 6, top + 10, "end")}${label(short(y.min), left - 6, height - 40, "end")}${label(short(x.min), left, height - 24, "start")}${label(short(x.max), width - 20, height - 24, "end")}${lines.join("")}${names.join("")}</svg>`, "image/svg+xml");
 }
 
 function plotOptions(box, curves, steps, how, hidden) {
@@ -89,7 +177,7 @@ function plotOptions(box, curves, steps, how, hidden) {
   const series = curves.flatMap((c) => {
     const stroke = css(hue(c.hue));
     const show = !hidden.includes(c.label);
-    const main = { label: c.label, stroke, show, width: 2, dash: DASHES[c.dash][0], points, spanGaps: true, value: (u, v) => short(v) };
+    const main = { label: c.label, stroke: c.isBound ? `${stroke}55` : stroke, show, width: c.isBound ? 1 : 2, dash: DASHES[c.dash][0], points, spanGaps: true, value: (u, v) => short(v) };
     return how.smooth ? [{ ...main, class: "raw", stroke: `${stroke}44`, width: 1, points: { show: false } }, main] : [main];
   });
   // Without a pointer the legend has each curve's last value.
@@ -98,27 +186,40 @@ function plotOptions(box, curves, steps, how, hidden) {
   const hideRaw = (u, i, change) => {
     if (how.smooth && change.show !== undefined && i % 2 === 0) u.setSeries(i - 1, { show: change.show });
   };
+  // Curves come as highest, lowest and mean of seeds; the band lies between the first two.
+  const seriesOf = (i) => (how.smooth ? 2 * i + 2 : i + 1);
+  const bands = curves.flatMap((c, i) => (c.isBound && curves[i + 1]?.isBound ? [{ series: [seriesOf(i), seriesOf(i + 1)], fill: `${css(hue(c.hue))}22` }] : []));
   const rangeX = (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
   return {
     ...sizeOf(box),
     scales: {
       x: { time: false, distr: how.logx ? 3 : 1, range: how.logx ? undefined : rangeX },
-      y: { distr: how.logy ? 3 : 1, range: how.logy ? undefined : rangeY },
+      y: { distr: how.logy ? 3 : 1, range: how.logy ? undefined : rangeY(curves.every(({ metric }) => NOISE.pattern.test(metric)) ? NOISE.range : 0) },
     },
-    series: [{ label: "step", value: (u, v) => short(v) }, ...series],
-    axes: [{ ...axis, size: 30 }, { ...axis, size: 56, values: (u, ticks) => ticks.map((v) => (v === null ? "" : short(v))) }],
+    bands,
+    series: [{ label: { "": "step", tokens: "tokens", time: "hours" }[how.x], value: (u, v) => short(v) }, ...series],
+    axes: [{ ...axis, size: 30, values: labels }, { ...axis, size: widthOf, values: labels }],
     legend: { markers: { width: 2, dash: (u, i) => DASHES[curveOf(i).dash][1] } },
     cursor: { sync: { key: "steps" }, y: false },
     hooks: { setCursor: [rest], ready: [rest], setData: [rest], setSeries: [hideRaw] },
   };
 }
 
-// Smaller changes than LEAST_RANGE_FRAC of the values are a flat line, whatever their digits do.
-function rangeY(u, low, high) {
-  if (!low && !high) return [0, 1]; // zeros, or no value
-  const least = LEAST_RANGE_FRAC * Math.max(Math.abs(low), Math.abs(high), NEAR_ZERO), middle = (low + high) / 2;
-  return high - low < least ? [middle - least / 2, middle + least / 2] : uPlot.rangeNum(low, high, 0.08, true);
+// Labels that tell neighbouring ticks apart, and an axis as wide as its longest label.
+function labels(u, ticks) {
+  const close = (digits) => (v) => (v === null ? "" : Math.abs(v) >= 1e5 || (v && Math.abs(v) < 1e-3) ? v.toExponential(Math.max(0, digits - 1)).replace(/\.?0+e/, "e") : String(+v.toPrecision(digits)));
+  const shown = ticks.filter((v) => v !== null);
+  const digits = [2, 3, 4, 5, 6, 7].find((n) => new Set(shown.map(close(n))).size === new Set(shown).size) ?? 8;
+  return ticks.map(close(Math.max(digits, 3)));
 }
+const widthOf = (u, values) => 18 + 7 * Math.max(4, ...(values ?? []).map((text) => String(text).length));
+
+// Smaller changes than LEAST_RANGE_FRAC of the values are a flat line, whatever their digits do.
+const rangeY = (noise) => (u, low, high) => {
+  if (!low && !high) return [0, 1]; // zeros, or no value
+  const least = Math.max(noise, LEAST_RANGE_FRAC * Math.max(Math.abs(low), Math.abs(high), NEAR_ZERO)), middle = (low + high) / 2;
+  return high - low < least ? [middle - least / 2, middle + least / 2] : uPlot.rangeNum(low, high, 0.08, true);
+};
 
 function moveCursor(event) {
   const u = event.currentTarget.uplot, steps = u.data[0], by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -128,27 +229,69 @@ function moveCursor(event) {
   u.setCursor({ left: u.valToPos(steps[i], "x"), top: 20 });
 }
 
-function showCurves() {
-  const how = settings(), known = runs.flatMap((run) => Object.keys(run.panels)).sort();
-  const titles = unique([...data.panels, ...known]).filter((title) => known.includes(title));
-  const others = titles.filter((title) => title.includes("/")); // metrics without a panel of their own
-  const main = titles.filter((title) => !title.includes("/"));
-  for (const [root, own] of [[$("#curves > .charts"), main], [$("#others .charts"), $("#others").open ? others : []]]) {
-    for (const [place, title] of own.entries()) {
-      const found = [...root.children].find((node) => node.dataset.title === title);
-      const box = found || el("div", { class: "chart", "data-title": title });
-      if (root.children[place] !== box) root.insertBefore(box, root.children[place] ?? null);
-      const names = runs.filter((run) => !run.isHidden).flatMap((run) => Object.values(run.panels[title] || {}));
-      box.hidden = !names.length || !`${title} ${names.join(" ")}`.toLowerCase().includes(how.find);
-      if (!box.hidden) drawPanel(title, box, how);
+// Charts: { id, title, curves: [{ run, key, metric }] }; with `split` one for each actor.
+function panelsOf(split) {
+  const panels = new Map(Object.values(data.panels).map((title) => [title, []]));
+  for (const run of runs) {
+    for (const [title, curves] of Object.entries(run.panels)) {
+      if (!panels.has(title)) panels.set(title, []);
+      panels.get(title).push(...Object.entries(curves).map(([key, metric]) => ({ run, key, metric })));
     }
   }
+  const actorOf = ({ metric }) => metric.match(/^(?:rollout|learn)\/([^/]+)\//)?.[1];
+  return [...panels].filter(([, curves]) => curves.length).flatMap(([title, curves]) => {
+    const names = split && curves.every(actorOf) ? unique(curves.map(actorOf)) : [];
+    if (names.length < 2) return [{ id: title, title, curves }];
+    return names.map((name) => ({ id: `${title}: ${name}`, title: `${title}: ${name}`, curves: curves.filter((curve) => actorOf(curve) === name) }));
+  });
+}
+
+// True if the chart says nothing that one number would not.
+function isConstant({ curves }) {
+  return curves.every(({ run, metric }) => {
+    const values = [...run.steps.values()].map((row) => row[metric]).filter((value) => value !== undefined);
+    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    return values.length > 1 && high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high), NEAR_ZERO);
+  });
+}
+
+function showCurves() {
+  const numActors = unique(runs.flatMap((run) => Object.values(run.panels).flatMap((curves) => Object.values(curves))).map((name) => name.match(/^learn\/([^/]+)\//)?.[1])).filter(Boolean).length;
+  $("#split").hidden = numActors < 2;
+  $("#seeds").hidden = runs.length < 2 || unique(runs.map(seedless)).length === runs.length;
+  const how = settings(), panels = panelsOf(how.split);
+  const others = panels.filter(({ title }) => title.includes("/")); // metrics without a chart of their own
+  const constant = panels.filter((panel) => !others.includes(panel) && isConstant(panel));
+  const main = panels.filter((panel) => !others.includes(panel) && !constant.includes(panel));
+  const boxes = new Map($$("#curves .chart").map((node) => [node.dataset.title, node]));
+  for (const [root, shown] of [[$("#curves > .charts"), main], [$("#constant .charts"), $("#constant").open ? constant : []], [$("#others .charts"), $("#others").open ? others : []]]) {
+    for (const [place, panel] of shown.entries()) {
+      const box = boxes.get(panel.id) ?? el("div", { class: "chart", "data-title": panel.id });
+      boxes.delete(panel.id);
+      if (root.children[place] !== box) root.insertBefore(box, root.children[place] ?? null);
+      box.hidden = !`${panel.title} ${panel.curves.map(({ metric }) => metric).join(" ")}`.toLowerCase().includes(how.find);
+      if (!box.hidden) drawPanel(panel, box, how);
+    }
+  }
+  for (const [id, box] of boxes) plots.get(id)?.plot.destroy(), plots.delete(id), box.remove();
   const of = (run) => (runs.length > 1 ? `${run.short} ` : "");
-  const told = runs.flatMap((run) => run.warnings.map((one) => el("li", {}, `${of(run)}step ${one.step}: ${one.text}`)));
-  $("#warnings").replaceChildren(...told);
-  $("#warnings").hidden = !told.length;
+  // A warning leads to the conversations of its step; one about failures to those that failed.
+  const line = (run, one) => {
+    const failed = run.entries.filter((e) => e.step === one.step && e.status === "failed"), isOfFailures = /fail/.test(`${one.kind} ${one.metric} ${one.text}`);
+    const text = isOfFailures && failed.length ? `${short(new Set(failed.map(numberOf)).size)} failed episodes` : "conversations";
+    const open = () => { kept.talks = ""; go({ only_step: one.step, only_status: isOfFailures && failed.length ? "failed" : null }, true, "talks"); };
+    return el("li", {}, `${of(run)}step ${one.step}: ${one.text} `, run.entries.some((e) => e.step === one.step) && button(text, open));
+  };
+  const lines = runs.flatMap((run) => run.warnings.map((one) => line(run, one)));
+  if ($("#warnings").dataset.text !== lines.map((node) => node.textContent).join("\n")) {
+    $("#warnings").dataset.text = lines.map((node) => node.textContent).join("\n");
+    $("#warnings").replaceChildren(...lines);
+  }
+  $("#warnings").hidden = !lines.length;
+  $("#constant").hidden = !constant.length;
+  $("#constant summary").textContent = `Constant: ${constant.map(({ title }) => title).join(", ")}`;
   $("#others").hidden = !others.length;
-  $("#nothing").hidden = titles.length > 0;
+  $("#nothing").hidden = panels.length > 0;
 }
 
 const sizeOf = (box) => ({ width: Math.max(200, box.clientWidth - 24), height: HEIGHT });

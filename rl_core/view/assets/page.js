@@ -1,4 +1,71 @@
-// The table of flags, which view is shown, and what the page listens to.
+// The address holds what is shown: the view, its fields, and which runs.
+const VIEWS = { curves: showCurves, talks: showTalks, tasks: showTasks, config: showConfig, runs: showRuns };
+const kept = Object.fromEntries(Object.keys(VIEWS).map((name) => [name, ""])); // view -> its fields, as they were when it was left
+let view = "curves", chosenNames = ""; // names of shown runs; "" for the first ones
+const params = (name = view) => new URLSearchParams(kept[name]);
+const namesOf = (chosen) => (chosen.length === known.length ? "" : chosen.map((run) => run.name).join("|"));
+const withRuns = (name) => {
+  const values = params(name);
+  if (chosenNames) values.set("runs", chosenNames);
+  return `#${name}${values.size ? `?${values}` : ""}`;
+};
+
+// Changes fields of the address; null or "" removes one. `isNew`: Back returns to what was shown before.
+function go(changes, isNew = false, name = view) {
+  const values = params(name);
+  for (const [key, value] of Object.entries(changes)) {
+    if (key === "runs") chosenNames = value;
+    else if (value === "" || value === null || value === undefined || value === false) values.delete(key);
+    else values.set(key, value);
+  }
+  kept[name] = String(values);
+  history[isNew ? "pushState" : "replaceState"](null, "", withRuns(name));
+  readAddress();
+}
+
+function readAddress() {
+  const [name, query] = location.hash.slice(1).split(/\?(.*)/s), values = new URLSearchParams(query ?? "");
+  view = VIEWS[name] ? name : data.runs.length > MOST_SHOWN ? "runs" : "curves";
+  if (values.has("runs")) chosenNames = values.get("runs"), values.delete("runs");
+  else if (query !== undefined || !name) chosenNames = "";
+  if (query !== undefined || !name) kept[view] = String(values);
+  const names = values.has("run") && view === "talks" ? unique([...chosenNames.split("|").filter(Boolean), ...(chosenNames ? [values.get("run")] : [])]) : chosenNames.split("|");
+  const chosen = known.filter((run) => names.includes(run.name)), newest = [...known].sort((a, b) => (b.facts.started ?? 0) - (a.facts.started ?? 0));
+  const asked = view === "talks" && known.filter((run) => run.name === values.get("run"));
+  choose(chosen.length ? chosen : known.length <= MOST_SHOWN ? known : asked?.length ? asked : newest.slice(0, 1));
+  fillForm(document.forms.length && $(`#${view} form`));
+  show();
+}
+
+// Fields of a form have the names of the address; those of conversations begin with "only_".
+const fieldOf = (input) => (input.form.closest("#talks") && input.name !== "q" ? `only_${input.name}` : input.name);
+function fillForm(form) {
+  if (!form) return;
+  for (const input of form.elements) {
+    if (!input.name) continue;
+    const value = params().get(fieldOf(input)) ?? "";
+    if (input === document.activeElement && input.type !== "checkbox") continue;
+    if (input.type === "checkbox") input.checked = value !== "" && value !== "0";
+    else if (input.tagName === "SELECT" && value && ![...input.options].some((option) => option.value === value)) input.append(el("option", { value }, value));
+    if (input.type !== "checkbox") input.value = input.type === "range" ? value || 0 : value;
+  }
+}
+
+const setCurrent = (node, is) => (is ? node.setAttribute("aria-current", "true") : node.removeAttribute("aria-current"));
+function show() {
+  for (const key of Object.keys(VIEWS)) $(`#${key}`).hidden = key !== view;
+  for (const link of $$("nav a")) {
+    const name = link.getAttribute("href").slice(1).split("?")[0];
+    link.setAttribute("href", withRuns(name));
+    setCurrent(link, name === view);
+  }
+  $("nav a:last-child").hidden = known.length < 2;
+  $("#tip").hidden = true;
+  showChips();
+  VIEWS[view]();
+}
+
+// The table of flags.
 function showConfig() {
   const find = $("#config [name=find]").value.toLowerCase(), only = $("#config [name=differ]").checked;
   const text = (value) => (value === undefined || value === null ? "" : typeof value === "string" ? value : JSON.stringify(value));
@@ -12,42 +79,39 @@ function showConfig() {
   $("#config tbody").replaceChildren(...rows);
 }
 
-const setCurrent = (node, is) => (is ? node.setAttribute("aria-current", "true") : node.removeAttribute("aria-current"));
-const VIEWS = { curves: showCurves, talks: showList, config: showConfig };
-function show() {
-  const [view, query] = location.hash.slice(1).split("?"), name = VIEWS[view] ? view : Object.keys(VIEWS)[0];
-  for (const key of Object.keys(VIEWS)) $(`#${key}`).hidden = key !== name;
-  for (const link of $$("nav a")) setCurrent(link, link.getAttribute("href") === `#${name}`);
-  $("#tip").hidden = true;
-  VIEWS[name]();
-  const asked = query && entryAt(query);
-  if (asked && asked !== current) read(asked);
-  if (query && !asked && runs.every((run) => run.isComplete)) note("The conversation of this address is not here.");
-}
-
-addEventListener("hashchange", show);
+addEventListener("hashchange", readAddress);
 addEventListener("resize", resizeCurves);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   plots.forEach(({ plot }) => plot.destroy());
   plots.clear();
   show();
 });
-for (const form of document.forms) form.addEventListener("submit", (event) => event.preventDefault());
-$("#curves form").addEventListener("input", showCurves);
-$("#others").addEventListener("toggle", showCurves);
-$("#config form").addEventListener("input", showConfig);
 let typing;
-$("#talks form").addEventListener("input", (event) => {
-  numShown = 100;
-  if (event.target.name === "q") clearTimeout(typing), (typing = setTimeout(search, 250));
-  else showList();
+for (const form of document.forms) {
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", ({ target }) => {
+    const value = target.type === "checkbox" ? (target.checked ? "1" : "") : target.type === "range" && target.value === "0" ? "" : target.value;
+    numShown = 100;
+    if (target.name === "q") clearTimeout(typing), typing = setTimeout(() => { go({ q: value }); search(); }, 250);
+    else go({ [fieldOf(target)]: value });
+  });
+}
+addEventListener("keydown", (event) => {
+  const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";
+  if (event.ctrlKey || event.metaKey || event.altKey || view !== "talks") return;
+  if (event.key === "Escape" && isTyping) return event.target.blur();
+  if (isTyping) return;
+  const by = { j: 1, k: -1 }[event.key];
+  if (by) event.preventDefault(), move(by);
+  if (event.key === "/") event.preventDefault(), filter("q").focus();
 });
+$("#constant").addEventListener("toggle", showCurves);
+$("#others").addEventListener("toggle", showCurves);
 $("#list").addEventListener("keydown", (event) => {
-  const next = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
-  const item = next && event.target.closest("li")?.[next];
-  if (item) event.preventDefault(), item.firstChild.focus();
+  const by = { ArrowDown: 1, ArrowUp: -1 }[event.key], row = event.target.closest("tbody tr");
+  if (by && row) event.preventDefault(), (by > 0 ? row.nextElementSibling : row.previousElementSibling)?.querySelector("button")?.focus();
 });
-$("#config [name=differ]").checked = runs.length > 1;
-$(".more").open = innerWidth > 800;
+$(".more").open = false;
+if (known.length > 1 && !location.hash.startsWith("#config")) kept.config = "differ=1";
 note(data.note || "");
-runs.forEach((run) => poll(run));
+readAddress();

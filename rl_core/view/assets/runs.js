@@ -33,25 +33,34 @@ function withoutCommon(names) { // the first words, where all names begin with t
   return (name) => name.split(/(?<=[ /])/).slice(num).join("");
 }
 
+const MOST_SHOWN = 6; // runs that are shown at first; the table of runs chooses others
 const brief = withoutCommon(data.runs.map((run) => run.name));
-const runs = data.runs.map((run, n) => ({
+const runs = []; // shown: their data is read
+const known = data.runs.map((run, n) => ({
   ...run, n, short: brief(run.name), revision: -1, numRows: 0, steps: new Map(), entries: [], warnings: [], panels: {},
-  about: {},
+  about: {}, notes: {}, isPolled: false,
 }));
 
+// Reads the data of these runs from now on, and no other's.
+function choose(chosen) {
+  runs.splice(0, runs.length, ...known.filter((run) => chosen.includes(run)));
+  for (const run of runs.filter((one) => !one.isPolled)) run.isPolled = true, poll(run);
+}
+
 // From the server, or out of the report.
-async function ask(run, path, query) {
+async function ask(run, path, query, options) {
   if (data.report) return inReport[path](data.report[run.n], query);
-  const response = await fetch(`api/${run.n}/${path}?${new URLSearchParams(query)}`);
+  const response = await fetch(`api/${run.n}/${path}?${new URLSearchParams(query)}`, options);
   const found = await response.json();
   if (!response.ok) throw new Error(found.error);
   return found;
 }
+const searchable = (message) => Object.entries(message).map(([key, value]) => (key === "role" ? "" : textOf(value))).join("\n");
 const inReport = {
   new: (run) => run.news,
   episode: (run, { number }) => run.episodes[number],
   search: (run, { q }) => {
-    const has = (episode) => episode.messages.some((m) => contentOf(m).toLowerCase().includes(q.toLowerCase()));
+    const has = (episode) => episode.messages.some((m) => searchable(m).toLowerCase().includes(q.toLowerCase()));
     return { found: run.episodes.flatMap((episode, n) => (has(episode) ? [n] : [])), next: null };
   },
 };
@@ -60,10 +69,10 @@ const inReport = {
 async function refresh(run) {
   const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length, ...(run.revision < 0 && { metrics: 1 }) };
   const found = await ask(run, "new", query);
-  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive].join();
+  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, JSON.stringify(run.notes)].join();
   const before = state();
   if (found.revision !== run.revision) {
-    if (run.revision >= 0) setTimeout(search); // what is read stays until it is found again
+    if (run.revision >= 0) setTimeout(search); // The open conversation stays until it is found again.
     Object.assign(run, { steps: new Map(), entries: [] });
   }
   for (const [step, ...values] of found.rows) {
@@ -78,34 +87,109 @@ async function refresh(run) {
   }
   Object.assign(run, { revision: found.revision, numRows: found.num_rows, panels: found.panels, about: found.about });
   Object.assign(run, { isLive: found.is_live, isComplete: found.is_complete, warnings: found.warnings, lost: found.lost });
+  Object.assign(run, { facts: found.facts, notes: found.notes });
   return before !== state();
 }
 
 // Each run by itself: the disk of one may be slow.
 async function poll(run) {
+  if (!runs.includes(run)) return void (run.isPolled = false);
   try {
     if (await refresh(run)) draw();
   } catch {
     Object.assign(run, { isComplete: true, lost: "The viewer does not answer; trying again." });
   }
-  const told = unique(runs.map((one) => one.lost)).filter(Boolean).join(" ");
-  if (told !== ($("#note").dataset.lost || "")) $("#note").dataset.lost = told, note(told);
+  const messages = unique(runs.map((one) => one.lost)).filter(Boolean).join(" ");
+  if (messages !== ($("#note").dataset.lost || "")) $("#note").dataset.lost = messages, note(messages);
   if (!data.report) setTimeout(poll, run.isComplete ? 2000 : 0, run);
 }
 
 let drawing = 0;
 function draw() { // once for what comes together
-  drawing ||= setTimeout(() => { drawing = 0; showRuns(); show(); });
+  drawing ||= setTimeout(() => { drawing = 0; show(); });
 }
 
-function showRuns() {
-  const focused = document.activeElement?.dataset.run;
-  $("#runs").replaceChildren(...runs.map((run) => {
-    const parts = [tinted(el("span", { class: "dot" }), run.n), `${run.short} `, run.isLive && el("span", { class: "live" }, "live "),
-      `step ${short([...run.steps.keys()].at(-1) ?? 0)}`];
-    const toggle = () => { run.isHidden = !run.isHidden; showRuns(); show(); };
-    const state = { type: "button", onclick: toggle, "data-run": run.n, "aria-pressed": String(!run.isHidden) };
-    return el("li", { title: run.name }, runs.length > 1 ? el("button", state, parts) : parts);
-  }));
-  if (focused) $(`#runs [data-run="${focused}"]`)?.focus();
+function showChips() {
+  const chip = (run) => el("li", { title: run.name }, tinted(el("span", { class: "dot" }), run.n), `${run.short} `,
+    run.isLive && el("span", { class: "live" }, "live "), `step ${short([...run.steps.keys()].at(-1) ?? 0)}`);
+  $("#chips").replaceChildren(...runs.map(chip));
+  const line = runs.length === 1 ? factsOf(runs[0]) : "";
+  if ($("#facts").textContent !== line) $("#facts").textContent = line;
+  $("#facts").hidden = !line;
 }
+
+const hours = (seconds) => (seconds === null || seconds === undefined ? "-" : seconds < 90 ? `${Math.round(seconds)} s`
+  : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`);
+const day = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString("sv").slice(0, 16) : "-");
+const leaf = (path) => String(path).split("/").filter(Boolean).slice(-2).join("/");
+const modelsOf = ({ config }) => unique([config.model, ...Object.entries(config).filter(([key]) => /^actors\.[^.]+\.model$/.test(key)).map(([, value]) => value)].filter(Boolean));
+const ofEval = (name) => name.replace(/^eval\//, "");
+// The evaluation by which a run is compared: the greedy score of its first set, or what there is.
+function mainEval({ facts }) {
+  const names = Object.keys(facts.ends).filter((name) => name.startsWith("eval/"));
+  return ["greedy_pass", "greedy_score", "avg@", "loss"].map((end) => names.find((name) => name.includes(`/${end}`))).find(Boolean);
+}
+
+function factsOf(run) {
+  const { state, step, started, duration_s, ends } = run.facts, { config } = run, name = mainEval(run);
+  return [
+    modelsOf(run).map(leaf).join(", "), config.algorithm, config.env_path && leaf(config.env_path), `started ${day(started)}`, hours(duration_s),
+    `${state} at step ${step}${config.num_steps ? ` of ${config.num_steps}` : ""}`, name && `${ofEval(name)} ${ends[name].map(short).join(" \u2192 ")}`,
+  ].filter(Boolean).join(" \u00b7 ");
+}
+
+// A table that a click on a column's name sorts.
+// columns: { name, of: row -> value, node: row -> what the cell shows, isLeft }.
+function sortable(table, columns, rows, order, onsort, rowProps = () => ({})) {
+  const [by, sign] = order.startsWith("-") ? [order.slice(1), -1] : [order, 1], column = columns.find((one) => one.name === by);
+  const rank = (value) => (value === null || value === undefined || value === "" ? null : value);
+  const compare = (a, b) => {
+    const [x, y] = [rank(column.of(a)), rank(column.of(b))];
+    if (x === null || y === null) return (x === null) - (y === null); // empty ones last
+    return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true }));
+  };
+  const sorted = column ? [...rows].sort(compare) : rows;
+  const head = columns.map(({ name, title, isLeft, label }) => el("th", { scope: "col", class: isLeft && "left", title, "aria-sort": name === by && (sign > 0 ? "ascending" : "descending") },
+    label === "" ? "" : button(label ?? name, () => onsort(name === by && sign < 0 ? name : name === by ? `-${name}` : columns.find((c) => c.name === name).isDown ? `-${name}` : name))));
+  const key = JSON.stringify([columns.map((c) => c.name), order]);
+  if (table.dataset.key !== key) table.dataset.key = key, $("thead", table).replaceChildren(el("tr", {}, head));
+  const cell = (row) => (c, i) => el(i || c.isPlain ? "td" : "th", { class: c.isLeft && "left", scope: !i && !c.isPlain && "row" }, c.node ? c.node(row) : short(c.of(row)));
+  return { sorted, fill: (shown) => $("tbody", table).replaceChildren(...shown.map((row) => el("tr", rowProps(row), columns.map(cell(row))))) };
+}
+
+// The table of runs.
+const NOT_COMPARED = /(^|\.)(out|run_name|resume|config)$/;
+function showRuns() {
+  const find = $("#runs [name=find]").value.toLowerCase(), at = params();
+  const text = (value) => (value === undefined || value === null ? "" : typeof value === "string" ? value : JSON.stringify(value));
+  const flags = unique(known.flatMap((run) => Object.keys(run.config))).filter((flag) => !NOT_COMPARED.test(flag) && unique(known.map((run) => text(run.config[flag]))).length > 1);
+  const ends = (run, name, place) => run.facts.ends[name]?.[place] ?? null;
+  const reward = (run) => Object.keys(run.facts.ends).find((name) => name.startsWith("rollout/"));
+  const toggle = (run) => {
+    const chosen = runs.includes(run) ? runs.filter((one) => one !== run) : [...runs, run];
+    if (chosen.length) go({ runs: namesOf(chosen) });
+    else showRuns();
+  };
+  const columns = [
+    { name: "run", isLeft: true, of: (run) => run.name, node: (run) => el("label", {}, el("input", { type: "checkbox", checked: runs.includes(run), onchange: () => toggle(run) }), tinted(el("span", { class: "dot" }), run.n), run.short) },
+    { name: "state", isLeft: true, of: (run) => run.facts.state, node: (run) => el("span", { class: run.facts.state === "live" ? "live" : run.facts.state === "done" ? "" : "failed" }, run.facts.state) },
+    { name: "step", of: (run) => run.facts.step, node: (run) => `${short(run.facts.step)}${run.config.num_steps ? ` / ${short(run.config.num_steps)}` : ""}` },
+    { name: "evaluation", of: (run) => ends(run, mainEval(run), 1), node: (run) => (mainEval(run) ? el("span", { title: mainEval(run) }, run.facts.ends[mainEval(run)].map(short).join(" \u2192 ")) : "-"), isDown: true },
+    { name: "reward", of: (run) => ends(run, reward(run), 1), node: (run) => (reward(run) ? run.facts.ends[reward(run)].map(short).join(" \u2192 ") : "-"), isDown: true },
+    { name: "duration", of: (run) => run.facts.duration_s, node: (run) => hours(run.facts.duration_s), isDown: true },
+    { name: "started", of: (run) => run.facts.started, node: (run) => day(run.facts.started), isDown: true },
+    ...flags.map((flag) => ({ name: `--${flag}`, isLeft: true, of: (run) => text(run.config[flag]), node: (run) => text(run.config[flag]) })),
+  ];
+  const rows = known.filter((run) => `${run.name} ${flags.map((flag) => text(run.config[flag])).join(" ")}`.toLowerCase().includes(find));
+  const focused = $$("#runs input[type=checkbox]").indexOf(document.activeElement);
+  const table = sortable($("#runs table"), columns, rows, at.get("sort") ?? "", (sort) => go({ sort }));
+  table.fill(table.sorted);
+  if (focused >= 0) $$("#runs input[type=checkbox]")[focused]?.focus();
+}
+
+async function refreshFacts() {
+  if (data.report || view !== "runs") return;
+  const response = await fetch("api/facts").catch(() => null);
+  if (response?.ok) (await response.json()).forEach((facts, n) => { if (known[n]) known[n].facts = facts; }), showRuns();
+}
+setInterval(refreshFacts, 5000);

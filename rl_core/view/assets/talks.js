@@ -1,48 +1,43 @@
-// Conversations: the list with its filters, and the one that is read.
-const SORTS = {
-  "newest first": (a, b) => b.step - a.step || a.run.n - b.run.n || a.n - b.n,
-  "oldest first": (a, b) => a.step - b.step || a.run.n - b.run.n || a.n - b.n,
-  "lowest reward": (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
-  "highest reward": (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
-  longest: (a, b) => b.num_tokens - a.num_tokens,
-};
+// Conversations: the table with its filters, and the one that is read.
 let actors = []; // names; their places give them a colour
 let listed = [], numShown = 100, current = null;
 let matches = null; // of the search
-let mode = "all"; // of an episode's actors, "one" of them, or the "group" of episodes
 const filter = (name) => $(`#talks form [name=${name}]`);
 const nameOf = (e) => (e.seat ? `${e.actor} as ${e.seat}` : e.actor);
 const keyOf = (e) => `${e.run.n}/${e.n}`; // as long as the page is open
 // What finds a trajectory again, however many have come since and in whatever order they were read.
 const ADDRESS = ["step", "kind", "env", "task", "group", "index", "actor", "seat"];
 
-function addressOf(e) {
-  const values = ADDRESS.filter((name) => e[name] !== "").map((name) => [name, e[name]]);
+// The fields of a conversation's address, in which "conversation" counts those that one actor has in an episode.
+function placeOf(e) {
+  const values = Object.fromEntries(ADDRESS.filter((name) => e[name] !== "").map((name) => [name, e[name]]));
   const at = e.run.entries.filter((other) => ADDRESS.every((name) => other[name] === e[name])).indexOf(e);
-  if (at > 0) values.push(["conversation", at + 1]); // of an episode that returned several of this actor
-  return `#talks?${new URLSearchParams([["run", e.run.name], ...values])}`;
+  return at > 0 ? { ...values, conversation: at + 1 } : values;
+}
+const noteKey = (e) => String(new URLSearchParams(placeOf(e)));
+const noteOf = (e) => (Object.keys(e.run.notes).length ? e.run.notes[noteKey(e)] : undefined);
+
+function entryAt(at) {
+  const wanted = ["run", ...ADDRESS].filter((name) => at.has(name)).map((name) => [name, at.get(name)]);
+  if (!wanted.some(([name]) => name !== "run")) return undefined;
+  const is = (e) => ([name, value]) => (name === "run" ? e.run.name : String(e[name])) === value;
+  return runs.flatMap((run) => run.entries).filter((e) => wanted.every(is(e)))[(+at.get("conversation") || 1) - 1];
 }
 
-function entryAt(query) {
-  const { conversation = 1, ...wanted } = Object.fromEntries(new URLSearchParams(query));
-  const is = (e) => ([name, value]) => (name === "run" ? e.run.name : String(e[name])) === value;
-  return runs.flatMap((run) => run.entries).filter((e) => Object.entries(wanted).every(is(e)))[conversation - 1];
+function fill(select, values, any) {
+  const options = [...(any ? [["", any]] : []), ...values], value = params().get(fieldOf(select)) ?? select.value;
+  if (select.dataset.filled === JSON.stringify(options)) return;
+  select.dataset.filled = JSON.stringify(options);
+  select.replaceChildren(...options.map(([key, text]) => el("option", { value: key }, text)));
+  select.value = options.some(([key]) => String(key) === value) ? value : options[0]?.[0] ?? "";
 }
 
 function fillFilters() {
   const all = runs.flatMap((run) => run.entries);
-  const fill = (name, values, any) => {
-    const select = filter(name), options = [...(any ? [["", any]] : []), ...values], value = select.value;
-    if (select.dataset.filled === JSON.stringify(options)) return;
-    select.dataset.filled = JSON.stringify(options);
-    select.replaceChildren(...options.map(([key, text]) => el("option", { value: key }, text)));
-    select.value = options.some(([key]) => String(key) === value) ? value : options[0][0];
-  };
-  fill("run", runs.map((run) => [run.n, run.short]), runs.length > 1 && "all");
+  fill(filter("run"), runs.map((run) => [run.name, run.short]), runs.length > 1 && "all");
   for (const name of ["kind", "env", "actor", "status"]) {
-    fill(name, unique(all.map((e) => e[name])).sort().map((value) => [value, value]), "all");
+    fill(filter(name), unique(all.map((e) => e[name])).sort().map((value) => [value, value]), "all");
   }
-  fill("sort", Object.keys(SORTS).map((name) => [name, name]));
   actors = unique(all.map((e) => e.actor)).sort();
 }
 
@@ -53,13 +48,14 @@ function chosen() {
     ...["kind", "env", "actor", "status"].filter((name) => at[name]).map((name) => (e) => e[name] === at[name]),
     ...["task", "group"].filter((name) => at[name]).map((name) => (e) => lower(e[name]).includes(lower(at[name]))),
     at.error && ((e) => lower(`${e.error}\n${reasonOf(e)}`).includes(lower(at.error))),
-    at.run !== "" && ((e) => e.run.n === +at.run),
+    at.run && runs.length > 1 && ((e) => e.run.name === at.run),
     at.step !== "" && ((e) => e.step === +at.step),
     at.low !== "" && ((e) => e.reward !== null && e.reward >= +at.low),
     at.high !== "" && ((e) => e.reward !== null && e.reward <= +at.high),
+    at.noted && ((e) => (at.noted === "star" ? noteOf(e)?.star : noteOf(e)?.text)),
     matches && ((e) => matches.has(e)),
   ].filter(Boolean);
-  return runs.flatMap((run) => run.entries).filter((e) => tests.every((test) => test(e))).sort(SORTS[at.sort]);
+  return runs.flatMap((run) => run.entries).filter((e) => tests.every((test) => test(e)));
 }
 
 // Of each episode the mean over its conversations.
@@ -85,7 +81,7 @@ function showReasons() {
     Object.assign(row, { first: Math.min(row.first, e.step), last: Math.max(row.last, e.step) });
     found.set(reasonOf(e), row);
   }
-  const list = (reason) => { filter("status").value = "failed"; filter("error").value = reason; showList(); };
+  const list = (reason) => go({ only_status: "failed", only_error: reason }, true);
   const rows = [...found].sort(([, a], [, b]) => b.episodes.size - a.episodes.size).map(([reason, { episodes, first, last }]) =>
     el("tr", {}, el("td", {}, String(episodes.size)), el("td", {}, first === last ? String(first) : `${first} to ${last}`),
       el("td", {}, button(reason, () => list(reason)))));
@@ -97,50 +93,73 @@ function showReasons() {
   }
 }
 
-function showList() {
-  fillFilters();
-  showReasons();
-  listed = chosen();
-  const rewards = episodeRewards(listed);
-  const total = runs.reduce((sum, run) => sum + run.entries.length, 0);
-  const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
-  $("#count").textContent = total ? `${short(listed.length)} of ${short(total)} trajectories${mean}`
-    : "No trajectories: the run has none yet, was made with --rollout.save false, or learns from rows (sft, dpo, rm).";
-  const focused = document.activeElement?.closest?.("#list") && document.activeElement.dataset.key;
-  const more = button("Show more", () => { numShown += 200; showList(); });
-  const rows = [...listed.slice(0, numShown).map(row), ...(listed.length > numShown ? [more] : [])];
-  $("#list").replaceChildren(...rows.map((node) => el("li", {}, node)));
-  if (focused) $(`#list [data-key="${focused}"]`)?.focus();
+const MOST_COLUMNS = 8; // of reward parts, and of metrics
+const MARKS = { failed: ["failed", "failed"], truncated: ["cut", "cut"], ok: ["ok", "soft"] };
+const isReward = (e, [, value]) => value === e.reward;
+function talkColumns(entries) {
+  const names = (key) => unique(entries.flatMap((e) => Object.keys(e[key]))).sort().slice(0, MOST_COLUMNS);
+  const hasParts = entries.some((e) => Object.entries(e.parts).length > 1 || Object.entries(e.parts).some((part) => !isReward(e, part)));
+  const value = (key) => (name) => ({ name, of: (e) => e[key][name] ?? null });
+  const [text, mark] = ["", "soft"];
+  return [
+    { name: "task", isLeft: true, of: (e) => `${e.task} #${String(e.index).padStart(4, " ")}`, node: (e) => [
+      tinted(el("span", { class: "dot" }), runs.length > 1 ? e.run.n : actors.indexOf(e.actor)), button(`${e.task} #${e.index}`, () => read(e, true), { "data-key": keyOf(e) }),
+      noteOf(e)?.star && el("span", { class: "star", title: "starred" }, " \u2605"), noteOf(e)?.text && el("span", { title: noteOf(e).text }, " \u270e")] },
+    { name: "step", isDown: true, of: (e) => e.step, node: (e) => `${short(e.step)}${e.kind === "train" ? "" : ` ${e.kind}`}` },
+    ...(runs.length > 1 ? [{ name: "run", isLeft: true, of: (e) => e.run.short, node: (e) => e.run.short }] : []),
+    ...(actors.length > 1 || entries.some((e) => e.seat) ? [{ name: "actor", isLeft: true, of: nameOf, node: nameOf }] : []),
+    { name: "reward", of: (e) => e.reward, node: (e) => el("span", { class: "reward" }, short(e.reward)) },
+    { name: "status", isLeft: true, of: (e) => e.status, node: (e) => el("span", { class: (MARKS[e.status] ?? [text, mark])[1], title: e.error }, (MARKS[e.status] ?? [e.status])[0]) },
+    { name: "turns", of: (e) => e.num_turns }, { name: "tokens", of: (e) => e.num_tokens },
+    ...(hasParts ? names("parts").map(value("parts")) : []), ...names("metrics").map(value("metrics")),
+    { name: "reply", isLeft: true, of: (e) => e.preview, node: (e) => el("span", { class: "said" }, e.error || e.preview || "(no text)") },
+  ];
 }
 
-function row(e) {
-  const run = runs.length > 1 ? `${e.run.short} ` : "", kind = e.kind === "train" ? "" : ` ${e.kind}`;
-  const node = button([], () => read(e), { "data-key": keyOf(e), "aria-current": e === current && "true" });
-  node.append(
-    el("span", { class: "meta" }, tinted(el("span", { class: "dot" }), runs.length > 1 ? e.run.n : actors.indexOf(e.actor)),
-      `${run}step ${e.step}${kind}  ${e.task} #${e.index}  ${e.actor} ${e.seat}`),
-    el("span", { class: e.status === "failed" ? "reward failed" : "reward" }, e.status === "failed" ? "failed" : short(e.reward)),
-    el("span", { class: "said" }, e.error || e.preview || "(nothing said)"),
-  );
-  return node;
+function showTalks() {
+  fillFilters();
+  showReasons();
+  const entries = chosen(), rewards = episodeRewards(entries), at = params(), order = at.get("sort") ?? "-step";
+  const total = runs.reduce((sum, run) => sum + run.entries.length, 0);
+  const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
+  $("#count").textContent = total ? `${short(entries.length)} of ${short(total)} trajectories${mean}`
+    : "No trajectories: the run has none yet, was made with --rollout.save false, or learns from rows (sft, dpo, rm).";
+  const focused = document.activeElement?.closest?.("#list") && document.activeElement.dataset.key;
+  const props = (e) => ({ "data-key": keyOf(e), "aria-current": e === current && "true", onclick: (event) => event.target.tagName !== "BUTTON" && read(e, true) });
+  entries.sort((a, b) => a.run.n - b.run.n || a.n - b.n);
+  const table = sortable($("#list table"), talkColumns(entries), entries, order, (sort) => go({ sort }), props);
+  listed = table.sorted;
+  table.fill(listed.slice(0, numShown));
+  $("#list > button")?.remove();
+  if (listed.length > numShown) $("#list").append(button("Show more", () => { numShown += 200; showTalks(); }));
+  if (focused) $(`#list button[data-key="${focused}"]`)?.focus();
+  const asked = entryAt(at), isAddressed = ADDRESS.some((name) => at.has(name));
+  if (asked && asked !== current) read(asked);
+  else if (isAddressed && !asked && runs.length && runs.every((run) => run.isComplete)) note("The conversation of this address is not here.");
+  else if (!isAddressed && listed.length && innerWidth > 800) read(listed[0]);
+}
+
+function move(by) {
+  const at = listed.indexOf(current), next = listed[at < 0 ? 0 : at + by];
+  if (next) read(next), $(`#list tr[data-key="${keyOf(next)}"]`)?.scrollIntoView({ block: "nearest" });
 }
 
 let searches = 0;
 async function search() {
-  const q = filter("q").value.trim(), own = ++searches;
+  const q = filter("q").value.trim(), number = ++searches;
   matches = q ? new Set() : null;
   for (const run of q ? runs : []) {
     for (let first = 0; first !== null; ) {
       const asked = ask(run, "search", { q, first, revision: run.revision });
       const { found, next } = await asked.catch((error) => (note(error.message), { found: [], next: null }));
-      if (own !== searches) return;
+      if (number !== searches) return;
       found.forEach((n) => matches.add(run.entries[n]));
       first = next;
-      showList();
+      if (view === "talks") showTalks();
       if (first !== null) $("#count").textContent += `; searched ${short(first)} of ${short(run.entries.length)}`;
     }
   }
-  showList();
+  if (view === "talks") showTalks();
 }
 
 const loaded = new Map(); // the last ones that were read
@@ -151,78 +170,152 @@ async function episodeOf(e) {
   return { e, ...loaded.get(key) };
 }
 
+const MODES = ["all", "one", "group"]; // all actors of the episode, one of them, or the group's episodes
 let reads = 0;
-async function read(e) {
-  const own = ++reads;
+// `isNew`: Back returns to the conversation before.
+async function read(e, isNew = false) {
+  const number = ++reads, before = current;
   current = e;
-  history.replaceState(null, "", addressOf(e));
-  $("#talks").classList.add("reading");
-  for (const node of $$("#list button")) setCurrent(node, node.dataset.key === keyOf(e));
+  if (before !== e || isNew) {
+    const place = { ...Object.fromEntries([...ADDRESS, "conversation", "turn", "token"].map((name) => [name, null])), ...placeOf(e) };
+    const at = params(), keeps = entryAt(at) === e ? { turn: at.get("turn"), token: at.get("token") } : {};
+    go({ run: e.run.name, ...place, ...keeps }, isNew && before !== e);
+  }
+  $("#talks").classList.toggle("reading", isNew || innerWidth > 800 || before === e);
+  for (const node of $$("#list tr[data-key]")) setCurrent(node, node.dataset.key === keyOf(e));
+  const mode = MODES.includes(params().get("mode")) ? params().get("mode") : "all";
   const isNear = (other) => ["kind", "step", "env", "group"].every((name) => e[name] === other[name]);
   const group = e.run.entries.filter(isNear), indices = unique(group.map((other) => other.index)).sort((a, b) => a - b);
   const episode = group.filter((other) => other.index === e.index);
   const columns = { one: [[e]], all: [episode], group: indices.map((i) => group.filter((other) => other.index === i)) }[mode];
   try {
     let found = await Promise.all(columns.map((column) => Promise.all(column.map(episodeOf))));
-    if (own !== reads) return;
+    if (number !== reads) return;
     if (mode === "all" && !hearEachOther(found[0])) found = found[0].map((t) => [t]);
     const modes = [["all", episode.length > 1 ? "All actors" : "Episode"], ["group", `Group of ${indices.length}`]];
-    showReader(e, found, episode.length > 1 ? [["one", "This actor"], ...modes] : modes);
+    showReader(e, found, mode, episode.length > 1 ? [["one", "This actor"], ...modes] : modes);
   } catch (error) {
     note(error.message);
   }
 }
 
-function showReader(e, columns, modes) {
-  const shown = columns.flat(), own = shown.find((t) => t.e === e), at = listed.indexOf(e);
+async function writeNote(e, change) {
+  const { star = false, text = "" } = { ...noteOf(e), ...change };
+  try {
+    e.run.notes = await ask(e.run, "note", { key: noteKey(e), star, text }, { method: "POST", headers: { "X-Rl-Core": "note" } });
+    note("");
+  } catch (error) {
+    note(`The note was not written: ${error.message}`);
+  }
+  showTalks();
+  read(e);
+}
+
+const copy = (text, name) => navigator.clipboard.writeText(text).then(() => note(`Copied the ${name}.`), () => note(`The browser refused; the ${name}: ${text}`));
+// A report, and a server that others reach, take no notes.
+const takesNotes = () => !data.report && /^(localhost|127\.0\.0\.1|\[::1\])$/.test(location.hostname);
+
+function showReader(e, columns, mode, modes) {
+  const shown = columns.flat(), own = shown.find((t) => t.e === e), at = listed.indexOf(e), isRaw = params().has("raw");
   const fact = (name, value) => el("span", {}, `${name} `, el("b", {}, typeof value === "number" ? short(value) : value));
   const facts = (values) => Object.entries(values).map(([name, value]) => fact(name, value));
-  const step = (text, by) => button(text, () => read(listed[at + by]), { disabled: at < 0 || !listed[at + by] });
-  const isPressed = ([name, text]) => button(text, () => { mode = name; read(e); }, { "aria-pressed": String(mode === name) });
+  const step = (text, by) => button(text, () => move(by), { disabled: at < 0 || !listed[at + by], title: by > 0 ? "j" : "k" });
+  const isPressed = ([name, text]) => button(text, () => { go({ mode: name === "all" ? null : name }); read(e); }, { "aria-pressed": String(mode === name) });
+  const saved = noteOf(e) ?? { star: false, text: "" }, { turns, ...json } = own;
+  const colour = VALUES[params().get("colour")] && !missing(shown).includes(params().get("colour")) ? params().get("colour") : "";
   const parts = [
     el("div", { class: "bar" }, button("Back to the list", () => $("#talks").classList.remove("reading"), { class: "back" }),
       step("Previous", -1), step("Next", 1), el("span", { role: "group", "aria-label": "What is shown" }, modes.map(isPressed)),
-      el("label", {}, "Colour tokens by ", chooseColour(e, shown))),
+      el("label", {}, "Colour tokens by ", chooseColour(e, shown, colour)),
+      button("Raw", () => { go({ raw: isRaw ? null : 1 }); read(e); }, { "aria-pressed": String(isRaw), title: "Messages as JSON" }),
+      button("Copy link", () => copy(location.href, "link")), button("Copy JSON", () => copy(JSON.stringify({ ...json, e: undefined }, null, 1), "JSON")),
+      takesNotes() ? button(saved.star ? "\u2605" : "\u2606", () => writeNote(e, { star: !saved.star }), { "aria-label": "Star", "aria-pressed": String(saved.star) })
+        : saved.star && el("span", { class: "star" }, "\u2605")),
     el("h2", {}, `${e.task} #${e.index}, step ${e.step}${e.kind === "train" ? "" : ` ${e.kind}`}`),
     el("p", { class: "facts" }, fact("environment", e.env), fact("actor", nameOf(e)),
       fact("reward", e.reward ?? "none"), facts(own.reward_parts), fact("status", e.status), fact("turns", e.num_turns),
-      fact("tokens", e.num_tokens), facts(own.metrics)),
-    e.error && el("p", { class: "failed" }, `Failed: ${e.error}`),
+      fact("tokens", e.num_tokens), facts(own.metrics), el("a", { href: `#tasks?${new URLSearchParams({ run: e.run.name, task: e.task, env: e.env, kind: e.kind })}` }, "this task in all steps")),
+    takesNotes() ? el("input", { class: "noted", "aria-label": "Note", placeholder: "note", maxlength: 1000, value: saved.text, onchange: (event) => writeNote(e, { text: event.target.value }) })
+      : saved.text && el("p", {}, `Note: ${saved.text}`),
+    e.error && el("pre", { class: "failed" }, `Failed: ${e.error}`),
     own.note && el("p", { class: "soft" }, own.note),
-    Object.keys(own.columns || {}).length > 0 && el("section", { class: "row" }, el("h3", {}, "Row"),
-      el("dl", {}, Object.entries(own.columns).map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]))),
-    coloured && [howToRecord(e, shown), scaleOf(shown)],
-    el("div", { class: "columns" }, columns.map((column) => el("section", {}, columns.length > 1 && headOf(column),
-      coloured ? column.map((t) => tokensOf(t, shown)) : chatOf(column).map(bubble)))),
-    own.log && el("section", {}, el("h3", {}, "Log"), el("pre", {}, own.log)),
+    Object.keys(own.columns || {}).length > 0 && el("details", { class: "row", open: true }, el("summary", {}, "Row of the data"),
+      el("dl", {}, Object.entries(own.columns).map(([name, text]) => [el("dt", {}, name), el("dd", {}, folded(text, text))]))),
+    colour && [howToRecord(e, shown), scaleOf(shown, colour)],
+    isRaw ? shown.map((t) => el("section", {}, el("h3", {}, nameOf(t.e)), el("pre", {}, JSON.stringify(t.messages, null, 1))))
+      : colour ? el("div", { class: "columns" }, columns.map((column) => el("section", {}, columns.length > 1 && headOf(column, mode), column.map((t) => tokensOf(t, shown, colour)))))
+        : [columns.length === 1 && outline(columns[0]), branches(columns.map((column) => ({ column, chat: chatOf(column) })), mode)],
+    own.log && el("section", {}, el("h3", {}, "Log"), folded(el("pre", {}, own.log), own.log)),
   ];
   note(data.note || "");
-  $("#reader").replaceChildren(...parts.flat().filter(Boolean));
-  $("#tip").hidden = true;
+  const isSame = $("#reader").dataset.key === keyOf(e), top = scrollY;
+  $("#reader").dataset.key = keyOf(e);
+  $("#reader").replaceChildren(...parts.flat(Infinity).filter(Boolean));
+  const turn = $(`#reader [data-turn="${params().get("turn")}"]`);
+  if (turn) turn.scrollIntoView({ block: "center" }), turn.classList.add("asked");
+  else if (isSame) scrollTo(0, top);
 }
 
-function headOf(column) {
+function headOf(column, mode) {
   const rewards = unique(column.map((t) => short(t.e.reward))).join(", "), { index, status } = column[0].e;
-  return el("h3", {}, `${mode === "all" ? nameOf(column[0].e) : `#${index}`}  reward ${rewards}${status === "ok" ? "" : `, ${status}`}`);
+  return el("h3", {}, `${mode === "group" ? `#${index}` : nameOf(column[0].e)}  reward ${rewards}${status === "ok" ? "" : `, ${status}`}`);
 }
 
-function contentOf(message) {
-  const isShown = ([key, value]) => key !== "role" && key !== "name" && value && !(Array.isArray(value) && !value.length);
-  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 1));
-  const line = ([key, value]) => (key === "content" ? text(value) : `${key}: ${text(value)}`);
-  return Object.entries(message).filter(isShown).map(line).join("\n");
+// The turns of a long episode: a click goes to one.
+function outline(column) {
+  const items = chatOf(column).filter((item) => item.turn);
+  if (items.length < 4) return null;
+  const numTokens = (item) => item.tokens ?? "";
+  return el("details", { class: "outline", open: items.length < 30 }, el("summary", {}, `${items.length} turns`), el("ol", {}, items.map((item, n) =>
+    el("li", {}, button(`${actors.length > 1 ? `${item.who}, ` : ""}${short(numTokens(item))} tokens${item.reward ? `, reward ${short(item.reward)}` : ""}`, () => {
+      const node = $(`#reader [data-turn="${item.turn}"]`);
+      node?.scrollIntoView({ block: "center" }), node?.classList.add("asked");
+      go({ turn: item.turn });
+    }, { "data-nth": n })))));
 }
 
-function bubble({ who, text, actor, to }) {
-  const box = el("div", { class: "says" }, el("div", { class: "who" }, to ? `${who} to ${to}` : who), el("p", {}, text));
+// Conversations next to each other. What all have in common comes once, before them; within an episode that is a tree.
+function branches(chats, mode) {
+  const same = (a, b) => a && b && a.who === b.who && JSON.stringify(a.message) === JSON.stringify(b.message);
+  if (chats.length === 1) return chats[0].chat.map(bubble);
+  let num = 0;
+  const isCommon = (n) => chats.every(({ chat }) => same(chat[n], chats[0].chat[n])) && (mode !== "group" || !chats[0].chat[n]?.actor);
+  while (num < Math.min(...chats.map(({ chat }) => chat.length)) && isCommon(num)) num += 1;
+  const rests = chats.map(({ column, chat }) => ({ column, chat: chat.slice(num) })), groups = [];
+  for (const rest of rests) {
+    const group = mode === "group" || !rest.chat.length ? null : groups.find(([other]) => same(other.chat[0], rest.chat[0]));
+    if (group) group.push(rest);
+    else groups.push([rest]);
+  }
+  const section = (group) => el("section", {}, group.length === 1 && headOf(group[0].column, mode), branches(group, mode));
+  return [num > 0 && el("div", { class: "common" }, chats[0].chat.slice(0, num).map(bubble)), el("div", { class: "columns" }, groups.map(section))];
+}
+
+function bubble({ who, actor, to, message, results, turn, reward }) {
+  const head = [to ? `${who} to ${to}` : who, reward ? ` ${reward > 0 ? "+" : ""}${short(reward)}` : ""].join("");
+  const isSystem = message.role === "system", nodes = shownMessage(message, results);
+  const box = el("div", { class: "says", "data-turn": turn }, el("div", { class: "who" }, head),
+    isSystem ? el("details", {}, el("summary", {}, `System prompt, ${short(words(textOf(message.content)))} words`), nodes) : nodes);
   return actor ? tinted(box, actors.indexOf(actor)) : box;
 }
 
+// The items of a chat: a call of a tool holds its result, which has no item then.
 function chatOf(column) {
   if (column.length > 1) return mergedChat(column);
-  const [{ e, messages }] = column;
-  const speaker = (m) => (m.role === "assistant" ? m.name || e.actor : null);
-  return messages.map((m) => ({ who: speaker(m) || m.role, text: contentOf(m), actor: speaker(m) }));
+  const [{ e, messages, turns, turn_rewards: rewards }] = column, items = [], used = new Set();
+  const replies = messages.filter((m) => m.role === "assistant"), first = replies.length - e.num_turns; // the task itself may hold replies
+  messages.forEach((message, n) => {
+    if (used.has(n)) return;
+    const isReply = message.role === "assistant", number = isReply ? replies.indexOf(message) - first : -1, results = [];
+    (isReply && Array.isArray(message.tool_calls) ? message.tool_calls : []).forEach((one, i) => {
+      const at = messages.findIndex((m, k) => k > n && !used.has(k) && m.role === "tool" && (!m.tool_call_id || m.tool_call_id === one?.id) && messages.slice(n + 1, k).every((b) => b.role === "tool"));
+      if (at >= 0) used.add(at), results[i] = messages[at];
+    });
+    const turn = turns[number];
+    const facts = number >= 0 ? { turn: number + 1, reward: rewards?.[number], tokens: turn ? turn.ids.length - turn.num_new : undefined } : {};
+    items.push({ who: isReply ? message.name || e.actor : message.role === "tool" && message.name ? `tool ${message.name}` : message.role, actor: isReply ? message.name || e.actor : null, message, results, ...facts });
+  });
+  return items;
 }
 
 // What others hear of a reply is a paragraph of a user message, without thoughts.
@@ -235,8 +328,15 @@ const hasPlaces = (column) => column.every((t) => t.places?.length);
 
 function hearEachOther(column) {
   if (column.length === 1 || hasPlaces(column)) return true;
-  const hears = (t, other) => repliesOf(other).some((r) => t.messages.some((m) => m.role === "user" && isHeard(contentOf(m), r)));
+  const hears = (t, other) => repliesOf(other).some((r) => t.messages.some((m) => m.role === "user" && isHeard(textOf(m.content), r)));
   return column.every((t) => column.some((other) => other !== t && (hears(t, other) || hears(other, t))));
+}
+
+// The number of a reply among an actor's turns, its reward and its tokens.
+function turnOf({ e, messages, turns, turn_rewards: rewards }, message) {
+  const replies = messages.filter((m) => m.role === "assistant"), number = replies.indexOf(message) - (replies.length - e.num_turns);
+  const turn = turns[number];
+  return number < 0 ? {} : { turn: `${e.actor}-${number + 1}`, reward: rewards?.[number], tokens: turn ? turn.ids.length - turn.num_new : undefined };
 }
 
 // One conversation out of each actor's own view. Where the order of speakers is not recorded, a reply comes after all that its
@@ -246,16 +346,16 @@ function mergedChat(column) {
   const waits = (view, text) => views.some((other) => other !== view &&
     other.replies.slice(other.num).some((reply) => isHeard(text, reply) && !replies.includes(reply)));
   const advance = (view, isForced) => {
-    const message = view.messages[view.at], text = contentOf(message), name = nameOf(view.e);
+    const message = view.messages[view.at], text = textOf(message.content), name = nameOf(view.e);
     if (message.role === "assistant") {
-      replies.push(heardOf(message)), view.num += 1, chat.push({ who: name, text, actor: view.e.actor });
+      replies.push(heardOf(message)), view.num += 1, chat.push({ who: name, message, actor: view.e.actor, ...turnOf(view, message) });
     } else if (message.role !== "user") {
-      chat.push({ who: message.role, text, to: name });
+      chat.push({ who: message.role, message, to: name });
     } else {
       if (!isForced && waits(view, text)) return false;
       const without = (part, reply) => (isHeard(part, reply) ? paragraphs(part).replace(`\n${reply}\n`, "\n") : part);
       const rest = replies.reduce(without, text).trim();
-      if (rest && !chat.some((said) => said.text === rest)) chat.push({ who: "user", text: rest, to: name });
+      if (rest && !chat.some((said) => textOf(said.message.content) === rest)) chat.push({ who: "user", message: { role: "user", content: rest }, to: name });
     }
     view.at += 1;
     return true;

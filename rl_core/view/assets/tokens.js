@@ -1,24 +1,24 @@
-// Tokens, coloured by a value. Its scale: one colour from "low" or "high" values on, two "around" a middle, or one for "each".
+// Tokens, coloured by a value. Scales are fixed, so that two conversations compare: one colour from 0 to `far`, two `far` to
+// both sides of a middle, or one for each value. Values beyond a scale have the colour of its end.
 const VALUES = {
   mask: { label: "mask (what is trained)", kind: "each" },
-  advantage: { label: "advantage", kind: "around", middle: 0 },
-  logprob: { label: "logprob (nats)", kind: "low" },
-  ratio: { label: "ratio new / old", kind: "around", middle: 1 },
-  gap: { label: "engine-learner gap (nats)", kind: "around", middle: 0 },
-  entropy: { label: "entropy (nats)", kind: "high" },
+  advantage: { label: "advantage", kind: "around", middle: 0, above: "--cool", below: "--warm" }, // its far is a power of ten
+  logprob: { label: "logprob (nats)", kind: "from", far: -5 },
+  ratio: { label: "ratio new / old", kind: "around", middle: 1, far: 0.5 },
+  gap: { label: "engine-learner gap (nats)", kind: "around", middle: 0, far: 0.1 },
+  entropy: { label: "entropy (nats)", kind: "from", far: 3 },
   version: { label: "policy version", kind: "each" },
 };
-let coloured = ""; // which of them; none: messages are shown
 
 function missing(shown) {
   const there = new Set(shown.flatMap((t) => t.turns.flatMap((turn) => Object.keys(turn.values))));
   return Object.keys(VALUES).filter((name) => name !== "mask" && !there.has(name));
 }
 
-function chooseColour(e, shown) {
+function chooseColour(e, shown, coloured) {
   const isOff = (name) => !shown.some((t) => t.turns.length) || missing(shown).includes(name);
   const option = ([name, { label }]) => el("option", { value: name, selected: name === coloured, disabled: isOff(name) }, label);
-  const onchange = (event) => { coloured = event.target.value; read(e); };
+  const onchange = (event) => { go({ colour: event.target.value, token: null }); read(e); };
   return el("select", { onchange }, el("option", { value: "" }, "off"), Object.entries(VALUES).map(option));
 }
 
@@ -30,27 +30,27 @@ function howToRecord(e, shown) {
 }
 
 // The scale of what is shown: { each: values } or { low, high }, and of(value) -> its colour.
-function scale(shown) {
-  const { kind, middle } = VALUES[coloured];
+function scale(shown, coloured) {
+  const { kind, middle, far, above = "--warm", below = "--cool" } = VALUES[coloured];
   const all = shown.flatMap((t) => t.turns.flatMap((turn) => turn.values[coloured] || [])).filter((value) => value !== null);
-  const low = all.reduce((a, b) => Math.min(a, b), Infinity), high = all.reduce((a, b) => Math.max(a, b), -Infinity);
-  const shade = (name, share) => `rgb(${css(name).replaceAll(" ", ",")},${(0.04 + 0.46 * share).toFixed(3)})`;
+  const shade = (name, share) => `rgb(${css(name).replaceAll(" ", ",")},${(0.04 + 0.46 * Math.min(1, share)).toFixed(3)})`;
   if (coloured === "mask") return { each: [0, 1], of: (value) => (value ? shade("--cool", 0.7) : "transparent") };
   if (kind === "each") {
     const each = unique(all).sort((a, b) => a - b);
     return { each, of: (value) => `${css(hue(each.indexOf(value)))}55` };
   }
   if (kind === "around") {
-    const far = Math.max(high - middle, middle - low) || 1;
-    const of = (value) => shade(value < middle ? "--cool" : "--warm", Math.abs(value - middle) / far);
-    return { low: middle - far, high: middle + far, of };
+    const most = all.reduce((a, b) => Math.max(a, Math.abs(b - middle)), 0);
+    const width = far ?? 10 ** Math.ceil(Math.log10(most || 1) - 1e-9);
+    const of = (value) => shade(value < middle ? below : above, Math.abs(value - middle) / width);
+    return { low: middle - width, high: middle + width, of };
   }
-  const share = (value) => Math.max(0, kind === "low" ? high - value : value - low) / (high - low || 1);
-  return { low, high, of: (value) => shade("--warm", share(value) ** 0.7) };
+  const of = (value) => shade("--warm", Math.max(0, value / far) ** 0.7);
+  return { low: Math.min(0, far), high: Math.max(0, far), of };
 }
 
-function scaleOf(shown) {
-  const { each, low, high, of } = scale(shown), painted = (background, name) => {
+function scaleOf(shown, coloured) {
+  const { each, low, high, of } = scale(shown, coloured), painted = (background, name) => {
     const box = el("i", { class: name });
     box.style.background = background;
     return box;
@@ -63,8 +63,8 @@ function scaleOf(shown) {
   return el("p", { class: "scale" }, short(low), painted(`linear-gradient(90deg, ${stops.join()})`), short(high));
 }
 
-function tokensOf(t, shown) {
-  const { of } = scale(shown), told = [];
+function tokensOf(t, shown, coloured) {
+  const { of } = scale(shown, coloured), told = [];
   const label = `Tokens of ${nameOf(t.e)}; arrow keys show their values`;
   const box = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": label });
   for (const { ids, texts, num_new, values } of t.turns) {
@@ -86,6 +86,8 @@ function tokensOf(t, shown) {
 
 function tellOnHover(box, told) {
   let at = -1;
+  const asked = +(params().get("token") ?? -1);
+  if (told[asked] !== undefined) setTimeout(() => box.isConnected && (box.children[asked].scrollIntoView({ block: "center" }), tell(box.children[asked])));
   const hide = () => { $("#tip").hidden = true; $(".at", box)?.classList.remove("at"); };
   const tell = (span) => {
     hide();
@@ -97,6 +99,7 @@ function tellOnHover(box, told) {
     tip.style.top = `${isBelow ? place.bottom + 6 : place.top - tip.offsetHeight - 6}px`;
   };
   box.addEventListener("mouseover", (event) => event.target.dataset.n && tell(event.target));
+  box.addEventListener("click", (event) => event.target.dataset.n && go({ token: event.target.dataset.n }));
   box.addEventListener("mouseleave", hide), box.addEventListener("blur", hide);
   box.addEventListener("keydown", (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, Home: -told.length, End: told.length }[event.key];
