@@ -81,14 +81,16 @@ def small_run(folder: Path) -> RunFolder:
     return RunFolder(folder)
 
 
-def answers(folder: Path, *requests: tuple[str, dict]) -> list[tuple[int, str]]:
+def answers(
+    folder: Path, *requests: tuple[str, dict], method: str = "GET"
+) -> list[tuple[int, str]]:
     """(status, text) of each request (path, headers) to the server of a run."""
 
     async def ask():
         result = []
         async with TestClient(TestServer(Viewer([RunFolder(folder)]).app(LOCAL))) as client:
             for path, headers in requests:
-                async with client.get(path, headers=headers) as response:
+                async with client.request(method, path, headers=headers) as response:
                     result.append((response.status, await response.text()))
         return result
 

@@ -37,10 +37,11 @@ def make_page(data: JSONObject) -> str:
     libraries = "\n".join(asset(f"vendor/{name}") for name in LIBRARIES)
     script = "\n".join(map(asset, SCRIPTS))
     names = [run["name"] for run in data["runs"]] or ["no run"]
+    title = ", ".join(names) if len(names) <= 3 else f"{len(names)} runs"
     hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (libraries, script))
     parts = {
         "hashes": " ".join(f"'sha256-{value}'" for value in hashes),
-        "title": escape(f"{', '.join(names)} - rl_core"),
+        "title": escape(f"{title} - rl_core"),
         "style": asset("vendor/uPlot.min.css") + asset("view.css"),
         # Within a script element only `<` could end the data.
         "data": to_json(data | {"fields": FIELDS, "panels": [*PANELS]}).replace("<", "\\u003c"),

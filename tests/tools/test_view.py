@@ -206,6 +206,17 @@ def test_nothing_but_the_named_runs_can_be_reached(run):
         assert status == 404 and "secret" not in text.replace("secret.txt", ""), path
 
 
+def test_notes_of_other_pages_are_refused(tmp_path):
+    write_step(tmp_path, 1, [trajectory(0)])
+    url, local = "/api/0/note?key=a&star=true&text=b", {"Host": "localhost"}
+    asked = [(url, local), (url, local | {"X-Rl-Core": "note"}), (url, {"Host": "x.org"})]
+    assert [status for status, _ in answers(tmp_path, *asked, method="POST")] == [404, 200, 403]
+    assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 1
+    long = url.replace("text=b", "text=" + "b" * 5000)
+    [(status, text)] = answers(tmp_path, (long, local | {"X-Rl-Core": "note"}), method="POST")
+    assert status == 404 and "a note has at most 4000 bytes" in text
+
+
 def test_a_page_elsewhere_cannot_ask_the_server_under_its_own_name(run):
     allowed = ["localhost:6500", "LocalHost", "127.0.0.1", "127.0.0.1:80", "[::1]:1", "[::1]"]
     refused = ["evil.example:6500", "evil.example", "evil.example@localhost", "localhost:x", ""]

@@ -92,7 +92,7 @@ for (const form of document.forms) {
   form.addEventListener("input", ({ target }) => {
     const value = target.type === "checkbox" ? (target.checked ? "1" : "") : target.type === "range" && target.value === "0" ? "" : target.value;
     numShown = 100;
-    if (target.name === "q") clearTimeout(typing), typing = setTimeout(() => { go({ q: value }); search(); }, 250);
+    if (target.name === "q") clearTimeout(typing), typing = setTimeout(go, 250, { q: value });
     else go({ [fieldOf(target)]: value });
   });
 }

@@ -69,7 +69,7 @@ const inReport = {
 async function refresh(run) {
   const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length, ...(run.revision < 0 && { metrics: 1 }) };
   const found = await ask(run, "new", query);
-  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, JSON.stringify(run.notes)].join();
+  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, run.isComplete, JSON.stringify(run.notes)].join();
   const before = state();
   if (found.revision !== run.revision) {
     if (run.revision >= 0) setTimeout(search); // The open conversation stays until it is found again.

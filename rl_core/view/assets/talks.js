@@ -100,7 +100,6 @@ function talkColumns(entries) {
   const names = (key) => unique(entries.flatMap((e) => Object.keys(e[key]))).sort().slice(0, MOST_COLUMNS);
   const hasParts = entries.some((e) => Object.entries(e.parts).length > 1 || Object.entries(e.parts).some((part) => !isReward(e, part)));
   const value = (key) => (name) => ({ name, of: (e) => e[key][name] ?? null });
-  const [text, mark] = ["", "soft"];
   return [
     { name: "task", isLeft: true, of: (e) => `${e.task} #${String(e.index).padStart(4, " ")}`, node: (e) => [
       tinted(el("span", { class: "dot" }), runs.length > 1 ? e.run.n : actors.indexOf(e.actor)), button(`${e.task} #${e.index}`, () => read(e, true), { "data-key": keyOf(e) }),
@@ -109,10 +108,11 @@ function talkColumns(entries) {
     ...(runs.length > 1 ? [{ name: "run", isLeft: true, of: (e) => e.run.short, node: (e) => e.run.short }] : []),
     ...(actors.length > 1 || entries.some((e) => e.seat) ? [{ name: "actor", isLeft: true, of: nameOf, node: nameOf }] : []),
     { name: "reward", of: (e) => e.reward, node: (e) => el("span", { class: "reward" }, short(e.reward)) },
-    { name: "status", isLeft: true, of: (e) => e.status, node: (e) => el("span", { class: (MARKS[e.status] ?? [text, mark])[1], title: e.error }, (MARKS[e.status] ?? [e.status])[0]) },
+    { name: "status", isLeft: true, of: (e) => e.status, node: (e) => el("span", { class: MARKS[e.status]?.[1], title: e.error }, MARKS[e.status]?.[0] ?? e.status) },
     { name: "turns", of: (e) => e.num_turns }, { name: "tokens", of: (e) => e.num_tokens },
-    ...(hasParts ? names("parts").map(value("parts")) : []), ...names("metrics").map(value("metrics")),
+    ...(hasParts ? names("parts").map(value("parts")) : []),
     { name: "reply", isLeft: true, of: (e) => e.preview, node: (e) => el("span", { class: "said" }, e.error || e.preview || "(no text)") },
+    ...names("metrics").map(value("metrics")),
   ];
 }
 
@@ -120,7 +120,8 @@ function showTalks() {
   fillFilters();
   showReasons();
   const entries = chosen(), rewards = episodeRewards(entries), at = params(), order = at.get("sort") ?? "-step";
-  const total = runs.reduce((sum, run) => sum + run.entries.length, 0);
+  const total = runs.reduce((sum, run) => sum + run.entries.length, 0), asks = `${at.get("q") ?? ""}/${total}`;
+  if (asks !== searched && runs.every((run) => run.isComplete)) searched = asks, setTimeout(search);
   const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
   $("#count").textContent = total ? `${short(entries.length)} of ${short(total)} trajectories${mean}`
     : "No trajectories: the run has none yet, was made with --rollout.save false, or learns from rows (sft, dpo, rm).";
@@ -144,9 +145,9 @@ function move(by) {
   if (next) read(next), $(`#list tr[data-key="${keyOf(next)}"]`)?.scrollIntoView({ block: "nearest" });
 }
 
-let searches = 0;
+let searches = 0, searched = "/0"; // text and number of trajectories of the last search
 async function search() {
-  const q = filter("q").value.trim(), number = ++searches;
+  const q = (params("talks").get("q") ?? "").trim(), number = ++searches;
   matches = q ? new Set() : null;
   for (const run of q ? runs : []) {
     for (let first = 0; first !== null; ) {
