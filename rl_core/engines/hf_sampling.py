@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,19 +25,19 @@ from rl_core.models.policy import backbone
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
-def choose_sampler(
-    model: PreTrainedModel, slot_model: type[SlotModel] = SlotModel
-) -> SlotModel | RowModel:
-    """A `slot_model` if its logits equal the model's, else a RowModel. Raises ValueError if neither
-    has these logits."""
+def choose_sampler(model: PreTrainedModel, *slot_models: type[SlotModel]) -> SlotModel | RowModel:
+    """The first of `slot_models` (default: SlotModel) whose logits equal the model's, else a
+    RowModel. Raises ValueError if none has these logits."""
     exact = OwnHeadModel(model)
     samplers = [RowModel(model), exact]
     if not own_layers(model):
-        samplers = [slot_model(model), *samplers]
+        samplers = [*(make(model) for make in slot_models or [SlotModel]), *samplers]
     for sampler in samplers:
         problem = problem_of(sampler, exact)
         if not problem:
             return sampler
+        if sampler.is_optional:
+            print(f"sampling without {type(sampler).__name__}: {problem}", file=sys.stderr)
     raise ValueError(
         f"{type(model).__name__} gives other logits token by token than for whole sequences: "
         f"{problem}; use another engine"
@@ -87,6 +88,7 @@ class RowModel:
     """A causal language model that samples by its own layers, row by row."""
 
     make_cache = RowCaches
+    is_optional = False
     is_batched = False  # Each prompt is one forward, and no cache outlives its request.
 
     def __init__(self, model: PreTrainedModel):

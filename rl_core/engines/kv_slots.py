@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "rl_core_slots"
+# From this number of ids a token is drawn in two stages, if blocks divide the vocabulary.
+LARGE_VOCABULARY, NUM_BLOCKS = 8192, 128
 
 Snapshot = list[Tensor]  # [..., K, L, D] of one row, of each of a cache's tensors
 
@@ -206,6 +208,7 @@ class SlotModel:
     """A causal language model that reads and writes a SlotCache inside `borrowed`."""
 
     make_cache = SlotCache
+    is_optional = False  # True if another class samples the same model nearly as fast.
     is_batched = True  # Computes rows together, and several tokens behind cached ones.
 
     def __init__(self, model: PreTrainedModel):
@@ -358,12 +361,36 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor | None) -> Te
     """[n, 2]: tokens by inverse CDF at uniforms [n] in [0, 1), or the most likely token where
     greedy [n] is True, and their logprobs."""
     probs = logits.softmax(-1)
-    cdf = probs.cumsum(-1)
-    # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an
-    # excluded token.
-    drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
-    # NaN gives an id behind the last token; the caller checks the logprob.
-    tokens = drawn.clamp_(max=logits.shape[-1] - 1)
+    tokens = drawn = draw(probs, uniforms[:, None])
     if greedy is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
     return torch.cat([tokens, probs.gather(-1, tokens).log_()], -1)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """[n, 1] ids by inverse CDF of probs [n, V] at uniforms [n, 1]. A large vocabulary is summed in
+    blocks first, because a running sum is sequential: a sixth of the time for 151,936 ids on a
+    CPU."""
+    if probs.shape[-1] < LARGE_VOCABULARY or probs.shape[-1] % NUM_BLOCKS:
+        return invert_cdf(probs, uniforms)[0]
+    blocks = probs.unflatten(-1, (NUM_BLOCKS, -1))
+    sums = blocks.sum(-1)
+    block, targets, cdf = invert_cdf(sums, uniforms)
+    in_block = blocks.take_along_dim(block[..., None], 1)[:, 0]
+    # The position in [0, 1) of the target in its block's weight.
+    weight = sums.gather(-1, block)
+    uniforms = (targets - cdf.gather(-1, block) + weight) / weight
+    index = invert_cdf(in_block, uniforms.clamp_(0, 1 - 2.0**-24))[0]
+    return block * blocks.shape[-1] + index
+
+
+def invert_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """([n, 1] index of each row of `weights` [n, m] by inverse CDF, the value [n, 1] of the CDF
+    that it was looked up at, the CDF [n, m])."""
+    cdf = weights.cumsum(-1)
+    # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an
+    # excluded token.
+    targets = uniforms * cdf[:, -1:]
+    # NaN gives an index behind the last one; the caller checks the logprob.
+    index = torch.searchsorted(cdf, targets, right=True).clamp_(max=weights.shape[-1] - 1)
+    return index, targets, cdf

@@ -247,9 +247,23 @@ class LlamaSlots(SlotModel):
         sizes: Tensor | None = None,
         is_even: bool = False,
     ) -> Tensor:
-        is_decode = starts is not None and tokens.shape[1] == 1
-        if not is_decode or self.parts is None:
-            return super().forward(cache, rows, tokens, starts, length, sizes, is_even)
+        if starts is not None and tokens.shape[1] == 1:
+            return self.decode_step(cache, rows, tokens, starts, length, is_even=is_even)
+        return super().forward(cache, rows, tokens, starts, length, sizes)
+
+    def decode_step(
+        self,
+        cache: LlamaCache,
+        rows: slice,
+        tokens: Tensor,
+        starts: Tensor,
+        length: int,
+        *,
+        is_even: bool,
+    ) -> Tensor:
+        """[n, 1, E]; see forward()."""
+        if self.parts is None:
+            return super().forward(cache, rows, tokens, starts, length)
         x = self.decoder.embed_tokens(tokens)[:, 0]
         step = self.parts.step(cache, rows, x, starts, length, is_even)
         for layer in self.parts.layers:

@@ -69,8 +69,10 @@ def make_sampler(model: PreTrainedModel) -> Sampler:
         return choose_sampler(model)
     if model.device.type == "cuda":
         from rl_core.engines.cuda_graphs import DecodeGraphs
+        from rl_core.engines.fused_graphs import FusedGraphs
 
-        return choose_sampler(model, DecodeGraphs)
+        fused = [FusedGraphs] if FusedGraphs.fits(model) else []
+        return choose_sampler(model, *fused, DecodeGraphs)
     from rl_core.engines.llama_slots import LlamaSlots
 
     return choose_sampler(model, LlamaSlots)

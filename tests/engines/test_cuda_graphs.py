@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_core.engines import cuda_graphs
 from rl_core.engines.cuda_graphs import DecodeGraphs, capture_on_gpu, rounded_length, rounded_rows
+from rl_core.engines.fused_graphs import FusedGraphs
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.engines.options import make_sampler
 from rl_core.types import SamplingParams
@@ -91,8 +92,10 @@ async def converse(engine, prompts, temperature):
 
 
 def graphs(remembering, device="cpu"):
-    capture = capture_on_gpu if device == "cuda" else record_on_cpu
-    return lambda model: DecodeGraphs(model, remembering(capture))
+    if device == "cpu":
+        return lambda model: DecodeGraphs(model, remembering(record_on_cpu))
+    kinds = {True: FusedGraphs, False: DecodeGraphs}
+    return lambda model: kinds[FusedGraphs.fits(model)](model, remembering(capture_on_gpu))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_core.engines.fused_graphs import FusedGraphs
 from rl_core.engines.kv_slots import SlotModel
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.models.kernels import llama_cpu
@@ -33,10 +39,19 @@ OTHERS = {
 }
 
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
+)
+
+
 @pytest.fixture(params=OTHERS)
 def model(request):
+    return make_model(request.param)
+
+
+def make_model(family):
     torch.manual_seed(3)
-    config = AutoConfig.for_model(request.param, **SIZES, **OTHERS[request.param])
+    config = AutoConfig.for_model(family, **SIZES, **OTHERS[family])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     for parameter in model.parameters():  # Norms differ from 1, and biases from 0.
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -88,3 +103,69 @@ def test_bf16_is_rounded_as_by_the_models_own_modules(model):
 
 def test_every_family_that_is_sampled_so_is_tested_here():
     assert set(OTHERS) == set(LLAMA_LAYOUT)
+
+
+def flash_attention(query, keys, values, firsts, offsets, num_queries, longest, *_, **options):
+    """torch's operator in fp32, for one query of each row and the first seqused_k keys."""
+    left, num_shared = options["window_size_left"], query.shape[1] // keys.shape[1]
+    assert num_queries == 1 and firsts.tolist() == list(range(len(query) + 1))
+    out = torch.empty_like(query)
+    for row, size in enumerate(options["seqused_k"].tolist()):
+        assert size <= longest
+        first = 0 if left < 0 else max(0, size - 1 - left)
+        seen = slice(offsets[row] + first, offsets[row] + size)
+        k, v = (x[seen].float().repeat_interleave(num_shared, 1) for x in (keys, values))
+        scores = torch.einsum("hd,lhd->hl", query[row].float(), k) * options["scale"]
+        out[row] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v)
+    return out, *[query.new_empty(0)] * 4
+
+
+def compare_fused():
+    """In fp16: Triton's interpreter truncates to bf16."""
+    operators = torch.library.Library("aten", "IMPL")
+    operators.impl("_flash_attention_forward", flash_attention, "CPU")
+    for family in ("qwen2", "qwen3"):  # Windows, biases, SiLU; norms of heads, GELU.
+        model = make_model(family).half()
+        fused, expected = hidden_states(FusedGraphs(model)), hidden_states(LlamaSlots(model))
+        torch.testing.assert_close(fused, expected, atol=0.01, rtol=0)
+
+
+def compile_fused():
+    """For A100, H100 and B200, none of which is needed."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rl_core.models.kernels import triton_decode as kernels
+
+    types = {"epsilon": "fp32", "length": "i32", "size": "i32", "columns_ptr": "*i64"}
+    heads = {"H": 16, "K": 8, "D": 128}
+    for kernel, constants in [
+        (kernels.add_norm_kernel, {"E": 2560, "WIDTH": 4096, "HAS_DELTA": True}),
+        (kernels.store_heads_kernel, heads | {"HAS_NORM": True}),
+        (kernels.store_heads_kernel, heads | {"HAS_NORM": False}),
+        (kernels.swiglu_kernel, {"WIDTH": 1024}),
+    ]:
+        signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
+        signature |= dict.fromkeys(constants, "constexpr")
+        for capability in (80, 90, 100):
+            target = GPUTarget("cuda", capability, 32)
+            assert compile(ASTSource(kernel, signature, constants), target=target).asm["cubin"]
+
+
+def run_apart(function, **variables):
+    code = f"import test_llama_slots as test; test.{function}()"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_triton
+def test_fused_kernels_equal_the_models_modules():
+    run_apart("compare_fused", TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_fused_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+    run_apart("compile_fused", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
