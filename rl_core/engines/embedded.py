@@ -6,8 +6,10 @@ Legend: n requests in a forward, S new tokens of each, V vocabulary.
 Row i of the KV cache belongs to the i-th active request, so a forward reads the first rows as one
 view and never gathers. A row holds the keys and values of every token before the newest one. A
 request begins with a copy of them, where another row or a parked session begins with the same
-tokens. A decode step sends two small tensors to the device and brings one tensor of sampled tokens
-back; nothing else waits for the device.
+tokens. A decode step sends one tensor of random numbers to the device and brings one tensor of
+sampled tokens back; nothing else waits for the device. While no request enters or ends, the step
+reads its tokens and positions on the device, and completions receive tokens of several steps at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -50,6 +52,8 @@ PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activa
 # A shorter common prefix of two conversations is computed again: copying it would need a separate
 # prefill first.
 SHARED_TOKENS = 64
+# Decode steps after which sampled tokens are added to their completions at the latest.
+RECORD_STEPS = 16
 # Decode steps after which waiting requests are admitted at the latest.
 REFILL_STEPS = 8
 # Largest fraction of the cache for active slots when slots and parked sessions do not both fit.
@@ -117,6 +121,36 @@ class GenerationRequest:
         return params.temperature == 0, params.temperature or 1.0, *limits
 
 
+Step = tuple[list[float], list[float]]  # A token and its logprob for each request.
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """The active requests, until one enters or ends."""
+
+    requests: list[GenerationRequest]
+    tokens: Tensor  # [n] newest token of each request
+    columns: Tensor  # [n] positions of these tokens
+    longest: int  # the largest position
+    is_even: bool  # True if all positions are equal
+    stop_ids: frozenset[int]
+    needs_tokens: bool  # True if texts or grammars decide about the next token.
+    num_steps: int  # Steps after which completions receive their tokens.
+    steps: list[Step] = field(default_factory=list)  # Not in the completions yet.
+
+    @property
+    def is_due(self) -> bool:
+        """True if the last step may have ended a completion."""
+        is_full = self.needs_tokens or len(self.steps) >= self.num_steps
+        return is_full or not self.stop_ids.isdisjoint(self.steps[-1][0])
+
+    def record(self) -> None:
+        steps, self.steps = self.steps, []
+        if steps:
+            record(self.requests, steps)
+            self.num_steps = steps_to_record(self.requests)
+
+
 class EmbeddedEngine(Engine):
     """Samples from `spec.module`, and restores its attention implementation and mode when no
     request runs. A context has at most as many tokens as the model has positions. An engine that
@@ -161,6 +195,7 @@ class EmbeddedEngine(Engine):
         self._grammars: Grammars | None = None
         self._waiting: list[GenerationRequest] = []
         self._active: list[GenerationRequest] = []  # Request i has row i.
+        self._batch: Batch | None = None
         self._parked: dict[str, GenerationRequest] = {}  # Session -> request, oldest first.
         # Sampling parameters of the active requests; None if the requests have changed.
         self._row_params: RowParams | None = None
@@ -265,6 +300,7 @@ class EmbeddedEngine(Engine):
         tokens."""
         self._is_paused = True
         await self._until_stopped()
+        self._settle()
         requests = [*self._active, *self._waiting]
         self._active.clear()
         self._waiting.clear()
@@ -332,6 +368,7 @@ class EmbeddedEngine(Engine):
 
     def _fail_all(self, error: BaseException) -> None:
         """Raises the error in every unfinished generate()."""
+        self._settle()
         for request in (*self._waiting, *self._active):
             if not request.future.done():
                 request.future.set_exception(error)
@@ -358,25 +395,52 @@ class EmbeddedEngine(Engine):
 
     def _decode(self) -> None:
         """Samples one token of each active request."""
+        if self._batch is None:
+            self._batch = self._make_batch()
+        batch = self._batch
+        with self._using_adapters(batch.requests):
+            hidden = self._slots.forward(
+                self._cache,
+                slice(0, len(batch.requests)),
+                batch.tokens[:, None],
+                batch.columns,
+                batch.longest + 1,
+                is_even=batch.is_even,
+            )
+        if self._row_params is None:
+            self._row_params = self._params_of(batch.requests)
+        sampled = self._sample(batch.requests, hidden[:, 0], self._row_params)
+        batch.tokens, batch.columns = sampled[0].long(), batch.columns + 1
+        batch.longest += 1
+        batch.steps.append(self._received(batch.requests, sampled))
+        self.stats["decode_steps"] += 1
+        self.stats["decode_tokens"] += len(batch.requests)
+        if batch.is_due:
+            batch.record()
+            self._finish_ended(batch.requests)
+
+    def _make_batch(self) -> Batch:
         requests = list(self._active)
         newest = [request.ids[-1] for request in requests]
         starts = [len(request.ids) - 1 for request in requests]
-        longest = max(starts)
         tokens, columns = self._to_device([newest, starts], torch.long)
-        with self._using_adapters(requests):
-            hidden = self._slots.forward(
-                self._cache,
-                slice(0, len(requests)),
-                tokens[:, None],
-                columns,
-                longest + 1,
-                is_even=min(starts) == longest,
-            )
-        if self._row_params is None:
-            self._row_params = self._params_of(requests)
-        self._take(requests, hidden[:, 0], self._row_params)
-        self.stats["decode_steps"] += 1
-        self.stats["decode_tokens"] += len(requests)
+        limits = [request.params for request in requests]
+        return Batch(
+            requests=requests,
+            tokens=tokens,
+            columns=columns,
+            longest=max(starts),
+            is_even=min(starts) == max(starts),
+            stop_ids=frozenset().union(*(params.stop_token_ids for params in limits)),
+            needs_tokens=any(params.stop or params.json_schema for params in limits),
+            num_steps=steps_to_record(requests),
+        )
+
+    def _settle(self) -> None:
+        """Gives the completions all sampled tokens. Called before requests enter or leave."""
+        if self._batch is not None:
+            self._batch.record()
+            self._batch = None
 
     def _admit(self) -> None:
         """Prefills the tokens of each prompt that no row and no parked session holds, and samples
@@ -386,6 +450,7 @@ class EmbeddedEngine(Engine):
         started = self._waiting[: self.capacity - len(self._active)]
         if not started:
             return
+        self._settle()
         computed: dict[int, list[GenerationRequest]] = defaultdict(list)  # Key: head.
         if self._slots.is_batched:
             for request in (*self._parked.values(), *self._active):
@@ -409,7 +474,9 @@ class EmbeddedEngine(Engine):
             note_version(request.completion, version)
             assert request.hidden is not None
             hidden.append(request.hidden)
-        self._take(started, torch.stack(hidden), self._params_of(started))
+        sampled = self._sample(started, torch.stack(hidden), self._params_of(started))
+        record(started, [self._received(started, sampled)])
+        self._finish_ended(started)
 
     def _find_source(self, request: GenerationRequest, computed: list[GenerationRequest]) -> None:
         """Finds the longest computed prefix of the prompt, among requests with the same head and
@@ -512,33 +579,32 @@ class EmbeddedEngine(Engine):
             num_kept=max(request.num_kept for request in requests),
         )
 
-    def _take(self, requests: list[GenerationRequest], hidden: Tensor, rows: RowParams) -> None:
-        """Samples each request's next token. hidden: [n, hidden size]."""
+    def _sample(self, requests: list[GenerationRequest], hidden: Tensor, rows: RowParams) -> Tensor:
+        """The result of sample() for each request's next token. hidden: [n, hidden size]."""
         bits = [request.random_bits(RANDOM_BITS) for request in requests]
         uniforms = self._to_device(bits, torch.float32) * 2.0**-RANDOM_BITS
         logits = self._slots.logits(hidden)
         if any(request.matcher for request in requests):
             logits = masked_logits(logits, [request.matcher for request in requests])
-        sampled = sample(logits, uniforms, rows)
+        return sample(logits, uniforms, rows)
+
+    def _received(self, requests: list[GenerationRequest], sampled: Tensor) -> Step:
         tokens, logprobs, *kept = sampled.tolist()  # The one wait for the device.
         if math.isnan(sum(logprobs)):
             check_logprobs(logprobs)
         if kept:
             self._keep_ids(requests, kept)
+        return tokens, logprobs
+
+    def _finish_ended(self, requests: list[GenerationRequest]) -> None:
+        """Finishes the requests that their newest token ended."""
         ended = []
-        for request, number, logprob in zip(requests, tokens, logprobs, strict=True):
-            token, params, completion = int(number), request.params, request.completion
-            request.ids.append(token)
-            completion.token_ids.append(token)
-            completion.logprobs.append(logprob)
-            if request.matcher is not None:
-                request.matcher.consume_token(token)
-            is_long = len(request.ids) >= request.end
-            if is_long or params.stop or token in params.stop_token_ids:
-                ended.append(request)
-        for request in ended:
-            request.completion.finish_reason = self._finish_reason(request)
-        ended = [request for request in ended if request.completion.finish_reason]
+        for request in requests:
+            params, token = request.params, request.ids[-1]
+            if len(request.ids) >= request.end or params.stop or token in params.stop_token_ids:
+                request.completion.finish_reason = self._finish_reason(request)
+                if request.completion.finish_reason:
+                    ended.append(request)
         for request in ended:
             self._finish(request)
         self._leave(ended)
@@ -601,6 +667,7 @@ class EmbeddedEngine(Engine):
         """Frees the rows of requests. The last active requests move into these rows."""
         if not requests:
             return
+        self._settle()
         left = set(requests)
         num_active = len(self._active) - len(left)
         if self._row_params is not None:
@@ -613,6 +680,25 @@ class EmbeddedEngine(Engine):
             self._cache.swap(hole.row, last.row, length)
             self._active[hole.row] = last
             hole.row, last.row = last.row, hole.row
+
+
+def steps_to_record(requests: list[GenerationRequest]) -> int:
+    """Decode steps until the first completion has its full length, at most RECORD_STEPS."""
+    return min(RECORD_STEPS, *(request.end - len(request.ids) for request in requests))
+
+
+def record(requests: list[GenerationRequest], steps: list[Step]) -> None:
+    """Adds the sampled tokens of steps to completions."""
+    tokens, logprobs = zip(*steps, strict=True)
+    for request, numbers, of_tokens in zip(
+        requests, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True
+    ):
+        ids = list(map(int, numbers))
+        request.ids += ids
+        request.completion.token_ids += ids
+        request.completion.logprobs += of_tokens
+        if request.matcher is not None:
+            request.matcher.consume_tokens(ids)
 
 
 def num_shared(source: GenerationRequest, request: GenerationRequest) -> int:
