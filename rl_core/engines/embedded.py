@@ -698,7 +698,8 @@ def record(requests: list[GenerationRequest], steps: list[Step]) -> None:
         request.completion.token_ids += ids
         request.completion.logprobs += of_tokens
         if request.matcher is not None:
-            request.matcher.consume_tokens(ids)
+            for token in ids:
+                request.matcher.consume_token(token)
 
 
 def num_shared(source: GenerationRequest, request: GenerationRequest) -> int:

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rl_core.engines.cuda_graphs import DecodeGraphs
 from rl_core.engines.llama_slots import LlamaCache, signed
+from rl_core.models.kernels.fused_norms import FusedRMSNorm
 from rl_core.models.kernels.llama_cpu import layers_of, window_of
 
 
@@ -50,7 +50,7 @@ class FusedGraphs(DecodeGraphs):
     ) -> Tensor:
         from rl_core.models.kernels import triton_decode as kernels
 
-        def normed(norm: LlamaRMSNorm, delta: Tensor | None) -> Tensor:
+        def normed(norm: FusedRMSNorm, delta: Tensor | None) -> Tensor:
             """Adds delta to x."""
             return kernels.add_norm(x, delta, norm.weight, norm.variance_epsilon)
 

@@ -15,6 +15,7 @@ from rl_core.engines.fused_graphs import FusedGraphs
 from rl_core.engines.kv_slots import SlotModel
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.models.kernels import llama_cpu
+from rl_core.models.kernels.fused_norms import fuse_norms
 from rl_core.models.options import LLAMA_LAYOUT
 
 SIZES = {
@@ -126,6 +127,7 @@ def compare_fused():
     operators.impl("_flash_attention_forward", flash_attention, "CPU")
     for family in ("qwen2", "qwen3"):  # Windows, biases, SiLU; norms of heads, GELU.
         model = make_model(family).half()
+        fuse_norms(model)
         fused, expected = hidden_states(FusedGraphs(model)), hidden_states(LlamaSlots(model))
         torch.testing.assert_close(fused, expected, atol=0.01, rtol=0)
 

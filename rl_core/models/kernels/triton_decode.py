@@ -2,7 +2,8 @@
 it, one for norms and rotary embeddings of heads with the write of keys and values to the cache, one
 for SwiGLU. Torch takes 8, 27 and 2.
 
-Results are rounded to the input's dtype after the same operations as in transformers' modules.
+Results are rounded to the input's dtype where the learner rounds on a GPU: after each FusedRMSNorm
+and each operation of transformers' other modules.
 
 Legend: n rows with one token each, E hidden size, H heads, K key-value heads, D head dim.
 """
@@ -43,7 +44,7 @@ def add_norm_kernel(
         tl.store(x_ptr + at, x.to(dtype), mask=seen)
     weight = tl.load(weight_ptr + column, mask=seen, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 0) / E + epsilon)
-    tl.store(out_ptr + at, (weight * rounded(x, dtype)).to(dtype), mask=seen)
+    tl.store(out_ptr + at, (x * weight).to(dtype), mask=seen)
 
 
 @triton.jit
@@ -86,9 +87,9 @@ def store_heads_kernel(
         x, other = tl.load(x_ptr + d).to(tl.float32), tl.load(x_ptr + rolled).to(tl.float32)
         if HAS_NORM:
             scale = tl.rsqrt(tl.sum(x * x, 0) / D + epsilon)
-            x = tl.load(weight_ptr + d).to(tl.float32) * rounded(x * scale, dtype)
-            other = tl.load(weight_ptr + rolled).to(tl.float32) * rounded(other * scale, dtype)
-            x, other = rounded(x, dtype), rounded(other, dtype)
+            x = rounded(x * (scale * tl.load(weight_ptr + d).to(tl.float32)), dtype)
+            other *= scale * tl.load(weight_ptr + rolled).to(tl.float32)
+            other = rounded(other, dtype)
         x = rounded(x * tl.load(cos_ptr + row * D + d).to(tl.float32), dtype)
         x += rounded(other * tl.load(sin_ptr + row * D + d).to(tl.float32), dtype)
         tl.store(to_ptr + d, x.to(dtype))
