@@ -21,10 +21,10 @@ from unittest.mock import patch
 
 import torch
 from bench_learner import QWEN3, model_config
+from count_work import FREE, tensors
 from script_tools import Table, make_parser, write_json
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_core.engines.cuda_graphs import DecodeGraphs, rounded_length
@@ -32,10 +32,6 @@ from rl_core.engines.fused_graphs import FusedGraphs
 from rl_core.engines.kv_slots import RowParams, head_weight, sample
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.models.kernels import triton_decode
-
-# Operators that launch no kernel.
-FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach"}
-FREE |= {"_unsafe_view", "_reshape_alias"}
 
 
 class Launches(TorchDispatchMode):
@@ -55,21 +51,21 @@ class Launches(TorchDispatchMode):
         return out
 
     def add(self, name: str, read: object, written: object = ()) -> None:
-        tensors = [x for x in tree_leaves((read, written)) if isinstance(x, Tensor)]
-        size = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
+        both = tensors((read, written))
+        size = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in both)
         if "flash" in name:
             # The queries of heads that share keys are folded before, and unfolded behind.
-            query = tensors[0].nbytes
+            query = both[0].nbytes
             self.sizes += [("fold", 2 * query)] * 2
             size = self.cache_bytes + 2 * query
         elif name in ("index_put_", "embedding", "gather"):  # Few values of a large tensor.
-            size = 2 * min(x.nbytes for x in tensors if x.is_floating_point())
+            size = 2 * min(x.nbytes for x in both if x.is_floating_point())
         self.sizes.append((name, size))
 
     def run_triton(self, kernel, grid, *args, **_) -> None:
-        tensors = [x for x in args if isinstance(x, Tensor)]
+        both = tensors(args)
         # A cache, larger than the other tensors, is written at one token of each row.
-        self.add(kernel.__name__, [x for x in tensors if x.nbytes <= 2 * tensors[0].nbytes])
+        self.add(kernel.__name__, [x for x in both if x.nbytes <= 2 * both[0].nbytes])
 
     def run_attention(self, query: Tensor, *_, **options) -> Tensor:
         """On a GPU a mask of truth values becomes one of numbers first, in three launches."""

@@ -134,7 +134,7 @@ class Batch:
     longest: int  # the largest position
     is_even: bool  # True if all positions are equal
     stop_ids: frozenset[int]
-    needs_tokens: bool  # True if texts or grammars decide about the next token.
+    needs_tokens: bool  # True if a completion needs each token before the next step.
     num_steps: int  # Steps after which completions receive their tokens.
     steps: list[Step] = field(default_factory=list)  # Not in the completions yet.
 
@@ -307,6 +307,11 @@ class EmbeddedEngine(Engine):
         for request in requests:
             self._queue(request)
 
+    async def catch_up(self) -> None:
+        """See Engine."""
+        if self._batch is not None:
+            self._batch.record()
+
     async def resume(self) -> None:
         self._is_paused = False
         self._start_running()
@@ -432,7 +437,7 @@ class EmbeddedEngine(Engine):
             longest=max(starts),
             is_even=min(starts) == max(starts),
             stop_ids=frozenset().union(*(params.stop_token_ids for params in limits)),
-            needs_tokens=any(params.stop or params.json_schema for params in limits),
+            needs_tokens=any(p.stop or p.json_schema or p.keeps_ids for p in limits),
             num_steps=steps_to_record(requests),
         )
 
