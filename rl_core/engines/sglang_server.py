@@ -113,6 +113,7 @@ class SGLangServer:
         self.is_own = not spec.server.url
         self.url, self.key = spec.server.url.rstrip("/"), os.environ.get("SGLANG_API_KEY", "")
         self.process: subprocess.Popen | None = None
+        self.group_port: socket.socket | None = None
         self.num_starts = 0
         self._answered = False
         if self.is_own:
@@ -120,9 +121,6 @@ class SGLangServer:
                 first, num_visible = spec.device.index or 0, torch.cuda.device_count()
                 check_tp_devices(spec.server.tp, num_visible, first)
             self.port = reserved_port()
-            # Port of the process group of the server's ranks. SGLang itself would look for a free
-            # one early and bind it much later.
-            self.group_port = reserved_port()
             self.url = f"http://127.0.0.1:{self.port.getsockname()[1]}"
             self.key = secrets.token_hex(16)
 
@@ -179,6 +177,10 @@ class SGLangServer:
             env = cuda_environment(env)
             if releases_graphs(self.spec, installed_version(), env):
                 env[GRAPH_SAVER] = "true"
+        # Port of the process group of the server's ranks. SGLang itself would look for a free one
+        # early and bind it much later. Each start has a new one: ranks of a killed server may hold
+        # theirs until the driver has freed their memory.
+        self.group_port = reserved_port()
         args = ["--host", "127.0.0.1", "--port", str(self.port.getsockname()[1])]
         args += ["--nccl-port", str(self.group_port.getsockname()[1])]
         order = {

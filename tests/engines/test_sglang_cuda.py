@@ -30,7 +30,7 @@ from rl_core.engines.sglang_cuda import (
     cuda_toolkit,
     runtime_folders,
 )
-from rl_core.engines.sglang_server import SGLangServer, server_args
+from rl_core.engines.sglang_server import reserved_port, server_args
 from rl_core.engines.weight_transfer import described_transfer
 from rl_core.learning.optimizers import missing_state_bytes
 from rl_core.sampling.engine import EngineSpec, ServerSpec
@@ -214,18 +214,16 @@ def test_tf32_keeps_all_values_of_16_bits(dtype):
     assert torch.tensor(1 / 3).view(torch.int32) & (1 << 13) - 1
 
 
-def test_the_servers_processes_alone_get_its_ports_and_again_after_a_restart():
-    spec = replace(cuda_spec(8), device=torch.device("cpu"))
-    server = SGLangServer(spec)
-    for reserved in (server.port, server.group_port):
-        address = reserved.getsockname()
-        for _ in range(2):
-            with socket.socket() as other, pytest.raises(OSError):
-                other.bind(address)
-            store = dist.TCPStore(*address, is_master=True)
-            store.set("key", "value")
-            assert store.get("key") == b"value"
-            del store
+def test_a_reserved_port_is_for_a_child_alone_and_again_after_its_restart():
+    reserved = reserved_port()
+    address = reserved.getsockname()
+    for _ in range(2):
+        with socket.socket() as other, pytest.raises(OSError):
+            other.bind(address)
+        store = dist.TCPStore(*address, is_master=True)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        del store
 
 
 @pytest.mark.parametrize(
