@@ -15,10 +15,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.config import LoraConfig
 from rl_core.data.rows import replaced
-from rl_core.distributed import Ranks, unsharded
+from rl_core.distributed import Ranks
 from rl_core.errors import split
 from rl_core.models.loading import load_model_config, on_meta
 from rl_core.models.policy import Outputs, Policy, backbone
+from rl_core.models.weight_gathering import gathered_weights
 from rl_core.parallel.fsdp import local_slices
 from rl_core.types import PackedBatch, counter_seed
 
@@ -250,8 +251,8 @@ def adapter_parameters(
 
 def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
     """(peft's name, unsharded tensor) of each matrix of an adapter. Every rank must exhaust it."""
-    for name, parameter in adapter_parameters(model, adapter):
-        yield f"base_model.model.{name.replace('.default.', '.')}", unsharded(parameter.detach())
+    for name, value in gathered_weights(adapter_parameters(model, adapter)):
+        yield f"base_model.model.{name.replace('.default.', '.')}", value
 
 
 def merged_weights(
@@ -259,37 +260,59 @@ def merged_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(transformers' name, unsharded tensor) with an adapter merged, W + alpha/rank B A, and 4-bit
     weights dequantized; a tied weight comes once. Every rank must exhaust it."""
-    from peft.tuners.lora import LoraLayer
-
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+    factors: list[Tensor] = []
+    for name, value in gathered_weights(with_factors(model, adapter)):
+        if not name:
+            factors.append(value)
             continue
         layer_name, _, kind = name.rpartition(".")
-        owner_name, value = plain(layer_name), unsharded(parameter.detach())
-        layer, owner = model.get_submodule(layer_name), model.get_submodule(owner_name)
-        # Peft has a layer for each weight of experts.
-        while getattr(owner, "parameter_name", kind) != kind:
-            owner = owner.get_submodule("base_layer")
-        quant_state = getattr(layer, "quant_state", None)
+        quant_state = getattr(model.get_submodule(layer_name), "quant_state", None)
         if kind == "weight" and quant_state is not None:
             from bitsandbytes.functional import dequantize_4bit
 
             value = dequantize_4bit(value, quant_state)
-        is_adapted = kind in ("weight", getattr(owner, "parameter_name", ""))
-        if is_adapted and isinstance(owner, LoraLayer) and adapter in owner.lora_A:
-            value = value.float() + adapter_delta(owner, adapter, value.shape)
-        yield f"{owner_name}.{kind}", value if dtype is None else value.to(dtype)
+        if factors:
+            layer = adapted_layer(model, name, adapter)
+            assert layer is not None
+            value = value.float() + layer.scaling[adapter] * factor_product(*factors, value.shape)
+            factors = []
+        yield f"{plain(layer_name)}.{kind}", value if dtype is None else value.to(dtype)
 
 
-def adapter_delta(layer: LoraLayer, adapter: str, shape: torch.Size) -> Tensor:
-    """alpha/rank B A of a layer, in the shape of its weight. Every rank must call it."""
-    a_RD = unsharded(layer.lora_A[adapter].get_parameter("weight").detach())
-    b_DR = unsharded(layer.lora_B[adapter].get_parameter("weight").detach())
+def with_factors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, weight) of the model without adapters. Before a weight that the adapter changes come
+    the adapter's A and B of it, named ""."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        if layer := adapted_layer(model, name, adapter):
+            yield "", layer.lora_A[adapter].get_parameter("weight")
+            yield "", layer.lora_B[adapter].get_parameter("weight")
+        yield name, parameter
+
+
+def adapted_layer(model: nn.Module, name: str, adapter: str) -> LoraLayer | None:
+    """The layer whose adapter changes the weight of this name; None if there is none."""
+    from peft.tuners.lora import LoraLayer
+
+    layer_name, _, kind = name.rpartition(".")
+    owner = model.get_submodule(plain(layer_name))
+    # Peft has a layer for each weight of experts.
+    while getattr(owner, "parameter_name", kind) != kind:
+        owner = owner.get_submodule("base_layer")
+    is_adapted = kind in ("weight", getattr(owner, "parameter_name", ""))
+    if is_adapted and isinstance(owner, LoraLayer) and adapter in owner.lora_A:
+        return owner
+    return None
+
+
+def factor_product(a_RD: Tensor, b_DR: Tensor, shape: torch.Size) -> Tensor:
+    """B A of a layer, in the shape of its weight."""
     if len(shape) == 3:  # Rows of A are ordered by expert, columns of B by LoRA rank.
         a_RD = a_RD.view(shape[0], -1, a_RD.shape[1])
         b_DR = b_DR.view(len(b_DR), -1, shape[0]).permute(2, 0, 1)
-    delta = layer.scaling[adapter] * (b_DR @ a_RD)
-    return delta if delta.shape == shape else delta.mT
+    product = b_DR @ a_RD
+    return product if product.shape == shape else product.mT
 
 
 def second_model(hf: PreTrainedModel) -> PreTrainedModel:

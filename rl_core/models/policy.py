@@ -20,6 +20,7 @@ from rl_core.distributed import Ranks, local, unsharded
 from rl_core.models.attention import AttentionPlan, Kernel
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.logprobs import fused_logprobs, head_factors, scores_of
+from rl_core.models.weight_gathering import gathered_weights
 from rl_core.types import PackedBatch
 
 if TYPE_CHECKING:
@@ -116,7 +117,9 @@ class Policy(nn.Module):
         for a classifier (scores of the tokens before them, 0). `outputs` replaces the method
         outputs(), if the forward pass calls it."""
         assert self.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
-        return self.forward_pass(self, batch, temperature, outputs or self.outputs)
+        results = self.forward_pass(self, batch, temperature, outputs or self.outputs)
+        # FSDP warns of views: an operation in place would cut them off from FSDP's hooks.
+        return tuple(x.clone() for x in results) if self.is_sharded else results
 
     def hidden_states(self, **inputs: Tensor | AttentionPlan) -> Tensor:
         plan = inputs.get("attention_plan")
@@ -190,8 +193,7 @@ class Policy(nn.Module):
     def unsharded_weights(
         self, adapter: str, dtype: torch.dtype | None
     ) -> Iterator[tuple[str, Tensor]]:
-        for name, value in self.hf.named_parameters():
-            yield name, unsharded(value.detach().to(dtype or value.dtype))  # cast before it travels
+        return gathered_weights(self.hf.named_parameters(), dtype)
 
     def named_weights(
         self, adapter: str = "", dtype: torch.dtype | None = None

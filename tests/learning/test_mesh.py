@@ -19,6 +19,8 @@ import pytest
 import torch
 from kit import answer, make_learner, of_ranks, run_ranks, sample, words
 from safetensors.torch import load_file, save_file
+from test_collectives import MESHES as COUNTED
+from test_collectives import ON_GLOO, SIZES, count, on_fake_ranks
 from test_equivalence import draw_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -202,6 +204,10 @@ def compare(ranks: Ranks, folder: str, cases: str) -> dict:
     }
     # Each process group of gloo starts threads, so that a mesh is made once.
     on = {name: on_mesh(ranks, mesh) for name, mesh in MESHES.items() if mesh.size == ranks.size}
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # It returned a view.
+    results["calls"] = {
+        name: count(on[name], folder / "counted")[0] for name in ON_GLOO if name in on
+    }
     for case, num, mesh in [c for c in json.loads(cases) if c[-1] in on]:
         model, flags = CASES[case][:2]
         learner = make_learner(folder / model, flags, ranks=on[mesh])
@@ -308,6 +314,7 @@ def results(request, tmp_path_factory):
     cases = json.dumps([case for case in ALL if request.config.option.slow or case not in SLOW])
     for name, (arch, sizes) in MODELS.items():
         draw_model(folder / name, arch, **sizes)
+    draw_model(folder / "counted", "qwen3", **SIZES)
     for case, (model, flags, nums) in CASES.items():
         for num in nums:
             learner = make_learner(folder / model, flags)
@@ -352,6 +359,14 @@ def test_a_checkpoint_of_any_mesh_is_read_by_any_other(results, case, num, mesh)
     )
     # Headers are large relative to so few weights, but no shard is written twice.
     assert distances["written"] < 1.3
+
+
+@pytest.mark.parametrize("mesh", ON_GLOO)
+def test_gloo_has_the_collectives_of_the_fake_process_group(results, tmp_path, mesh):
+    draw_model(tmp_path, "qwen3", **SIZES)
+    expected, _ = on_fake_ranks(COUNTED[mesh], tmp_path)
+    phases = results(4)[0]["calls"][mesh]
+    assert {n: {k: tuple(c) for k, c in p.items()} for n, p in phases.items()} == expected
 
 
 def test_logprobs_of_a_split_vocabulary_are_those_of_a_whole_one(results):
