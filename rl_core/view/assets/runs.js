@@ -149,8 +149,8 @@ function sortable(table, columns, rows, order, onsort, rowProps = () => ({})) {
     return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true }));
   };
   const sorted = column ? [...rows].sort(compare) : rows;
-  const head = columns.map(({ name, title, isLeft, label }) => el("th", { scope: "col", class: isLeft && "left", title, "aria-sort": name === by && (sign > 0 ? "ascending" : "descending") },
-    label === "" ? "" : button(label ?? name, () => onsort(name === by && sign < 0 ? name : name === by ? `-${name}` : columns.find((c) => c.name === name).isDown ? `-${name}` : name))));
+  const head = columns.map(({ name, title, isLeft }) => el("th", { scope: "col", class: isLeft && "left", title, "aria-sort": name === by && (sign > 0 ? "ascending" : "descending") },
+    button(name, () => onsort(name === by && sign < 0 ? name : name === by ? `-${name}` : columns.find((c) => c.name === name).isDown ? `-${name}` : name))));
   const key = JSON.stringify([columns.map((c) => c.name), order]);
   if (table.dataset.key !== key) table.dataset.key = key, $("thead", table).replaceChildren(el("tr", {}, head));
   const cell = (row) => (c, i) => el(i || c.isPlain ? "td" : "th", { class: c.isLeft && "left", scope: !i && !c.isPlain && "row" }, c.node ? c.node(row) : short(c.of(row)));

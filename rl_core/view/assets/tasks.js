@@ -92,7 +92,7 @@ function showTasks() {
     { name: "state", isLeft: true, of: ({ state }) => state, node: ({ state }) => el("span", { class: state, title: STATES[state] }, state) },
     { name: "attempts", isDown: true, of: (row) => row.all.length }, { name: "first", of: ({ first }) => first }, { name: "last", of: ({ last }) => last },
     { name: "gain", isDown: true, of: ({ first, last }) => (first === null || last === null ? null : last - first) },
-    { name: "over steps", label: "", of: () => 0, node: ({ means }) => (means.length > 1 ? scatter(means, means, 90, 20, `mean reward from ${short(means[0][1])} to ${short(means.at(-1)[1])}`).picture : "") },
+    { name: "trend", of: ({ means }) => means.length, node: ({ means }) => (means.length > 1 ? scatter(means, means, 90, 20, `mean reward from ${short(means[0][1])} to ${short(means.at(-1)[1])}`).picture : "") },
   ];
   const isOpen = (row) => row.task === at.get("task") && row.env === (at.get("env") ?? row.env);
   const table = sortable($("#tasklist table"), columns, shown, at.get("sort") ?? "-attempts", (sort) => go({ sort }), (row) => ({ "aria-current": isOpen(row) && "true" }));
@@ -115,7 +115,7 @@ function showTask({ env, task, all, means, state }) {
   const differences = el("div", { id: "differences" }, el("p", { class: "soft" }, compared.length === 2 ? "reading" : "Check two attempts to see where their replies differ."));
   $("#task").replaceChildren(el("h2", {}, `${task} of ${env}`), el("p", { class: "facts" }, el("span", {}, "state ", el("b", { class: state }, state)), el("span", {}, `attempts ${short(all.length)}`)),
     scored.length ? el("div", { class: "histogram" }, el("span", {}, short(high)), el("span", {}, short(low)), picture, el("span", { class: "x" }, `step ${short(x0)}`), el("span", { class: "x end" }, short(x1))) : "",
-    differences, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Attempts" }, el("table", {}, el("thead", {}, el("tr", {}, ["", "step", "attempt", "reward", "reply"].map((name) => el(name ? "th" : "td", { scope: name && "col", class: /attempt|reply/.test(name) && "left" }, name)))), el("tbody", {}, rows))));
+    differences, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Attempts" }, el("table", {}, el("thead", {}, el("tr", {}, ["", "step", "attempt", "reward", "reply"].map((name) => el(name ? "th" : "td", { scope: name ? "col" : undefined, class: /attempt|reply/.test(name) && "left" }, name)))), el("tbody", {}, rows))));
   if (compared.length === 2) compareReplies(compared, differences);
 }
 
