@@ -113,8 +113,10 @@ def run_facts(plan: Plan) -> dict[str, JSON]:
         facts[f"the model {path}"] = model_digest(path)
     assert plan.train is not None
     for source in (*plan.train.sources, *plan.eval.values()):
-        name = source.files[0][0] if source.files else f"of {source.env}, split {source.split}"
-        facts[f"the data set {name}"] = rows_digest(source.rows)
+        name = f"the result of load_tasks({source.split!r}) in {source.env}"
+        if source.files:
+            name = f"the data set {', '.join(file for file, _ in source.files)}"
+        facts[name] = rows_digest(source.rows)
     return facts
 
 
