@@ -125,6 +125,7 @@ class BucketsTransfer:
     def __init__(self, spec: EngineSpec, ask: Ask):
         self.spec, self.ask, self.label = spec, ask, ""
         self.num_bytes = 0  # Bytes sent.
+        self.version = ""  # Of the server that loaded the last weights.
         self.files = WeightFiles(spec.server)  # Adapters.
         self.coming: Iterator[tuple[str, Tensor]] | None = None
         sizes = (p.numel() * spec.dtype.itemsize for p in spec.module.state_dict().values())
@@ -146,6 +147,9 @@ class BucketsTransfer:
         weights, self.coming = self.coming or self.again(), None
         try:
             await self.send(weights)
+        except BaseException:
+            self.version = ""  # The next server may be another one.
+            raise
         finally:
             for _ in weights:  # Gathering is a collective: every rank exhausts it.
                 pass
@@ -174,8 +178,9 @@ class BucketsTransfer:
             await self.ask("end_weight_update", {})
 
     async def has_sessions(self) -> bool:
-        version = (await self.ask("server_info", None))["version"]
-        return tuple(map(int, re.findall(r"\d+", version)[:3])) > WITHOUT_SESSIONS
+        """Asks for the server's version once, because the answer takes longer than a bucket."""
+        self.version = self.version or (await self.ask("server_info", None))["version"]
+        return tuple(map(int, re.findall(r"\d+", self.version)[:3])) > WITHOUT_SESSIONS
 
     async def send_bucket(self, bucket: Bucket, body: JSONObject) -> None:
         raise NotImplementedError

@@ -145,6 +145,15 @@ def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path
     assert line["documents"] == 2 and line["mfu"] > 0 and line["peak_gib"] > 0
 
 
+def test_a_decode_step_of_a_gpu_reaches_its_goal_by_count(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    out = tmp_path / "result.json"
+    assert run_script(monkeypatch, "count_decode", "--out", out) == 0
+    modules, fused = json.loads(out.read_text())
+    assert fused["launches"] < 450 < 1000 < modules["launches"]
+    assert fused["floor_ms"] < fused["graph_ms"] < 2.5 < modules["graph_ms"]
+
+
 def test_the_floor_counts_pairs_of_a_causal_mask_and_a_prompt_once_a_group():
     from bench_floor import StepTokens
 

@@ -229,6 +229,9 @@ def test_the_server_gets_all_buckets_in_one_session_and_one_handle_for_each_of_i
     assert all(
         torch.equal(ask.held[n], w.float() if n == "last" else w) for n, w in weights.items()
     )
+    way.take(weights.items())
+    asyncio.run(way.load())
+    assert ask.paths.count("server_info") == 1
     way.close()
 
 
@@ -257,6 +260,7 @@ def test_a_death_between_two_buckets_leaves_no_weight_ungathered_and_the_learner
     way.drop()
     asyncio.run(way.load())
     assert again == list(weights) and ask.held.keys() == weights.keys()
+    assert ask.paths.count("server_info") == 2, "the next server may have another version"
     way.close()
 
 
