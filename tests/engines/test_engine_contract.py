@@ -90,11 +90,10 @@ def hash_of(value) -> str:
 @torch.no_grad()
 def logprobs_of(model, prompt, token_ids, temperature: float = 1.0) -> torch.Tensor:
     """[L] of each sampled token, by one plain forward."""
-    ids = torch.tensor([*prompt, *token_ids])
-    logits = (
-        model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
-    )
-    return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+    ids = torch.tensor([*prompt, *token_ids], device=model.device)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(1, ids[len(prompt) :, None])[:, 0].cpu()
 
 
 class Subject:

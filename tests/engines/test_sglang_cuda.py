@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import make_learner
+from make_tiny_model import make_tiny_model
 from test_engine_contract import needs_sglang
+from test_weight_transfer import Model
 
 from rl_core.engines import sglang_cuda
 from rl_core.engines.factory import pool_fraction
@@ -34,6 +36,7 @@ from rl_core.engines.sglang_server import reserved_port, server_args
 from rl_core.engines.weight_transfer import described_transfer
 from rl_core.learning.optimizers import missing_state_bytes
 from rl_core.sampling.engine import EngineSpec, ServerSpec
+from rl_core.types import SamplingParams
 
 
 def executable(path: Path) -> Path:
@@ -255,3 +258,40 @@ def test_memory_that_no_other_process_maps_is_not_sent(variable, value, setting,
     assert described_transfer(spec) == f"files ({variable}={setting}; unset it for device)"
     with pytest.raises(ValueError, match=f"--weight_sync=device: with {variable}={setting}.*unset"):
         check_allocator(os.environ)
+
+
+@needs_sglang
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_a_server_in_bf16_samples_and_sleeps_and_has_the_new_weights_awake(device, tmp_path):
+    """The default engine of a run on one GPU, and the steps of the run with it. Prints what a
+    sleeping server holds."""
+    make_tiny_model(tmp_path / "model", hidden=256, layers=4, heads=4)  # Heads of 64.
+    device, sampled = torch.device(device), SamplingParams(max_tokens=32)
+
+    def used_mib() -> int:
+        if device.type == "cpu":
+            return 0
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) >> 20
+
+    options = {"weight_sync": "device", "bucket_bytes": 1 << 20, "memory_frac": 0.3}
+    folders = tmp_path / "model", tmp_path / "engine.log"
+    model = Model(*folders, device=device, dtype=torch.bfloat16, **options)
+    before = used_mib()
+    try:
+        model.run(model.engine.wake())
+        awake = used_mib() - before
+        model.check_logprobs(sampled, atol=0.25)
+        model.run(model.engine.sleep())
+        asleep = used_mib() - before
+        print(f"server: {awake} MiB awake, {asleep} MiB asleep")
+        assert asleep <= awake / 2
+        model.update(1, factor=1.1)
+        model.run(model.engine.wake())
+        model.check_logprobs(sampled, atol=0.25)
+        model.run(model.engine.sleep())  # Without an update the learner sends the weights again.
+        model.run(model.engine.wake())
+        model.check_logprobs(sampled, atol=0.25)
+    finally:
+        model.close()

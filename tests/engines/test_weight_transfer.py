@@ -34,7 +34,7 @@ from rl_core.engines.weight_transfer import (
     keeps_backup,
 )
 from rl_core.sampling.engine import RESENT_BY_RANKS, EngineDied
-from rl_core.types import RunError
+from rl_core.types import RunError, SamplingParams
 
 CPU = torch.device("cpu")
 VERSIONS = {"server_info": {"version": "0.5.23", "tp_size": 1}}
@@ -414,9 +414,10 @@ class Model:
     """A plain model, and the engine that is to have its weights."""
 
     def __init__(self, folder, log, **more):
-        self.hf, self.loop = load(folder), asyncio.new_event_loop()
         more = {"bucket_bytes": 20_000, "resend": self.weights} | more
         self.spec = spec_of(folder, log, make_skeleton(str(folder)), None, **more)
+        self.hf = load(folder).to(self.spec.device, self.spec.dtype)
+        self.loop = asyncio.new_event_loop()
         self.engine = SGLangEngine(self.spec)
 
     def weights(self):
@@ -436,11 +437,12 @@ class Model:
         answer = self.run(self.engine._ask("weights_checker", {"action": "checksum"}))
         return [rank["checksums"] for rank in answer["ranks"]]
 
-    def check_logprobs(self) -> None:
+    def check_logprobs(self, params: SamplingParams = GREEDY, atol: float = 1e-4) -> None:
         for prompt in random_prompts(3):
-            done = self.run(self.engine.generate(prompt, GREEDY, seed=0))
+            done = self.run(self.engine.generate(prompt, params, seed=0))
             expected = logprobs_of(self.hf, prompt, done.token_ids)
-            torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=atol, rtol=0)
+            assert set(done.policy_versions) == {self.engine.version}
 
     def close(self) -> None:
         self.run(self.engine.close())

@@ -451,7 +451,7 @@ def test_mfu_is_the_matrix_products_over_the_peak(device, flags, passes, tiny_mo
 def test_memory_and_mfu_of_a_run_on_a_gpu(flags, tmp_path):
     for row in (
         row
-        for row in metrics(run(tmp_path / "out", flags, "--num_steps 2"))
+        for row in metrics(run(tmp_path / "out", flags, "--num_steps 2 --engine embedded"))
         if "time/step_s" in row
     ):
         assert {"memory/generate_gib", "memory/learn_gib", "memory/sync_gib"} <= row.keys()
