@@ -3,12 +3,12 @@ their weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 from urllib.parse import urlsplit
 
-import torch
 from torch import Tensor
 
 from rl_core.config import ActorConfig, Config
@@ -17,7 +17,6 @@ from rl_core.distributed import Ranks
 from rl_core.engines.weights import load_weights
 from rl_core.learning.learner import Learner
 from rl_core.learning.optimizers import missing_state_bytes
-from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config, on_meta
 from rl_core.sampling.engine import (
     RESENT_BY_RANKS,
@@ -160,7 +159,10 @@ class EngineFactory:
         """Engines of the local actors by name, and second engines by name + STALE. Actors that
         share a model have one engine. None: another rank's engine uses this rank's device."""
         by_owner: dict[str, Engine | None] = {}
-        reserved = sum(missing_state_bytes(learner) for learner in learners.values())
+
+        def reserved() -> float:
+            return sum(map(missing_state_bytes, learners.values()))
+
         for name in self.local:
             owner = self.config.actors[name].lora_base or name
             if owner not in by_owner:
@@ -181,10 +183,10 @@ class EngineFactory:
         learner: Learner | None,
         ranks: Ranks,
         role: str = "",
-        reserved: float = 0.0,
+        reserved: Callable[[], float] = lambda: 0.0,
     ) -> Engine | None:
         """`learner`: may share its weights. `role`: suffix of the actor's second engine.
-        `reserved`: bytes on the device that learners allocate after the engine has started."""
+        `reserved`: ServerSpec.reserved."""
         config, actor = self.config.of(name), self.config.actors[name]
         assert actor.model and config.out
         module = self.make_module(name, learner, ranks)
@@ -195,9 +197,7 @@ class EngineFactory:
         if ranks.rank % stride:
             return None
         url = servers[ranks.rank // stride] if servers else ""
-        # Most groups that one rank may have at once.
-        groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
-        num_slots = min(config.rollout.max_concurrent, groups * config.group_size)
+        num_slots = max_episodes(config, ranks.size // stride)
         num_awake = 1 if self.takes_turns else max(1, len(self.owners))
         if name in self.lagged:  # The second engine takes half.
             num_awake *= 2
@@ -218,9 +218,7 @@ class EngineFactory:
             start_timeout_s=config.timeout_s,
         )
         if self.has_server(name):
-            spec.server = server_spec(config, url)
-            if reserved and not url and ranks.device.type == "cuda":
-                leave_room(spec, reserved)
+            spec.server = server_spec(config, url, reserved)
             resender = self.resender(ranks)
             if resender == "learner":
                 spec.resend = resend_of(learner) if learner else None
@@ -267,7 +265,13 @@ class EngineFactory:
         return module
 
 
-def server_spec(config: Config, url: str) -> ServerSpec:
+def max_episodes(config: Config, num_engines: int) -> int:
+    """Most episodes that one of `num_engines` engines samples at once."""
+    groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / num_engines)
+    return min(config.rollout.max_concurrent, groups * config.group_size)
+
+
+def server_spec(config: Config, url: str, reserved: Callable[[], float]) -> ServerSpec:
     assert config.out
     is_here = urlsplit(url).hostname in HERE
     return ServerSpec(
@@ -277,30 +281,8 @@ def server_spec(config: Config, url: str) -> ServerSpec:
         folder=None if is_here else str(Path(config.out).resolve()),
         weight_sync=config.weight_sync,
         bucket_bytes=config.engine_bucket_mib << 20,
+        reserved=reserved,
     )
-
-
-def leave_room(spec: EngineSpec, reserved: float) -> None:
-    """Lowers the memory fraction of a server on a GPU; see pool_fraction()."""
-    release_cached_memory()
-    free = torch.cuda.mem_get_info(spec.device)[0]
-    num_weights = sum(weight.numel() for weight in spec.module.parameters())
-    weights = spec.dtype.itemsize * num_weights / spec.server.tp
-    spec.memory_frac = pool_fraction(spec.memory_frac, free, reserved, weights)
-
-
-def pool_fraction(fraction: float, free: float, reserved: float, weights: float) -> float:
-    """The fraction of the memory that is free now (bytes) which the engine takes for its weights
-    and KV cache, so that it can wake again once `reserved` bytes more are in use. Raises ValueError
-    if the weights do not fit."""
-    pool = fraction * (free - reserved)
-    if pool <= weights:
-        raise ValueError(
-            f"the engine gets {fraction:g} (--engine_memory_frac) of the "
-            f"{max(0.0, free - reserved) / 2**30:.1f} GiB that learners leave it, and its weights "
-            f"take {weights / 2**30:.1f} GiB; set --learner.offload phase"
-        )
-    return round(pool / free, 3)
 
 
 def resend_of(learner: Learner) -> Callable[[], NamedWeights]:

@@ -1,5 +1,5 @@
 """SGLang's server on CUDA devices: libraries that its preloaded memory saver links, the tools with
-which it compiles kernels at its first start, and its arguments for logits and CUDA graphs."""
+which it compiles kernels at its first start, and its memory and arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from rl_core.sampling.engine import EngineSpec
 
@@ -161,3 +164,34 @@ def check_tp_devices(tp: int, num_visible: int, first: int = 0) -> None:
             f"sees {num_visible}. Show every rank all GPUs of its machine (CUDA_VISIBLE_DEVICES), "
             "and start a number of ranks on each that --engine_tp divides"
         )
+
+
+def with_room(spec: EngineSpec, is_first: bool) -> EngineSpec:
+    """`spec` with the fraction of the memory that is free now which the server takes. A restart may
+    come before the memory of the dead server is free, and does not raise ValueError."""
+    weights = 0.0
+    is_quantized = "--quantization" in spec.server.args or hasattr(
+        spec.module.config, "quantization_config"
+    )
+    if is_first and not is_quantized:
+        num_weights = sum(weight.numel() for weight in spec.module.parameters())
+        weights = spec.dtype.itemsize * num_weights / spec.server.tp
+    free = torch.cuda.mem_get_info(spec.device)[0]
+    pool = pool_bytes(spec.memory_frac, free, spec.server.reserved(), weights)
+    return replace(spec, memory_frac=round(pool / free, 3))
+
+
+def pool_bytes(fraction: float, free: float, reserved: float, weights: float) -> float:
+    """The memory that a server takes for its weights and KV cache, of the bytes that are free now,
+    so that it can wake again once `reserved` bytes more are in use. Raises ValueError if the
+    weights do not fit."""
+    left = max(0.0, free - reserved)
+    pool = fraction * left
+    if weights and pool <= weights:
+        fix = "--learner.offload phase" if reserved else "--engine_tp or --engine_memory_frac"
+        raise ValueError(
+            f"the engine gets {fraction:g} (--engine_memory_frac) of the {left / 2**30:.1f} GiB "
+            f"that learners leave it, and its weights take {weights / 2**30:.1f} GiB; set {fix} "
+            "(rl-core plan --gpu_gb finds flags that fit)"
+        )
+    return pool

@@ -27,6 +27,7 @@ from rl_core.engines.sglang_cuda import (
     cuda_args,
     cuda_environment,
     releases_graphs,
+    with_room,
 )
 from rl_core.engines.weight_transfer import keeps_backup
 from rl_core.sampling.engine import EngineDied, EngineSpec
@@ -166,17 +167,19 @@ class SGLangServer:
 
     def _launch(self) -> None:
         self.stop()
+        spec = self.spec
         env = {
             name: value for name, value in os.environ.items() if not NOT_FOR_CHILDREN.match(name)
         }
-        if self.spec.device.type == "cpu":
+        if spec.device.type == "cpu":
             env["SGLANG_USE_CPU_ENGINE"] = "1"
-            if self.spec.server.tp > 1:
-                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.spec.server.tp)))
+            if spec.server.tp > 1:
+                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(spec.server.tp)))
         else:
             env = cuda_environment(env)
-            if releases_graphs(self.spec, installed_version(), env):
+            if releases_graphs(spec, installed_version(), env):
                 env[GRAPH_SAVER] = "true"
+            spec = with_room(spec, self.num_starts == 1)
         # Port of the process group of the server's ranks. SGLang itself would look for a free one
         # early and bind it much later. Each start has a new one: ranks of a killed server may hold
         # theirs until the driver has freed their memory.
@@ -185,7 +188,7 @@ class SGLangServer:
         args += ["--nccl-port", str(self.group_port.getsockname()[1])]
         order = {
             "parent": os.getpid(),
-            "args": [*server_args(self.spec), *args],
+            "args": [*server_args(spec), *args],
             "key": self.key,
             # Lets the child receive file descriptors of this process: weights in shared memory.
             "authkey": current_process().authkey.hex(),

@@ -11,17 +11,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from kit import make_learner
+from kit import engine_spec, make_learner
 from make_tiny_model import make_tiny_model
 from test_engine_contract import needs_sglang
 from test_weight_transfer import Model
 
 from rl_core.engines import sglang_cuda
-from rl_core.engines.factory import pool_fraction
 from rl_core.engines.sglang_cuda import (
     GRAPH_SAVER,
     check_allocator,
@@ -31,6 +31,7 @@ from rl_core.engines.sglang_cuda import (
     cuda_environment,
     cuda_toolkit,
     runtime_folders,
+    with_room,
 )
 from rl_core.engines.sglang_server import reserved_port, server_args
 from rl_core.engines.weight_transfer import described_transfer
@@ -108,20 +109,48 @@ def test_missing_build_tools_are_named_before_a_model_loads(tmp_path, monkeypatc
     check_build_tools(environ)
 
 
+def shapes(num_parameters: float) -> torch.nn.Module:
+    model = torch.nn.Linear(1000, int(num_parameters / 1000), bias=False, device="meta")
+    model.config = SimpleNamespace()
+    return model
+
+
 @pytest.mark.parametrize("parameters, fits", [(1.7e9, True), (4e9, True), (5.5e9, False)])
 def test_the_pool_of_a_server_leaves_room_for_the_optimizer_that_does_not_exist_yet(
-    parameters, fits
+    parameters, fits, monkeypatch
 ):
     """80 GB, --learner.offload none, fp32 weights of 4 bytes, Adam's two moments of 4 each: at the
     second wake-up 12 bytes a parameter are in use, at the start of the server 4."""
-    free, moments, weights = 80e9 - 4 * parameters, 8 * parameters, 2 * parameters
+    moments = 8 * parameters
+    reserved, used = [moments], [4 * parameters]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80e9 - sum(used), 80e9))
+    spec = engine_spec(
+        shapes(parameters), dtype=torch.bfloat16, memory_frac=0.6, reserved=reserved.pop
+    )
     if not fits:
-        with pytest.raises(ValueError, match=r"^the engine gets 0\.6 .*--learner\.offload phase$"):
-            pool_fraction(0.6, free, moments, weights)
+        with pytest.raises(ValueError, match=r"^the engine gets 0\.6 .*; set --learner\.offload p"):
+            with_room(spec, True)
         return
-    pool = pool_fraction(0.6, free, moments, weights) * free
-    assert weights < pool <= 80e9 - 12 * parameters
+    pool = with_room(spec, True).memory_frac * (80e9 - sum(used))
+    assert 2 * parameters < pool <= 80e9 - 12 * parameters
     assert pool == pytest.approx(0.6 * (80e9 - 12 * parameters), rel=1e-2)
+    # A server that restarts when the moments exist takes the same memory.
+    reserved, used = [0.0], [4 * parameters, moments]
+    spec.server.reserved = reserved.pop
+    assert with_room(spec, False).memory_frac * (80e9 - sum(used)) == pytest.approx(pool, rel=1e-2)
+
+
+def test_a_server_whose_weights_do_not_fit_is_refused_at_its_first_start(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10e9, 24e9))
+    spec = engine_spec(shapes(4e9), dtype=torch.bfloat16, memory_frac=0.6)
+    with pytest.raises(ValueError, match="set --engine_tp or --engine_memory_frac"):
+        with_room(spec, True)
+    # The memory of a dead server may not be free yet; a quantised model is smaller.
+    assert with_room(spec, False).memory_frac == 0.6
+    spec.server.args = "--quantization fp8"
+    assert with_room(spec, True).memory_frac == 0.6
+    spec.server.args, spec.module.config.quantization_config = "", {"quant_method": "fp8"}
+    assert with_room(spec, True).memory_frac == 0.6
 
 
 @pytest.mark.parametrize("options", ["sft", "sft --optim.name sgd", "ppo"])
