@@ -192,6 +192,6 @@ def pool_bytes(fraction: float, free: float, reserved: float, weights: float) ->
         raise ValueError(
             f"the engine gets {fraction:g} (--engine_memory_frac) of the {left / 2**30:.1f} GiB "
             f"that learners leave it, and its weights take {weights / 2**30:.1f} GiB; set {fix} "
-            "(rl-core plan --gpu_gb finds flags that fit)"
+            "(rl-core plan --gpu_gib finds flags that fit)"
         )
     return pool

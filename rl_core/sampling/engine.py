@@ -167,8 +167,8 @@ class ServerSpec:
     folder: str | None = None  # Shared folder for weights of a server on another host.
     weight_sync: str = "auto"  # --weight_sync
     bucket_bytes: int = 512 << 20
-    # Returns the bytes that learners on this device will add to what they hold now, and keep while
-    # engines sample.
+    # Returns the bytes that learners on this device have yet to allocate, and keep while engines
+    # sample.
     reserved: Callable[[], float] = lambda: 0.0
 
 

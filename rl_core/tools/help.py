@@ -20,7 +20,7 @@ TRAIN = (
     "usage: rl-core train [--nproc_per_node N] --model PATH --env_path FILE --out FOLDER [--flag "
     "value]"
 )
-PLAN = "usage: rl-core plan [--json] --model PATH --env_path FILE [--flag value]"
+PLAN = "usage: rl-core plan [--json] [--gpu_gib N] --model PATH --env_path FILE [--flag value]"
 
 
 def print_help(argv: list[str], usage: str = USAGE) -> bool:

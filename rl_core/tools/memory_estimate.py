@@ -7,13 +7,18 @@ trained tokens of a microbatch on one rank. docs/parallelism.md has the largest 
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from rl_core.config import ActorConfig
+from rl_core.config import ActorConfig, Config
 from rl_core.errors import split
-from rl_core.learning.activation_memory import Widths, activation_bytes, widths
+from rl_core.learning.activation_memory import (
+    Widths,
+    activation_bytes,
+    around_blocks,
+    block_bytes,
+    widths,
+)
 
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
@@ -22,6 +27,12 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
+# Estimates: the CUDA context of a process; SGLang's own reserve for CUDA graphs, for a row of the
+# largest decode graph and for graphs of 58 lengths of prompts; the longest piece of a prompt in one
+# forward.
+CONTEXT_BYTES = 512 << 20
+ROW_GRAPH_BYTES, PREFILL_GRAPH_BYTES = 2 << 20, 58 * (8 << 20)
+PREFILL_TOKENS = 8192
 NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
 # Item -> bytes on a rank's device while it samples, while it learns.
 Table = dict[str, tuple[float, float]]
@@ -33,6 +44,7 @@ class Size(Widths):
 
     total: int
     linear: int  # parameters of matrices in blocks: LoRA freezes them, nf4 quantizes them
+    adapted: int  # inputs and outputs of all matrices that LoRA's targets name
     adapters: int  # trained parameters of LoRA; 0: all parameters are trained
     vocabulary: int  # V
 
@@ -60,6 +72,7 @@ def model_size(actor: ActorConfig) -> Size:
     return Size(
         total=sum(weight.numel() for weight in model.parameters()),
         linear=linear,
+        adapted=adapted,
         adapters=actor.lora.rank * adapted,
         **asdict(widths(text)),
         vocabulary=text.vocab_size,
@@ -85,17 +98,22 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     while_sampling, while_learning = learner.offload == "none", learner.offload != "always"
     tokens = learner.microbatch_tokens
     kept = activation_bytes(size, w, mesh.tp, learner.activations == "recompute")
+    if learner.activations == "offload":
+        kept = block_bytes(size, w, mesh.tp) + around_blocks(size, w)
     logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
-    # A rank gathers a tp-th of the matrices of the block that is computed and of the next.
+    trained_ids = 0 if size.adapters else size.vocabulary
+    # A rank gathers a tp-th of the matrices of the block that is computed and of the next. In a
+    # lower precision one rank has a copy of them too.
+    is_sharded = shards > 1 or w != 4 or learner.offload == "always"
     gathered = w * (size.total - size.linear + 2 * size.linear / size.layers) / mesh.tp
     table: Table = {
         "weights": (weights * while_sampling, weights * while_learning),
         "optimizer": (moments * while_sampling, moments * while_learning),
         "gradients": (0.0, 4 * trained / shards * while_learning),
-        "gathered weights": (0.0, gathered * (shards > 1)),
+        "gathered weights": (0.0, gathered * is_sharded),
         "activations": (0.0, tokens * kept),
-        # Sums of the hidden states' gradient in fp32, and the head's gradient.
-        "logprobs": (0.0, logits + size.hidden * (4 * tokens + w * size.vocabulary / mesh.tp)),
+        # Sums of the hidden states' gradient in fp32, and the gradient of a head that is trained.
+        "logprobs": (0.0, logits + size.hidden * (4 * tokens + w * trained_ids / mesh.tp)),
     }
     compared_with = frozen_models(config)
     algorithm = plan.algorithm
@@ -110,24 +128,91 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     return table
 
 
-def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
+def engine_bytes(
+    plan: Plan, name: str, size: Size, mesh: Mesh, gpu_bytes: float = 0.0, held: float = 0.0
+) -> Table:
     """Memory of an engine on one rank: a copy of the weights, unless the engine reads the learner's,
-    and the KV cache."""
+    and the KV cache: of all episodes in flight or, given the GPU's memory, of which learners hold
+    `held` bytes while engines sample, as the engine takes it. Raises ValueError if the weights do
+    not fit."""
     from rl_core.engines.options import engine_factory
+    from rl_core.engines.sglang_cuda import pool_bytes
     from rl_core.models.loading import compute_dtype
     from rl_core.sampling.engine import WeightOwner
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
+    if config.actors[name].servers:  # They have other GPUs.
+        return {}
+    fraction = config.actors[name].engine_memory_frac or config.engine_memory_frac
     owner = engine_factory(config).classes[name].weight_owner
     has_copy = (
         owner is not WeightOwner.LEARNER or mesh.num_shards > 1 or w != 4 or size.adapters > 0
     )
-    groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)
-    slots = min(config.rollout.max_concurrent, groups * config.group_size)
-    cache = slots * config.max_context_tokens * 2 * size.layers * size.keys * w
-    weights = has_copy * w * size.total / config.engine_tp
-    stays = owner is not WeightOwner.SERVER
-    return {"engine weights": (weights, weights * stays), "KV cache": (cache, 0.0)}
+    weights = w * size.total / config.engine_tp
+    cache = num_episodes(config, mesh) * episode_bytes(config, size, w)
+    if owner is not WeightOwner.SERVER:
+        if gpu_bytes:
+            cache = max(0.0, min(cache, fraction * gpu_bytes - weights))
+        copy = has_copy * weights
+        return {"engine weights": (copy, copy), "KV cache": (cache, 0.0)}
+    table: Table = {"engine weights": (weights, 0.0), "KV cache": (cache, 0.0)}
+    if gpu_bytes:
+        pool = pool_bytes(fraction, gpu_bytes - CONTEXT_BYTES, held, weights)
+        table["KV cache"] = (pool - weights, 0.0)
+        table |= server_bytes(config, size, mesh, w)
+    return table
+
+
+def server_bytes(config: Config, size: Size, mesh: Mesh, w: int) -> Table:
+    """Memory of an SGLang server on one rank without its pool."""
+    from rl_core.engines.sglang_cuda import MAX_ASLEEP_BYTES, MAX_GRAPH_ROWS
+
+    prefill = PREFILL_TOKENS * block_bytes(size, w, config.engine_tp)
+    rows = min(num_episodes(config, mesh), MAX_GRAPH_ROWS)
+    graphs = rows * ROW_GRAPH_BYTES + PREFILL_GRAPH_BYTES
+    # Graphs of SGLang 0.5.17 hold an fp32 copy of the head, a large one only while awake.
+    head = 4 * size.vocabulary * size.hidden / config.engine_tp
+    asleep = graphs + (head if head <= MAX_ASLEEP_BYTES else 0.0)
+    return {
+        "server's prefill": (prefill, 0.0),
+        "server's graphs": (graphs + head, asleep),
+        "server's context": (CONTEXT_BYTES, CONTEXT_BYTES),
+    }
+
+
+def num_episodes(config: Config, mesh: Mesh) -> int:
+    """Most episodes that one engine samples at once."""
+    from rl_core.engines.factory import max_episodes
+
+    return max_episodes(config, max(1, mesh.size // config.engine_tp))
+
+
+def episode_bytes(config: Config, size: Size, w: int) -> float:
+    """KV cache of the longest episode on one rank of its engine."""
+    return config.max_context_tokens * 2 * size.layers * size.keys * w / config.engine_tp
+
+
+def rank_table(plan: Plan, name: str, size: Size, mesh: Mesh, gpu_bytes: float = 0.0) -> Table:
+    """Memory of one rank of an actor that learns, with its sum. Raises the errors of
+    engine_bytes()."""
+    actor = plan.config.actors[name]
+    settings = plan.config.of(name)
+    plan = replace(plan, config=settings, algorithms={name: plan.algorithms[name]})
+    table = learner_bytes(plan, actor, size, mesh)
+    if settings.is_rl and not actor.lora_base:
+        held = sum(sampling for sampling, _ in table.values())
+        table |= engine_bytes(plan, name, size, mesh, gpu_bytes, held)
+    if gpu_bytes:
+        table["CUDA context"] = (CONTEXT_BYTES, CONTEXT_BYTES)
+    sampling, learning = zip(*table.values(), strict=True)
+    return table | {"sum": (sum(sampling), sum(learning))}
+
+
+def rounded(table: Table) -> JSONObject:
+    return {
+        row: {"sample": round(sampling), "learn": round(learning)}
+        for row, (sampling, learning) in table.items()
+    }
 
 
 def facts(plan: Plan) -> JSONObject:
@@ -146,21 +231,13 @@ def facts(plan: Plan) -> JSONObject:
     for name in config.trained:
         actor, mesh = config.actors[name], meshes.get(name, plan.mesh)
         size = model_size(actor)
-        of_actor = replace(plan, config=config.of(name), algorithms={name: plan.algorithms[name]})
-        table = learner_bytes(of_actor, actor, size, mesh)
-        if config.is_rl and not actor.lora_base:
-            table |= engine_bytes(of_actor, name, size, mesh)
-        sampling, learning = zip(*table.values(), strict=True)
-        table["sum"] = sum(sampling), sum(learning)
+        table = rank_table(plan, name, size, mesh)
         actors[name] = {
             "model": actor.model,
             "ranks": actor.ranks,
             "parameters": size.total,
             "adapter_parameters": size.adapters,
-            "bytes_on_one_rank": {
-                row: {"sample": round(sample), "learn": round(learn)}
-                for row, (sample, learn) in table.items()
-            },
+            "bytes_on_one_rank": rounded(table),
         }
     assert plan.train is not None
     num_rows, left = 0, ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rl_core.config import parse_config
+from rl_core.config import Config, parse_config
 from rl_core.scratch import scratch_prefix
 from rl_core.tools.help import PLAN, print_help
 from rl_core.tools.memory_estimate import GIB, facts
@@ -17,21 +18,38 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the plan of a run with these flags, or with --json as JSON. It makes no folder, and
-    needs no SGLang."""
+    """Prints the plan of a run with these flags, or with --json as JSON. Makes no folder, and needs
+    no SGLang and no GPU: --gpu_gib is the memory of each GPU that the run will have."""
     if print_help(argv, PLAN):
         return 0
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gpu_gib", type=float)
     options, flags = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("plan")) as out:
         config = parse_config([*flags, "--out", out])
+        if options.gpu_gib is not None:
+            config = on_gpu(config)
         # Imported after parsing, so that a wrong flag answers at once.
         from rl_core.plan.plan import make_plan
 
-        result = facts(make_plan(config, is_planned=True))
+        plan = make_plan(config, is_planned=True)
+        result = facts(plan)
+        if options.gpu_gib is not None:
+            from rl_core.tools.gpu_fit import fit_facts
+
+            result["gpu"] = fit_facts(plan, options.gpu_gib)
     print(json.dumps(result, indent=2) if options.json else describe(result))
     return 0
+
+
+def on_gpu(config: Config) -> Config:
+    """The configuration with what `auto` stands for on a GPU."""
+    if config.engine == "auto":
+        config = replace(config, engine="sglang")
+    if config.learner.dtype == "auto":
+        config = replace(config, learner=replace(config.learner, dtype="bfloat16"))
+    return config
 
 
 HEAD = """\
@@ -64,9 +82,13 @@ def describe(report: JSONObject) -> str:
             size += f", on ranks {actor['ranks']}"
         lines += ["", f"{name}: {actor['model']}, {size}"]
         lines.append(f"{'GiB on one rank':<22} {'sample':>10} {'learn':>10}")
-        for title, row in actor["bytes_on_one_rank"].items():
+        for title, row in report.get("gpu", actor)["bytes_on_one_rank"].items():
             sample, learn = (f"{size / GIB:.3g}" if size else "-" for size in row.values())
             lines.append(f"{title:<22} {sample:>10} {learn:>10}")
+    if "gpu" in report:
+        from rl_core.tools.gpu_fit import describe_fit
+
+        lines += ["", *describe_fit(report["gpu"])]
     return "\n".join(lines)
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
 
 import kit
+import memory_table
 import pytest
 import torch
+from bench_learner import model_config
 from models_table import make_family
 from test_learner import ragged_samples
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_core.config import parse_config
+from rl_core.config import ActorConfig, parse_config
 from rl_core.distributed import Mesh, init_ranks, on_mesh
 from rl_core.learning.activation_memory import block_bytes
 from rl_core.models.policy import blocks_of
@@ -220,6 +223,100 @@ def test_a_run_with_sglang_is_planned_where_it_is_not_installed(flags, monkeypat
         main(["plan", *arguments[:-1], "--tp-size 2"]) == 1
         and "give --engine_tp" in capsys.readouterr().err
     )
+
+
+# Bytes of the published files in bf16; the files of 0.6B hold the tied head twice.
+PUBLISHED = {
+    "0.6B": 2 * (751_632_384 - 151_936 * 1024),
+    "4B": 8_044_936_192,
+    "8B": 16_381_470_720,
+    "14B": 29_536_614_400,
+    "32B": 65_524_246_528,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_of_the_published_files(name, tmp_path):
+    model_config(name).save_pretrained(tmp_path)
+    assert 2 * model_size(ActorConfig(model=str(tmp_path))).total == PUBLISHED[name]
+
+
+def test_the_table_of_flags_in_the_docs_is_what_the_script_prints():
+    table = memory_table.lines()
+    assert "\n".join(table) in (ROOT / "docs/parallelism.md").read_text()
+    # 8B on 8 GPUs of 80 GB by hand.
+    gib, total, ids, width, mlp, layers = 2**30, 16_381_470_720 / 2, 151_936, 4096, 12288, 36
+    block = width * (4096 + 2 * 1024 + 4096 + 3 * mlp)  # Weights of the matrices.
+    kept = 2 * (4 + 2 * 2) * width + 2 * 2 * (4096 + 1024) + 4 * 2 * mlp  # Bytes of a token.
+    context, graphs = 0.5 * gib, (2 * 16 + 8 * 58) * 2**20  # 16 episodes on each GPU.
+    learning = 16 * total / 8 + 2 * (2 * ids * width + 2 * block)  # 16 with Adam; gathered weights.
+    learning += 8192 * (layers * 2 * (width + 4096) + kept + 2 * (4 + 2) * width)  # Activations.
+    learning += 2 * 256 * 2**20 + 4 * 8192 * width + 2 * ids * width  # Logits; gradients.
+    pool = 0.6 * (80 * gib - context - 12 * total / 8)
+    sampling = 12 * total / 8 + pool + 8192 * kept + 4 * ids * width  # The head's fp32 copy.
+    sampling, learning = (each + 2 * context + graphs for each in (sampling, learning))
+    row = next(line for line in table if line.startswith("| 8B, 8 "))
+    assert row.split(" | ")[2] == f"R {sampling / gib:.0f}/{learning / gib:.0f}"
+
+
+ALWAYS = "--learner.offload always --learner.activations recompute"
+
+
+@pytest.fixture
+def plan_8b(flags, tmp_path, capsys, monkeypatch):
+    """plan_8b("--flag value", num_ranks) -> the output of rl-core plan for Qwen3-8B."""
+    model_config("8B").save_pretrained(tmp_path / "8B")
+    AutoTokenizer.from_pretrained(flags[1]).save_pretrained(tmp_path / "8B")
+
+    def planned(more, num_ranks=1):
+        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+        size = f"--max_prompt_tokens 1024 --max_tokens 3072 {more}"
+        assert main(["plan", *flags, "--model", str(tmp_path / "8B"), *size.split()]) == 0
+        return capsys.readouterr().out
+
+    return planned
+
+
+@pytest.mark.parametrize(
+    "more, num_ranks, problem, num_fixes",
+    [
+        ("--gpu_gib 80", 1, "of the 0.0 GiB that learners leave it, and its weights", 2),
+        ("--gpu_gib 80", 8, "GiB, more than 0.9 of 80", 2),
+        (f"--gpu_gib 24 {ALWAYS}", 8, "of the 23.5 GiB that learners leave it", 2),
+        (f"--gpu_gib 48 {ALWAYS} --engine_memory_frac 0.38", 1, "holds 4 episodes of 4,096", 2),
+        ("--gpu_gib 24 --engine embedded --learner.offload phase", 1, "learning takes", 0),
+        ("--gpu_gib 8", 1, "does not fit", 0),
+    ],
+)
+def test_a_plan_for_a_gpu_names_flags_with_which_it_fits(
+    more, num_ranks, problem, num_fixes, plan_8b
+):
+    shown = plan_8b(more, num_ranks)
+    *_, verdict = shown.split("\n\n")
+    assert problem in verdict and "\nfits a GPU" not in shown
+    fixes = re.findall(r"^fits with (.*)", verdict, re.M)
+    assert len(fixes) == num_fixes and fixes[:1] != [""]
+    for fix in fixes:
+        assert "fits a GPU of" in plan_8b(f"{more} {fix}", num_ranks)
+    assert fixes or "take more GPUs, or larger ones" in verdict
+
+
+def test_a_plan_for_a_gpu_is_for_sglang_in_bf16_and_shared_ranks(plan_8b, flags, capsys):
+    shown = plan_8b("--gpu_gib 141 --learner.offload always --json")
+    result = json.loads(shown)
+    gpu = result["gpu"]
+    assert (result["engine"], result["dtype"], gpu["problems"]) == ("sglang", "bfloat16", [])
+    rows = [use for row, use in gpu["bytes_on_one_rank"].items() if "server" in row]
+    # 32 rows of decode graphs; the copy of the head, 2.3 GiB, is released.
+    assert sum(use["learn"] for use in rows) == 2**29 + (2 * 32 + 8 * 58) * 2**20
+    cache = gpu["bytes_on_one_rank"]["KV cache"]["sample"]
+    assert gpu["episodes_in_cache"] == cache // (
+        4096 * 2 * 36 * 1024 * 2
+    )  # Keys and values in bf16.
+    assert gpu["episodes_at_once"] == 32
+    plan_8b("", num_ranks=2)
+    assert main(["plan", *flags, "--rollout_ranks", "1", "--gpu_gib", "80"]) == 1
+    assert "--gpu_gib counts one actor that learns, on the ranks" in capsys.readouterr().err
 
 
 def gathered_bytes(ranks, model) -> list[list[int]]:
