@@ -47,7 +47,7 @@ EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
 # The last formats signatures.
-EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]
+EXTRAS["docs"] = ["sphinx>=8", "myst-parser>=4", "furo>=2024.8.6", "sphinx-copybutton>=0.5"]
 # pyright brings Node, which tests/ground/test_types.py runs.
 EXTRAS["types"] = ["pyright[nodejs]>=1.1.400"]
 EXTRAS["test"] = [
