@@ -10,7 +10,6 @@ import ast
 import inspect
 import itertools
 import json
-import os
 import re
 import runpy
 import shlex
