@@ -18,7 +18,7 @@ if [ "${1:-}" = --short ]; then
     tests+=("tests/engines/test_weight_transfer.py::test_a_servers_ranks_read_the_buckets_and_get_them_again_after_a_death_between_two")
     tests+=("tests/engines/test_sglang_again.py::test_two_learners_send_their_shards_again_to_servers_that_died")
 else
-    tests+=(tests/engines/test_sglang.py tests/engines/test_weight_transfer.py tests/engines/test_sglang_again.py --slow)
+    tests+=(tests/engines/test_sglang{,_cuda,_again}.py tests/engines/test_weight_transfer.py --slow)
     tests+=("tests/sampling/test_resumable_rollouts.py::test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on")
     tests+=("tests/run/test_stale_policy.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
     tests+=("tests/run/test_stale_policy.py::test_tokens_name_the_weights_that_sampled_them_whatever_the_order")
