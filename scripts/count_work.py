@@ -101,7 +101,11 @@ class Counts(TorchDispatchMode):
         self.bytes[group] += size
 
     def run_triton(self, kernel, grid, h: Tensor, weight: Tensor, *_, **constants) -> None:
-        self.add("logprobs", flops=2 * len(h) * len(weight) * h.shape[1])
+        flops, num_logits = 2 * len(h) * len(weight) * h.shape[1], len(h) * len(weight)
+        if constants.get("IS_KEPT"):
+            self.add("logprobs", size=2 * 2 * num_logits)  # Read in fp16, written in bf16.
+        else:
+            self.add("logprobs", flops=flops)
 
     def rms_norm(self, x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> Tensor:
         return FusedNorm.apply(x, weight, self)

@@ -51,11 +51,12 @@ def fused_logprobs(
     differentiable, once, in hidden and weight. bf16 factors are multiplied as they are but their
     sums, logits included, stay in fp32; on a GPU alone, gradients of logits are rounded to bf16 for
     their products. `kernel` has softmax_stats() and logit_gradients(), and computes gradients in
-    tiles of TILE_BYTES; torch computes caps and fp64. `split` merges results with those of ranks
-    that have other vocabulary ids.
+    tiles of TILE_BYTES, from logits that new_kept() gives it memory for or from computed ones;
+    torch computes caps and fp64. `split` merges results with those of ranks that have other
+    vocabulary ids.
 
-    Peak extra memory is below 1 GiB at any M and V, in addition to the two gradients; the gradient
-    of bf16 hidden states is summed in fp32."""
+    Peak extra memory is below 1 GiB at any M and V, with a kernel 1.5 GiB, in addition to the two
+    gradients; the gradient of bf16 hidden states is summed in fp32."""
     assert hidden_MD.dtype == weight_VD.dtype, (hidden_MD.dtype, weight_VD.dtype)
     if cap is not None or hidden_MD.dtype == torch.float64:
         kernel = None
@@ -65,13 +66,15 @@ def fused_logprobs(
     vocab_size, width = weight_VD.shape
     num_tokens, num_ids = tile_shape(len(labels), vocab_size, width, tile_bytes)
     tiles = slices(len(labels), num_tokens), slices(vocab_size, num_ids)
-    kept = None
+    kept: tuple[Tensor | None, Tensor | None] = None, None
     is_small = not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
-    if is_small and kernel is None and torch.is_grad_enabled():
+    if kernel is not None:
+        kept = kernel.new_kept(hidden_MD[: None if torch.is_grad_enabled() else 0], weight_VD)
+    elif is_small and torch.is_grad_enabled():
         # One block: many of a tile's size would leave holes of that size in the heap.
-        kept = hidden_MD.new_empty(len(labels), len(weight_VD), dtype=sum_dtype(hidden_MD))
+        kept = hidden_MD.new_empty(len(labels), vocab_size, dtype=sum_dtype(hidden_MD)), None
     options = temperature, cap, kernel, split, tiles
-    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, kept, options)
+    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, *kept, options)
 
 
 # Families whose own forward multiplies logits by a power of a value of config.json. Others may
@@ -143,17 +146,17 @@ class FusedLogprobs(torch.autograd.Function):
     and so d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, labels, kept_MV, options):
+    def forward(ctx, hidden_MD, weight_VD, labels, kept_MV, tops, options):
         temperature, cap, kernel, split, tiles = options
         factors = hidden_MD, weight_VD, labels, temperature
         if kernel is None:
             stats = softmax_stats(*factors, cap, kept_MV, tiles)
         else:
-            stats = kernel.softmax_stats(*factors)
+            stats = kernel.softmax_stats(*factors, (kept_MV, tops))
         if split is not None:
             stats = split.merged(*stats)
         chosen, entropy, lse = stats
-        ctx.save_for_backward(hidden_MD, weight_VD, labels, kept_MV, lse, entropy)
+        ctx.save_for_backward(hidden_MD, weight_VD, labels, kept_MV, tops, lse, entropy)
         ctx.options = options
         # None, not zeros, for the entropy's gradient where no bonus is asked.
         ctx.set_materialize_grads(False)
@@ -162,19 +165,21 @@ class FusedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden_MD, weight_VD, labels, kept_MV, lse, entropy = ctx.saved_tensors
+        hidden_MD, weight_VD, labels, kept_MV, tops, lse, entropy = ctx.saved_tensors
         temperature, cap, kernel, split, tiles = ctx.options
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         # Gradients with respect to the undivided logits.
-        columns = [lse, entropy, grad_logprobs / temperature]
+        columns = [lse, entropy, grad_logprobs / temperature, grad_entropy]
         if grad_entropy is not None:
-            columns.append(grad_entropy / temperature)
+            columns[-1] = grad_entropy / temperature
 
         def gradient_of(h_CD: Tensor, w_SD: Tensor, rows: slice, ids: slice) -> Tensor:
-            of_tile = labels[rows] - ids.start, *(column[rows] for column in columns)
+            of_rows = (None if column is None else column[rows] for column in columns)
+            of_tile = labels[rows] - ids.start, *of_rows
             if kernel is not None:
-                return kernel.logit_gradients(h_CD, w_SD, temperature, *of_tile)
+                kept = kept_MV[rows], tops[:, rows]
+                return kernel.logit_gradients(h_CD, w_SD, temperature, *of_tile, kept, ids.start)
             if kept_MV is None:
                 z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
             else:
@@ -183,7 +188,7 @@ class FusedLogprobs(torch.autograd.Function):
 
         has_weight = ctx.needs_input_grad[1]
         gradients = tiled_gradients(hidden_MD, weight_VD, tiles, split, has_weight, gradient_of)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def tiled_gradients(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
+KEPT_LOGIT_BYTES = 1 << 30  # logits in fp16 that the forward keeps for the backward
 # Estimates: the CUDA context of a process; SGLang's own reserve for CUDA graphs, for a row of the
 # largest decode graph and for graphs of 58 lengths of prompts; the longest piece of a prompt in one
 # forward.
@@ -101,6 +102,8 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     if learner.activations == "offload":
         kept = block_bytes(size, w, mesh.tp) + around_blocks(size, w)
     logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
+    if w == 2:
+        logits += min(KEPT_LOGIT_BYTES, 2 * tokens * size.vocabulary)
     trained_ids = 0 if size.adapters else size.vocabulary
     # A rank gathers a tp-th of the matrices of the block that is computed and of the next. In a
     # lower precision one rank has a copy of them too.
