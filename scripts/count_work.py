@@ -42,6 +42,10 @@ from rl_core.models.logprobs import fused_logprobs
 from rl_core.models.policy import PackedForward, Policy
 
 META = torch.device("meta")
+# Bytes per parameter, counted in a learner in bf16 on one CPU rank: FSDP gathers the weights in bf16
+# twice and sums gradients in fp32 in each microbatch; an update reduces gradients, and AdamW reads
+# and writes 28 and the norm and its clipping 12.
+MICROBATCH_BYTES, UPDATE_BYTES, TOKENS_OF_UPDATE = 21 + 10, 26 + 40, 65_536
 SHAPES = ["8192x152064x2048", "8192x152064x4096"]
 # Operators that launch no kernel.
 FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias"}
@@ -172,7 +176,8 @@ def tensors(values: object) -> list[Tensor]:
 
 
 def count_learner(size: str, length: int, activations: str) -> Counts:
-    """Forward and backward of one document. Weights are in bf16, as FSDP gathers them."""
+    """Forward and backward of one document, and its share of an update. Weights are in bf16, as
+    FSDP gathers them."""
     options = {"dtype": torch.bfloat16, "attn_implementation": NAME}
     with META:
         hf = AutoModelForCausalLM.from_config(model_config(size), **options)
@@ -192,6 +197,9 @@ def count_learner(size: str, length: int, activations: str) -> Counts:
     with counts.inside():
         logprobs, _ = policy(dataclasses.replace(batch, **moved), 1.0)
         logprobs.sum().backward()
+    per_parameter = MICROBATCH_BYTES + UPDATE_BYTES * length / TOKENS_OF_UPDATE
+    num_parameters = sum(weight.numel() for weight in policy.parameters())
+    counts.add("FSDP, AdamW", size=per_parameter * num_parameters)
     return counts
 
 
@@ -226,12 +234,13 @@ def main() -> None:
             for activations in args.activations:
                 flops = update_flops(model_config(size), length, 1)
                 cases[size, length, activations] = flops
-    table = Table(work="<24", group="<10", **COLUMNS, mfu=">5.0%", floors=">6.2f")
+    table = Table(work="<24", group="<11", **COLUMNS, mfu=">5.0%", floors=">6.2f")
     lines = []
     for (size, length, activations), flops in cases.items():
         counts = count_learner(size, length, activations)
         for row in list(counts.rows(args))[0 if args.groups else -1 :]:
-            row["mfu"] = flops / args.tflops / 1e9 / row["least_ms"]
+            if row["group"] == "all":
+                row["mfu"] = flops / args.tflops / 1e9 / row["least_ms"]
             lines.append({"work": f"{size} {length} {activations}"} | row)
             table.add(lines[-1])
     for shape in args.shapes:

@@ -279,9 +279,7 @@ class Learner:
         count = 1 / len(minibatch.batches) / self.ranks.mesh.dp
         scale = math.prod(extension.loss_scale for extension in self.extensions)
         for number, batch in enumerate(minibatch.batches, 1):
-            # Replicas all-reduce their gradients once, with the last microbatch.
-            if isinstance(self.policy, FSDPModule) and self.ranks.mesh.dp_replicate > 1:
-                self.policy.set_requires_all_reduce(number == len(minibatch.batches))
+            self.reduce_gradients(number == len(minibatch.batches))
             outputs = self.forward(batch)
             losses, metrics = self.losses(batch, outputs)
             loss = losses.sum() / minibatch.denominator
@@ -297,6 +295,17 @@ class Learner:
             extension.after_backward(self)
             add_metrics(result, extension.metrics())
         return result
+
+    def reduce_gradients(self, is_last: bool) -> None:
+        """Lets the last microbatch of a minibatch alone reduce what replicas, and a rank with all
+        weights, would otherwise reduce and copy with each. Shards of several ranks would have to
+        hold unsharded gradients."""
+        if not isinstance(self.policy, FSDPModule):
+            return
+        if self.ranks.mesh.dp_replicate > 1:
+            self.policy.set_requires_all_reduce(is_last)
+        if self.ranks.mesh.num_shards == 1 and self.config.learner.offload != "always":
+            self.policy.set_requires_gradient_sync(is_last)
 
     def skip(self, metrics: Metrics, grad_norm: float, step: float) -> Metrics:
         """Counts a skipped update. Raises RunError on all ranks after more than MAX_NONFINITE
