@@ -27,6 +27,7 @@ from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, init_ranks, make_mesh
 from rl_core.learners import prepare
+from rl_core.learning.activation_memory import activation_bytes, widths
 from rl_core.learning.learner import Learner
 from rl_core.learning.optimizers import adamw
 from rl_core.learning.sequence_shards import SequenceShards
@@ -89,13 +90,21 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
         fuse_norms(hf)
     kernel = choose_logprob_kernel(device)
     policy = Policy(hf, torch.bfloat16, dtype, forward_pass, logprob_kernel=kernel)
-    prepare(policy, is_frozen=False, recomputes=args.recompute)
+    prepare(policy, is_frozen=False, recomputes=recomputes(size, microbatch, args, device))
     if ranks.weights_mesh is not None:
         shard_policy(policy, dtype, ranks)
     extensions = [SequenceShards(ranks)] if ranks.mesh.cp > 1 else []
     return Learner(
         config, make_algorithm("grpo", config.algo), policy, ranks, adamw, extensions=extensions
     )
+
+
+def recomputes(size: str, tokens: int, args: argparse.Namespace, device: torch.device) -> bool:
+    """True if the activations of a microbatch would take half of the device's memory."""
+    if args.recompute is not None or device.type == "cpu":
+        return bool(args.recompute)
+    kept = tokens * activation_bytes(widths(model_config(size)), 2, 1, False)
+    return kept > torch.cuda.get_device_properties(device).total_memory / 2
 
 
 def documents(length: int, num: int, vocabulary: int, seed: int) -> list[TrainingSample]:
@@ -178,6 +187,7 @@ def measure(size: str, length: int, args: argparse.Namespace, ranks: Ranks, peak
         "tflops": flops / seconds / 1e12,
         "mfu": flops / seconds / 1e12 / peak,
         "peak_gib": peak_mib(device.type) / 1024,
+        "activations": "recompute" if learner.policy.recomputes else "keep",
         **moves_s(learner, device),
     }
 
@@ -197,8 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--recompute",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="recompute activations",
+        help="recompute activations; by default, where keeping them takes half of the memory",
     )
     parser.add_argument(
         "--peak_tflops", type=float, help="peak of the device, such as 989 for bf16 on an H100"
@@ -221,6 +230,7 @@ def main() -> None:
             tflops=">7.2f",
             mfu=">6.1%",
             peak_gib=">8.2f",
+            activations="<9",
             **moves,
             error="<5",
         )

@@ -42,9 +42,9 @@ from rl_core.models.logprobs import fused_logprobs
 from rl_core.models.policy import PackedForward, Policy
 
 META = torch.device("meta")
-# Bytes per parameter, counted in a learner in bf16 on one CPU rank: FSDP gathers the weights in bf16
-# twice and sums gradients in fp32 in each microbatch; an update reduces gradients, and AdamW reads
-# and writes 28 and the norm and its clipping 12.
+# Bytes per parameter, counted in a learner in bf16 on one CPU rank. FSDP gathers the weights in
+# bf16 twice and sums gradients in fp32 in each microbatch. An update reduces gradients; AdamW reads
+# and writes 28, the norm and its clipping 12.
 MICROBATCH_BYTES, UPDATE_BYTES, TOKENS_OF_UPDATE = 21 + 10, 26 + 40, 65_536
 SHAPES = ["8192x152064x2048", "8192x152064x4096"]
 # Operators that launch no kernel.

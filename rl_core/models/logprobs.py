@@ -170,16 +170,15 @@ class FusedLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         # Gradients with respect to the undivided logits.
-        columns = [lse, entropy, grad_logprobs / temperature, grad_entropy]
+        columns = [lse, entropy, grad_logprobs / temperature]
         if grad_entropy is not None:
-            columns[-1] = grad_entropy / temperature
+            columns.append(grad_entropy / temperature)
 
         def gradient_of(h_CD: Tensor, w_SD: Tensor, rows: slice, ids: slice) -> Tensor:
-            of_rows = (None if column is None else column[rows] for column in columns)
-            of_tile = labels[rows] - ids.start, *of_rows
+            of_tile = labels[rows] - ids.start, *(column[rows] for column in columns)
             if kernel is not None:
-                kept = kept_MV[rows], tops[:, rows]
-                return kernel.logit_gradients(h_CD, w_SD, temperature, *of_tile, kept, ids.start)
+                kept = {"kept": (kept_MV[rows], tops[:, rows]), "first_id": ids.start}
+                return kernel.logit_gradients(h_CD, w_SD, temperature, *of_tile, **kept)
             if kept_MV is None:
                 z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
             else:

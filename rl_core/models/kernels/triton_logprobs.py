@@ -82,8 +82,8 @@ def stats_kernel(
     SPAN: tl.constexpr,
 ):
     """out [4, spans, M]: for each span of ids the label's logit (0 if the label is elsewhere), the
-    largest logit, and the sums of e^(z - top) and of e^(z - top) (z - top). kept [num_kept, blocks *
-    IDS]: z - top with the top so far, which is in tops [blocks, num_kept]."""
+    largest logit, and the sums of e^(z - top) and of e^(z - top) (z - top). kept [num_kept, blocks
+    of IDS]: z - top with the top so far, which is in tops [blocks, num_kept]."""
     # Programs that run together share their ids, so that all but the first read the weights from
     # the cache.
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -234,7 +234,8 @@ def logit_gradients(
     lse: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
+    grad_entropy: Tensor | None = None,
+    *,
     kept: tuple[Tensor, Tensor],
     first_id: int,
 ) -> Tensor:
