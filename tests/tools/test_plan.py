@@ -251,7 +251,8 @@ def test_the_table_of_flags_in_the_docs_is_what_the_script_prints():
     context, graphs = 0.5 * gib, (2 * 16 + 8 * 58) * 2**20  # 16 episodes on each GPU.
     learning = 16 * total / 8 + 2 * (2 * ids * width + 2 * block)  # 16 with Adam; gathered weights.
     learning += 8192 * (layers * 2 * (width + 4096) + kept + 2 * (4 + 2) * width)  # Activations.
-    learning += 2 * 256 * 2**20 + 4 * 8192 * width + 2 * ids * width  # Logits; gradients.
+    learning += 2 * 256 * 2**20 + gib  # Logits of two tiles, and kept ones.
+    learning += 4 * 8192 * width + 2 * ids * width  # Gradients of hidden states and head.
     pool = 0.6 * (80 * gib - context - 12 * total / 8)
     sampling = 12 * total / 8 + pool + 8192 * kept + 4 * ids * width  # The head's fp32 copy.
     sampling, learning = (each + 2 * context + graphs for each in (sampling, learning))
