@@ -255,7 +255,9 @@ def habit_rows(
     async def play(number: int) -> list[Trajectory]:
         row = order.choice(rows)
         actors = {
-            actor: Actor(name=actor, engine=HabitEngine(habit, row), chat=None)
+            actor: Actor(
+                name=actor, engine=HabitEngine(habit, row), chat=None, max_context_tokens=1 << 20
+            )
             for actor, habit in habits.items()
         }
         task, params = make_task(row, number, name, "train"), SamplingParams(max_tokens=1 << 20)
@@ -273,7 +275,11 @@ def habit_rows(
     failed = [t.error for t in trajectories if t.status == "failed"]
     if failed:
         raise ValueError(f"{len(failed)} episodes of {name} by habits failed: {failed[0]}")
-    return [{"messages": t.messages} for t in trajectories]
+    # The tiny model's template renders the text of a call, which each such message holds, alone.
+    return [
+        {"messages": [{k: v for k, v in m.items() if k != "tool_calls"} for m in t.messages]}
+        for t in trajectories
+    ]
 
 
 def commands(name: str, seed: int) -> list[str]:

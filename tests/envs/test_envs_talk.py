@@ -375,6 +375,14 @@ def few(name: str) -> list[dict]:
     return rows[:2]
 
 
+@pytest.mark.parametrize("name", CURVES)
+def test_the_rows_of_a_curves_warm_up_are_accepted(name, tiny_model, tmp_path):
+    rows = habit_rows(name, 0, 4, rows_of(name, "train"), CURVES[name].habits)
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--algorithm", "sft", "--model", str(tiny_model), "--max_tokens", "2000"]
+    assert command(["plan", *flags, "--data.train", str(tmp_path / "sft.jsonl")]) == 0
+
+
 @pytest.fixture(scope="session")
 def speaker(tiny_model, made_once) -> Path:
     """The tiny model after a short warm-up on the form of replies in these environments."""
