@@ -23,9 +23,9 @@ from rl_core.view.server import LOCAL, Viewer
 QUICK, SECOND, TOOLS = "runs/quickstart/grpo", "runs/quickstart_2/grpo", "runs/curves/tool_use_0/rl"
 # Picture -> runs, address of the page, its height.
 PICTURES = {
-    "view_curves": ([QUICK, SECOND], "#curves?seeds=1", 700),
-    "view_group": ([TOOLS], "#talks?mode=group&only_step=40&sort=-step", 800),
-    "view_tokens": ([TOOLS], "#talks?colour=entropy&only_step=40&only_high=0.9", 620),
+    "view_curves": ([QUICK, SECOND], "#curves?seeds=1&smooth=0.5", 640),
+    "view_group": ([TOOLS], "#talks?mode=group&only_step=40&only_kind=train&only_high=0.5", 680),
+    "view_tokens": ([TOOLS], "#talks?colour=entropy&only_step=40&only_kind=train&only_high=0.5", 620),
     "view_tasks": ([QUICK], "#tasks?state=learning", 640),
 }
 

@@ -27,7 +27,12 @@ function placesOf(run, x) {
 }
 
 const SEED = /(^|\.)(seed|out|run_name|resume|config)$/;
-const seedless = (run) => JSON.stringify(Object.entries(run.config).filter(([flag]) => !SEED.test(flag)).sort());
+// Flags without the seed, and without the name of the folder that holds the run's own model and data.
+const seedless = (run) => {
+  const text = JSON.stringify(Object.entries(run.config).filter(([flag]) => !SEED.test(flag)).sort());
+  const folder = String(run.config.out ?? "").split("/").slice(0, -1).join("/");
+  return folder ? text.replaceAll(`${folder}/`, "") : text;
+};
 
 function smoothed(values, weight) { // exponential, without bias at its beginning
   let total = 0, count = 0;
