@@ -212,7 +212,7 @@ def test_what_other_trainers_flags_become_are_flags_and_values_of_ours():
             if line.startswith("| `")
         ]
         assert len(rows) > 40
-        for theirs, ours, _ in rows:
+        for theirs, ours, *_ in rows:
             section = ""
             for span in re.findall("`([^`]+)`", ours):
                 name, _, value = span.removeprefix("--").partition(" ")

@@ -42,20 +42,36 @@ def test_the_names_that_are_answered_with_exist_and_none_is_listed_twice():
     assert len(theirs) == len(set(theirs)) and not known & set(theirs)
 
 
-def test_the_page_for_users_of_trl_has_every_argument_that_has_a_flag_here():
+def test_the_page_for_users_of_trl_has_every_argument():
+    """Those with a flag in the table, the others in lists: without need or without counterpart."""
     import trl
 
-    configs = (trl.GRPOConfig, trl.SFTConfig, trl.DPOConfig, trl.RewardConfig, trl.ModelConfig)
+    names = ("GRPO", "RLOO", "SFT", "DPO", "Reward", "Model")
+    configs = [getattr(trl, f"{name}Config") for name in names]
     fields = {f.name for config in configs for f in dataclasses.fields(config)}
-    rows = ["| TRL | here | |", "|---|---|---|"]
-    for ours, theirs in OURS.items():
-        named = ", ".join(f"`{name}`" for name in theirs.split() if name in fields)
-        here = re.sub(r" \((\w+[\w, ]*:?) (--.*)\)", r"`, \1 `\2", f"--{ours}")
-        rows += [f"| {named} | `{here}` | |"] * bool(named)
+    rows = ["| TRL | here |", "|---|---|"]
+    sentences = {}
+    for ours, theirs in yaml.safe_load(PEERS.read_text()).items():
+        named = [name for name in theirs.split() if name in fields]
+        if not ours.startswith("--"):
+            sentences |= dict.fromkeys(named, ours)
+            continue
+        here = re.sub(r" \((\w+[\w, ]*:?) (--.*)\)", r"`, \1 `\2", ours)
+        rows += [f"| {', '.join(f'`{name}`' for name in named)} | `{here}` |"] * bool(named)
     page = (ROOT / "docs/from_trl.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("|")] == rows, "\n".join(rows)
-    [same] = re.findall(r"The same in both: (.*)\.", page)
-    assert re.findall(r"`--(\w+)`", same) == sorted(fields & known_flags().keys())
+    same, needless, missing = (
+        set(re.findall(r"`-{0,2}(\w+)`", text))
+        for text in re.findall(
+            r"^\*\*(?:Equal|Not needed|Missing)\.\*\* (.*?)\n\n", page + "\n", re.M | re.S
+        )
+    )
+    assert same == fields & known_flags().keys()
+    none = "rl_core has no counterpart"
+    assert missing == {name for name, text in sentences.items() if text == none}
+    assert needless == sentences.keys() - missing
+    in_table = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert not fields - in_table - same - needless - missing
 
 
 # Info
