@@ -233,7 +233,8 @@ class HttpServer:
         options = {"ssl": tls, "ssl_handshake_timeout": FIRST_S} if tls else {}
         for address in [host] if host else ["0.0.0.0", "::"]:
             # asyncio would choose a port for IPv4 and another one for IPv6.
-            with nullcontext() if host or address != "::" else suppress(OSError):
+            is_optional = not host and address == "::"  # The machine may have no IPv6.
+            with suppress(OSError) if is_optional else nullcontext():
                 server = await loop.create_server(
                     self.visitor, address, port, backlog=self.backlog(), **options
                 )

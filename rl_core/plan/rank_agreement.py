@@ -30,6 +30,7 @@ from rl_core.types import JSON, RunError
 NUM_PIECES, PIECE_BYTES = 16, 1 << 16  # Pieces of a file of a model that are compared.
 NUM_ROWS = 64  # Rows of a data set that are compared.
 MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+VERSION = "the version of"
 SEEN_WITHIN_S = 30.0  # A network file system may show another machine's new file late.
 
 
@@ -41,6 +42,7 @@ def check_ranks_agree(plan: Plan, ranks: Ranks) -> None:
     store, out = ranks.store, plan.config.folder
     here = f"rank {os.environ['RANK']} ({socket.gethostname()})"
     facts = run_facts(plan)
+    is_new = not out.exists()
     with file_in(out) if ranks.is_writer else nullcontext("") as name:
         if ranks.is_writer:
             store.set("first", json.dumps([here, facts, name]))
@@ -57,8 +59,8 @@ def check_ranks_agree(plan: Plan, ranks: Ranks) -> None:
         store.wait(keys)
         problems = [text for text in map(bytes.decode, store.multi_get(keys)) if text != "none"]
     if problems:
-        if ranks.is_writer:
-            with suppress(OSError):  # It holds files of the run that is resumed.
+        if ranks.is_writer and is_new:
+            with suppress(OSError):  # Another process may have written there.
                 out.rmdir()
         raise RunError(problems[0])
 
@@ -74,7 +76,8 @@ def file_in(out: Path) -> Iterator[str]:
 def is_seen(path: Path, timeout_s: float) -> bool:
     """True once the file of another rank exists here, in a folder where this rank may write."""
     deadline = time.monotonic() + timeout_s
-    while not (path.exists() and os.access(path.parent, os.W_OK)):
+    # Path.exists() would raise PermissionError for a folder of another user.
+    while not (os.path.exists(path) and os.access(path.parent, os.W_OK)):
         if time.monotonic() > deadline:
             return False
         for parent in (path.parent.parent, path.parent):
@@ -90,7 +93,7 @@ def difference(facts: dict[str, JSON], first: dict[str, JSON]) -> str:
         value, other = facts.get(name), first.get(name)
         if value == other:
             continue
-        if name.startswith("--"):
+        if name.startswith(("--", VERSION)):
             return f"{name} is {shorten(value)} instead of {shorten(other)}"
         return f"{name} differs"
     return ""
@@ -101,7 +104,7 @@ def run_facts(plan: Plan) -> dict[str, JSON]:
     code = sorted(Path(rl_core.__file__).parent.rglob("*.py"))
     facts: dict[str, JSON] = {"the code of rl_core": digest(map(Path.read_bytes, code))}
     for library in (torch, transformers):
-        facts[f"the version of {library.__name__}"] = library.__version__
+        facts[f"{VERSION} {library.__name__}"] = library.__version__
     flags = json.loads(json.dumps(asdict(plan.config), default=str))
     facts |= {f"--{name}": value for name, value in flat(flags).items()}
     for env in plan.envs.values():
@@ -113,7 +116,7 @@ def run_facts(plan: Plan) -> dict[str, JSON]:
         facts[f"the model {path}"] = model_digest(path)
     assert plan.train is not None
     for source in (*plan.train.sources, *plan.eval.values()):
-        name = f"the result of load_tasks({source.split!r}) in {source.env}"
+        name = f"load_tasks({source.split!r}) of {source.env} (draw its rows with a fixed seed)"
         if source.files:
             name = f"the data set {', '.join(file for file, _ in source.files)}"
         facts[name] = rows_digest(source.rows)
@@ -124,6 +127,8 @@ def model_paths(config: Config) -> list[str]:
     """Folders and hub names of all models that a run loads."""
     paths = {}
     for name, actor in config.actors.items():
+        if actor.api:
+            continue
         settings = config.of(name)
         paths |= dict.fromkeys([actor.model, settings.critic.model])
         if actor.is_trained and (settings.algo.teacher or settings.algo.reference):
@@ -141,7 +146,7 @@ def model_digest(path: str) -> str:
         file = try_to_load_from_cache(path, "config.json")
         return Path(file).parent.name if isinstance(file, str) else ""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in MODEL_FILES]
-    return digest(piece for file in files for piece in file_pieces(file))
+    return digest(piece for file in files if file.is_file() for piece in file_pieces(file))
 
 
 def file_pieces(file: Path) -> Iterator[bytes]:
@@ -160,7 +165,9 @@ def rows_digest(rows) -> str:
     step = max(1, len(rows) // NUM_ROWS)
     texts = [str(len(rows))]
     for i in range(0, len(rows), step):
-        texts.append(json.dumps(rows[i], default=lambda value: type(value).__name__))
+        # load_tasks() may return any objects, also as keys.
+        row = json.dumps(rows[i], skipkeys=True, default=lambda value: type(value).__name__)
+        texts.append(row)
     return digest(text.encode() for text in texts)
 
 

@@ -19,13 +19,15 @@ from rl_core.metrics import Metric, reduce_metrics
 
 
 def make_folder(out: Path) -> None:
-    """Makes the folder of a run. Raises ValueError if that fails."""
+    """Makes the folder of a run. Raises ValueError if that fails, or if it may not be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"--out {out} cannot be made: {error.strerror}; name a folder where you may write"
         ) from None
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"--out {out} may not be written; name a folder where you may write")
 
 
 @contextmanager

@@ -358,11 +358,18 @@ rank = os.environ["RANK"]
 os.chdir(rank)
 sys.exit(main([*sys.argv[1:], *({flags!r}.split() if rank == "1" else [])]))
 """
+DIFFERENT_ENV = """
+def load_tasks(split): return [{"prompt": open("seed.txt").read(), "grid": {(0, 1): object()}}]
+turns = "policy"
+def reward_fn(completion): return 0.0
+"""
 DIFFERENCES = {
     "flag": ("", "--seed 7", "--seed is 7 instead of 0 on rank 1"),
     "model": ("model/model.safetensors", "", "the model model differs on rank 1"),
     "environment": ("env.py", "", "the environment env.py differs on rank 1"),
     "rows": ("rows.jsonl", "", "the data set rows.jsonl differs on rank 1"),
+    "load_tasks": ("seed.txt", "", "load_tasks('eval') of env (draw its rows with a fixed seed)"),
+    "template": ("chat.jinja", "", "the chat template of actor policy differs on rank 1"),
     "out": ("", "", "--out run of rank 0"),
 }
 
@@ -372,15 +379,20 @@ def test_ranks_with_other_files_or_flags_are_refused(file, flags, message, tiny_
     for rank in ("0", "1"):
         folder = tmp_path / rank
         shutil.copytree(tiny_model, folder / "model")
-        (folder / "env.py").write_text("def reward_fn(completion): return 0.0\n")
+        (folder / "env.py").write_text(DIFFERENT_ENV)
+        (folder / "seed.txt").write_text("1234")
+        template = (tiny_model / "chat_template.jinja").read_text()
+        (folder / "chat.jinja").write_text(template + "{# 1 #}")
         (folder / "rows.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
     if file:
         path = tmp_path / "1" / file
         data = path.read_bytes()
         path.write_bytes(data[:-4] + bytes([data[-4] ^ 1]) + data[-3:])
     out = "run" if message.startswith("--out") else tmp_path / "run"
-    given = "--model model --env_path env.py --data.train rows.jsonl --max_tokens 8 --timeout_s 6"
+    common = "--actors.policy.model model --env_path env.py --data.train rows.jsonl --eval_every 1 "
+    common += "--actors.policy.chat_template chat.jinja --timeout_s 6 --actors.judge.model lab/judge:free "
+    common += "--actors.judge.api http://a/v1 --actors.judge.api_key_env HOME"
     code = DIFFERENT.replace("{flags!r}", repr(flags))
-    failed = run_ranks(2, "-c", code, *words(given, "--out", out), check=False, cwd=tmp_path)
+    failed = run_ranks(2, "-c", code, *words(common, "--out", out), check=False, cwd=tmp_path)
     assert failed.returncode == 1 and message in the_error(failed.stderr), failed.stderr
     assert not (tmp_path / "0" / out).exists()

@@ -52,8 +52,10 @@ def is_first_to_fail(ranks: Ranks | None) -> bool:
         folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
         folder.joinpath("rl_core_failed").touch(exist_ok=False)
         return True
-    except OSError:
+    except FileExistsError:
         return False
+    except OSError:  # The folder is gone: each rank prints its error, rather than none.
+        return True
     except LookupError:
         if ranks is None:
             return os.environ.get("LOCAL_RANK", "0") == "0"
