@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.config import Config
+from rl_core.distributed import this_device
 from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
@@ -65,8 +66,8 @@ class AdapterSlot:
 
 
 INEXACT = (
-    "in training or in evaluations, needs SGLang >= 0.5.20: older versions name more ids than they "
-    "draw from; leave one of the two out"
+    "of the actor, of evaluations or of an actor with the same engine, needs SGLang >= 0.5.20: "
+    "older versions name more ids than they draw from; leave one of the two out"
 )
 # (condition, message of the error). c: the configuration; a: the actor.
 OF_SGLANG = [
@@ -91,16 +92,6 @@ OF_SGLANG = [
         lambda c, a: a.router_replay,
         ".router_replay=true needs --engine embedded, which records the experts of each token",
     ),
-    (
-        lambda c, a: (
-            a.is_trained
-            and c.sampling.top_p < 1
-            and (c.sampling.min_p or c.eval.sampling.get("min_p"))
-            and not a.servers
-            and is_older_than(NAMES_SAMPLED_IDS)
-        ),
-        f": --sampling.top_p={{c.sampling.top_p}} with min_p, {INEXACT}",
-    ),
 ]
 
 
@@ -121,10 +112,12 @@ class SGLangEngine(Engine):
         check_sglang(config.engine_args, may_lack)
         if torch.cuda.is_available() and not may_lack:
             check_build_tools(os.environ)
-            check_tp_devices(config.engine_tp, torch.cuda.device_count())
+            num_visible, first = torch.cuda.device_count(), first_gpu(config, os.environ)
+            check_tp_devices(config.engine_tp, num_visible, first)
             if config.weight_sync == "device":
                 check_allocator(os.environ)
         refuse(OF_SGLANG, f"--actors.{name}", c=config, a=actor)
+        check_min_p(config, name)
 
     def __init__(self, spec: EngineSpec):
         self.spec, self.server = spec, SGLangServer(spec)
@@ -139,7 +132,9 @@ class SGLangEngine(Engine):
         self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
         self._may_run.set()
         self._num_asked = 0  # Open sampling requests.
-        self._names_sampled_ids = self.server.is_own  # check() has looked at the own server's.
+        # True once the server is known to name just the ids that it draws from.
+        self._names_sampled_ids = self.server.is_own and not is_older_than(NAMES_SAMPLED_IDS)
+        self._keeps_top_p = self._has_min_p = False  # Of requests so far.
         self._aborts: set[asyncio.Task] = set()
 
     @property
@@ -229,8 +224,7 @@ class SGLangEngine(Engine):
         while not done.finish_reason:
             await self._may_run.wait()
             await self._be_awake()
-            if params.keeps_ids and params.min_p and params.top_p < 1:
-                await self._check_sampled_ids()
+            await self._check_sampled_ids(params)
             if self.lacks_weights:
                 await asyncio.sleep(NO_WEIGHTS_POLL_S)
             # A pause may have come meanwhile; nothing is awaited from here to the request.
@@ -270,14 +264,17 @@ class SGLangEngine(Engine):
             slot.was_aborted = True
         self._take(answer, done, params, max_tokens)
 
-    async def _check_sampled_ids(self) -> None:
-        """Raises ValueError if a server that was running already names more ids than it draws
-        from."""
-        if not self._names_sampled_ids:
-            version = (await self._ask("server_info", None)).get("version", "")
-            if numbers(version) < NAMES_SAMPLED_IDS:
-                raise ValueError(f"{self.server}, version {version}: top_p with min_p, {INEXACT}")
-            self._names_sampled_ids = True
+    async def _check_sampled_ids(self, params: SamplingParams) -> None:
+        """Raises ValueError if the server names more ids than it draws from, because a batch may
+        have requests that keep their ids with top_p, and requests with min_p."""
+        self._keeps_top_p |= params.keeps_ids and params.top_p < 1
+        self._has_min_p |= params.min_p > 0
+        if self._names_sampled_ids or not (self._keeps_top_p and self._has_min_p):
+            return
+        version = (await self._ask("server_info", None)).get("version", "")
+        if numbers(version) < NAMES_SAMPLED_IDS:
+            raise ValueError(f"{self.server}, version {version}: top_p with min_p, {INEXACT}")
+        self._names_sampled_ids = True
 
     def _take(
         self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int
@@ -299,6 +296,11 @@ class SGLangEngine(Engine):
             # An abort in SGLang's queue, after a retraction, leaves the ids out. Such tokens are
             # sampled again.
             tokens = tokens[: len(masks)] if is_aborted else tokens
+            if len(masks) != len(tokens):
+                raise RuntimeError(
+                    f"{self.server} named the ids of {len(masks)} of {len(tokens)} tokens; top_k, "
+                    "top_p and min_p in training need SGLang >= 0.5.17"
+                )
             done.kept_ids += [" ".join(map(str, ids)) for ids in masks]
         else:
             logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
@@ -519,6 +521,29 @@ def adapter_files(
     }
     yield "adapter_model.safetensors", safetensors.torch.save(tensors)
     yield "adapter_config.json", json.dumps(read).encode()
+
+
+def first_gpu(config: Config, environ: Mapping[str, str]) -> int:
+    """Number of the first GPU of this rank's server; 0 if another rank starts the server, or if
+    ranks are in groups, which SGLangServer checks."""
+    is_grouped = config.rollout_ranks or any(actor.ranks for actor in config.actors.values())
+    if is_grouped or int(environ.get("RANK", 0)) % config.engine_tp:
+        return 0
+    return this_device().index or 0
+
+
+def check_min_p(config: Config, name: str) -> None:
+    """Raises ValueError if the installed SGLang names more ids than it draws an actor's tokens
+    from."""
+    actor, top_p = config.actors[name], config.sampling.top_p
+    is_exact = actor.servers or not is_older_than(NAMES_SAMPLED_IDS)
+    if is_exact or not actor.is_trained or top_p == 1:
+        return
+    owner = actor.lora_base or name
+    actors = [config.actors[user] for user in (owner, *config.sharers(owner))]
+    min_ps = [config.sampling.min_p, *(user.sampling.get("min_p") for user in actors)]
+    if any([*min_ps, config.eval.sampling.get("min_p")]):
+        raise ValueError(f"--actors.{name}: --sampling.top_p={top_p} with min_p, {INEXACT}")
 
 
 def may_unload(slot: AdapterSlot) -> bool:

@@ -62,7 +62,7 @@ def releases_graphs(spec: EngineSpec, version: tuple[int, ...], environ: Mapping
     if sets_graphs(spec):
         return False
     if GRAPH_SAVER in environ:
-        return environ[GRAPH_SAVER].lower() in ("1", "true")
+        return environ[GRAPH_SAVER].lower() in ("1", "true", "yes", "y")  # As SGLang reads it.
     return copied_head_bytes(spec, version) > MAX_ASLEEP_BYTES
 
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from multiprocessing import current_process
 
 import torch
@@ -43,7 +44,6 @@ OWN_FLAGS = {
     "--model": "--model",
     "--tp-size": "--engine_tp",
     "--tensor-parallel-size": "--engine_tp",
-    "--tp": "--engine_tp",
     "--dtype": "--learner.dtype",
     "--random-seed": "--seed",
     "--max-running-requests": "--rollout.max_concurrent",
@@ -66,6 +66,8 @@ OWN_FLAGS = {
     "--enable-lora": "",
     "--max-loras-per-batch": "",
 }
+# The only flag of SGLang, other than OWN_FLAGS, that is also the beginning of one of OWN_FLAGS.
+LOG_LEVEL = "--log-level"
 # Variables that the child does not inherit. With torchrun's, the child would join the ranks'
 # process groups. Expandable segments break SGLang's memory saver.
 NOT_FOR_CHILDREN = re.compile(
@@ -77,12 +79,11 @@ NOT_FOR_CHILDREN = re.compile(
 def check_sglang(args: str = "", is_planned: bool = False) -> None:
     """Raises ValueError if `args` sets a flag that rl_core sets itself, or if SGLang is too old or,
     unless is_planned, not installed. Imports nothing."""
-    for name in (arg.partition("=")[0].replace("_", "-") for arg in shlex.split(args)):
-        if name in OWN_FLAGS:
-            instead = f"give {OWN_FLAGS[name]}" if OWN_FLAGS[name] else "leave it out"
-            raise ValueError(
-                f"--engine_args={args}: rl_core itself sets {name} of SGLang's server; {instead}"
-            )
+    for name in filter(None, map(own_flag, shlex.split(args))):
+        instead = f"give {OWN_FLAGS[name]}" if OWN_FLAGS[name] else "leave it out"
+        raise ValueError(
+            f"--engine_args={args}: rl_core itself sets {name} of SGLang's server; {instead}"
+        )
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -95,6 +96,15 @@ def check_sglang(args: str = "", is_planned: bool = False) -> None:
         raise ValueError(
             f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed"
         )
+
+
+def own_flag(arg: str) -> str:
+    """The flag of OWN_FLAGS that an argument sets, or "". argparse accepts abbreviations of
+    flags."""
+    name = arg.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
+    if not re.match("--.", name) or name == LOG_LEVEL:
+        return ""
+    return next((flag for flag in OWN_FLAGS if flag.startswith(name)), "")
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -168,17 +178,7 @@ class SGLangServer:
     def _launch(self) -> None:
         self.stop()
         spec = self.spec
-        env = {
-            name: value for name, value in os.environ.items() if not NOT_FOR_CHILDREN.match(name)
-        }
-        if spec.device.type == "cpu":
-            env["SGLANG_USE_CPU_ENGINE"] = "1"
-            if spec.server.tp > 1:
-                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(spec.server.tp)))
-        else:
-            env = cuda_environment(env)
-            if releases_graphs(spec, installed_version(), env):
-                env[GRAPH_SAVER] = "true"
+        if spec.device.type == "cuda":
             spec = with_room(spec, self.num_starts == 1)
         # Port of the process group of the server's ranks. SGLang itself would look for a free one
         # early and bind it much later. Each start has a new one: ranks of a killed server may hold
@@ -199,7 +199,7 @@ class SGLangServer:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=env,
+            env=child_environment(spec, os.environ),
             start_new_session=True,
         )
         os.close(log)
@@ -242,6 +242,21 @@ def reserved_port() -> socket.socket:
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     port.bind(("127.0.0.1", 0))
     return port
+
+
+def child_environment(
+    spec: EngineSpec, environ: Mapping[str, str], version: tuple[int, ...] | None = None
+) -> dict[str, str]:
+    """Environment variables of the server. `version`: of SGLang; None: the installed one."""
+    env = {name: value for name, value in environ.items() if not NOT_FOR_CHILDREN.match(name)}
+    if spec.device.type == "cuda":
+        env = cuda_environment(env)
+        releases = releases_graphs(spec, version or installed_version(), env)
+        return env | {GRAPH_SAVER: "true"} if releases else env
+    env["SGLANG_USE_CPU_ENGINE"] = "1"
+    if spec.server.tp > 1:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(spec.server.tp)))
+    return env
 
 
 def server_args(spec: EngineSpec, version: tuple[int, ...] | None = None) -> list[str]:

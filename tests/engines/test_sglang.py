@@ -90,7 +90,7 @@ class Standin:
                 "finish_reason": reason,
                 "output_token_logprobs": [[*(logprob or [-0.5]), t] for t in tokens],
             }
-            if body.get("return_sampling_mask"):
+            if body.get("return_sampling_mask") and self.version != "0.5.16":
                 # Lacks newer tokens, as of a request that is aborted in the queue.
                 named = tokens[:1] if reason["type"] == "abort" else tokens
                 meta["output_token_sampling_mask"] = [[t, t + 100] for t in named]
@@ -210,12 +210,17 @@ KEEPING = SamplingParams(max_tokens=12, top_k=7, keeps_ids=True)
 
 
 def test_a_running_server_that_names_more_ids_than_it_draws_from_is_refused(make, standin):
-    engine, both = make(), replace(KEEPING, top_p=0.9, min_p=0.1)
-    with pytest.raises(ValueError, match=r"version 0\.5\.19: top_p with min_p, .* >= 0\.5\.20"):
-        ask(engine, both)
-    assert ask(engine, replace(both, min_p=0.0)).kept_ids == ["5 105"]
+    """Also by requests of two actors, or of training and an evaluation: a batch may have both."""
+    engine, top_p = make(), replace(KEEPING, top_p=0.9)
+    assert ask(engine, top_p).kept_ids == ["5 105"]
+    for min_p in (replace(GREEDY, min_p=0.1), replace(top_p, min_p=0.1)):
+        with pytest.raises(ValueError, match=r"version 0\.5\.19: top_p with min_p, .*>= 0\.5\.20"):
+            ask(engine, min_p)
     standin.version = "0.5.20"
-    assert ask(engine, both).kept_ids == ["5 105"]
+    assert ask(engine, min_p).kept_ids == ["5 105"]
+    standin.version = "0.5.16"
+    with pytest.raises(RuntimeError, match=r"ids of 0 of 1 tokens; top_k, .* SGLang >= 0\.5\.17"):
+        ask(engine, KEEPING)
 
 
 @pytest.mark.parametrize(
@@ -567,9 +572,12 @@ def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny
         choose_engine(parse_config([*base, "--engine", "embedded", "--engine_args=--x"]), 1)
     for flag, ours in {
         "--tp-size 2": "--engine_tp",
+        "--tp 2": "--engine_tp",
         "--mem_fraction_static=0.5": "--engine_memory_frac",
+        "--mem-fraction 0.3": "--engine_memory_frac",  # As argparse allows.
+        "--log-level debug --mem=0.3": "--engine_memory_frac",
     }.items():
-        with pytest.raises(ValueError, match=f"sets {flag[:4]}.* of SGLang's server; give {ours}"):
+        with pytest.raises(ValueError, match=f"itself sets --.* of SGLang's server; give {ours}"):
             check_sglang(flag)
     on_gpu = replace(
         spec,
@@ -577,8 +585,8 @@ def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny
         device=torch.device("cuda"),
         adapters={"bob": {"r": 4, "target_modules": ["q_proj"]}},
     )
-    given = {arg for arg in server_args(on_gpu, (0, 5, 17)) if arg.startswith("--")}
-    assert given - OWN_FLAGS.keys() == {"--cuda-graph-max-bs-decode"}
+    arguments = {arg for arg in server_args(on_gpu, (0, 5, 17)) if arg.startswith("--")}
+    assert arguments - OWN_FLAGS.keys() == {"--cuda-graph-max-bs-decode"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -16,12 +16,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from kit import engine_spec, make_learner
+from kit import engine_spec, make_learner, words
 from make_tiny_model import make_tiny_model
 from test_engine_contract import needs_sglang
 from test_weight_transfer import Model
 
+from rl_core.config import Config, parse_config
 from rl_core.engines import sglang_cuda
+from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_cuda import (
     GRAPH_SAVER,
     check_allocator,
@@ -33,9 +35,16 @@ from rl_core.engines.sglang_cuda import (
     runtime_folders,
     with_room,
 )
-from rl_core.engines.sglang_server import reserved_port, server_args
+from rl_core.engines.sglang_server import (
+    OWN_FLAGS,
+    child_environment,
+    own_flag,
+    reserved_port,
+    server_args,
+)
 from rl_core.engines.weight_transfer import described_transfer
 from rl_core.learning.optimizers import missing_state_bytes
+from rl_core.plan.plan import choose_engine
 from rl_core.sampling.engine import EngineSpec, ServerSpec
 from rl_core.types import SamplingParams
 
@@ -184,6 +193,69 @@ def test_a_server_has_as_many_gpus_as_it_spans(tp, num_visible, first, message):
         check_tp_devices(tp, num_visible, first)
 
 
+def parsed(flags: str, tmp_path: Path, monkeypatch) -> Config:
+    """Flags of a run where SGLang 0.5.19 is installed."""
+    facts = tmp_path / "sglang-0.5.19.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Name: sglang\nVersion: 0.5.19\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return parse_config(words("--model m --env_path x.py --out x --engine sglang", flags))
+
+
+@pytest.mark.parametrize(
+    "flags, rank, is_refused",
+    [
+        ("", 2, True),
+        ("", 1, False),  # Rank 0 starts the server.
+        ("--actors.bob.model m --actors.policy.ranks 0-1 --actors.bob.ranks 2-3", 2, False),
+    ],
+)
+def test_a_rank_looks_for_the_gpus_of_its_server_before_a_model_loads(
+    flags, rank, is_refused, tmp_path, monkeypatch
+):
+    config = parsed(f"--engine_tp 2 {flags}", tmp_path, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "TVM_FFI_CACHE_DIR": "x"}.items():
+        monkeypatch.setenv(name, str(value))
+    refused = pytest.raises(ValueError, match="needs the GPUs 2 to 3 and this rank sees 3")
+    with refused if is_refused else contextlib.nullcontext():
+        SGLangEngine.check(config, "policy", False)
+
+
+TOP_P, MIN_P = "--actors.policy.sampling.top_p 0.9", "--actors.bob.sampling.min_p 0.1"
+SHARED = "--actors.policy.lora.rank 2 --actors.bob.lora.rank 2 --actors.bob.lora_base policy"
+
+
+@pytest.mark.parametrize(
+    "flags, refused",
+    [
+        (f"{TOP_P}", None),
+        ("--sampling.min_p 0.1", None),
+        (f"{TOP_P} --sampling.min_p 0.1", "policy"),
+        (f"{TOP_P} --eval.sampling min_p=0.1", "policy"),
+        (f"{TOP_P} --actors.bob.model m {MIN_P}", None),
+        (f"{TOP_P} --actors.policy.model m {SHARED} {MIN_P}", "policy"),
+        (
+            f"--actors.policy.model m {SHARED} --actors.bob.sampling.top_p 0.9 "
+            "--actors.policy.sampling.min_p 0.1",
+            "bob",
+        ),
+        (
+            f"{TOP_P} --sampling.min_p 0.1 --actors.policy.engine_urls http://a:1",
+            None,  # The engine asks the server.
+        ),
+    ],
+)
+def test_top_p_and_min_p_in_one_batch_need_an_sglang_that_names_the_ids_it_draws(
+    flags, refused, tmp_path, monkeypatch
+):
+    config = parsed(flags, tmp_path, monkeypatch)
+    message = f"^--actors.{refused}: --sampling.top_p=0.9 with min_p, .* SGLang >= 0.5.20"
+    with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
+        choose_engine(config, 1)
+
+
 def cuda_spec(hidden: int, dtype: torch.dtype = torch.bfloat16, **server) -> EngineSpec:
     """A model with the ids of Qwen3: 151,936. Its head in fp32 is 0.58 GiB with 1,024 channels."""
     return EngineSpec(
@@ -213,7 +285,7 @@ SERVERS = [
     ((0, 5, 17), cuda_spec(2048), {GRAPH_SAVER: "0"}, [TF32, GRAPHS]),
     ((0, 5, 17), cuda_spec(2048, args="--cuda-graph-bs-decode 1 2"), {}, [TF32]),
     ((0, 5, 18), cuda_spec(8192), {}, [GRAPHS]),
-    ((0, 5, 23), cuda_spec(1024), {GRAPH_SAVER: "1"}, [GRAPHS, NO_PREFILL_GRAPHS]),
+    ((0, 5, 23), cuda_spec(1024), {GRAPH_SAVER: "Yes"}, [GRAPHS, NO_PREFILL_GRAPHS]),
 ]
 
 
@@ -221,6 +293,9 @@ SERVERS = [
 def test_graphs_are_freed_in_sleep_where_they_hold_a_gibibyte(version, spec, environ, expected):
     args = cuda_args(spec, version, environ)
     assert args == " ".join(["--mm-feature-transport cpu", *expected]).split()
+    # With graphs of prompts such a server would not start.
+    saver = child_environment(spec, environ, version).get(GRAPH_SAVER)
+    assert (saver == "true") == (NO_PREFILL_GRAPHS in args)
 
 
 @needs_sglang
@@ -235,6 +310,8 @@ def test_sglang_knows_the_arguments_of_a_server_on_a_gpu(monkeypatch):
         spec.adapters = adapters
         args = parser.parse_args([*server_args(spec, version), "--nccl-port", "1"])
         assert args.enable_fp32_lm_head and args.enable_memory_saver and args.nccl_port == 1
+    refused = {name for name in parser._option_string_actions if own_flag(name)}
+    assert refused - {"--no-enable-tf32-matmul"} == OWN_FLAGS.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -292,8 +369,8 @@ def test_memory_that_no_other_process_maps_is_not_sent(variable, value, setting,
 @needs_sglang
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_server_in_bf16_samples_and_sleeps_and_has_the_new_weights_awake(device, tmp_path):
-    """The default engine of a run on one GPU, and the steps of the run with it. Prints what a
-    sleeping server holds."""
+    """The default engine of a run on one GPU, and the steps of the run with it. Prints the
+    memory of the sleeping server."""
     make_tiny_model(tmp_path / "model", hidden=256, layers=4, heads=4)  # Heads of 64.
     device, sampled = torch.device(device), SamplingParams(max_tokens=32)
 
