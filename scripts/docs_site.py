@@ -23,12 +23,12 @@ OUTSIDE = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 CAPTIONS = {
-    "Begin": "quickstart first_environment python curves recipes troubleshooting",
+    "Begin": "quickstart first_environment python glossary curves recipes troubleshooting",
     "Coming from": "from_trl coming_from",
     "Tasks": "environments agents terminal rewards actors sandbox service",
     "Learning": "algorithms distillation sft async models",
     "Machines": "parallelism engines performance reliability gpu",
-    "Runs": "runs metrics view tools",
+    "Runs": "runs metrics view reading_rollouts tools",
     "Inside": "house api CONTRIBUTING CHANGELOG",
 }
 API = {
