@@ -9,7 +9,7 @@ The last fenced block of a reply is its program, otherwise all of it. Rows as in
 prompt=text`). Without rows: one-line functions of levels 1 to 3, as `add 3, multiply by 2` -> `def
 f(x): return (x+3)*2`. A hash of the prompt says which tenth is held out. CODE_SYNTAX=0.1 gives
 a tenth of the reward for code that parses and defines the function, not an empty one. Curve on a
-CPU: docs/curves.md.
+CPU: docs/evidence/curves.md.
 """
 
 import os

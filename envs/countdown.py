@@ -6,7 +6,7 @@ brackets, each used once.
 Rows: {"nums": [3, 5, 7], "target": 26}, as in Countdown-Tasks-3to4, and a "prompt" for other words;
 without --data.train, 2, 3 or 4 numbers (levels 1 to 3). Reward: 0.1 for a sum in
 <answer>...</answer> that uses each number once, 1 if it gives the target. Curve on a CPU:
-docs/curves.md.
+docs/evidence/curves.md.
 """
 
 import ast

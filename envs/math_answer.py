@@ -7,7 +7,7 @@ the reference's, else 0.
 Final is what stands after the last `####` or in the last `\boxed{}`, else the last formula
 or number. Rows need `answer` (a number, LaTeX, or a solution that ends in `#### number`) and their
 problem as `messages`, `prompt`, `question` or `problem`. Without rows: sums of three levels. Curve
-on a CPU: docs/curves.md.
+on a CPU: docs/evidence/curves.md.
 """
 
 import random

@@ -5,7 +5,7 @@ OpenAI's client, asks the model of the run.
     --max_prompt_tokens 1024 --max_tokens 256
 
 Reward: 1 if the program's result is the product. Without --data.train the questions are products of
-two digits and one. docs/agents.md; curve on a CPU: docs/curves.md.
+two digits and one. docs/agents.md; curve on a CPU: docs/evidence/curves.md.
 """
 
 import random

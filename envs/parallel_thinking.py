@@ -8,7 +8,7 @@ After ParaThinker (arXiv:2509.04475) and RSA (arXiv:2509.26626). Alone, an actor
 and combines them. Of several, `combiner` (or the first by name) combines, and each other one writes
 two drafts. Rows as in envs/math_answer.py, whose sums are used without --data.train. Reward:
 whether the answer is right for who combines; a draft earns 0.7 if it is right itself, and 0.3 if
-the answer is. Curve on a CPU: docs/curves.md.
+the answer is. Curve on a CPU: docs/evidence/curves.md.
 """
 
 import asyncio

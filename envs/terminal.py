@@ -6,7 +6,7 @@
 The model calls `bash` and sees the command's output. Reward: 1 if the folder holds just the files
 that it should, with their texts. Kinds (column `kind`): write, copy, move, remove, join, fold. Rows
 of your own: a prompt, `files` (name -> text) before, and `wanted` after. A hash of the prompt says
-which tenth is held out. Curve on a CPU: docs/curves.md.
+which tenth is held out. Curve on a CPU: docs/evidence/curves.md.
 """
 
 import json

@@ -13,7 +13,7 @@ Without --data.train the questions are made up, of four kinds (column `kind`) at
 numbers in a file; code, counting that takes a program. The question says to which split it belongs.
 Rows of your own: a prompt, `answer`, and optionally `files` (name -> text) for the folder, which
 one episode has for itself. Python sees a copy of it (docs/sandbox.md). Curve on a CPU:
-docs/curves.md.
+docs/evidence/curves.md.
 """
 
 import inspect

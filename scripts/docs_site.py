@@ -23,7 +23,7 @@ OUTSIDE = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 CAPTIONS = {
-    "Begin": "quickstart first_environment python glossary curves recipes troubleshooting",
+    "Begin": "quickstart first_environment python glossary recipes troubleshooting",
     "Coming from": "from_trl coming_from",
     "Tasks": "environments agents terminal rewards actors sandbox service",
     "Learning": "algorithms distillation sft async models",

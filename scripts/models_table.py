@@ -150,6 +150,7 @@ FAMILIES = {
     "llama4": {"text_config": SIZES | EXPERTS | CHUNKS, "vision_config": VISION | PROJECTOR},
 }
 MARK = "<!-- What follows is written by scripts/models_table.py. -->"
+END = "<!-- The end of what scripts/models_table.py writes. -->"
 COLUMNS = ("forward", "SFT", "GRPO", "LoRA", "export", "reload", "engine")
 TALK = [("say", "12 34"), ("again", "5"), ("more", "678 9 0"), ("end", "1")]
 ROWS = [
@@ -360,7 +361,8 @@ def main() -> None:
         print(name, *results[name][0].values(), *results[name][1], flush=True)
     lines = summary(results)
     if args.out:
-        about = Path(args.out).read_text().partition(MARK)[0]
+        before, _, rest = Path(args.out).read_text().partition(MARK)
+        after = rest.partition(END)[2]
         versions = (
             f"torch {torch.__version__}, transformers {transformers.__version__}, Python "
             f"{platform.python_version()}"
@@ -370,7 +372,8 @@ def main() -> None:
             f"fp32 on a CPU, {versions}.",
             "",
         ]
-        Path(args.out).write_text(about + MARK + "\n\n" + "\n".join(lines) + "\n")
+        text = "\n".join([MARK, "", *lines, "", END])
+        Path(args.out).write_text(before + text + after)
 
 
 if __name__ == "__main__":
