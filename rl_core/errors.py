@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import PurePath
 
 
@@ -34,6 +36,16 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     stems = {other.removesuffix(suffix): other for other in known}
     close = difflib.get_close_matches(name.removesuffix(suffix), stems, n=1)
     return stems[close[0]] if close else None
+
+
+def as_one_line(error: Exception) -> Exception:
+    """Returns the error, which IPython then prints without a traceback, as the command line does.
+    RL_CORE_DEBUG=1 keeps the traceback."""
+    if not os.environ.get("RL_CORE_DEBUG"):
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        # IPython's hook; an attribute keeps the type, and a partial can be pickled.
+        setattr(error, "_render_traceback_", partial(list, [text]))  # noqa: B010
+    return error
 
 
 def refuse(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from rl_core.api.environment import (
 )
 from rl_core.config import Config, DataConfig, checked, from_sections, known_flags
 from rl_core.config.flag_parsing import as_fields
-from rl_core.errors import split
+from rl_core.errors import as_one_line, split
 from rl_core.plugin import Plugin
 from rl_core.types import JSONObject, RunError
 
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from rl_core.sampling.engine import Engine
 
 OnStep = Callable[[int, dict[str, float]], object]
-
-
-MOST_METRICS = 12  # A printed result shows at most this number.
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, repr=False)
@@ -50,14 +48,12 @@ class TrainResult:
     models: dict[str, Path]  # actor -> Hugging Face folder of its model, an adapter merged
 
     def __repr__(self) -> str:
-        """At most 15 lines: the last values of a few metrics, without the history."""
-        shown = [name for name in self.metrics if name.count("/") < 2][:MOST_METRICS]
-        lines = [f"TrainResult: step {self.step} in {self.out}"]
-        lines += [f"  {name}: {self.metrics[name]}" for name in shown]
-        if len(shown) < len(self.metrics):
-            lines.append(f"  ... {len(self.metrics)} values in .metrics, all steps in .history")
-        lines.append(f"  models: {', '.join(map(str, self.models.values()))}")
-        return "\n".join(lines)
+        """Two lines: steps and at most three scores, before and after; names of the attributes."""
+        from rl_core.run.display.summary import before_and_after
+
+        facts = [f"step {self.step} in {self.out}", *before_and_after(self.history)[:3]]
+        sizes = f".metrics ({len(self.metrics)}), .history ({len(self.history)} lines)"
+        return f"TrainResult: {'; '.join(facts)}\n  .models ({', '.join(self.models)}), {sizes}"
 
     @property
     def model(self) -> Path:
@@ -67,14 +63,17 @@ class TrainResult:
 
 @contextmanager
 def errors_of_fields() -> Iterator[None]:
-    """Inside, errors that speak of flags name fields of Config and arguments of train(). Options of
-    other programs stay."""
+    """Inside, errors that speak of flags name fields of Config and arguments of train(), and a
+    notebook shows errors of rl_core in one line. Options of other programs stay."""
     try:
         yield
     except (ValueError, RunError) as error:
         if type(error) in (ValueError, RunError):
             sections = {name.partition(".")[0] for name in known_flags()}
             error.args = (as_fields(str(error), sections),)
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").startswith("rl_core."):
+                as_one_line(error)
         raise
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from rl_core.errors import as_one_line
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
@@ -55,7 +57,7 @@ class Section:
         names = cls.__dataclass_fields__
         if name not in names:
             error = unknown(cls.prefix + name, [cls.prefix + known for known in names])
-            raise ValueError(as_fields(str(error)))
+            raise as_one_line(ValueError(as_fields(str(error))))
 
 
 # Sections that hold one section for each name that the user gives.

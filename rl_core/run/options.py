@@ -49,9 +49,10 @@ def first_plugins(trainer: RunState) -> Iterator[Plugin]:
 
         yield Panel(trainer)
     elif trainer.ranks.is_writer:
+        from rl_core.run.display.notebook import Chart, in_kernel
         from rl_core.run.display.terminal import Terminal
 
-        yield Terminal(trainer)
+        yield Chart(trainer) if in_kernel() else Terminal(trainer)
     if config.trackers:
         from rl_core.run.display.trackers import Trackers
 

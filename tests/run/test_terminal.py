@@ -112,31 +112,66 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
     assert re.search(r"reward 1 .* generate \S+ tokens/s", shown)
 
 
-def test_the_progress_line_names_actors_and_counts_their_failures():
-    values = {
-        "rollout/bob/reward_mean": 0.5,
-        "learn/bob/loss": 0.1,
-        "rollout/bob/failed": 1,
-        "time/step_s": 2.0,
-    }
-    values |= {"rollout/bob/maths/reward_mean": 9.0}
-    assert progress_line(3, 9, values, ["bob"]).startswith(
-        "step 3/9  reward 0.5  loss 0.1  failed 1  2.00 s"
-    )
-    times = {"time/generate_s": 0.5, "time/learn_s": 1.5, "time/sync_s": 0.001}
-    line = progress_line(3, 9, values | times, ["bob"])
-    assert line.endswith("2.00 s (generate 0.50, learn 1.50)")
-    nothing = {
-        "rollout/alice/reward_mean": math.nan,
-        "rollout/alice/length_mean": math.nan,
-    }  # bob's turns were the limit
-    assert progress_line(3, 9, values | nothing, ["bob", "alice"]).startswith(
-        "step 3/9  bob:  reward 0.5  loss 0.1  failed 1  alice:  no turns  2.00 s"
-    )
-    values |= {"rollout/alice/reward_mean": 0.25, "rollout/alice/failed": 2}
-    assert progress_line(3, 9, values, ["bob", "alice"]).startswith(
-        "step 3/9  bob:  reward 0.5  loss 0.1  failed 1  alice:  reward 0.25  failed 2"
-    )
+ONE = {"reward_mean": 0.5, "failed": 1, "maths/reward_mean": 9.0}
+TIMES = {"time/generate_s": 0.5, "time/learn_s": 1.5, "time/sync_s": 0.001}
+LONG = {"reward_mean": -0.12346, "length_mean": 2413.0, "failed": 12}
+
+
+@pytest.mark.parametrize(
+    "rollouts, learned, times, lines",
+    [
+        ({"bob": ONE}, {"loss": 0.1}, {}, ["reward 0.5  loss 0.1  failed 1  2.00 s  ETA 0:01:00"]),
+        ({"bob": {}}, {}, TIMES, ["2.00 s (generate 0.50, learn 1.50)  ETA 0:01:00"]),
+        # Distillation: the rewards may all be 0, and the KL is what falls.
+        (
+            {"bob": {"reward_mean": 0.0}},
+            {"loss": 0.1, "teacher_kl_nats": 0.25},
+            TIMES,
+            ["reward 0  loss 0.1  kl 0.25  2.00 s (generate 0.50, learn 1.50)  ETA 0:01:00"],
+        ),
+        # Phases would make this line longer than 100 columns.
+        (
+            {"bob": LONG},
+            {"loss": -1.2346e-08, "teacher_kl_nats": 0.12346},
+            TIMES,
+            [
+                "reward -0.1235  tokens 2413  loss -1.235e-08  kl 0.1235  "
+                "failed 12  2.00 s  ETA 0:01:00"
+            ],
+        ),
+        # The limit of turns left none to alice.
+        (
+            {"bob": ONE, "alice": {"reward_mean": math.nan, "length_mean": math.nan}},
+            {},
+            TIMES,
+            [
+                "2.00 s (generate 0.50, learn 1.50)  ETA 0:01:00",
+                "  bob    reward 0.5  failed 1",
+                "  alice  no turns",
+            ],
+        ),
+        (
+            dict.fromkeys(["a_long_name", "bob", "carol", "dave"], LONG),
+            {"loss": -1.2346e-08, "teacher_kl_nats": 0.12346},
+            TIMES | {"time/sync_s": 0.125, "time/places_s": 0.125},
+            [
+                "2.00 s (generate 0.50, learn 1.50, sync 0.12, places 0.12)  ETA 0:01:00",
+                *(
+                    f"  {name}  reward -0.1235  tokens 2413  loss -1.235e-08  kl 0.1235  failed 12"
+                    for name in ("a_long_name", "bob        ", "carol      ", "dave       ")
+                ),
+            ],
+        ),
+    ],
+)
+def test_the_progress_line_fits_100_columns(rollouts, learned, times, lines):
+    values = {"time/step_s": 2.0} | times
+    for name, of_actor in rollouts.items():
+        values |= {f"rollout/{name}/{metric}": value for metric, value in of_actor.items()}
+        values |= {f"learn/{name}/{metric}": value for metric, value in learned.items()}
+    line = progress_line(3, 9, values, list(rollouts), timedelta(minutes=1))
+    assert line.splitlines() == [f"step 3/9  {lines[0]}", *lines[1:]]
+    assert max(map(len, line.splitlines())) <= 100
 
 
 def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys):
@@ -184,16 +219,17 @@ def test_the_time_left_is_that_of_the_last_steps_with_what_lay_between_them():
 def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at_it(
     flags_of, tmp_path, capsys
 ):
-    assert (
-        main(flags_of("float(len(completion))", "--num_steps 4 --eval_every 4 --eval.samples 0"))
-        == 0
-    )
-    printed = capsys.readouterr().out.splitlines()
-    position = next(n for n, line in enumerate(printed) if line.startswith("done: "))
-    assert re.fullmatch(r"done: step 4 of 4 in \d+:\d\d:\d\d", printed[position])
-    [score, look] = printed[position + 1 :]
-    assert re.fullmatch(r"  env/greedy_score [\d.]+ -> [\d.]+", score)
-    assert look == f"  look at it: rl-core view {tmp_path / 'run'}"
+    resumed = "--num_steps 5 --resume true"
+    for more, end in (("--num_steps 4", "4 of 4"), (resumed, "5 of 5")):
+        since = r" \(from step 4\)" if more == resumed else ""
+        flags = flags_of("float(len(completion))", more, "--eval_every 1 --eval.samples 0")
+        assert main(flags) == 0
+        printed = capsys.readouterr().out.splitlines()
+        position = next(n for n, line in enumerate(printed) if line.startswith("done: "))
+        assert re.fullmatch(rf"done: step {end} in \d+:\d\d:\d\d{since}", printed[position])
+        [score, look] = printed[position + 1 :]
+        assert re.fullmatch(r"  env/greedy_score [\d.]+ -> [\d.]+", score)
+        assert look == f"  look at it: rl-core view {tmp_path / 'run'}"
 
 
 @pytest.mark.parametrize(
@@ -223,4 +259,9 @@ def test_what_a_run_measured_before_and_after_is_its_evaluations_or_means_of_its
     assert before_and_after([evaluations[0], *steps, evaluations[1]]) == ["sort/avg@4 0.25 -> 0.75"]
     losses = [{"step": n, "learn/bob/loss": value} for n, value in ((1, 2.0), (2, None), (3, 1.0))]
     assert before_and_after(losses) == ["bob/loss 2 -> 1"]
+    pairs = [row | {"learn/bob/accuracy": row["step"] / 4} for row in losses]
+    assert before_and_after(pairs) == ["bob/accuracy 0.25 -> 0.75", "bob/loss 2 -> 1"]
+    taught = [row | {"learn/bob/teacher_kl_nats": 6.0 - row["step"]} for row in steps]
+    kl = "bob/teacher_kl_nats 4.5 -> 1.5 (means of 2 steps)"
+    assert before_and_after(taught) == [kl, *before_and_after(steps)]
     assert before_and_after(evaluations[:1]) == [] == before_and_after([])

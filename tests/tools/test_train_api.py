@@ -224,8 +224,13 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         raise RuntimeError("on purpose")
 
     def refused(error, says, config, **arguments):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=says) as caught:
             train(config, **arguments)
+        # IPython prints these lines instead of the traceback.
+        if lines := getattr(caught.value, "_render_traceback_", None):
+            [line] = lines()
+            assert re.match(rf"{error.__name__}: \S[^\n]*$", line)
+        assert (lines is None) == (error not in (ValueError, RunError))
 
     refused(
         ValueError,
@@ -290,6 +295,48 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(ValueError, "starts its own ranks", config_of("a"), env=len_of, data=ROWS)
     assert "error:" not in capsys.readouterr().err
+
+
+NOTEBOOK = """
+from rl_core import Config, train
+small = dict(model=MODEL, num_steps=3, tasks_per_step=2, group_size=2, max_tokens=4, max_prompt_tokens=40)
+rows = [{"prompt": str(n)} for n in range(8)]
+---
+train(Config(out="run", **small), env=lambda completion: len(completion), data=rows)
+---
+Config(num_generations=8)
+---
+train(Config(out="wrong", **small), env=len, data=[{"promt": "1"}])
+---
+def on_step(step, metrics): raise ValueError("of the script")
+train(Config(out="own", **small), env=lambda completion: 1.0, data=rows, on_step=on_step)
+"""
+
+
+def test_a_notebook_shows_a_chart_and_a_mistake_in_one_line(tiny_model, tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    cells = NOTEBOOK.replace("MODEL", repr(str(tiny_model))).split("---\n")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    options = {"kernel_name": "python3", "allow_errors": True, "timeout": 120}
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, resources=resources, **options).execute()
+    _, ran, name, column, own = (cell.outputs for cell in notebook.cells)
+    # One display, in which the last step has replaced the others, and no line of a step.
+    [chart] = [output.data for output in ran if output.output_type == "display_data"]
+    assert chart["text/plain"].startswith("step 3/3  reward ")
+    titles = re.findall(r"<div>(\w+) \S+<br><svg", chart["text/html"])
+    assert titles == ["reward", "tokens", "loss"]
+    points = re.search(r'points="(.*?)"', chart["text/html"])[1].split()
+    assert [point.split(",")[0] for point in points] == ["0.0", "100.0", "200.0"]
+    printed = "".join(output.text for output in ran if output.output_type == "stream")
+    assert "\ndone: step 3 of 3 in " in printed and "\nstep " not in printed
+    assert ran[-1].data["text/plain"].startswith("TrainResult: step 3 in run; policy/reward ")
+    assert [error.traceback for error in (*name, *column)] == [
+        [f"ValueError: {error.evalue}"] for error in (*name, *column)
+    ]
+    assert len(own[-1].traceback) > 1, "a mistake of the script keeps its traceback"
 
 
 def test_an_unknown_name_in_python_is_answered_by_fields():
@@ -410,7 +457,7 @@ def test_data_may_be_a_file_or_a_table_of_pandas(config_of, tmp_path):
     many = dataclasses.replace(results[0], metrics={f"time/{n}_s": 1.0 for n in range(99)})
     for result in (results[0], many):
         lines = str(result).splitlines()
-        assert len(lines) <= 15 and lines[0].startswith("TrainResult: step 1 in ")
+        assert len(lines) <= 2 and lines[0].startswith("TrainResult: step 1 in ")
 
 
 def test_arrays_and_nulls_that_parquet_adds_are_not_in_rows_of_pandas(tmp_path):

@@ -42,13 +42,15 @@ class Panel(Terminal):
                 done = min(trainer.worker.num_ready(), config.tasks_per_step)
                 doing.append(f"{done}/{config.tasks_per_step} groups")
         doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
-        facts = results(self.metrics, config.trained)
+        above, facts = results(self.metrics, config.trained), []
+        if len(above) == 1:
+            above, facts = [], above
         for phase in ("generate", "learn"):
             if speed := self.metrics.get(f"time/{phase}_tokens_per_s"):
                 facts.append(f"{phase} {short(speed)} tokens/s")
         if self.metrics:
             facts.append(f"ETA {time_left(self.ended_at, config.num_steps - trainer.step)}")
-        lines = [Text("  ".join(doing)), Text("  ".join(facts))]
+        lines = [Text("  ".join(doing)), *map(Text, above), Text("  ".join(facts))]
         for _, text in list(self.warnings.now.values()):
             lines.append(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis"))
         return Group(*lines)

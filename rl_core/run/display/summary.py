@@ -4,6 +4,7 @@ the run."""
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -16,8 +17,8 @@ Row = Mapping[str, float | None]
 # The first pattern with a metric that was measured at least twice is printed.
 SCORES = (
     r"eval/((?:[^/]+/)*(?:greedy_score|avg@\d+|pass@\d+|accuracy|loss))",
-    r"rollout/([^/]+/reward)_mean",
-    r"learn/([^/]+/loss)",
+    r"rollout/([^/]+/reward)_mean|learn/([^/]+/teacher_kl_nats)",
+    r"learn/([^/]+/(?:accuracy|loss))",
 )
 MOST_STEPS = 10  # Most steps to average for metrics of training, whose tasks differ.
 
@@ -27,11 +28,12 @@ def print_summary(trainer: RunState) -> None:
     config, say, done = trainer.config, trainer.log.say, trainer.step
     duration = timedelta(seconds=int(time.monotonic() - trainer.began_at))
     reason = "done" if done >= config.num_steps and not trainer.signal else trainer.ended_by
-    say(f"{reason}: step {done} of {config.num_steps} in {duration}")
+    since = f" (from step {trainer.first_step})" if trainer.first_step else ""
+    say(f"{reason}: step {done} of {config.num_steps} in {duration}{since}")
     file = trainer.out / "metrics.jsonl"
     for line in before_and_after(list(read_json(file)) if file.exists() else []):
         say(f"  {line}")
-    say(f"  look at it: rl-core view {trainer.out}")
+    say(f"  look at it: rl-core view {shlex.quote(str(trainer.out))}")
     if done < config.num_steps:
         is_command = not trainer.plan.custom.is_script
         again = "the same command with --resume"
@@ -56,7 +58,7 @@ def before_and_after(rows: Sequence[Row]) -> list[str]:
                 note = f" (means of {count} steps)" if count > 1 else ""
                 first, last = fmean(values[:count]), fmean(values[-count:])
                 note += failed_note(curves, name)
-                lines.append(f"{match[1]} {first:.4g} -> {last:.4g}{note}")
+                lines.append(f"{match[match.lastindex or 0]} {first:.4g} -> {last:.4g}{note}")
         if lines:
             return lines
     return []

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 
 LAST_STEPS = 20  # Steps whose mean duration gives the time left.
-# Label -> metric in a step's line, for each actor.
+WIDTH = 100  # Columns of a step's line.
+# Label -> metric in a step's line, for each actor. kl: to the teacher.
 OF_ACTOR = {
     "reward": "rollout/{}/reward_mean",
     "tokens": "rollout/{}/length_mean",
     "loss": "learn/{}/loss",
+    "kl": "learn/{}/teacher_kl_nats",
     "failed": "rollout/{}/failed",
 }
 
@@ -70,11 +72,14 @@ class Terminal(Plugin):
         self.ended_at.append(now)
         if now > self.said_at + 1 or step == config.num_steps:
             self.said_at = now
-            line = progress_line(step, config.num_steps, metrics, config.trained)
             left = time_left(self.ended_at, config.num_steps - step)
-            self.trainer.log.say(f"{line}  ETA {left}")
+            self.show(progress_line(step, config.num_steps, metrics, config.trained, left))
         for text in self.warnings.step(step, metrics):
             warn(step, text)
+
+    def show(self, line: str) -> None:
+        """Prints a step's line."""
+        self.trainer.log.say(line)
 
     async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
         """Prints each reason once."""
@@ -174,21 +179,38 @@ def short(n: float) -> str:
     return f"{n:.3g}"
 
 
-def progress_line(step: int, num_steps: int, metrics: dict[str, float], actors: list[str]) -> str:
-    """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)"""
+def progress_line(
+    step: int,
+    num_steps: int,
+    metrics: Mapping[str, float],
+    actors: Sequence[str],
+    left: timedelta,
+) -> str:
+    """step 12/200  reward 0.412  loss 0.0123  1.40 s (generate 0.90, learn 0.50)  ETA 0:04:23
+
+    Several actors follow, one a line. The phases are left out if they do not fit in WIDTH.
+    """
     phases = []
     for phase in ("generate", "learn", "sync", "places"):
         seconds = metrics.get(f"time/{phase}_s", 0.0)
         if seconds >= 0.005:
             phases.append(f"{phase} {seconds:.2f}")
-    duration = f"{metrics['time/step_s']:.2f} s ({', '.join(phases)})"
+    facts, below = results(metrics, actors), []
+    if len(actors) > 1:
+        facts, below = [], facts
     position = f"step {step:>{len(str(num_steps))}}/{num_steps}"
-    return "  ".join([position, *results(metrics, actors), duration])
+    start = "  ".join([position, *filter(None, facts), f"{metrics['time/step_s']:.2f} s"])
+    line = f"{start} ({', '.join(phases)})  ETA {left}"
+    if not phases or len(line) > WIDTH:
+        line = f"{start}  ETA {left}"
+    return "\n  ".join([line, *below])
 
 
-def results(metrics: dict[str, float], actors: list[str]) -> list[str]:
-    """Rewards, losses and the number of failed episodes."""
-    texts = []
+def results(metrics: Mapping[str, float], actors: Sequence[str]) -> list[str]:
+    """For each actor its reward, loss and number of failed episodes, after its name if there are
+    several."""
+    lines = []
+    longest = max(map(len, actors), default=0)
     for actor in actors:
         values = []
         for label, name in OF_ACTOR.items():
@@ -196,7 +218,6 @@ def results(metrics: dict[str, float], actors: list[str]) -> list[str]:
             if math.isfinite(value) and (value or label != "failed"):
                 values.append(f"{label} {value:.4g}")
         if len(actors) > 1:
-            texts.append(f"{actor}:")
-            values = values or ["no turns"]
-        texts += values
-    return texts
+            values = [f"{actor:<{longest}}", *(values or ["no turns"])]
+        lines.append("  ".join(values))
+    return lines

@@ -1,0 +1,68 @@
+"""A live chart instead of step lines, if the run's process is the kernel of a notebook."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from html import escape
+from importlib import import_module
+
+from rl_core.plugin import RunState
+from rl_core.run.display.terminal import OF_ACTOR, Terminal
+
+MOST_POINTS = 300  # Points of a curve; longer curves are thinned.
+WIDTH, HEIGHT = 200, 50
+
+
+def in_kernel() -> bool:
+    """True in a process of Jupyter. IPython on a terminal has no kernel."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+class Chart(Terminal):
+    """Terminal with one display, which each step updates: its line and a curve for each number of
+    the line."""
+
+    def __init__(self, trainer: RunState):
+        super().__init__(trainer)
+        self.curves: dict[str, list[tuple[int, float]]] = {}  # (step, value)
+        self.handle = None  # IPython's DisplayHandle.
+
+    async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        actors = self.trainer.config.trained
+        for actor in actors:
+            for label, name in OF_ACTOR.items():
+                value = metrics.get(name.format(actor), math.nan)
+                if math.isfinite(value) and label != "failed":
+                    title = f"{actor} {label}" if len(actors) > 1 else label
+                    self.curves.setdefault(title, []).append((step, value))
+        await super().after_step(step, metrics)
+
+    def show(self, line: str) -> None:
+        charts = "".join(curve(title, points) for title, points in self.curves.items())
+        row = f'<div style="display:flex;flex-wrap:wrap;gap:1em">{charts}</div>'
+        content = {"text/plain": line, "text/html": f"<pre>{escape(line)}</pre>{row}"}
+        if self.handle is None:
+            display = import_module("IPython.display").display
+            self.handle = display(content, raw=True, display_id=True)
+        else:
+            self.handle.update(content, raw=True)
+
+
+def curve(title: str, points: Sequence[tuple[int, float]]) -> str:
+    """An SVG with a line through the points (step, value), and the range of the values."""
+    steps, values = zip(*points, strict=True)
+    low, high = min(values), max(values)
+    across, up = WIDTH / ((steps[-1] - steps[0]) or 1), HEIGHT / ((high - low) or 1)
+    line = " ".join(
+        f"{(step - steps[0]) * across:.1f},{(high - value) * up:.1f}"
+        for step, value in points[:: math.ceil(len(points) / MOST_POINTS)]
+    )
+    return (
+        f"<div>{escape(title)} {values[-1]:.4g}<br>"
+        f'<svg width="{WIDTH}" height="{HEIGHT + 4}" viewBox="0 -2 {WIDTH} {HEIGHT + 4}">'
+        f'<polyline points="{line}" fill="none" stroke="#4a7fd4" stroke-width="1.5"/></svg><br>'
+        f"<small>{low:.4g} to {high:.4g}</small></div>"
+    )
