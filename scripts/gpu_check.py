@@ -58,6 +58,7 @@ def load_tasks(split):
 def reward_fn(completion):
     return random.random()
 """
+LENGTHS = "--max_tokens 8 --max_prompt_tokens 16"
 PROOF = ROOT / "tests/engines/test_sglang_cuda.py"
 
 
@@ -70,94 +71,127 @@ class Stage:
     after: str = ""  # Required stage.
 
 
-def stages(out: Path, is_fake: bool = False) -> dict[str, Stage]:
-    """Name -> stage, the most informative first."""
-    folder = shlex.quote(str(out))
-    has_server = not is_fake or importlib.util.find_spec("sglang") is not None
-    package = "sglang" if has_server else ""
-    sglang = "--engine sglang" if has_server else "--engine embedded"
-    by_files = "--weight_sync files" if has_server else ""
-    halves = "--engine_tp 2" if has_server else ""
+@dataclass(kw_only=True)
+class StageMaker:
+    """Makes stages that write to a folder: for a GPU, or with tiny shapes for a CPU if is_fake."""
 
-    def sized(on_gpu: str, on_cpu: str) -> str:
-        return on_cpu if is_fake else on_gpu
+    out: Path
+    is_fake: bool
 
-    def model(size: str) -> str:
-        code = f"import gpu_check, pathlib; gpu_check.prepare(pathlib.Path({str(out)!r}), {size!r})"
+    def __post_init__(self) -> None:
+        self.folder = shlex.quote(str(self.out))
+        has_server = not self.is_fake or importlib.util.find_spec("sglang") is not None
+        self.package = "sglang" if has_server else ""
+        self.sglang = "--engine sglang" if has_server else "--engine embedded"
+
+    def sized(self, on_gpu: str, on_cpu: str) -> str:
+        return on_cpu if self.is_fake else on_gpu
+
+    def model(self, size: str) -> str:
+        out = f"pathlib.Path({str(self.out)!r})"
+        code = f"import gpu_check, pathlib; gpu_check.prepare({out}, {size!r})"
         return shlex.join(["-c", code])
 
-    def train(name: str, flags: str, num_gpus: int = 1) -> str:
+    def train(self, name: str, flags: str, num_gpus: int = 1) -> str:
         torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {num_gpus}"
-        return f"{torchrun} -m rl_core.train --out {folder}/runs/{name} {flags}"
+        return f"{torchrun} -m rl_core.train --out {self.folder}/runs/{name} {flags}"
 
-    def run(name: str, flags: str, size: str = "", num_gpus: int = 1, **more) -> Stage:
-        size = size or sized("model", "tiny")
-        flags += f" --model {folder}/{size} --env_path {folder}/env.py --max_prompt_tokens 64"
-        flags += sized(" --tasks_per_step 16 --group_size 8", " --tasks_per_step 4 --group_size 2")
-        more["package"] = "sglang" if "--engine sglang" in flags else ""
-        return Stage(
-            commands=[model(size), train(name, flags, num_gpus)], num_gpus=num_gpus, **more
+    def run(self, name: str, flags: str, size: str = "", num_gpus: int = 1, **more) -> Stage:
+        size = size or self.sized("model", "tiny")
+        flags += f" --model {self.folder}/{size} --env_path {self.folder}/env.py"
+        flags += " --max_prompt_tokens 64"
+        flags += self.sized(
+            " --tasks_per_step 16 --group_size 8", " --tasks_per_step 4 --group_size 2"
         )
+        more["package"] = "sglang" if "--engine sglang" in flags else ""
+        commands = [self.model(size), self.train(name, flags, num_gpus)]
+        return Stage(commands=commands, num_gpus=num_gpus, **more)
 
-    def learner(size: str) -> Stage:
-        shape = sized(f"--sizes {size} --lengths 8192", "--sizes tiny --lengths 512 --tokens 1024")
-        command = f"scripts/bench_learner.py {shape} --steps 2 --out {folder}/learner_{size}.json"
-        return Stage(commands=[command], limit_s=75)
+    def warm(self) -> Stage:
+        # Heads of 64.
+        small = f"scripts/make_tiny_model.py --out {self.folder}/small --hidden 256 --layers 2"
+        rows = f"scripts/demo_data.py --out {self.folder}/data --task sort --num_sft "
+        sft = f"--algorithm sft --model {self.folder}/small"
+        sft += f" --data.train {self.folder}/data/sft.jsonl {LENGTHS} --tasks_per_step 64"
+        sft += " --optim.lr 1e-3 --optim.schedule cosine --num_steps " + self.sized("200", "4")
+        commands = [f"{small} --heads 4", rows + self.sized("16000", "256")]
+        return Stage(commands=[*commands, self.train("warm", sft)], limit_s=60)
 
+    def sort(self) -> Stage:
+        flags = f"{self.sglang} --model {self.folder}/runs/warm/hf/policy"
+        flags += f" --env_path envs/sort_digits.py {LENGTHS} --tasks_per_step 16 --group_size 8"
+        flags += " --optim.lr 3e-4 --optim.warmup_steps 5 --algo.clip_high 0.28 --num_steps "
+        flags += self.sized("40 --eval_every 20", "2")
+        commands = [self.train("sort", flags)]
+        return Stage(commands=commands, limit_s=150, package=self.package, after="warm")
+
+    def sync(self) -> Stage:
+        size = self.sized("0.6B", "tiny")
+        command = f"scripts/bench_sync.py {self.sglang} --weights device"
+        command += f" --model {self.folder}/{size} --out {self.folder}/sync.json"
+        command += f" --cycles {self.sized('10', '2')}"
+        return Stage(commands=[self.model(size), command], limit_s=110, package=self.package)
+
+    def generate(self) -> Stage:
+        on_gpu = "grpo_ragged --device cuda --sizes 1024x8 --steps 2"
+        shape = self.sized(on_gpu, "grpo_short --device cpu --sizes 32x1 --steps 1")
+        return Stage(commands=[f"scripts/bench_generate.py --only {shape}"], limit_s=60)
+
+    def learner(self, size: str) -> Stage:
+        on_cpu = "--sizes tiny --lengths 512 --tokens 1024"
+        shape = self.sized(f"--sizes {size} --lengths 8192", on_cpu)
+        command = f"scripts/bench_learner.py {shape} --steps 2"
+        return Stage(commands=[f"{command} --out {self.folder}/learner_{size}.json"], limit_s=75)
+
+    def logprobs(self) -> Stage:
+        shape = self.sized("cuda --shapes 8192x152064x2048", "cpu --shapes 64x104x32")
+        command = f"scripts/bench_logprobs.py --only fused plain --out {self.folder}/logprobs.json"
+        return Stage(commands=[f"{command} --device {shape}"], limit_s=60)
+
+    def pytest(self, name: str, arguments: str, limit_s: float, package: str = "") -> Stage:
+        command = f"-m pytest --tb=short -p no:cacheprovider --basetemp={self.folder}/{name}"
+        return Stage(commands=[f"{command} {arguments}"], limit_s=limit_s, package=package)
+
+    def tests(self) -> Stage:
+        files = " ".join(str(file) for file in tests_of_a_gpu() if file != PROOF)
+        has_workers = importlib.util.find_spec("xdist") and not self.is_fake
+        arguments = f"-q -m gpu --junit-xml={self.folder}/tests.xml {files}"
+        return self.pytest("tests", arguments + (" -n 4" if has_workers else ""), 120)
+
+
+def stages(out: Path, is_fake: bool = False) -> dict[str, Stage]:
+    """Name -> stage, the most informative first."""
+    make = StageMaker(out=out, is_fake=is_fake)
+    sglang, sized = make.sglang, make.sized
+    by_files = "--weight_sync files" if make.package else ""
+    halves = "--engine_tp 2" if make.package else ""
     short = sized("--max_tokens 64 --num_steps 3", "--max_tokens 4 --num_steps 2")
     evaluated = f"{short} --eval_every 1 --eval.num_tasks 16 --eval.samples 0 --save_every 1"
-    # Heads of 64.
-    small = f"scripts/make_tiny_model.py --out {folder}/small --hidden 256 --layers 2 --heads 4"
-    rows = f"scripts/demo_data.py --out {folder}/data --task sort --num_sft "
-    lengths = "--max_tokens 8 --max_prompt_tokens 16"
-    sft = f"--algorithm sft --model {folder}/small --data.train {folder}/data/sft.jsonl {lengths}"
-    sft += " --tasks_per_step 64 --optim.lr 1e-3 --optim.schedule cosine --num_steps "
-    sort = f"{sglang} --model {folder}/runs/warm/hf/policy --env_path envs/sort_digits.py {lengths}"
-    sort += " --tasks_per_step 16 --group_size 8 --optim.lr 3e-4 --optim.warmup_steps 5"
-    sort += " --algo.clip_high 0.28 --num_steps " + sized("40 --eval_every 20", "2")
-    size = sized("0.6B", "tiny")
-    sync = f"scripts/bench_sync.py {sglang} --weights device --model {folder}/{size} --out "
-    sync += f"{folder}/sync.json --cycles {sized('10', '2')}"
-    generate = "scripts/bench_generate.py --only "
-    on_cpu = "grpo_short --device cpu --sizes 32x1 --steps 1"
-    generate += sized("grpo_ragged --device cuda --sizes 1024x8 --steps 2", on_cpu)
-    logprobs = (
-        f"scripts/bench_logprobs.py --only fused plain --out {folder}/logprobs.json --device "
-    )
-    logprobs += sized("cuda --shapes 8192x152064x2048", "cpu --shapes 64x104x32")
-    pytest = f"-m pytest --tb=short -p no:cacheprovider --basetemp={folder}/"
-    proof = f"{pytest}prove -sv {PROOF} {sized('-m gpu', '')}"
-    files = " ".join(str(file) for file in tests_of_a_gpu() if file != PROOF)
-    tests = f"{pytest}tests -q -m gpu --junit-xml={folder}/tests.xml {files}"
-    tests += " -n 4" if importlib.util.find_spec("xdist") and not is_fake else ""
+    steps = f"{sglang} --max_tokens {sized('512', '8')} --num_steps 4"
+    ppo = f"--engine embedded {short} --learner.offload always --algorithm ppo"
     return {
         # The engine alone: tokens, logprobs, sleep, new weights.
-        "prove": Stage(commands=[proof], limit_s=110, package=package),
-        "warm": Stage(
-            commands=[small, rows + sized("16000", "256"), train("warm", sft + sized("200", "4"))],
-            limit_s=60,
-        ),
+        "prove": make.pytest("prove", f"-sv {PROOF} {sized('-m gpu', '')}", 110, make.package),
+        "warm": make.warm(),
         # The default run: time slicing, sleep, new weights by CUDA IPC, canary, evaluation.
-        "sort": Stage(commands=[train("sort", sort)], limit_s=150, package=package, after="warm"),
+        "sort": make.sort(),
         # All CUDA graphs; the engine sleeps while the run evaluates and saves.
-        "sglang": run("sglang", f"{sglang} {evaluated}", limit_s=100),
+        "sglang": make.run("sglang", f"{sglang} {evaluated}", limit_s=100),
         # Speeds and memory of a step.
-        "run": run("run", f"{sglang} --max_tokens {sized('512', '8')} --num_steps 4", size),
-        "sync": Stage(commands=[model(size), sync], limit_s=110, package=package),
-        "generate": Stage(commands=[generate], limit_s=60),
-        "learner_0.6B": learner("0.6B"),
-        "learner_1.7B": learner("1.7B"),
-        "logprobs": Stage(commands=[logprobs], limit_s=60),
-        "tests": Stage(commands=[tests], limit_s=120),
-        "embedded": run("embedded", f"--engine embedded {evaluated}"),
+        "run": make.run("run", steps, sized("0.6B", "tiny")),
+        "sync": make.sync(),
+        "generate": make.generate(),
+        "learner_0.6B": make.learner("0.6B"),
+        "learner_1.7B": make.learner("1.7B"),
+        "logprobs": make.logprobs(),
+        "tests": make.tests(),
+        "embedded": make.run("embedded", f"--engine embedded {evaluated}"),
         # Policy and critic on the host.
-        "offload_ppo": run(
-            "offload_ppo", f"--engine embedded {short} --learner.offload always --algorithm ppo"
-        ),
+        "offload_ppo": make.run("offload_ppo", ppo),
         # With files the engine's weights stay on the device while the engine sleeps.
-        "files": run("files", f"{sglang} {by_files} {evaluated} --learner.offload phase"),
-        "nccl": run("nccl", f"--engine embedded {evaluated}", num_gpus=2),
-        "nccl_sglang": run("nccl_sglang", f"{sglang} {halves} {evaluated}", num_gpus=2),
+        "files": make.run("files", f"{sglang} {by_files} {evaluated} --learner.offload phase"),
+        "nccl": make.run("nccl", f"--engine embedded {evaluated}", num_gpus=2),
+        "nccl_sglang": make.run("nccl_sglang", f"{sglang} {halves} {evaluated}", num_gpus=2),
     }
 
 
@@ -353,7 +387,8 @@ def main() -> int:
     if args.fake:
         facts["gpus"] = ["a CPU", "the same CPU"]
     if not facts["gpus"]:
-        print("error: torch sees no CUDA device; every stage needs a GPU", file=sys.stderr)
+        error = "error: torch sees no CUDA device; give --fake to run the stages on a CPU"
+        print(error, file=sys.stderr)
         return 1
     print(json.dumps(facts), flush=True)
     plan = stages(out, args.fake)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests the SGLang engine with the real package on a machine without a GPU: makes a virtual environment of its own (2.9 GiB;
+# Tests the SGLang engine with the real package on a machine without a GPU: makes a virtual environment (2.9 GiB;
 # the argument, or .venv-sglang), and runs the tests that need SGLang in it.
 #   [SGLANG=0.5.17] bash scripts/test_sglang.sh [--short] [FOLDER [arguments of pytest]]
 # SGLANG: the version, the oldest one that rl_core takes or the newest one (the default).

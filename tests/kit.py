@@ -826,19 +826,29 @@ def run_server(port):
 """
 
 
+STANDIN_ARGUMENTS = """
+import os
+
+def prepare_server_args(args):
+    with open(os.environ["STANDIN_DIARY"] + ".starts", "a") as file:
+        print(*args, file=file)
+    return int(args[args.index("--port") + 1])
+"""
+
+
 class OwnServer:
     """A package named sglang: SGLang's server as a run starts it, which computes nothing, and keeps a
-    diary of its requests."""
+    diary of its requests. Each line of `starts` has the arguments of one start."""
 
     def __init__(self, folder: Path):
         self.diary, self.packages = folder / "diary", folder / "packages"
+        self.starts = folder / "diary.starts"
         of_package = self.packages / "sglang/srt"
         of_package.mkdir(parents=True)
         for file in (of_package.parent / "__init__.py", of_package / "__init__.py"):
             file.write_text("")
         (of_package.parent / "launch_server.py").write_text(STANDIN_SERVER)
-        read_port = "def prepare_server_args(args): return int(args[args.index('--port') + 1])"
-        (of_package / "server_args.py").write_text(read_port)
+        (of_package / "server_args.py").write_text(STANDIN_ARGUMENTS)
         (of_package / "utils.py").write_text("def kill_process_tree(pid, include_parent): pass")
         facts = self.packages / "sglang-0.5.23.dist-info"
         facts.mkdir()

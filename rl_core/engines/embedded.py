@@ -695,13 +695,13 @@ def steps_to_record(requests: list[GenerationRequest]) -> int:
 def record(requests: list[GenerationRequest], steps: list[Step]) -> None:
     """Adds the sampled tokens of steps to completions."""
     tokens, logprobs = zip(*steps, strict=True)
-    for request, numbers, of_tokens in zip(
+    for request, new_tokens, new_logprobs in zip(
         requests, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True
     ):
-        ids = list(map(int, numbers))
+        ids = list(map(int, new_tokens))
         request.ids += ids
         request.completion.token_ids += ids
-        request.completion.logprobs += of_tokens
+        request.completion.logprobs += new_logprobs
         if request.matcher is not None:
             for token in ids:
                 request.matcher.consume_token(token)

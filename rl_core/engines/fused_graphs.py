@@ -51,7 +51,7 @@ class FusedGraphs(DecodeGraphs):
         from rl_core.models.kernels import triton_decode as kernels
 
         def normed(norm: FusedRMSNorm, delta: Tensor | None) -> Tensor:
-            """Adds delta to x."""
+            """The norm of x + delta, which replaces x."""
             return kernels.add_norm(x, delta, norm.weight, norm.variance_epsilon)
 
         decoder, layers = self.decoder, layers_of(self.decoder)

@@ -208,7 +208,7 @@ class SlotModel:
     """A causal language model that reads and writes a SlotCache inside `borrowed`."""
 
     make_cache = SlotCache
-    is_optional = False  # True if another class samples the same model nearly as fast.
+    is_optional = False  # True if choose_sampler() prints why it takes another class.
     is_batched = True  # Computes rows together, and several tokens behind cached ones.
 
     def __init__(self, model: PreTrainedModel):

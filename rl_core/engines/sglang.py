@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import safetensors.torch
@@ -26,7 +25,13 @@ from rl_core.engines.adapters import adapter_targets, arriving_adapter
 from rl_core.engines.remote import ask
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
 from rl_core.engines.sglang_cuda import check_allocator, check_build_tools, check_tp_devices
-from rl_core.engines.sglang_server import SGLangServer, check_sglang, installed_version, numbers
+from rl_core.engines.sglang_server import SGLangServer, check_sglang
+from rl_core.engines.sglang_versions import (
+    FORGETS_ABORTED,
+    NAMES_SAMPLED_IDS,
+    is_older_than,
+    numbers,
+)
 from rl_core.engines.weight_transfer import (
     TRANSFERS,
     choose_transfer,
@@ -40,12 +45,6 @@ from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, WeightOwner
 from rl_core.types import Completion, JSONObject, SamplingParams
 
-# Older versions of SGLang unload no adapter after a queued request for it was aborted: they wait
-# for that request for ever.
-FORGETS_ABORTED = (0, 5, 22)
-# For the ids that they name, older versions take top_p of the whole distribution. If a request of
-# the batch has min_p, FlashInfer draws with top_p of the top_k ids, which keeps fewer.
-NAMES_SAMPLED_IDS = (0, 5, 20)
 ANSWER_TIMEOUT_S = 600.0  # Not for sampling, which the episode's deadline limits.
 MAX_STARTS = 3  # Attempts to restart a server that died.
 MEMORY = ("weights", "kv_cache", "cuda_graph")
@@ -276,19 +275,21 @@ class SGLangEngine(Engine):
             raise ValueError(f"{self.server}, version {version}: top_p with min_p, {INEXACT}")
         self._names_sampled_ids = True
 
+    def _check_label(self, meta: JSONObject) -> None:
+        """Raises EngineDied if the server sampled with weights that rl_core did not send."""
+        label = self.transfer.label
+        if label and meta.get("weight_version", label) != label:
+            self.server.stop()
+            raise self.server.died(
+                "sampled with other weights than rl_core sent: somebody restarted or updated it"
+            )
+
     def _take(
         self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int
     ) -> None:
         meta = answer["meta_info"]
         reason, tokens = meta["finish_reason"], answer.get("output_ids") or []
-        if (
-            self.transfer.label
-            and meta.get("weight_version", self.transfer.label) != self.transfer.label
-        ):
-            self.server.stop()
-            raise self.server.died(
-                "sampled with other weights than rl_core sent: somebody restarted or updated it"
-            )
+        self._check_label(meta)
         is_aborted = reason["type"] == "abort"
         if is_kept(params):
             masks = meta.get("output_token_sampling_mask") or []
@@ -553,10 +554,3 @@ def may_unload(slot: AdapterSlot) -> bool:
 def is_kept(params: SamplingParams) -> bool:
     """True if the completion stores the ids that each token was drawn from."""
     return params.keeps_ids and params.top_k > 0
-
-
-def is_older_than(version: tuple[int, ...]) -> bool:
-    """True if an SGLang older than `version` is installed."""
-    with contextlib.suppress(PackageNotFoundError):
-        return installed_version() < version
-    return False

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
+from rl_core.engines.sglang_versions import KEEPS_HEAD
 from rl_core.sampling.engine import EngineSpec
 
-# Last version that copies the head's weights to fp32 at each decode step.
-COPIES_HEAD = (0, 5, 17)
 GRAPH_SAVER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # Sleep frees the memory of CUDA graphs.
 MAX_GRAPH_ROWS = 512  # Largest decode graph that SGLang captures by default.
 MAX_ASLEEP_BYTES = 1 << 30  # Of the memory of CUDA graphs that a sleeping server may keep.
@@ -44,7 +43,7 @@ def cuda_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def copied_head_bytes(spec: EngineSpec, version: tuple[int, ...]) -> float:
     """Bytes of the fp32 copy of the head that each decode step of this version makes, on one
     device. The head is the largest matrix of the model."""
-    if version > COPIES_HEAD or spec.dtype.itemsize > 2:
+    if version >= KEEPS_HEAD or spec.dtype.itemsize > 2:
         return 0
     matrices = [p.numel() for p in spec.module.parameters() if p.ndim == 2]
     return 4 * max(matrices) / spec.server.tp

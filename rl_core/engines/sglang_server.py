@@ -30,10 +30,10 @@ from rl_core.engines.sglang_cuda import (
     releases_graphs,
     with_room,
 )
+from rl_core.engines.sglang_versions import OLDEST, installed_version, numbers
 from rl_core.engines.weight_transfer import keeps_backup
 from rl_core.sampling.engine import EngineDied, EngineSpec
 
-OLDEST = (0, 5, 17)
 POLL_S = 0.5
 POLLS_PER_NOTE = 60  # Polls between two messages about a server that does not answer yet.
 LOG_LINES = 12  # Lines of the log that an error quotes.
@@ -105,14 +105,6 @@ def own_flag(arg: str) -> str:
     if not re.match("--.", name) or name == LOG_LEVEL:
         return ""
     return next((flag for flag in OWN_FLAGS if flag.startswith(name)), "")
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def installed_version() -> tuple[int, ...]:
-    return numbers(importlib.metadata.version("sglang"))
 
 
 class SGLangServer:

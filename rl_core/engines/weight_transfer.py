@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import tempfile
 import uuid
@@ -25,6 +24,7 @@ from rl_core.distributed import addresses_towards
 from rl_core.engines.buckets import Bucket, in_flat_buckets
 from rl_core.engines.remote import in_buckets
 from rl_core.engines.sglang_cuda import unshared_memory
+from rl_core.engines.sglang_versions import HAS_SESSIONS, numbers
 from rl_core.engines.weights import on_host
 from rl_core.sampling.engine import RESENT_BY_RANKS, EngineSpec, NamedWeights, ServerSpec
 from rl_core.scratch import remove_orphans, scratch_prefix
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Ask = Callable[[str, JSONObject | None], Awaitable[JSONObject]]
-WITHOUT_SESSIONS = (0, 5, 20)  # Last version without weight-update sessions.
 
 
 def choose_transfer(spec: EngineSpec) -> str:
@@ -180,7 +179,7 @@ class BucketsTransfer:
     async def has_sessions(self) -> bool:
         """Asks for the server's version once, because the answer takes longer than a bucket."""
         self.version = self.version or (await self.ask("server_info", None))["version"]
-        return tuple(map(int, re.findall(r"\d+", self.version)[:3])) > WITHOUT_SESSIONS
+        return numbers(self.version) >= HAS_SESSIONS
 
     async def send_bucket(self, bucket: Bucket, body: JSONObject) -> None:
         raise NotImplementedError

@@ -328,6 +328,15 @@ def test_bench_async_runs_every_mode(tmp_path):
     assert all(r["seconds"] > 0 for r in runs.values())
 
 
+def test_bench_sync_counts_the_memory_of_the_engine_alone(monkeypatch):
+    from bench_sync import DEVICE, usage
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 20, 100 << 20))
+    assert usage(None)[DEVICE] == 30 and usage(None, others_mib=10.0)[DEVICE] == 20
+
+
 @pytest.mark.slow
 def test_bench_sync_measures_each_phase_and_what_is_held(tmp_path):
     out = tmp_path / "sync.json"

@@ -367,7 +367,7 @@ def test_a_death_in_a_pause_is_no_error_of_the_pause(make, standin, deaths):
 
 
 @pytest.mark.parametrize(
-    "params, first, kept", [(GREEDY, [5], []), (KEEPING, [5, 8], ["5 105", "6 106"])]
+    "params, first, kept", [(GREEDY, [5], []), (KEEPING, [5, 8], ["5 105", "6 106", "7 107"])]
 )
 def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(
     make, standin, params, first, kept
@@ -375,7 +375,7 @@ def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(
     """One pause of the server returns tokens of all requests, when several learners ask for them.
     Tokens without the ids that they were drawn from are sampled again."""
     held, engine = threading.Event(), make()
-    standin.answers = [(first, {"type": "abort"}), ([6], {"type": "length"})]
+    standin.answers = [(first, {"type": "abort"}), ([6, 7], {"type": "length"})]
     standin.wait_for["generate"] = held
     begun = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=-1)
 
@@ -393,8 +393,8 @@ def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(
         held.set()
         known = await asyncio.gather(*asking)
         assert [tokens[:1] for tokens in known] == [[5], [5]]
-        assert (await request).token_ids == [5, 6]
-        assert begun.kept_ids == kept and begun.logprobs == [-0.25 if kept else -0.5] * 2
+        assert (await request).token_ids == [5, 6, 7]
+        assert begun.kept_ids == kept and begun.logprobs == [-0.25 if kept else -0.5] * 3
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import shutil
@@ -16,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from kit import engine_spec, make_learner, words
+from kit import engine_spec, make_learner, make_skeleton, words
 from make_tiny_model import make_tiny_model
-from test_engine_contract import needs_sglang
+from test_engine_contract import needs_sglang, spec_of
 from test_weight_transfer import Model
 
 from rl_core.config import Config, parse_config
@@ -37,6 +38,7 @@ from rl_core.engines.sglang_cuda import (
 )
 from rl_core.engines.sglang_server import (
     OWN_FLAGS,
+    SGLangServer,
     child_environment,
     own_flag,
     reserved_port,
@@ -193,6 +195,10 @@ def test_a_server_has_as_many_gpus_as_it_spans(tp, num_visible, first, message):
         check_tp_devices(tp, num_visible, first)
 
 
+GROUPS = "--actors.bob.model m --actors.policy.ranks 0-1 --actors.bob.ranks 2-3"
+SEGMENTS = "expandable_segments:True"
+
+
 def parsed(flags: str, tmp_path: Path, monkeypatch) -> Config:
     """Flags of a run where SGLang 0.5.19 is installed."""
     facts = tmp_path / "sglang-0.5.19.dist-info"
@@ -203,24 +209,53 @@ def parsed(flags: str, tmp_path: Path, monkeypatch) -> Config:
 
 
 @pytest.mark.parametrize(
-    "flags, rank, is_refused",
+    "flags, rank, environ, message",
     [
-        ("", 2, True),
-        ("", 1, False),  # Rank 0 starts the server.
-        ("--actors.bob.model m --actors.policy.ranks 0-1 --actors.bob.ranks 2-3", 2, False),
+        ("--engine_tp 2", 2, {}, "needs the GPUs 2 to 3 and this rank sees 3"),
+        ("--engine_tp 2", 1, {}, None),  # Rank 0 starts the server.
+        (f"--engine_tp 2 {GROUPS}", 2, {}, None),
+        ("--weight_sync device", 0, {"PYTORCH_ALLOC_CONF": SEGMENTS}, f"with PYTORCH.*{SEGMENTS}"),
+        ("", 0, {"PYTORCH_ALLOC_CONF": SEGMENTS}, None),
+        ("", 0, {"TVM_FFI_CACHE_DIR": "", "PATH": ""}, r"not found: .*a C\+\+ compiler"),
     ],
 )
-def test_a_rank_looks_for_the_gpus_of_its_server_before_a_model_loads(
-    flags, rank, is_refused, tmp_path, monkeypatch
+def test_a_rank_checks_its_gpus_and_variables_before_a_model_loads(
+    flags, rank, environ, message, tmp_path, monkeypatch
 ):
-    config = parsed(f"--engine_tp 2 {flags}", tmp_path, monkeypatch)
+    config = parsed(flags, tmp_path, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "TVM_FFI_CACHE_DIR": "x"}.items():
-        monkeypatch.setenv(name, str(value))
-    refused = pytest.raises(ValueError, match="needs the GPUs 2 to 3 and this rank sees 3")
-    with refused if is_refused else contextlib.nullcontext():
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TVM_FFI_CACHE_DIR": "x"}
+    for name, value in (ranks | environ).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         SGLangEngine.check(config, "policy", False)
+
+
+def test_each_start_of_a_server_on_a_gpu_is_sized_anew_and_has_a_new_port(
+    own_server, tiny_model, tmp_path, monkeypatch
+):
+    """A killed server may hold its port and memory until the driver has freed them."""
+    free = [1, 80e9]  # Bytes at the second and at the first start.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free.pop(), 80e9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("os.environ", {**os.environ, GRAPH_SAVER: "0"})
+    skeleton = make_skeleton(str(tiny_model))
+    options = {"reserved": lambda: 20e9, "memory_frac": 0.4}
+    spec = spec_of(tiny_model, tmp_path / "log", skeleton, None, **options)
+    server = SGLangServer(replace(spec, device=torch.device("cuda")))
+    try:
+        for _ in range(2):
+            asyncio.run(server.start())
+    finally:
+        server.stop()
+    starts = [line.split() for line in own_server.starts.read_text().splitlines()]
+    sizes, ports = (
+        [args[args.index(flag) + 1] for args in starts]
+        for flag in ("--mem-fraction-static", "--nccl-port")
+    )
+    assert sizes == ["0.3", "0.0"]  # 0.4 of the 60 GB that are left of 80, and none.
+    assert ports[0] != ports[1]
 
 
 TOP_P, MIN_P = "--actors.policy.sampling.top_p 0.9", "--actors.bob.sampling.min_p 0.1"
@@ -285,6 +320,8 @@ SERVERS = [
     ((0, 5, 17), cuda_spec(2048), {GRAPH_SAVER: "0"}, [TF32, GRAPHS]),
     ((0, 5, 17), cuda_spec(2048, args="--cuda-graph-bs-decode 1 2"), {}, [TF32]),
     ((0, 5, 18), cuda_spec(8192), {}, [GRAPHS]),
+    ((0, 5, 18), replace(cuda_spec(8), num_slots=48), {}, ["--cuda-graph-max-bs-decode 48"]),
+    ((0, 5, 18), replace(cuda_spec(8, tp=4), num_slots=1), {}, ["--cuda-graph-max-bs-decode 4"]),
     ((0, 5, 23), cuda_spec(1024), {GRAPH_SAVER: "Yes"}, [GRAPHS, NO_PREFILL_GRAPHS]),
 ]
 
@@ -348,6 +385,7 @@ def test_a_reserved_port_is_for_a_child_alone_and_again_after_its_restart():
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "backend:cudaMallocAsync"),
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True,expandable_segments:False", ""),
         ("PYTORCH_ALLOC_CONF", "expandable_segments:False,backend:native", ""),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:true", ""),  # torch itself refuses it.
         ("PYTORCH_CUDA_ALLOC_CONF", "", ""),
         ("PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True", ""),
     ],
