@@ -31,7 +31,7 @@ NUM_PIECES, PIECE_BYTES = 16, 1 << 16  # Pieces of a file of a model that are co
 NUM_ROWS = 64  # Rows of a data set that are compared.
 MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 VERSION = "the version of"
-SEEN_WITHIN_S = 30.0  # A network file system may show another machine's new file late.
+SEEN_WITHIN_S = 90.0  # NFS may take a minute to show another machine's new file.
 
 
 def check_ranks_agree(plan: Plan, ranks: Ranks) -> None:
@@ -113,12 +113,13 @@ def run_facts(plan: Plan) -> dict[str, JSON]:
     for name, chat in plan.chats.items():
         facts[f"the chat template of actor {name}"] = digest([str(chat.chat_template).encode()])
     for path in model_paths(plan.config):
-        facts[f"the model {path}"] = model_digest(path)
+        facts |= model_facts(path)
     assert plan.train is not None
     for source in (*plan.train.sources, *plan.eval.values()):
         name = f"load_tasks({source.split!r}) of {source.env} (draw its rows with a fixed seed)"
         if source.files:
-            name = f"the data set {', '.join(file for file, _ in source.files)}"
+            names = [file for file, _ in source.files]
+            name = f"the data set {names[0] if len(names) == 1 else shorten(names)}"
         facts[name] = rows_digest(source.rows)
     return facts
 
@@ -136,22 +137,22 @@ def model_paths(config: Config) -> list[str]:
     return [path for path in paths if path]
 
 
-def model_digest(path: str) -> str:
-    """A hash of the sizes of a model's files and of NUM_PIECES pieces of each; the commit of a
-    model in the hub's cache."""
+def model_facts(path: str) -> dict[str, JSON]:
+    """Name -> hash of the size and of NUM_PIECES pieces of each file of a model; for a model in the
+    hub's cache its commit."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         file = try_to_load_from_cache(path, "config.json")
-        return Path(file).parent.name if isinstance(file, str) else ""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in MODEL_FILES]
-    return digest(piece for file in files if file.is_file() for piece in file_pieces(file))
+        return {f"{VERSION} {path}": Path(file).parent.name if isinstance(file, str) else ""}
+    files = [file for file in folder.iterdir() if file.suffix in MODEL_FILES and file.is_file()]
+    return {f"the model's file {file}": digest(file_pieces(file)) for file in sorted(files)}
 
 
 def file_pieces(file: Path) -> Iterator[bytes]:
     size = file.stat().st_size
-    yield f"{file.name} {size}".encode()
+    yield str(size).encode()
     with file.open("rb") as opened:
         for i in range(NUM_PIECES):
             opened.seek(max(0, size - PIECE_BYTES) * i // (NUM_PIECES - 1))

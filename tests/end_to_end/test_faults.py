@@ -365,7 +365,7 @@ def reward_fn(completion): return 0.0
 """
 DIFFERENCES = {
     "flag": ("", "--seed 7", "--seed is 7 instead of 0 on rank 1"),
-    "model": ("model/model.safetensors", "", "the model model differs on rank 1"),
+    "model": ("model/model.safetensors", "", "the model's file model/model.safetensors differs"),
     "environment": ("env.py", "", "the environment env.py differs on rank 1"),
     "rows": ("rows.jsonl", "", "the data set rows.jsonl differs on rank 1"),
     "load_tasks": ("seed.txt", "", "load_tasks('eval') of env (draw its rows with a fixed seed)"),

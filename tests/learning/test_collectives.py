@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_core.distributed import Mesh, Ranks, on_mesh
 from rl_core.learning.minibatches import shard_samples
+from rl_core.models import weight_gathering
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, MLP, WORDS = 3, 32, 4, 2, 16, 64, 128
 SIZES = {
@@ -173,3 +174,10 @@ def test_collectives_are_as_counted_by_hand(name, model):
     assert phases == by_hand(mesh, sizes)
     # A norm of all gradients; with tp of both meshes, and the gradients of split heads' norms.
     assert clip["reduce"][0] == (4 if mesh.tp > 1 else 1) and len(clip) == 1
+
+
+def test_weights_that_exceed_a_group_travel_in_several(model, monkeypatch):
+    """A model of any size is gathered in a bounded memory."""
+    monkeypatch.setattr(weight_gathering, "GROUP_BYTES", 0)
+    phases, _ = on_fake_ranks(MESHES["dp 4"], model)
+    assert phases["sync"]["gather"][0] == LAYERS * (7 + 4) + 2
