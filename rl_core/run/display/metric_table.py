@@ -88,12 +88,15 @@ def page() -> str:
 
 
 INTRO = """
-Every metric that a run writes to `metrics.jsonl` ([runs.md](runs.md)). `rl-core info metrics NAME` prints one. ACTOR is an
-actor's name (`policy`, if there is one), ENV an environment's (where a run has several), SET that of held-out data (with several
+Every metric that a run writes to `metrics.jsonl` ([runs.md](runs.md)). One of them:
+
+```bash
+rl-core info metrics clip_frac
+```
+
+ACTOR is an actor's name (`policy`, if there is one), ENV an environment's (where a run has several), SET that of held-out data (with several
 environments ENV/SET). Names in [brackets] may be missing. Values are over all ranks. One outside "healthy" is worth a look,
 and no proof of a fault.
-
-`rl_core/run/display/metric_table.yaml` is the source of this page.
 """
 
 if __name__ == "__main__":
