@@ -170,14 +170,13 @@ def row_variables(row: Row) -> JSONObject:
 def shown_columns(task: Task) -> dict[str, str]:
     """The columns of a task's row as text, each cut after MAX_COLUMN_CHARS, for who judges its
     replies. Columns that the prompt shows whole, and empty ones, are left out."""
-    shown = [task.messages, *(message.get("content") for message in task.messages)]
+    contents = (message.get("content") or "" for message in task.messages)
+    shown = {"", column_text(task.messages), *map(column_text, contents)}
     columns = {}
     for name, value in task.row.items():
-        if value is None or value in shown or name == "chat_template_kwargs":
-            continue
-        columns[name] = column_text(value)
-        if len(columns) == MAX_COLUMNS:
-            break
+        text = "" if value is None or name == "chat_template_kwargs" else column_text(value)
+        if text not in shown and len(columns) < MAX_COLUMNS:
+            columns[name] = text
     return columns
 
 
@@ -185,15 +184,15 @@ def column_text(value: JSON) -> str:
     """A text, or the JSON of another value, cut after MAX_COLUMN_CHARS."""
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
-    if isinstance(value, str):
-        text = value[: MAX_COLUMN_CHARS + 1]
-    else:
+    if isinstance(value, (list, tuple, dict, bool)):
         text = ""
         # Piece by piece, as a value may have megabytes.
         for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
             text += piece
             if len(text) > MAX_COLUMN_CHARS:
                 break
+    else:  # Objects of other libraries shorten themselves.
+        text = str(value)
     return text if len(text) <= MAX_COLUMN_CHARS else f"{text[:MAX_COLUMN_CHARS]} ..."
 
 

@@ -7,6 +7,7 @@ import re
 import sys
 import tracemalloc
 
+import numpy as np
 import pytest
 from kit import load_rows
 from torch.utils.data import ConcatDataset
@@ -405,9 +406,11 @@ def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
     ({"prompt": "2+2?", "answer": "4"}, {"answer": "4"}),
     ({"prompt": "2+2?", "copy": "2+2?", "none": None}, {}),
     ({"messages": [{"role": "user", "content": "hi"}], "tests": ["a"], "n": 3}, {"tests": '["a"]', "n": "3"}),
-    ({"prompt": "p", "when": datetime.date(2026, 1, 2), "b": b"123"}, {"when": '"2026-01-02"', "b": "3 bytes"}),
+    ({"prompt": "p", "when": datetime.date(2026, 1, 2), "b": b"123"}, {"when": "2026-01-02", "b": "3 bytes"}),
     ({"prompt": "p", "long": "x" * 2001, "deep": [9] * 10**6},
      {"long": "x" * 2000 + " ...", "deep": "[" + "9, " * 666 + "9 ..."}),
+    ({"prompt": "p", "x": np.float32(1.5), "y": np.arange(3), "z": [np.arange(2)]},
+     {"x": "1.5", "y": "[0 1 2]", "z": '["[0 1]"]'}),
     ({"prompt": "p"} | {f"c{n}": n for n in range(60)}, {f"c{n}": str(n) for n in range(50)}),
 ])  # fmt: skip
 def test_columns_of_a_row_are_kept_for_a_reader_short_and_without_the_prompt(row, columns):
