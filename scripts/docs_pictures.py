@@ -21,11 +21,12 @@ from rl_core.view.data import RunFolder
 from rl_core.view.server import LOCAL, Viewer
 
 QUICK, SECOND, TOOLS = "runs/quickstart/grpo", "runs/quickstart_2/grpo", "runs/curves/tool_use_0/rl"
+LOW = "only_step=40&only_kind=train&only_high=0.5"
 # Picture -> runs, address of the page, its height.
 PICTURES = {
     "view_curves": ([QUICK, SECOND], "#curves?seeds=1&smooth=0.5", 640),
-    "view_group": ([TOOLS], "#talks?mode=group&only_step=40&only_kind=train&only_high=0.5", 680),
-    "view_tokens": ([TOOLS], "#talks?colour=entropy&only_step=40&only_kind=train&only_high=0.5", 620),
+    "view_group": ([TOOLS], f"#talks?mode=group&{LOW}", 680),
+    "view_tokens": ([TOOLS], f"#talks?colour=entropy&{LOW}", 620),
     "view_tasks": ([QUICK], "#tasks?state=learning", 640),
 }
 

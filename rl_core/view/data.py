@@ -182,21 +182,9 @@ class RunFolder:
     @property
     def facts(self) -> JSONObject:
         """State, steps, times, and the first and last value of rewards and evaluations, for the
-        list of runs. Reads metrics.jsonl without parsing each line."""
+        list of runs."""
         times = [self.changed(name) for name in ("config.yaml", "metrics.jsonl")]
-        step, ends = 0, {}
-        try:
-            with open_file(self.path / "metrics.jsonl") as raw:
-                lines = raw.read().splitlines()
-        except OSError:
-            lines = []
-        shown = [line for line in lines if b'"eval/' in line] + lines[:3] + lines[-3:]
-        for row in sorted_rows(shown):
-            step = max(step, int(row["step"]))
-            for name, value in row.items():
-                if value is not None and SUMMARY.fullmatch(name):
-                    first, _ = ends.setdefault(name, (value, value))
-                    ends[name] = (first, value)
+        step, ends = progress_of(self.path / "metrics.jsonl", times[1])
         state = "ended early" if step < (self.config.get("num_steps") or 0) else "done"
         return {
             "state": "live" if self.is_live else state,
@@ -406,6 +394,26 @@ def sorted_rows(lines: Iterable[bytes]) -> list[JSONObject]:
     """Rows of metrics in the order of their steps."""
     rows = filter(None, map(numbers_of, rows_of(b"\n".join(lines))))
     return sorted(rows, key=lambda row: row["step"])
+
+
+@lru_cache(maxsize=1000)
+def progress_of(file: Path, changed: float | None) -> tuple[int, dict[str, tuple[float, float]]]:
+    """(last step, metric -> its first and last value) of a metrics.jsonl, whose lines are not all
+    parsed. `changed`: time of the file's last change."""
+    step, ends = 0, {}
+    try:
+        with open_file(file) as raw:
+            lines = raw.read().splitlines()
+    except OSError:
+        return step, ends
+    shown = [line for line in lines if b'"eval/' in line] + lines[:3] + lines[-3:]
+    for row in sorted_rows(shown):
+        step = max(step, int(row["step"]))
+        for name, value in row.items():
+            if value is not None and SUMMARY.fullmatch(name):
+                first, _ = ends.setdefault(name, (value, value))
+                ends[name] = (first, value)
+    return step, ends
 
 
 def inner_runs(folder: Path, depth: int = 3) -> list[Path]:

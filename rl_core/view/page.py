@@ -74,8 +74,8 @@ def summary(run: RunFolder, first: int, every: int = 1) -> JSONObject:
         for n, row in enumerate(run.rows[first:])
         if n % every == 0 or any(k.startswith("eval/") for k in row)
     ]
-    names = sorted({name for row in rows for name in row} - {"step"})
-    every_name = frozenset({name for row in run.rows for name in row} - {"step"})
+    names = names_of(rows)
+    every_name = frozenset(names_of(run.rows))
     return {
         "revision": run.revision,
         "num_rows": len(run.rows),
@@ -87,6 +87,12 @@ def summary(run: RunFolder, first: int, every: int = 1) -> JSONObject:
         "facts": run.facts,
         "notes": run.notes,
     }
+
+
+def names_of(rows: list[JSONObject]) -> list[str]:
+    """Metrics that have a value in one of the rows."""
+    names = {name for row in rows for name, value in row.items() if value is not None}
+    return sorted(names - {"step"})
 
 
 def rounded(value: float | None) -> float | None:

@@ -57,7 +57,6 @@ def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = No
                 "values": values,
             }
         )
-        turns[-1]["is_fresh"] = turn["is_fresh"]
     return row | {"turns": turns}
 
 

@@ -264,4 +264,5 @@ def test_a_folder_with_metrics_alone_is_a_run(tmp_path):
         and not only.warnings
     )
     [ours] = report_of(tmp_path)["report"]
-    assert ours["news"]["rows"] == [[1, None], [2, None]] and ours["episodes"] == []
+    assert ours["news"]["rows"] == [[1], [2]] and ours["news"]["panels"] == {}
+    assert ours["episodes"] == []

@@ -142,6 +142,9 @@ def test_keys_go_through_the_table_and_back_returns(open_run):
     has(page, "#reader h2", "train/4 #4, step 1")
     page.go_back()
     has(page, "#reader h2", "train/1 #1, step 1")
+    head = page.locator("#list thead").get_by_role("button", name="tokens")
+    head.press("Enter")
+    assert page.evaluate("document.activeElement.textContent") == "tokens"
     page.keyboard.press("/")
     page.keyboard.type("reply 3")
     count(page, "1 of 5")
@@ -161,10 +164,14 @@ def test_stars_and_notes_are_kept_with_the_run(open_run, tmp_path, page_of):
     page.get_by_role("button", name="Star").click()
     has(page, "#list .star", 1)
     page.get_by_label("Note", exact=True).fill("cheats <b>")
-    page.get_by_label("Note", exact=True).press("Enter")
+    page.get_by_role("button", name="Star").click()  # A click on another element ends a note.
+    has(page, "#list .star", 0)
+    page.get_by_role("button", name="Star").press("Enter")
     page.locator("#list [title='cheats <b>']").wait_for()
     lines = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
-    assert [(line["star"], line["text"]) for line in lines] == [(True, ""), (True, "cheats <b>")]
+    text = "cheats <b>"
+    notes = [(True, ""), (True, text), (False, text), (True, text)]
+    assert [(line["star"], line["text"]) for line in lines] == notes
     page.reload()
     has(page, "#list .star", 1)
     open_filters(page)
@@ -186,21 +193,27 @@ def test_a_task_is_followed_over_all_steps(tmp_path, serve, page_of):
                 reward = float(values[2 * step + index])
                 messages = [{"role": "user", "content": name}, {"role": "assistant", "content": f"the sum is {reward:g}"}]  # fmt: skip
                 rows.append(trajectory(index, task_id=name, group_id=name, reward=reward, messages=messages))  # fmt: skip
+        rows.append(trajectory(0, task_id="bare", env="zeros", reward=0.0))
+        rows.append(trajectory(0, task_id="never", actor="rival", reward=1.0))
         write_step(tmp_path, step + 1, rows)
     page = page_of(serve(tmp_path) + "#tasks")
-    has(page, "#tasklist tbody tr", 4)
+    has(page, "#tasklist tbody tr", 5)  # of the first actor
     table = {row.split("\t")[0]: row.split("\t")[1:6] for row in shown(page, "#tasklist tbody tr")}
-    assert table["learning"][:4] == ["never", "6", "0", "0.5"] or table["learning"][0] == "solved"
-    assert table["forgotten"] == ["forgotten", "6", "1", "0", "-1"]
-    assert table["solved"] == ["solved", "6", "0", "1", "1"]
-    assert table["never"] == ["never", "6", "0", "0", "0"]
-    assert "1 forgotten, 1 never" in shown(page, "#states")[0]
-    page.get_by_role("button", name="forgotten").click()
+    assert table["learning"] == ["letters", "solved", "6", "0", "0.5"]
+    assert table["forgotten"] == ["letters", "forgotten", "6", "1", "0"]
+    assert table["solved"] == ["letters", "solved", "6", "0", "1"]
+    assert table["never"] == ["letters", "never", "6", "0", "0"]
+    assert table["bare"] == ["zeros", "never", "3", "0", "0"]
+    assert "1 forgotten, 2 never" in shown(page, "#states")[0]
+    page.get_by_role("button", name="forgotten").press("Enter")
+    assert page.evaluate("document.activeElement.textContent") == "forgotten"
     page.get_by_role("heading", name="forgotten of letters").wait_for()
     page.get_by_label("Compare step 1 #0").check()
     page.get_by_label("Compare step 3 #1").check()
     has(page, "#differences del", ["1"])
     has(page, "#differences ins", ["0"])
+    page.evaluate("show()")  # As when new steps come.
+    assert shown(page, "#differences del") == ["1"]
     page.reload()
     page.get_by_role("heading", name="forgotten of letters").wait_for()
     page.locator("#task table").get_by_role("button", name="#1").first.click()
@@ -316,3 +329,16 @@ def test_ten_thousands_of_episodes_are_listed(tmp_path, serve, page_of):
     page.wait_for_selector(".u-legend, #constant:visible")
     page.get_by_role("link", name="Conversations").click()
     count(page, "32,000 of 32,000")
+
+
+def test_a_phone_shows_the_list_or_the_conversation_of_the_address(open_run, page_of):
+    page, reader = open_run([trajectory(n) for n in range(3)], screen="phone"), "#reader:visible"
+    page.get_by_role("button", name="train/1 #1").click()
+    has(page, f"{reader} h2", "train/1 #1, step 1")
+    address = page.url
+    page.get_by_role("button", name="Next").click()
+    has(page, f"{reader} h2", "train/2 #2, step 1")
+    page.go_back()
+    has(page, reader, 0)
+    other = page_of(address, "phone")
+    has(other, f"{reader} h2", "train/1 #1, step 1")

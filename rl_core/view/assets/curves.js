@@ -73,7 +73,7 @@ function curvesOf({ title, curves: chosen }, { smooth, logy, logx, x, seeds }) {
 
 // Runs that differ by the seed alone become their mean, with the lowest and the highest as a band.
 function overSeeds(curves, label) {
-  const groups = Map.groupBy(curves, ({ run, place }) => JSON.stringify([seedless(run), place]));
+  const groups = groupsOf(curves, ({ run, place }) => JSON.stringify([seedless(run), place]));
   return [...groups.values()].flatMap((group) => {
     if (group.length === 1) return group;
     const places = unique(group.flatMap(({ values }) => [...values.keys()]));
@@ -144,15 +144,19 @@ function drawPanel(panel, box, how) {
 function toStep(id, at) {
   const { steps, curves } = plots.get(id), isEval = curves.every(({ metric }) => metric.startsWith("eval/"));
   const entries = runs.flatMap((run) => run.entries).filter((e) => e.step === steps[at] && (e.kind === "train") !== isEval);
-  const kinds = unique(entries.map((e) => e.kind));
+  const kinds = unique(entries.map((e) => e.kind)).sort(); // "greedy" comes before "sampled"
   kept.talks = "";
-  go({ only_step: steps[at], only_kind: kinds.length === 1 ? kinds[0] : null }, true, "talks");
+  go({ only_step: steps[at], only_kind: kinds[0] }, true, "talks");
 }
 
 function download(href, name) {
   el("a", { href, download: name }).click();
 }
-const pngOf = ({ plot }) => plot.ctx.canvas.toDataURL("image/png");
+function pngOf({ plot }) { // on the page's background, since labels have its colours
+  const { width, height } = plot.ctx.canvas, canvas = el("canvas", { width, height }), to = canvas.getContext("2d");
+  to.fillStyle = css("--card"), to.fillRect(0, 0, width, height), to.drawImage(plot.ctx.canvas, 0, 0);
+  return canvas.toDataURL("image/png");
+}
 const asFile = (text, type) => `data:${type};charset=utf-8,${encodeURIComponent(text)}`;
 const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
 function csvOf({ steps, curves }) {

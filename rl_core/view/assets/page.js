@@ -4,14 +4,13 @@ const kept = Object.fromEntries(Object.keys(VIEWS).map((name) => [name, ""])); /
 let view = "curves", chosenNames = ""; // names of shown runs; "" for the first ones
 const params = (name = view) => new URLSearchParams(kept[name]);
 const namesOf = (chosen) => (chosen.length === known.length ? "" : chosen.map((run) => run.name).join("|"));
-const withRuns = (name) => {
-  const values = params(name);
+const withRuns = (name, values = params(name)) => {
   if (chosenNames) values.set("runs", chosenNames);
   return `#${name}${values.size ? `?${values}` : ""}`;
 };
 
-// Changes fields of the address; null or "" removes one. `isNew`: Back returns to what was shown before.
-function go(changes, isNew = false, name = view) {
+// Changes fields of the address; null or "" removes one. go() also shows what it names. `isNew`: Back returns to what was shown before.
+function write(changes, isNew = false, name = view) {
   const values = params(name);
   for (const [key, value] of Object.entries(changes)) {
     if (key === "runs") chosenNames = value;
@@ -20,19 +19,21 @@ function go(changes, isNew = false, name = view) {
   }
   kept[name] = String(values);
   history[isNew ? "pushState" : "replaceState"](null, "", withRuns(name));
+}
+function go(changes, isNew = false, name = view) {
+  write(changes, isNew, name);
   readAddress();
 }
 
 function readAddress() {
   const [name, query] = location.hash.slice(1).split(/\?(.*)/s), values = new URLSearchParams(query ?? "");
   view = VIEWS[name] ? name : data.runs.length > MOST_SHOWN ? "runs" : "curves";
-  if (values.has("runs")) chosenNames = values.get("runs"), values.delete("runs");
-  else if (query !== undefined || !name) chosenNames = "";
-  if (query !== undefined || !name) kept[view] = String(values);
-  const names = values.has("run") && view === "talks" ? unique([...chosenNames.split("|").filter(Boolean), ...(chosenNames ? [values.get("run")] : [])]) : chosenNames.split("|");
+  chosenNames = values.get("runs") ?? "", values.delete("runs");
+  kept[view] = String(values);
+  const asked = ["talks", "tasks"].includes(view) && known.find((run) => run.name === values.get("run"));
+  const names = [...chosenNames.split("|"), chosenNames && asked?.name];
   const chosen = known.filter((run) => names.includes(run.name)), newest = [...known].sort((a, b) => (b.facts.started ?? 0) - (a.facts.started ?? 0));
-  const asked = view === "talks" && known.filter((run) => run.name === values.get("run"));
-  choose(chosen.length ? chosen : known.length <= MOST_SHOWN ? known : asked?.length ? asked : newest.slice(0, 1));
+  choose(chosen.length ? chosen : known.length <= MOST_SHOWN ? known : [asked || newest[0]]);
   fillForm(document.forms.length && $(`#${view} form`));
   show();
 }
@@ -51,16 +52,17 @@ function fillForm(form) {
   }
 }
 
+const setLinks = () => $$("nav a").forEach((link) => link.setAttribute("href", withRuns(link.getAttribute("href").slice(1).split("?")[0])));
 const setCurrent = (node, is) => (is ? node.setAttribute("aria-current", "true") : node.removeAttribute("aria-current"));
 function show() {
   for (const key of Object.keys(VIEWS)) $(`#${key}`).hidden = key !== view;
   for (const link of $$("nav a")) {
     const name = link.getAttribute("href").slice(1).split("?")[0];
-    link.setAttribute("href", withRuns(name));
     setCurrent(link, name === view);
   }
+  setLinks();
   $("nav a:last-child").hidden = known.length < 2;
-  $("#tip").hidden = true;
+  if (view !== "talks") $("#tip").hidden = true;
   showChips();
   VIEWS[view]();
 }
@@ -68,9 +70,8 @@ function show() {
 // The table of flags.
 function showConfig() {
   const find = $("#config [name=find]").value.toLowerCase(), only = $("#config [name=differ]").checked;
-  const text = (value) => (value === undefined || value === null ? "" : typeof value === "string" ? value : JSON.stringify(value));
   const rows = unique(runs.flatMap((run) => Object.keys(run.config))).flatMap((flag) => {
-    const values = runs.map((run) => text(run.config[flag])), differs = unique(values).length > 1;
+    const values = runs.map((run) => asText(run.config[flag])), differs = unique(values).length > 1;
     if ((only && !differs) || !flag.toLowerCase().includes(find)) return [];
     return [el("tr", { class: differs && "differs" }, el("th", { scope: "row" }, flag), values.map((value) => el("td", {}, value)))];
   });

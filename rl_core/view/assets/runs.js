@@ -18,6 +18,27 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const hue = (n) => `--c${((n % 8) + 8) % 8}`; // of an actor, a run, a curve
 const tinted = (node, n) => (node.style.setProperty("--c", `var(${hue(n)})`), node);
 const unique = (values) => [...new Set(values)];
+const asText = (value) => (value === undefined || value === null ? "" : typeof value === "string" ? value : JSON.stringify(value));
+
+function groupsOf(values, keyOf) { // key -> the values that have it
+  const groups = new Map();
+  for (const value of values) {
+    const key = keyOf(value);
+    if (groups.has(key)) groups.get(key).push(value);
+    else groups.set(key, [value]);
+  }
+  return groups;
+}
+
+// Replaces elements below `root`. The focus returns to the element with the same name, and tables stay where they were scrolled.
+function redraw(root, change) {
+  const name = (node) => node.dataset.key ?? node.getAttribute("aria-label") ?? node.textContent;
+  const before = document.activeElement, hadFocus = root.contains(before), wanted = hadFocus && name(before);
+  const tops = $$(".scroll, .columns", root).map((node) => [node.scrollTop, node.scrollLeft]);
+  change();
+  $$(".scroll, .columns", root).forEach((node, n) => { if (tops[n]) [node.scrollTop, node.scrollLeft] = tops[n]; });
+  if (hadFocus && !before.isConnected) $$(before.tagName, root).find((node) => name(node) === wanted)?.focus({ preventScroll: true });
+}
 const note = (text) => { $("#note").textContent = text; };
 
 function short(value) {
@@ -161,8 +182,7 @@ function sortable(table, columns, rows, order, onsort, rowProps = () => ({})) {
 const NOT_COMPARED = /(^|\.)(out|run_name|resume|config)$/;
 function showRuns() {
   const find = $("#runs [name=find]").value.toLowerCase(), at = params();
-  const text = (value) => (value === undefined || value === null ? "" : typeof value === "string" ? value : JSON.stringify(value));
-  const flags = unique(known.flatMap((run) => Object.keys(run.config))).filter((flag) => !NOT_COMPARED.test(flag) && unique(known.map((run) => text(run.config[flag]))).length > 1);
+  const flags = unique(known.flatMap((run) => Object.keys(run.config))).filter((flag) => !NOT_COMPARED.test(flag) && unique(known.map((run) => asText(run.config[flag]))).length > 1);
   const ends = (run, name, place) => run.facts.ends[name]?.[place] ?? null;
   const reward = (run) => Object.keys(run.facts.ends).find((name) => name.startsWith("rollout/"));
   const toggle = (run) => {
@@ -171,20 +191,20 @@ function showRuns() {
     else showRuns();
   };
   const columns = [
-    { name: "run", isLeft: true, of: (run) => run.name, node: (run) => el("label", {}, el("input", { type: "checkbox", checked: runs.includes(run), onchange: () => toggle(run) }), tinted(el("span", { class: "dot" }), run.n), run.short) },
+    { name: "run", isLeft: true, of: (run) => run.name, node: (run) => el("label", {}, el("input", { type: "checkbox", "data-key": run.n, checked: runs.includes(run), onchange: () => toggle(run) }), tinted(el("span", { class: "dot" }), run.n), run.short) },
     { name: "state", isLeft: true, of: (run) => run.facts.state, node: (run) => el("span", { class: run.facts.state === "live" ? "live" : run.facts.state === "done" ? "" : "failed" }, run.facts.state) },
     { name: "step", of: (run) => run.facts.step, node: (run) => `${short(run.facts.step)}${run.config.num_steps ? ` / ${short(run.config.num_steps)}` : ""}` },
     { name: "evaluation", of: (run) => ends(run, mainEval(run), 1), node: (run) => (mainEval(run) ? el("span", { title: mainEval(run) }, run.facts.ends[mainEval(run)].map(short).join(" \u2192 ")) : "-"), isDown: true },
     { name: "reward", of: (run) => ends(run, reward(run), 1), node: (run) => (reward(run) ? run.facts.ends[reward(run)].map(short).join(" \u2192 ") : "-"), isDown: true },
     { name: "duration", of: (run) => run.facts.duration_s, node: (run) => hours(run.facts.duration_s), isDown: true },
     { name: "started", of: (run) => run.facts.started, node: (run) => day(run.facts.started), isDown: true },
-    ...flags.map((flag) => ({ name: `--${flag}`, isLeft: true, of: (run) => text(run.config[flag]), node: (run) => text(run.config[flag]) })),
+    ...flags.map((flag) => ({ name: `--${flag}`, isLeft: true, of: (run) => asText(run.config[flag]), node: (run) => asText(run.config[flag]) })),
   ];
-  const rows = known.filter((run) => `${run.name} ${flags.map((flag) => text(run.config[flag])).join(" ")}`.toLowerCase().includes(find));
-  const focused = $$("#runs input[type=checkbox]").indexOf(document.activeElement);
-  const table = sortable($("#runs table"), columns, rows, at.get("sort") ?? "", (sort) => go({ sort }));
-  table.fill(table.sorted);
-  if (focused >= 0) $$("#runs input[type=checkbox]")[focused]?.focus();
+  const rows = known.filter((run) => `${run.name} ${flags.map((flag) => asText(run.config[flag])).join(" ")}`.toLowerCase().includes(find));
+  redraw($("#runs"), () => {
+    const table = sortable($("#runs table"), columns, rows, at.get("sort") ?? "", (sort) => go({ sort }));
+    table.fill(table.sorted);
+  });
 }
 
 async function refreshFacts() {

@@ -60,17 +60,13 @@ function chosen() {
 
 // Of each episode the mean over its conversations.
 function episodeRewards(entries) {
-  const episodes = new Map();
-  for (const e of entries.filter((entry) => entry.reward !== null)) {
-    const key = JSON.stringify([e.run.n, e.kind, e.step, e.env, e.group, e.index, e.actor, e.seat]);
-    episodes.set(key, [...(episodes.get(key) ?? []), e.reward]);
-  }
-  return [...episodes.values()].map((rewards) => rewards.reduce((a, b) => a + b) / rewards.length);
+  const scored = entries.filter((e) => e.reward !== null);
+  return [...groupsOf(scored, (e) => `${numberOf(e)}\0${e.actor}\0${e.seat}`).values()].map((episode) => meanOf(episode.map((e) => e.reward)));
 }
 
 // Why an episode failed, in the same words for all tasks.
 const reasonOf = (e) => e.error.replace(` for task ${e.task}`, "");
-const numberOf = (e) => JSON.stringify([e.run.n, e.kind, e.step, e.env, e.group, e.index]);
+const numberOf = (e) => `${e.run.n}\0${e.kind}\0${e.step}\0${e.env}\0${e.group}\0${e.index}`;
 
 // A row for each reason: how many episodes failed for it, and in which steps. A click lists them.
 function showReasons() {
@@ -125,19 +121,20 @@ function showTalks() {
   const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
   $("#count").textContent = total ? `${short(entries.length)} of ${short(total)} trajectories${mean}`
     : "No trajectories: the run has none yet, was made with --rollout.save false, or learns from rows (sft, dpo, rm).";
-  const focused = document.activeElement?.closest?.("#list") && document.activeElement.dataset.key;
   const props = (e) => ({ "data-key": keyOf(e), "aria-current": e === current && "true", onclick: (event) => event.target.tagName !== "BUTTON" && read(e, true) });
   entries.sort((a, b) => a.run.n - b.run.n || a.n - b.n);
-  const table = sortable($("#list table"), talkColumns(entries), entries, order, (sort) => go({ sort }), props);
-  listed = table.sorted;
-  table.fill(listed.slice(0, numShown));
-  $("#list > button")?.remove();
-  if (listed.length > numShown) $("#list").append(button("Show more", () => { numShown += 200; showTalks(); }));
-  if (focused) $(`#list button[data-key="${focused}"]`)?.focus();
+  redraw($(".side"), () => {
+    const table = sortable($("#list table"), talkColumns(entries), entries, order, (sort) => go({ sort }), props);
+    listed = table.sorted;
+    table.fill(listed.slice(0, numShown));
+    $("#list > button")?.remove();
+    if (listed.length > numShown) $("#list").append(button("Show more", () => { numShown += 200; showTalks(); }));
+  });
   const asked = entryAt(at), isAddressed = ADDRESS.some((name) => at.has(name));
   if (asked && asked !== current) read(asked);
   else if (isAddressed && !asked && runs.length && runs.every((run) => run.isComplete)) note("The conversation of this address is not here.");
-  else if (!isAddressed && listed.length && innerWidth > 800) read(listed[0]);
+  else if (!isAddressed && innerWidth <= 800) $("#talks").classList.remove("reading");
+  else if (!isAddressed && listed.length) read(listed[0]);
 }
 
 function move(by) {
@@ -180,9 +177,10 @@ async function read(e, isNew = false) {
   if (before !== e || isNew) {
     const place = { ...Object.fromEntries([...ADDRESS, "conversation", "turn", "token"].map((name) => [name, null])), ...placeOf(e) };
     const at = params(), keeps = entryAt(at) === e ? { turn: at.get("turn"), token: at.get("token") } : {};
-    go({ run: e.run.name, ...place, ...keeps }, isNew && before !== e);
+    write({ run: e.run.name, ...place, ...keeps }, isNew && before !== e);
+    setLinks();
+    $("#talks").classList.add("reading");
   }
-  $("#talks").classList.toggle("reading", isNew || innerWidth > 800 || before === e);
   for (const node of $$("#list tr[data-key]")) setCurrent(node, node.dataset.key === keyOf(e));
   const mode = MODES.includes(params().get("mode")) ? params().get("mode") : "all";
   const isNear = (other) => ["kind", "step", "env", "group"].every((name) => e[name] === other[name]);
@@ -202,6 +200,7 @@ async function read(e, isNew = false) {
 
 async function writeNote(e, change) {
   const { star = false, text = "" } = { ...noteOf(e), ...change };
+  e.run.notes = { ...e.run.notes, [noteKey(e)]: { star, text } }; // at once: a star may follow a note before the answer
   try {
     e.run.notes = await ask(e.run, "note", { key: noteKey(e), star, text }, { method: "POST", headers: { "X-Rl-Core": "note" } });
     note("");
@@ -209,10 +208,26 @@ async function writeNote(e, change) {
     note(`The note was not written: ${error.message}`);
   }
   showTalks();
-  read(e);
+  if ("star" in change) read(e); // A note's field stays: the click that left it may still be on its way.
 }
 
-const copy = (text, name) => navigator.clipboard.writeText(text).then(() => note(`Copied the ${name}.`), () => note(`The browser refused; the ${name}: ${text}`));
+async function copy(text, name) {
+  try {
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else copyOfField(text); // Pages of http:// addresses of other machines have no clipboard.
+    note(`Copied the ${name}.`);
+  } catch {
+    note(`The browser refused; the ${name}: ${text}`);
+  }
+}
+function copyOfField(text) {
+  const field = el("textarea", { "aria-hidden": "true" }), before = document.activeElement;
+  field.value = text;
+  document.body.append(field), field.select();
+  const isCopied = document.execCommand("copy");
+  field.remove(), before?.focus();
+  if (!isCopied) throw new Error("refused");
+}
 // A report, and a server that others reach, take no notes.
 const takesNotes = () => !data.report && /^(localhost|127\.0\.0\.1|\[::1\])$/.test(location.hostname);
 
@@ -221,21 +236,21 @@ function showReader(e, columns, mode, modes) {
   const fact = (name, value) => el("span", {}, `${name} `, el("b", {}, typeof value === "number" ? short(value) : value));
   const facts = (values) => Object.entries(values).map(([name, value]) => fact(name, value));
   const step = (text, by) => button(text, () => move(by), { disabled: at < 0 || !listed[at + by], title: by > 0 ? "j" : "k" });
-  const isPressed = ([name, text]) => button(text, () => { go({ mode: name === "all" ? null : name }); read(e); }, { "aria-pressed": String(mode === name) });
+  const isPressed = ([name, text]) => button(text, () => { go({ mode: name === "all" ? null : name }); read(current); }, { "aria-pressed": String(mode === name) });
   const saved = noteOf(e) ?? { star: false, text: "" }, { turns, ...json } = own;
   const colour = VALUES[params().get("colour")] && !missing(shown).includes(params().get("colour")) ? params().get("colour") : "";
   const parts = [
     el("div", { class: "bar" }, button("Back to the list", () => $("#talks").classList.remove("reading"), { class: "back" }),
       step("Previous", -1), step("Next", 1), el("span", { role: "group", "aria-label": "What is shown" }, modes.map(isPressed)),
-      el("label", {}, "Colour tokens by ", chooseColour(e, shown, colour)),
-      button("Raw", () => { go({ raw: isRaw ? null : 1 }); read(e); }, { "aria-pressed": String(isRaw), title: "Messages as JSON" }),
+      el("label", {}, "Colour tokens by ", chooseColour(shown, colour)),
+      button("Raw", () => { go({ raw: isRaw ? null : 1 }); read(current); }, { "aria-pressed": String(isRaw), title: "Messages as JSON" }),
       button("Copy link", () => copy(location.href, "link")), button("Copy JSON", () => copy(JSON.stringify({ ...json, e: undefined }, null, 1), "JSON")),
       takesNotes() ? button(saved.star ? "\u2605" : "\u2606", () => writeNote(e, { star: !saved.star }), { "aria-label": "Star", "aria-pressed": String(saved.star) })
         : saved.star && el("span", { class: "star" }, "\u2605")),
     el("h2", {}, `${e.task} #${e.index}, step ${e.step}${e.kind === "train" ? "" : ` ${e.kind}`}`),
     el("p", { class: "facts" }, fact("environment", e.env), fact("actor", nameOf(e)),
       fact("reward", e.reward ?? "none"), facts(own.reward_parts), fact("status", e.status), fact("turns", e.num_turns),
-      fact("tokens", e.num_tokens), facts(own.metrics), el("a", { href: `#tasks?${new URLSearchParams({ run: e.run.name, task: e.task, env: e.env, kind: e.kind })}` }, "this task in all steps")),
+      fact("tokens", e.num_tokens), facts(own.metrics), el("a", { href: withRuns("tasks", new URLSearchParams({ run: e.run.name, task: e.task, env: e.env, kind: e.kind, actor: e.actor })) }, "this task in all steps")),
     takesNotes() ? el("input", { class: "noted", "aria-label": "Note", placeholder: "note", maxlength: 1000, value: saved.text, onchange: (event) => writeNote(e, { text: event.target.value }) })
       : saved.text && el("p", {}, `Note: ${saved.text}`),
     e.error && el("pre", { class: "failed" }, `Failed: ${e.error}`),
@@ -251,7 +266,8 @@ function showReader(e, columns, mode, modes) {
   note(data.note || "");
   const isSame = $("#reader").dataset.key === keyOf(e), top = scrollY;
   $("#reader").dataset.key = keyOf(e);
-  $("#reader").replaceChildren(...parts.flat(Infinity).filter(Boolean));
+  $("#tip").hidden = true;
+  redraw($("#reader"), () => $("#reader").replaceChildren(...parts.flat(Infinity).filter(Boolean)));
   const turn = $(`#reader [data-turn="${params().get("turn")}"]`);
   if (turn) turn.scrollIntoView({ block: "center" }), turn.classList.add("asked");
   else if (isSame) scrollTo(0, top);
@@ -303,18 +319,15 @@ function bubble({ who, actor, to, message, results, turn, reward }) {
 // The items of a chat: a call of a tool holds its result, which has no item then.
 function chatOf(column) {
   if (column.length > 1) return mergedChat(column);
-  const [{ e, messages, turns, turn_rewards: rewards }] = column, items = [], used = new Set();
-  const replies = messages.filter((m) => m.role === "assistant"), first = replies.length - e.num_turns; // the task itself may hold replies
+  const [{ e, messages }] = column, items = [], used = new Set();
   messages.forEach((message, n) => {
     if (used.has(n)) return;
-    const isReply = message.role === "assistant", number = isReply ? replies.indexOf(message) - first : -1, results = [];
+    const isReply = message.role === "assistant", results = [];
     (isReply && Array.isArray(message.tool_calls) ? message.tool_calls : []).forEach((one, i) => {
       const at = messages.findIndex((m, k) => k > n && !used.has(k) && m.role === "tool" && (!m.tool_call_id || m.tool_call_id === one?.id) && messages.slice(n + 1, k).every((b) => b.role === "tool"));
       if (at >= 0) used.add(at), results[i] = messages[at];
     });
-    const turn = turns[number];
-    const facts = number >= 0 ? { turn: number + 1, reward: rewards?.[number], tokens: turn ? turn.ids.length - turn.num_new : undefined } : {};
-    items.push({ who: isReply ? message.name || e.actor : message.role === "tool" && message.name ? `tool ${message.name}` : message.role, actor: isReply ? message.name || e.actor : null, message, results, ...facts });
+    items.push({ who: isReply ? message.name || e.actor : message.role === "tool" && message.name ? `tool ${message.name}` : message.role, actor: isReply ? message.name || e.actor : null, message, results, ...(isReply && turnOf(column[0], message)) });
   });
   return items;
 }
@@ -333,11 +346,11 @@ function hearEachOther(column) {
   return column.every((t) => column.some((other) => other !== t && (hears(t, other) || hears(other, t))));
 }
 
-// The number of a reply among an actor's turns, its reward and its tokens.
+// The number of a reply among its conversation's turns, its reward and its tokens. The task itself may hold replies.
 function turnOf({ e, messages, turns, turn_rewards: rewards }, message) {
   const replies = messages.filter((m) => m.role === "assistant"), number = replies.indexOf(message) - (replies.length - e.num_turns);
   const turn = turns[number];
-  return number < 0 ? {} : { turn: `${e.actor}-${number + 1}`, reward: rewards?.[number], tokens: turn ? turn.ids.length - turn.num_new : undefined };
+  return number < 0 ? {} : { turn: number + 1, reward: rewards?.[number], tokens: turn ? turn.ids.length - turn.num_new : undefined };
 }
 
 // One conversation out of each actor's own view. Where the order of speakers is not recorded, a reply comes after all that its
@@ -349,7 +362,9 @@ function mergedChat(column) {
   const advance = (view, isForced) => {
     const message = view.messages[view.at], text = textOf(message.content), name = nameOf(view.e);
     if (message.role === "assistant") {
-      replies.push(heardOf(message)), view.num += 1, chat.push({ who: name, message, actor: view.e.actor, ...turnOf(view, message) });
+      replies.push(heardOf(message)), view.num += 1;
+      const facts = turnOf(view, message);
+      chat.push({ who: name, message, actor: view.e.actor, ...facts, turn: facts.turn && `${view.e.actor}-${facts.turn}` });
     } else if (message.role !== "user") {
       chat.push({ who: message.role, message, to: name });
     } else {

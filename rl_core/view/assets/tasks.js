@@ -16,19 +16,26 @@ function attempts() {
   const kinds = unique((run?.entries ?? []).map((e) => e.kind)).sort((a, b) => (b === "train") - (a === "train"));
   fill($("#tasks [name=run]"), runs.map((one) => [one.name, one.short]));
   fill($("#tasks [name=kind]"), kinds.map((kind) => [kind, kind]));
-  fill($("#tasks [name=actor]"), unique((run?.entries ?? []).map((e) => e.actor)).sort().map((name) => [name, name]), "all");
+  const names = unique((run?.entries ?? []).map((e) => e.actor)).sort(); // One at a time: a game's winner always earns the most.
+  fill($("#tasks [name=actor]"), names.map((name) => [name, name]));
   fill($("#tasks [name=state]"), Object.entries(STATES).map(([name, text]) => [name, `${name}: ${text}`]), "all");
   $("#tasks [name=run]").closest("label").hidden = runs.length < 2;
-  const [kind, actor] = [at.get("kind") ?? kinds[0], at.get("actor")];
-  return (run?.entries ?? []).filter((e) => e.kind === kind && (!actor || e.actor === actor));
+  const [kind, actor] = [at.get("kind") ?? kinds[0], at.get("actor") ?? names[0]];
+  return (run?.entries ?? []).filter((e) => e.kind === kind && e.actor === actor);
 }
 
 function tasksOf(entries) {
-  const most = new Map(); // the largest reward of an environment and actor
-  for (const e of entries) if (e.reward !== null) most.set(`${e.env}/${e.actor}`, Math.max(most.get(`${e.env}/${e.actor}`) ?? -Infinity, e.reward));
-  const earnsMost = (e) => e.reward !== null && e.reward >= most.get(`${e.env}/${e.actor}`) - 1e-6;
-  return [...Map.groupBy(entries, taskKey).values()].map((all) => {
-    const steps = [...Map.groupBy(all, (e) => e.step)].sort(([a], [b]) => a - b);
+  const ranges = new Map(); // environment -> its smallest and largest reward
+  for (const { env, reward } of entries.filter((e) => e.reward !== null)) {
+    const [low, high] = ranges.get(env) ?? [reward, reward];
+    ranges.set(env, [Math.min(low, reward), Math.max(high, reward)]);
+  }
+  const earnsMost = ({ env, reward }) => { // Where all rewards are 0, nobody does.
+    const [low, high] = ranges.get(env) ?? [0, 0];
+    return reward !== null && reward >= high - 1e-6 && (high > low || high > 0);
+  };
+  return [...groupsOf(entries, taskKey).values()].map((all) => {
+    const steps = [...groupsOf(all, (e) => e.step)].sort(([a], [b]) => a - b);
     const means = steps.flatMap(([step, at]) => { const scored = at.filter((e) => e.reward !== null); return scored.length ? [[step, meanOf(scored.map((e) => e.reward))]] : []; });
     const last = steps.at(-1)[1], share = last.filter(earnsMost).length / last.length;
     const state = share >= 0.5 ? "solved" : share > 0 ? "learning" : all.some(earnsMost) ? "forgotten" : "never";
@@ -95,28 +102,36 @@ function showTasks() {
     { name: "trend", of: ({ means }) => means.length, node: ({ means }) => (means.length > 1 ? scatter(means, means, 90, 20, `mean reward from ${short(means[0][1])} to ${short(means.at(-1)[1])}`).picture : "") },
   ];
   const isOpen = (row) => row.task === at.get("task") && row.env === (at.get("env") ?? row.env);
-  const table = sortable($("#tasklist table"), columns, shown, at.get("sort") ?? "-attempts", (sort) => go({ sort }), (row) => ({ "aria-current": isOpen(row) && "true" }));
-  table.fill(table.sorted.slice(0, numShown));
-  $("#tasklist > button")?.remove();
-  if (table.sorted.length > numShown) $("#tasklist").append(button("Show more", () => { numShown += 200; showTasks(); }));
-  const asked = all.find(isOpen) ?? (at.has("task") ? null : table.sorted[0]);
-  if (asked) showTask(asked);
+  let sorted;
+  redraw($("#tasklist"), () => {
+    const table = sortable($("#tasklist table"), columns, shown, at.get("sort") ?? "-attempts", (sort) => go({ sort }), (row) => ({ "aria-current": isOpen(row) && "true" }));
+    sorted = table.sorted;
+    table.fill(sorted.slice(0, numShown));
+    $("#tasklist > button")?.remove();
+    if (sorted.length > numShown) $("#tasklist").append(button("Show more", () => { numShown += 200; showTasks(); }));
+  });
+  const asked = all.find(isOpen) ?? (at.has("task") ? null : sorted[0]);
+  if (asked) redraw($("#task"), () => showTask(asked));
   else $("#task").replaceChildren(el("p", { class: "soft" }, at.has("task") ? "The task of this address is not here." : ""));
 }
 
-function showTask({ env, task, all, means, state }) {
+function showTask(row) {
+  const { env, task, all, means, state } = row;
+  compared = compared.filter((e) => all.includes(e)); // A resumed run's are others.
   const scored = all.filter((e) => e.reward !== null).map((e) => [e.step, e.reward]);
   const { picture, low, high, x0, x1 } = scatter(scored, means, 460, 150, `reward of ${all.length} attempts over steps`);
-  const toggle = (e) => { compared = compared.includes(e) ? compared.filter((one) => one !== e) : [...compared, e].slice(-2); showTask({ env, task, all, means, state }); };
+  const toggle = (e) => { compared = compared.includes(e) ? compared.filter((one) => one !== e) : [...compared, e].slice(-2); redraw($("#task"), () => showTask(row)); };
   const rows = [...all].sort((a, b) => a.step - b.step || a.index - b.index).slice(0, 300).map((e) => el("tr", { "aria-current": compared.includes(e) && "true" },
     el("td", {}, el("input", { type: "checkbox", "aria-label": `Compare step ${e.step} #${e.index}`, checked: compared.includes(e), onchange: () => toggle(e) })),
     el("td", {}, short(e.step)), el("td", { class: "left" }, button(`#${e.index}`, () => { kept.talks = ""; go({ run: e.run.name, ...placeOf(e) }, true, "talks"); })),
     el("td", {}, short(e.reward)), el("td", { class: "left" }, el("span", { class: "said" }, e.error || e.preview || "(no text)"))));
-  const differences = el("div", { id: "differences" }, el("p", { class: "soft" }, compared.length === 2 ? "reading" : "Check two attempts to see where their replies differ."));
+  const before = $("#differences"), pair = compared.length === 2 ? compared.map((e) => `${keyOf(e)}/${e.run.revision}`).join() : "";
+  const isSame = pair && before?.dataset.pair === pair; // New steps leave the differences that are read.
+  const differences = isSame ? before : el("div", { id: "differences", "data-pair": pair }, el("p", { class: "soft" }, pair ? "reading" : "Check two attempts to see where their replies differ."));
   $("#task").replaceChildren(el("h2", {}, `${task} of ${env}`), el("p", { class: "facts" }, el("span", {}, "state ", el("b", { class: state }, state)), el("span", {}, `attempts ${short(all.length)}`)),
     scored.length ? el("div", { class: "histogram" }, el("span", {}, short(high)), el("span", {}, short(low)), picture, el("span", { class: "x" }, `step ${short(x0)}`), el("span", { class: "x end" }, short(x1))) : "",
     differences, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Attempts" }, el("table", {}, el("thead", {}, el("tr", {}, ["", "step", "attempt", "reward", "reply"].map((name) => el(name ? "th" : "td", { scope: name ? "col" : undefined, class: /attempt|reply/.test(name) && "left" }, name)))), el("tbody", {}, rows))));
-  if (compared.length === 2) compareReplies(compared, differences);
+  if (pair && !isSame) compareReplies(compared, differences);
 }
 
 // The words of two attempts' replies: those of one alone are marked.

@@ -15,10 +15,10 @@ function missing(shown) {
   return Object.keys(VALUES).filter((name) => name !== "mask" && !there.has(name));
 }
 
-function chooseColour(e, shown, coloured) {
+function chooseColour(shown, coloured) {
   const isOff = (name) => !shown.some((t) => t.turns.length) || missing(shown).includes(name);
   const option = ([name, { label }]) => el("option", { value: name, selected: name === coloured, disabled: isOff(name) }, label);
-  const onchange = (event) => { go({ colour: event.target.value, token: null }); read(e); };
+  const onchange = (event) => { go({ colour: event.target.value, token: null }); read(current); };
   return el("select", { onchange }, el("option", { value: "" }, "off"), Object.entries(VALUES).map(option));
 }
 
