@@ -158,6 +158,8 @@ def check_names(module: ModuleType, path: str) -> None:
         if has.get(name) is not None and not is_good(has[name]):
             if name == "tools" and "rollout" in has:
                 rule += "; rename a variable of the rollout's, for example to _tools"
+            if name == "reward_fn" and isinstance(has[name], (list, tuple)):
+                rule += "; mark each of several functions with @reward (from rl_core import reward)"
             raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
     if "box" in has and (not has.get("agent") or callable(has["agent"])):
         raise ValueError(

@@ -89,8 +89,9 @@ def name_what_blocks(clock: LoopClock) -> None:
                 print(
                     f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has "
                     f"blocked the event loop for {BLOCKED_S:g} s, so that all episodes and "
-                    "deadlines stand still; await an async client (AsyncOpenAI, not OpenAI), or "
-                    "write it as def, which runs in a thread",
+                    "deadlines stand still; await an async client (AsyncOpenAI, not OpenAI), make "
+                    "it once instead of in each episode, or write the function as def, which "
+                    "runs in a thread",
                     file=sys.stderr,
                     flush=True,
                 )

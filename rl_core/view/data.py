@@ -183,14 +183,14 @@ class RunFolder:
     def facts(self) -> JSONObject:
         """State, steps, times, and the first and last value of rewards and evaluations, for the
         list of runs."""
-        times = [self.changed(name) for name in ("config.yaml", "metrics.jsonl")]
-        step, ends = progress_of(self.path / "metrics.jsonl", times[1])
+        began, wrote = self.changed("config.yaml"), self.changed("metrics.jsonl")
+        step, ends = progress_of(self.path / "metrics.jsonl", wrote)
         state = "ended early" if step < (self.config.get("num_steps") or 0) else "done"
         return {
             "state": "live" if self.is_live else state,
             "step": step,
-            "started": times[0],
-            "duration_s": times[1] - times[0] if None not in times else None,
+            "started": began,
+            "duration_s": None if began is None or wrote is None else wrote - began,
             "ends": ends,
         }
 

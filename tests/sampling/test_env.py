@@ -611,7 +611,7 @@ def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
     assert len(lines) == is_named
     for line in lines:
         assert re.match(r"x.py:\d: async reward_fn\(\) has blocked the event loop for 1 s", line)
-        assert "await an async client (AsyncOpenAI, not OpenAI), or write it as def, wh" in line
+        assert "await an async client (AsyncOpenAI, not OpenAI), make it once instead" in line
 
 
 # Errors at start-up
@@ -663,6 +663,7 @@ GOOD = "def reward_fn(): return 1\n"
         (GOOD + "system_prompt = 'x'", "did you mean 'system_prompts'"),
         ("x = 1", r"defines no hook; it needs def reward_fn\(messages, \.\.\.\)"),
         ("reward_fn = 1", "reward_fn = 1 must be a function"),
+        ("reward_fn = [len]", "mark each of several functions with @reward"),
         (GOOD + "max_turns = 0", "max_turns = 0 must be a whole number of at least 1"),
         (GOOD + "tools = [1]", "must be a list of functions or OpenAI schemas"),
         (GOOD + "def add(a: int): 'Adds.'\ntools = [add]", r"tools: add\(\): .*docstring in Google's format"),
