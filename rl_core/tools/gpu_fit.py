@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.config.rules import check
@@ -23,7 +23,7 @@ from rl_core.tools.memory_estimate import (
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
     from rl_core.plan.plan import Plan
-    from rl_core.types import JSONObject
+    from rl_core.types import JSON, JSONObject
 
 Flags = dict[str, str | int | float]
 LEARN_FRAC = 0.9  # Fraction of a GPU for a learner. The rest: NCCL's buffers and fragmentation.
@@ -147,7 +147,7 @@ def fitting_flags(
     return None
 
 
-def changed(settings: Any, path: str, value: Any) -> Any:
+def changed(settings: JSON, path: str, value: JSON) -> JSON:
     """A copy of a dataclass or dict with another value at the path."""
     name, _, rest = path.partition(".")
     if isinstance(settings, dict):

@@ -106,7 +106,7 @@ trainer.n_gpus_per_node torchrun's --nproc_per_node
 """
 # Trainers whose names get answers, and names of their tables that stand for another flag elsewhere,
 # or for a value.
-PAGES = {"coming_from.md": ("verl", "OpenRLHF", "RL2"), "from_trl.md": ("",)}
+PAGES = {"coming_from.md": ("verl", "OpenRLHF", "RL2"), "from_trl.md": ("All names",)}
 AMBIGUOUS = set(
     "name geometric lora_alpha target_modules alpha tensor_model_parallel_size temperature top_p "
     "top_k min_p stop train.batch_size ckpt.save_hf".split()

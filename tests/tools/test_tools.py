@@ -43,7 +43,7 @@ def test_the_names_that_are_answered_with_exist_and_none_is_listed_twice():
 
 
 def test_the_page_for_users_of_trl_has_every_argument():
-    """Those with a flag in the table, the others in lists: without need or without counterpart."""
+    """The table has the arguments with a flag, lists have the others."""
     import trl
 
     names = ("GRPO", "RLOO", "SFT", "DPO", "Reward", "Model")

@@ -322,7 +322,7 @@ def test_a_notebook_shows_a_chart_and_a_mistake_in_one_line(tiny_model, tmp_path
     options = {"kernel_name": "python3", "allow_errors": True, "timeout": 120}
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, resources=resources, **options).execute()
-    _, ran, name, column, own = (cell.outputs for cell in notebook.cells)
+    _, ran, name, column, raised = (cell.outputs for cell in notebook.cells)
     # One display, in which the last step has replaced the others, and no line of a step.
     [chart] = [output.data for output in ran if output.output_type == "display_data"]
     assert chart["text/plain"].startswith("step 3/3  reward ")
@@ -336,7 +336,7 @@ def test_a_notebook_shows_a_chart_and_a_mistake_in_one_line(tiny_model, tmp_path
     assert [error.traceback for error in (*name, *column)] == [
         [f"ValueError: {error.evalue}"] for error in (*name, *column)
     ]
-    assert len(own[-1].traceback) > 1, "a mistake of the script keeps its traceback"
+    assert len(raised[-1].traceback) > 1, "a mistake of the script keeps its traceback"
 
 
 def test_an_unknown_name_in_python_is_answered_by_fields():

@@ -197,7 +197,7 @@ def test_a_task_is_followed_over_all_steps(tmp_path, serve, page_of):
         rows.append(trajectory(0, task_id="never", actor="rival", reward=1.0))
         write_step(tmp_path, step + 1, rows)
     page = page_of(serve(tmp_path) + "#tasks")
-    has(page, "#tasklist tbody tr", 5)  # of the first actor
+    has(page, "#tasklist tbody tr", 5)  # Tasks of the first actor.
     table = {row.split("\t")[0]: row.split("\t")[1:6] for row in shown(page, "#tasklist tbody tr")}
     assert table["learning"] == ["letters", "solved", "6", "0", "0.5"]
     assert table["forgotten"] == ["letters", "forgotten", "6", "1", "0"]
