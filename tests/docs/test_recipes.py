@@ -214,6 +214,7 @@ def test_the_twin_of_open_reasoner_zero_lets_its_critic_learn_first(play):
     assert [line["step"] for line in lines if "learn/policy/updates" in line] == [5]
 
 
+@pytest.mark.slow
 def test_the_twin_of_search_r1_asks_the_server(play, tmp_path):
     play("search_r1_qwen2.5_3b")
     [file] = (tmp_path / "twin/rollouts").glob("step_000001*")

@@ -476,6 +476,7 @@ def test_three_steps_learn(name, warm, tmp_path):
     assert not any(line.get("rollout/policy/failed") for line in result)
 
 
+@pytest.mark.slow
 def test_one_run_learns_all_five_kinds_and_shows_each_its_numbers(warm, tmp_path):
     """With cross-policy sampling and advantages of each task normalised, as in AgentRL."""
     paths, turns, rows = [], 0, []

@@ -177,6 +177,7 @@ def family_of(pid: int) -> set[int]:
     return {pid}.union(*(family_of(child) for child, parent in running().items() if parent == pid))
 
 
+@pytest.mark.slow
 def test_several_ranks_and_ctrl_c_ends_them_all(places, tmp_path):
     process = start(
         "train",
