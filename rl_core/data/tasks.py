@@ -181,18 +181,23 @@ def shown_columns(task: Task) -> dict[str, str]:
 
 
 def column_text(value: JSON) -> str:
-    """A text, or the JSON of another value, cut after MAX_COLUMN_CHARS."""
+    """A text, or the JSON of another value, cut after MAX_COLUMN_CHARS. load_tasks() may return any
+    objects: the type stands for a value that has no text."""
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
-    if isinstance(value, (list, tuple, dict, bool)):
-        text = ""
-        # Piece by piece, as a value may have megabytes.
-        for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
-            text += piece
-            if len(text) > MAX_COLUMN_CHARS:
-                break
-    else:  # Objects of other libraries shorten themselves.
-        text = str(value)
+    text = ""
+    try:
+        if isinstance(value, (list, tuple, dict, bool)):
+            encoder = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=str)
+            # Piece by piece, as a value may have megabytes.
+            for piece in encoder.iterencode(value):
+                text += piece
+                if len(text) > MAX_COLUMN_CHARS:
+                    break
+        else:  # Objects of other libraries shorten themselves.
+            text = str(value)
+    except Exception:
+        text = type(value).__name__
     return text if len(text) <= MAX_COLUMN_CHARS else f"{text[:MAX_COLUMN_CHARS]} ..."
 
 

@@ -402,6 +402,15 @@ def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
     assert first.messages == user
 
 
+class Mute:
+    def __str__(self):
+        raise ValueError("no text")
+
+
+LOOP: list = []
+LOOP.append(LOOP)
+
+
 @pytest.mark.parametrize("row, columns", [
     ({"prompt": "2+2?", "answer": "4"}, {"answer": "4"}),
     ({"prompt": "2+2?", "copy": "2+2?", "none": None}, {}),
@@ -411,6 +420,8 @@ def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
      {"long": "x" * 2000 + " ...", "deep": "[" + "9, " * 666 + "9 ..."}),
     ({"prompt": "p", "x": np.float32(1.5), "y": np.arange(3), "z": [np.arange(2)]},
      {"x": "1.5", "y": "[0 1 2]", "z": '["[0 1]"]'}),
+    ({"prompt": "p", "keys": {(1, 2): 3, "a": 4}, "mute": Mute(), "mutes": [Mute()], "loop": LOOP},
+     {"keys": '{"a": 4}', "mute": "Mute", "mutes": "list", "loop": "list"}),
     ({"prompt": "p"} | {f"c{n}": n for n in range(60)}, {f"c{n}": str(n) for n in range(50)}),
 ])  # fmt: skip
 def test_columns_of_a_row_are_kept_for_a_reader_short_and_without_the_prompt(row, columns):
