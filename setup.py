@@ -1,4 +1,4 @@
-"""What rl_core needs, and no package that needs a GPU, so that a laptop installs in a minute."""
+"""Requirements of rl_core. None of them needs a GPU, so that a laptop installs in a minute."""
 
 import re
 import shutil
@@ -63,7 +63,7 @@ EXTRAS["test"] = [
     "grpcio-tools>=1.76",
     "pytest>=8",
     "pytest-xdist>=3.6",
-    "playwright>=1.50",  # drives Debian's Chromium, not one of its own
+    "playwright>=1.50",  # drives Debian's Chromium instead of a separate one
     "ruff",
     "anthropic>=0.60",  # its client checks the endpoint's /v1/messages
     "trl==1.16.0",

@@ -140,7 +140,7 @@ class Trajectory:
     error: str = ""  # why it failed
     log: str = ""  # text for who looks at the episode, such as the verifier's output
     env_code: str = ""  # hash of the environment's file
-    # Column of the task's row -> its text, cut where it is long: what a reader compares replies to.
+    # Column of the task's row -> its text, cut where it is long, for readers of the replies.
     columns: dict[str, str] = field(default_factory=dict)
     # Messages of teacher_prompt(), and their tokens for each stream of turns: the teacher reads
     # them instead of the student's prompt. Empty: no teacher.
