@@ -21,10 +21,9 @@ from unittest.mock import patch
 
 import torch
 from bench_learner import QWEN3, model_config
-from count_work import FREE, tensors
+from count_work import Kernels, num_bytes, tensors
 from script_tools import Table, make_parser, write_json
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_core.engines.cuda_graphs import DecodeGraphs, rounded_length
@@ -34,7 +33,7 @@ from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.models.kernels import triton_decode
 
 
-class Launches(TorchDispatchMode):
+class Launches(Kernels):
     """Bytes read and written by each kernel launch inside."""
 
     def __init__(self, cache_bytes: int) -> None:
@@ -43,16 +42,9 @@ class Launches(TorchDispatchMode):
         self.cache_bytes = cache_bytes
         self.sizes: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if not func.is_view and name not in FREE:
-            self.add(name, (args, kwargs), out)
-        return out
-
-    def add(self, name: str, read: object, written: object = ()) -> None:
-        both = tensors((read, written))
-        size = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in both)
+    def count(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+        both = [*read, *written]
+        size = num_bytes(both)
         if "flash" in name:
             # The queries of heads that share keys are folded before, and unfolded behind.
             query = both[0].nbytes
@@ -65,7 +57,7 @@ class Launches(TorchDispatchMode):
     def run_triton(self, kernel, grid, *args, **_) -> None:
         both = tensors(args)
         # A cache, larger than the other tensors, is written at one token of each row.
-        self.add(kernel.__name__, [x for x in both if x.nbytes <= 2 * both[0].nbytes])
+        self.count(kernel.__name__, [x for x in both if x.nbytes <= 2 * both[0].nbytes], [])
 
     def run_attention(self, query: Tensor, *_, **options) -> Tensor:
         """On a GPU a mask of truth values becomes one of numbers first, in three launches."""

@@ -57,7 +57,26 @@ OVERWRITES = {"copy_", "zero_", "fill_"}
 COLUMNS = {"launches": ">8d", "tflop": ">7.2f", "gbytes": ">7.1f", "least_ms": ">8.1f"}
 
 
-class Counts(TorchDispatchMode):
+class Kernels(TorchDispatchMode):
+    """Calls count() for each kernel launch inside."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if not func.is_view and name not in FREE:
+            self.count(name, tensors((args, kwargs)), tensors(out))
+        return out
+
+    def count(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+def num_bytes(values: list[Tensor]) -> int:
+    """Bytes of memory that the tensors span; an expanded one counts once."""
+    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in values)
+
+
+class Counts(Kernels):
     """Launches, FLOPs and pointwise bytes by group. A group is the innermost module; a backward has
     the group of its forward."""
 
@@ -68,13 +87,6 @@ class Counts(TorchDispatchMode):
         self.launches, self.flops, self.bytes = Counter(), Counter(), Counter()
         self.modules: list[str] = []
         self.group_of: dict[int, str] = {}  # By sequence number of the autograd node.
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if not func.is_view and name not in FREE:
-            self.count(name, tensors((args, kwargs)), tensors(out))
-        return out
 
     def group(self) -> str:
         node = torch._C._current_autograd_node()
@@ -96,8 +108,7 @@ class Counts(TorchDispatchMode):
         else:
             if name in OVERWRITES:
                 read = read[1:]
-            size = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in [*read, *written])
-            self.add(self.group(), size=size)
+            self.add(self.group(), size=num_bytes([*read, *written]))
 
     def add(self, group: str, flops: float = 0, size: float = 0) -> None:
         self.launches[group] += 1
