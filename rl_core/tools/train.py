@@ -71,10 +71,12 @@ def launch(argv: list[str]) -> int:
         failures = error.failures
 
         def order(rank: int) -> tuple[int, bool]:
-            """Killed ranks come first of those that end in the same second: ranks that wait for a
-            killed one fail, and torchrun ends the others by SIGTERM."""
+            """Killed ranks come before those that fail up to 3 s earlier: ranks that wait for a
+            killed one may end before torchrun notices its death, and torchrun ends the others by
+            SIGTERM."""
             code = failures[rank].exitcode
-            return failures[rank].timestamp, code >= 0 or code == -signal.SIGTERM
+            killed = code < 0 and code != -signal.SIGTERM
+            return failures[rank].timestamp - 3 * killed, not killed
 
         rank = min(failures, key=order)
         failure = failures[rank]
