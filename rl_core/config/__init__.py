@@ -30,6 +30,7 @@ from rl_core.config.rollout import (
     EvalConfig,
     RolloutConfig,
     SamplingConfig,
+    SandboxConfig,
 )
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "PreferenceConfig",
     "RolloutConfig",
     "SamplingConfig",
+    "SandboxConfig",
     "SftConfig",
     "checked",
     "flat",

@@ -20,7 +20,13 @@ from rl_core.config.algorithm import (
 from rl_core.config.data import NO_ENV, DataConfig, EnvConfig
 from rl_core.config.flag_parsing import Section
 from rl_core.config.learner import LearnerConfig, OptimConfig
-from rl_core.config.rollout import AgentsConfig, EvalConfig, RolloutConfig, SamplingConfig
+from rl_core.config.rollout import (
+    AgentsConfig,
+    EvalConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SandboxConfig,
+)
 from rl_core.errors import split
 from rl_core.flags import AtLeast1, Count, MemoryFraction, NotNegative, OneOf, Positive, flag
 
@@ -107,6 +113,7 @@ class Config(Section):
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
     agents: AgentsConfig = flag(AgentsConfig, "the endpoint of agent programs", only=RL)
+    sandbox: SandboxConfig = flag(SandboxConfig, "boxes of agents", only=RL)
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss", only=RL)
     critic: CriticConfig = flag(CriticConfig, "value model (ppo)", only=RL)
     preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)", only=("dpo",))

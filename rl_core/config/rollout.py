@@ -67,6 +67,17 @@ class AgentsConfig(Section, prefix="agents."):
 
 
 @dataclass(kw_only=True)
+class SandboxConfig(Section, prefix="sandbox."):
+    box_driver: str = flag(
+        "", "boxes of environments that name no driver: bubblewrap, docker, podman, kubernetes"
+    )
+    max_boxes: AtLeast1 = flag(256, "remote boxes that a run has at once")
+    idle_s: Positive = flag(900.0, "remote boxes end after this time without their run")
+    lifetime_s: Positive = flag(14_400.0, "remote boxes end after this time")
+    kubernetes_namespace: str = flag("", "namespace of pods; default: the kubeconfig's")
+
+
+@dataclass(kw_only=True)
 class EvalConfig(Section, prefix="eval."):
     num_tasks: Count = flag(0, "held-out tasks that are evaluated; 0: all")
     samples: Count = flag(4, "k of avg@k and pass@k; 0: greedy alone")

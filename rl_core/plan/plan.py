@@ -32,6 +32,7 @@ from rl_core.run.display.terminal import quiet
 from rl_core.run.display.trackers import check_trackers
 from rl_core.run.saving.run_files import check_resumed
 from rl_core.sampling.env import Env
+from rl_core.sandbox import boxes
 from rl_core.service.served_module import load_served
 from rl_core.tasks.row_lengths import check_run
 from rl_core.tasks.sft_dataset import SFTDataset
@@ -160,6 +161,8 @@ def load_envs(
 ) -> tuple[Config, dict[str, Env]]:
     """(the configuration with --max_turns filled in, environments by the names of their files). The
     flags' limits hold, then a file's own. `modules`: instead of files."""
+    limits = {"max_boxes": max(1, config.sandbox.max_boxes // num_ranks())}
+    boxes.configure(**vars(config.sandbox) | limits)
     envs, sections = {}, {}
     for name, path in config.env_paths.items():
         module, section = (modules or {}).get(name), config.env(name)

@@ -17,21 +17,39 @@ from typing import Any
 
 from rl_core.sandbox.box_bubblewrap import BubblewrapBox, check_bwrap
 from rl_core.sandbox.box_containers import ContainerBox
+from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES, RemoteBox, RemoteSettings
 from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Root
 from rl_core.sandbox.box_settings import BoxLimits as Limits
 from rl_core.sandbox.engines import ENGINES, find_engine
 
-__all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "check_machine", "open"]
+__all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "check_machine", "configure", "open"]
 
 MAX_KEPT = 32
-DRIVERS = ("bubblewrap", *ENGINES)
+DRIVERS = ("bubblewrap", *ENGINES, *REMOTE_DRIVERS)
 NO_SANDBOX = "no sandbox"  # Errors for a machine that makes no box begin with this.
+
+
+def configure(**flags: Any) -> None:
+    """Sets what all boxes of this process share: fields of RemoteSettings, which are the flags
+    --sandbox.*. Raises ValueError for an unknown driver."""
+    settings = RemoteSettings(**flags)
+    check_driver(settings.box_driver, "--sandbox.box_driver ")
+    SERVICES.settings = settings
+
+
+def check_driver(driver: str, name: str) -> None:
+    if driver not in ("", *DRIVERS):
+        raise ValueError(f"{name}{driver!r} is not one of {', '.join(DRIVERS)}")
 
 
 def check_machine(driver: str = "", image: str = "") -> None:
     """Raises RuntimeError, with the fix, if this machine makes no boxes of this driver; with
     neither driver nor image, no boxes of any driver."""
     errors = []
+    driver = driver or SERVICES.settings.box_driver
+    if driver in REMOTE_DRIVERS:
+        SERVICES.get(driver)
+        return
     if not image and driver in ("", "bubblewrap"):
         try:
             return check_bwrap()
@@ -84,7 +102,7 @@ KEPT = KeptBoxes()
 class OpenBox:
     """The box of one episode, from open(). At close() the box may be emptied and kept."""
 
-    def __init__(self, box: BubblewrapBox | ContainerBox, reuse: bool):
+    def __init__(self, box: BubblewrapBox | ContainerBox | RemoteBox, reuse: bool):
         self.box = box
         self.reuse = reuse
         self.is_closed = False
@@ -131,13 +149,13 @@ async def open(
     reuse: bool = True,
     root: Root | None = None,
 ) -> OpenBox:
-    """A box for one episode. The row's `image` counts before the argument. `driver`: bubblewrap,
-    docker or podman; "" takes bubblewrap, and for an image docker or podman. `binds`:
-    path inside -> path of the host, read-only unless that ends in ":rw". `root`: of a box by
-    bubblewrap, instead of this machine's system. Raises RuntimeError where
-    this machine has no such box, with what to install."""
-    if driver not in ("", *DRIVERS):
-        raise ValueError(f"driver={driver!r} is not one of {', '.join(DRIVERS)}")
+    """A box for one episode. The row's `image` and `box_driver` count before the arguments.
+    `driver`: one of DRIVERS; "" takes --sandbox.box_driver, else bubblewrap, and for an image
+    docker or podman. `binds`: path inside -> path of the host, read-only unless that ends in
+    ":rw"; remote boxes get copies. `root`: of a box by bubblewrap, instead of this machine's
+    system. Raises RuntimeError where this machine has no such box, with what to install."""
+    driver = row.get("box_driver") or driver or SERVICES.settings.box_driver
+    check_driver(driver, "driver=")
     settings = BoxSettings(
         driver=driver,
         image=row.get("image") or image,
@@ -150,6 +168,8 @@ async def open(
         raise ValueError(f"image={settings.image!r} needs driver docker or podman")
     if driver in ENGINES and not settings.image:
         raise ValueError(f"driver={driver!r} needs an image: image='python:3.12-slim', say")
+    if driver in REMOTE_DRIVERS:
+        return OpenBox(await open_remote(settings), False)
     if settings.image:
         return OpenBox(await open_container(settings), False)
     settings = replace(settings, driver="bubblewrap")
@@ -173,3 +193,16 @@ async def open_container(settings: BoxSettings) -> ContainerBox:
         return await ContainerBox.open(replace(settings, driver=engine))
     except (OSError, ValueError) as error:
         raise RuntimeError(f"{NO_SANDBOX}: {error}") from error
+
+
+async def open_remote(settings: BoxSettings) -> RemoteBox:
+    for inside, path in settings.binds:
+        if path.endswith(":rw"):
+            text = f"{inside}: a box by {settings.driver} gets copies, and cannot write to {path}"
+            raise ValueError(f"binds: {text}; leave out :rw")
+    if settings.root is not None:
+        raise ValueError(f"a box by {settings.driver} has no root=; give an image")
+    try:
+        return await RemoteBox.open(settings)
+    except OSError as error:
+        raise RuntimeError(str(error)) from error

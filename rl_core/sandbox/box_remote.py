@@ -1,0 +1,577 @@
+"""Boxes in a cluster or at a sandbox service, which need no privilege on this machine.
+docs/remote_boxes.md
+
+A driver speaks the language of one service: RemoteDriver and RemoteSandbox. Shell commands,
+deadlines, bounded output, folders, retries, the number of boxes and their end are common, and here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib
+import os
+import random
+import secrets
+import shlex
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rl_core.sandbox.box_containers import (
+    ENTER,
+    KILL_MARKED,
+    MARK,
+    NO_FILE,
+    NOT_REGULAR,
+    SHELL,
+    UNPACK,
+    packed,
+)
+from rl_core.sandbox.box_settings import (
+    MAX_FILE_BYTES,
+    BoxEnded,
+    BoxLimits,
+    BoxSettings,
+    ExecResult,
+    make_upload,
+)
+from rl_core.sandbox.output import Output
+
+T = TypeVar("T")
+
+# Driver -> module with a class `Driver`, which is imported when the driver is used. The extra of
+# setup.py has the driver's name.
+REMOTE_DRIVERS = {"kubernetes": "rl_core.sandbox.box_kubernetes"}
+OPEN_S = 300.0  # An image may have to be pulled.
+TRANSFER_S = 120.0
+CLOSE_S = 15.0  # Time to end all boxes when the process ends.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+RETRIED = (408, 429, 500, 502, 503, 504)
+NOT_STARTED = (429, 503)  # Statuses of commands that the service did not start.
+MAX_ARGV_BYTES = 4000  # Longer commands become files, as some services send them in a URL.
+START = '[ -z "$1" ] || cd "$1" || exit 126; shift; exec env "$@"'
+MOVE = ENTER + 'mkdir -p "$(dirname "$1")" && rm -f "$1" && mv "$3" "$1" && chmod "$2" "$1"'
+COPY = ENTER + (
+    f'[ -e "$1" ] || exit {NO_FILE}; [ -f "$1" ] || exit {NOT_REGULAR}; head -c "$2" "$1" > "$3"'
+)
+LIST_PIDS = "cd /proc && echo [0-9]*"
+# Ends all but the box's first processes: the service's own may run next to the agent's.
+KILL_OTHERS = (
+    "for _ in 1 2 3; do for p in /proc/[0-9]*; do p=${p#/proc/}; "
+    'case " $1 $$ " in *" $p "*) ;; *) kill -9 "$p" 2>/dev/null;; esac; done; done; true'
+)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RemoteSettings:
+    """Flags --sandbox.*: the same for all remote boxes of a process."""
+
+    box_driver: str = ""
+    max_boxes: int = 256  # The limit of this process.
+    idle_s: float = 900.0  # Boxes of a process that was killed end after this time.
+    lifetime_s: float = 14_400.0  # Limit of one box.
+    kubernetes_namespace: str = ""
+    run: str = ""  # The run's name in labels of boxes.
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BoxRequest:
+    """Settings of one new sandbox."""
+
+    name: str  # unique: letters, digits and "-"
+    image: str
+    limits: BoxLimits
+    network: bool
+    run: str  # a label, by which reap() recognises boxes of a killed run
+    idle_s: float
+    lifetime_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Fault:
+    """An error of a service's client."""
+
+    message: str
+    status: int = 0  # An HTTP status; 0 if the connection failed.
+    retry_after_s: float = 0.0
+    was_sent: bool = True  # False if the request certainly did not reach the service.
+
+    @property
+    def is_transient(self) -> bool:
+        return not self.status or self.status in RETRIED
+
+
+class ServiceError(OSError):
+    """A sandbox service refused a request, or did not answer. The text holds no key."""
+
+
+class RemoteSandbox(Protocol):
+    """A sandbox of a service. Its methods raise RemoteDriver.errors, and are not retried within."""
+
+    id: str
+
+    async def wait(self) -> None:
+        """Returns when commands can run. Raises ServiceError, with the fix, if none ever will."""
+        ...
+
+    async def exec(
+        self,
+        argv: list[str],
+        on_output: Callable[[int, bytes], None],
+        *,
+        timeout_s: float,
+        stdin: AsyncIterator[bytes] | None = None,
+    ) -> int:
+        """Exit status of a command. `on_output` receives (1, stdout) or (2, stderr) as they come.
+        `stdin`: None for an empty one; only if the driver has_stdin. Cancelled at the deadline
+        `timeout_s`; the caller then ends the processes."""
+        ...
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Writes a new file in /tmp."""
+        ...
+
+    async def download(self, path: str) -> bytes: ...
+
+    async def renew(self) -> None:
+        """Called every idle_s / 3, so that the service does not take an open box as idle."""
+        ...
+
+    async def end_reason(self) -> str:
+        """The reason why the box has ended; "" if it runs."""
+        ...
+
+    async def kill(self) -> None:
+        """Removes the box. No error if it is gone already."""
+        ...
+
+
+class RemoteDriver(Protocol):
+    """A service. Made as Driver(settings) without a connection; raises RuntimeError, with the fix,
+    if a key or another setting is missing."""
+
+    errors: tuple[type[Exception], ...]  # Exceptions that the service's client raises.
+    has_stdin: bool  # Commands can be written to as they run, which agents in boxes need.
+    # True if processes of the service run in the box under the user of its commands.
+    shares_processes: bool
+    needs_image: bool
+    secrets: tuple[str, ...]  # Keys, which errors leave out.
+
+    def fault(self, error: Exception) -> Fault:
+        """Describes one of `errors`."""
+        ...
+
+    async def create(self, request: BoxRequest) -> RemoteSandbox: ...
+
+    async def reap(self, run: str) -> None:
+        """Removes boxes that a killed process of this run left behind."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def make_driver(name: str, settings: RemoteSettings) -> RemoteDriver:
+    """Raises RuntimeError if its extra or its key is missing."""
+    try:
+        module = importlib.import_module(REMOTE_DRIVERS[name])
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"box driver {name} needs the package {error.name}: pip install 'rl_core[{name}]'"
+        ) from error
+    return module.Driver(settings)
+
+
+class Service:
+    """A driver and its boxes of this process. Its calls run in one event loop of a thread: boxes
+    outlive the event loops that open them, and a busy loop must not hold up a tunnel."""
+
+    def __init__(self, name: str, settings: RemoteSettings):
+        self.name = name
+        self.settings = settings
+        self.driver = make_driver(name, settings)
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self.slots = asyncio.Semaphore(settings.max_boxes)
+        self.sandboxes: dict[str, RemoteSandbox] = {}
+        self.reaped: asyncio.Future[None] | None = None
+        self.tasks: set[asyncio.Future[Any]] = set()  # That nobody awaits.
+        threading.Thread(target=self.loop.run_forever, name=f"{name} boxes", daemon=True).start()
+        atexit.register(self.close_all)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` in the service's event loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def clean(self, text: str) -> str:
+        """The text without keys, in one line."""
+        for secret in filter(None, self.driver.secrets):
+            text = text.replace(secret, "***")
+        return " ".join(text.split())[:1000]
+
+    async def call(
+        self,
+        action: str,
+        request: Callable[[], Awaitable[T]],
+        *,
+        retry_s: float = TRANSFER_S,
+        is_repeatable: bool = True,
+    ) -> T:
+        """Calls the service, again for `retry_s` while it is overloaded or out of reach. Raises
+        ServiceError."""
+        begun, pause_s = time.monotonic(), FIRST_PAUSE_S
+        while True:
+            try:
+                return await request()
+            except ServiceError:
+                raise
+            except self.driver.errors as error:
+                fault = self.driver.fault(error)
+            is_safe = is_repeatable or fault.status in NOT_STARTED or not fault.was_sent
+            wait_s = max(fault.retry_after_s, pause_s * random.uniform(0.5, 1.5))
+            left_s = begun + retry_s - time.monotonic()
+            if not (fault.is_transient and is_safe) or wait_s > left_s:
+                status = f"{fault.status}: " if fault.status else ""
+                text = self.clean(f"{status}{fault.message}")
+                raise ServiceError(f"{self.name}: {action}: {text}") from None
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def open(self, settings: BoxSettings) -> RemoteSandbox:
+        """A running sandbox. Waits while max_boxes are open. Raises ServiceError."""
+        request = BoxRequest(
+            name=f"rl-core-box-{secrets.token_hex(6)}",
+            image=settings.image,
+            limits=settings.limits,
+            network=settings.network,
+            run=self.settings.run,
+            idle_s=self.settings.idle_s,
+            lifetime_s=self.settings.lifetime_s,
+        )
+        await self.slots.acquire()
+        try:
+            await self.reap()
+            sandbox = await self.create(request)
+        except BaseException:
+            self.slots.release()
+            raise
+        self.sandboxes[sandbox.id] = sandbox
+        try:
+            await asyncio.wait_for(sandbox.wait(), OPEN_S)
+        except BaseException as error:
+            self.start(self.kill(sandbox))
+            if isinstance(error, asyncio.TimeoutError):
+                text = f"box {sandbox.id} did not start within {OPEN_S:.0f} s"
+                raise ServiceError(f"{self.name}: {text}") from None
+            if isinstance(error, self.driver.errors):
+                text = self.clean(self.driver.fault(error).message)
+                raise ServiceError(f"{self.name}: box {sandbox.id}: {text}") from None
+            raise
+        return sandbox
+
+    async def create(self, request: BoxRequest) -> RemoteSandbox:
+        """A new sandbox. If this is cancelled, the sandbox is killed when it comes."""
+        creating = asyncio.ensure_future(
+            self.call("creating a box", lambda: self.driver.create(request), retry_s=OPEN_S)
+        )
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            self.start(self.kill_late(creating))
+            raise
+
+    async def kill_late(self, creating: asyncio.Future[RemoteSandbox]) -> None:
+        with suppress(ServiceError):
+            sandbox = await creating
+            await self.call("ending a box", sandbox.kill)
+
+    async def reap(self) -> None:
+        """Before the first box: removes those of an earlier process of this run, and begins to
+        renew the open ones."""
+        if self.reaped is None:
+            self.reaped = asyncio.ensure_future(self.begin())
+        await asyncio.shield(self.reaped)
+
+    async def begin(self) -> None:
+        self.start(self.renew_all())
+        if self.settings.run:
+            await self.call("removing old boxes", lambda: self.driver.reap(self.settings.run))
+
+    async def renew_all(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.idle_s / 3)
+            for sandbox in [*self.sandboxes.values()]:
+                self.start(self.renew(sandbox))
+
+    async def renew(self, sandbox: RemoteSandbox) -> None:
+        with suppress(ServiceError, asyncio.TimeoutError):  # The next command says that it ended.
+            retry_s = self.settings.idle_s / 3
+            await asyncio.wait_for(self.call("renewing", sandbox.renew, retry_s=retry_s), retry_s)
+
+    async def kill(self, sandbox: RemoteSandbox) -> None:
+        if self.sandboxes.pop(sandbox.id, None) is None:
+            return
+        try:
+            await asyncio.wait_for(self.call("ending a box", sandbox.kill), TRANSFER_S)
+        except (ServiceError, asyncio.TimeoutError) as error:
+            print(
+                f"warning: box {sandbox.id} could not be ended ({error}); it ends by itself in "
+                f"{self.settings.idle_s:.0f} to {self.settings.lifetime_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        finally:
+            self.slots.release()
+
+    def abandon(self, sandbox: RemoteSandbox) -> None:
+        """Kills the sandbox of a box that was not closed. A fork of the owner kills nothing."""
+        if os.getpid() == self.pid and self.loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.kill(sandbox), self.loop)
+
+    def close_all(self) -> None:
+        """Kills all boxes, at the end of the process."""
+        if os.getpid() != self.pid:
+            return
+        ending = asyncio.run_coroutine_threadsafe(self.end(), self.loop)
+        with suppress(Exception):  # Nobody is left to read it; kill() warns.
+            ending.result(CLOSE_S)
+
+    async def end(self) -> None:
+        killing = [self.kill(sandbox) for sandbox in [*self.sandboxes.values()]]
+        await asyncio.gather(*killing, return_exceptions=True)
+        await self.driver.close()
+
+
+@dataclass(kw_only=True)
+class Services:
+    """Services of this process, by name."""
+
+    settings: RemoteSettings = field(default_factory=RemoteSettings)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    by_key: dict[tuple[int, str, RemoteSettings], Service] = field(default_factory=dict)
+
+    def get(self, name: str) -> Service:
+        key = (os.getpid(), name, self.settings)
+        with self.lock:
+            if key not in self.by_key:
+                self.by_key[key] = Service(name, self.settings)
+            return self.by_key[key]
+
+
+SERVICES = Services()
+
+
+class RemoteBox:
+    """One box. It is never emptied for another."""
+
+    can_be_reset = False
+
+    def __init__(self, service: Service, sandbox: RemoteSandbox):
+        self.service = service
+        self.sandbox = sandbox
+        self.first_pids = ""
+        self.is_closed = False
+        self.finalizer = weakref.finalize(self, service.abandon, sandbox)
+        self.finalizer.atexit = False
+
+    @classmethod
+    async def open(cls, settings: BoxSettings) -> RemoteBox:
+        """Raises ServiceError if the service makes no such box, RuntimeError without the extra or a
+        key."""
+        service = SERVICES.get(settings.driver)
+        box = cls(service, await service.run(service.open(settings)))
+        try:
+            await service.run(box.prepare(settings))
+        except BaseException:
+            await box.close()
+            raise
+        return box
+
+    async def prepare(self, settings: BoxSettings) -> None:
+        if self.service.driver.shares_processes:
+            _, pids, _ = await self.ask([LIST_PIDS, "sh"])
+            self.first_pids = " ".join(pids.decode().split())
+        for inside, path in settings.binds:
+            await self.upload(inside, Path(path))
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        stdin: str = "",
+        environ: dict[str, str] | None = None,
+        cwd: str = "",
+    ) -> ExecResult:
+        """The command's result. At its deadline, or when this is cancelled, its processes are
+        killed, but for those that hide: end_processes() ends these too."""
+        mark = f"{MARK}={secrets.token_hex(8)}"
+        shown = [mark, *(f"{name}={value}" for name, value in (environ or {}).items())]
+        if isinstance(command, str):
+            argv = [SHELL, "sh", command]
+        else:
+            argv = [ENTER + 'exec "$@"', "sh", *command]
+        argv = ["/bin/sh", "-c", START, "sh", cwd, *shown, "/bin/sh", "-c", *argv]
+        data = stdin.encode(errors="surrogateescape")
+        return await self.service.run(self.run_command(argv, mark, data, timeout_s))
+
+    async def run_command(
+        self, argv: list[str], mark: str, stdin: bytes, timeout_s: float
+    ) -> ExecResult:
+        stdout, stderr = Output(), Output()
+        timed_out = False
+        try:
+            code = await asyncio.wait_for(
+                self.start_command(argv, stdin, stdout, stderr, timeout_s), timeout_s
+            )
+        except asyncio.TimeoutError:
+            timed_out, code = True, 137
+        except BaseException:
+            # The connection was cut, or the call was cancelled.
+            self.service.start(self.kill_quietly(mark))
+            raise
+        if timed_out:
+            await self.kill_marked(mark)
+        return ExecResult(
+            code=code, stdout=stdout.text(), stderr=stderr.text(), timed_out=timed_out
+        )
+
+    async def start_command(
+        self, argv: list[str], stdin: bytes, stdout: Output, stderr: Output, timeout_s: float
+    ) -> int:
+        """Long commands, and a stdin, are files."""
+        if stdin:
+            file = await self.upload_file(stdin)
+            argv = ["/bin/sh", "-c", f'exec <{file}; rm -f {file}; exec "$@"', "sh", *argv]
+        if sum(map(len, argv)) > MAX_ARGV_BYTES:
+            file = await self.upload_file(f"rm -f $0; exec {shlex.join(argv)}".encode())
+            argv = ["/bin/sh", file]
+        return await self.call_exec(argv, stdout, stderr, timeout_s)
+
+    async def call_exec(
+        self, argv: list[str], stdout: Output, stderr: Output, timeout_s: float
+    ) -> int:
+        """Exit status of a command, which is not started twice. Raises BoxEnded, ServiceError."""
+        if self.is_closed:
+            raise BoxEnded(f"the box {self.sandbox.id} is closed")
+        outputs = {1: stdout, 2: stderr}
+        try:
+            return await self.service.call(
+                "running a command",
+                lambda: self.sandbox.exec(
+                    argv, lambda stream, data: outputs[stream].add(data), timeout_s=timeout_s
+                ),
+                is_repeatable=False,
+            )
+        except ServiceError as error:
+            await self.check_running(error)
+            raise
+
+    async def check_running(self, error: ServiceError) -> None:
+        """Raises BoxEnded with the service's reason if the box has ended."""
+        if self.is_closed:
+            raise BoxEnded(f"the box {self.sandbox.id} is closed") from None
+        with suppress(ServiceError, asyncio.TimeoutError):
+            reason = await asyncio.wait_for(
+                self.service.call("its state", self.sandbox.end_reason, retry_s=10.0), 30.0
+            )
+            if reason:
+                text = self.service.clean(reason)
+                raise BoxEnded(f"the box {self.sandbox.id} has ended: {text}") from error
+
+    async def ask(self, argv: list[str]) -> tuple[int, bytes, str]:
+        """(exit status, stdout, stderr) of `sh -c argv[0]`, by our own commands."""
+        stdout, stderr = Output(), Output()
+        calling = self.call_exec(["/bin/sh", "-c", *argv], stdout, stderr, TRANSFER_S)
+        try:
+            code = await asyncio.wait_for(calling, TRANSFER_S)
+        except asyncio.TimeoutError:
+            text = f"box {self.sandbox.id} did not answer within {TRANSFER_S:.0f} s"
+            raise ServiceError(f"{self.service.name}: {text}") from None
+        return code, stdout.data(), stderr.text().strip()
+
+    async def kill_marked(self, mark: str) -> None:
+        await self.ask([KILL_MARKED, "sh", mark])
+
+    async def kill_quietly(self, mark: str) -> None:
+        with suppress(ServiceError, BoxEnded):
+            await self.kill_marked(mark)
+
+    async def upload_file(self, data: bytes) -> str:
+        """Path of a new file in the box's /tmp."""
+        path = f"/tmp/.rl_core_{secrets.token_hex(8)}"
+        await self.transfer(lambda: self.sandbox.upload(path, data))
+        return path
+
+    async def transfer(self, request: Callable[[], Awaitable[T]]) -> T:
+        if self.is_closed:
+            raise BoxEnded(f"the box {self.sandbox.id} is closed")
+        try:
+            return await asyncio.wait_for(
+                self.service.call("moving a file", request), 2 * TRANSFER_S
+            )
+        except asyncio.TimeoutError:
+            text = f"box {self.sandbox.id}: moving a file took over {2 * TRANSFER_S:.0f} s"
+            raise ServiceError(f"{self.service.name}: {text}") from None
+        except ServiceError as error:
+            await self.check_running(error)
+            raise
+
+    async def put(self, path: str, data: bytes | str | Path) -> None:
+        """Writes a file, or a folder of the host with all below it. Raises OSError."""
+        await self.service.run(self.upload(path, data))
+
+    async def upload(self, path: str, data: bytes | str | Path) -> None:
+        upload = await asyncio.to_thread(make_upload, "", data)
+        if upload.folders:
+            file = await self.upload_file(await asyncio.to_thread(packed, upload))
+            script = f"{{ {UNPACK}; }} <{file}; code=$?; rm -f {file}; exit $code"
+            code, _, complaint = await self.ask([script, "sh", path])
+        else:
+            [(_, mode, content)] = upload.files
+            file = await self.upload_file(content)
+            code, _, complaint = await self.ask([MOVE, "sh", path, f"{mode:o}", file])
+        if code:
+            raise OSError(f"{path}: {complaint}")
+
+    async def get(self, path: str) -> bytes:
+        """A file's content, at most 64 MiB. Raises FileNotFoundError, OSError."""
+        return await self.service.run(self.download(path))
+
+    async def download(self, path: str) -> bytes:
+        copy = f"/tmp/.rl_core_{secrets.token_hex(8)}"
+        code, _, complaint = await self.ask([COPY, "sh", path, str(MAX_FILE_BYTES + 1), copy])
+        if code == NO_FILE:
+            raise FileNotFoundError(path)
+        if code == NOT_REGULAR:
+            raise OSError(f"{path} is not a file")
+        if code:
+            raise OSError(f"{path}: {complaint}")
+        data = await self.transfer(lambda: self.sandbox.download(copy))
+        await self.ask([f"rm -f {copy}", "sh"])
+        if len(data) > MAX_FILE_BYTES:
+            raise OSError(f"{path}: over 64 MiB")
+        return data
+
+    async def end_processes(self) -> None:
+        """Kills everything that runs in the box, except the service's processes."""
+        script = [KILL_OTHERS, "sh", self.first_pids] if self.first_pids else ["kill -9 -1", "sh"]
+        await self.service.run(self.ask(script))
+
+    async def close(self) -> None:
+        """Removes the box. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.finalizer.detach()
+            await self.service.run(self.service.kill(self.sandbox))
