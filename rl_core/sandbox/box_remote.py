@@ -108,7 +108,7 @@ class Fault:
         return not self.status or self.status in RETRIED
 
 
-class ServiceError(OSError):
+class RemoteError(OSError):
     """A sandbox service refused a request, or did not answer. The text holds no key."""
 
 
@@ -118,7 +118,7 @@ class RemoteSandbox(Protocol):
     id: str
 
     async def wait(self) -> None:
-        """Returns when commands can run. Raises ServiceError, with the fix, if none ever will."""
+        """Returns when commands can run. Raises RemoteError, with the fix, if none ever will."""
         ...
 
     async def exec(
@@ -188,7 +188,7 @@ def make_driver(name: str, settings: RemoteSettings) -> RemoteDriver:
     return module.Driver(settings)
 
 
-class Service:
+class BoxService:
     """A driver and its boxes of this process. Its calls run in one event loop of a thread: boxes
     outlive the event loops that open them, and a busy loop must not hold up a tunnel."""
 
@@ -229,12 +229,12 @@ class Service:
         is_repeatable: bool = True,
     ) -> T:
         """Calls the service, again for `retry_s` while it is overloaded or out of reach. Raises
-        ServiceError."""
+        RemoteError."""
         begun, pause_s = time.monotonic(), FIRST_PAUSE_S
         while True:
             try:
                 return await request()
-            except ServiceError:
+            except RemoteError:
                 raise
             except self.driver.errors as error:
                 fault = self.driver.fault(error)
@@ -244,12 +244,12 @@ class Service:
             if not (fault.is_transient and is_safe) or wait_s > left_s:
                 status = f"{fault.status}: " if fault.status else ""
                 text = self.clean(f"{status}{fault.message}")
-                raise ServiceError(f"{self.name}: {action}: {text}") from None
+                raise RemoteError(f"{self.name}: {action}: {text}") from None
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def open(self, settings: BoxSettings) -> RemoteSandbox:
-        """A running sandbox. Waits while max_boxes are open. Raises ServiceError."""
+        """A running sandbox. Waits while max_boxes are open. Raises RemoteError."""
         request = BoxRequest(
             name=f"rl-core-box-{secrets.token_hex(6)}",
             image=settings.image,
@@ -273,10 +273,10 @@ class Service:
             self.start(self.kill(sandbox))
             if isinstance(error, asyncio.TimeoutError):
                 text = f"box {sandbox.id} did not start within {OPEN_S:.0f} s"
-                raise ServiceError(f"{self.name}: {text}") from None
+                raise RemoteError(f"{self.name}: {text}") from None
             if isinstance(error, self.driver.errors):
                 text = self.clean(self.driver.fault(error).message)
-                raise ServiceError(f"{self.name}: box {sandbox.id}: {text}") from None
+                raise RemoteError(f"{self.name}: box {sandbox.id}: {text}") from None
             raise
         return sandbox
 
@@ -292,7 +292,7 @@ class Service:
             raise
 
     async def kill_late(self, creating: asyncio.Future[RemoteSandbox]) -> None:
-        with suppress(ServiceError):
+        with suppress(RemoteError):
             sandbox = await creating
             await self.call("ending a box", sandbox.kill)
 
@@ -315,7 +315,7 @@ class Service:
                 self.start(self.renew(sandbox))
 
     async def renew(self, sandbox: RemoteSandbox) -> None:
-        with suppress(ServiceError, asyncio.TimeoutError):  # The next command says that it ended.
+        with suppress(RemoteError, asyncio.TimeoutError):  # The next command says that it ended.
             retry_s = self.settings.idle_s / 3
             await asyncio.wait_for(self.call("renewing", sandbox.renew, retry_s=retry_s), retry_s)
 
@@ -324,7 +324,7 @@ class Service:
             return
         try:
             await asyncio.wait_for(self.call("ending a box", sandbox.kill), TRANSFER_S)
-        except (ServiceError, asyncio.TimeoutError) as error:
+        except (RemoteError, asyncio.TimeoutError) as error:
             print(
                 f"warning: box {sandbox.id} could not be ended ({error}); it ends by itself in "
                 f"{self.settings.idle_s:.0f} to {self.settings.lifetime_s:.0f} s",
@@ -354,22 +354,22 @@ class Service:
 
 
 @dataclass(kw_only=True)
-class Services:
-    """Services of this process, by name."""
+class BoxServices:
+    """BoxServices of this process, by name."""
 
     settings: RemoteSettings = field(default_factory=RemoteSettings)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    by_key: dict[tuple[int, str, RemoteSettings], Service] = field(default_factory=dict)
+    by_key: dict[tuple[int, str, RemoteSettings], BoxService] = field(default_factory=dict)
 
-    def get(self, name: str) -> Service:
+    def get(self, name: str) -> BoxService:
         key = (os.getpid(), name, self.settings)
         with self.lock:
             if key not in self.by_key:
-                self.by_key[key] = Service(name, self.settings)
+                self.by_key[key] = BoxService(name, self.settings)
             return self.by_key[key]
 
 
-SERVICES = Services()
+SERVICES = BoxServices()
 
 
 class RemoteBox:
@@ -377,7 +377,7 @@ class RemoteBox:
 
     can_be_reset = False
 
-    def __init__(self, service: Service, sandbox: RemoteSandbox):
+    def __init__(self, service: BoxService, sandbox: RemoteSandbox):
         self.service = service
         self.sandbox = sandbox
         self.first_pids = ""
@@ -387,7 +387,7 @@ class RemoteBox:
 
     @classmethod
     async def open(cls, settings: BoxSettings) -> RemoteBox:
-        """Raises ServiceError if the service makes no such box, RuntimeError without the extra or a
+        """Raises RemoteError if the service makes no such box, RuntimeError without the extra or a
         key."""
         service = SERVICES.get(settings.driver)
         box = cls(service, await service.run(service.open(settings)))
@@ -462,7 +462,7 @@ class RemoteBox:
     async def call_exec(
         self, argv: list[str], stdout: Output, stderr: Output, timeout_s: float
     ) -> int:
-        """Exit status of a command, which is not started twice. Raises BoxEnded, ServiceError."""
+        """Exit status of a command, which is not started twice. Raises BoxEnded, RemoteError."""
         if self.is_closed:
             raise BoxEnded(f"the box {self.sandbox.id} is closed")
         outputs = {1: stdout, 2: stderr}
@@ -474,15 +474,15 @@ class RemoteBox:
                 ),
                 is_repeatable=False,
             )
-        except ServiceError as error:
+        except RemoteError as error:
             await self.check_running(error)
             raise
 
-    async def check_running(self, error: ServiceError) -> None:
+    async def check_running(self, error: RemoteError) -> None:
         """Raises BoxEnded with the service's reason if the box has ended."""
         if self.is_closed:
             raise BoxEnded(f"the box {self.sandbox.id} is closed") from None
-        with suppress(ServiceError, asyncio.TimeoutError):
+        with suppress(RemoteError, asyncio.TimeoutError):
             reason = await asyncio.wait_for(
                 self.service.call("its state", self.sandbox.end_reason, retry_s=10.0), 30.0
             )
@@ -498,14 +498,14 @@ class RemoteBox:
             code = await asyncio.wait_for(calling, TRANSFER_S)
         except asyncio.TimeoutError:
             text = f"box {self.sandbox.id} did not answer within {TRANSFER_S:.0f} s"
-            raise ServiceError(f"{self.service.name}: {text}") from None
+            raise RemoteError(f"{self.service.name}: {text}") from None
         return code, stdout.data(), stderr.text().strip()
 
     async def kill_marked(self, mark: str) -> None:
         await self.ask([KILL_MARKED, "sh", mark])
 
     async def kill_quietly(self, mark: str) -> None:
-        with suppress(ServiceError, BoxEnded):
+        with suppress(RemoteError, BoxEnded):
             await self.kill_marked(mark)
 
     async def upload_file(self, data: bytes) -> str:
@@ -523,8 +523,8 @@ class RemoteBox:
             )
         except asyncio.TimeoutError:
             text = f"box {self.sandbox.id}: moving a file took over {2 * TRANSFER_S:.0f} s"
-            raise ServiceError(f"{self.service.name}: {text}") from None
-        except ServiceError as error:
+            raise RemoteError(f"{self.service.name}: {text}") from None
+        except RemoteError as error:
             await self.check_running(error)
             raise
 
