@@ -19,7 +19,7 @@ from programs.terminal_agent import BASH, solve
 
 from rl_core.environments.agents.boxed import run_boxed
 from rl_core.environments.agents.harbor import TaskBoxes
-from rl_core.environments.agents.harbor_tasks import task_rows
+from rl_core.environments.agents.harbor_tasks import read_task, task_rows
 from rl_core.environments.agents.program import filled
 from rl_core.environments.agents.rollout import unasked
 
@@ -47,10 +47,12 @@ async def play_command(task, actor):
         binds = await llm.binds()
         async with BOXES.open(task.row["task_folder"], binds=binds) as box:
             settings = {"environ": box.environ, "workspace": box.cwd}
-            limit_s = box.task.agent_timeout_s
-            command = filled(AGENT, task.row, __file__)
-            result = await run_boxed(box.box, command, llm, timeout_s=limit_s, **settings)
-            score = await box.verify()
+            async for step in box.steps():
+                command = filled(AGENT, task.row | {"prompt": step.instruction}, __file__)
+                limit_s = step.agent_timeout_s
+                result = await run_boxed(box.box, command, llm, timeout_s=limit_s, **settings)
+                await box.verify()
+            score = box.score()
         trajectories = llm.trajectories(score.parts)
         if not trajectories:
             raise RuntimeError(f"$HARBOR_AGENT asked no model; {unasked(result, llm.refused)}")
@@ -64,28 +66,31 @@ async def rollout(task, actors):
     if AGENT:
         return await play_command(task, actor)
     async with BOXES.open(task.row["task_folder"]) as box:
-        limit_s = box.task.agent_timeout_s
-        limits = {"max_turns": actors.max_turns, "timeout_s": limit_s}
-        reply = await solve(actor, task.messages, box, **limits)
-        score = await box.verify()
+        reply, messages = None, task.messages
+        async for step in box.steps():
+            if reply:
+                messages = [{"role": "user", "content": step.instruction}]
+            limits = {"max_turns": actors.max_turns, "timeout_s": step.agent_timeout_s}
+            reply = await solve(actor, messages, box, reply=reply, **limits)
+            await box.verify()
+        score = box.score()
     commands = sum(message["role"] == "tool" for message in reply.messages)
     played = reply.trajectory(score.parts, metrics=score.metrics | {"commands": commands})
     played.log = score.wrote
     return [played]
 
 
-def _has_solution(folder):
-    return Path(folder, "solution/solve.sh").is_file()
-
-
 async def oracle(task):
     folder = task.row["task_folder"]
-    if not _has_solution(folder):
+    if not read_task(folder).has_solution:
         return None
+    wrote = []
     async with BOXES.open(folder) as box:
-        await box.solve()
-        solved = f"solution/solve.sh: {box.wrote}"
-        score = await box.verify()
+        async for _ in box.steps():
+            await box.solve()
+            wrote.append(f"solution/solve.sh: {box.wrote}")
+            await box.verify()
+        score = box.score()
         if box.not_installed and score.reward <= 0:
             raise box.not_installed
-        return score.parts, f"{solved}\ntests/test.sh: {score.wrote}"
+        return score.parts, "\n".join([*wrote, f"tests/test.sh: {score.wrote}"])

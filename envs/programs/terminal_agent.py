@@ -66,14 +66,26 @@ async def answer(call, box, timeout_s):
     return {"role": "tool", "content": result, "tool_call_id": call.get("id", "")}
 
 
-async def solve(actor, messages, box, *, max_turns, timeout_s, system=SYSTEM):
+def unanswered(reply):
+    """Answers to the calls of a conversation whose time or turns were used up."""
+    calls = reply.messages[-1].get("tool_calls") or []
+    content = "[not run: the time is used up]"
+    return [{"role": "tool", "content": content, "tool_call_id": c.get("id", "")} for c in calls]
+
+
+async def solve(actor, messages, box, *, max_turns, timeout_s, system=SYSTEM, reply=None):
     """The conversation in which the actor works on a task, until it calls nothing, or its turns or
-    its time are used up."""
+    its time are used up. `reply`: the conversation of a step before, which continues."""
     clock = asyncio.get_running_loop()
     deadline = clock.time() + timeout_s
-    opening = [{"role": "system", "content": system}] if system else []
-    reply = await actor.respond([*opening, *messages], tools=[BASH])
-    for _ in range(max_turns - 1):
+    if reply is None:
+        opening = [{"role": "system", "content": system}] if system else []
+        reply = await actor.respond([*opening, *messages], tools=[BASH])
+    elif reply.truncated or reply.num_replies >= max_turns:
+        return reply
+    else:
+        reply = await reply.respond([*unanswered(reply), *messages])
+    while reply.num_replies < max_turns:
         calls = reply.messages[-1].get("tool_calls") or []
         if reply.truncated or not calls or clock.time() >= deadline:
             break

@@ -342,6 +342,29 @@ def test_a_command_plays_tasks_in_harbors_format(monkeypatch):
     assert rewards == [1.0, 0.0]
 
 
+STEPS = 'version = "1.0"\n[[steps]]\nname = "a"\n[[steps]]\nname = "b"\n'
+ASKS_AGAIN = "open('said', 'a').write(sys.argv[1] + ask(sys.argv[1]))"
+
+
+def test_a_command_plays_each_step_of_a_task(monkeypatch, tmp_path):
+    files = {"task.toml": STEPS, "environment/Dockerfile": "FROM debian\nWORKDIR /app\n"}
+    files["tests/test.sh"] = "#!/bin/sh\nwc -c < said > /logs/verifier/reward.txt\n"
+    files |= {f"steps/{name}/instruction.md": f"{name}?" for name in "ab"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = ["python3", "-c", braced(ASK + ASKS_AGAIN), "{prompt}"]
+    monkeypatch.setenv("HARBOR_AGENT", shlex.join(command))
+    actors = cast(policy="4")
+    actors["policy"].open_endpoint = Endpoints()
+    rows = task_rows(tmp_path)
+    played = run(load_env(str(ROOT / "envs/harbor.py")), actors, rows=rows)
+    asked = [t.messages[0]["content"] for t in played]
+    assert (asked, [t.error for t in played]) == (["a?", "b?"], ["", ""])
+    # `said` is "a?4", then "a?4b?4".
+    assert [t.reward for t in played] == [(3 + 6) / 2] * 2
+
+
 def test_a_command_that_asks_nothing_fails_its_task_with_what_it_wrote(monkeypatch):
     monkeypatch.setenv("HARBOR_AGENT", "python3 nowhere.py {prompt}")
     actors = cast(policy="4")

@@ -63,12 +63,14 @@ def make(tmp_path):
     """make(**files) -> a task's folder; a name's __ is a /, and the last _ a dot."""
     number = iter(range(100))
 
-    def made(toml=TOML, dockerfile=DOCKERFILE, test=TEST, check=CHECK, solve="echo yes > done\n"):
+    def made(
+        toml=TOML, dockerfile=DOCKERFILE, test=TEST, check=CHECK, solve="echo yes > done\n", more=()
+    ):
         folder = tmp_path / f"task{next(number)}"
         files = {"task.toml": toml, "instruction.md": "Do it.\n", "tests/test.sh": test}
         files |= {"environment/Dockerfile": dockerfile, "tests/check.py": check}
         files["solution/solve.sh"] = f"#!/bin/sh\n{solve}"
-        for name, text in files.items():
+        for name, text in (files | dict(more)).items():
             if text is not None:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_text(text)
@@ -123,7 +125,7 @@ def test_rows_are_a_folders_tasks_by_name_or_one_task(make):
 def test_settings_of_all_versions_are_read(make, toml, expected):
     task = read_task(make(toml=toml))
     limits = (task.limits.memory_mib, task.limits.disk_mib, task.agent_timeout_s)
-    assert (*limits, task.verifier.timeout_sec, task.allows_network) == expected
+    assert (*limits, task.steps[0].verifier.limit_s, task.allows_network) == expected
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,11 @@ def test_settings_of_all_versions_are_read(make, toml, expected):
         ('[verifier]\ntimeout_sec = "soon"', r"task.toml: verifier.timeout_sec: .*valid number"),
         ('[environment]\nmemory = "much"', r"task.toml: 'much' must be a size such as 4G"),
         ('[environment]\nos = "windows"', "boxes have Linux"),
-        ('[[steps]]\nname = "a"', "several steps are not played"),
+        ('[[steps]]\nname = "a"', r"steps/a: a task in Harbor's format needs instruction\.md"),
+        ('[[steps]]\nname = "../a"', r"steps.0.name = '../a'; each step needs the name"),
+        ('[[steps]]\nmin_reward = "high"', r"steps.0.min_reward.float: .*valid number"),
+        ('multi_step_reward_strategy = "sum"', "multi_step_reward_strategy: .* 'mean' or 'final'"),
+        ('[verifier.environment]\ndocker_image = "a"', "needs a separate verifier"),
         ('[verifier.env]\nKEY = "${API_KEY}"', r"KEY = '\$\{API_KEY\}' names a variable"),
         ("[environment]\ngpus = 1", "needs a GPU"),
         ('[verifier]\nenvironment_mode = "separate"', "needs a separate verifier"),
@@ -169,11 +175,12 @@ def test_a_variable_with_a_default_has_a_value(make, monkeypatch, value, expecte
     monkeypatch.setenv("PORT", "of this machine")
     sections = ("environment", "verifier", "solution")
     task = read_task(make(toml="".join(f'[{name}.env]\nX = "{value}"\n' for name in sections)))
-    assert [getattr(task, name).env["X"] for name in sections] == [expected] * 3
+    filled = [task.environment, task.steps[0].verifier, task.solution]
+    assert [section.env["X"] for section in filled] == [expected] * 3
 
 
 def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsys, monkeypatch):
-    make(), make(toml='[environment]\nos = "windows"'), make(toml='[[steps]]\nname = "a"')
+    make(), make(toml='[environment]\nos = "windows"'), make(toml="[environment]\ngpus = 1")
     make(dockerfile="FROM a\nFROM b\n"), make(toml="[environment"), make(test=None)
     folder = make(toml='[environment]\nos = "windows"').parent
     assert [row["name"] for row in task_rows(folder)] == ["task0"]
@@ -183,7 +190,7 @@ def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsy
     assert task_rows(folder) and not capsys.readouterr().err
     monkeypatch.delenv("RANK")
     assert f"warning: {folder}: 6 of 7 tasks are left out: 2 with Windows (of which the " in stderr
-    assert "first is task1), 1 with several steps (task2), 1 with a Dockerfile that needs" in stderr
+    assert "first is task1), 1 with a GPU (task2), 1 with a Dockerfile that needs" in stderr
     assert "1 with a file that cannot be read (task4), 1 with no tests/test.sh (task5)" in stderr
     assert task_rows(folder) and not capsys.readouterr().err
     shutil.rmtree(folder / "task0")
@@ -210,8 +217,8 @@ def test_tasks_that_need_a_network_are_counted_or_end_the_run(make, capsys, monk
     ):
         task_rows(folder)
     unreachable_mirrors.cache_clear()
-    [image, tests] = [folder / "task1/environment/Dockerfile", folder / "task1/tests"]
-    assert cached_phases(image, tests) == set()
+    image = folder / "task1/environment/Dockerfile"
+    assert cached_phases(image, []) == set()
     layer = tmp_path / "layer"
     layer.mkdir()
     build_folder(image).mkdir(parents=True)
@@ -246,12 +253,13 @@ def test_a_folder_of_the_cache_is_made_whole_or_not_at_all(tmp_path):
 
 def test_keys_that_are_nearly_known_are_named(make, capsys):
     make(toml='shema_version = "1"\n[environment]\nmemory_md = 5\nzone = "a"\n[metadata]\ncpu = 1')
-    make()
+    make(toml='[[steps]]\nname = "s"\nmin_rewards = 1', more={"steps/s/instruction.md": "Do."})
     task_rows(make().parent)
     stderr = capsys.readouterr().err
     assert "task.toml: [environment] memory_md is not read; did you mean 'memory_mb'?" in stderr
     assert "shema_version is not read; did you mean 'schema_version'?" in stderr
-    assert stderr.count("\n") == 2
+    assert "[steps] min_rewards is not read; did you mean 'min_reward'?" in stderr
+    assert stderr.count("\n") == 3
 
 
 @pytest.mark.parametrize(
@@ -666,6 +674,111 @@ def test_the_agents_time_ends_before_its_turns(make):
     assert (played.status, played.reward) == ("ok", 1.0)
 
 
+# Tasks with several steps
+
+STEPS = """
+[[steps]]
+name = "first"
+{}
+[[steps]]
+name = "second"
+[steps.verifier]
+env.FACTOR = "2"
+{}
+"""
+# Writes the numbers that the agent left, times $FACTOR.
+NUMBERS = """\
+#!/bin/bash
+source /tests/common.sh
+read reward style < /app/done
+printf '{"reward": %s, "style": %s}' $((reward * ${FACTOR:-1})) ${style:-0} > /logs/verifier/reward.json
+"""
+STEP_FILES = {
+    "instruction.md": None,
+    "tests/test.sh": NUMBERS,
+    "tests/common.sh": "exit 3",
+    "steps/first/instruction.md": "Begin.\n",
+    "steps/first/tests/common.sh": "true",
+    "steps/first/solution/solve.sh": "#!/bin/sh\necho 4 1 > done\n",
+    "steps/second/instruction.md": "Continue.\n",
+    "steps/second/tests/common.sh": "[ $(cat /app/word) = yes ] || exit 3",
+    "steps/second/workdir/word": "no",
+    "steps/second/workdir/setup.sh": "echo yes > word; rm setup.sh\n",
+    "solution/solve.sh": "#!/bin/sh\n[ -e word ] && echo 3 2 > done\n",
+}
+READY = '[steps.healthcheck]\ncommand = "test -s done"\ninterval_sec = 0\nretries = 2'
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "strategy, first, second, commands, parts, metrics, says",
+    [
+        ("", "", "", ["echo 4 1 > done", "echo 3 2 > done"], 5.0, {"style": 1.5, "steps": 2.0}, 2),
+        ("final", "", READY, ["echo 4 1 > done", "true"], 8.0, {"style": 1.0, "steps": 2.0}, 2),
+        ("mean", "min_reward = 4", "", ["echo 3 1 > done"], 3.0, {"style": 1.0, "steps": 1.0}, 1),
+        (
+            "final",
+            "min_reward = { style = 1, other = 0 }",
+            "",
+            ["echo 4 1 > done"],
+            4.0,
+            {"style": 1.0, "steps": 1.0},
+            1,
+        ),
+        # The agent of the first step sees to it that the second cannot begin, or be scored.
+        ("", "", READY, ["echo 4 1 > done; mkdir word"], 2.0, {"step_not_begun": 1.0}, 1),
+        ("", "", "", ["echo 4 1 > done; ln -s / setup.sh; mkdir setup.sh/word"], 6.0, {}, 2),
+        ("", "", "", ["echo 4 1 > done; head -c 90M /dev/zero > x"], 0.0, {"steps": 1.0}, 1),
+    ],
+)
+def test_steps_share_a_box_and_a_conversation(
+    make, strategy, first, second, commands, parts, metrics, says
+):
+    toml = f'multi_step_reward_strategy = "{strategy}"\n' if strategy else ""
+    folder = make(toml=toml + TOML + STEPS.format(first, second), more=STEP_FILES)
+    replies = []
+    for command in commands:
+        replies += [bash(f"{command}; cat word; ls -d /tests /solution"), "It is done."]
+    played = episode(folder, *replies)
+    assert (played.status, played.reward, played.error) == ("ok", parts, "")
+    assert {name: played.metrics[name] for name in metrics} == metrics
+    asked = [m["content"] for m in played.messages if m["role"] == "user"]
+    assert asked == ["Begin.", "Continue."][:says]
+    shown = [m["content"] for m in played.messages if m["role"] == "tool"]
+    assert len(shown) == len(commands)
+    assert all("'/tests'" in text and "'/solution'" in text for text in shown)
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "files, error",
+    [
+        (
+            {"steps/second/tests/common.sh": "sleep 9"},
+            r"test\.sh ran out of time; .*/steps/second:",
+        ),
+        ({"steps/first/workdir/setup.sh": "echo oh no; exit 3"}, r"setup\.sh ended .* 3; .*oh no"),
+    ],
+)
+def test_a_step_that_cannot_be_scored_fails_the_episode(make, files, error):
+    toml = f"{TOML}[verifier]\ntimeout_sec = 1\n{STEPS.format('', '')}"
+    failed = episode(make(toml=toml, more=STEP_FILES | files), bash("echo 4 1 > done"), "Done.")
+    assert failed.status == "failed" and re.search(error, failed.error), failed.error
+
+
+@needs_bwrap
+def test_a_copy_of_the_environment_for_tasks_of_one_step_refuses_several(make):
+    async def verify():
+        folder = make(toml=TOML + STEPS.format("", ""), more=STEP_FILES)
+        async with TaskBoxes(driver="bubblewrap").open(str(folder)) as box:
+            await box.verify()
+
+    with pytest.raises(
+        RuntimeError, match=r"has 2 steps; call verify\(\) for each of box.steps\(\)"
+    ):
+        asyncio.run(verify())
+
+
 # Tools of the verifier
 
 NO_TOOLS = '[verifier.env]\nPATH = "/app/bin:/usr/bin:/bin"\n'
@@ -838,8 +951,9 @@ def test_a_task_that_is_no_good_is_named(make, capsys):
     make(solve="echo yes > done; exit 4\n"), make(solve="echo oh no; exit 4\n")
     make(solve=None), make(test=half), make(toml=NO_TOOLS, test=INSTALLS)
     make(test="#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
-    folder = make(toml='[[steps]]\nname = "a"').parent
+    folder = make(toml="[environment]\ngpus = 1").parent
     make(solve="apt-get install -y jq && echo yes > done\n")
+    make(toml=TOML + STEPS.format("", ""), more=STEP_FILES)
     (folder / "task2/solution/solve.sh").unlink()
     command = ["check", str(ROOT / "envs/harbor.py"), "--data.train", str(folder), "--oracle"]
     assert main(command) == 1
@@ -855,18 +969,19 @@ def test_a_task_that_is_no_good_is_named(make, capsys):
     assert rows["task4"][3].startswith("the tools of tests/test.sh are missing, in an untouched ")
     assert rows["task5"][:2] == ["1", "1"] and rows["task5"][3] == "doing nothing solves it"
     assert rows["task7"][:2] == ["failed", "0"]
+    assert rows["task8"][:2] == ["5", "0"] and len(rows["task8"]) == 3
     assert rows["task7"][3].startswith("solution/solve.sh could not install: agents have no ")
     counts = {line.rsplit(None, 1)[0]: line.rsplit(None, 1)[1] for line in lines if " " in line}
-    assert "4 of 7 tasks are not good to train on" in lines
-    assert "1 several steps (the first: task6)" in lines
+    assert "4 of 8 tasks are not good to train on" in lines
+    assert "1 a GPU (the first: task6)" in lines
     assert main([*command, "--json"]) == 1
     out, err = capsys.readouterr()
     report = json.loads(out)
-    expected = {"tasks": 8, "playable": 6, "solved_by_solution": 2, "refused": 1, "not_good": 4}
+    expected = {"tasks": 9, "playable": 7, "solved_by_solution": 3, "refused": 1, "not_good": 4}
     expected |= {"partly_solved_by_solution": 1, "solved_by_nothing": 1, "no_solution": 1}
     assert {name: report[name] for name in expected} == expected
-    assert counts["seconds"] and {counts[name.replace("_", " ")] for name in expected} == {*"86214"}
-    assert report["refused_tasks"] == {"several steps": ["task6"]}
+    assert counts["seconds"] and {counts[name.replace("_", " ")] for name in expected} == {*"97314"}
+    assert report["refused_tasks"] == {"a GPU": ["task6"]}
     assert sum(report["reasons"].values()) == 4 and "task4" in err
 
 

@@ -10,14 +10,22 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from rl_core.data.episodes import WROTE, failure_reason
 from rl_core.environments.agents.dockerfile import Build, build_image, read_instructions
-from rl_core.environments.agents.harbor_tasks import NETWORKS, HarborTask, network_needed, read_task
+from rl_core.environments.agents.harbor_tasks import (
+    NETWORKS,
+    HarborStep,
+    HarborTask,
+    HealthCheck,
+    lines_of_tests,
+    network_needed,
+    read_task,
+)
 from rl_core.environments.agents.image_root import (
     Image,
     NotFetched,
@@ -71,10 +79,22 @@ class VerifierScore:
     metrics: dict[str, float]  # Numbers next to a `reward`.
     wrote: str = ""  # Output of test.sh, bounded.
     missing: str = ""  # The line that reports a missing tool of test.sh.
+    # The metric that names why an agent's box could not be scored, which scores 0.
+    fault: str = ""
 
     @property
     def reward(self) -> float:
         return math.fsum(self.parts.values())
+
+    @classmethod
+    def zero(cls, fault: str) -> VerifierScore:
+        return cls(parts={"reward": 0.0}, metrics={fault: 1.0}, fault=fault)
+
+    @property
+    def named(self) -> dict[str, float]:
+        """Numbers of the verifier by name, none for a box that could not be scored."""
+        numbers = {} if self.fault else self.parts | self.metrics
+        return {name: value for name, value in numbers.items() if name != "verifier_s"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +108,9 @@ class TaskBox:
     # Opens another box of the task, in which no agent worked.
     reopen: Callable[[], AbstractAsyncContextManager[TaskBox]]
     note_tools_missing: Callable[[str], None]  # Later episodes of the task fail with this error.
+    step: HarborStep  # The current step.
+    num_begun: int = 0
+    scores: list[VerifierScore] = field(default_factory=list)  # One for each step so far.
     wrote: str = ""  # Output of the last script.
     not_installed: RuntimeError | None = None  # Reason why solve.sh could not install software.
     image: Image | None = None  # Set for a box of bubblewrap whose task installs software.
@@ -98,12 +121,78 @@ class TaskBox:
         """Runs a command in the box, in the task's working folder and with its variables."""
         return await self.box.exec(command, timeout_s=timeout_s, environ=self.environ, cwd=self.cwd)
 
+    async def steps(self) -> AsyncIterator[HarborStep]:
+        """Prepares and gives each step, for an agent and then verify(), until a step ends the
+        episode. Raises RuntimeError if the first step cannot be prepared."""
+        for number, step in enumerate(self.task.steps):
+            self.step, self.wrote = step, ""
+            if fault := await self.prepare(number):
+                if number == 0:
+                    raise self.failure(fault)
+                self.wrote = f"{fault}\n{self.wrote}"
+                self.add_score(VerifierScore.zero("step_not_begun"))
+                return
+            self.num_begun += 1
+            yield step
+            if len(self.scores) <= number:
+                raise RuntimeError(f"{step.folder}: this step ended without a call of verify()")
+            if self.ends_episode(self.scores[number]):
+                return
+
+    async def prepare(self, number: int) -> str:
+        """Removes the tests of the step before, and puts this step's files into the working folder.
+        Returns why the step cannot begin, or ""."""
+        workdir = self.step.folder / "workdir"
+        try:
+            if number > 0 and not await self.clear():
+                return "files of the agent cannot be removed"
+            if self.step.name and workdir.is_dir():
+                await self.box.put(self.cwd, workdir)
+        except OSError as error:
+            return f"the step's files cannot be copied: {error}"
+        if self.step.name and (workdir / "setup.sh").is_file():
+            done = await self.run("setup.sh", self.environ, self.step.agent_timeout_s, shell="bash")
+            if done.timed_out or done.code != 0:
+                return f"workdir/setup.sh {ended(done)}"
+        if not await is_healthy(self.step.healthcheck, self.exec):
+            return "the step's healthcheck failed"
+        return ""
+
+    def add_score(self, score: VerifierScore) -> None:
+        """Adds the current step's score. A box that could not be scored counts for all steps that
+        remain."""
+        score.wrote = bounded(self.wrote, MAX_WROTE)
+        num_left = len(self.task.steps) - len(self.scores)
+        self.scores += [score] * (num_left if score.fault else 1)
+
+    def ends_episode(self, score: VerifierScore) -> bool:
+        least = self.step.min_reward
+        if not isinstance(least, dict):
+            least = {} if least is None else {"reward": least}
+        named = score.named
+        is_below = [named.get(name, -math.inf) < value for name, value in least.items()]
+        return bool(score.fault) or any(is_below)
+
+    def score(self) -> VerifierScore:
+        """The score of all steps: the last step's, or the mean of each number."""
+        if len(self.task.steps) == 1:
+            return self.scores[0]
+        score = score_of_steps(self.scores, self.task.multi_step_reward_strategy or "mean")
+        score.metrics["steps"] = float(self.num_begun)
+        lines = []
+        for step, each in zip(self.task.steps, self.scores, strict=False):
+            lines.append(f"== steps/{step.name}: reward {each.reward:g}\n{each.wrote}")
+        score.wrote = bounded("\n".join(lines), MAX_WROTE)
+        return score
+
     async def solve(self) -> None:
-        """Runs the task's solution/solve.sh. Its exit code is only shown. Raises RuntimeError
-        if it runs out of time."""
-        await self.box.put(SOLUTION, self.task.folder / "solution")
+        """Runs the solve.sh of the task or the step. Its exit code is only shown. Raises
+        RuntimeError if it runs out of time."""
+        if self.step.solution is None:
+            raise ValueError(f"{self.step.folder}: there is no solution/solve.sh")
+        await self.box.put(SOLUTION, self.step.solution)
         environ = self.environ | self.task.solution.env
-        done = await self.run(f"{SOLUTION}/solve.sh", environ, self.task.agent_timeout_s)
+        done = await self.run(f"{SOLUTION}/solve.sh", environ, self.step.agent_timeout_s)
         if done.timed_out:
             raise self.failure(f"solution/solve.sh {ended(done)}")
         if done.code != 0:
@@ -117,23 +206,30 @@ class TaskBox:
         self.wrote = bounded(self.wrote, MAX_WROTE)
 
     async def verify(self) -> VerifierScore:
-        """Scores the box as the agent left it, also if the agent removed tools of test.sh. Raises
-        RuntimeError if test.sh lacks its tools in an untouched box too, if it leaves no verdict
-        there, or if score() raises one."""
-        score = await self.score()
-        if not score.missing:
-            return score
-        await self.check_untouched(score.missing)
-        # A network that failed for a moment may be back.
-        return await self.score()
+        """Scores the step as the agent left the box, also if the agent removed tools of test.sh.
+        Raises RuntimeError if test.sh lacks its tools in an untouched box too, if it leaves no
+        verdict there, or if score_step() raises one."""
+        if self.num_begun == 0 and len(self.task.steps) > 1:
+            raise RuntimeError(
+                f"{self.task.folder}: has {len(self.task.steps)} steps; call verify() for each of "
+                "box.steps(), as envs/harbor.py does"
+            )
+        score = await self.score_step()
+        if score.missing:
+            await self.check_untouched(score.missing)
+            # A network that failed for a moment may be back.
+            score = await self.score_step()
+        self.add_score(score)
+        return score
 
     async def check_untouched(self, missing: str) -> None:
         """Runs test.sh in a box in which no agent worked. Raises RuntimeError if its tools are
         missing there too, or if it leaves no verdict. `missing`: the line that names the tool
         that the agent's box lacks."""
         async with self.reopen() as untouched:
+            untouched.step = self.step
             try:
-                score = await untouched.score()
+                score = await untouched.score_step()
             except RuntimeError as error:
                 raise untouched.failure(
                     f"the tools of tests/test.sh are missing ({missing}), and an untouched box "
@@ -150,24 +246,25 @@ class TaskBox:
             self.note_tools_missing(str(error))
             raise error
 
-    async def score(self) -> VerifierScore:
+    async def score_step(self) -> VerifierScore:
         """Runs test.sh in the box as the agent left it, after removing the agent's processes, files
         in /tests and /logs, and shell settings. The score is 0 if files cannot be removed. Raises
         RuntimeError if test.sh leaves no reward, or is killed or runs out of time: the agent's code
         may have killed it and written the reward."""
         await self.box.end_processes()
         if not await self.clear():
-            return VerifierScore(parts={"reward": 0.0}, metrics={"not_cleared": 1.0})
+            return VerifierScore.zero("not_cleared")
         try:
-            await self.box.put(TESTS, self.task.folder / "tests")
+            for folder in self.step.tests:
+                await self.box.put(TESTS, folder)
         except OSError:
             if not await self.is_full():
                 raise
             # An agent that leaves no room for tests has solved nothing.
-            return VerifierScore(parts={"reward": 0.0}, metrics={"no_room_for_tests": 1.0})
+            return VerifierScore.zero("no_room_for_tests")
         await self.link_home()
         begun = time.monotonic()
-        environ, limit_s = await self.verifier_environ(), self.task.verifier.timeout_sec
+        environ, limit_s = await self.verifier_environ(), self.step.verifier.limit_s
         done = await self.run_tests(environ, limit_s)
         await self.box.end_processes()
         if done.timed_out or done.code in SIGNALLED:
@@ -177,23 +274,26 @@ class TaskBox:
         if score.reward <= 0:
             shown = await self.run_in_root(LOG_FILES, timeout_s=LOG_FILES_S)
             self.wrote += f"\n{shown.stdout}"
-            score.missing = VerifierTools.of(self.task.folder / "tests").missing(
-                self.wrote, done.code
-            )
+            score.missing = VerifierTools.of(*self.step.tests).missing(self.wrote, done.code)
         score.wrote = bounded(self.wrote, MAX_WROTE)
         return score
 
     def failure(self, why: str) -> RuntimeError:
         """An error with the script's output. The reason comes first, equal for all tasks."""
-        return RuntimeError(f"{why}{WROTE}{self.task.folder}: {bounded(self.wrote, MAX_IN_ERROR)}")
+        return RuntimeError(f"{why}{WROTE}{self.step.folder}: {bounded(self.wrote, MAX_IN_ERROR)}")
 
     async def run(
-        self, script: str, environ: dict[str, str], timeout_s: float, box: Box | None = None
+        self,
+        script: str,
+        environ: dict[str, str],
+        timeout_s: float,
+        box: Box | None = None,
+        shell: str = "",
     ) -> boxes.ExecResult:
         """Runs a script of the task in the working folder, or in / if the agent removed it. The box
         bounds the output while it is read."""
         enter = f"cd {shlex.quote(self.cwd)} 2>/dev/null || cd /"
-        command = ["/bin/sh", "-c", f"{enter}; chmod +x {script}; exec {script} 2>&1"]
+        command = ["/bin/sh", "-c", f"{enter}; chmod +x {script}; exec {shell} {script} 2>&1"]
         done = await (box or self.box).exec(command, timeout_s=timeout_s, environ=environ, cwd="/")
         self.wrote = f"{done.stdout}{done.stderr}".strip()
         return done
@@ -237,7 +337,7 @@ class TaskBox:
 
     async def link_home(self) -> None:
         """Links files of the agent's home that tests look up into the verifier's home."""
-        names = names_in_home(self.task.folder / "tests")
+        names = names_in_home(self.step.tests)
         if not names:
             return
         command = (
@@ -262,7 +362,7 @@ class TaskBox:
         environ |= dict.fromkeys(RUNS_CODE, "")
         if "PATH" in environ:
             environ["PATH"] = await self.verifier_path(environ["PATH"])
-        return environ | self.task.verifier.env
+        return environ | self.step.verifier.env
 
     async def verifier_path(self, path: str) -> str:
         """The image's PATH, with folders that the agent could write moved behind the system's."""
@@ -306,7 +406,7 @@ class TaskBox:
         """Reads reward.json, else reward.txt, as Harbor does. If both exist they must agree: the
         agent's code, which test.sh runs, may have written one."""
         scores = []
-        source = f"{self.task.folder}: the output of tests/test.sh in {LOGS}/verifier/"
+        source = f"{self.step.folder}: the output of tests/test.sh in {LOGS}/verifier/"
         for name in ("reward.json", "reward.txt"):
             try:
                 data = await self.box.get(f"{LOGS}/verifier/{name}")
@@ -327,12 +427,12 @@ class TaskBox:
         return scores[0]
 
 
-def names_in_home(tests: Path) -> list[str]:
-    """Names in the home folder that Python files of `tests` look up. Excludes names in shell
+def names_in_home(tests: Sequence[Path]) -> list[str]:
+    """Names in the home folder that Python files of these folders look up. Excludes names in shell
     scripts, which may create them, such as a virtual environment."""
     by_scripts: set[str] = set()
     by_python: set[str] = set()
-    for file in tests.rglob("*"):
+    for file in (file for folder in tests for file in folder.rglob("*")):
         if file.suffix in (".py", ".sh") and file.is_file():
             names = IN_HOME.findall(file.read_text(encoding="utf-8", errors="replace"))
             (by_scripts if file.suffix == ".sh" else by_python).update(names)
@@ -354,10 +454,45 @@ def read_score(data: bytes, source: str) -> VerifierScore:
         value = json.loads(text) if source.endswith(".json") else float(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is {data[:80]!r}, not a number: {error}") from None
-    parts = finite_parts(value, "reward", source)
-    if "reward" not in parts:
-        return VerifierScore(parts=parts, metrics={})
-    return VerifierScore(parts={"reward": parts.pop("reward")}, metrics=parts)
+    return score_of(finite_parts(value, "reward", source))
+
+
+def score_of(named: dict[str, float]) -> VerifierScore:
+    if "reward" not in named:
+        return VerifierScore(parts=named, metrics={})
+    rest = {name: value for name, value in named.items() if name != "reward"}
+    return VerifierScore(parts={"reward": named["reward"]}, metrics=rest)
+
+
+def score_of_steps(scores: Sequence[VerifierScore], strategy: str) -> VerifierScore:
+    """The last score for "final", the mean of each number for "mean", a missing one as 0."""
+    counted = [score.named for score in (scores[-1:] if strategy == "final" else scores)]
+    names = dict.fromkeys(name for named in counted for name in named)
+    means = {}
+    for name in names:
+        means[name] = math.fsum(named.get(name, 0.0) for named in counted) / len(counted)
+    score = score_of(means or {"reward": 0.0})
+    score.metrics |= {score.fault: 1.0 for score in scores if score.fault}
+    score.metrics["verifier_s"] = math.fsum(s.metrics.get("verifier_s", 0.0) for s in scores)
+    return score
+
+
+async def is_healthy(
+    check: HealthCheck | None, run: Callable[[str, float], Awaitable[boxes.ExecResult]]
+) -> bool:
+    """True as soon as a run of the command succeeds; False after `retries` failures."""
+    if check is None:
+        return True
+    counted_from, num_failures = time.monotonic() + check.start_period_sec, 0
+    while True:
+        is_starting = time.monotonic() < counted_from
+        done = await run(check.command, check.timeout_sec)
+        if done.code == 0 and not done.timed_out:
+            return True
+        num_failures += not is_starting
+        if num_failures >= check.retries:
+            return False
+        await asyncio.sleep(check.start_interval_sec if is_starting else check.interval_sec)
 
 
 def ended(done: boxes.ExecResult) -> str:
@@ -418,11 +553,14 @@ class TaskBoxes:
                 cwd=workdir,
                 reopen=functools.partial(self.open, folder),
                 note_tools_missing=functools.partial(self.note_tools_missing, task.folder),
+                step=task.steps[0],
                 image=image,
                 verify_network=self.networks["verify"],
             )
             if image is None and not name:
                 opened.programs = await opened.hash_programs()
+            if not await is_healthy(task.environment.healthcheck, opened.exec):
+                raise RuntimeError(f"{task.folder}: the healthcheck of [environment] failed")
             yield opened
 
     def note_tools_missing(self, folder: Path, error: str) -> None:
@@ -445,7 +583,7 @@ class TaskBoxes:
         phase lacks."""
         if not task.dockerfile.is_file():
             return None
-        by_tests = network_lines(task.folder / "tests" / "test.sh")
+        by_tests = lines_of_tests(task)
         if not by_tests and not needs_image(read_instructions(task.dockerfile)):
             return None
         await asyncio.to_thread(network_needed, task, self.networks)
@@ -455,14 +593,21 @@ class TaskBoxes:
         )
         tried_at = self.not_fetched.get(task.folder, -math.inf)
         if by_tests and time.monotonic() - tried_at >= self.retry_s:
-            environ = image.environ | task.environment.env | task.verifier.env
-            tests, limit_s = task.folder / "tests", task.verifier.timeout_sec
             try:
-                layer = await asyncio.to_thread(warm_layer, image, tests, environ, limit_s)
-                image.layers.insert(0, layer)
+                image.layers[:0] = await asyncio.to_thread(warm_layers, image, task)
             except NotFetched:
                 self.not_fetched[task.folder] = time.monotonic()
         return image
+
+
+def warm_layers(image: Image, task: HarborTask) -> list[str]:
+    """Layers with the packages that the steps' test.sh fetch. Raises NotFetched."""
+    layers = []
+    for step in task.steps:
+        if network_lines(step.test_script):
+            environ = image.environ | task.environment.env | step.verifier.env
+            layers.append(warm_layer(image, step.tests, environ, step.verifier.limit_s))
+    return list(dict.fromkeys(layers))
 
 
 async def carried_out(task: HarborTask, box: Box) -> Build:

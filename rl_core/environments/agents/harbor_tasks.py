@@ -7,9 +7,10 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -42,6 +43,7 @@ KEYS = {
     "verifier": f"timeout_sec env user environment_mode environment collect {NETWORK}",
     "agent": f"timeout_sec user {NETWORK}",
     "solution": "env timeout_sec",
+    "steps": "name agent verifier min_reward healthcheck artifacts",
     "environment": "build_timeout_sec docker_image os cpus memory memory_mb storage storage_mb "
     f"gpus gpu_types tpu mcp_servers env skills_dir healthcheck workdir allow_internet {NETWORK}",
 }
@@ -62,14 +64,31 @@ class TaskRefused(ValueError):
 class ScriptSection:
     """[verifier], and [solution]."""
 
-    timeout_sec: float = 600.0
+    timeout_sec: float | None = None
     env: dict[str, str] = field(default_factory=dict)
     environment_mode: str | None = None
+    environment: object = None  # A table means environment_mode = "separate".
+
+    @property
+    def limit_s(self) -> float:
+        return self.timeout_sec or 600.0
 
 
 @dataclass(kw_only=True, slots=True)
 class AgentSection:
     timeout_sec: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class HealthCheck:
+    """A command that succeeds once the box is ready."""
+
+    command: str
+    interval_sec: float = 5.0
+    timeout_sec: float = 30.0
+    start_period_sec: float = 0.0  # Failures before this time are not counted.
+    start_interval_sec: float = 5.0
+    retries: int = 3
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +107,44 @@ class EnvironmentSection:
     allow_internet: bool | None = None
     gpus: int | None = None
     mcp_servers: list[object] = field(default_factory=list)
+    healthcheck: HealthCheck | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class HarborStep:
+    """One of [[steps]]. A task without these has one step, whose folder is the task's."""
+
+    name: str = ""
+    verifier: ScriptSection = field(default_factory=ScriptSection)
+    agent: AgentSection = field(default_factory=AgentSection)
+    # The episode ends if the number `reward` is below this, or if one of these names is.
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: HealthCheck | None = None
+    folder: Path = Path()
+    instruction: str = ""
+
+    @property
+    def tests(self) -> list[Path]:
+        """Folders that are laid over each other in /tests, the last on top."""
+        task = self.folder.parents[1] if self.name else self.folder
+        return [
+            path for path in dict.fromkeys([task / "tests", self.folder / "tests"]) if path.is_dir()
+        ]
+
+    @property
+    def test_script(self) -> Path:
+        return topmost(self.tests, "test.sh")
+
+    @property
+    def solution(self) -> Path | None:
+        """The folder with this step's solve.sh, if there is one."""
+        task = self.folder.parents[1] if self.name else self.folder
+        folders = [self.folder / "solution", task / "solution"]
+        return next((path for path in folders if (path / "solve.sh").is_file()), None)
+
+    @property
+    def agent_timeout_s(self) -> float:
+        return self.agent.timeout_sec or 900.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,12 +153,12 @@ class HarborTask:
     read."""
 
     folder: Path
-    instruction: str
     verifier: ScriptSection = field(default_factory=ScriptSection)
     solution: ScriptSection = field(default_factory=ScriptSection)
     agent: AgentSection = field(default_factory=AgentSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
-    steps: list[object] = field(default_factory=list)
+    steps: list[HarborStep] = field(default_factory=list)
+    multi_step_reward_strategy: Literal["mean", "final"] | None = None
 
     @property
     def dockerfile(self) -> Path:
@@ -109,7 +166,11 @@ class HarborTask:
 
     @property
     def agent_timeout_s(self) -> float:
-        return self.agent.timeout_sec or 900.0
+        return self.steps[0].agent_timeout_s
+
+    @property
+    def has_solution(self) -> bool:
+        return all(step.solution for step in self.steps)
 
     @property
     def allows_network(self) -> bool:
@@ -143,17 +204,10 @@ def read_task(folder: str | Path) -> HarborTask:
     task of a kind that cannot be played."""
     folder = Path(folder).expanduser().resolve()
     file = folder / "task.toml"
-    for name in ("task.toml", "instruction.md", "tests/test.sh"):
-        if not (folder / name).is_file():
-            hint, reason = "", f"no {name}"
-            if (folder / "steps").is_dir():
-                hint, reason = "; tasks of several steps are not played", "several steps"
-            raise TaskRefused(f"{folder}: a task in Harbor's format needs {name}{hint}", reason)
+    check_file(folder, "task.toml")
     try:
-        instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
         values = tomllib.loads(file.read_text(encoding="utf-8"))
-        fields = values | {"folder": folder, "instruction": instruction}
-        task = TASK.validate_python(fields)
+        task = TASK.validate_python(values | {"folder": folder})
         _ = task.limits
     except ValidationError as error:
         first = error.errors()[0]
@@ -161,9 +215,57 @@ def read_task(folder: str | Path) -> HarborTask:
         raise TaskRefused(f"{file}: {where}: {first['msg']}", "a value of a wrong type") from None
     except ValueError as error:
         raise TaskRefused(f"{file}: {error}", "a file that cannot be read") from None
+    read_steps(task)
     check_task(task, file)
     note_misspelled(values)
     return task
+
+
+def check_file(folder: Path, name: str) -> None:
+    if not (folder / name).is_file():
+        raise TaskRefused(f"{folder}: a task in Harbor's format needs {name}", f"no {name}")
+
+
+def read_steps(task: HarborTask) -> None:
+    """Reads the folders of steps, and fills in settings that they take from the task. Raises
+    TaskRefused."""
+    names = [step.name.casefold() for step in task.steps]
+    for number, step in enumerate(task.steps):
+        is_name = PurePath(step.name).name == step.name and step.name not in ("", "..")
+        step.folder = task.folder / "steps" / step.name
+        if not is_name or names[number] in names[:number] or step.folder.is_symlink():
+            raise TaskRefused(
+                f"{task.folder / 'task.toml'}: steps.{number}.name = {step.name!r}; each step "
+                "needs the name of a different folder in steps/",
+                "steps without folders",
+            )
+    if not task.steps:
+        task.steps = [HarborStep(folder=task.folder)]
+    for step in task.steps:
+        check_file(step.folder, "instruction.md")
+        if not step.tests or not step.test_script.is_file():
+            check_file(step.folder, "tests/test.sh")
+        step.instruction = read_text(step.folder / "instruction.md")
+        step.agent.timeout_sec = step.agent.timeout_sec or task.agent.timeout_sec
+        step.verifier.timeout_sec = step.verifier.timeout_sec or task.verifier.timeout_sec
+        step.verifier.env = task.verifier.env | step.verifier.env
+        for name in ("environment_mode", "environment"):
+            value = getattr(step.verifier, name) or getattr(task.verifier, name)
+            setattr(step.verifier, name, value)
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except ValueError as error:
+        raise TaskRefused(f"{file}: {error}", "a file that cannot be read") from None
+
+
+def topmost(folders: Sequence[Path], name: str) -> Path:
+    """The path of a file in folders that are laid over each other, the last on top."""
+    return next(
+        (path / name for path in reversed(folders) if (path / name).is_file()), folders[-1] / name
+    )
 
 
 def check_task(task: HarborTask, file: Path) -> None:
@@ -176,26 +278,28 @@ def check_task(task: HarborTask, file: Path) -> None:
                 "leave this task out",
                 "several containers",
             )
-    if task.steps:
-        raise TaskRefused(
-            f"{file}: steps: tasks of several steps are not played; leave it out", "several steps"
-        )
     if environment.os.lower() != "linux":
         raise TaskRefused(
             f"{file}: environment.os = {environment.os!r}; boxes have Linux", "Windows"
         )
+    verifiers = [step.verifier for step in task.steps]
     needs = {"a GPU": environment.gpus, "MCP servers": environment.mcp_servers}
-    needs["a separate verifier"] = task.verifier.environment_mode == "separate"
+    needs["a separate verifier"] = any(map(is_separate, verifiers))
     for need, is_needed in needs.items():
         if is_needed:
             raise TaskRefused(f"{file}: the task needs {need}, and a box has none", need)
-    for section in (environment, task.verifier, task.solution):
+    for section in (environment, task.solution, *verifiers):
         section.env = with_defaults(section.env, file)
     if not task.dockerfile.is_file() and not environment.docker_image:
         raise TaskRefused(
             f"{task.folder}: needs environment/Dockerfile, or docker_image",
             "no environment/Dockerfile",
         )
+
+
+def is_separate(verifier: ScriptSection) -> bool:
+    mode = verifier.environment_mode or ("separate" if verifier.environment else "shared")
+    return mode == "separate"
 
 
 def with_defaults(env: Mapping[str, str], file: Path) -> dict[str, str]:
@@ -217,14 +321,19 @@ def with_defaults(env: Mapping[str, str], file: Path) -> dict[str, str]:
 def note_misspelled(values: Mapping[str, JSON]) -> None:
     """Warns once of each key that is nearly one of the published keys."""
     for section, text in KEYS.items():
-        keys = values.get(section, {}) if section else values
+        tables = values.get(section, {}) if section else values
         known = text.split()
-        for key in keys.keys() - {*known}:
+        unknown = [key for table in as_list(tables) for key in table if key not in known]
+        for key in unknown:
             # A shorter key than 4 letters has too many neighbours.
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.8) if len(key) > 3 else []
             if close:
                 where = f"[{section}] {key}" if section else key
                 warn_once(f"task.toml: {where} is not read; did you mean {close[0]!r}?")
+
+
+def as_list(tables: JSON) -> list:
+    return tables if isinstance(tables, list) else [tables]
 
 
 @functools.cache
@@ -244,22 +353,28 @@ def check_driver(
         if not task.dockerfile.is_file():
             raise ValueError(f"{task.folder}: docker_image needs HARBOR_DRIVER=docker or podman")
         instructions = read_instructions(task.dockerfile)
-        if needs_image(instructions) or network_lines(task.folder / "tests" / "test.sh"):
+        if needs_image(instructions) or lines_of_tests(task):
             check_bases(instructions)
     except ValueError as error:
         raise TaskRefused(str(error), "a Dockerfile that needs docker or podman") from None
     return network_needed(task, networks)
 
 
+def lines_of_tests(task: HarborTask) -> list[Line]:
+    """Lines of the steps' test.sh that need a network."""
+    scripts = dict.fromkeys(step.test_script for step in task.steps)
+    return [line for script in scripts for line in network_lines(script)]
+
+
 def network_needed(task: HarborTask, networks: Mapping[str, bool]) -> Line | None:
     """The first line of the Dockerfile or test.sh that needs a network, None if the cache has all
     that the task fetches. Raises TaskRefused for a line whose phase has no network."""
-    tests = task.folder / "tests"
     lines = {"build": network_instructions(read_instructions(task.dockerfile))}
-    lines["verify"] = network_lines(tests / "test.sh")
+    lines["verify"] = lines_of_tests(task)
     needing = [phase for phase in lines if lines[phase]]
     if needing and is_one_host():
-        cached = cached_phases(task.dockerfile, tests)
+        fetching = [step.tests for step in task.steps if network_lines(step.test_script)]
+        cached = cached_phases(task.dockerfile, fetching)
         needing = [phase for phase in needing if phase not in cached]
     for phase in needing:
         if not networks[phase]:
@@ -296,7 +411,7 @@ def task_rows(folder: str | Path, networks: Mapping[str, bool] = NETWORKS) -> li
         )
     rows = []
     for task in tasks:
-        row = {"name": task.folder.name, "prompt": task.instruction}
+        row = {"name": task.folder.name, "prompt": task.steps[0].instruction}
         rows.append(row | {"task_folder": str(task.folder)})
     return rows
 

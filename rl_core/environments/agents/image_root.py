@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -295,13 +295,14 @@ def base_files(layer: Path) -> tuple[str, ...]:
     return () if layer.name.startswith("interpreters-") else BASE_FILES
 
 
-def cached_phases(dockerfile: Path, tests: Path) -> set[str]:
+def cached_phases(dockerfile: Path, tests: Sequence[Sequence[Path]]) -> set[str]:
     """Phases of a task that need no network, as all that they fetch is in the cache: "build",
-    "verify"."""
+    "verify". `tests`: the folders of each test.sh that fetches."""
     image = built_image(build_folder(dockerfile))
     if image is None:
         return set()
-    return {"build", "verify"} if warm_folder(image, tests).is_dir() else {"build"}
+    is_warm = all(warm_folder(image, folders).is_dir() for folders in tests)
+    return {"build", "verify"} if is_warm else {"build"}
 
 
 # These folders of a fetching verifier are kept for the next verifier.
@@ -319,7 +320,9 @@ async def prepare_home(box: Box) -> None:
     await box.exec(["/bin/sh", "-c", link], environ={"PATH": SYSTEM_PATH}, cwd="/")
 
 
-def warm_layer(image: Image, tests: Path, environ: dict[str, str], timeout_s: float) -> str:
+def warm_layer(
+    image: Image, tests: Sequence[Path], environ: dict[str, str], timeout_s: float
+) -> str:
     """A layer with the packages that test.sh fetches. They are fetched once, by playing test.sh in
     a box that no agent has seen. Raises NotFetched; nothing is kept then."""
     folder = warm_folder(image, tests)
@@ -329,8 +332,9 @@ def warm_layer(image: Image, tests: Path, environ: dict[str, str], timeout_s: fl
     return str(folder / "kept")
 
 
-def warm_folder(image: Image, tests: Path) -> Path:
-    key = hashlib.sha256("\n".join([digest_of(tests), *image.layers]).encode()).hexdigest()[:16]
+def warm_folder(image: Image, tests: Sequence[Path]) -> Path:
+    names = [*map(digest_of, tests), *image.layers]
+    key = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
     return cache_folder() / "warm" / key
 
 
@@ -339,10 +343,11 @@ class NotFetched(Exception):
 
 
 async def fetch_packages(
-    image: Image, tests: Path, environ: dict[str, str], timeout_s: float, folder: Path
+    image: Image, tests: Sequence[Path], environ: dict[str, str], timeout_s: float, folder: Path
 ) -> None:
     async with open_build(folder, image.layers, network=True) as box:
-        await box.put("/tests", tests)
+        for layer in tests:
+            await box.put("/tests", layer)
         await prepare_home(box)
         command = "mkdir -p /logs/verifier; chmod +x /tests/test.sh; exec /tests/test.sh"
         environ = installers_environ() | environ | {"HOME": HOME_OF_TESTS}
@@ -350,7 +355,7 @@ async def fetch_packages(
             ["/bin/sh", "-c", command], timeout_s=timeout_s, environ=environ, cwd=image.cwd
         )
     wrote = f"{done.stdout}{done.stderr}"
-    missing = VerifierTools.of(tests).missing(wrote, done.code) or failed_download(wrote)
+    missing = VerifierTools.of(*tests).missing(wrote, done.code) or failed_download(wrote)
     if done.timed_out or missing:
         raise NotFetched
     for name in FETCHED:

@@ -38,13 +38,15 @@ class VerifierTools:
     packages: set[str]  # Python packages that test.sh installs, as modules are named
 
     @classmethod
-    def of(cls, tests: Path) -> VerifierTools:
-        """Reads the test.sh and the requirements files of a task's folder `tests`."""
-        script = (tests / "test.sh").read_text(encoding="utf-8", errors="replace")
+    def of(cls, *tests: Path) -> VerifierTools:
+        """Reads the test.sh and the requirements files of folders that are laid over each other in
+        /tests, the last on top."""
+        scripts = [path / "test.sh" for path in tests if (path / "test.sh").is_file()]
+        script = scripts[-1].read_text(encoding="utf-8", errors="replace")
         installing = [
             line for line in script.splitlines() if re.search(r"\binstall\b|--with| -w ", line)
         ]
-        for file in tests.glob("*requirements*.txt"):
+        for file in (file for path in tests for file in path.glob("*requirements*.txt")):
             installing.append(file.read_text(encoding="utf-8", errors="replace"))
         names = re.findall(r"[A-Za-z][\w.-]*", "\n".join(installing))
         packages = {name.lower().replace("-", "_") for name in names}
