@@ -25,7 +25,12 @@ from rl_core.engines.scripted import plain_chat
 from rl_core.environments.agents import dockerfile, harbor, harbor_tasks
 from rl_core.environments.agents.dockerfile import digest_of, read_instructions
 from rl_core.environments.agents.harbor import TaskBoxes, read_score
-from rl_core.environments.agents.harbor_tasks import read_task, task_rows
+from rl_core.environments.agents.harbor_tasks import (
+    check_driver,
+    read_task,
+    remote_image,
+    task_rows,
+)
 from rl_core.environments.agents.image_root import build_folder, cached_phases
 from rl_core.environments.agents.installs import uses_network
 from rl_core.environments.agents.verifier_tools import VerifierTools, failed_download
@@ -489,6 +494,36 @@ def test_an_images_name_follows_its_files(make):
     assert digest_of(first) == digest_of(second)
     (second / "more").write_text("x")
     assert digest_of(first) != digest_of(second)
+
+
+@pytest.mark.parametrize(
+    "dockerfile, image",
+    [
+        ("ARG TAG=3.11\nFROM python:${TAG} AS a\nRUN useradd b\n", "python:3.11"),
+        (
+            "FROM debian\nRUN apt-get update\n",
+            r":2: RUN apt-get update: a box by kubernetes has no",
+        ),
+        (
+            "FROM a AS b\nFROM c\nCOPY --from=b x y\n",
+            r":2: FROM c: a box by kubernetes has no build",
+        ),
+        (
+            "FROM a\nCOPY --from=uv /uv /bin/\n",
+            r":2: COPY --from=uv .*: a box by kubernetes has no",
+        ),
+        (None, r"no environment/Dockerfile|needs environment/Dockerfile, or docker_image"),
+    ],
+)
+def test_a_remote_box_begins_with_the_image_of_from(make, dockerfile, image):
+    folder = make(dockerfile=dockerfile)
+    if image[:1].isalpha() and dockerfile:
+        assert remote_image(read_task(folder), "kubernetes") == image
+    else:
+        with pytest.raises(ValueError, match=image):
+            check_driver(read_task(folder), "kubernetes")
+    pushed = read_task(make(toml='[environment]\ndocker_image = "a/b:1"', dockerfile=dockerfile))
+    assert remote_image(pushed, "kubernetes") == "a/b:1"
 
 
 # Episodes

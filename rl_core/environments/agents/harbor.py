@@ -22,9 +22,11 @@ from rl_core.environments.agents.harbor_tasks import (
     HarborStep,
     HarborTask,
     HealthCheck,
+    driver_of,
     lines_of_tests,
     network_needed,
     read_task,
+    remote_image,
 )
 from rl_core.environments.agents.image_root import (
     Image,
@@ -39,6 +41,7 @@ from rl_core.environments.agents.installs import needs_image, network_lines
 from rl_core.environments.agents.verifier_tools import VerifierTools, bounded, first_failed_install
 from rl_core.sampling.hooks import finite_parts
 from rl_core.sandbox import boxes
+from rl_core.sandbox.box_remote import REMOTE_DRIVERS
 from rl_core.sandbox.box_settings import Box, Root
 from rl_core.sandbox.roots import installers_environ
 
@@ -522,7 +525,8 @@ class TaskBoxes:
         noted_at, error = self.without_tools.get(task.folder, (-math.inf, ""))
         if time.monotonic() - noted_at < self.retry_s:
             raise RuntimeError(error)
-        name, image, root = await self.image_name(task), None, None
+        driver = driver_of(self.driver)
+        name, image, root = await self.image_name(task, driver), None, None
         workdir = task.environment.workdir or ""
         if not name and (image := await self.image_of(task)):
             workdir = workdir or image.cwd
@@ -530,7 +534,7 @@ class TaskBoxes:
             root = Root(layers=layers, protected=protected, workdir=workdir)
         box = await boxes.open(
             {},
-            driver=self.driver,
+            driver=driver,
             image=name,
             limits=task.limits,
             network=self.network and task.allows_network,
@@ -539,12 +543,13 @@ class TaskBoxes:
         )
         async with box:
             environ = dict(task.environment.env)
-            if name:
+            is_built = driver not in REMOTE_DRIVERS or task.environment.docker_image
+            if name and is_built:
                 workdir = workdir or (await box.exec("pwd")).stdout.rstrip("\n")
             elif image is not None:
                 environ = image.environ | environ
             else:
-                build = await carried_out(task, box)
+                build = await carried_out(task, box, name)
                 environ, workdir = build.environ | environ, workdir or build.cwd
             opened = TaskBox(
                 box=box,
@@ -566,15 +571,17 @@ class TaskBoxes:
     def note_tools_missing(self, folder: Path, error: str) -> None:
         self.without_tools[folder] = (time.monotonic(), error)
 
-    async def image_name(self, task: HarborTask) -> str:
-        """Name of a task's image for docker or podman; "" for a box of bubblewrap."""
-        if self.driver == "bubblewrap":
+    async def image_name(self, task: HarborTask, driver: str) -> str:
+        """Name of a task's image; "" for a box of bubblewrap."""
+        if driver == "bubblewrap":
             return ""
-        if task.environment.docker_image or not self.driver:
+        if driver in REMOTE_DRIVERS:
+            return remote_image(task, driver)
+        if task.environment.docker_image or not driver:
             return task.environment.docker_image or ""
         context, limit_s = task.dockerfile.parent, task.environment.build_timeout_sec
         return await asyncio.to_thread(
-            build_image, self.driver, context, limit_s, self.networks["build"]
+            build_image, driver, context, limit_s, self.networks["build"]
         )
 
     async def image_of(self, task: HarborTask) -> Image | None:
@@ -610,17 +617,20 @@ def warm_layers(image: Image, task: HarborTask) -> list[str]:
     return list(dict.fromkeys(layers))
 
 
-async def carried_out(task: HarborTask, box: Box) -> Build:
-    """Carries out the task's Dockerfile in a box without an image."""
+async def carried_out(task: HarborTask, box: Box, image: str = "") -> Build:
+    """Carries out the task's Dockerfile in a box of this machine's system, or of the `image` of its
+    FROM."""
     if not task.dockerfile.is_file():
         raise ValueError(
             f"{task.folder}: has an image and no environment/Dockerfile, so it needs HARBOR_DRIVER="
             "docker or podman"
         )
     limit_s = task.environment.build_timeout_sec
-    path = f"{SYSTEM_PATH}:{Path(sys.executable).parent}"
+    path, cwd = f"{SYSTEM_PATH}:{Path(sys.executable).parent}", "/"
+    if image:
+        path, cwd = (await box.exec('echo "$PATH"; pwd')).stdout.splitlines()
     build = Build(
-        box=box, context=task.dockerfile.parent, timeout_s=limit_s, environ={"PATH": path}
+        box=box, context=task.dockerfile.parent, timeout_s=limit_s, environ={"PATH": path}, cwd=cwd
     )
     for instruction in read_instructions(task.dockerfile):
         await build.carry_out(instruction)

@@ -15,13 +15,14 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rl_core.environments.agents.dockerfile import read_instructions
-from rl_core.environments.agents.image_root import cached_phases, check_bases
+from rl_core.environments.agents.image_root import argument_of, cached_phases, check_bases
 from rl_core.environments.agents.installs import (
     Line,
     needs_image,
     network_instructions,
     network_lines,
 )
+from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES
 from rl_core.sandbox.box_settings import BoxLimits
 from rl_core.sandbox.roots import unreachable_mirrors
 from rl_core.types import JSON, Row
@@ -347,6 +348,9 @@ def check_driver(
 ) -> Line | None:
     """The first line that needs a network. Raises TaskRefused for a Dockerfile that boxes of this
     driver cannot carry out, and for a line that needs a network which its phase lacks."""
+    if driver in REMOTE_DRIVERS:
+        remote_image(task, driver)
+        return None
     if driver not in ("", "bubblewrap") or (task.environment.docker_image and not driver):
         return None
     try:
@@ -358,6 +362,36 @@ def check_driver(
     except ValueError as error:
         raise TaskRefused(str(error), "a Dockerfile that needs docker or podman") from None
     return network_needed(task, networks)
+
+
+def remote_image(task: HarborTask, driver: str) -> str:
+    """The image of a remote box: docker_image, else the image of the Dockerfile's FROM, in which
+    the other instructions are carried out. Raises TaskRefused for a Dockerfile that must be
+    built."""
+    if task.environment.docker_image:
+        return task.environment.docker_image
+    arguments: dict[str, str] = {}
+    try:
+        instructions = read_instructions(task.dockerfile)
+        bases = [each for each in instructions if each.name == "FROM"]
+        built: list[object] = [*network_instructions(instructions), *bases[1:]]
+        built += [each for each in instructions if each.name == "COPY" and each.flag("from")]
+        if built or not bases:
+            raise ValueError(str(built[0]) if built else f"{task.dockerfile}: has no FROM")
+    except ValueError as error:
+        raise TaskRefused(
+            f"{error}: a box by {driver} has no build; push the image to a registry, and name it "
+            "in task.toml: [environment] docker_image",
+            f"a Dockerfile that {driver} does not build",
+        ) from None
+    for instruction in instructions[: instructions.index(bases[0])]:
+        arguments |= argument_of(instruction)
+    return bases[0].filled(arguments)[0]
+
+
+def driver_of(driver: str) -> str:
+    """The driver of a task's boxes, by default --sandbox.box_driver."""
+    return driver or SERVICES.settings.box_driver
 
 
 def lines_of_tests(task: HarborTask) -> list[Line]:
@@ -435,7 +469,7 @@ def read_tasks(
         )
     tasks: list[HarborTask] = []
     refused: Refused = {}
-    driver, needing = os.environ.get("HARBOR_DRIVER", ""), []
+    driver, needing = driver_of(os.environ.get("HARBOR_DRIVER", "")), []
     for task_folder in folders:
         try:
             task = read_task(task_folder)
