@@ -34,6 +34,8 @@ EXTRAS = {
     # Pure Python; the second needs the system's libseccomp.
     "sandbox": ["py-landlock>=0.1.1", "pyseccomp>=0.1.2"],
 }
+# Boxes elsewhere: docs/remote_boxes.md.
+EXTRAS["kubernetes"] = ["kubernetes-asyncio>=32"]
 EXTRAS["service"] = [
     "grpcio>=1.76",
     "protobuf>=6.31",
@@ -58,6 +60,7 @@ EXTRAS["test"] = [
     *EXTRAS["trackers"],
     *EXTRAS["envs"],
     *EXTRAS["sandbox"],
+    *EXTRAS["kubernetes"],
     *EXTRAS["service"],
     *EXTRAS["docs"],
     "grpcio-tools>=1.76",

@@ -21,9 +21,11 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from rl_core.sandbox import tunnel
 from rl_core.sandbox.box_containers import (
     ENTER,
     KILL_MARKED,
@@ -52,6 +54,7 @@ REMOTE_DRIVERS = {"kubernetes": "rl_core.sandbox.box_kubernetes"}
 OPEN_S = 300.0  # An image may have to be pulled.
 TRANSFER_S = 120.0
 CLOSE_S = 15.0  # Time to end all boxes when the process ends.
+OPEN_TUNNEL_S, TUNNEL_PAUSE_S = 60.0, 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 RETRIED = (408, 429, 500, 502, 503, 504)
 NOT_STARTED = (429, 503)  # Statuses of commands that the service did not start.
@@ -78,18 +81,19 @@ class RemoteSettings:
     idle_s: float = 900.0  # Boxes of a process that was killed end after this time.
     lifetime_s: float = 14_400.0  # Limit of one box.
     kubernetes_namespace: str = ""
-    run: str = ""  # The run's name in labels of boxes.
+    run_file: str = ""  # A file with the run's name in labels of boxes; made with the first box.
+    rank: int = 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class BoxRequest:
     """Settings of one new sandbox."""
 
-    name: str  # unique: letters, digits and "-"
+    name: str  # Unique; of letters, digits and "-".
     image: str
     limits: BoxLimits
     network: bool
-    run: str  # a label, by which reap() recognises boxes of a killed run
+    run: str  # A label: reap() recognises boxes of a killed run by it. May be "".
     idle_s: float
     lifetime_s: float
 
@@ -161,7 +165,6 @@ class RemoteDriver(Protocol):
     has_stdin: bool  # Commands can be written to as they run, which agents in boxes need.
     # True if processes of the service run in the box under the user of its commands.
     shares_processes: bool
-    needs_image: bool
     secrets: tuple[str, ...]  # Keys, which errors leave out.
 
     def fault(self, error: Exception) -> Fault:
@@ -201,7 +204,8 @@ class BoxService:
         self.slots = asyncio.Semaphore(settings.max_boxes)
         self.sandboxes: dict[str, RemoteSandbox] = {}
         self.reaped: asyncio.Future[None] | None = None
-        self.tasks: set[asyncio.Future[Any]] = set()  # That nobody awaits.
+        self.renewing: asyncio.Task[Any] | None = None
+        self.tasks: set[asyncio.Future[Any]] = set()  # Kept from the garbage collector.
         threading.Thread(target=self.loop.run_forever, name=f"{name} boxes", daemon=True).start()
         atexit.register(self.close_all)
 
@@ -209,10 +213,12 @@ class BoxService:
         """Runs `work` in the service's event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.ensure_future(work)
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task that may outlive the call that starts it."""
+        task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
     def clean(self, text: str) -> str:
         """The text without keys, in one line."""
@@ -255,7 +261,7 @@ class BoxService:
             image=settings.image,
             limits=settings.limits,
             network=settings.network,
-            run=self.settings.run,
+            run=self.run_name,
             idle_s=self.settings.idle_s,
             lifetime_s=self.settings.lifetime_s,
         )
@@ -268,15 +274,17 @@ class BoxService:
             raise
         self.sandboxes[sandbox.id] = sandbox
         try:
-            await asyncio.wait_for(sandbox.wait(), OPEN_S)
+            starting = self.call("starting a box", sandbox.wait, retry_s=OPEN_S)
+            await asyncio.wait_for(starting, OPEN_S)
         except BaseException as error:
+            reason = ""
+            if isinstance(error, asyncio.TimeoutError):
+                with suppress(RemoteError):
+                    reason = await self.call("its state", sandbox.end_reason, retry_s=0.0)
             self.start(self.kill(sandbox))
             if isinstance(error, asyncio.TimeoutError):
                 text = f"box {sandbox.id} did not start within {OPEN_S:.0f} s"
-                raise RemoteError(f"{self.name}: {text}") from None
-            if isinstance(error, self.driver.errors):
-                text = self.clean(self.driver.fault(error).message)
-                raise RemoteError(f"{self.name}: box {sandbox.id}: {text}") from None
+                raise RemoteError(f"{self.name}: {text}: {self.clean(reason)}") from None
             raise
         return sandbox
 
@@ -299,14 +307,30 @@ class BoxService:
     async def reap(self) -> None:
         """Before the first box: removes those of an earlier process of this run, and begins to
         renew the open ones."""
-        if self.reaped is None:
+        if self.reaped is None or (self.reaped.done() and self.reaped.exception()):
             self.reaped = asyncio.ensure_future(self.begin())
         await asyncio.shield(self.reaped)
 
     async def begin(self) -> None:
-        self.start(self.renew_all())
-        if self.settings.run:
-            await self.call("removing old boxes", lambda: self.driver.reap(self.settings.run))
+        if self.renewing is None:
+            self.renewing = self.start(self.renew_all())
+        if name := self.run_name:
+            await self.call("removing old boxes", lambda: self.driver.reap(name))
+
+    @cached_property
+    def run_name(self) -> str:
+        """A label for boxes of this rank of the run; "" without a run. It is equal when the run is
+        resumed, and never that of another run."""
+        file = Path(self.settings.run_file)
+        if not self.settings.run_file or not file.parent.is_dir():
+            return ""
+        if not file.exists():
+            draft = file.with_suffix(f".{os.getpid()}")
+            draft.write_text(secrets.token_hex(8))
+            with suppress(FileExistsError):  # Another rank was faster.
+                os.link(draft, file)
+            draft.unlink()
+        return f"{file.read_text()}-{self.settings.rank}"
 
     async def renew_all(self) -> None:
         while True:
@@ -381,6 +405,7 @@ class RemoteBox:
         self.service = service
         self.sandbox = sandbox
         self.first_pids = ""
+        self.tunnels: list[BoxTunnel] = []
         self.is_closed = False
         self.finalizer = weakref.finalize(self, service.abandon, sandbox)
         self.finalizer.atexit = False
@@ -404,6 +429,18 @@ class RemoteBox:
             self.first_pids = " ".join(pids.decode().split())
         for inside, path in settings.binds:
             await self.upload(inside, Path(path))
+            for name in await asyncio.to_thread(sockets_below, Path(path)):
+                await self.open_tunnel(f"{inside}/{name}", f"{path}/{name}")
+
+    async def open_tunnel(self, inside: str, socket: str) -> None:
+        """Makes a socket of this machine reachable in the box."""
+        if not self.service.driver.has_stdin:
+            raise RemoteError(
+                f"box driver {self.service.name} cannot run agents in boxes: it gives no way from "
+                "the box to the run's endpoint; take another driver"
+            )
+        program = await self.upload_file(await asyncio.to_thread(Path(tunnel.__file__).read_bytes))
+        self.tunnels.append(BoxTunnel(self, program, inside, socket))
 
     async def exec(
         self,
@@ -431,6 +468,8 @@ class RemoteBox:
     ) -> ExecResult:
         stdout, stderr = Output(), Output()
         timed_out = False
+        for each in self.tunnels:
+            await each.start()
         try:
             code = await asyncio.wait_for(
                 self.start_command(argv, stdin, stdout, stderr, timeout_s), timeout_s
@@ -567,11 +606,109 @@ class RemoteBox:
     async def end_processes(self) -> None:
         """Kills everything that runs in the box, except the service's processes."""
         script = [KILL_OTHERS, "sh", self.first_pids] if self.first_pids else ["kill -9 -1", "sh"]
-        await self.service.run(self.ask(script))
+        await self.service.run(self.kill_all(script))
+
+    async def kill_all(self, script: list[str]) -> None:
+        for each in self.tunnels:
+            await each.stop()
+        await self.ask(script)
 
     async def close(self) -> None:
         """Removes the box. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
             self.finalizer.detach()
-            await self.service.run(self.service.kill(self.sandbox))
+            await self.service.run(self.end())
+
+    async def end(self) -> None:
+        for each in self.tunnels:
+            await each.stop()
+        await self.service.kill(self.sandbox)
+
+
+class BoxTunnel:
+    """The way from a box to a Unix socket of this machine: connections to a socket inside are
+    carried over the streams of a command. It is started before a command, again if its connection
+    is cut, and stopped when the box's processes end."""
+
+    def __init__(self, box: RemoteBox, program: str, inside: str, socket: str):
+        self.box = box
+        self.argv = ["/bin/sh", "-c", 'exec python3 "$@"', "sh", program, inside]
+        self.socket = socket
+        self.error = ""
+        self.ready = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when clients in the box can connect. Raises RemoteError."""
+        if self.task is None or self.task.done():
+            self.task = self.box.service.start(self.keep())
+        listening = asyncio.ensure_future(self.ready.wait())
+        await asyncio.wait(
+            {self.task, listening}, timeout=OPEN_TUNNEL_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        listening.cancel()
+        if not self.ready.is_set():
+            raise RemoteError(
+                f"{self.box.service.name}: box {self.box.sandbox.id} has no way to the run's "
+                f"endpoint, which needs python3 in the image: {self.error or 'no answer'}"
+            )
+
+    async def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait({self.task})
+            self.ready.clear()
+
+    async def keep(self) -> None:
+        """Runs the other end, anew when its connection is cut. Returns if it never listens."""
+        while True:
+            try:
+                await self.run_once()
+            except (RemoteError, ValueError) as error:
+                self.error = str(error)
+            if not self.ready.is_set():
+                return
+            self.ready.clear()
+            await asyncio.sleep(TUNNEL_PAUSE_S)
+
+    async def run_once(self) -> None:
+        """Runs the other end until its connection is cut. Raises RemoteError, ValueError."""
+        lines = asyncio.StreamReader(limit=tunnel.MAX_LINE_BYTES)
+        complaint = Output(2000)
+        to_send: asyncio.Queue[bytes] = asyncio.Queue(64)
+        outputs = {1: lines.feed_data, 2: complaint.add}
+        multiplexer = tunnel.Multiplexer(to_send.put, self.connect, self.ready)
+
+        async def outgoing() -> AsyncIterator[bytes]:
+            while True:
+                yield await to_send.get()
+
+        async def run_command() -> int:
+            return await self.box.sandbox.exec(
+                self.argv,
+                lambda stream, data: outputs[stream](data),
+                timeout_s=self.box.service.settings.lifetime_s,
+                stdin=outgoing(),
+            )
+
+        calling = asyncio.ensure_future(
+            self.box.service.call("the way to the endpoint", run_command, is_repeatable=False)
+        )
+        calling.add_done_callback(lambda _: lines.feed_eof())
+        try:
+            await multiplexer.run(lines)
+        finally:
+            calling.cancel()
+            await asyncio.wait({calling})
+            self.error = self.box.service.clean(complaint.text())
+        if not calling.cancelled():
+            calling.result()
+
+    def connect(self) -> Coroutine[Any, Any, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        return asyncio.open_unix_connection(self.socket)
+
+
+def sockets_below(folder: Path) -> list[str]:
+    """Paths of Unix sockets, relative to the folder."""
+    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_socket()]

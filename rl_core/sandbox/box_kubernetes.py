@@ -1,0 +1,346 @@
+"""Boxes by Kubernetes: a pod for each. Commands and files go over `exec` by WebSocket.
+docs/remote_boxes.md"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import kubernetes_asyncio as kubernetes
+from kubernetes_asyncio.client.exceptions import ApiException
+from kubernetes_asyncio.config.config_exception import ConfigException
+from kubernetes_asyncio.stream import WsApiClient
+
+from rl_core.sandbox.box_containers import RIGHTS
+from rl_core.sandbox.box_remote import BoxRequest, Fault, RemoteError, RemoteSettings
+
+IMAGE = "python:3.12-slim"  # Of rows and environments that name none.
+RUN_LABEL = "rl-core/run"
+CONTAINER = "box"
+RELOAD_S = 300.0  # Tokens of a kubeconfig expire.
+PING_S = 30.0  # A connection that answers no ping for so long is cut.
+REQUEST_S = 60.0
+FIRST_POLL_S, LONGEST_POLL_S = 0.3, 4.0
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+STDIN, STDOUT, STDERR, STATUS = range(4)  # Channels of v4.channel.k8s.io.
+CHUNK_BYTES = 1 << 16
+# The first process: ends when it got no USR1 for $1 seconds, and cannot be killed from inside.
+KEEP = (
+    "trap : USR1; while :; do sleep $1 & wait $!; [ $? -gt 128 ] || exit 0; "
+    "kill $! 2>/dev/null; done"
+)
+# States of a container that never starts.
+NEVER_STARTS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CrashLoopBackOff")
+NEVER_STARTS += ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+RIGHTS_NEEDED = "the kubeconfig's user needs get, list, create and delete of pods, and get and "
+RIGHTS_NEEDED += "create of pods/exec"
+
+
+class Driver:
+    """The cluster of the kubeconfig, or of the pod that this process runs in."""
+
+    errors = (ApiException, ConfigException, aiohttp.ClientError, OSError)
+    has_stdin = True
+    shares_processes = False
+
+    def __init__(self, settings: RemoteSettings):
+        self.namespace = settings.kubernetes_namespace
+        self.configuration = kubernetes.client.Configuration()
+        self.configuration.connection_pool_maxsize = 0  # Each running command holds a connection.
+        self.loading = asyncio.Lock()
+        self.loaded_at = 0.0
+        self.owners: list[dict[str, Any]] = []
+        # The client's annotations do not know WebSockets, nor dicts as manifests.
+        self.pods: Any = None
+        self.execs: Any = None
+        paths = os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)
+        has_file = any(Path(path).expanduser().is_file() for path in filter(None, paths))
+        self.is_in_cluster = not has_file and "KUBERNETES_SERVICE_HOST" in os.environ
+        if not has_file and not self.is_in_cluster:
+            raise RuntimeError(
+                "box driver kubernetes: there is no kubeconfig in $KUBECONFIG or ~/.kube/config, "
+                "and this machine is no pod; copy one there"
+            )
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        tokens = [value.removeprefix("Bearer ") for value in self.configuration.api_key.values()]
+        return (*tokens, self.configuration.password or "")
+
+    async def connect(self) -> None:
+        """Reads the kubeconfig, and again when its token may have expired."""
+        async with self.loading:
+            if self.loaded_at and time.monotonic() - self.loaded_at < RELOAD_S:
+                return
+            try:
+                await self.load()
+            except self.errors:
+                if not self.loaded_at:
+                    raise
+            self.loaded_at = time.monotonic()
+
+    async def load(self) -> None:
+        config = kubernetes.config
+        if self.is_in_cluster:
+            config.load_incluster_config(client_configuration=self.configuration)
+            namespace = (SERVICE_ACCOUNT / "namespace").read_text()
+        else:
+            loader: Any = await config.load_kube_config(
+                client_configuration=self.configuration, persist_config=False
+            )
+            namespace = loader.current_context["context"].get("namespace")
+        self.namespace = self.namespace or namespace or "default"
+        if self.pods is None:
+            client = kubernetes.client
+            self.pods = client.CoreV1Api(client.ApiClient(self.configuration))
+            self.execs = client.CoreV1Api(WsApiClient(self.configuration, heartbeat=PING_S))
+            if self.is_in_cluster:
+                self.owners = await self.find_owner(namespace)
+
+    async def find_owner(self, namespace: str) -> list[dict[str, Any]]:
+        """This process's pod, with which its boxes are removed."""
+        if namespace != self.namespace:
+            return []  # An owner is of the same namespace.
+        try:
+            pod = await self.pods.read_namespaced_pod(
+                os.uname().nodename, namespace, _request_timeout=REQUEST_S
+            )
+        except ApiException:
+            return []  # The pod has another host name, or must not read pods.
+        owner = {"apiVersion": "v1", "kind": "Pod"}
+        return [owner | {"name": pod.metadata.name, "uid": pod.metadata.uid}]
+
+    def fault(self, error: Exception) -> Fault:
+        if not isinstance(error, ApiException | aiohttp.WSServerHandshakeError):
+            was_sent = not isinstance(error, aiohttp.ClientConnectorError | ConfigException)
+            return Fault(message=f"{type(error).__name__}: {error}", was_sent=was_sent)
+        message = message_of(getattr(error, "body", None))
+        message = message or str(getattr(error, "reason", "") or error)
+        if error.status == 403 and "exceeded quota" in message:
+            message += "; raise the quota, or lower --sandbox.max_boxes"
+        elif error.status in (401, 403):
+            message += f"; {RIGHTS_NEEDED}"
+        after = (error.headers or {}).get("Retry-After", "")
+        return Fault(
+            message=message,
+            status=error.status or 0,
+            retry_after_s=float(after) if after.isdecimal() else 0.0,
+        )
+
+    async def create(self, request: BoxRequest) -> Pod:
+        await self.connect()
+        try:
+            await self.pods.create_namespaced_pod(
+                self.namespace, manifest(request, self.owners), _request_timeout=REQUEST_S
+            )
+        except ApiException as error:
+            # The answer to an earlier request may have been lost.
+            if error.status != 409 or "exists" not in (message_of(error.body) or ""):
+                raise
+        return Pod(self, request.name)
+
+    async def reap(self, run: str) -> None:
+        await self.connect()
+        listed = await self.pods.list_namespaced_pod(
+            self.namespace, label_selector=f"{RUN_LABEL}={run}", _request_timeout=REQUEST_S
+        )
+        for pod in listed.items:
+            await Pod(self, pod.metadata.name).kill()
+
+    async def close(self) -> None:
+        for api in filter(None, (self.pods, self.execs)):
+            await api.api_client.close()
+
+
+class Pod:
+    """A RemoteSandbox."""
+
+    def __init__(self, driver: Driver, name: str):
+        self.driver = driver
+        self.id = name
+
+    async def read(self) -> Any:
+        await self.driver.connect()
+        return await self.driver.pods.read_namespaced_pod(
+            self.id, self.driver.namespace, _request_timeout=REQUEST_S
+        )
+
+    async def wait(self) -> None:
+        pause_s = FIRST_POLL_S
+        while True:
+            pod = await self.read()
+            if pod.status.phase == "Running":
+                return
+            reason = state_of(pod)
+            words = reason.split()
+            if pod.status.phase != "Pending" or any(f"{name}:" in words for name in NEVER_STARTS):
+                raise RemoteError(f"kubernetes: pod {self.id} does not start: {reason}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_POLL_S)
+
+    async def exec(
+        self,
+        argv: list[str],
+        on_output: Callable[[int, bytes], None],
+        *,
+        timeout_s: float,
+        stdin: AsyncIterator[bytes] | None = None,
+    ) -> int:
+        await self.driver.connect()
+        connecting = await self.driver.execs.connect_get_namespaced_pod_exec(
+            self.id,
+            self.driver.namespace,
+            command=argv,
+            container=CONTAINER,
+            stdin=stdin is not None,
+            stdout=True,
+            stderr=True,
+            tty=False,
+            _preload_content=False,
+        )
+        async with connecting as socket:
+            feeding = asyncio.ensure_future(feed(socket, stdin)) if stdin else None
+            try:
+                async for message in socket:
+                    channel, data = message.data[0], message.data[1:]
+                    if channel in (STDOUT, STDERR) and data:
+                        on_output(channel, data)
+                    elif channel == STATUS:
+                        return exit_code(data)
+            finally:
+                if feeding is not None:
+                    feeding.cancel()
+        raise aiohttp.ClientConnectionError("the connection was cut before the command ended")
+
+    async def upload(self, path: str, data: bytes) -> None:
+        async def chunks() -> AsyncIterator[bytes]:
+            for start in range(0, len(data), CHUNK_BYTES):
+                yield data[start : start + CHUNK_BYTES]
+
+        # The end of stdin cannot be sent in this protocol, so that the length is.
+        await self.run(f"head -c {len(data)} > {path}", chunks())
+
+    async def download(self, path: str) -> bytes:
+        return await self.run(f"cat {path}")
+
+    async def run(self, script: str, stdin: AsyncIterator[bytes] | None = None) -> bytes:
+        outputs: dict[int, list[bytes]] = {STDOUT: [], STDERR: []}
+        code = await self.exec(
+            ["/bin/sh", "-c", script],
+            lambda stream, data: outputs[stream].append(data),
+            timeout_s=REQUEST_S,
+            stdin=stdin,
+        )
+        if code:
+            complaint = b"".join(outputs[STDERR]).decode(errors="replace")
+            raise RemoteError(f"kubernetes: pod {self.id}: {complaint.strip()[:500]}")
+        return b"".join(outputs[STDOUT])
+
+    async def renew(self) -> None:
+        await self.run("kill -USR1 1")
+
+    async def end_reason(self) -> str:
+        try:
+            pod = await self.read()
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            return "the pod was deleted"
+        if pod.metadata.deletion_timestamp is not None:
+            return f"the pod is being deleted: {state_of(pod)}"
+        return "" if pod.status.phase == "Running" else state_of(pod)
+
+    async def kill(self) -> None:
+        await self.driver.connect()
+        try:
+            await self.driver.pods.delete_namespaced_pod(
+                self.id, self.driver.namespace, _request_timeout=REQUEST_S
+            )
+        except ApiException as error:
+            if error.status != 404:
+                raise
+
+
+async def feed(socket: aiohttp.ClientWebSocketResponse, stdin: AsyncIterator[bytes]) -> None:
+    with suppress(ConnectionError):  # The reader says that the command ended.
+        async for data in stdin:
+            for start in range(0, len(data), CHUNK_BYTES):
+                await socket.send_bytes(bytes([STDIN]) + data[start : start + CHUNK_BYTES])
+
+
+def exit_code(status: bytes) -> int:
+    """The exit status of a command, by its last message. Raises RemoteError if it did not start."""
+    value = json.loads(status)
+    if value.get("status") == "Success":
+        return 0
+    for cause in (value.get("details") or {}).get("causes") or ():
+        if cause.get("reason") == "ExitCode":
+            return int(cause["message"])
+    raise RemoteError(f"kubernetes: {value.get('message') or value}")
+
+
+def message_of(body: bytes | str | None) -> str:
+    """The text of an error of the API server."""
+    try:
+        return json.loads(body or "")["message"]
+    except (ValueError, TypeError, KeyError):
+        return str(body or "")[:500]
+
+
+def state_of(pod: Any) -> str:
+    """The reason why a pod does not run."""
+    status, reasons = pod.status, []
+    if status.reason or status.message:
+        reasons.append(f"{status.reason or status.phase}: {status.message or ''}")
+    for condition in status.conditions or ():
+        if condition.type == "PodScheduled" and condition.status == "False":
+            reasons.append(f"{condition.reason}: {condition.message or ''}")
+    for container in status.container_statuses or ():
+        state = container.state.waiting or container.state.terminated
+        if state is not None:
+            exit_text = f"exit code {state.exit_code}" if hasattr(state, "exit_code") else ""
+            reasons.append(f"{state.reason or ''}: {state.message or exit_text}")
+    return "; ".join(reasons) or f"it is {status.phase}"
+
+
+def manifest(request: BoxRequest, owners: list[dict[str, Any]]) -> dict[str, Any]:
+    """A pod without privileges, which ends by itself when its run is gone."""
+    limits = request.limits
+    resources = {"memory": f"{limits.memory_mib}Mi", "ephemeral-storage": f"{limits.disk_mib}Mi"}
+    cpu = {"cpu": f"{limits.cpus:g}"} if limits.cpus else {}
+    labels = {"app.kubernetes.io/managed-by": "rl-core"}
+    labels["rl-core/network"] = "open" if request.network else "none"
+    if request.run:
+        labels[RUN_LABEL] = request.run
+    container = {
+        "name": CONTAINER,
+        "image": request.image or IMAGE,
+        "command": ["/bin/sh", "-c", KEEP, "sh", f"{max(1, round(request.idle_s))}"],
+        "resources": {"limits": resources | cpu, "requests": {"cpu": "100m"} | cpu},
+        "securityContext": {
+            "privileged": False,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": RIGHTS},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": request.name, "labels": labels, "ownerReferences": owners},
+        "spec": {
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": max(1, round(request.lifetime_s)),
+            "terminationGracePeriodSeconds": 1,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "containers": [container],
+        },
+    }

@@ -1,0 +1,290 @@
+"""A server that speaks the API of Kubernetes as far as boxes need it: pods, and exec by WebSocket
+(v4.channel.k8s.io). A pod is a first process in namespaces by bubblewrap, where commands run by
+nsenter. Written from the documented API; no substitute for a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import WSMsgType, web
+
+TOKEN = "a-secret-token"
+NAMESPACE = "runs"
+ROOT = "--tmpfs / --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib"
+ROOT += " --symlink usr/lib64 /lib64 --symlink usr/sbin /sbin --ro-bind /etc /etc --proc /proc"
+ROOT += f" --dev /dev --dir /tmp --chmod 1777 /tmp --ro-bind {sys.base_prefix} {sys.base_prefix}"
+APART = "--unshare-pid --unshare-net --unshare-ipc --unshare-uts --as-pid-1 --die-with-parent"
+PATH = f"{sys.base_prefix}/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+# Images of pods that do not start, with the state of the container.
+WAITING = {
+    "no/such:image": ("ImagePullBackOff", 'Back-off pulling image "no/such:image"'),
+    "slow:image": ("ContainerCreating", ""),
+    "huge:image": None,  # Fits on no node.
+}
+
+
+@dataclass
+class KubePod:
+    manifest: dict
+    status: dict
+    process: asyncio.subprocess.Process | None = None
+    pid: int = 0
+
+    def json(self) -> dict:
+        return self.manifest | {"status": self.status}
+
+    def kill(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)  # And with it all others of its namespace.
+            self.pid = 0
+
+
+@dataclass
+class KubeServer:
+    """`faults`: answers to the next requests of a kind (create, read, list, delete, exec), each a
+    status with headers, or "cut" or "hang" for an exec."""
+
+    folder: Path
+    pods: dict[str, KubePod] = field(default_factory=dict)
+    faults: dict[str, list] = field(default_factory=dict)
+    seen: list[str] = field(default_factory=list)
+    max_pods: int = 1000
+    tasks: list = field(default_factory=list)
+    most: int = 0  # Most pods at the same time.
+    port: int = 0
+
+    def __enter__(self) -> KubeServer:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self.start(), self.loop).result()
+        cluster = {"server": f"http://127.0.0.1:{self.port}"}
+        context = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
+        config = {"apiVersion": "v1", "kind": "Config", "current-context": "x"}
+        config["clusters"] = [{"name": "c", "cluster": cluster}]
+        config["users"] = [{"name": "u", "user": {"token": TOKEN}}]
+        config["contexts"] = [{"name": "x", "context": context}]
+        self.kubeconfig = self.folder / "kubeconfig"
+        self.kubeconfig.write_text(json.dumps(config))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self.stop(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    async def start(self) -> None:
+        app = web.Application(middlewares=[self.check])
+        pods = f"/api/v1/namespaces/{NAMESPACE}/pods"
+        app.router.add_post(pods, self.create)
+        app.router.add_get(pods, self.list)
+        app.router.add_get(pods + "/{name}", self.read)
+        app.router.add_delete(pods + "/{name}", self.delete)
+        app.router.add_get(pods + "/{name}/exec", self.exec)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        for pod in self.pods.values():
+            pod.kill()
+        await self.runner.cleanup()
+
+    @web.middleware
+    async def check(self, request: web.Request, handler: object) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return failure(401, "Unauthorized")
+        kind = "exec" if request.path.endswith("/exec") else request.match_info.handler.__name__
+        self.seen.append(kind)
+        fault = self.faults[kind].pop(0) if self.faults.get(kind) else None
+        if isinstance(fault, tuple):
+            status, headers, message = fault
+            return failure(status, message, headers)
+        request["fault"] = fault
+        return await handler(request)
+
+    async def create(self, request: web.Request) -> web.Response:
+        manifest = await request.json()
+        name = manifest["metadata"]["name"]
+        if name in self.pods:
+            return failure(409, f'pods "{name}" already exists')
+        if len(self.pods) >= self.max_pods:
+            text = f'pods "{name}" is forbidden: exceeded quota: pods, requested: pods=1'
+            return failure(403, text)
+        pod = self.pods[name] = KubePod(manifest, {"phase": "Pending"})
+        self.most = max(self.most, len(self.pods))
+        manifest["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+        container = manifest["spec"]["containers"][0]
+        if container["image"] in WAITING:
+            state = WAITING[container["image"]]
+            if state is None:
+                text = "0/3 nodes are available: 3 Insufficient memory."
+                condition = {"type": "PodScheduled", "status": "False"}
+                condition |= {"reason": "Unschedulable", "message": text}
+                pod.status["conditions"] = [condition]
+            else:
+                waiting = {"waiting": {"reason": state[0], "message": state[1]}}
+                pod.status["containerStatuses"] = [self.container_status(waiting)]
+        else:
+            await self.run(name, pod, container["command"])
+        return web.json_response(pod.json(), status=201)
+
+    def container_status(self, state: dict) -> dict:
+        container = {"name": "box", "image": "i", "imageID": "", "ready": False}
+        return container | {"restartCount": 0, "state": state}
+
+    async def run(self, name: str, pod: KubePod, command: list[str]) -> None:
+        info, told = os.pipe()
+        pod.process = await asyncio.create_subprocess_exec(
+            *["bwrap", *APART.split(), *ROOT.split(), "--info-fd", str(told), *command],
+            pass_fds=[told],
+            env={"PATH": PATH},
+            stdin=asyncio.subprocess.DEVNULL,
+        )
+        os.close(told)
+        with os.fdopen(info) as file:
+            pod.pid = json.load(file)["child-pid"]
+        pod.status = {"phase": "Running"}
+        self.tasks.append(asyncio.ensure_future(self.watch(pod)))
+        deadline = pod.manifest["spec"]["activeDeadlineSeconds"]
+        self.loop.call_later(deadline, self.end, pod, "DeadlineExceeded", "was active too long")
+
+    async def watch(self, pod: KubePod) -> None:
+        await pod.process.wait()
+        pod.pid = 0
+        if pod.status["phase"] == "Running":
+            pod.status = {"phase": "Succeeded"}
+
+    def end(self, pod: KubePod, reason: str, message: str) -> None:
+        if pod.status["phase"] == "Running":
+            pod.status = {"phase": "Failed", "reason": reason, "message": message}
+            pod.kill()
+
+    def evict(self, name: str) -> None:
+        text = "The node was low on resource: memory."
+        self.loop.call_soon_threadsafe(self.end, self.pods[name], "Evicted", text)
+
+    async def list(self, request: web.Request) -> web.Response:
+        label, _, value = request.query["labelSelector"].partition("=")
+        pods = [pod.json() for pod in self.pods.values()]
+        pods = [pod for pod in pods if pod["metadata"]["labels"].get(label) == value]
+        return web.json_response({"apiVersion": "v1", "kind": "PodList", "items": pods})
+
+    async def read(self, request: web.Request) -> web.Response:
+        pod = self.pods.get(request.match_info["name"])
+        return web.json_response(pod.json()) if pod else not_found(request)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        pod = self.pods.pop(request.match_info["name"], None)
+        if pod is None:
+            return not_found(request)
+        pod.kill()
+        return web.json_response(pod.json())
+
+    async def exec(self, request: web.Request) -> web.StreamResponse:
+        pod = self.pods.get(request.match_info["name"])
+        if pod is None:
+            return not_found(request)
+        if not pod.pid:
+            return failure(400, "cannot exec into a container in a completed pod")
+        socket = web.WebSocketResponse(protocols=["v4.channel.k8s.io"], compress=False)
+        await socket.prepare(request)
+        assert socket.ws_protocol == "v4.channel.k8s.io"
+        if request["fault"] == "hang":
+            await socket.receive()
+            return socket
+        has_stdin = request.query["stdin"] == "True"
+        assert request.query["container"] == "box" and request.query["tty"] == "False"
+        process = await asyncio.create_subprocess_exec(
+            *["nsenter", "-t", str(pod.pid), "-m", "-p", "-n", "-i", "-u", "--root"],
+            *["/bin/sh", "-c", 'cd / && exec "$@"', "sh"],
+            *request.query.getall("command"),
+            env={"PATH": PATH, "HOME": "/root"},
+            stdin=asyncio.subprocess.PIPE if has_stdin else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        if request["fault"] == "cut":
+            await asyncio.sleep(0.3)
+            request.transport.abort()
+            return socket
+        pumps = [pump(socket, 1, process.stdout), pump(socket, 2, process.stderr)]
+        feeding = asyncio.ensure_future(feed(socket, process))
+        pumping = asyncio.gather(*pumps, return_exceptions=True)
+        code = await process.wait()
+        # A background process may hold the pipes.
+        await asyncio.wait({pumping}, timeout=0.5)
+        pumping.cancel()
+        feeding.cancel()
+        if not socket.closed and not request.transport.is_closing():
+            await socket.send_bytes(b"\3" + json.dumps(exit_status(code)).encode())
+            await socket.close()
+        return socket
+
+
+def exit_status(code: int) -> dict:
+    if code == 0:
+        return {"metadata": {}, "status": "Success"}
+    code = 128 - code if code < 0 else code
+    text = f"command terminated with non-zero exit code: exit status {code}"
+    causes = [{"reason": "ExitCode", "message": str(code)}]
+    status = {"status": "Failure", "message": text, "reason": "NonZeroExitCode"}
+    return status | {"details": {"causes": causes}}
+
+
+async def pump(socket: web.WebSocketResponse, channel: int, stream: asyncio.StreamReader) -> None:
+    await socket.send_bytes(bytes([channel]))
+    while data := await stream.read(1 << 15):
+        await socket.send_bytes(bytes([channel]) + data)
+
+
+async def feed(socket: web.WebSocketResponse, process: asyncio.subprocess.Process) -> None:
+    """When the client is gone, the process gets the end of its stdin, and is not killed."""
+    async for message in socket:
+        if message.type == WSMsgType.BINARY and process.stdin and message.data[0] == 0:
+            try:
+                process.stdin.write(message.data[1:])
+                await process.stdin.drain()
+            except ConnectionError:
+                pass
+    if process.stdin:
+        process.stdin.close()
+
+
+def failure(status: int, message: str, headers: dict | None = None) -> web.Response:
+    body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message}
+    return web.json_response(body | {"code": status}, status=status, headers=headers)
+
+
+def not_found(request: web.Request) -> web.Response:
+    return failure(404, f'pods "{request.match_info["name"]}" not found')
+
+
+NAMESPACES_WORK = """
+bwrap {apart} {root} --info-fd 3 sleep 9 3>info & while ! [ -s info ]; do sleep 0.1; done
+pid=$(tr -dc '0-9,' <info); nsenter -t ${{pid%%,*}} -m -p --root true; code=$?; kill $!; exit $code
+"""
+
+
+def missing() -> str:
+    """The reason why this server cannot run pods here, or ""."""
+    for name in ("bwrap", "nsenter"):
+        if shutil.which(name) is None:
+            return f"{name} is not installed"
+    script = NAMESPACES_WORK.format(apart=APART, root=ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=folder, timeout=30, capture_output=True, check=False
+        )
+    return f"no namespaces: {done.stderr.decode()[-200:]}" if done.returncode else ""
