@@ -19,7 +19,7 @@ from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
 
 from rl_core.sandbox.box_containers import RIGHTS
-from rl_core.sandbox.box_remote import BoxRequest, Fault, RemoteError, RemoteSettings
+from rl_core.sandbox.remote_driver import BoxRequest, Fault, RemoteError, RemoteSettings
 
 IMAGE = "python:3.12-slim"  # Of rows and environments that name none.
 RUN_LABEL = "rl-core/run"
@@ -46,7 +46,12 @@ RIGHTS_NEEDED += "create of pods/exec"
 class Driver:
     """The cluster of the kubeconfig, or of the pod that this process runs in."""
 
-    errors = (ApiException, ConfigException, aiohttp.ClientError, OSError)
+    errors: tuple[type[Exception], ...] = (
+        ApiException,
+        ConfigException,
+        aiohttp.ClientError,
+        OSError,
+    )
     has_stdin = True
     shares_processes = False
 

@@ -1,15 +1,14 @@
 """Boxes in a cluster or at a sandbox service, which need no privilege on this machine.
 docs/remote_boxes.md
 
-A driver speaks the language of one service: RemoteDriver and RemoteSandbox. Shell commands,
-deadlines, bounded output, folders, retries, the number of boxes and their end are common, and here.
+A driver speaks the language of one service (remote_driver.py). Shell commands, deadlines, bounded
+output, folders, retries, the number of boxes and their end are common, and here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib
 import os
 import random
 import secrets
@@ -23,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rl_core.sandbox import tunnel
 from rl_core.sandbox.box_containers import (
@@ -39,24 +38,26 @@ from rl_core.sandbox.box_containers import (
 from rl_core.sandbox.box_settings import (
     MAX_FILE_BYTES,
     BoxEnded,
-    BoxLimits,
     BoxSettings,
     ExecResult,
     make_upload,
 )
 from rl_core.sandbox.output import Output
+from rl_core.sandbox.remote_driver import (
+    BoxRequest,
+    RemoteDriver,
+    RemoteError,
+    RemoteSandbox,
+    RemoteSettings,
+)
 
 T = TypeVar("T")
 
-# Driver -> module with a class `Driver`, which is imported when the driver is used. The extra of
-# setup.py has the driver's name.
-REMOTE_DRIVERS = {"kubernetes": "rl_core.sandbox.box_kubernetes"}
 OPEN_S = 300.0  # An image may have to be pulled.
 TRANSFER_S = 120.0
 CLOSE_S = 15.0  # Time to end all boxes when the process ends.
 OPEN_TUNNEL_S, TUNNEL_PAUSE_S = 60.0, 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-RETRIED = (408, 429, 500, 502, 503, 504)
 NOT_STARTED = (429, 503)  # Statuses of commands that the service did not start.
 MAX_ARGV_BYTES = 4000  # Longer commands become files, as some services send them in a URL.
 START = '[ -z "$1" ] || cd "$1" || exit 126; shift; exec env "$@"'
@@ -72,123 +73,25 @@ KILL_OTHERS = (
 )
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RemoteSettings:
-    """Flags --sandbox.*: the same for all remote boxes of a process."""
+def load_kubernetes() -> type[RemoteDriver]:
+    from rl_core.sandbox.box_kubernetes import Driver
 
-    box_driver: str = ""
-    max_boxes: int = 256  # The limit of this process.
-    idle_s: float = 900.0  # Boxes of a process that was killed end after this time.
-    lifetime_s: float = 14_400.0  # Limit of one box.
-    kubernetes_namespace: str = ""
-    run_file: str = ""  # A file with the run's name in labels of boxes; made with the first box.
-    rank: int = 0
+    return Driver
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class BoxRequest:
-    """Settings of one new sandbox."""
-
-    name: str  # Unique; of letters, digits and "-".
-    image: str
-    limits: BoxLimits
-    network: bool
-    run: str  # A label: reap() recognises boxes of a killed run by it. May be "".
-    idle_s: float
-    lifetime_s: float
-
-
-@dataclass(kw_only=True, slots=True)
-class Fault:
-    """An error of a service's client."""
-
-    message: str
-    status: int = 0  # An HTTP status; 0 if the connection failed.
-    retry_after_s: float = 0.0
-    was_sent: bool = True  # False if the request certainly did not reach the service.
-
-    @property
-    def is_transient(self) -> bool:
-        return not self.status or self.status in RETRIED
-
-
-class RemoteError(OSError):
-    """A sandbox service refused a request, or did not answer. The text holds no key."""
-
-
-class RemoteSandbox(Protocol):
-    """A sandbox of a service. Its methods raise RemoteDriver.errors, and are not retried within."""
-
-    id: str
-
-    async def wait(self) -> None:
-        """Returns when commands can run. Raises RemoteError, with the fix, if none ever will."""
-        ...
-
-    async def exec(
-        self,
-        argv: list[str],
-        on_output: Callable[[int, bytes], None],
-        *,
-        timeout_s: float,
-        stdin: AsyncIterator[bytes] | None = None,
-    ) -> int:
-        """Exit status of a command. `on_output` receives (1, stdout) or (2, stderr) as they come.
-        `stdin`: None for an empty one; only if the driver has_stdin. Cancelled at the deadline
-        `timeout_s`; the caller then ends the processes."""
-        ...
-
-    async def upload(self, path: str, data: bytes) -> None:
-        """Writes a new file in /tmp."""
-        ...
-
-    async def download(self, path: str) -> bytes: ...
-
-    async def renew(self) -> None:
-        """Called every idle_s / 3, so that the service does not take an open box as idle."""
-        ...
-
-    async def end_reason(self) -> str:
-        """The reason why the box has ended; "" if it runs."""
-        ...
-
-    async def kill(self) -> None:
-        """Removes the box. No error if it is gone already."""
-        ...
-
-
-class RemoteDriver(Protocol):
-    """A service. Made as Driver(settings) without a connection; raises RuntimeError, with the fix,
-    if a key or another setting is missing."""
-
-    errors: tuple[type[Exception], ...]  # Exceptions that the service's client raises.
-    has_stdin: bool  # Commands can be written to as they run, which agents in boxes need.
-    # True if processes of the service run in the box under the user of its commands.
-    shares_processes: bool
-    secrets: tuple[str, ...]  # Keys, which errors leave out.
-
-    def fault(self, error: Exception) -> Fault:
-        """Describes one of `errors`."""
-        ...
-
-    async def create(self, request: BoxRequest) -> RemoteSandbox: ...
-
-    async def reap(self, run: str) -> None:
-        """Removes boxes that a killed process of this run left behind."""
-        ...
-
-    async def close(self) -> None: ...
+# A driver is imported when it is used. Its extra in setup.py has the same name.
+REMOTE_DRIVERS: dict[str, Callable[[], type[RemoteDriver]]] = {"kubernetes": load_kubernetes}
 
 
 def make_driver(name: str, settings: RemoteSettings) -> RemoteDriver:
     """Raises RuntimeError if its extra or its key is missing."""
     try:
-        module = importlib.import_module(REMOTE_DRIVERS[name])
+        driver = REMOTE_DRIVERS[name]()
     except ModuleNotFoundError as error:
         raise RuntimeError(
             f"box driver {name} needs the package {error.name}: pip install 'rl_core[{name}]'"
         ) from error
-    return module.Driver(settings)
+    return driver(settings)
 
 
 class BoxService:

@@ -17,10 +17,11 @@ from typing import Any
 
 from rl_core.sandbox.box_bubblewrap import BubblewrapBox, check_bwrap
 from rl_core.sandbox.box_containers import ContainerBox
-from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES, RemoteBox, RemoteSettings
+from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES, RemoteBox
 from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Root
 from rl_core.sandbox.box_settings import BoxLimits as Limits
 from rl_core.sandbox.engines import ENGINES, find_engine
+from rl_core.sandbox.remote_driver import RemoteSettings
 
 __all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "check_machine", "configure", "open"]
 

@@ -24,7 +24,7 @@ WINDOW_BYTES = 1 << 18
 MAX_CHANNELS = 256
 
 
-class Channel:
+class TunnelChannel:
     """One connection. `opening` gives the reader and the writer of its local end."""
 
     def __init__(self, multiplexer, number, opening):
@@ -111,7 +111,7 @@ class Multiplexer:
         await self.send(number, "o")
         opened = asyncio.get_event_loop().create_future()
         opened.set_result((reader, writer))
-        self.channels[number] = Channel(self, number, opened)
+        self.channels[number] = TunnelChannel(self, number, opened)
 
     async def run(self, lines):
         """Serves the channels until the other end is gone. Raises ValueError for other text."""
@@ -132,7 +132,7 @@ class Multiplexer:
         elif kind == "o" and self.connect is not None:
             if number in self.channels or len(self.channels) >= MAX_CHANNELS:
                 raise ValueError("too many channels")
-            self.channels[number] = Channel(self, number, self.connect())
+            self.channels[number] = TunnelChannel(self, number, self.connect())
         elif number in self.channels:  # Else it was closed here while the line was on its way.
             self.channels[number].receive(kind, data)
 

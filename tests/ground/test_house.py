@@ -255,6 +255,7 @@ def test_every_library_that_is_imported_is_required_in_setup_py():
         "liger_kernel": "liger-kernel",
         "google": "protobuf",
         "grpc": "grpcio",
+        "kubernetes_asyncio": "kubernetes-asyncio",
         "grpc_health": "grpcio-health-checking",
         "grpc_reflection": "grpcio-reflection",
         "prometheus_client": "prometheus-client",

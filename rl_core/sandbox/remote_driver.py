@@ -1,0 +1,125 @@
+"""The interface of drivers for boxes in a cluster or at a sandbox service. docs/remote_boxes.md"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rl_core.sandbox.box_settings import BoxLimits
+
+RETRIED = (408, 429, 500, 502, 503, 504)  # Statuses after which a request is sent again.
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RemoteSettings:
+    """Flags --sandbox.*: the same for all remote boxes of a process."""
+
+    box_driver: str = ""
+    max_boxes: int = 256  # The limit of this process.
+    idle_s: float = 900.0  # Boxes of a process that was killed end after this time.
+    lifetime_s: float = 14_400.0  # Limit of one box.
+    kubernetes_namespace: str = ""
+    run_file: str = ""  # A file with the run's name in labels of boxes; made with the first box.
+    rank: int = 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BoxRequest:
+    """Settings of one new sandbox."""
+
+    name: str  # Unique; of letters, digits and "-".
+    image: str
+    limits: BoxLimits
+    network: bool
+    run: str  # A label: reap() recognises boxes of a killed run by it. May be "".
+    idle_s: float
+    lifetime_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Fault:
+    """An error of a service's client."""
+
+    message: str
+    status: int = 0  # An HTTP status; 0 if the connection failed.
+    retry_after_s: float = 0.0
+    was_sent: bool = True  # False if the request certainly did not reach the service.
+
+    @property
+    def is_transient(self) -> bool:
+        return not self.status or self.status in RETRIED
+
+
+class RemoteError(OSError):
+    """A sandbox service refused a request, or did not answer. The text holds no key."""
+
+
+class RemoteSandbox(Protocol):
+    """A sandbox of a service. Its methods raise RemoteDriver.errors, and are not retried within."""
+
+    id: str
+
+    async def wait(self) -> None:
+        """Returns when commands can run. Raises RemoteError, with the fix, if none ever will."""
+        ...
+
+    async def exec(
+        self,
+        argv: list[str],
+        on_output: Callable[[int, bytes], None],
+        *,
+        timeout_s: float,
+        stdin: AsyncIterator[bytes] | None = None,
+    ) -> int:
+        """Exit status of a command. `on_output` receives (1, stdout) or (2, stderr) as they come.
+        `stdin`: None for an empty one; only if the driver has_stdin. Cancelled at the deadline
+        `timeout_s`; the caller then ends the processes."""
+        ...
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Writes a new file in /tmp."""
+        ...
+
+    async def download(self, path: str) -> bytes: ...
+
+    async def renew(self) -> None:
+        """Called every idle_s / 3, so that the service does not take an open box as idle."""
+        ...
+
+    async def end_reason(self) -> str:
+        """The reason why the box has ended; "" if it runs."""
+        ...
+
+    async def kill(self) -> None:
+        """Removes the box. No error if it is gone already."""
+        ...
+
+
+class RemoteDriver(Protocol):
+    """A service. Made as Driver(settings) without a connection; raises RuntimeError, with the fix,
+    if a key or another setting is missing."""
+
+    errors: tuple[type[Exception], ...]  # Exceptions that the service's client raises.
+    has_stdin: bool  # Commands can be written to as they run, which agents in boxes need.
+    # True if processes of the service run in the box under the user of its commands.
+    shares_processes: bool
+
+    def __init__(self, settings: RemoteSettings) -> None: ...
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Keys, which errors leave out."""
+        ...
+
+    def fault(self, error: Exception) -> Fault:
+        """Describes one of `errors`."""
+        ...
+
+    async def create(self, request: BoxRequest) -> RemoteSandbox: ...
+
+    async def reap(self, run: str) -> None:
+        """Removes boxes that a killed process of this run left behind."""
+        ...
+
+    async def close(self) -> None: ...
