@@ -120,6 +120,7 @@ setup(
         "numpy>=1.26",
         "pandas>=2.2",
         "peft>=0.17",
+        "pillow>=10.3",
         "psutil>=5.9",  # network interfaces of a node
         "pyarrow>=15",
         "pydantic>=2.7,<3",

@@ -29,6 +29,17 @@ def counter_seed(*parts: int | str) -> int:
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class InputImage:
+    """An image of a conversation. In token ids each of its tokens is -key, so that equal ids mean
+    equal images; models get their own id of an image's token instead."""
+
+    key: int  # In [1, 2^62): a hash of the content.
+    url: str = field(repr=False)  # data:image/png;base64,... that the messages share.
+    width: int
+    height: int
+
+
 @dataclass(kw_only=True, slots=True)
 class Task:
     id: str  # unique in its data set and equal in every epoch, e.g. "train/17"
@@ -106,6 +117,8 @@ class Turn:
     # Key of the environment's state when the turn began. Turns with the same key share a baseline;
     # "" shares none.
     state_key: str = ""
+    # Of new_ids, in their order. On disk the messages have them.
+    images: tuple[InputImage, ...] = field(default=(), repr=False)
 
     def __deepcopy__(self, memo: dict) -> Turn:
         """For a hook, which may change it. Faster than a copy of each token."""
@@ -192,6 +205,7 @@ class TrainingSample:
     kept_ids: np.ndarray | None = None
     # [P] int64, the teacher's prompt before the first trained token; None: the policy's prompt.
     teacher_ids: np.ndarray | None = None
+    images: tuple[InputImage, ...] = ()  # Each once, whose keys are in token_ids.
 
     def __post_init__(self):
         import numpy as np  # Commands that only print help have no use for it.
@@ -258,4 +272,6 @@ class PackedBatch:
     shard: SequenceShard | None = None  # this rank's part; None: all of it
     # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.
     experts: Tensor | None = None
+    # Key -> image of the negative input_ids. None: no rank has an image in this step.
+    images: dict[int, InputImage] | None = None
     teacher: Any = None  # learning/teachers/distill.py's, of what teachers make of it

@@ -21,6 +21,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from rl_core.data.image_families import ImageFamily, load_family
+from rl_core.data.images import images_of
 from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.data.pretrained import Tokenizer, load_pretrained
 from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
@@ -28,7 +30,7 @@ from rl_core.data.rows import check_exists
 from rl_core.data.tokenizer_facts import TokenizerFacts
 from rl_core.data.turn_ends import TurnEnds
 from rl_core.errors import nearest
-from rl_core.types import JSON, Completion, JSONObject, Message, Turn
+from rl_core.types import JSON, Completion, InputImage, JSONObject, Message, Turn
 
 T = TypeVar("T")
 
@@ -77,14 +79,18 @@ class Chat:
         chat_template: str | None = None,
         variables: JSONObject | None = None,
         tool_reader: Callable[[Chat], ToolReader] | None = None,
+        vision: ImageFamily | str = "the model reads text alone",
     ):
-        """`tool_reader` makes what reads this chat's tool calls, if tools are given."""
+        """`tool_reader` makes what reads this chat's tool calls, if tools are given. `vision`: the
+        family of a model that sees, else the reason why it does not."""
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         self.tokenizer = tokenizer
         self.chat_template = tokenizer.chat_template
         self.variables = variables or {}  # More variables of the template.
         self._tool_reader = tool_reader
+        self.vision = vision
+        self.max_images: int | None = None  # Limit of a conversation.
         parts = [{"type": "text", "text": PROBE}]
         self._wants_parts = not self._reads(PROBE) and self._reads(parts)
         ends = TurnEnds(tokenizer, self._render_unmarked)
@@ -118,8 +124,9 @@ class Chat:
             if len(self._variants) >= MAX_VARIANTS:
                 self._variants.clear()
             both = self.variables | variables
-            variant = Chat(self.tokenizer, None, both, self._tool_reader)
+            variant = Chat(self.tokenizer, None, both, self._tool_reader, self.vision)
             variant._facts, variant._spare = self._facts, self._spare
+            variant.max_images = self.max_images
             self._variants[key] = variant
         return self._variants[key]
 
@@ -152,7 +159,7 @@ class Chat:
         if asked != self._first_asked:
             self.check(messages, tools)
             rendered = self.render(messages, tools)
-            self._first_prompt = rendered, self.encode(rendered)
+            self._first_prompt = rendered, self.expand(self.encode(rendered), messages)
             self._first_asked = copy.deepcopy(asked)
         return self._first_prompt
 
@@ -263,7 +270,44 @@ class Chat:
         """Token ids of a conversation. Without a generation prompt they are the input of a reward
         model. Raises ValueError as check() and render()."""
         self.check(messages, tools, add_generation_prompt)
-        return self.encode(self.render(messages, tools, add_generation_prompt))
+        ids = self.encode(self.render(messages, tools, add_generation_prompt))
+        return self.expand(ids, messages)
+
+    def images_of(self, messages: list[Message]) -> tuple[InputImage, ...]:
+        """The images of messages in their order. Raises ValueError for images if the model does not
+        see, and for more than --data.max_images."""
+        if not any(isinstance(message.get("content"), list) for message in messages):
+            return ()
+        images = images_of(messages)
+        if images and isinstance(self.vision, str):
+            raise ValueError(f"a message has an image, and {self.vision}")
+        if self.max_images and len(images) > self.max_images:
+            raise ValueError(
+                f"a conversation has {len(images)} images, --data.max_images is {self.max_images}"
+            )
+        return tuple(images)
+
+    def expand(self, ids: list[int], messages: list[Message]) -> list[int]:
+        """The ids with the tokens of each image in place of the template's placeholder. Raises
+        ValueError if the template renders another number of images than the messages have."""
+        images = self.images_of(messages)
+        if not images:
+            return ids
+        assert not isinstance(self.vision, str)
+        num, expanded, left = ids.count(self.vision.token_id), [], iter(images)
+        if num != len(images):
+            roles = " ".join(str(message["role"]) for message in messages)
+            raise ValueError(
+                f"the chat template renders {num} of the {len(images)} images in messages with "
+                f"roles [{roles}]; move the images to a user's message, or give another template "
+                "with --actors.NAME.chat_template FILE"
+            )
+        for token_id in ids:
+            if token_id == self.vision.token_id:
+                expanded += self.vision.expand(next(left))
+            else:
+                expanded.append(token_id)
+        return expanded
 
     @cached_property
     def tool_calls(self) -> ToolReader:
@@ -321,6 +365,9 @@ class Chat:
             content = ""
         if isinstance(content, str) and self._wants_parts:
             content = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and any(part["type"] == "image" for part in content):
+            # Templates write a placeholder, whatever the image.
+            content = [{"type": "image"} if p["type"] == "image" else p for p in content]
         elif isinstance(content, list) and not self._wants_parts:
             content = text_of(message)
         return {**message, "content": content}
@@ -413,8 +460,9 @@ class TokenStream:
         self.messages = list(messages)
         self.replies: tuple[int, ...] = ()  # Indices of the actor's turns.
         self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)
+        self.images = chat.images_of(messages)  # Of all messages.
         # Fields of the next Turn.
-        self.new_ids = self.prompt_ids
+        self.new_ids, self.new_images = self.prompt_ids, self.images
         self.is_fresh = True
 
     def append(
@@ -470,11 +518,19 @@ class TokenStream:
         if rendered is None:
             rendered = self._chat.render(messages, self._tools)
         suffix = text_after(rendered, self.rendered, turn_text)
+        images, num_seen = self._chat.images_of(messages), len(self.images)
+        new_messages = messages[len(self.messages) :]
+        if images[:num_seen] != self.images:
+            suffix = None
         self.messages, self.rendered, self.is_fresh = messages, rendered, suffix is None
+        self.images = self.new_images = images
         if suffix is None:
-            self.prompt_ids = self.new_ids = self._chat.encode(rendered)
+            ids = self._chat.encode(rendered)
+            self.prompt_ids = self.new_ids = self._chat.expand(ids, messages)
         else:
-            self.new_ids = self._chat.encode_after(token_ids, suffix)
+            ids = self._chat.encode_after(token_ids, suffix)
+            self.new_images = images[num_seen:]
+            self.new_ids = self._chat.expand(ids, new_messages)
             self.prompt_ids = [*self.prompt_ids, *token_ids, *self.new_ids]
         return not self.is_fresh
 
@@ -486,6 +542,7 @@ class TokenStream:
             completion=completion,
             name=name,
             state_key=state_key,
+            images=self.new_images,
         )
 
 
@@ -494,9 +551,11 @@ def load_chat(
     chat_template: str | None = None,
     variables: JSONObject | None = None,
     tool_reader: Callable[[Chat], ToolReader] | None = None,
+    max_image_pixels: int | None = None,
+    max_images: int | None = None,
 ) -> Chat:
     """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the
-    template itself."""
+    template itself. The limits are those of --data.*."""
     from transformers import AutoTokenizer  # seconds to import, which --help need not wait for
 
     if chat_template is not None and "{" not in chat_template:
@@ -514,7 +573,10 @@ def load_chat(
             f"model {path} has no tokenizer, such as tokenizer.json, but special tokens: copy the "
             "tokenizer's files of the model that it was made from into the folder"
         )
-    return Chat(tokenizer, chat_template, variables, tool_reader)
+    vision = load_family(path, max_image_pixels)
+    chat = Chat(tokenizer, chat_template, variables, tool_reader, vision)
+    chat.max_images = max_images
+    return chat
 
 
 def num_chars(value: JSON) -> int:

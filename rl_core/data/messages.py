@@ -1,8 +1,8 @@
 """Converts messages and tools of rows, hooks, programs and the reward model's server to one
 canonical form.
 
-A canonical message has "role" and "content" (text, or a list of text parts; None next to calls) and
-may have
+A canonical message has "role" and "content" (text, or a list of parts with texts and images, see
+images.py; None next to calls) and may have
 
     reasoning_content  thoughts, as text
     tool_calls         [{"type": "function", "function": {"name", "arguments": {...}}, "id"?}]
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
+from rl_core.data.images import IMAGE_PARTS, image_part
 from rl_core.data.thoughts import MARKS, leading_thoughts
 from rl_core.data.tool_schemas import with_schema
 from rl_core.types import JSON, JSONObject, Message
@@ -47,7 +48,7 @@ MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 # Keys with which formats exclude a message from the loss.
 TRAIN_KEYS = ("train", "weight", "loss", "loss_mask", "trainable")
 NOT_READ = (
-    "is not supported: models are trained on text alone, not on images, video, audio or files; "
+    "is not supported: models are trained on text and images, not on video, audio or files; "
     "give its content as text, or remove it"
 )
 RULE = 'must be a list of {"role": ..., "content": ...}'
@@ -208,8 +209,8 @@ def json_value(text: str) -> JSON:
 
 
 def set_content(message: Message, where: str, notes: list[str]) -> None:
-    """Reduces the content to a text, a list of text parts or None. Raises ValueError for images,
-    video, audio and files."""
+    """Reduces the content to a text, a list of parts with texts and images, or None. Raises
+    ValueError for video, audio and files, and for an image that cannot be read."""
     for key in MEDIA_KEYS:
         if message.get(key):
             raise ValueError(refused_part(key))
@@ -223,11 +224,17 @@ def set_content(message: Message, where: str, notes: list[str]) -> None:
         if isinstance(item, str):
             item = {"type": "text", "text": item}
         kind = item.get("type") or "text" if isinstance(item, dict) else type(item).__name__
+        if kind in IMAGE_PARTS:
+            parts.append(image_part(item))
+            continue
         key = TEXT_PARTS.get(kind) or THOUGHT_PARTS.get(kind)
         if key is None or not isinstance(item.get(key), str):
             raise ValueError(refused_part(kind))
-        (parts if kind in TEXT_PARTS else thoughts).append(item[key])
-    message["content"] = [{"type": "text", "text": text} for text in parts] or ""
+        if kind in TEXT_PARTS:
+            parts.append({"type": "text", "text": item[key]})
+        else:
+            thoughts.append(item[key])
+    message["content"] = parts or ""
     if thoughts:
         key = "thinking" if message.get("reasoning_content") else "reasoning_content"
         message[key] = "".join(thoughts)
@@ -272,7 +279,7 @@ def check_text(message: Message) -> None:
     """Raises ValueError for a lone surrogate, which no tokenizer encodes. Programs that cut a text
     by UTF-16 code units leave lone surrogates."""
     content = message.get("content") or ""
-    texts = [content] if isinstance(content, str) else [item["text"] for item in content]
+    texts = [content] if isinstance(content, str) else [item.get("text", "") for item in content]
     for text in (*texts, message.get("reasoning_content", "")):
         try:
             text.encode()

@@ -53,8 +53,15 @@ class Probe:
         if isinstance(content, str):
             marked["content"] = self._text(index, message["role"], content)
         elif content:
-            parts = [self._text(index, message["role"], item["text"]) for item in content]
-            marked["content"] = [{"type": "text", "text": text} for text in parts]
+            parts = []
+            for item in content:
+                if "text" in item:
+                    item = {
+                        "type": "text",
+                        "text": self._text(index, message["role"], item["text"]),
+                    }
+                parts.append(item)
+            marked["content"] = parts
         thoughts = message.get("reasoning_content")
         if isinstance(thoughts, str) and thoughts.strip():
             marked["reasoning_content"] = self._marker(index, "its thoughts", is_thought=True)
@@ -160,7 +167,7 @@ def shape_of_message(message: Message) -> tuple:
         if key == "role":
             kind = value
         elif key == "content" and isinstance(value, list):
-            kind = tuple(shape_of_text(item["text"]) for item in value)
+            kind = tuple(shape_of_text(item["text"]) if "text" in item else "" for item in value)
         elif key in ("content", "reasoning_content") and isinstance(value, str):
             kind = shape_of_text(value)
         elif key in TEMPLATE_KEYS:

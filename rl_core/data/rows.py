@@ -202,12 +202,31 @@ def check_surrogates(row: Row, where: str) -> None:
 
 def row_place(index: int, files: Sequence[tuple[str, int]], split: str) -> str:
     """`row N of FILE`, for errors. `files`: as of load_rows; none: load_tasks()."""
+    name, number = row_source(index, files)
+    return f"row {number} of {name or f'load_tasks({split!r})'}"
+
+
+def row_source(index: int, files: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """(name of the file of row `index`, the row's number in it, from 1); "": load_tasks()."""
     number = index + 1
     for name, num_rows in files:
         if number <= num_rows:
-            return f"row {number} of {name}"
+            return name, number
         number -= num_rows
-    return f"row {number} of load_tasks({split!r})"
+    return "", number
+
+
+def data_folder(name: str) -> Path | None:
+    """The folder in which the rows of a source have their images; None for a name on the hub, and
+    for "", load_tasks()."""
+    path = Path(name).expanduser()
+    if not name or path.is_dir():
+        return path if name else None
+    # A glob's folder is the one before its first pattern.
+    while glob.has_magic(str(path.parent)):
+        path = path.parent
+    is_file = path.is_file() or glob.has_magic(path.name)
+    return path.parent if is_file and path.parent.is_dir() else None
 
 
 def check_exists(path: Path) -> None:

@@ -47,8 +47,12 @@ def samples_from_turns(
             drafts[-1][name] += values
         # Experts of the stream up to this turn.
         drafts[-1]["experts"] = sampled.experts
+        if turn.images:
+            drafts[-1]["images"] += turn.images
     samples = []
     for draft in drafts:
         if any(draft["loss_mask"]):
+            if "images" in draft:
+                draft["images"] = tuple(dict.fromkeys(draft["images"]))
             samples.append(TrainingSample(**draft, group_id=group_id))
     return samples

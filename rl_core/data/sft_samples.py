@@ -28,7 +28,7 @@ from rl_core.data.tasks import (
     with_opening,
 )
 from rl_core.data.thoughts import MARKS, open_mark
-from rl_core.types import Completion, Message, Row, TrainingSample, Turn
+from rl_core.types import Completion, InputImage, Message, Row, TrainingSample, Turn
 
 # Column of a prompt -> what may hold its reply, where a row has no column `response`.
 ANSWERS = {"question": ("answer",), "problem": ("solution",)}
@@ -44,6 +44,8 @@ def sft_samples(
     messages, tools, chat = sft_messages(row), row_tools(row), row_chat(chat, row)
     if is_trajectory(row) and row["tokenizer"] == fingerprint(chat):
         turns = [as_sampled(ids, new_ids, is_fresh) for new_ids, is_fresh, ids in row["turns"]]
+        for turn in turns:
+            turn.images = chat.images_of(messages)
     else:
         turns = sft_turns(chat, messages, tools)
     weights = [action_weight] * len(turns)
@@ -52,7 +54,9 @@ def sft_samples(
         weights = [action_weight if action else observation_weight for action in is_action]
     samples = []
     for sample in samples_from_turns(turns, weights):
-        sample.loss_mask = sample.advantages != 0
+        # Tokens of images, which have negative ids, are never trained.
+        sample.loss_mask = (sample.advantages != 0) & (sample.token_ids >= 0)
+        sample.advantages = sample.advantages * sample.loss_mask
         sample.policy_versions = np.where(sample.loss_mask, 0, -1)
         if sample.loss_mask.any():
             samples.append(sample)
@@ -67,7 +71,13 @@ def row_chat(chat: Chat, row: Row) -> Chat:
     return chat.with_variables(variables)
 
 
-def as_sampled(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: str = "") -> Turn:
+def as_sampled(
+    token_ids: list[int],
+    new_ids: list[int],
+    is_fresh: bool,
+    text: str = "",
+    images: tuple[InputImage, ...] = (),
+) -> Turn:
     """A turn as if an engine had sampled it. Its logprobs and policy version are placeholders."""
     completion = Completion(
         token_ids=list(token_ids),
@@ -76,7 +86,7 @@ def as_sampled(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: s
         finish_reason="stop",
         policy_version=0,
     )
-    return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=completion)
+    return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=completion, images=images)
 
 
 def sft_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
@@ -159,7 +169,10 @@ def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) ->
         token_ids = chat.encode(text, continues=True)
         if end_id is not None:
             token_ids.append(end_id)
-        turns.append(as_sampled(token_ids, stream.new_ids, stream.is_fresh, unmarked(text)))
+        sampled = as_sampled(
+            token_ids, stream.new_ids, stream.is_fresh, unmarked(text), stream.new_images
+        )
+        turns.append(sampled)
         if not is_last:
             stream.extend(token_ids, text, following, rendered)
     return turns
@@ -290,7 +303,8 @@ def with_observations(
         stream = TokenStream(chat, messages[: trained[-1]], tools)
         chat.check(messages, tools)
         stream.extend(last.token_ids, text, messages)
-        answers.append(as_sampled([], stream.new_ids, stream.is_fresh))
+        images = stream.new_images
+        answers.append(as_sampled([], stream.new_ids, stream.is_fresh, images=images))
     observed, is_action = [turns[0]], [True]
     ends = [*trained[1:], len(messages)]
     for i, turn in enumerate(answers):
@@ -299,7 +313,8 @@ def with_observations(
         if answer and all(map(is_trained, answer)):
             sampled_ids = turns[i].completion.token_ids
             start, end = answer_span(chat, sampled_ids, turn, messages[:until], begin, tools)
-            observed.append(as_sampled(ids[start:end], ids[:start], turn.is_fresh))
+            fresh, images = turn.is_fresh, turn.images
+            observed.append(as_sampled(ids[start:end], ids[:start], fresh, images=images))
             is_action.append(False)
             turn = replace(turn, new_ids=ids[end:], is_fresh=False)
         if until < len(messages):

@@ -7,6 +7,7 @@ column with 1.5 become floats, and every row gets the columns of all others.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from array import array
@@ -149,6 +150,7 @@ class HubTable(Protocol):
 
     format: dict[str, object]
 
+    def cast_column(self, column: str, feature: object) -> object: ...
     def with_transform(self, transform: Callable) -> Sequence[Row]: ...
 
 
@@ -162,7 +164,27 @@ def without_null_keys(rows: Sequence[Row]) -> Sequence[Row]:
         columns = batch.items()
         return {name: [messages_as_written(name, v) for v in values] for name, values in columns}
 
-    return rows.with_transform(as_written)
+    return undecoded(rows).with_transform(as_written)
+
+
+def undecoded(rows: HubTable) -> HubTable:
+    """A table whose columns of images give the bytes of their files."""
+    import datasets
+
+    def undecode(feature: object) -> bool:
+        """True if the feature, which is changed, has an image."""
+        if isinstance(feature, datasets.Image):
+            feature.decode = False
+            return True
+        inner = list(feature.values()) if isinstance(feature, dict) else feature
+        inner = inner if isinstance(inner, list) else [getattr(inner, "feature", None)]
+        return any([undecode(each) for each in inner if each is not None])
+
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        changed = copy.deepcopy(feature)
+        if undecode(changed):
+            rows = cast("HubTable", rows.cast_column(name, changed))
+    return rows
 
 
 def messages_as_written(column: str, value: JSON) -> JSON:
@@ -220,7 +242,9 @@ def load_rollouts(
             turns = []
             for turn in episode["turns"]:
                 # Arrays take a tenth of the memory of lists.
-                new_ids = array("i", turn["new_ids"])
+                # Tokens of images are negative, with 62 bits.
+                has_images = min(turn["new_ids"], default=0) < 0
+                new_ids = array("q" if has_images else "i", turn["new_ids"])
                 sampled = array("i", turn["completion"]["token_ids"])
                 turns.append((new_ids, turn["is_fresh"], sampled))
             row = {

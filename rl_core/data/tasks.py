@@ -7,10 +7,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from rl_core.data.images import (
+    IMAGE_COLUMNS,
+    is_image_url,
+    place_images,
+    with_images,
+    without_pixels,
+)
 from rl_core.data.messages import (
     MEDIA_KEYS,
     NOT_READ,
@@ -22,7 +30,7 @@ from rl_core.data.messages import (
     text_of,
 )
 from rl_core.data.row_forms import conversation_in, read_form
-from rl_core.data.rows import row_place
+from rl_core.data.rows import data_folder, row_place, row_source
 from rl_core.errors import nearest
 from rl_core.types import JSON, JSONObject, Message, Row, Task, counter_seed
 
@@ -44,19 +52,25 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 # Columns that are read next to a prompt. A column of another kind needs another name.
 CONTEXT_COLUMNS = (*SYSTEM_COLUMNS, "history", "tools", "chat_template_kwargs")
 LEFT_OUT = "the replies at the end of column {!r} are left out of the prompt"
-# Marks in a text for the entries of a column of images, videos or audio.
-MEDIA = re.compile("<(image|video|audio)>")
+# Marks in a text for the entries of a column of videos or audio.
+MEDIA = re.compile("<(video|audio)>")
 # Limits of the columns that rollouts/ keeps of a row.
 MAX_COLUMNS, MAX_COLUMN_CHARS = 50, 2000
 
 
 def make_task(
-    row: Row, index: int, env: str, split: str, is_pair: bool = False, location: str = ""
+    row: Row,
+    index: int,
+    env: str,
+    split: str,
+    is_pair: bool = False,
+    location: str = "",
+    folder: Path | None = None,
 ) -> Task:
     """The task of row `index` (from 0), read by read_row(). A preference pair has no messages."""
     location = location or row_place(index, (), split)
     try:
-        row = read_row(row)
+        row = read_row(row, folder=folder)
         messages = [] if is_pair else prompt_messages(row)
         row_tools(row)
         row_variables(row)
@@ -65,9 +79,10 @@ def make_task(
     return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=location)
 
 
-def read_row(row: Row, notes: list[str] | None = None) -> Row:
-    """The row in the form that SFT, RL and pairs read; see read_form()."""
-    return read_form(row, PROMPT_COLUMNS, notes)
+def read_row(row: Row, notes: list[str] | None = None, folder: Path | None = None) -> Row:
+    """The row in the form that SFT, RL and pairs read; see read_form(). Its images, whose paths
+    begin in `folder`, are data: URLs."""
+    return read_form(with_images(row, folder), PROMPT_COLUMNS, notes)
 
 
 def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
@@ -95,9 +110,14 @@ def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
 def with_opening(
     row: Row, messages: list[Message], notes: list[str] | None = None
 ) -> list[Message]:
-    """The messages behind those of a row's columns `system` or `system_prompt` and `history`.
-    Raises ValueError for two system messages that differ."""
-    media = [column for column in MEDIA_KEYS if column in row]
+    """The messages behind those of a row's columns `system` or `system_prompt` and `history`, with
+    the images of its columns. Raises ValueError for two system messages that differ."""
+    for column in IMAGE_COLUMNS:
+        urls = row.get(column)
+        # with_images() has read the column, unless it holds no images.
+        if isinstance(urls, list) and urls and all(map(is_image_url, urls)):
+            messages = place_images(messages, urls)
+    media = [column for column in MEDIA_KEYS if column in row and column not in IMAGE_COLUMNS]
     has_mark = bool(media) and any(MEDIA.search(text_of(message)) for message in messages)
     for column in media:
         if has_mark and row[column] not in (None, [], ""):
@@ -185,6 +205,7 @@ def column_text(value: JSON) -> str:
     objects: the type stands for a value that has no text."""
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
+    value = without_pixels(value)
     text = ""
     try:
         if isinstance(value, (list, tuple, dict, bool)):
@@ -340,7 +361,12 @@ class TaskSource:
 
     def task_of_row(self, index: int) -> Task:
         location = row_place(index, self.files, self.split)
-        return make_task(self.rows[index], index, self.env, self.split, self.is_pairs, location)
+        row, folder = self.rows[index], self.folder_of(index)
+        return make_task(row, index, self.env, self.split, self.is_pairs, location, folder)
+
+    def folder_of(self, index: int) -> Path | None:
+        """The folder in which paths of a row's images begin."""
+        return data_folder(row_source(index, self.files)[0])
 
     def drawn_before(self, position: int) -> list[int]:
         """Number of tasks of each source before a position."""

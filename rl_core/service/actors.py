@@ -18,7 +18,16 @@ from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
 from rl_core.sampling.hooks import Hook
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
-from rl_core.types import Completion, JSONObject, Message, SamplingParams, Task, Trajectory, Turn
+from rl_core.types import (
+    Completion,
+    InputImage,
+    JSONObject,
+    Message,
+    SamplingParams,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 LISTEN_S = 20.0  # A long-polling request gets an empty reply after this time.
 LOOK_S = 0.05  # Shortest interval between checks of a hook's deadline.
@@ -170,7 +179,7 @@ class Asks:
     def packed(self, trajectory: Trajectory) -> JSONObject:
         """A trajectory as JSON values. Each turn of the client is the number of its ask."""
         turns = [
-            self.turns[id(turn)][0] if id(turn) in self.turns else asdict(turn)
+            self.turns[id(turn)][0] if id(turn) in self.turns else plain_turn(turn)
             for turn in trajectory.turns
         ]
         return asdict(replace(trajectory, turns=[])) | {"turns": turns}
@@ -276,9 +285,19 @@ def read_spoken(spoken: pb.Spoken) -> ActorReply:
     return spoken, messages, turn
 
 
+def plain_turn(turn: Turn) -> JSONObject:
+    """A turn as JSON values, without expert routing."""
+    plain = asdict(replace(turn, completion=replace(turn.completion, experts=None)))
+    if not turn.images:
+        del plain["images"]
+    return plain
+
+
 def read_turn(value: JSONObject) -> Turn:
     """A Turn from JSON values. Raises ServiceError if the value is not a turn."""
     try:
-        return Turn(**value | {"completion": Completion(**value["completion"])})
+        images = tuple(InputImage(**image) for image in value.get("images", ()))
+        completion = Completion(**value["completion"])
+        return Turn(**value | {"completion": completion, "images": images})
     except (TypeError, KeyError, AttributeError) as error:
         raise wrong(f"not a turn: {error}") from None

@@ -4,14 +4,14 @@ file in the run."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from grpc import StatusCode
 
 from rl_core.sampling.actor import Actor, Conversation
 from rl_core.sampling.engine import EngineDied
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.actors import read_turn
+from rl_core.service.actors import plain_turn, read_turn
 from rl_core.service.wire import ServiceError, from_json, to_json
 from rl_core.types import JSONObject, Trajectory, Turn
 
@@ -164,11 +164,6 @@ def read_sampling(value: str) -> JSONObject:
         if isinstance(setting, list):
             sampling[name] = tuple(setting)
     return sampling
-
-
-def plain_turn(turn: Turn) -> JSONObject:
-    """A turn as JSON values, without expert routing."""
-    return asdict(replace(turn, completion=replace(turn.completion, experts=None)))
 
 
 def differs() -> ServiceError:

@@ -126,7 +126,7 @@ def column_use(
     marks = template_marks(chat) if chat else None
     for index in islice(source.kept, NUM_ROWS):
         original, notes = source.rows[index], []
-        row = cast(ReadRow, read_row(ReadRow(original), notes))
+        row = cast(ReadRow, read_row(ReadRow(original), notes, source.folder_of(index)))
         row = row if row.made else ReadRow(original)
         messages = read_messages(config, row, notes)
         filled |= {name: None for name, value in original.items() if is_filled(value)}

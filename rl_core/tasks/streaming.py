@@ -18,7 +18,7 @@ import numpy as np
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
-from rl_core.data.rows import check_exists, files_of, parse_rows, suffix_of
+from rl_core.data.rows import check_exists, data_folder, files_of, parse_rows, suffix_of
 from rl_core.data.tables import load_named, load_table, messages_as_written
 from rl_core.data.tasks import TaskSource, make_task
 from rl_core.environments.env_file import check_columns
@@ -183,7 +183,8 @@ class StreamedTasks:
         location = f"row {index + 1} of {self.name}"
         for column in sorted(self.columns - rows[at].keys()):
             raise ValueError(f"{location}: no column {column!r}; {nearest(column, rows[at])}")
-        return make_task(rows[at], index, self.env_name, "train", self.is_pairs, location)
+        row, folder = rows[at], data_folder(self.name)
+        return make_task(row, index, self.env_name, "train", self.is_pairs, location, folder)
 
     def drawn_before(self, position: int) -> list[int]:
         return [position]

@@ -100,7 +100,8 @@ class RowReports:
         where, notes = row_place(index, source.files, source.split), []
         report: JSONObject = {"row": where, "notes": notes}
         try:
-            read_messages(self.config, read_row(source.rows[index], notes), notes)
+            row = read_row(source.rows[index], notes, source.folder_of(index))
+            read_messages(self.config, row, notes)
             task = source.task_of_row(index)
             if not is_fit(self.config, self.envs, self.chats, self.dataset, task):
                 notes.append("left out: too long, or nothing in it is trained")

@@ -458,8 +458,8 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
             r"row 4 of .*: column 'system_prompt' and the messages have system messages that differ",
         ),
         (
-            {"prompt": "<image>a", "images": ["b"]},
-            r"column 'images', to which .*, is not supported: mod",
+            {"prompt": "<video>a", "videos": ["b"]},
+            r"column 'videos', to which .*, is not supported: mod",
         ),
         ({"prompt": "a", "system": 3}, r"column 'system' must be a text, is 3"),
         ({"prompt": "a", "history": "b"}, r"column 'history' must be a list of messages, or of pa"),

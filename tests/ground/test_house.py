@@ -259,6 +259,7 @@ def test_every_library_that_is_imported_is_required_in_setup_py():
         "grpc_health": "grpcio-health-checking",
         "grpc_reflection": "grpcio-reflection",
         "prometheus_client": "prometheus-client",
+        "PIL": "pillow",
     }
     ours = {"rl_core", *sys.stdlib_module_names}
     used = {

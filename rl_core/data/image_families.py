@@ -1,0 +1,153 @@
+"""Families of models that see: the tokens of an image, and the tensors that the model reads.
+
+A family is a subclass of ImageFamily and a row of FAMILIES. The chat asks it for an image's tokens,
+engines and learners (models/vision.py) for the tensors. transformers' AutoProcessor would need
+torchvision; a family reads the image processor alone, in its form for Pillow.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from rl_core.data.images import decoded_image, image_in_bytes, png_of
+from rl_core.data.pretrained import load_pretrained
+from rl_core.types import InputImage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+PIXEL_CACHE_BYTES = 1 << 30
+
+
+class ImageFamily:
+    """Images of models with one kind of configuration. The defaults are those of Qwen-VL: the
+    template writes one placeholder for an image, which becomes `num_tokens` placeholders, and the
+    tensors of several images are joined along the first axis."""
+
+    def __init__(self, config: PretrainedConfig, processor: Any):
+        """`processor`: transformers' image processor of the model."""
+        self.config, self.processor = config, processor
+        self.token_id: int = config.image_token_id
+        self.cache = PixelCache(self)
+
+    def limit_pixels(self, most: int) -> None:
+        """Makes the processor resize images to at most this number of pixels."""
+        raise NotImplementedError
+
+    def num_tokens(self, image: InputImage) -> int:
+        """Number of the image's tokens that take a feature of the vision tower."""
+        raise NotImplementedError
+
+    def expand(self, image: InputImage) -> list[int]:
+        """The ids that replace the template's placeholder: -key for each token that takes a
+        feature, and other tokens of the image's frame and rows."""
+        return [-image.key] * self.num_tokens(image)
+
+    def tensors(self, image: InputImage) -> dict[str, Tensor]:
+        """Arguments of the model's forward for one image."""
+        return dict(self.processor(images=[decoded_image(image)], return_tensors="pt"))
+
+    def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Arguments of the model's forward for several images."""
+        import torch
+
+        return {name: torch.cat([of[name] for of in of_images]) for name in of_images[0]}
+
+    @cached_property
+    def blank(self) -> InputImage:
+        """A small image, for ranks that must run the vision tower without one."""
+        import numpy as np
+
+        return image_in_bytes(png_of(np.zeros((32, 32, 3), np.uint8)))
+
+
+class QwenVL(ImageFamily):
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one token for each merged block of patches."""
+
+    def limit_pixels(self, most: int) -> None:
+        size = dict(self.processor.size)
+        size["longest_edge"] = min(most, size["longest_edge"])
+        size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
+        self.processor.size = type(self.processor.size)(**size)
+
+    def num_tokens(self, image: InputImage) -> int:
+        num_patches = self.processor.get_number_of_image_patches(image.height, image.width)
+        return num_patches // self.processor.merge_size**2
+
+
+# Value of model_type in config.json -> family.
+FAMILIES: dict[str, type[ImageFamily]] = dict.fromkeys(
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QwenVL
+)
+
+
+class PixelCache:
+    """Tensors of images by key, computed in another thread. The least recently used are dropped
+    beyond PIXEL_CACHE_BYTES."""
+
+    def __init__(self, family: ImageFamily, max_bytes: int = PIXEL_CACHE_BYTES):
+        self.family, self.max_bytes = family, max_bytes
+        self.made: OrderedDict[int, Future[dict[str, Tensor]]] = OrderedDict()
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="pixels")
+
+    def start(self, images: Iterable[InputImage]) -> None:
+        """Begins to compute the tensors of images that are not in the cache."""
+        for image in images:
+            if image.key not in self.made:
+                self.made[image.key] = self.thread.submit(self.family.tensors, image)
+
+    def tensors(self, images: Sequence[InputImage]) -> dict[str, Tensor]:
+        """Arguments of the model's forward for these images, in their order."""
+        self.start(images)
+        of_images = [self.made[image.key].result() for image in images]
+        for image in images:
+            self.made.move_to_end(image.key)
+        self.drop_oldest()
+        return self.family.joined(of_images)
+
+    def drop_oldest(self) -> None:
+        done = {key: future for key, future in self.made.items() if future.done()}
+        sizes = {key: num_bytes(future.result()) for key, future in done.items()}
+        total = sum(sizes.values())
+        for key, size in sizes.items():
+            if total <= self.max_bytes:
+                return
+            total -= size
+            del self.made[key]
+
+
+def num_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@lru_cache(8)
+def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
+    """The family of the model at `path`, shared by all that read its images; for a model that does
+    not see, the reason. `max_pixels`: larger images are resized."""
+    from transformers import AutoConfig, AutoImageProcessor
+
+    config = load_pretrained(AutoConfig, path)
+    if not hasattr(config, "vision_config"):
+        return f"model {path} ({config.model_type}) reads text alone"
+    kind = FAMILIES.get(config.model_type)
+    if kind is None:
+        return (
+            f"images of the family {config.model_type} (model {path}) are not supported; take one "
+            f"of {', '.join(FAMILIES)}"
+        )
+    try:
+        processor = load_pretrained(AutoImageProcessor, path, backend="pil")
+    except (OSError, ValueError) as error:
+        return (
+            f"model {path} has no image processor ({str(error).splitlines()[0]}); copy "
+            "preprocessor_config.json of the model that it was made from into the folder"
+        )
+    family = kind(config, processor)
+    if max_pixels:
+        family.limit_pixels(max_pixels)
+    return family

@@ -1,0 +1,410 @@
+"""Images of rows, hooks and programs -> one canonical form, under limits.
+
+A canonical part of a message is {"type": "image", "image": "data:image/png;base64,..."}: a text,
+which copies of a message share and JSON can hold. An image of a column that has no position yet
+is {"type": "image"}; place_images() fills it.
+
+Bytes stay as they are if the model reads them as RGB or grey: PNG, JPEG, WebP. Other images become
+a PNG in RGB: EXIF rotation is applied, alpha dropped, 16 bit scaled to 8 bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_core.types import JSON, InputImage, JSONObject, Message, Row
+
+if TYPE_CHECKING:
+    from PIL import Image as pil
+
+KEPT_FORMATS = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp"}
+READ_FORMATS = (*KEPT_FORMATS, "GIF", "BMP", "TIFF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+MAX_BYTES = 32 << 20
+# A header is read before pixels are decoded: a PNG of a few bytes may hold gigabytes of pixels.
+MAX_PIXELS = 64_000_000
+MAX_ASPECT = 200  # Qwen's processors refuse more.
+KEY_BITS = 62
+IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE_COLUMNS = ("image", "images")
+# Keys of an image in a part, and of an object in their place.
+IMAGE_KEYS = ("image", "image_url", "url", "source", "path", "base64", "bytes", "data")
+MARK = "<image>"
+FIX = "give a PNG, JPEG or WebP file, or remove it"
+
+
+def image_part(part: JSONObject, folder: Path | None = None) -> JSONObject:
+    """The canonical part of OpenAI's, transformers' or Anthropic's part of an image. Raises
+    ValueError as read_image()."""
+    if all(part.get(key) is None for key in IMAGE_KEYS):
+        return {"type": "image"}
+    return {"type": "image", "image": read_image(part, folder).url}
+
+
+def is_image_part(part: JSON) -> bool:
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+
+
+def read_image(value: object, folder: Path | None = None) -> InputImage:
+    """The image in a data: URL, bytes, an array, an object of PIL, or an object with one of these.
+    A text is a path in `folder`; without a folder, paths are refused: programs and models must not
+    read files here. Raises ValueError for anything else."""
+    while isinstance(value, dict):
+        found = [value[key] for key in IMAGE_KEYS if value.get(key) is not None]
+        if not found:
+            raise ValueError(f"an image has none of the keys {', '.join(IMAGE_KEYS)}; {FIX}")
+        # datasets.Image has both bytes and a name; Anthropic's source has base64 without a prefix.
+        if isinstance(value.get("data"), str):
+            found = [f"data:{value.get('media_type', 'image/png')};base64,{value['data']}"]
+        elif isinstance(value.get("base64"), str):
+            found = [f"data:image/png;base64,{value['base64']}"]
+        value = value["bytes"] if isinstance(value.get("bytes"), bytes) else found[0]
+    if isinstance(value, str):
+        if value.startswith("data:"):
+            return image_in_url(value)
+        return image_in_bytes(file_bytes(value, folder))
+    if isinstance(value, Path):  # Only code gives a Path, and may read any file.
+        return image_in_bytes(bytes_of(value))
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return image_in_bytes(bytes(value))
+    return image_in_bytes(png_of(value))
+
+
+@lru_cache(64)
+def image_in_url(url: str) -> InputImage:
+    """The image of a data: URL, whose pixels are checked."""
+    return image_in_bytes(decoded_url(url))
+
+
+@lru_cache(256)
+def image_of(url: str) -> InputImage:
+    """The image of a canonical part, whose pixels were checked before."""
+    width, height = opened(base64.b64decode(url.partition(",")[2])).size
+    return InputImage(key=key_of(url), url=url, width=width, height=height)
+
+
+def key_of(url: str) -> int:
+    """A number of KEY_BITS bits by which images with the same content have the same key."""
+    digest = hashlib.sha256(url.encode()).digest()
+    return (int.from_bytes(digest[:8], "big") >> (64 - KEY_BITS)) or 1
+
+
+def decoded_url(url: str) -> bytes:
+    head, comma, text = url.partition(",")
+    if not comma or not head.endswith(";base64") or not head.startswith("data:image/"):
+        raise ValueError(f"a data: URL of an image begins with {head[:60]!r}; {URL_FIX}")
+    if len(text) > 2 * MAX_BYTES:
+        raise ValueError(too_large(len(text) * 3 // 4))
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(f"a data: URL of an image is not base64; {URL_FIX}") from None
+
+
+URL_FIX = "it must be data:image/png;base64,... (or jpeg, webp)"
+
+
+def file_bytes(name: str, folder: Path | None) -> bytes:
+    """The content of a file in the folder of a data file. Raises ValueError for other files."""
+    if "://" in name:
+        raise ValueError(
+            f"an image is at {name[:80]!r}: a run downloads nothing; download the file next to the "
+            "rows and give its path, or give a data: URL"
+        )
+    if folder is None:
+        raise ValueError(
+            f"an image is the text {name[:80]!r}: paths are read in rows of a file alone, relative "
+            "to the file; give a data: URL, bytes or an image of PIL"
+        )
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"image {name!r} is outside of {folder}, the folder of its rows; put the file into "
+            "that folder"
+        )
+    return bytes_of(path)
+
+
+def bytes_of(path: Path) -> bytes:
+    if not path.is_file():
+        raise ValueError(f"image {path}: no such file")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"image {path}: {too_large(path.stat().st_size)}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"image {path} cannot be read: {error.strerror}") from None
+
+
+def too_large(num: int) -> str:
+    return f"an image has {num:,} bytes, the limit is {MAX_BYTES:,}; store a smaller one"
+
+
+def image_in_bytes(data: bytes) -> InputImage:
+    """The image in a file's content, converted if need be. Decodes it once, so that a damaged file
+    raises ValueError here."""
+    if len(data) > MAX_BYTES:
+        raise ValueError(too_large(len(data)))
+    picture = opened(data)
+    width, height = picture.size
+    kind = picture.format
+    try:
+        keeps = kind in KEPT_FORMATS and picture.mode in ("RGB", "L")
+        keeps = keeps and picture.getexif().get(0x0112, 1) == 1
+        if kind == "JPEG" and keeps:
+            picture.draft(
+                "RGB", (width // 8 + 1, height // 8 + 1)
+            )  # An eighth of the pixels is decoded.
+        picture.load()
+        if not keeps:
+            data, (width, height) = as_png(picture)
+            kind = "PNG"
+    except Exception as error:  # Decoders raise OSError, SyntaxError, ValueError, struct.error ...
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"an image ({kind}) is damaged or cut short: {reason}; {FIX}") from None
+    url = f"data:image/{KEPT_FORMATS[str(kind)]};base64,{base64.b64encode(data).decode()}"
+    return InputImage(key=key_of(url), url=url, width=width, height=height)
+
+
+def opened(data: bytes) -> pil.Image:
+    """The image with its header read. Raises ValueError if its header is not one, or exceeds the
+    limits."""
+    from PIL import Image as pil
+    from PIL import UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pil.DecompressionBombWarning)
+            picture = pil.open(io.BytesIO(data), formats=READ_FORMATS)
+    except pil.DecompressionBombError:
+        raise ValueError(f"an image has more than {MAX_PIXELS:,} pixels; {SMALLER}") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, OverflowError):
+        start = data[:200].lstrip().lower()
+        kind = "an SVG, which has no pixels" if b"<svg" in start else "not an image"
+        raise ValueError(
+            f"a file of {len(data)} bytes that begins with {bytes(data[:8])!r} is {kind}; {FIX}"
+        ) from None
+    width, height = picture.size
+    if width * height > MAX_PIXELS:
+        raise ValueError(
+            f"an image has {width} x {height} pixels, the limit is {MAX_PIXELS:,}; {SMALLER}"
+        )
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ValueError(
+            f"an image has {width} x {height} pixels, one side over 200 times the "
+            "other; cut it into pieces"
+        )
+    if (frames := getattr(picture, "n_frames", 1)) > 1:
+        raise ValueError(f"an image has {frames} frames; store one of them as a PNG")
+    return picture
+
+
+SMALLER = "store a smaller one"
+
+
+def as_png(picture: pil.Image) -> tuple[bytes, tuple[int, int]]:
+    """(PNG in RGB, size) after EXIF rotation, as transformers.image_utils.load_image() converts
+    an image; but 16 bits are scaled, which Pillow would clip to white."""
+    from PIL import Image as pil
+    from PIL import ImageOps
+
+    if picture.mode.startswith("I"):
+        import numpy as np
+
+        picture = pil.fromarray((np.asarray(picture).astype(np.uint32) >> 8).astype(np.uint8))
+    picture = ImageOps.exif_transpose(picture).convert("RGB")
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue(), picture.size
+
+
+def png_of(value: object) -> bytes:
+    """The PNG of an image of PIL, or of an array [H, W], [H, W, 3] of bytes."""
+    from PIL import Image as pil
+
+    if type(value).__module__.startswith("numpy"):
+        import numpy as np
+
+        array = np.asarray(value)
+        is_grey = array.ndim == 2
+        if array.dtype != np.uint8 or not (is_grey or (array.ndim == 3 and array.shape[2] == 3)):
+            raise ValueError(
+                f"an image is an array {list(array.shape)} of {array.dtype}; it must be [H, W, 3] "
+                "or [H, W] of uint8"
+            )
+        value = pil.fromarray(array)
+    if not isinstance(value, pil.Image):
+        raise ValueError(f"an image is of type {type(value).__name__}; {FIX}")
+    return as_png(value)[0]
+
+
+def decoded_image(image: InputImage) -> pil.Image:
+    """The pixels of an image, in RGB."""
+    return opened(base64.b64decode(image.url.partition(",")[2])).convert("RGB")
+
+
+def images_of(messages: Sequence[Message]) -> list[InputImage]:
+    """The images of canonical messages in their order. Raises ValueError for a part without an
+    image."""
+    images = []
+    for number, message in enumerate(messages, 1):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part.get("type") != "image":
+                continue
+            if message["role"] == "assistant":
+                raise ValueError(
+                    f"message {number}: an assistant's message has an image; models "
+                    "write text alone"
+                )
+            if "image" not in part:
+                raise ValueError(
+                    f"message {number}: a part of type 'image' has no image; give one there, or in "
+                    "a column 'images' of the row"
+                )
+            images.append(image_of(part["image"]))
+    return images
+
+
+def with_images(row: Row, folder: Path | None) -> Row:
+    """The row with each image of its columns and messages as a data: URL. `folder`: of the data
+    file. A row without images is returned itself. Raises ValueError with the column."""
+    changed: Row = {}
+    for column, value in row.items():
+        try:
+            if column in IMAGE_COLUMNS:
+                loaded = loaded_column(value, folder)
+            else:
+                loaded = loaded_messages(value, folder)
+        except ValueError as error:
+            raise ValueError(f"column {column!r}: {error}") from None
+        if loaded is not None:
+            changed[column] = loaded
+    return row | changed if changed else row
+
+
+def loaded_column(value: JSON, folder: Path | None) -> list[str] | None:
+    """The URLs of a column of images; None if it holds none. A text that names no file of an image
+    is of another column, such as the container of an environment."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if values in ([], [None], [""]) or any(isinstance(v, str) and not is_named(v) for v in values):
+        return None
+    urls = []
+    for number, each in enumerate(values, 1):
+        try:
+            urls.append(read_image(each, folder).url)
+        except ValueError as error:
+            raise ValueError(f"image {number}: {error}") from None
+    return urls
+
+
+def is_named(text: str) -> bool:
+    return text.startswith("data:") or text.lower().endswith(SUFFIXES)
+
+
+def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:
+    """The messages with canonical parts for their images; None if the value has none."""
+    if not isinstance(value, (list, tuple)) or not any(map(has_image, value)):
+        return None
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not has_image(message):
+            messages.append(message)
+            continue
+        try:
+            parts = [
+                image_part(part, folder) if is_image_part(part) else part
+                for part in message["content"]
+            ]
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from None
+        messages.append({**message, "content": parts})
+    return messages
+
+
+def has_image(message: JSON) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, (list, tuple)) and any(map(is_image_part, content))
+
+
+def place_images(messages: list[Message], urls: Sequence[str]) -> list[Message]:
+    """The messages with the images of a row's column: in the parts of type image that have none,
+    else in place of the marks <image> in texts (verl, LLaVA), else before the first text of a user
+    (TRL). Raises ValueError for another number of parts or marks than of images."""
+    parts = [list_of_parts(message) for message in messages]
+    empty = sum(part == {"type": "image"} for message in parts for part in message)
+    if any("image" in part for message in parts for part in message) and not empty:
+        return messages  # The messages hold the images themselves.
+    if not empty:
+        parts = [split_marks(message) for message in parts]
+    places = sum(part == {"type": "image"} for message in parts for part in message)
+    if not places:
+        first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
+        parts[first] = [{"type": "image"} for _ in urls] + parts[first]
+        places = len(urls)
+    if places != len(urls):
+        kind = "parts of type 'image'" if empty else f"marks {MARK}"
+        raise ValueError(
+            f"the messages have {places} {kind}, and the row has {len(urls)} images; give one for "
+            "each"
+        )
+    left, placed = iter(urls), []
+    for message, of_message in zip(messages, parts, strict=True):
+        if {"type": "image"} in of_message:
+            filled = []
+            for part in of_message:
+                is_empty = part == {"type": "image"}
+                filled.append({"type": "image", "image": next(left)} if is_empty else part)
+            message = {**message, "content": filled}
+        placed.append(message)
+    return placed
+
+
+def list_of_parts(message: Message) -> list[JSONObject]:
+    content = message.get("content") or []
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def split_marks(parts: list[JSONObject]) -> list[JSONObject]:
+    """The parts with an empty part of an image for each mark in their texts."""
+    split: list[JSONObject] = []
+    for part in parts:
+        if MARK not in part.get("text", ""):
+            split.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(MARK)):
+            if number:
+                split.append({"type": "image"})
+            if text:
+                split.append({"type": "text", "text": text})
+    return split
+
+
+def is_image_url(value: JSON) -> bool:
+    return isinstance(value, str) and value.startswith("data:image/")
+
+
+def without_pixels(value: JSON, depth: int = 5) -> JSON:
+    """A value for people: data: URLs of images down to `depth` are replaced by shown_image()."""
+    if is_image_url(value):
+        with suppress(ValueError):
+            return shown_image(image_of(value))
+    if isinstance(value, dict) and depth:
+        return {key: without_pixels(each, depth - 1) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and depth:
+        return [without_pixels(each, depth - 1) for each in value]
+    return value
+
+
+def shown_image(image: InputImage) -> str:
+    """Text for people in place of an image."""
+    return f"[image {image.width}x{image.height}]"
