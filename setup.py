@@ -46,8 +46,9 @@ EXTRAS["service"] += ["prometheus-client>=0.20"]
 # MLflow without its server; SQLAlchemy and Alembic for its database in a file.
 EXTRAS["trackers"] = ["wandb>=0.31", "tensorboard>=2.21", "trackio>=0.43", "pandas>=2.2"]
 EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"]
-# Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
+# Each SGLang and each vLLM asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
+EXTRAS["vllm"] = ["vllm>=0.32.0"]
 # The last formats signatures.
 EXTRAS["docs"] = ["sphinx>=8", "myst-parser>=4", "furo>=2024.8.6", "sphinx-copybutton>=0.5"]
 # pyright brings Node, which tests/ground/test_types.py runs.

@@ -245,10 +245,10 @@ def own_server(tmp_path, monkeypatch):
     """kit.OwnServer in place of SGLang."""
     from kit import ROOT, OwnServer
 
-    from rl_core.engines import sglang_server
+    from rl_core.engines import server_process
 
-    monkeypatch.setattr(sglang_server, "POLL_S", 0.05)
-    monkeypatch.setattr(sglang_server, "DYING_S", 0.3)
+    monkeypatch.setattr(server_process, "POLL_S", 0.05)
+    monkeypatch.setattr(server_process, "DYING_S", 0.3)
     result = OwnServer(tmp_path)
     monkeypatch.syspath_prepend(result.packages)
     monkeypatch.setenv("PYTHONPATH", f"{result.packages}:{ROOT}")

@@ -47,7 +47,7 @@ class ActorConfig(Section, prefix="actors.NAME."):
         "environment variable with the API's key; '': none; default: OPENAI_ or ANTHROPIC_API_KEY",
     )
     engine_urls: str | None = flag(
-        None, "SGLang servers that run already: http://a:30000,http://b:30000"
+        None, "servers of SGLang or vLLM that run already: http://a:30000,http://b:30000"
     )
     max_tokens: AtLeast1 | None = flag(
         None, "max new tokens of one of its turns; default: --max_tokens"

@@ -71,14 +71,15 @@ class Config(Section):
     chat_template_kwargs: dict[str, object] = flag(
         dict, 'what templates read: {"enable_thinking": false}'
     )
-    engine: str = flag("auto", "inference engine; auto: sglang on a GPU")
-    engine_tp: AtLeast1 = flag(1, "sglang: tensor parallel ranks of one engine")
-    engine_args: str = flag("", "sglang: more flags of its server: '--quantization fp8'")
+    engine: str = flag("auto", "inference engine; auto: on a GPU sglang, else vllm")
+    engine_tp: AtLeast1 = flag(1, "sglang, vllm: tensor parallel ranks of one engine")
+    engine_args: str = flag("", "sglang, vllm: more flags of its server: '--quantization fp8'")
     engine_memory_frac: MemoryFraction = flag(
         0.6, "fraction of GPU memory for weights and KV cache of engines"
     )
     weight_sync: Literal["auto", "device", "broadcast", "files"] = flag(
-        "auto", "sglang: how new weights get there; auto: on GPUs device (CUDA IPC), else files"
+        "auto",
+        "sglang, vllm: how new weights get there; auto: on GPUs device (CUDA IPC), else files",
     )
     engine_bucket_mib: AtLeast1 = flag(512, "device and broadcast: MiB of weights sent at once")
     rollout_ranks: Count = flag(0, "asynchronous: last ranks that only sample", only=RL)

@@ -30,19 +30,38 @@ def sglang() -> type[Engine]:
     return SGLangEngine
 
 
+def vllm() -> type[Engine]:
+    from rl_core.engines.vllm import VLLMEngine
+
+    return VLLMEngine
+
+
 # Values of --engine.
-ENGINES: dict[str, Callable[[], type[Engine]]] = {"embedded": embedded, "sglang": sglang}
+ENGINES: dict[str, Callable[[], type[Engine]]] = {
+    "embedded": embedded,
+    "sglang": sglang,
+    "vllm": vllm,
+}
+# Packages of engines in separate processes; --engine auto takes the first that is installed.
+PACKAGES = ("sglang", "vllm")
 
 
-def auto_engine(config: Config) -> str:
-    """The engine that --engine auto stands for on this machine."""
+def auto_engine(config: Config) -> tuple[str, str]:
+    """(name, reason) of the engine that --engine auto stands for on this machine. Without a GPU
+    there is no choice, and the reason is ""."""
     import torch
 
     actors = config.actors
     owners = [actors[actor.lora_base] for actor in actors.values() if actor.lora_base in actors]
     is_4_bit = any(owner.lora.quantize != "none" for owner in owners)
-    has_sglang = torch.cuda.is_available() and find_spec("sglang") is not None
-    return "sglang" if has_sglang and not is_4_bit else "embedded"
+    if not torch.cuda.is_available():
+        return "embedded", ""
+    if is_4_bit:
+        return "embedded", "it alone reads a shared model in 4 bits"
+    for name in PACKAGES:
+        if find_spec(name) is not None:
+            return name, "it is installed"
+    return "embedded", f"none of {', '.join(PACKAGES)} is installed"
 
 
 def engine_factory(
@@ -52,11 +71,20 @@ def engine_factory(
     for all actors."""
     from rl_core.engines.factory import EngineFactory
 
-    classes = {}
+    classes: dict[str, type[Engine]] = {}
     for name, actor in config.actors.items():
         if not actor.api:
-            classes[name] = engine or (sglang if actor.servers else ENGINES[config.engine])()
+            classes[name] = engine or engine_class(config.engine, bool(actor.servers))
     return EngineFactory(config, classes, make_sampler, classes if local is None else local)
+
+
+def engine_class(name: str, has_servers: bool) -> type[Engine]:
+    """has_servers: the actor samples with servers that run already, which are SGLang's unless the
+    engine of this name has servers."""
+    from rl_core.sampling.engine import WeightOwner
+
+    result = ENGINES[name]()
+    return sglang() if has_servers and result.weight_owner is not WeightOwner.SERVER else result
 
 
 def make_sampler(model: PreTrainedModel) -> Sampler:

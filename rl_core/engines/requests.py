@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -36,7 +37,7 @@ def decoded(tokenizer: Tokenizer, ids: list[int], keeps_special: bool = False) -
     )
 
 
-def check_logprobs(logprobs: list[float | None]) -> None:
+def check_logprobs(logprobs: Sequence[float | None]) -> None:
     """Raises ValueError if a sampled token has no logprob, or NaN."""
     if any(value is None or math.isnan(value) for value in logprobs):
         raise ValueError(

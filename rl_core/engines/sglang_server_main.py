@@ -3,25 +3,13 @@ reads its arguments as JSON from standard input. Only this file imports sglang."
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import signal
-import sys
-from multiprocessing import current_process
 
-PR_SET_PDEATHSIG = 1
+from rl_core.engines.server_child import read_order
 
 
 def main() -> None:
-    # Read from stdin, because every user of the machine can read arguments, and the order has the
-    # key.
-    order = json.load(sys.stdin)
-    # The kernel kills this process when the thread that started it ends.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != order["parent"]:
-        sys.exit("the process that started this one is gone")
-    current_process().authkey = bytes.fromhex(order["authkey"])
+    order = read_order()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

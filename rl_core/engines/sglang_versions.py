@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import re
+
+from rl_core.engines.server_process import numbers
 
 OLDEST = (0, 5, 17)
 # Older versions copy the head's weights to fp32 at each decode step.
@@ -17,10 +18,6 @@ HAS_SESSIONS = (0, 5, 21)
 # Older versions unload no adapter after a queued request for it was aborted: they wait for that
 # request for ever.
 FORGETS_ABORTED = (0, 5, 22)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def installed_version() -> tuple[int, ...]:

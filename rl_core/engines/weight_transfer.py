@@ -1,4 +1,4 @@
-"""Weight transfer from a learner to an SGLang server: by files in host memory, by device memory,
+"""Weight transfer from a learner to an engine's server: by files in host memory, by device memory,
 or by a broadcast."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import safetensors.torch
@@ -23,8 +23,9 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 from rl_core.distributed import addresses_towards
 from rl_core.engines.buckets import Bucket, in_flat_buckets
 from rl_core.engines.remote import in_buckets
+from rl_core.engines.server_process import numbers
 from rl_core.engines.sglang_cuda import unshared_memory
-from rl_core.engines.sglang_versions import HAS_SESSIONS, numbers
+from rl_core.engines.sglang_versions import HAS_SESSIONS
 from rl_core.engines.weights import on_host
 from rl_core.sampling.engine import RESENT_BY_RANKS, EngineSpec, NamedWeights, ServerSpec
 from rl_core.scratch import remove_orphans, scratch_prefix
@@ -66,6 +67,31 @@ def keeps_backup(spec: EngineSpec) -> bool:
     """True if the run's own server keeps its weights on the host while it sleeps. Otherwise the
     learner sends them when it wakes."""
     return choose_transfer(spec) == "files" or spec.resend is None or bool(spec.adapters)
+
+
+class Transfer(Protocol):
+    """Sends a learner's weights to a server."""
+
+    is_atomic: bool  # True if the server loads all weights or none.
+    num_bytes: int  # Bytes sent.
+    files: WeightFiles  # Files of adapters.
+
+    def __init__(self, spec: EngineSpec, ask: Ask): ...
+
+    @property
+    def label(self) -> str:
+        """Label of the newest weights on the server, or "" for the weights of its model."""
+        ...
+
+    @property
+    def has_weights(self) -> bool:
+        """False if load() needs another take() first."""
+        ...
+
+    def take(self, named_weights: NamedWeights) -> None: ...
+    async def load(self) -> None: ...
+    def drop(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class FilesTransfer:

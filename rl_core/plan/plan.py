@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -238,7 +239,10 @@ def choose_engine(
     training samples that need one. Raises ValueError if the engine cannot run here or, for a plan,
     on any machine."""
     if config.engine == "auto" and engine is None:
-        config = replace(config, engine=auto_engine(config))
+        name, reason = auto_engine(config)
+        if reason and config.is_rl and not int(os.environ.get("RANK", 0)):
+            print(f"--engine auto: {name}, because {reason}", file=sys.stderr)
+        config = replace(config, engine=name)
     check_options(config)
     if config.is_rl:
         config = with_top_k(config)

@@ -41,7 +41,7 @@ BLOCKS = [
 # Shell commands of others, and flags of others that pages name.
 SHELL = (
     "pip git cd export cat source for while do done accelerate .ci/run wandb ruff docker "
-    "podman kubectl curl sleep"
+    "podman kubectl vllm curl sleep"
     " pre-commit kill cp mkdir openssl helm"
 )
 OTHERS = {

