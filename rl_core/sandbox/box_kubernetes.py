@@ -65,8 +65,9 @@ class Driver:
         # The client's annotations do not know WebSockets, nor dicts as manifests.
         self.pods: Any = None
         self.execs: Any = None
-        paths = os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)
-        has_file = any(Path(path).expanduser().is_file() for path in filter(None, paths))
+        # The client reads the variable once, when it is imported.
+        self.files = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+        has_file = any(map(os.path.isfile, self.files.split(os.pathsep)))
         self.is_in_cluster = not has_file and "KUBERNETES_SERVICE_HOST" in os.environ
         if not has_file and not self.is_in_cluster:
             raise RuntimeError(
@@ -98,7 +99,9 @@ class Driver:
             namespace = (SERVICE_ACCOUNT / "namespace").read_text()
         else:
             loader: Any = await config.load_kube_config(
-                client_configuration=self.configuration, persist_config=False
+                config_file=self.files,
+                client_configuration=self.configuration,
+                persist_config=False,
             )
             namespace = loader.current_context["context"].get("namespace")
         self.namespace = self.namespace or namespace or "default"

@@ -55,12 +55,29 @@ T = TypeVar("T")
 
 OPEN_S = 300.0  # An image may have to be pulled.
 TRANSFER_S = 120.0
+CHECK_S = 10.0
+NO_RUN = "none"  # The name of no run.
 CLOSE_S = 15.0  # Time to end all boxes when the process ends.
 OPEN_TUNNEL_S, TUNNEL_PAUSE_S = 60.0, 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 NOT_STARTED = (429, 503)  # Statuses of commands that the service did not start.
 MAX_ARGV_BYTES = 4000  # Longer commands become files, as some services send them in a URL.
-START = '[ -z "$1" ] || cd "$1" || exit 126; shift; exec env "$@"'
+# Arguments: a new name, the working folder, variables, and the command. It ends with the command,
+# and holds no stream open then, though processes in the background go on and write: services end a
+# command with its streams. Output that is in the pipes is awaited for 2 seconds.
+START = """
+t=/tmp/.rl_core_$1; mkfifo "$t.o" "$t.e" || exit 125
+exec 4>&2 2>/dev/null
+pump() { exec 3<&0; cat <&3 & c=$!; trap "kill $c" USR1; wait $c; exec cat <&3 >&2 4>&2; }
+pump <"$t.o" & p=$!
+pump <"$t.e" >&4 & q=$!
+( rm -f "$t.o" "$t.e"; [ -z "$2" ] || cd "$2" || exit 126; shift 2; exec env "$@"
+) >"$t.o" 2>"$t.e" 4>&-
+code=$?
+trap "kill -USR1 $p $q; exit $code" ALRM
+( sleep 2 & s=$!; trap 'kill $s; exit' TERM; wait $s && kill -ALRM $$ ) >&2 4>&2 & w=$!
+wait $p; wait $q; kill $w; exit $code
+"""
 MOVE = ENTER + 'mkdir -p "$(dirname "$1")" && rm -f "$1" && mv "$3" "$1" && chmod "$2" "$1"'
 COPY = ENTER + (
     f'[ -e "$1" ] || exit {NO_FILE}; [ -f "$1" ] || exit {NOT_REGULAR}; head -c "$2" "$1" > "$3"'
@@ -110,7 +127,6 @@ class BoxService:
         self.renewing: asyncio.Task[Any] | None = None
         self.tasks: set[asyncio.Future[Any]] = set()  # Kept from the garbage collector.
         threading.Thread(target=self.loop.run_forever, name=f"{name} boxes", daemon=True).start()
-        atexit.register(self.close_all)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` in the service's event loop."""
@@ -266,15 +282,21 @@ class BoxService:
         if os.getpid() == self.pid and self.loop.is_running():
             asyncio.run_coroutine_threadsafe(self.kill(sandbox), self.loop)
 
-    def close_all(self) -> None:
-        """Kills all boxes, at the end of the process."""
-        if os.getpid() != self.pid:
-            return
+    def close(self) -> None:
+        """Kills all boxes."""
         ending = asyncio.run_coroutine_threadsafe(self.end(), self.loop)
-        with suppress(Exception):  # Nobody is left to read it; kill() warns.
+        with suppress(TimeoutError):
             ending.result(CLOSE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def check(self) -> None:
+        """Raises RemoteError if the service does not answer, or refuses this user."""
+        asking = self.call("a request", lambda: self.driver.reap(NO_RUN), retry_s=CHECK_S)
+        asyncio.run_coroutine_threadsafe(asking, self.loop).result()
 
     async def end(self) -> None:
+        if self.renewing is not None:
+            self.renewing.cancel()
         killing = [self.kill(sandbox) for sandbox in [*self.sandboxes.values()]]
         await asyncio.gather(*killing, return_exceptions=True)
         await self.driver.close()
@@ -295,8 +317,17 @@ class BoxServices:
                 self.by_key[key] = BoxService(name, self.settings)
             return self.by_key[key]
 
+    def close(self) -> None:
+        """Kills all remote boxes of this process, but none of its parent's."""
+        with self.lock:
+            services = [service for key, service in self.by_key.items() if key[0] == os.getpid()]
+            self.by_key.clear()
+        for service in services:
+            service.close()
+
 
 SERVICES = BoxServices()
+atexit.register(SERVICES.close)
 
 
 class RemoteBox:
@@ -362,7 +393,8 @@ class RemoteBox:
             argv = [SHELL, "sh", command]
         else:
             argv = [ENTER + 'exec "$@"', "sh", *command]
-        argv = ["/bin/sh", "-c", START, "sh", cwd, *shown, "/bin/sh", "-c", *argv]
+        run = ["/bin/sh", "-c", START, "sh", secrets.token_hex(8), cwd, *shown]
+        argv = [*run, "/bin/sh", "-c", *argv]
         data = stdin.encode(errors="surrogateescape")
         return await self.service.run(self.run_command(argv, mark, data, timeout_s))
 

@@ -49,8 +49,7 @@ def check_machine(driver: str = "", image: str = "") -> None:
     errors = []
     driver = driver or SERVICES.settings.box_driver
     if driver in REMOTE_DRIVERS:
-        SERVICES.get(driver)
-        return
+        return SERVICES.get(driver).check()
     if not image and driver in ("", "bubblewrap"):
         try:
             return check_bwrap()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from aiohttp import WSMsgType, web
 
+FAULT = web.RequestKey("fault", object)
 TOKEN = "a-secret-token"
 NAMESPACE = "runs"
 ROOT = "--tmpfs / --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib"
@@ -110,7 +111,7 @@ class KubeServer:
         if isinstance(fault, tuple):
             status, headers, message = fault
             return failure(status, message, headers)
-        request["fault"] = fault
+        request[FAULT] = fault
         return await handler(request)
 
     async def create(self, request: web.Request) -> web.Response:
@@ -200,7 +201,7 @@ class KubeServer:
         socket = web.WebSocketResponse(protocols=["v4.channel.k8s.io"], compress=False)
         await socket.prepare(request)
         assert socket.ws_protocol == "v4.channel.k8s.io"
-        if request["fault"] == "hang":
+        if request[FAULT] == "hang":
             await socket.receive()
             return socket
         has_stdin = request.query["stdin"] == "True"
@@ -215,7 +216,7 @@ class KubeServer:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        if request["fault"] == "cut":
+        if request[FAULT] == "cut":
             await asyncio.sleep(0.3)
             request.transport.abort()
             return socket

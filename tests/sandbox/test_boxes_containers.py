@@ -1,16 +1,19 @@
-"""Boxes in real containers. scripts/test_containers.sh runs these: they need docker or podman, and
-an image in RL_CORE_TEST_IMAGE."""
+"""Boxes by every driver. Containers need docker or podman, and an image in RL_CORE_TEST_IMAGE
+(scripts/test_containers.sh); remote drivers are tried at servers of these tests."""
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import kube_server
 import pytest
 
 from rl_core.sandbox import boxes
+from rl_core.sandbox.box_settings import Root
 from rl_core.sandbox.engines import ask_engine, find_engine
 
 IMAGE = os.environ.get("RL_CORE_TEST_IMAGE", "")
@@ -20,20 +23,63 @@ needs_image = pytest.mark.skipif(
 NAMES = ["ps", "--all", "--format", "{{.Names}}"]
 
 
-def in_box(work, **settings):
-    async def run():
-        async with await boxes.open({"image": IMAGE}, **settings) as box:
+def at_kubernetes(tmp_path, monkeypatch):
+    if reason := kube_server.missing():
+        pytest.skip(reason)
+    with kube_server.KubeServer(tmp_path) as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        yield "kubernetes"
+        boxes.SERVICES.close()
+
+
+def at_engine(tmp_path, monkeypatch):
+    if not IMAGE:
+        pytest.skip("no container runtime: scripts/test_containers.sh")
+    yield ""
+
+
+def at_bubblewrap(tmp_path, monkeypatch):
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    yield "bubblewrap"
+
+
+DRIVERS = {"engine": at_engine, "bubblewrap": at_bubblewrap, "kubernetes": at_kubernetes}
+
+
+@pytest.fixture(params=DRIVERS)
+def driver_row(request, tmp_path_factory, monkeypatch):
+    """A row whose boxes are opened by one driver."""
+    making = DRIVERS[request.param](tmp_path_factory.mktemp("service"), monkeypatch)
+    row = {"box_driver": next(making)}
+    if request.param == "engine":
+        row["image"] = IMAGE
+    yield row
+    next(making, None)
+
+
+@pytest.fixture
+def in_box(driver_row):
+    """in_box(work) -> what work(box) returns."""
+
+    async def run(work):
+        async with await boxes.open(driver_row) as box:
             return await work(box)
 
-    return asyncio.run(run())
+    return lambda work: asyncio.run(run(work))
 
 
 @pytest.mark.parametrize(
     "settings, why",
     [
-        ({"driver": "lxc"}, "is not one of bubblewrap, docker, podman"),
+        ({"driver": "lxc"}, "is not one of bubblewrap, docker, podman, kubernetes"),
         ({"driver": "docker"}, "needs an image"),
         ({"driver": "bubblewrap", "image": "a:1"}, "needs driver docker or podman"),
+        (
+            {"driver": "kubernetes", "binds": {"/a": "/tmp:rw"}},
+            "/a: a box by kubernetes gets copies",
+        ),
+        ({"driver": "kubernetes", "root": Root(layers=())}, "by kubernetes has no root="),
     ],
 )
 def test_settings_that_contradict_are_refused(settings, why):
@@ -47,15 +93,13 @@ def test_an_image_without_an_engine_says_what_is_missing(monkeypatch):
         asyncio.run(boxes.open({"image": "a:1"}))
 
 
-@needs_image
-def test_a_command_has_its_output_and_status():
+def test_a_command_has_its_output_and_status(in_box):
     result = in_box(lambda box: box.exec("cat; echo bad >&2; pwd; exit 3", stdin="good\n"))
     assert (result.code, result.stderr, result.timed_out) == (3, "bad\n", False)
     assert result.stdout.splitlines()[0] == "good"
 
 
-@needs_image
-def test_files_are_put_and_got_inside_alone(tmp_path):
+def test_files_are_put_and_got_inside_alone(in_box, tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/run.sh").write_text("echo ran")
     (tmp_path / "deep/run.sh").chmod(0o755)
@@ -76,11 +120,10 @@ def test_files_are_put_and_got_inside_alone(tmp_path):
     assert (tmp_path / "deep/run.sh").read_text() == "echo ran"
 
 
-@needs_image
-def test_at_a_deadline_its_processes_end_and_others_go_on():
+def test_at_a_deadline_its_processes_end_and_others_go_on(in_box):
     async def work(box):
         await box.exec("sleep 1111 >/dev/null 2>&1 &", timeout_s=60)
-        late = await box.exec("setsid sleep 2222 & sleep 3333", timeout_s=10)
+        late = await box.exec("setsid sleep 2222 & sleep 3333", timeout_s=10 if IMAGE else 1.5)
         observed = await box.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
         await box.end_processes()
         left = await box.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
@@ -94,13 +137,87 @@ def test_at_a_deadline_its_processes_end_and_others_go_on():
     assert timed_out and are_running == [True, False, False] and "sleep 1111" not in left
 
 
-@needs_image
-def test_a_command_that_kills_all_leaves_the_box_working():
+def test_a_command_that_kills_all_leaves_the_box_working(in_box):
     async def work(box):
         await box.exec("kill -9 -1; kill -9 1")
         return (await box.exec("echo works; cat /proc/net/route | wc -l")).stdout
 
     assert in_box(work) == "works\n1\n"
+
+
+def test_output_without_end_keeps_its_beginning_and_its_end(in_box):
+    async def work(box):
+        return await box.exec("echo first; head -c 50000000 /dev/zero | tr '\\0' a; echo last")
+
+    result = in_box(work)
+    assert result.stdout.startswith("first\na") and result.stdout.endswith("alast\n")
+    assert "bytes left out" in result.stdout and len(result.stdout) < 1_100_000
+
+
+def test_output_that_never_stops_ends_at_the_deadline(in_box):
+    result = in_box(lambda box: box.exec("yes", timeout_s=1))
+    assert result.timed_out and result.stdout.startswith("y\ny\n")
+
+
+def test_a_command_that_never_reads_its_stdin_ends_well(in_box):
+    result = in_box(lambda box: box.exec("echo done", stdin="x" * 10_000_000))
+    assert (result.code, result.stdout) == (0, "done\n")
+
+
+def test_links_in_a_folder_that_is_put_stay_links(in_box, tmp_path):
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/link").symlink_to(tmp_path / "secret")
+
+    async def work(box):
+        await box.put("/tests", tmp_path / "tests")
+        return (await box.exec("readlink /tests/link; cat /tests/link")).stdout
+
+    assert in_box(work) == f"{tmp_path}/secret\n"
+
+
+def test_a_cancelled_command_is_killed(in_box):
+    async def work(box):
+        command = asyncio.ensure_future(box.exec("sleep 1000 & echo $! > /tmp/pid; wait"))
+        await box.exec("until [ -s /tmp/pid ]; do sleep 0.01; done")
+        command.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await command
+        gone = await box.exec("while kill -0 $(cat /tmp/pid); do sleep 0.01; done", timeout_s=30)
+        assert not gone.timed_out
+
+    in_box(work)
+
+
+def test_a_background_process_serves_later_commands(in_box):
+    async def work(box):
+        await box.exec("(while true; do echo noise; sleep 0.01; done) & echo $! > /tmp/pid")
+        await asyncio.sleep(0.1)
+        return (await box.exec("kill -0 $(cat /tmp/pid) && echo alive")).stdout
+
+    assert in_box(work) == "alive\n"
+
+
+def test_a_box_serves_several_event_loops_and_ends_when_it_is_closed(driver_row):
+    box = asyncio.run(boxes.open(driver_row))
+    asyncio.run(box.put("note", "x"))
+    assert asyncio.run(box.get("note")) == b"x"
+    asyncio.run(box.close())
+    asyncio.run(box.close())
+    for call in (box.exec("true"), box.put("note", "x"), box.get("note")):
+        with pytest.raises(boxes.BoxEnded):
+            asyncio.run(call)
+
+
+def test_a_command_of_any_length_has_its_words_and_variables(in_box):
+    words = ["it's", "a\nb", "x" * 100_000]
+
+    async def work(box):
+        done = await box.exec(["printf", "%s|", *words], environ={"A": "it's"})
+        named = await box.exec("echo $A; pwd", environ={"A": "it's b"}, cwd="/tmp")
+        return done.stdout, named.stdout
+
+    assert in_box(work) == ("it's|a\nb|" + "x" * 100_000 + "|", "it's b\n/tmp\n")
 
 
 @needs_image
@@ -129,7 +246,11 @@ def test_a_cancelled_command_is_cancelled_though_the_engine_fails(monkeypatch):
             with pytest.raises(asyncio.CancelledError):
                 await command
 
-    in_box(work)
+    async def run():
+        async with await boxes.open({"image": IMAGE}) as box:
+            await work(box)
+
+    asyncio.run(run())
 
 
 @needs_image
