@@ -29,16 +29,16 @@ from rl_core.sandbox.engines import (
     bind_flags,
     memory_flags,
     remove_line,
+    right_flags,
     run_line,
 )
 from rl_core.sandbox.output import MAX_OUTPUT_BYTES, Output
+from rl_core.sandbox.sidecars import OPEN_S, container_name, start_sidecars
+from rl_core.scratch import scratch_prefix
 
-OPEN_S = 300.0  # an image may have to be pulled
 TRANSFER_S = 120.0
 DRAIN_S = 2.0  # Output that is still in the pipes at a command's end is awaited so long.
 SHM = "64m"
-# Installers and shells of images need these rights of root.
-RIGHTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID", "KILL"]
 # The first process: it ends with its stdin, which is its owner's, and cannot be killed from inside.
 KEEP = (
     "exec 3<&0; echo ready; "
@@ -61,15 +61,16 @@ GET = ENTER + (
 )
 
 
-def end_container(engine: str, name: str, client: subprocess.Popen, owner: int) -> None:
+def end_container(engine: str, names: list[str], client: subprocess.Popen, owner: int) -> None:
     """Its first process ends with its stdin; the engine removes the rest by force. In a fork of the
-    owner it only forgets the container."""
+    owner it only forgets the container. `names`: services of the box, then the box."""
     with suppress(OSError):
         client.stdin.close()
     if os.getpid() != owner:
         return
-    with suppress(OSError, subprocess.TimeoutExpired):  # An engine that hangs holds up nobody.
-        ask_engine(engine, remove_line(engine, [name])[1:])
+    for name in names:
+        with suppress(OSError, subprocess.TimeoutExpired):  # An engine that hangs holds up nobody.
+            ask_engine(engine, remove_line(engine, [name])[1:])
     client.kill()
     client.wait()
     client.stdout.close()
@@ -80,14 +81,16 @@ class ContainerBox:
     """One box. It is never emptied for another: its image's files may have changed."""
 
     can_be_reset = False
+    scratch: tempfile.TemporaryDirectory[str] | None = None  # Files that services see.
 
     def __init__(self, settings: BoxSettings):
         self.settings = settings
         self.engine = settings.driver
         self.name = f"rl-core-box-{secrets.token_hex(6)}"
         self.client = self.start()
+        names = [container_name(self.name, each) for each in settings.sidecars]
         self.finalizer = weakref.finalize(
-            self, end_container, self.engine, self.name, self.client, os.getpid()
+            self, end_container, self.engine, [*names, self.name], self.client, os.getpid()
         )
 
     def start(self) -> subprocess.Popen:
@@ -97,8 +100,10 @@ class ContainerBox:
         line += memory_flags(f"{limits.memory_mib}m")
         if limits.cpus:
             line += ["--cpus", f"{limits.cpus:g}"]
-        for right in RIGHTS:
-            line += ["--cap-add", right]
+        line += right_flags()
+        for sidecar in self.settings.sidecars:
+            for name in sidecar.host_names:
+                line += ["--add-host", f"{name}:127.0.0.1"]
         for inside, path in self.settings.binds:
             line += bind_flags(path.removesuffix(":rw"), inside, path.endswith(":rw"))
         return subprocess.Popen(
@@ -120,6 +125,10 @@ class ContainerBox:
             if not hello:
                 reason = await asyncio.to_thread(box.client.stderr.read)
                 raise OSError(reason.decode(errors="replace").strip()[-2000:])
+            if settings.sidecars:
+                box.scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix("hosts"))
+                hosts = Path(box.scratch.name, "hosts")
+                await start_sidecars(box.engine, box.name, settings, hosts)
         except BaseException:
             # Otherwise a thread waits for the output of an engine that hangs.
             box.client.kill()

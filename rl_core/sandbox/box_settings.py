@@ -38,6 +38,41 @@ class Root:
     workdir: str = ""  # writable though in a protected folder
 
 
+@dataclass(kw_only=True, slots=True)
+class HealthCheck:
+    """A command that succeeds once a box or a service is ready. A text is for the shell."""
+
+    command: str | list[str]
+    interval_sec: float = 5.0
+    timeout_sec: float = 30.0
+    start_period_sec: float = 0.0  # Failures before this time are not counted.
+    start_interval_sec: float = 5.0
+    retries: int = 3
+
+
+@dataclass(kw_only=True, slots=True)
+class Sidecar:
+    """A service next to a box: a container that shares the box's network.
+
+    Example: Sidecar(name="db", image="postgres:16", environ={"POSTGRES_PASSWORD": "x"})
+    """
+
+    name: str
+    image: str
+    host_names: list[str] = field(default_factory=list)  # Names of 127.0.0.1 in the box.
+    entrypoint: list[str] | None = None  # None: the image's.
+    command: list[str] = field(default_factory=list)  # Empty: the image's.
+    environ: dict[str, str] = field(default_factory=dict)
+    binds: dict[str, str] = field(default_factory=dict)  # Path inside -> path of the host.
+    tmpfs: list[str] = field(default_factory=list)
+    volumes: list[str] = field(default_factory=list)  # Paths of volumes that no other shares.
+    user: str = ""
+    workdir: str = ""
+    check: HealthCheck | None = None
+    # Name of a service that is ready before -> its condition, as in a compose file.
+    waits_for: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class BoxSettings:
     driver: str
@@ -48,6 +83,7 @@ class BoxSettings:
     binds: tuple[tuple[str, str], ...] = ()
     # Bubblewrap only: the box's root folder instead of this machine's system.
     root: Root | None = None
+    sidecars: Sequence[Sidecar] = ()  # Docker and podman only, in the order of their start.
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,13 +8,16 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 ENGINES = ("docker", "podman")
 OWNER = "rl_core.owner"  # label: HOST PID START of the process that asked for the container
-HARDENED = ["--rm", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-HARDENED += ["--log-driver", "none"]
+CONFINED = ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+HARDENED = ["--rm", *CONFINED, "--log-driver", "none"]
+# Installers, shells and services of images need these rights of root.
+RIGHTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID", "KILL"]
 ENGINE_S = 60.0  # The deadline of an engine that lists or removes containers.
 
 
@@ -37,13 +40,24 @@ def bind_flags(source: str | Path, target: str, writable: bool = False) -> list[
 
 
 def remove_line(engine: str, names: list[str]) -> list[str]:
-    return [engine, "rm", "--force", *names]
+    """Removes containers with their unnamed volumes, and those that share their networks."""
+    more = ["--depend", "--time", "0"] if engine == "podman" else []  # Docker does so anyway.
+    return [engine, "rm", "--force", "--volumes", *more, *names]
 
 
-def ask_engine(engine: str, args: list[str]) -> str:
+def right_flags(rights: Sequence[str] = RIGHTS) -> list[str]:
+    return [flag for right in rights for flag in ("--cap-add", right)]
+
+
+def ask_engine(engine: str, args: list[str], timeout_s: float = ENGINE_S) -> str:
     """The output of the engine. Raises OSError with its stderr."""
     done = subprocess.run(
-        [engine, *args], capture_output=True, text=True, timeout=ENGINE_S, check=False
+        [engine, *args],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
     )
     if done.returncode:
         raise OSError(" ".join(done.stderr.split())[:300])

@@ -14,7 +14,7 @@ from stage import cast, run
 from test_boxed import ASK, ROW
 
 from rl_core.environments.env_file import load_env
-from rl_core.sandbox.engines import find_engine
+from rl_core.sandbox.engines import ask_engine, find_engine
 from rl_core.tools.cli import main
 
 IMAGE = os.environ.get("RL_CORE_TEST_IMAGE", "")
@@ -65,3 +65,73 @@ def test_a_task_in_a_container_is_solved_by_its_solution_and_not_by_nothing(
     report = json.loads(capsys.readouterr().out)
     [verdict] = report["oracle"]
     assert (verdict["task"], verdict["oracle"], verdict["nothing"]) == ("make-file", 1.0, 0.0)
+
+
+COMPOSE = """\
+services:
+  main:
+    depends_on: {api: {condition: service_healthy}}
+  seed:
+    image: ${IMAGE}
+    command: sh -c "echo $$WORD"
+    environment: [WORD=x]
+  api:
+    build: {context: ./api, args: {BASE: "${IMAGE}"}}
+    command: [python3, -m, http.server, "5000", --directory, /data]
+    volumes: ["./data:/data"]
+    depends_on: {seed: {condition: service_completed_successfully}}
+    healthcheck:
+      test: [CMD, python3, -c, "import socket; socket.create_connection(('api', 5000))"]
+      interval: 200ms
+      retries: 50
+"""
+TOML = """\
+version = "1.0"
+[environment]
+allow_internet = false
+env.IMAGE = "{image}"
+[[steps]]
+name = "fetch"
+[[steps]]
+name = "fetch-again"
+"""
+FETCH = """\
+#!/usr/bin/env python3
+import urllib.request
+word = urllib.request.urlopen("http://api:5000/word").read().decode()
+"""
+SOLVE = 'open("/app/word", "w").write(word)\n'
+CHECK = """\
+try:
+    is_right = open("/app/word").read() == word
+except FileNotFoundError:
+    is_right = False
+open("/logs/verifier/reward.txt", "w").write(str(int(is_right)))
+"""
+
+
+def test_a_task_with_services_is_played_in_containers(tmp_path, monkeypatch, capsys):
+    """Each step ends all processes of the agent's box, and the services run on."""
+    engine = find_engine("this test")
+    files = {"environment/docker-compose.yaml": COMPOSE, "environment/data/word": "yes"}
+    files["environment/Dockerfile"] = f"FROM {IMAGE}\nWORKDIR /app\n"
+    files["environment/api/Dockerfile"] = "ARG BASE\nFROM ${BASE}\n"
+    files |= {"task.toml": TOML.format(image=IMAGE), "tests/test.sh": FETCH + CHECK}
+    files |= {f"steps/{name}/instruction.md": "Go." for name in ("fetch", "fetch-again")}
+    files["solution/solve.sh"] = FETCH + SOLVE
+    for name, text in files.items():
+        (tmp_path / "task" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "task" / name).write_text(text)
+    monkeypatch.setenv("HARBOR_DRIVER", engine)
+    env, before = str(ROOT / "envs/harbor.py"), ask_engine(engine, ["ps", "--all", "--quiet"])
+    assert main(["check", env, "--data.train", str(tmp_path), "--oracle", "--json"]) == 0
+    [verdict] = json.loads(capsys.readouterr().out)["oracle"]
+    assert (verdict["oracle"], verdict["nothing"]) == (1.0, 0.0), verdict
+    assert ask_engine(engine, ["ps", "--all", "--quiet"]) == before
+    # A service that fails ends the episode with its output, and leaves nothing.
+    file = tmp_path / "task/environment/docker-compose.yaml"
+    file.write_text(COMPOSE.replace("echo $$WORD", "echo oh no; exit 3"))
+    assert main(["check", env, "--data.train", str(tmp_path), "--oracle", "--json"]) == 1
+    [verdict] = json.loads(capsys.readouterr().out)["oracle"]
+    assert "the service seed is not ready: it ended with exit code 3: oh no" in verdict["error"]
+    assert ask_engine(engine, ["ps", "--all", "--quiet"]) == before

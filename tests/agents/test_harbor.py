@@ -155,15 +155,11 @@ def test_what_is_not_played_is_told_with_its_file(make, toml, error):
         read_task(make(toml=toml))
 
 
-def test_missing_files_and_compositions_are_told(make):
+def test_missing_files_are_told(make):
     with pytest.raises(ValueError, match=r"needs tests/test\.sh"):
         read_task(make(test=None))
     with pytest.raises(ValueError, match="needs environment/Dockerfile, or docker_image"):
         read_task(make(dockerfile=None))
-    composed = make()
-    (composed / "environment/docker-compose.yaml").write_text("services: {}\n")
-    with pytest.raises(ValueError, match=r"docker-compose\.yaml wants several containers"):
-        read_task(composed)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Template
@@ -319,15 +319,20 @@ def fetch(url: str, timeout_s: float, instruction: Instruction) -> bytes:
         raise failure(instruction, "could not fetch a URL", str(error)) from None
 
 
-def build_image(engine: str, folder: Path, timeout_s: float, network: bool = True) -> str:
+def build_image(
+    engine: str, folder: Path, timeout_s: float, network: bool = True, flags: Sequence[str] = ()
+) -> str:
     """Builds the image of a folder with a Dockerfile, unless the engine has it, and returns its
     name. Concurrent calls build it once. Raises RuntimeError if the build fails."""
-    image = f"rl_core_task:{digest_of(folder)}"
+    tag = digest_of(folder)
+    if flags:
+        tag = hashlib.sha256("\0".join([tag, *flags]).encode()).hexdigest()[:16]
+    image = f"rl_core_task:{tag}"
     lock = Path(tempfile.gettempdir()) / f"{image.replace(':', '_')}.{os.getuid()}.lock"
     with lock.open("w") as held:
         lock_within(timeout_s + 2 * ENGINE_S, held, image)
         inspecting = [engine, "image", "inspect", image]
-        command = [engine, "build", "--tag", image, str(folder)]
+        command = [engine, "build", "--tag", image, *flags, str(folder)]
         if not network:
             command[2:2] = ["--network", "none"]
         try:

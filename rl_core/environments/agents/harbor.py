@@ -10,18 +10,19 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from rl_core.data.episodes import WROTE, failure_reason
 from rl_core.environments.agents.dockerfile import Build, build_image, read_instructions
+from rl_core.environments.agents.harbor_compose import MAIN, ComposeBuild
 from rl_core.environments.agents.harbor_tasks import (
     NETWORKS,
     HarborStep,
     HarborTask,
-    HealthCheck,
+    check_services,
     driver_of,
     lines_of_tests,
     network_needed,
@@ -42,8 +43,9 @@ from rl_core.environments.agents.verifier_tools import VerifierTools, bounded, f
 from rl_core.sampling.hooks import finite_parts
 from rl_core.sandbox import boxes
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS
-from rl_core.sandbox.box_settings import Box, Root
+from rl_core.sandbox.box_settings import Box, Root, Sidecar
 from rl_core.sandbox.roots import installers_environ
+from rl_core.sandbox.sidecars import is_healthy
 
 TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
 HOME = (
@@ -480,24 +482,6 @@ def score_of_steps(scores: Sequence[VerifierScore], strategy: str) -> VerifierSc
     return score
 
 
-async def is_healthy(
-    check: HealthCheck | None, run: Callable[[str, float], Awaitable[boxes.ExecResult]]
-) -> bool:
-    """True as soon as a run of the command succeeds; False after `retries` failures."""
-    if check is None:
-        return True
-    counted_from, num_failures = time.monotonic() + check.start_period_sec, 0
-    while True:
-        is_starting = time.monotonic() < counted_from
-        done = await run(check.command, check.timeout_sec)
-        if done.code == 0 and not done.timed_out:
-            return True
-        num_failures += not is_starting
-        if num_failures >= check.retries:
-            return False
-        await asyncio.sleep(check.start_interval_sec if is_starting else check.interval_sec)
-
-
 def ended(done: boxes.ExecResult) -> str:
     """The way a script ended, for an error."""
     return "ran out of time" if done.timed_out else f"ended with exit code {done.code}"
@@ -526,8 +510,11 @@ class TaskBoxes:
         if time.monotonic() - noted_at < self.retry_s:
             raise RuntimeError(error)
         driver = driver_of(self.driver)
+        check_services(task, driver)
         name, image, root = await self.image_name(task, driver), None, None
-        workdir = task.environment.workdir or ""
+        sidecars = await self.build_sidecars(task, driver)
+        main = task.composition.main if task.composition else Sidecar(name=MAIN, image="")
+        workdir = task.environment.workdir or main.workdir
         if not name and (image := await self.image_of(task)):
             workdir = workdir or image.cwd
             layers, protected = tuple(image.layers), tuple(image.protected)
@@ -538,11 +525,12 @@ class TaskBoxes:
             image=name,
             limits=task.limits,
             network=self.network and task.allows_network,
-            binds=binds,
+            binds=main.binds | dict(binds or {}),
             root=root,
+            sidecars=sidecars,
         )
         async with box:
-            environ = dict(task.environment.env)
+            environ = main.environ | task.environment.env
             is_built = driver not in REMOTE_DRIVERS or task.environment.docker_image
             if name and is_built:
                 workdir = workdir or (await box.exec("pwd")).stdout.rstrip("\n")
@@ -564,8 +552,9 @@ class TaskBoxes:
             )
             if image is None and not name:
                 opened.programs = await opened.hash_programs()
-            if not await is_healthy(task.environment.healthcheck, opened.exec):
-                raise RuntimeError(f"{task.folder}: the healthcheck of [environment] failed")
+            for check in (task.environment.healthcheck, main.check):
+                if not await is_healthy(check, opened.exec):
+                    raise RuntimeError(f"{task.folder}: the box's healthcheck failed")
             yield opened
 
     def note_tools_missing(self, folder: Path, error: str) -> None:
@@ -577,12 +566,27 @@ class TaskBoxes:
             return ""
         if driver in REMOTE_DRIVERS:
             return remote_image(task, driver)
+        if task.composition is not None and MAIN in task.composition.builds:
+            return await self.build(task, driver, task.composition.builds[MAIN])
         if task.environment.docker_image or not driver:
             return task.environment.docker_image or ""
-        context, limit_s = task.dockerfile.parent, task.environment.build_timeout_sec
+        return await self.build(task, driver, ComposeBuild(context=task.dockerfile.parent))
+
+    async def build(self, task: HarborTask, engine: str, build: ComposeBuild) -> str:
+        limit_s, network = task.environment.build_timeout_sec, self.networks["build"]
         return await asyncio.to_thread(
-            build_image, driver, context, limit_s, self.networks["build"]
+            build_image, engine, build.context, limit_s, network, build.flags
         )
+
+    async def build_sidecars(self, task: HarborTask, engine: str) -> list[Sidecar]:
+        """The services of a task's compose file, with their images."""
+        sidecars = []
+        for sidecar in task.composition.sidecars if task.composition else ():
+            assert task.composition is not None
+            build = task.composition.builds.get(sidecar.name)
+            image = await self.build(task, engine, build) if build else sidecar.image
+            sidecars.append(replace(sidecar, image=image))
+        return sidecars
 
     async def image_of(self, task: HarborTask) -> Image | None:
         """The image of a task that installs software, for a box of bubblewrap; None for a task

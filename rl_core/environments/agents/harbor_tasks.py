@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rl_core.environments.agents.dockerfile import read_instructions
+from rl_core.environments.agents.harbor_compose import MAIN, Composition, read_compose
 from rl_core.environments.agents.image_root import argument_of, cached_phases, check_bases
 from rl_core.environments.agents.installs import (
     Line,
@@ -23,7 +24,8 @@ from rl_core.environments.agents.installs import (
     network_lines,
 )
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES
-from rl_core.sandbox.box_settings import BoxLimits
+from rl_core.sandbox.box_settings import BoxLimits, HealthCheck
+from rl_core.sandbox.engines import ENGINES
 from rl_core.sandbox.roots import unreachable_mirrors
 from rl_core.types import JSON, Row
 
@@ -78,18 +80,6 @@ class ScriptSection:
 @dataclass(kw_only=True, slots=True)
 class AgentSection:
     timeout_sec: float | None = None
-
-
-@dataclass(kw_only=True, slots=True)
-class HealthCheck:
-    """A command that succeeds once the box is ready."""
-
-    command: str
-    interval_sec: float = 5.0
-    timeout_sec: float = 30.0
-    start_period_sec: float = 0.0  # Failures before this time are not counted.
-    start_interval_sec: float = 5.0
-    retries: int = 3
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,6 +150,7 @@ class HarborTask:
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     steps: list[HarborStep] = field(default_factory=list)
     multi_step_reward_strategy: Literal["mean", "final"] | None = None
+    composition: Composition | None = field(init=False, default=None)
 
     @property
     def dockerfile(self) -> Path:
@@ -272,13 +263,6 @@ def topmost(folders: Sequence[Path], name: str) -> Path:
 def check_task(task: HarborTask, file: Path) -> None:
     """Fills in defaults of variables. Raises TaskRefused."""
     environment = task.environment
-    for name in COMPOSE:
-        if (task.folder / "environment" / name).exists():
-            raise TaskRefused(
-                f"{task.folder}: environment/{name} wants several containers, and a box is one; "
-                "leave this task out",
-                "several containers",
-            )
     if environment.os.lower() != "linux":
         raise TaskRefused(
             f"{file}: environment.os = {environment.os!r}; boxes have Linux", "Windows"
@@ -291,11 +275,29 @@ def check_task(task: HarborTask, file: Path) -> None:
             raise TaskRefused(f"{file}: the task needs {need}, and a box has none", need)
     for section in (environment, task.solution, *verifiers):
         section.env = with_defaults(section.env, file)
-    if not task.dockerfile.is_file() and not environment.docker_image:
+    read_composition(task)
+    is_built = task.composition is not None and MAIN in task.composition.builds
+    if not is_built and not task.dockerfile.is_file() and not environment.docker_image:
         raise TaskRefused(
             f"{task.folder}: needs environment/Dockerfile, or docker_image",
             "no environment/Dockerfile",
         )
+
+
+def read_composition(task: HarborTask) -> None:
+    """Reads environment/docker-compose.yaml, if there is one. Raises TaskRefused."""
+    environment = task.environment
+    files = [task.folder / "environment" / name for name in COMPOSE]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
+        return
+    variables = environment.env | {"PREBUILT_IMAGE_NAME": environment.docker_image or ""}
+    try:
+        task.composition = composition = read_compose(file, variables)
+    except ValueError as error:
+        raise TaskRefused(str(error), f"an unsupported {file.name}") from None
+    if MAIN not in composition.builds and composition.main.image:
+        environment.docker_image = composition.main.image
 
 
 def is_separate(verifier: ScriptSection) -> bool:
@@ -348,6 +350,7 @@ def check_driver(
 ) -> Line | None:
     """The first line that needs a network. Raises TaskRefused for a Dockerfile that boxes of this
     driver cannot carry out, and for a line that needs a network which its phase lacks."""
+    check_services(task, driver)
     if driver in REMOTE_DRIVERS:
         remote_image(task, driver)
         return None
@@ -362,6 +365,20 @@ def check_driver(
     except ValueError as error:
         raise TaskRefused(str(error), "a Dockerfile that needs docker or podman") from None
     return network_needed(task, networks)
+
+
+def check_services(task: HarborTask, driver: str) -> None:
+    """Raises TaskRefused for a task of several containers without docker or podman."""
+    composition = task.composition
+    if composition is not None and driver not in ENGINES:
+        names = [sidecar.name for sidecar in composition.sidecars]
+        names += [f"a build of {MAIN}"] if MAIN in composition.builds else []
+        if names:
+            raise TaskRefused(
+                f"{task.folder}: docker-compose.yaml has {', '.join(names)}, and a box by "
+                f"{driver or 'bubblewrap'} is one container; set HARBOR_DRIVER=docker or podman",
+                "several containers",
+            )
 
 
 def remote_image(task: HarborTask, driver: str) -> str:

@@ -1,0 +1,133 @@
+"""Compose files of tasks in Harbor's format: services, and files that reach for this machine.
+tests/agents/test_boxed_containers.py plays a task with services."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+from test_harbor import DOCKERFILE, TEST, TOML, in_box, needs_bwrap
+
+from rl_core.environments.agents.harbor_tasks import check_driver, read_task
+
+
+def composed(folder, services, more=""):
+    """A task whose compose file has these services."""
+    text = f"services:\n{textwrap.indent(services, '  ')}\n{more}"
+    files = {"docker-compose.yaml": text, "Dockerfile": DOCKERFILE, "inside": "X=y\n"}
+    files = {f"environment/{name}": text for name, text in files.items()}
+    files |= {"task.toml": f'{TOML}env.TAG = "16"\n', "instruction.md": "Go."}
+    for name, text in (files | {"tests/test.sh": TEST}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+IN_DB = "db:\n  image: postgres\n  "
+HOST = "reaches this machine"
+
+
+@pytest.mark.parametrize(
+    "services, error",
+    [
+        (IN_DB + "privileged: true", rf"services\.db\.privileged: True {HOST}"),
+        (IN_DB + "network_mode: host", rf"services\.db\.network_mode: 'host' {HOST}"),
+        (IN_DB + "network_mode: container:x", rf"'container:x' {HOST}"),
+        (IN_DB + "pid: host", rf"services\.db\.pid: 'host' {HOST}"),
+        (IN_DB + "devices: [/dev/kvm]", rf"services\.db\.devices: .*{HOST}"),
+        (IN_DB + "cap_add: [SYS_ADMIN]", rf"the right SYS_ADMIN {HOST}"),
+        (IN_DB + "security_opt: ['seccomp:unconfined']", rf"'seccomp:unconfined' {HOST}"),
+        (IN_DB + "volumes: ['/:/host']", rf"volumes: / is not in environment/, and {HOST}"),
+        (IN_DB + "volumes: ['/var/run/docker.sock:/s']", rf"docker\.sock .*{HOST}"),
+        (IN_DB + "volumes: ['../tests:/tests']", rf"\.\./tests is not in environment/, and {HOST}"),
+        (IN_DB + "volumes: [{type: bind, source: /etc, target: /e}]", rf"/etc .*{HOST}"),
+        (IN_DB + "volumes: ['x:/a,type=bind,source=/']", "is not an absolute path of a mount"),
+        (IN_DB + "volumes: ['./link:/a']", rf"\./link is not in environment/, and {HOST}"),
+        (IN_DB + "env_file: ../../.env", rf"\.\./\.\./\.env is not in environment/, and {HOST}"),
+        (IN_DB + "env_file: ~/.env", rf"~/\.env is not in environment/, and {HOST}"),
+        (
+            IN_DB + "environment: [API_KEY]",
+            r"environment: API_KEY names a variable of this machine",
+        ),
+        (IN_DB + "command: echo $API_KEY", r"\$\{API_KEY\} names a variable of this machine"),
+        (IN_DB + "build: ..", rf"build: \.\. is not in environment/, and {HOST}"),
+        (IN_DB + "build: {context: ., network: host}", "build: network is not supported"),
+        (IN_DB + "extends: {file: /x, service: y}", r"services\.db\.extends: is not supported"),
+        (IN_DB + "extra_hosts: ['h:host-gateway']", rf"services\.db\.extra_hosts: .*{HOST}"),
+        (IN_DB + "networks: {a: {ipv4_address: 10.0.0.5}}", "a.ipv4_address is not supported"),
+        (IN_DB + "networks: [apart]", "shares none with main"),
+        (IN_DB + "depends_on: {db: {condition: service_started}}", "wait in a circle: db, db"),
+        (
+            IN_DB + "expose: ['80']\nweb:\n  image: x\n  ports: ['8080:80/tcp']",
+            "db listens on 80 too",
+        ),
+        (IN_DB + "volumes: [d:/a]\nweb:\n  image: x\n  volumes: [d:/b]", "d is shared with db"),
+        (IN_DB + "x: 1\nmain:\n  depends_on: [cache]", "services.db.x: is not supported"),
+        ("main:\n  depends_on: [cache]", "there is no service cache"),
+        (
+            "main:\n  command: python3 serve.py",
+            "services.main.command: is not run in the agent's box",
+        ),
+        ("'--privileged':\n  image: x", "services.--privileged: is not a host name"),
+        ("db:\n  image: --privileged", "'--privileged' is not the name of an image"),
+        ("db:\n  init: true", "services.db: needs image or build"),
+        ("db: [", "docker-compose.yaml: while parsing"),
+        ("".join(f"d{n}: {{image: a}}\n" for n in range(17)), "services: 17 are more than 16"),
+    ],
+)
+def test_a_compose_file_does_not_reach_this_machine(tmp_path, services, error):
+    folder = composed(tmp_path, services)
+    (folder / "environment/link").symlink_to("/etc")
+    with pytest.raises(ValueError, match=error) as refused:
+        check_driver(read_task(folder), "docker")
+    assert refused.value.reason == "an unsupported docker-compose.yaml"
+
+
+@pytest.mark.parametrize(
+    "more, error",
+    [
+        ("include: [other.yaml]", "include: is not supported"),
+        ("volumes: {d: {driver_opts: {o: bind, device: /}}}", f"volumes.d: driver_opts: {HOST}"),
+        ("volumes: {d: {external: true}}", f"volumes.d: external: {HOST}"),
+        ("networks: {default: {driver: host}}", rf"networks\.default\.driver: {HOST}"),
+        ("networks: {default: {external: true}}", r"networks\.default\.external: is not supported"),
+        # 9 levels of 9 aliases are a billion values.
+        (
+            "x-0: &x0 [1]\n"
+            + "".join(f"x-{n + 1}: &x{n + 1} [{', '.join([f'*x{n}'] * 9)}]\n" for n in range(9)),
+            "has more than 10000 values",
+        ),
+        (f"x-a: {'[' * 5000}", "recursion|while parsing"),
+        (f"x-a: {'a' * 70_000}", "has more than 64 KiB"),
+    ],
+)
+def test_a_compose_file_is_refused_as_a_whole(tmp_path, more, error):
+    with pytest.raises(ValueError, match=rf"docker-compose\.yaml: .*{error}"):
+        read_task(composed(tmp_path, "main: {}", more))
+
+
+SERVICES = """\
+main:
+  image: ${MAIN_IMAGE_NAME}
+  command: [sh, -c, sleep infinity]
+  environment: {WORD: "yes", TAG: "${TAG}", FLAG: true}
+  env_file: inside
+  working_dir: /app
+  volumes: ["${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}", "./inside:/srv/file:ro"]
+"""
+
+
+@needs_bwrap
+def test_a_compose_file_with_main_alone_needs_no_containers(tmp_path):
+    check = "cat /srv/file; echo $WORD $TAG $FLAG $X; pwd; echo > /srv/file"
+    done = in_box(composed(tmp_path, SERVICES), check)
+    assert done.stdout == "X=y\nyes 16 true y\n/app\n" and "Read-only" in done.stderr
+
+
+@pytest.mark.parametrize("driver", ["", "bubblewrap", "kubernetes"])
+def test_several_containers_need_an_engine(tmp_path, driver):
+    folder = composed(tmp_path, f"{SERVICES}  depends_on: [db]\n{IN_DB}restart: always")
+    assert check_driver(read_task(folder), "podman") is None
+    with pytest.raises(ValueError, match=r"has db, and a box by .* set HARBOR_DRIVER=docker") as no:
+        check_driver(read_task(folder), driver)
+    assert no.value.reason == "several containers"
