@@ -18,7 +18,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
 
-from rl_core.sandbox.box_containers import RIGHTS
+from rl_core.sandbox.engines import RIGHTS
 from rl_core.sandbox.remote_driver import BoxRequest, Fault, RemoteError, RemoteSettings
 
 IMAGE = "python:3.12-slim"  # Of rows and environments that name none.
