@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures.thread  # noqa: F401  # Registers its end first.
 import os
 import random
 import secrets
@@ -56,6 +57,7 @@ T = TypeVar("T")
 OPEN_S = 300.0  # An image may have to be pulled.
 TRANSFER_S = 120.0
 CHECK_S = 10.0
+KILLED = 137  # Exit status after SIGKILL.
 NO_RUN = "none"  # The name of no run.
 CLOSE_S = 15.0  # Time to end all boxes when the process ends.
 OPEN_TUNNEL_S, TUNNEL_PAUSE_S = 60.0, 0.5
@@ -327,7 +329,9 @@ class BoxServices:
 
 
 SERVICES = BoxServices()
-atexit.register(SERVICES.close)
+# Connections need threads of concurrent.futures, which ends before functions of atexit are called,
+# but after functions that are registered here later than its own.
+getattr(threading, "_register_atexit", atexit.register)(SERVICES.close)
 
 
 class RemoteBox:
@@ -410,7 +414,7 @@ class RemoteBox:
                 self.start_command(argv, stdin, stdout, stderr, timeout_s), timeout_s
             )
         except asyncio.TimeoutError:
-            timed_out, code = True, 137
+            timed_out, code = True, KILLED
         except BaseException:
             # The connection was cut, or the call was cancelled.
             self.service.start(self.kill_quietly(mark))
@@ -441,7 +445,7 @@ class RemoteBox:
             raise BoxEnded(f"the box {self.sandbox.id} is closed")
         outputs = {1: stdout, 2: stderr}
         try:
-            return await self.service.call(
+            code = await self.service.call(
                 "running a command",
                 lambda: self.sandbox.exec(
                     argv, lambda stream, data: outputs[stream].add(data), timeout_s=timeout_s
@@ -451,8 +455,11 @@ class RemoteBox:
         except RemoteError as error:
             await self.check_running(error)
             raise
+        if code == KILLED:  # Perhaps with all others of the box.
+            await self.check_running()
+        return code
 
-    async def check_running(self, error: RemoteError) -> None:
+    async def check_running(self, error: RemoteError | None = None) -> None:
         """Raises BoxEnded with the service's reason if the box has ended."""
         if self.is_closed:
             raise BoxEnded(f"the box {self.sandbox.id} is closed") from None

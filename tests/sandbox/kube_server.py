@@ -60,6 +60,7 @@ class KubeServer:
     faults: dict[str, list] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
     max_pods: int = 1000
+    token: str = TOKEN
     tasks: list = field(default_factory=list)
     most: int = 0  # Most pods at the same time.
     port: int = 0
@@ -103,7 +104,7 @@ class KubeServer:
 
     @web.middleware
     async def check(self, request: web.Request, handler: object) -> web.StreamResponse:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
             return failure(401, "Unauthorized")
         kind = "exec" if request.path.endswith("/exec") else request.match_info.handler.__name__
         self.seen.append(kind)
@@ -155,10 +156,26 @@ class KubeServer:
         os.close(told)
         with os.fdopen(info) as file:
             pod.pid = json.load(file)["child-pid"]
+        while await (await self.enter(pod, ["true"])).wait():  # noqa: ASYNC110 (it mounts its folders)
+            await asyncio.sleep(0.01)
         pod.status = {"phase": "Running"}
         self.tasks.append(asyncio.ensure_future(self.watch(pod)))
         deadline = pod.manifest["spec"]["activeDeadlineSeconds"]
         self.loop.call_later(deadline, self.end, pod, "DeadlineExceeded", "was active too long")
+
+    async def enter(
+        self, pod: KubePod, argv: list[str], has_stdin: bool = False
+    ) -> asyncio.subprocess.Process:
+        """A command in a pod."""
+        return await asyncio.create_subprocess_exec(
+            *["nsenter", "-t", str(pod.pid), "-m", "-p", "-n", "-i", "-u", "--root"],
+            *["/bin/sh", "-c", 'cd / && exec "$@"', "sh", *argv],
+            env={"PATH": PATH, "HOME": "/root"},
+            stdin=asyncio.subprocess.PIPE if has_stdin else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
 
     async def watch(self, pod: KubePod) -> None:
         await pod.process.wait()
@@ -206,16 +223,7 @@ class KubeServer:
             return socket
         has_stdin = request.query["stdin"] == "True"
         assert request.query["container"] == "box" and request.query["tty"] == "False"
-        process = await asyncio.create_subprocess_exec(
-            *["nsenter", "-t", str(pod.pid), "-m", "-p", "-n", "-i", "-u", "--root"],
-            *["/bin/sh", "-c", 'cd / && exec "$@"', "sh"],
-            *request.query.getall("command"),
-            env={"PATH": PATH, "HOME": "/root"},
-            stdin=asyncio.subprocess.PIPE if has_stdin else asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+        process = await self.enter(pod, request.query.getall("command"), has_stdin)
         if request[FAULT] == "cut":
             await asyncio.sleep(0.3)
             request.transport.abort()

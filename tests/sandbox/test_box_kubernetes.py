@@ -1,0 +1,264 @@
+"""Boxes as pods: what a cluster refuses, cuts, evicts and forgets. tests/sandbox/kube_server.py"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+
+import kube_server
+import pytest
+from kit import wait_until
+
+from rl_core.sandbox import box_kubernetes, box_remote, boxes
+
+pytestmark = pytest.mark.skipif(bool(kube_server.missing()), reason=kube_server.missing())
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    settings = boxes.SERVICES.settings
+    with kube_server.KubeServer(tmp_path) as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        boxes.configure(box_driver="kubernetes")
+        yield server
+        boxes.SERVICES.close()
+    boxes.SERVICES.settings = settings
+
+
+async def run_one(command="echo works", row=None, **options):
+    async with await boxes.open(row or {}) as box:
+        return await box.exec(command, **options)
+
+
+def test_a_pod_has_limits_labels_a_deadline_and_no_rights(server, tmp_path):
+    boxes.configure(box_driver="kubernetes", lifetime_s=600.0, run_file=str(tmp_path / "run"))
+
+    async def work():
+        limits = boxes.Limits(memory_mib=512, disk_mib=256, cpus=1.5)
+        async with await boxes.open({"image": "a/b:1"}, limits=limits) as box:
+            return server.pods[box.box.sandbox.id].manifest
+
+    manifest = asyncio.run(work())
+    spec, labels = manifest["spec"], manifest["metadata"]["labels"]
+    assert labels["rl-core/run"] == f"{(tmp_path / 'run').read_text()}-0"
+    assert labels["rl-core/network"] == "none"
+    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 600)
+    assert spec["automountServiceAccountToken"] is False
+    [container] = spec["containers"]
+    assert container["image"] == "a/b:1"
+    limits = {"memory": "512Mi", "ephemeral-storage": "256Mi", "cpu": "1.5"}
+    assert container["resources"] == {"limits": limits, "requests": {"cpu": "1.5"}}
+    security = container["securityContext"]
+    assert (security["privileged"], security["allowPrivilegeEscalation"]) == (False, False)
+    assert security["capabilities"]["drop"] == ["ALL"]
+
+
+BUSY, LATER, FAILED = (429, {}, "busy"), (429, {"Retry-After": "1"}, "busy"), (500, {}, "etcd")
+
+
+@pytest.mark.parametrize(
+    "kind, faults, num_seen, least_s",
+    [
+        ("create", [BUSY, FAILED], 3, 0),
+        ("create", [LATER], 2, 1),
+        ("read", [BUSY, FAILED], 3, 0),
+        ("exec", [BUSY, LATER], 3, 1),
+        ("delete", [FAILED], 2, 0),
+    ],
+)
+def test_a_busy_cluster_is_asked_again(server, kind, faults, num_seen, least_s):
+    server.faults[kind] = list(faults)
+    begun = time.monotonic()
+    assert asyncio.run(run_one()).stdout == "works\n"
+    assert time.monotonic() - begun >= least_s
+    assert server.seen.count(kind) == num_seen and not server.pods
+
+
+REFUSED = {
+    "forbidden": (
+        (403, {}, 'User "me" cannot create resource "pods"'),
+        "403: User .* needs get, li",
+    ),
+    "policy": ((403, {}, "violates PodSecurity"), "403: violates PodSecurity"),
+    "no such namespace": ((404, {}, 'namespaces "x" not found'), '404: namespaces "x" not found'),
+    "wrong token": ((401, {}, f"Unauthorized {kube_server.TOKEN}"), r"401: Unauthorized \*\*\*"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_cluster_refuses_is_an_error_at_once(server, name):
+    fault, error = REFUSED[name]
+    server.faults["create"] = [fault]
+    with pytest.raises(RuntimeError, match=f"kubernetes: creating a box: {error}") as raised:
+        asyncio.run(run_one())
+    assert kube_server.TOKEN not in str(raised.value) and server.seen.count("create") == 1
+
+
+def test_a_full_quota_names_the_flag(server):
+    server.max_pods = 0
+    with pytest.raises(RuntimeError, match=r"exceeded quota.*lower --sandbox\.max_boxes"):
+        asyncio.run(run_one())
+
+
+@pytest.mark.parametrize(
+    "image, error",
+    [
+        ("no/such:image", "does not start: ImagePullBackOff: Back-off pulling image"),
+        ("huge:image", "did not start within 1 s: Unschedulable: 0/3 nodes are available"),
+        ("slow:image", "did not start within 1 s: ContainerCreating"),
+    ],
+)
+def test_a_pod_that_never_starts_says_why_and_is_removed(server, monkeypatch, image, error):
+    monkeypatch.setattr(box_remote, "OPEN_S", 1.0)
+    with pytest.raises(RuntimeError, match=error):
+        asyncio.run(run_one(row={"image": image}))
+    wait_until(lambda: not server.pods, "the removal of the pod")
+
+
+def test_a_box_that_is_cancelled_while_it_opens_leaves_no_pod(server):
+    async def work(after_s):
+        opening = asyncio.ensure_future(boxes.open({"image": "slow:image"}))
+        await asyncio.sleep(after_s)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    for after_s in (0.01, 0.5):
+        asyncio.run(work(after_s))
+    wait_until(lambda: server.seen.count("delete") == 2, "the removal of the pods")
+    assert not server.pods
+
+
+def test_a_connection_that_is_cut_fails_the_command_once_and_not_the_box(server):
+    async def work():
+        async with await boxes.open({}) as box:
+            server.faults["exec"] = ["cut"]
+            with pytest.raises(OSError, match="the connection was cut before the command ended"):
+                await box.exec("echo x >> /tmp/times; sleep 98715")
+            left = "while pgrep -f '[s]leep 98715'; do sleep 0.1; done"
+            assert not (await box.exec(left)).timed_out
+            return (await box.exec("cat /tmp/times")).stdout
+
+    assert asyncio.run(work()) == "x\n"
+
+
+def test_a_command_that_hangs_ends_at_its_deadline(server):
+    async def work():
+        async with await boxes.open({}) as box:
+            server.faults["exec"] = ["hang"]
+            hung = await box.exec("true", timeout_s=0.5)
+            return hung.timed_out, hung.code, (await box.exec("echo works")).stdout
+
+    assert asyncio.run(work()) == (True, 137, "works\n")
+
+
+def test_an_evicted_pod_ends_its_command_with_the_reason(server):
+    async def work():
+        async with await boxes.open({}) as box:
+            running = asyncio.ensure_future(box.exec("sleep 1000"))
+            await asyncio.sleep(0.5)
+            server.evict(box.box.sandbox.id)
+            for call in (running, box.exec("true"), box.put("a", "x"), box.get("a")):
+                with pytest.raises(boxes.BoxEnded, match="Evicted: The node was low on resource"):
+                    await call
+
+    asyncio.run(work())
+
+
+def test_a_run_has_at_most_max_boxes(server):
+    boxes.configure(box_driver="kubernetes", max_boxes=2)
+
+    async def work():
+        return await asyncio.gather(*(run_one() for _ in range(5)))
+
+    assert [done.code for done in asyncio.run(work())] == [0] * 5
+    assert server.most == 2 and not server.pods
+
+
+OWNER = """
+import asyncio, os, sys
+from rl_core.sandbox import boxes
+name, end, idle_s = sys.argv[1:]
+boxes.configure(box_driver="kubernetes", idle_s=float(idle_s), run_file=name)
+async def main():
+    box = await boxes.open({})
+    print(box.box.sandbox.id, flush=True)
+    await asyncio.sleep(3)
+    assert (await box.exec("echo alive")).stdout == "alive\\n"
+    globals()["kept"] = box
+asyncio.run(main())
+os._exit(3) if end == "killed" else None
+"""
+
+
+def test_pods_end_with_their_run_and_with_the_next_start_of_a_killed_one(server, tmp_path):
+    """Idle after 1 s: the owner renews them as long as it lives."""
+    for name in ("exits", "killed", "other"):
+        (tmp_path / name).mkdir()
+
+    def start(name, end, idle_s):
+        line = [sys.executable, "-c", OWNER, str(tmp_path / name / "run"), end, idle_s]
+        return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+
+    ends = {"exits": ("returns", "60"), "killed": ("killed", "60"), "other": ("killed", "1")}
+    started = {name: start(name, *arguments) for name, arguments in ends.items()}
+    pods = {name: process.communicate()[0].strip() for name, process in started.items()}
+    codes = {name: process.returncode for name, process in started.items()}
+    assert codes == {"exits": 0, "killed": 3, "other": 3}
+    assert server.pods.keys() == {pods["killed"], pods["other"]}
+    other = server.pods[pods["other"]]
+    wait_until(lambda: other.status["phase"] == "Succeeded", "the end of the idle pod")
+    assert server.pods[pods["killed"]].status["phase"] == "Running"
+    boxes.configure(box_driver="kubernetes", run_file=str(tmp_path / "killed/run"))
+    assert asyncio.run(run_one()).stdout == "works\n"
+    assert server.pods.keys() == {pods["other"]}
+
+
+def test_a_new_token_of_the_kubeconfig_is_read(server, monkeypatch):
+    monkeypatch.setattr(box_kubernetes, "RELOAD_S", 0.0)
+
+    async def work():
+        async with await boxes.open({}) as box:
+            config = json.loads(server.kubeconfig.read_text())
+            config["users"][0]["user"]["token"] = server.token = "another-token"
+            server.kubeconfig.write_text(json.dumps(config))
+            return await box.exec("echo works")
+
+    assert asyncio.run(work()).stdout == "works\n"
+
+
+def test_the_owner_of_pods_is_the_pod_of_the_run(server):
+    metadata = {"name": os.uname().nodename, "namespace": kube_server.NAMESPACE, "uid": "an-uid"}
+    server.pods[metadata["name"]] = kube_server.KubePod(
+        {"metadata": metadata, "spec": {"containers": []}}, {"phase": "Running"}
+    )
+    service = boxes.SERVICES.get("kubernetes")
+
+    async def work():
+        await service.driver.connect()
+        return [
+            await service.driver.find_owner(name) for name in (kube_server.NAMESPACE, "another")
+        ]
+
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": "an-uid"}
+    assert asyncio.run(service.run(work())) == [[owner], []]
+
+
+def test_what_is_missing_is_named_before_a_model_loads(server, monkeypatch, tmp_path):
+    server.faults["list"] = [(401, {}, "Unauthorized")]
+    with pytest.raises(OSError, match="401: Unauthorized; the kubeconfig's user needs"):
+        boxes.check_machine("kubernetes")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
+    boxes.configure(box_driver="kubernetes", max_boxes=7)
+    with pytest.raises(RuntimeError, match="there is no kubeconfig in"):
+        boxes.check_machine()
+    monkeypatch.setitem(sys.modules, "kubernetes_asyncio", None)
+    monkeypatch.delitem(sys.modules, "rl_core.sandbox.box_kubernetes")
+    with pytest.raises(RuntimeError, match=r"pip install 'rl_core\[kubernetes\]'"):
+        boxes.check_machine()
+    with pytest.raises(
+        ValueError, match=r"--sandbox\.box_driver 'lambda' is not one of bubblewrap"
+    ):
+        boxes.configure(box_driver="lambda")
