@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
 
+from rl_core.sandbox.box_settings import COMPLETED, HealthCheck, Sidecar
 from rl_core.sandbox.engines import RIGHTS
 from rl_core.sandbox.remote_driver import BoxRequest, Fault, RemoteError, RemoteSettings
 
@@ -332,13 +333,10 @@ def manifest(request: BoxRequest, owners: list[dict[str, Any]]) -> dict[str, Any
         "image": request.image or IMAGE,
         "command": ["/bin/sh", "-c", KEEP, "sh", f"{max(1, round(request.idle_s))}"],
         "resources": {"limits": resources | cpu, "requests": {"cpu": "100m"} | cpu},
-        "securityContext": {
-            "privileged": False,
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"], "add": RIGHTS},
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": confined(RIGHTS),
     }
+    services, volumes = services_of(request.sidecars, container["resources"])
+    names = [name for sidecar in request.sidecars for name in sidecar.host_names]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -350,5 +348,62 @@ def manifest(request: BoxRequest, owners: list[dict[str, Any]]) -> dict[str, Any
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "containers": [container],
-        },
+        }
+        | ({"initContainers": services, "volumes": volumes} if services else {})
+        | ({"hostAliases": [{"ip": "127.0.0.1", "hostnames": names}]} if names else {}),
+    }
+
+
+def confined(rights: list[str]) -> dict[str, Any]:
+    return {
+        "privileged": False,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"], "add": rights},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def services_of(
+    sidecars: Sequence[Sidecar], resources: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(init containers, volumes). Each starts when the one before is ready; the box is the last. A
+    service that others wait to end is an init container, the others are sidecar containers, which
+    Kubernetes has from 1.29 on."""
+    ending = [
+        name
+        for sidecar in sidecars
+        for name, condition in sidecar.waits_for.items()
+        if condition == COMPLETED
+    ]
+    services, volumes = [], []
+    for number, sidecar in enumerate(sidecars):
+        name = f"service-{number}"
+        service: dict[str, Any] = {"name": name, "image": sidecar.image, "resources": resources}
+        service["securityContext"] = confined([*RIGHTS, "NET_BIND_SERVICE"])
+        service["env"] = [{"name": key, "value": text} for key, text in sidecar.environ.items()]
+        service |= {"command": sidecar.entrypoint} if sidecar.entrypoint is not None else {}
+        service |= {"args": sidecar.command} if sidecar.command else {}
+        service |= {"workingDir": sidecar.workdir} if sidecar.workdir else {}
+        if sidecar.user:
+            service["securityContext"] |= {"runAsUser": int(sidecar.user)}
+        mounts = []
+        for path in (*sidecar.volumes, *sidecar.tmpfs):
+            mounts.append({"name": f"{name}-{len(mounts)}", "mountPath": path})
+        volumes += [{"name": mount["name"], "emptyDir": {"sizeLimit": "1Gi"}} for mount in mounts]
+        service |= {"volumeMounts": mounts} if mounts else {}
+        if sidecar.name not in ending:
+            service["restartPolicy"] = "Always"
+            service |= {"startupProbe": probe_of(sidecar.check)} if sidecar.check else {}
+        services.append(service)
+    return services, volumes
+
+
+def probe_of(check: HealthCheck) -> dict[str, Any]:
+    command = check.command
+    period_s = max(1, round(check.interval_sec))
+    return {
+        "exec": {"command": ["/bin/sh", "-c", command] if isinstance(command, str) else command},
+        "periodSeconds": period_s,
+        "timeoutSeconds": max(1, round(check.timeout_sec)),
+        "failureThreshold": check.retries + round(check.start_period_sec / period_s),
     }

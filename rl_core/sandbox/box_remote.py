@@ -185,6 +185,7 @@ class BoxService:
             run=self.run_name,
             idle_s=self.settings.idle_s,
             lifetime_s=self.settings.lifetime_s,
+            sidecars=settings.sidecars,
         )
         await self.slots.acquire()
         try:

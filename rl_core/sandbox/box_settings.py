@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+WITH_SIDECARS = ("docker", "podman", "kubernetes")  # Drivers of boxes with services.
+COMPLETED = "service_completed_successfully"  # The condition of a service that ends before others.
 MAX_FILE_BYTES = 64 << 20  # The limit of one file that is put or got.
 
 
@@ -83,7 +85,7 @@ class BoxSettings:
     binds: tuple[tuple[str, str], ...] = ()
     # Bubblewrap only: the box's root folder instead of this machine's system.
     root: Root | None = None
-    sidecars: Sequence[Sidecar] = ()  # Docker and podman only, in the order of their start.
+    sidecars: Sequence[Sidecar] = ()  # In the order of their start.
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,7 +18,15 @@ from typing import Any
 from rl_core.sandbox.box_bubblewrap import BubblewrapBox, check_bwrap
 from rl_core.sandbox.box_containers import ContainerBox
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES, RemoteBox
-from rl_core.sandbox.box_settings import Box, BoxEnded, BoxSettings, ExecResult, Root, Sidecar
+from rl_core.sandbox.box_settings import (
+    WITH_SIDECARS,
+    Box,
+    BoxEnded,
+    BoxSettings,
+    ExecResult,
+    Root,
+    Sidecar,
+)
 from rl_core.sandbox.box_settings import BoxLimits as Limits
 from rl_core.sandbox.engines import ENGINES, find_engine
 from rl_core.sandbox.remote_driver import RemoteSettings
@@ -154,7 +162,7 @@ async def open(
     `driver`: one of DRIVERS; "" takes --sandbox.box_driver, else bubblewrap, and for an image
     docker or podman. `binds`: path inside -> path of the host, read-only unless that ends in
     ":rw"; remote boxes get copies. `root`: of a box by bubblewrap, instead of this machine's
-    system. `sidecars`: services, for docker and podman. Raises RuntimeError where this machine has
+    system. `sidecars`: services, of WITH_SIDECARS. Raises RuntimeError where this machine has
     no such box, with what to install."""
     driver = row.get("box_driver") or driver or SERVICES.settings.box_driver
     check_driver(driver, "driver=")
@@ -167,9 +175,9 @@ async def open(
         root=root,
         sidecars=sidecars,
     )
-    if sidecars and (driver in ("bubblewrap", *REMOTE_DRIVERS) or not settings.image):
+    if sidecars and (driver not in ("", *WITH_SIDECARS) or not settings.image):
         text = f"a box by {driver or 'bubblewrap'} has no services, and {sidecars[0].name} is one"
-        raise ValueError(f"sidecars: {text}; take driver docker or podman, and an image")
+        raise ValueError(f"sidecars: {text}; give an image, and {' or '.join(WITH_SIDECARS)}")
     if settings.image and driver == "bubblewrap":
         raise ValueError(f"image={settings.image!r} needs driver docker or podman")
     if driver in ENGINES and not settings.image:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_core.sandbox.box_settings import BoxLimits
+from rl_core.sandbox.box_settings import BoxLimits, Sidecar
 
 RETRIED = (408, 429, 500, 502, 503, 504)  # Statuses after which a request is sent again.
 
@@ -35,6 +35,7 @@ class BoxRequest:
     run: str  # A label: reap() recognises boxes of a killed run by it. May be "".
     idle_s: float
     lifetime_s: float
+    sidecars: Sequence[Sidecar] = ()  # Of drivers in box_settings.WITH_SIDECARS.
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,7 +8,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from rl_core.sandbox.box_settings import BoxSettings, ExecResult, HealthCheck, Sidecar
+from rl_core.sandbox.box_settings import (
+    COMPLETED,
+    BoxSettings,
+    ExecResult,
+    HealthCheck,
+    Sidecar,
+)
 from rl_core.sandbox.engines import (
     CONFINED,
     OWNER,
@@ -26,7 +32,6 @@ TMPFS = "rw,nosuid,nodev,size=64m"
 POLL_S = 0.2
 MAX_LOG = 1000  # Characters of a service's output in an error.
 STATE = "{{.State.Running}} {{.State.ExitCode}}"
-COMPLETED = "service_completed_successfully"
 
 
 def container_name(box: str, sidecar: Sidecar) -> str:

@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import asdict
 
+import kube_server
 import pytest
 from kit import ROOT
 
@@ -36,6 +37,7 @@ from rl_core.environments.agents.installs import uses_network
 from rl_core.environments.agents.verifier_tools import VerifierTools, failed_download
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.watchdog import run_hooks
+from rl_core.sandbox import boxes
 from rl_core.sandbox.roots import locked, making, unreachable_mirrors
 from rl_core.tasks.sources import load_other
 from rl_core.tools import show
@@ -778,6 +780,20 @@ def test_steps_share_a_box_and_a_conversation(
     shown = [m["content"] for m in played.messages if m["role"] == "tool"]
     assert len(shown) == len(commands)
     assert all("'/tests'" in text and "'/solution'" in text for text in shown)
+
+
+def test_steps_are_played_in_a_pod(make, tmp_path, monkeypatch):
+    if reason := kube_server.missing():
+        pytest.skip(reason)
+    monkeypatch.setenv("HARBOR_DRIVER", "kubernetes")
+    with kube_server.KubeServer(tmp_path) as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        folder = make(toml=TOML + STEPS.format("", READY), more=STEP_FILES)
+        first = bash("kill -9 -1; ls -d /tests; echo 4 1 > done")
+        played = episode(folder, first, bash("echo 4 1 > done"), "Done.", bash("cat done"), "Done.")
+        boxes.SERVICES.close()
+        assert (played.status, played.reward, played.error) == ("ok", (4 + 2 * 4) / 2, "")
+        assert len(server.pods) == 0 and server.most == 1
 
 
 @needs_bwrap

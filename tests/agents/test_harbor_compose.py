@@ -9,6 +9,8 @@ import pytest
 from test_harbor import DOCKERFILE, TEST, TOML, in_box, needs_bwrap
 
 from rl_core.environments.agents.harbor_tasks import check_driver, read_task
+from rl_core.sandbox.box_settings import BoxLimits
+from rl_core.sandbox.remote_driver import BoxRequest
 
 
 def composed(folder, services, more=""):
@@ -124,10 +126,73 @@ def test_a_compose_file_with_main_alone_needs_no_containers(tmp_path):
     assert done.stdout == "X=y\nyes 16 true y\n/app\n" and "Read-only" in done.stderr
 
 
-@pytest.mark.parametrize("driver", ["", "bubblewrap", "kubernetes"])
-def test_several_containers_need_an_engine(tmp_path, driver):
-    folder = composed(tmp_path, f"{SERVICES}  depends_on: [db]\n{IN_DB}restart: always")
-    assert check_driver(read_task(folder), "podman") is None
-    with pytest.raises(ValueError, match=r"has db, and a box by .* set HARBOR_DRIVER=docker") as no:
-        check_driver(read_task(folder), driver)
-    assert no.value.reason == "several containers"
+@pytest.mark.parametrize(
+    "driver, db, error",
+    [
+        ("", "", "db is a service, which a box by bubblewrap does not have"),
+        ("bubblewrap", "", "db is a service, which a box by bubblewrap does not have"),
+        ("kubernetes", "build: .", "db is built, which a box by kubernetes does not have"),
+        ("kubernetes", "volumes: ['./inside:/x']", "db mounts files, which a box by kubernetes"),
+        ("kubernetes", "user: postgres", "db has a user by name, which a box by kubernetes"),
+        ("kubernetes", "user: 70", ""),
+        ("podman", "build: .", ""),
+    ],
+)
+def test_services_need_a_driver_that_has_them(tmp_path, driver, db, error):
+    task = read_task(composed(tmp_path, f"{SERVICES}  depends_on: [db]\n{IN_DB}{db}"))
+    if not error:
+        assert check_driver(task, driver) is None
+        return
+    with pytest.raises(ValueError, match=rf"{error}.* set HARBOR_DRIVER=docker") as refused:
+        check_driver(task, driver)
+    assert refused.value.reason == "services that need docker or podman"
+
+
+IN_A_POD = """\
+db:
+  image: postgres:16
+  command: [-c, fsync=off]
+  user: "70"
+  environment: {POSTGRES_PASSWORD: x}
+  volumes: [data:/var/lib/data]
+  depends_on: {init: {condition: service_completed_successfully}}
+  healthcheck: {test: pg_isready, interval: 2s, timeout: 3s, start_period: 10s, retries: 4}
+init:
+  image: busybox
+  entrypoint: "sh -c true"
+"""
+
+
+def test_services_of_a_pod_start_one_after_the_other_before_the_box(tmp_path):
+    kubernetes = pytest.importorskip("rl_core.sandbox.box_kubernetes")
+    task = read_task(composed(tmp_path, IN_A_POD))
+    request = BoxRequest(
+        name="a",
+        image="python:3.12",
+        limits=BoxLimits(memory_mib=64, disk_mib=32),
+        network=False,
+        run="",
+        idle_s=1,
+        lifetime_s=1,
+        sidecars=task.composition.sidecars,
+    )
+    spec = kubernetes.manifest(request, [])["spec"]
+    assert spec["hostAliases"] == [{"ip": "127.0.0.1", "hostnames": ["init", "main", "db"]}]
+    assert spec["volumes"] == [{"name": "service-1-0", "emptyDir": {"sizeLimit": "1Gi"}}]
+    init, db = spec["initContainers"]
+    [box] = spec["containers"]
+    for service in (init, db):
+        assert service["resources"] == box["resources"]
+        assert service["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    assert (init["image"], init["command"]) == ("busybox", ["sh", "-c", "true"])
+    assert "restartPolicy" not in init and "startupProbe" not in init and "args" not in init
+    assert (db["image"], db["args"], db["restartPolicy"]) == (
+        "postgres:16",
+        ["-c", "fsync=off"],
+        "Always",
+    )
+    assert db["securityContext"]["runAsUser"] == 70 and "command" not in db
+    assert db["env"] == [{"name": "POSTGRES_PASSWORD", "value": "x"}]
+    assert db["volumeMounts"] == [{"name": "service-1-0", "mountPath": "/var/lib/data"}]
+    probe = {"exec": {"command": ["/bin/sh", "-c", "pg_isready"]}, "periodSeconds": 2}
+    assert db["startupProbe"] == probe | {"timeoutSeconds": 3, "failureThreshold": 4 + 10 // 2}

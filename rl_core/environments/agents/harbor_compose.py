@@ -137,7 +137,7 @@ class ComposeReader:
             raise ValueError(f"services: {len(services)} are more than {MAX_SERVICES}")
         networks = {name: networks_of(each) for name, each in services.items()}
         read = {name: self.service(name, each) for name, each in services.items()}
-        main = read.pop(MAIN, None) or Sidecar(name=MAIN, image="")
+        main = read.pop(MAIN, None) or Sidecar(name=MAIN, image="", host_names=[MAIN])
         for name in read:
             if networks[name].isdisjoint(networks.get(MAIN, {"default"})):
                 raise ValueError(

@@ -24,7 +24,7 @@ from rl_core.environments.agents.installs import (
     network_lines,
 )
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES
-from rl_core.sandbox.box_settings import BoxLimits, HealthCheck
+from rl_core.sandbox.box_settings import WITH_SIDECARS, BoxLimits, HealthCheck
 from rl_core.sandbox.engines import ENGINES
 from rl_core.sandbox.roots import unreachable_mirrors
 from rl_core.types import JSON, Row
@@ -368,17 +368,24 @@ def check_driver(
 
 
 def check_services(task: HarborTask, driver: str) -> None:
-    """Raises TaskRefused for a task of several containers without docker or podman."""
+    """Raises TaskRefused for services that boxes of this driver do not have."""
     composition = task.composition
-    if composition is not None and driver not in ENGINES:
-        names = [sidecar.name for sidecar in composition.sidecars]
-        names += [f"a build of {MAIN}"] if MAIN in composition.builds else []
-        if names:
-            raise TaskRefused(
-                f"{task.folder}: docker-compose.yaml has {', '.join(names)}, and a box by "
-                f"{driver or 'bubblewrap'} is one container; set HARBOR_DRIVER=docker or podman",
-                "several containers",
-            )
+    if composition is None or driver in ENGINES:
+        return
+    services = {sidecar.name: sidecar for sidecar in composition.sidecars}
+    faults = []
+    if driver not in WITH_SIDECARS:
+        faults += [f"{name} is a service" for name in services]
+    faults += [f"{name} is built" for name in composition.builds]
+    faults += [f"{name} mounts files" for name, each in services.items() if each.binds]
+    for name, each in services.items():
+        faults += [f"{name} has a user by name"] if not (each.user or "0").isdecimal() else []
+    if faults:
+        raise TaskRefused(
+            f"{task.folder}: docker-compose.yaml: {faults[0]}, which a box by "
+            f"{driver or 'bubblewrap'} does not have; set HARBOR_DRIVER=docker or podman",
+            "services that need docker or podman",
+        )
 
 
 def remote_image(task: HarborTask, driver: str) -> str:
