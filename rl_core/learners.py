@@ -10,6 +10,7 @@ import torch
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config, LearnerConfig, LoraConfig
+from rl_core.data.image_families import load_family
 from rl_core.distributed import Ranks
 from rl_core.engines.options import engine_factory
 from rl_core.learning import lora
@@ -27,6 +28,7 @@ from rl_core.models.options import (
     use_cpu_decoder,
 )
 from rl_core.models.policy import PackedForward, Policy, blocks_of, without_dropout
+from rl_core.models.vision import Vision
 from rl_core.parallel import fsdp
 from rl_core.plugin import CustomComponents
 from rl_core.types import counter_seed
@@ -87,7 +89,11 @@ def make_learner(
     engine."""
     custom = custom or CustomComponents()
     load = partial(
-        make_policy, dtype=compute_dtype(config), ranks=ranks, attention=config.attention
+        make_policy,
+        dtype=compute_dtype(config),
+        ranks=ranks,
+        attention=config.attention,
+        max_image_pixels=config.data.max_image_pixels,
     )
     policy, adapter = shared, f"of_{name}"
     if policy is None:
@@ -140,6 +146,7 @@ def make_policy(
     is_frozen: bool = False,
     attention: str = "auto",
     is_served: bool = False,
+    max_image_pixels: int | None = None,
 ) -> Policy:
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks
     of a copy if there are several or compute is not in fp32. `learner`: memory and kernels.
@@ -181,6 +188,9 @@ def make_policy(
         logprob_kernel=choose_logprob_kernel(ranks.device),
         support_logprobs=support_logprobs,
     )
+    family = load_family(path, max_image_pixels)
+    if not isinstance(family, str) and not is_scoring:
+        policy.vision = Vision(family, hf)
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
         fsdp.shard_policy(policy, dtype, ranks, cpu_offload)

@@ -35,6 +35,10 @@ class DataConfig(Section, prefix="data."):
     streaming: bool = flag(False, "read training rows one by one: large files, hub data sets")
     shuffle_buffer: AtLeast1 = flag(1000, "streaming: rows in memory, among which it shuffles")
     skip_long: bool = flag(False, "leave out rows that are too long, instead of refusing the file")
+    max_image_pixels: AtLeast1 | None = flag(
+        None, "resize larger images, as the model's processor does; default: its own limit"
+    )
+    max_images: AtLeast1 | None = flag(None, "images of a conversation; more are refused")
     min_reward: float | None = flag(
         None, "sft on rollouts: only episodes with this reward", only=("sft",)
     )

@@ -33,6 +33,8 @@ class ImageFamily:
         """`processor`: transformers' image processor of the model."""
         self.config, self.processor = config, processor
         self.token_id: int = config.image_token_id
+        # Forwards read it where the model itself sampled token_id; see models/vision.py.
+        self.stand_in = int(self.token_id == 0)
         self.cache = PixelCache(self)
 
     def limit_pixels(self, most: int) -> None:
@@ -57,6 +59,12 @@ class ImageFamily:
         import torch
 
         return {name: torch.cat([of[name] for of in of_images]) for name in of_images[0]}
+
+    def rope_arguments(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Arguments of the model's get_rope_index(), if it has positions of three axes."""
+        import torch
+
+        return {"image_grid_thw": torch.cat([of["image_grid_thw"] for of in of_images])}
 
     @cached_property
     def blank(self) -> InputImage:
@@ -101,14 +109,18 @@ class PixelCache:
             if image.key not in self.made:
                 self.made[image.key] = self.thread.submit(self.family.tensors, image)
 
-    def tensors(self, images: Sequence[InputImage]) -> dict[str, Tensor]:
-        """Arguments of the model's forward for these images, in their order."""
+    def each(self, images: Sequence[InputImage]) -> list[dict[str, Tensor]]:
+        """Arguments of the model's forward for each of these images."""
         self.start(images)
         of_images = [self.made[image.key].result() for image in images]
         for image in images:
             self.made.move_to_end(image.key)
         self.drop_oldest()
-        return self.family.joined(of_images)
+        return of_images
+
+    def joined(self, images: Sequence[InputImage]) -> dict[str, Tensor]:
+        """Arguments of the model's forward for all of these images, in their order."""
+        return self.family.joined(self.each(images))
 
     def drop_oldest(self) -> None:
         done = {key: future for key, future in self.made.items() if future.done()}

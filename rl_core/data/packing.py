@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike
 
-from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
+from rl_core.types import PER_TOKEN, InputImage, PackedBatch, TrainingSample
 
 SHARE_FROM = 0.1  # least fraction of its samples' tokens that a shared piece must save
 # The least number of them. Each level of a tree is one more pass of attention.
@@ -41,6 +41,7 @@ class MinibatchPlan:
     num_tokens: int = 0  # trained tokens of all samples, skipped ones included
     num_sequences: int = 0  # number of these samples
     num_used: int = 0  # tokens of samples that need a forward
+    has_images: bool = False  # True if a sample of any rank has one.
     # Bin b is a microbatch of rank b % num_ranks.
     bins: list[list[Unit]] = field(default_factory=list)
     # Cost of each bin: matrix products and attention, in units of one token's matrix products.
@@ -59,14 +60,16 @@ class PackBudget:
 
 
 def group_totals(samples: list[TrainingSample], skips: bool) -> list[list]:
-    """[id, samples, trained tokens, tokens of samples that need a forward] of a rank's groups."""
+    """[id, samples, trained tokens, tokens of samples that need a forward, True if one has images]
+    of a rank's groups."""
     totals: dict[str, list] = {}
     for sample in samples:
-        total = totals.setdefault(sample.group_id, [sample.group_id, 0, 0, 0])
+        total = totals.setdefault(sample.group_id, [sample.group_id, 0, 0, 0, False])
         total[1] += 1
         total[2] += int(np.count_nonzero(sample.loss_mask))
         if needs_forward(sample, skips):
             total[3] += len(sample.token_ids)
+        total[4] = total[4] or bool(sample.images)
     return list(totals.values())
 
 
@@ -104,11 +107,12 @@ def split_groups(of_ranks: list[list[list]], num: int) -> list[MinibatchPlan]:
     for number, name in enumerate(names):
         plan_of[name] = plan = plans[number * num // len(names)]
         plan.groups[name] = number
-    for name, num_sequences, num_tokens, num_used in totals:
+    for name, num_sequences, num_tokens, num_used, has_images in totals:
         plan = plan_of[name]
         plan.num_sequences += num_sequences
         plan.num_tokens += num_tokens
         plan.num_used += num_used
+        plan.has_images = plan.has_images or has_images
     return plans
 
 
@@ -299,9 +303,15 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         parents=[piece.parent for piece in pieces],
         paths=paths,
+        images=images_of_samples(samples),
         # All of them are tensors, also by name.
         **trained_columns(samples, paths),  # pyright: ignore[reportArgumentType]
     )
+
+
+def images_of_samples(samples: Sequence[TrainingSample]) -> dict[int, InputImage] | None:
+    """The samples' images by key; None if they have none."""
+    return {image.key: image for sample in samples for image in sample.images} or None
 
 
 def trained_columns(

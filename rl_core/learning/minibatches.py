@@ -23,6 +23,7 @@ from rl_core.data.packing import (
     PackBudget,
     fill_bins,
     group_totals,
+    images_of_samples,
     make_units,
     needs_forward,
     pack_samples,
@@ -32,7 +33,7 @@ from rl_core.data.packing import (
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.models.policy import backbone
-from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
+from rl_core.types import PER_TOKEN, InputImage, PackedBatch, SequenceShard, TrainingSample
 
 # Fields of a sample that are sent to other ranks.
 COLUMNS = (*PER_TOKEN, "experts", "kept_ids", "teacher_ids")
@@ -88,6 +89,8 @@ def shard_samples(
             for unit in units:
                 mine += itertools.islice(received[unit.rank], unit.num_samples)
             batch = pack_samples(mine, budget.cp)
+            if plan.has_images and batch.images is None:
+                batch.images = {}
             for extension in extensions:
                 batch = extension.packed(batch, mine)
             minibatch.batches.append(to_device(batch, ranks.device))
@@ -168,8 +171,17 @@ def to_bytes(samples: list[TrainingSample]) -> bytes:
         facts[name] = [None if value is None else len(value) for value in values]
         if present := [value for value in values if value is not None]:
             arrays[name] = np.concatenate(present)
+    if any(sample.images for sample in samples):
+        facts |= packed_images(samples)
     arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     return safetensors.save(arrays)
+
+
+def packed_images(samples: list[TrainingSample]) -> dict[str, list]:
+    """The images of samples for from_bytes(), each once."""
+    keys = [[image.key for image in sample.images] for sample in samples]
+    images = (images_of_samples(samples) or {}).values()
+    return {"images": keys, "pictures": [dataclasses.asdict(image) for image in images]}
 
 
 def from_bytes(data: bytes) -> list[TrainingSample]:
@@ -177,6 +189,9 @@ def from_bytes(data: bytes) -> list[TrainingSample]:
     facts = json.loads(arrays["facts"].tobytes())
     for name in COLUMNS:
         facts[name] = split_column(arrays.get(name), facts[name])
+    if "images" in facts:
+        pictures = {values["key"]: InputImage(**values) for values in facts.pop("pictures")}
+        facts["images"] = [tuple(map(pictures.__getitem__, keys)) for keys in facts["images"]]
     rows = zip(*facts.values(), strict=True)
     return [TrainingSample(**dict(zip(facts, row, strict=True))) for row in rows]
 

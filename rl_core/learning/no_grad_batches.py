@@ -53,6 +53,9 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
     experts = [batch.experts for batch in batches if batch.experts is not None]
     if experts:
         joined["experts"] = torch.cat(experts)
+    images = [batch.images for batch in batches if batch.images is not None]
+    if images:
+        joined["images"] = {key: image for of in images for key, image in of.items()}
     return dataclasses.replace(
         batches[0], cu_seqlens=torch.cat(starts), parents=parents, paths=paths, **joined
     )

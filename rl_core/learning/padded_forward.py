@@ -16,10 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from rl_core.data.image_families import ImageFamily
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks
 from rl_core.learning.minibatches import to_device
 from rl_core.models import attention
+from rl_core.models.attention import set_attention
 from rl_core.models.policy import ForwardPass, Outputs, Policy
 from rl_core.types import PackedBatch, TrainingSample
 
@@ -43,8 +45,10 @@ class PaddedForward:
         self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
     ) -> tuple[Tensor, ...]:
         rows, places = padded_rows(batch)
-        hidden = policy.hidden_states(input_ids=batch.input_ids[rows.clamp(0)])
-        hidden_MD = hidden.flatten(0, 1)[places]
+        arguments = arguments_of(policy, batch, rows)
+        hidden = policy.hidden_states(**arguments)
+        width = arguments["input_ids"].shape[1]
+        hidden_MD = hidden.flatten(0, 1)[in_width(places, rows.shape[1], width)]
         return outputs(hidden_MD, batch.labels, temperature)
 
     def tokens(self, batch: PackedBatch) -> Tensor:
@@ -60,9 +64,10 @@ class FullLogitsForward(PaddedForward):
         self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
     ) -> tuple[Tensor, ...]:
         rows, places = padded_rows(batch)
+        arguments = arguments_of(policy, batch, rows)
         with policy.activations():
-            ids = batch.input_ids[rows.clamp(0)]
-            logits = policy.hf(input_ids=ids, use_cache=False).logits
+            logits = policy.hf(**arguments, use_cache=False).logits
+        places = in_width(places, rows.shape[1], logits.shape[1])
         logits = logits.flatten(0, 1)[places].float() / temperature
         if batch.labels.ndim == 2:
             from rl_core.learning.truncation import over_support
@@ -73,13 +78,29 @@ class FullLogitsForward(PaddedForward):
         return logprobs_MV.gather(1, batch.labels[:, None])[:, 0], entropy
 
 
+def arguments_of(policy: Policy, batch: PackedBatch, rows: Tensor) -> dict[str, Tensor]:
+    """Arguments of the model's forward on padded_rows()."""
+    if policy.vision is None:
+        return {"input_ids": batch.input_ids[rows.clamp(0)]}
+    ids = batch.input_ids[rows.clamp(0)].masked_fill(rows < 0, 0)
+    return policy.vision.padded(ids, batch.images, policy.is_sharded)
+
+
+def in_width(places: Tensor, width: int, wider: int) -> Tensor:
+    """Indices of rows of `width` tokens in rows of `wider`."""
+    return places if wider == width else places // width * wider + places % width
+
+
 @torch.no_grad()
 def choose_forward(policy: Policy, ranks: Ranks) -> None:
     """Chooses the packed forward if it equals the model's own forward, else the model's forward on
     padded rows."""
     hf, adapter = policy.hf, next(iter(policy.adapters), "")
     kind = own_attention(hf)
-    batch = probe_batch(hf.config.get_text_config().vocab_size, ranks.device)
+    # Images are refused with tp and cp.
+    sees = policy.vision is not None and ranks.mesh.tp == ranks.mesh.cp == 1
+    family = policy.vision.family if policy.vision is not None and sees else None
+    batch = probe_batch(hf.config.get_text_config().vocab_size, ranks.device, family)
     packed, padded = policy.forward_pass, PaddedForward()
     # A new head is 0 everywhere.
     outputs = hidden_outputs if policy.is_scoring else None
@@ -140,19 +161,21 @@ def own_attention(hf: PreTrainedModel) -> str:
     return "sdpa" if hf._supports_sdpa else "eager"
 
 
-def set_attention(hf: PreTrainedModel, implementation: str) -> None:
-    if hf._can_set_attn_implementation() and hf.config._attn_implementation != implementation:
-        hf.set_attn_implementation(implementation)
-
-
-def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
-    """A batch of one sequence and a tree of three."""
+def probe_batch(
+    vocab_size: int, device: torch.device, family: ImageFamily | None = None
+) -> PackedBatch:
+    """A batch of one sequence and a tree of three, all of which begin with an image of the
+    family."""
     samples = []
+    seen = [] if family is None else family.expand(family.blank)
     for number, (prompt, length, step) in enumerate(PROBE):
-        places, none = np.arange(length), np.zeros(length)
+        places = np.arange(length)
         is_own = places >= prompt
+        token_ids = (places * step + 3 + number * is_own) % vocab_size
+        none, is_own = np.zeros(len(seen) + length), np.pad(is_own, (len(seen), 0))
         sample = TrainingSample(
-            token_ids=(places * step + 3 + number * is_own) % vocab_size,
+            token_ids=[*seen, *token_ids],
+            images=() if family is None else (family.blank,),
             loss_mask=is_own,
             rollout_logprobs=none,
             policy_versions=none,

@@ -105,8 +105,7 @@ def load_hf_model(
         nn.init.zeros_(model.score.weight)
     if is_scoring:
         model.config.architectures = [type(model).__name__]
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(attention.NAME)
+    attention.set_attention(model, attention.NAME)
     if torch.cuda.is_available():
         fuse_norms(model)
     return model if "device_map" in options or device is None else model.to(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from rl_core.distributed import Ranks, local, unsharded
 from rl_core.models.attention import AttentionPlan, Kernel
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.logprobs import fused_logprobs, head_factors, scores_of
+from rl_core.models.vision import Vision, VisionInputs
 from rl_core.models.weight_gathering import gathered_weights
 from rl_core.types import PackedBatch
 
@@ -57,10 +58,12 @@ class PackedForward:
     def __call__(
         self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
     ) -> tuple[Tensor, ...]:
-        ids, positions = batch.input_ids, batch.position_ids
-        plan = AttentionPlan(batch.cu_seqlens, batch.parents, self.kernel, ids.device)
+        inputs = batch if policy.vision is None else policy.vision.packed(batch, policy.is_sharded)
+        ids, positions = inputs.input_ids[None], inputs.position_ids[..., None, :]
+        plan = AttentionPlan(inputs.cu_seqlens, inputs.parents, self.kernel, ids.device)
+        more = inputs.tensors if isinstance(inputs, VisionInputs) else {}
         hidden_1TD = policy.hidden_states(
-            input_ids=ids[None], position_ids=positions[None], attention_plan=plan
+            input_ids=ids, position_ids=positions, attention_plan=plan, **more
         )
         return outputs(hidden_1TD[0, batch.logit_indices], batch.labels, temperature)
 
@@ -95,6 +98,7 @@ class Policy(nn.Module):
         self.activations, self.host_copies = activations, host_copies
         self.logprob_kernel, self.support_logprobs = logprob_kernel, support_logprobs
         self.adapters: dict[str, peft.LoraConfig] = {}  # By name.
+        self.vision: Vision | None = None  # None: the model reads text alone.
         self.is_served = False  # The engine applies the adapters itself.
         self.recomputes = False  # The backward recomputes activations.
         # Replaces the forward of the backbone.
@@ -127,6 +131,8 @@ class Policy(nn.Module):
             plan.kept = {}
         with self.activations():
             decoder = self.decoder or backbone(self.hf)
+            if self.vision is not None and self.vision.is_seen(inputs):
+                decoder = self.vision.model
             hidden = decoder(**inputs, use_cache=False).last_hidden_state
         assert hidden is not None
         return hidden
@@ -236,7 +242,17 @@ def backbone(hf: PreTrainedModel) -> PreTrainedModel:
 
 def blocks_of(hf: PreTrainedModel) -> nn.ModuleList:
     """The transformer's layers."""
-    lists = (m for m in backbone(hf).modules() if isinstance(m, nn.ModuleList))
+    return largest_list(backbone(hf).modules())
+
+
+def tower_blocks(hf: PreTrainedModel) -> nn.ModuleList:
+    """The layers of the vision tower."""
+    text = set(backbone(hf).modules())
+    return largest_list(module for module in hf.modules() if module not in text)
+
+
+def largest_list(modules: Iterable[nn.Module]) -> nn.ModuleList:
+    lists = (m for m in modules if isinstance(m, nn.ModuleList))
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 

@@ -31,7 +31,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from rl_core.distributed import Ranks
 from rl_core.models.loading import load_hf_model
-from rl_core.models.policy import Policy, blocks_of
+from rl_core.models.policy import Policy, blocks_of, tower_blocks
 
 CONVERT = WeightConverter.convert
 
@@ -49,7 +49,10 @@ def shard_policy(
         offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     kwargs = {"mesh": ranks.weights_mesh[dims], "offload_policy": offload}
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in blocks_of(policy.hf):
+    blocks = [*blocks_of(policy.hf)]
+    if policy.vision is not None:
+        blocks += tower_blocks(policy.hf)
+    for block in blocks:
         fully_shard(block, mp_policy=precision, **kwargs)
     root = dataclasses.replace(precision, output_dtype=torch.float32)
     fully_shard(policy, mp_policy=root, shard_placement_fn=placement, **kwargs)

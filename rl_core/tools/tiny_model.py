@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
-ARCHITECTURES = ("qwen3", "llama", "qwen2")
+ARCHITECTURES = ("qwen3", "llama", "qwen2", "qwen2_5_vl", "qwen3_vl")
 
 
 def character_tokenizer():
@@ -35,17 +35,17 @@ def character_tokenizer():
     return with_chat_template(tokenizer)
 
 
-def with_chat_template(tokenizer):
+def with_chat_template(tokenizer, specials=SPECIALS, chat_template=CHAT_TEMPLATE):
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.add_special_tokens(list(specials))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
         unk_token=UNKNOWN,
-        additional_special_tokens=[token for token in SPECIALS if token not in (PAD, END, UNKNOWN)],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[token for token in specials if token not in (PAD, END, UNKNOWN)],
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -62,37 +62,50 @@ def make_tiny_model(
     """Writes config, fp32 weights drawn from seed, and the tokenizer (by default of characters)
     into out."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     from rl_core.data.pretrained import from_config
+    from rl_core.models.loading import model_class
+    from rl_core.tools.tiny_vision_model import (
+        VISION_MODELS,
+        vision_config,
+        vision_tokenizer,
+        write_preprocessor,
+    )
 
     if hidden % heads or hidden // heads % 2:
         nearest = 2 * heads * max(1, hidden // heads // 2)
         raise ValueError(
             f"hidden={hidden} must be an even multiple of heads={heads}; try {nearest}"
         )
-    tokenizer = tokenizer or character_tokenizer()
+    sees = arch in VISION_MODELS
+    tokenizer = tokenizer or (vision_tokenizer() if sees else character_tokenizer())
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(
-        arch,
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
         # With the usual 0.02 a model this narrow learns nothing for its first hundreds of steps.
-        initializer_range=0.06,
-        bos_token_id=None,
-        dtype="float32",
+        "initializer_range": 0.06,
+        "bos_token_id": None,
+        "dtype": "float32",
         **ends,
-    )
+    }
+    if sees:
+        config = vision_config(arch, sizes, tokenizer)
+    else:
+        config = AutoConfig.for_model(arch, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = from_config(AutoModelForCausalLM, config)
+        model = from_config(model_class(config), config)
     model.generation_config = GenerationConfig(**ends, do_sample=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    if sees:
+        write_preprocessor(Path(out))

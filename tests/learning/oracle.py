@@ -6,13 +6,23 @@ Old and rollout logprobs are formulas of the token, so that any layout of a batc
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
+import itertools
 import math
 from contextlib import contextmanager
 
+import PIL.Image
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 MAX_TOKENS = 60  # Flag of kit.make_learner().
 
@@ -33,6 +43,8 @@ def frozen(path: str, is_scoring: bool = False):
     if is_scoring:
         options = {"dtype": torch.float64, "num_labels": 1}
     kind = AutoModelForSequenceClassification if is_scoring else AutoModelForCausalLM
+    if hasattr(AutoConfig.from_pretrained(path), "image_token_id"):
+        kind = AutoModelForImageTextToText
     return kind.from_pretrained(path, **options).eval()
 
 
@@ -81,10 +93,26 @@ class Policy:
         return grads
 
 
+def inputs(hf, s, ids: Tensor) -> dict[str, Tensor]:
+    """Arguments of transformers' forward, which computes positions itself."""
+    if not s.images:
+        return {"input_ids": ids}
+    known = {image.key: image for image in s.images}
+    keys = [key for key, _ in itertools.groupby((-ids[ids < 0]).tolist())]
+    pictures = []
+    for key in keys:
+        data = base64.b64decode(known[key].url.partition(",")[2])
+        pictures.append(PIL.Image.open(io.BytesIO(data)))
+    seen = AutoImageProcessor.from_pretrained(hf.name_or_path)(pictures, return_tensors="pt")
+    is_image = ids < 0
+    plain = ids.masked_fill(is_image, hf.config.image_token_id)
+    return dict(seen) | {"input_ids": plain, "mm_token_type_ids": is_image.int()}
+
+
 def distributions(hf, s, temperature: float, is_whole: bool = False) -> Tensor:
     """[m, V] log p of each trained token, over the ids that it was drawn from unless `is_whole`."""
     ids, mask = torch.from_numpy(s.token_ids), torch.from_numpy(s.loss_mask[1:])
-    logits = hf(input_ids=ids[None, :-1], use_cache=False).logits[0][mask] / temperature
+    logits = hf(**inputs(hf, s, ids[None, :-1]), use_cache=False).logits[0][mask] / temperature
     if s.kept_ids is not None and not is_whole:
         kept = torch.full_like(logits, -torch.inf)
         for row, line in enumerate(s.kept_ids.tobytes().decode().splitlines()):

@@ -30,9 +30,11 @@ from transformers import (
     AutoTokenizer,
 )
 
+from rl_core.data.images import read_image
 from rl_core.distributed import Mesh, Ranks, on_mesh
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.metrics import reduce_metrics
+from rl_core.tools.tiny_vision_model import VISION_MODELS
 
 SGD = "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0"
 KEPT = 5  # Most ids that a token was drawn from.
@@ -85,12 +87,14 @@ def make_models(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def models(made_once) -> Callable[[str], str]:
+def models(made_once, make_model) -> Callable[[str], str]:
     """models(name) -> folder of a model of MODELS, or a tiny one of a family."""
 
     def get(name: str) -> str:
         if name in MODELS:
             return str(made_once("equivalence_models", make_models) / name)
+        if name in VISION_MODELS:
+            return str(make_model(name, hidden=48))
         return str(made_once(f"family_{name}", lambda folder: make_family(folder, name)))
 
     return get
@@ -120,12 +124,55 @@ def with_experts(samples: list) -> list:
     return samples
 
 
+def picture(number: int, height: int = 16, width: int = 24) -> list:
+    """[an image of 8 x 8 pixels a token, its tokens between those of its begin and end]."""
+    draw = np.random.RandomState(number)
+    image = read_image(draw.randint(0, 256, (height, width, 3), dtype=np.uint8))
+    return [image, [104, *[-image.key] * (height * width // 64), 105]]
+
+
+def pictures() -> list:
+    """Two groups that begin with one image each of one size; a tree whose second turns see images
+    of one size; a sample with two images, one twice; groups without an image."""
+    draw, samples = random.Random(0), []
+
+    def text(num: int) -> list[int]:
+        return [draw.randrange(8, 104) for _ in range(num)]
+
+    def add(group: int, pieces: list, images: list) -> None:
+        ids, mask = [], []
+        for number, piece in enumerate(pieces):
+            ids, mask = ids + piece, mask + [number % 2] * len(piece)
+        made = sample(ids, mask, draw.uniform(-1, 1), f"{group}")
+        samples.append(dataclasses.replace(made, images=tuple(images)))
+
+    for group in range(2):
+        image, seen = picture(group)
+        prompt = text(3) + seen + text(4)
+        for _ in range(3):
+            add(group, [prompt, text(draw.randint(2, 9))], [image])
+    (first, seen), reply = picture(2, 32, 32), text(5)
+    prompt = text(6) + seen + text(2)
+    for number in (3, 3, 4):
+        second, seen_later = picture(number, 8, 40)
+        pieces = [prompt, reply, text(1) * 2 + seen_later + [9], text(4)]
+        add(2, pieces, [first, second])
+    (one, seen_one), (two, seen_two) = picture(5), picture(6, 24, 16)
+    add(3, [seen_one + seen_two + [7] + seen_one, text(6)], [one, two])
+    for group in range(4, 8):
+        prompt = text(12)
+        for _ in range(2):
+            add(group, [prompt, [*text(draw.randint(2, 9)), 106]], [])
+    return samples
+
+
 SAMPLES: dict[str, Callable[[], list]] = {
     "alone": lambda: ragged_samples(12),
     "ragged": lambda: ragged_samples(12, shared_prompt=12),
     "forest": lambda: forest(3),
     "deep": lambda: forest(6),
     "pairs": pairs,
+    "pictures": pictures,
     "mixed": lambda: imitated((60, 3)),
     "replayed": lambda: with_experts(imitated((60, 3))),
 }
@@ -184,6 +231,7 @@ PPO = f"--algorithm ppo {CRITIC}"
 PAIRS = {"samples": ("pairs",), "layouts": ("", "pairs")}
 AUX = "--actors.policy.router_aux_loss_coef 0.5"
 REPLAY = "--actors.policy.router_replay true"
+SEEN = ("", "recompute", "microbatches")
 MOE = {"samples": ("mixed",), "layouts": tuple(LAYOUTS)[:4]}
 CASES = {
     "sft": Case("--algorithm sft", ("alone", "ragged", "forest"), layouts=tuple(LAYOUTS)[:4]),
@@ -253,6 +301,10 @@ CASES = {
         "qwen3_moe",
         layouts=MOE["layouts"],
         meshes=("dp", "cp", "replicas"),
+    ),
+    "qwen2_5_vl": Case("", ("pictures",), "qwen2_5_vl", layouts=SEEN, meshes=("dp", "replicas")),
+    "qwen3_vl": Case(
+        "--algorithm sft", ("pictures",), "qwen3_vl", layouts=(*SEEN, "joined"), meshes=("dp",)
     ),
     "replay": Case(
         REPLAY, ("replayed",), "mixtral", layouts=MOE["layouts"][:3], meshes=("dp", "cp")

@@ -1,0 +1,153 @@
+"""Images in the forward of a model: transformers' own multimodal model computes features of the
+images, puts them into the text and adds what its layers need.
+
+T tokens of a packed batch, N rows of L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from rl_core.data.image_families import ImageFamily
+from rl_core.types import InputImage, PackedBatch
+
+# Arguments of a forward of the language model alone.
+TEXT_ARGUMENTS = {"input_ids", "position_ids", "attention_plan"}
+Images = Mapping[int, InputImage]  # By key.
+
+
+@dataclass(kw_only=True, slots=True)
+class VisionInputs:
+    """Tokens of a forward, with the tensors of their images."""
+
+    input_ids: Tensor  # As the model reads them.
+    position_ids: Tensor  # [3, ...] for a family with three axes.
+    cu_seqlens: Tensor
+    parents: list[int]
+    # Further arguments of the multimodal model; empty: the language model alone computes.
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Vision:
+    """Makes the arguments of a model's forwards from token ids, where an image's tokens are -key.
+
+    A model may sample its placeholder of an image. transformers would look for an image there, so
+    that all forwards read `family.stand_in` in its place."""
+
+    def __init__(self, family: ImageFamily, hf: PreTrainedModel):
+        self.family = family
+        # Not a submodule of what holds this: the model is one already.
+        self.models = (hf,)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The multimodal model without a head."""
+        return cast(PreTrainedModel, self.models[0].base_model)
+
+    @property
+    def has_axes(self) -> bool:
+        """True if positions have three axes: time, height and width."""
+        return hasattr(self.model, "get_rope_index")
+
+    @staticmethod
+    def is_seen(arguments: Mapping[str, object]) -> bool:
+        """True if the arguments of a forward have tensors of images."""
+        return not arguments.keys() <= TEXT_ARGUMENTS
+
+    def model_ids(self, ids: Tensor) -> Tensor:
+        """The model's ids of these tokens."""
+        ids = torch.where(ids == self.family.token_id, self.family.stand_in, ids)
+        return torch.where(ids < 0, self.family.token_id, ids)
+
+    def images_in(self, ids: Tensor, images: Images) -> list[InputImage]:
+        """The images of tokens [..., L], in their order. An image that comes twice is twice in it.
+        Raises KeyError for an image that `images` lacks."""
+        found, left = [], 0
+        for key in (-ids[ids < 0]).tolist():
+            if not left:
+                found.append(images[key])
+                left = self.family.num_tokens(images[key])
+            assert found[-1].key == key, "an image is cut"
+            left -= 1
+        assert not left, f"an image lacks {left} tokens"
+        return found
+
+    def tensors(self, images: Sequence[InputImage]) -> dict[str, Tensor]:
+        """Arguments of the multimodal model for these images, on its device."""
+        device = self.models[0].device
+        made = self.family.cache.joined(images) if images else {}
+        return {name: tensor.to(device) for name, tensor in made.items()}
+
+    def positions(self, ids: Tensor, images: Images) -> Tensor:
+        """[3, L] positions of one sequence [L] on the CPU; [1, L] for a family with one axis."""
+        if not self.has_axes or bool((ids >= 0).all()):
+            return torch.arange(len(ids)).expand(3 if self.has_axes else 1, -1)
+        grids = self.family.rope_arguments(self.family.cache.each(self.images_in(ids, images)))
+        positions, _ = self.model.get_rope_index(
+            self.model_ids(ids)[None], mm_token_type_ids=(ids < 0).int()[None], **grids
+        )
+        return positions[:, 0]
+
+    def packed(self, batch: PackedBatch, runs_tower: bool) -> VisionInputs:
+        """The arguments of a forward over a packed batch. `runs_tower`: where another rank has
+        images and this one none, a blank image follows the batch, as the shards of the vision tower
+        are gathered and reduced by all ranks together."""
+        inputs = VisionInputs(
+            input_ids=self.model_ids(batch.input_ids),
+            position_ids=batch.position_ids,
+            cu_seqlens=batch.cu_seqlens,
+            parents=batch.parents,
+        )
+        if batch.images is None:
+            return inputs
+        ids = batch.input_ids.cpu()
+        images = self.images_in(ids, batch.images)
+        if not images and not runs_tower:
+            return inputs
+        positions = batch.position_ids.cpu().expand(3 if self.has_axes else 1, -1).clone()
+        for path in map(torch.from_numpy, batch.paths):
+            positions[:, path] = self.positions(ids[path], batch.images)
+        if not images:
+            images = [self.family.blank]
+            blank = torch.tensor(self.family.expand(images[0]))
+            of_blank = self.positions(blank, {images[0].key: images[0]})
+            ids, positions = torch.cat([ids, blank]), torch.cat([positions, of_blank], 1)
+            inputs.cu_seqlens = torch.cat(
+                [batch.cu_seqlens, batch.cu_seqlens.new_tensor([len(ids)])]
+            )
+            inputs.parents = [*batch.parents, -1]
+        device = batch.input_ids.device
+        inputs.input_ids = self.model_ids(ids).to(device)
+        inputs.position_ids = (positions if self.has_axes else positions[0]).to(device)
+        inputs.tensors = self.tensors(images)
+        return inputs
+
+    def padded(
+        self, ids_NL: Tensor, images: Images | None, runs_tower: bool = False
+    ) -> dict[str, Tensor]:
+        """Arguments of the multimodal model over rows of one sequence each, padded on the right.
+        `runs_tower`: as of packed(); the blank image is one more row."""
+        is_seen = images is not None and bool((ids_NL < 0).any())
+        if images is None or not (is_seen or runs_tower):
+            return {"input_ids": self.model_ids(ids_NL)}
+        ids = ids_NL.cpu()
+        if not is_seen:
+            blank = self.family.blank
+            row = torch.tensor(self.family.expand(blank))
+            width = max(ids.shape[1], len(row))
+            ids = pad(ids, (0, width - ids.shape[1]))
+            ids = torch.cat([ids, pad(row, (0, width - len(row)))[None]])
+            images = {blank.key: blank}
+        arguments = self.tensors(self.images_in(ids, images))
+        arguments["input_ids"] = self.model_ids(ids).to(ids_NL.device)
+        if self.has_axes:
+            rows = [self.positions(row, images) for row in ids]
+            arguments["position_ids"] = torch.stack(rows, 1).to(ids_NL.device)
+        return arguments
