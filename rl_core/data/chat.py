@@ -69,6 +69,13 @@ class ToolReader(Protocol):
     ) -> tuple[str, Message]: ...
 
 
+class ImageLimits(Protocol):
+    """The limits of images in config/data.py."""
+
+    max_image_pixels: int | None
+    max_images: int | None
+
+
 class Chat:
     """A tokenizer and its chat template. A template given here becomes the tokenizer's: an export
     then carries it."""
@@ -211,7 +218,9 @@ class Chat:
     ) -> None:
         """Raises ValueError for a text, call or argument that the template does not render and,
         without a generation prompt, for thoughts of the last message. Each shape of conversation is
-        checked once. `replies`: indices of the actor's turns, which a template may rewrite."""
+        checked once. `replies`: indices of the actor's turns, which a template may rewrite. Raises
+        ValueError as images_of() too."""
+        self.images_of(messages)
 
         def rendered(probes: list[Message]) -> list[Rendering]:
             text = self.render(probes, tools, add_generation_prompt)
@@ -551,11 +560,10 @@ def load_chat(
     chat_template: str | None = None,
     variables: JSONObject | None = None,
     tool_reader: Callable[[Chat], ToolReader] | None = None,
-    max_image_pixels: int | None = None,
-    max_images: int | None = None,
+    limits: ImageLimits | None = None,
 ) -> Chat:
     """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the
-    template itself. The limits are those of --data.*."""
+    template itself."""
     from transformers import AutoTokenizer  # seconds to import, which --help need not wait for
 
     if chat_template is not None and "{" not in chat_template:
@@ -573,9 +581,9 @@ def load_chat(
             f"model {path} has no tokenizer, such as tokenizer.json, but special tokens: copy the "
             "tokenizer's files of the model that it was made from into the folder"
         )
-    vision = load_family(path, max_image_pixels)
+    vision = load_family(path, limits and limits.max_image_pixels)
     chat = Chat(tokenizer, chat_template, variables, tool_reader, vision)
-    chat.max_images = max_images
+    chat.max_images = limits and limits.max_images
     return chat
 
 

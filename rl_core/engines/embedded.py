@@ -32,6 +32,7 @@ from rl_core.config import Config
 from rl_core.engines.grammars import Grammars, failure, masked_logits
 from rl_core.engines.kv_slots import (
     RowParams,
+    Sight,
     Snapshot,
     bytes_per_token,
     device_memory,
@@ -42,8 +43,9 @@ from rl_core.engines.requests import check_logprobs, check_request, decoded, not
 from rl_core.engines.weights import load_weights
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.loading import max_positions
+from rl_core.models.vision import Vision
 from rl_core.sampling.engine import Engine, EngineSpec, WeightOwner
-from rl_core.types import Completion, SamplingParams
+from rl_core.types import Completion, InputImage, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -88,6 +90,10 @@ class GenerationRequest:
     # A copy of its row, while its session waits for the next turn and another request has the row.
     parked: Snapshot | None = None
     hidden: Tensor | None = None  # [hidden size] of its last token when it entered
+    images: dict[int, InputImage] = field(default_factory=dict)  # By key.
+    # [3, ids when it was queued] positions, if it has images.
+    positions: Tensor | None = None
+    shift: int = 0  # Position of a later token less its column.
 
     @property
     def head(self) -> int:
@@ -137,6 +143,7 @@ class Batch:
     needs_tokens: bool  # True if a completion needs each token before the next step.
     num_steps: int  # Steps after which completions receive their tokens.
     steps: list[Step] = field(default_factory=list)  # Not in the completions yet.
+    shifts: Tensor | None = None  # [n] of the requests; None if all are 0.
 
     @property
     def is_due(self) -> bool:
@@ -158,6 +165,7 @@ class EmbeddedEngine(Engine):
 
     weight_owner = WeightOwner.LEARNER
     has_grammars = True
+    sees = True
 
     @staticmethod
     def check(config: Config, name: str, is_planned: bool) -> None:
@@ -184,6 +192,7 @@ class EmbeddedEngine(Engine):
         assert settings is not None
         self._slots = settings.sampler(model)
         self._recorder = settings.recorder(model) if settings.recorder else None
+        self._vision = None if spec.vision is None else Vision(spec.vision, model)
         self._parked_room = 0  # tokens
         if self._slots.is_batched:
             self._fit_memory(spec)
@@ -234,9 +243,14 @@ class EmbeddedEngine(Engine):
         session: str = "",
         adapter: str = "",
         begun: Completion | None = None,
+        images: Sequence[InputImage] = (),
     ) -> Completion:
         """One completion; see Engine."""
         check_request(prompt_ids, params, self.max_context_tokens)
+        if images and not self._slots.is_batched:
+            raise ValueError(
+                f"{type(self.model).__name__} is sampled row by row, which takes no images"
+            )
         assert not adapter or adapter in self.adapter_versions, adapter
         completion = begun or Completion()
         random_bits = random.Random(seed).getrandbits
@@ -251,6 +265,7 @@ class EmbeddedEngine(Engine):
             adapter=adapter,
             random_bits=random_bits,
             matcher=self._matcher(params, completion) if params.json_schema else None,
+            images={image.key: image for image in images},
             future=asyncio.get_running_loop().create_future(),
         )
         self._queue(request)
@@ -346,6 +361,10 @@ class EmbeddedEngine(Engine):
     def _queue(self, request: GenerationRequest) -> None:
         request.row, request.num_cached, request.num_prompt = -1, 0, len(request.ids)
         request.known_head = None
+        if request.images:
+            assert self._vision is not None
+            request.positions = self._vision.positions(torch.tensor(request.ids), request.images)
+            request.shift = int(request.positions.max()) + 1 - len(request.ids)
         self._waiting.append(request)
 
     def _start_running(self) -> None:
@@ -403,14 +422,20 @@ class EmbeddedEngine(Engine):
         if self._batch is None:
             self._batch = self._make_batch()
         batch = self._batch
+        tokens, sight = batch.tokens[:, None], {}
+        if self._vision is not None:
+            tokens = self._vision.model_ids(tokens)
+        if batch.shifts is not None:
+            sight["sight"] = Sight(position_ids=(batch.columns + batch.shifts)[:, None])
         with self._using_adapters(batch.requests):
             hidden = self._slots.forward(
                 self._cache,
                 slice(0, len(batch.requests)),
-                batch.tokens[:, None],
+                tokens,
                 batch.columns,
                 batch.longest + 1,
                 is_even=batch.is_even,
+                **sight,
             )
         if self._row_params is None:
             self._row_params = self._params_of(batch.requests)
@@ -430,7 +455,9 @@ class EmbeddedEngine(Engine):
         starts = [len(request.ids) - 1 for request in requests]
         tokens, columns = self._to_device([newest, starts], torch.long)
         limits = [request.params for request in requests]
+        shifts = [request.shift for request in requests]
         return Batch(
+            shifts=self._to_device(shifts, torch.long) if any(shifts) else None,
             requests=requests,
             tokens=tokens,
             columns=columns,
@@ -522,7 +549,8 @@ class EmbeddedEngine(Engine):
         """Fills the rows of requests that are active."""
         longest = max(r.num_new for r in requests)
         # There are several pieces only if a single prompt is longer than PREFILL_TOKENS.
-        piece_tokens = PREFILL_TOKENS if self._slots.is_batched else longest
+        is_cut = self._slots.is_batched and not any(r.images for r in requests)
+        piece_tokens = PREFILL_TOKENS if is_cut else longest  # No image is cut.
         for done in range(0, longest, piece_tokens):
             starts = [request.num_cached + done for request in requests]
             hidden = self._forward(requests, starts, piece_tokens)
@@ -544,16 +572,44 @@ class EmbeddedEngine(Engine):
         numbers = self._to_device([starts, sizes, *zip(*padded, strict=True)], torch.long)
         length = max(map(sum, zip(starts, sizes, strict=True)))
         rows = slice(requests[0].row, requests[-1].row + 1)
+        tokens, sight = numbers[2:].T, {}
+        if self._vision is not None:
+            if any(request.images for request in requests):
+                sight["sight"] = self._sight(requests, starts, padded)
+            tokens = self._vision.model_ids(tokens)
         with self._using_adapters(requests):
             hidden = self._slots.forward(
                 self._cache,
                 rows,
-                numbers[2:].T,
+                tokens,
                 numbers[0] if any(starts) else None,
                 length,
                 numbers[1] if min(sizes) < longest else None,
+                **sight,
             )
         return hidden[torch.arange(len(requests), device=hidden.device), numbers[1] - 1]
+
+    def _sight(
+        self, requests: list[GenerationRequest], starts: list[int], padded: list[list[int]]
+    ) -> Sight:
+        """Images and positions of the padded pieces of requests that begin at `starts`."""
+        assert self._vision is not None
+        ids, images, rows = torch.tensor(padded), {}, []
+        num_axes = max(r.positions.shape[0] for r in requests if r.positions is not None)
+        for request, start in zip(requests, starts, strict=True):
+            images |= request.images
+            row = torch.arange(start, start + ids.shape[1]).repeat(num_axes, 1)
+            if request.positions is not None:
+                known = request.positions[:, start : start + ids.shape[1]]
+                row[:, : known.shape[1]] = known
+            rows.append(row)
+        positions = torch.stack(rows, 1)  # [axes, n, S]
+        seen = self._vision.images_in(ids, images)
+        return Sight(
+            position_ids=(positions if num_axes > 1 else positions[0]).to(self.model.device),
+            model=self._vision.model if seen else None,
+            tensors=self._vision.tensors(seen),
+        )
 
     def _to_device(self, rows: Sequence[Numbers | float], dtype: torch.dtype) -> Tensor:
         device = self.model.device

@@ -214,6 +214,7 @@ class EngineFactory:
             device=ranks.device,
             seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
             adapters=self.adapters(name, module),
+            vision=None if isinstance(chat.vision, str) else chat.vision,
             log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
             start_timeout_s=config.timeout_s,
         )

@@ -190,6 +190,15 @@ def folded_attention(
 AttentionInterface.register(ATTENTION, slot_attention)
 
 
+@dataclass(kw_only=True, slots=True)
+class Sight:
+    """The images and positions of one forward."""
+
+    position_ids: Tensor  # [n, S], or [3, n, S] for tokens of images.
+    model: PreTrainedModel | None = None  # The multimodal model, if the tokens have images.
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model is in evaluation mode. Setting the mode visits all modules, so a model that
@@ -237,10 +246,12 @@ class SlotModel:
         length: int,
         sizes: Tensor | None = None,
         is_even: bool = False,
+        sight: Sight | None = None,
     ) -> Tensor:
         """Hidden states [n, S, hidden size] of tokens [n, S] at columns `starts` [n] of their rows,
         by default 0. `length`: length of the longest row with them. `sizes` [n]: numbers of
-        tokens without padding. is_even: all rows have one length."""
+        tokens without padding. is_even: all rows have one length. `sight`: None if no row has an
+        image."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         position_ids = positions = columns if starts is None else starts[:, None] + columns
         if starts is not None and sizes is not None:
@@ -254,6 +265,10 @@ class SlotModel:
             numbers=torch.arange(rows.start, rows.stop, device=tokens.device)[:, None],
             positions=positions,
         )
+        if sight is not None:
+            decoder = sight.model or self.decoder
+            inputs = {"input_ids": tokens, "position_ids": sight.position_ids, **sight.tensors}
+            return decoder(**inputs, use_cache=False, slot_plan=plan).last_hidden_state
         return self.hidden(tokens, position_ids, plan)
 
     def hidden(self, tokens: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:

@@ -56,7 +56,7 @@ def checked_chat(config: Config, name: str) -> Chat:
             read_other(config, path)
         check_teachers(settings, name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
-    chat = load_chat(actor.model, actor.chat_template, variables, ToolCalls)
+    chat = load_chat(actor.model, actor.chat_template, variables, ToolCalls, config.data)
     chat.check_variables(chat.variables, "--chat_template_kwargs")
     check_vocabulary(chat, num_rows, actor.model)
     return chat

@@ -25,6 +25,7 @@ from rl_core.engines.options import auto_engine, engine_factory
 from rl_core.environments import env_file
 from rl_core.parallel.rank_groups import RankGroup, rank_groups_of
 from rl_core.parallel.replicas import num_replicas
+from rl_core.plan.image_checks import why_no_images
 from rl_core.plan.model_checks import checked_chat, num_positions
 from rl_core.plan.option_rules import check_options
 from rl_core.plugin import CustomComponents
@@ -101,7 +102,7 @@ def make_plan(
     if config.eval_every:
         plan.eval = eval_tasks(config, envs, held_out)
     with naming_turns(envs):
-        plan.chats, plan.endpoints = make_chats(config)
+        plan.chats, plan.endpoints = make_chats(config, custom)
     if config.is_rl:
         env_file.check_tools(config, envs, plan.chats)
     else:
@@ -271,7 +272,9 @@ def with_top_k(config: Config) -> Config:
     return replace(config, actors=config.actors | actors)
 
 
-def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, ApiActor]]:
+def make_chats(
+    config: Config, custom: CustomComponents | None = None
+) -> tuple[dict[str, Chat], dict[str, ApiActor]]:
     """(the chat of each actor that has a model here, the endpoint of each other actor)."""
     chats, endpoints = {}, {}
     for name, actor in config.actors.items():
@@ -280,5 +283,8 @@ def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, ApiActor]]:
 
             endpoints[name] = make_api_actor(config, name)
         else:
-            chats[name] = checked_chat(config, name)
+            chat = chats[name] = checked_chat(config, name)
+            reason = chat.vision if isinstance(chat.vision, str) else ""
+            if reason := reason or why_no_images(config, name, custom):
+                chat.vision = f"actor {name} takes none: {reason}"
     return chats, endpoints

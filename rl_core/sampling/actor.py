@@ -20,6 +20,7 @@ from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_va
 from rl_core.types import (
     JSON,
     Completion,
+    InputImage,
     JSONObject,
     Message,
     RunError,
@@ -216,7 +217,8 @@ class Conversation:
         is_last = len(self.turns) + 1 == self.speaker.max_turns
         session = "" if is_last else self.session
         assert self.stream
-        return await self.speaker.generate(self.stream.prompt_ids, params, seed, session, **begun)
+        ids, images = self.stream.prompt_ids, self.stream.images
+        return await self.speaker.generate(ids, params, seed, session, images, **begun)
 
     def _read(self, completion: Completion) -> Message:
         """The turn as a message."""
@@ -372,16 +374,27 @@ class Actor:
         params: SamplingParams,
         seed: int,
         session: str = "",
+        images: Sequence[InputImage] = (),
         **begun: Completion,
     ) -> Completion:
-        """One completion. The seed chooses between engine and stale_engine."""
+        """One completion. The seed chooses between engine and stale_engine. Raises ValueError for
+        images if the engine takes none."""
         engine = self.engine
         if self.stale_engine is not None and counter_seed("lagged", seed) < self.stale_frac * 2**32:
             engine = self.stale_engine
         assert engine is not None
+        seen: dict = {"images": images} if images else {}
+        if images and not engine.sees:
+            raise ValueError(f"{type(engine).__name__} of actor {self.name} takes no images")
         async with self.device(engine):
             return await engine.generate(
-                prompt_ids, params, seed=seed, session=session, adapter=self.adapter, **begun
+                prompt_ids,
+                params,
+                seed=seed,
+                session=session,
+                adapter=self.adapter,
+                **begun,
+                **seen,
             )
 
     async def wake(self) -> None:

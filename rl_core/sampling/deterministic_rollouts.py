@@ -68,7 +68,8 @@ class DeterministicConversation(ResumableConversation):
         limited = replace(params, max_tokens=limit)
         episode.num_sampled += 1
         try:
-            done = await self.speaker.generate(self.stream.prompt_ids, limited, seed, begun=begun)
+            ids, images = self.stream.prompt_ids, self.stream.images
+            done = await self.speaker.generate(ids, limited, seed, images=images, begun=begun)
         finally:
             episode.num_sampled -= 1
         if done.finish_reason == "length" and limit < most:

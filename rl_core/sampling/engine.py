@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
-from rl_core.types import Completion, JSONObject, RunError, SamplingParams
+from rl_core.types import Completion, InputImage, JSONObject, RunError, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rl_core.config import Config
+    from rl_core.data.image_families import ImageFamily
     from rl_core.data.pretrained import Tokenizer
     from rl_core.metrics import Metric
 
@@ -58,6 +59,8 @@ class Engine:
     lora_layers: ClassVar[frozenset[str]] = frozenset()
     # True if SamplingParams.json_schema is enforced, with logprobs over the allowed tokens.
     has_grammars: ClassVar[bool] = False
+    # True if generate() takes images.
+    sees: ClassVar[bool] = False
 
     version: int  # Policy version of the weights, without adapters.
     capacity: int  # Number of requests that are decoded concurrently.
@@ -81,10 +84,12 @@ class Engine:
         session: str = "",
         adapter: str = "",
         begun: Completion | None = None,
+        images: Sequence[InputImage] = (),
     ) -> Completion:
         """One completion. `session` names a conversation whose next prompt extends this one.
         `adapter` names a LoRA adapter, whose version the completion gets. `begun`, a completion
-        with the first tokens or none, is continued in place. Raises ValueError for an impossible
+        with the first tokens or none, is continued in place. `images`: of the prompt's negative
+        ids, if the engine `sees`; a caller without images leaves it out. Raises ValueError for an impossible
         request, and EngineDied."""
         raise NotImplementedError
 
@@ -188,6 +193,7 @@ class EngineSpec:
     seed: int  # For an engine that ignores the seeds of requests.
     # Actor -> content of adapter_config.json.
     adapters: dict[str, JSONObject] = field(default_factory=dict)
+    vision: ImageFamily | None = None  # None: the model reads text alone.
     embedded: EmbeddedSpec | None = None  # None for an engine in separate processes.
     # The remaining fields are read by engines in separate processes alone.
     server: ServerSpec = field(default_factory=ServerSpec)

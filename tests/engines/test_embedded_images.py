@@ -1,0 +1,234 @@
+"""Images in prompts of the embedded engine, and in whole runs, against transformers' own forward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+from kit import embedded, metrics, run
+from oracle import chosen, frozen, inputs
+from PIL import Image as pil
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+from rl_core.data.chat import TokenStream, load_chat
+from rl_core.data.image_families import load_family
+from rl_core.data.images import read_image
+from rl_core.data.messages import canonical_messages
+from rl_core.data.samples import samples_from_turns
+from rl_core.models.vision import Vision
+from rl_core.types import SamplingParams
+
+FAMILIES = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
+
+
+@pytest.fixture(params=FAMILIES)
+def path(request, make_model):
+    return str(make_model(request.param))
+
+
+def noise(number: int, height: int = 16, width: int = 24) -> np.ndarray:
+    return np.random.RandomState(number).randint(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def user(*parts, role: str = "user") -> dict:
+    """A message of texts and images."""
+    content = []
+    for part in parts:
+        is_text = isinstance(part, str)
+        kind = "text" if is_text else "image"
+        content.append({"type": kind, kind: part})
+    [message] = canonical_messages([{"role": role, "content": content}])
+    return message
+
+
+def test_tokens_and_positions_are_those_of_transformers_processor(path):
+    chat = load_chat(path)
+    family, processor = chat.vision, AutoImageProcessor.from_pretrained(path)
+    kind = FAMILIES[family.config.model_type]
+    theirs = kind.__new__(kind)
+    theirs.image_token, theirs.image_processor = "<|image_pad|>", processor
+    shapes = [(16, 24), (7, 9), (100, 40), (1000, 1200), (9, 1000)]
+    pictures = [noise(n, *shape) for n, shape in enumerate(shapes)]
+    seen = processor([pil.fromarray(picture) for picture in pictures], return_tensors="pt")
+    for number, picture in enumerate(pictures):
+        image = read_image(picture)
+        text = theirs.replace_image_token(seen, number)
+        assert len(text) == len("<|image_pad|>") * family.num_tokens(image)
+        assert family.expand(image) == [-image.key] * family.num_tokens(image)
+    images = [read_image(picture) for picture in pictures]
+    for name, tensor in family.cache.joined(images).items():
+        assert torch.equal(tensor, seen[name])
+
+
+def test_larger_images_are_resized_as_the_processor_does(make_model):
+    path = str(make_model("qwen2_5_vl"))
+    small, usual = load_family(path, 1024), load_family(path)
+    image = read_image(noise(0, 64, 64))
+    assert (usual.num_tokens(image), small.num_tokens(image)) == (64, 16)
+    assert small.tensors(image)["image_grid_thw"].tolist() == [[1, 8, 8]]
+
+
+def expected_logprobs(path: str, sample) -> torch.Tensor:
+    hf, ids = frozen(path), torch.from_numpy(sample.token_ids)
+    with torch.no_grad():
+        logits = hf(**inputs(hf, sample, ids[None, :-1]), use_cache=False).logits[0]
+    mask = torch.from_numpy(sample.loss_mask[1:])
+    return chosen(logits[mask].log_softmax(-1), sample)
+
+
+def converse(engine, chat, openings: list, later: list, stop: int = 0) -> list:
+    """Samples of conversations of two turns each, all at once."""
+
+    async def one(number: int, opening: list, more: list):
+        stream, turns = TokenStream(chat, opening), []
+        for turn, messages in enumerate((more, None)):
+            params = SamplingParams(max_tokens=6, stop_token_ids=(1,))
+            images = {"images": stream.images} if stream.images else {}
+            done = await engine.generate(
+                stream.prompt_ids, params, seed=10 * number + turn, session=f"{number}", **images
+            )
+            turns.append(stream.turn(done))
+            if messages:
+                stream.append(done.token_ids, done.text, messages)
+        return samples_from_turns(turns, 1.0)
+
+    async def every():
+        pairs = enumerate(zip(openings, later, strict=True))
+        return await asyncio.gather(*(one(n, *pair) for n, pair in pairs))
+
+    return [sample for samples in asyncio.run(every()) for sample in samples]
+
+
+def test_the_engine_samples_with_transformers_logprobs(path):
+    """Groups share prompts; two images of one size differ; turns see further images; texts run in
+    the same batches."""
+    chat = load_chat(path)
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    engine = embedded(model, num_slots=5, tokenizer=chat.tokenizer, vision=chat.vision)
+    long = "tell me the number of squares in this picture, which has many colours and one frame"
+    openings = [[user(long, noise(0), "how many?")]] * 3
+    openings += [[user(long, noise(1), "how many?")]] * 2
+    openings += [[user("what is it?")], [user(noise(2, 8, 8), noise(3, 40, 16), noise(2, 8, 8))]]
+    later = [[user("and ", noise(n, 8, 8 + 8 * (n % 2)), role="tool")] for n in range(6)]
+    later = [*later[:5], [user("why?")], later[5]]
+    samples = converse(engine, chat, openings, later)
+    assert {len(sample.images) for sample in samples} == {0, 2, 3}
+    for sample in samples:
+        ours = torch.from_numpy(sample.rollout_logprobs[sample.loss_mask])
+        torch.testing.assert_close(
+            ours.double(), expected_logprobs(path, sample), atol=1e-5, rtol=0
+        )
+    # The first three prompts are computed once, and the next two from their image on.
+    assert engine.stats["prefill_tokens"] < 0.6 * sum(len(s.token_ids) for s in samples)
+
+
+def test_a_sampled_placeholder_is_read_as_another_token_by_all(make_model):
+    path = str(make_model("qwen2_5_vl"))
+    family = load_family(path)
+    vision = Vision(family, AutoModelForImageTextToText.from_pretrained(path))
+    image = read_image(noise(0))
+    ids = torch.tensor([5, *family.expand(image), family.token_id, 7])
+    assert vision.model_ids(ids).tolist() == [5, *[family.token_id] * 6, 0, 7]
+    assert vision.images_in(ids, {image.key: image}) == [image]
+
+
+def test_a_request_continues_after_a_pause_and_new_weights(path):
+    chat = load_chat(path)
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    engine = embedded(model, tokenizer=chat.tokenizer, vision=chat.vision)
+    stream = TokenStream(chat, [user("a", noise(0), "b", noise(1))])
+    params = SamplingParams(max_tokens=12)
+
+    async def paused():
+        task = asyncio.ensure_future(
+            engine.generate(stream.prompt_ids, params, seed=0, images=stream.images)
+        )
+        while engine.stats["decode_steps"] < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await engine.pause()
+        await engine.update(None, 1)
+        await engine.resume()
+        return await task
+
+    done = asyncio.run(paused())
+    assert done.policy_versions[0] == 0 and done.policy_versions[-1] == 1
+    [sample] = samples_from_turns([stream.turn(done)], 1.0)
+    ours = torch.tensor(done.logprobs).double()
+    torch.testing.assert_close(ours, expected_logprobs(path, sample), atol=1e-5, rtol=0)
+
+
+ENV = '''
+max_turns = 2
+
+def interact(messages):
+    """Shows the picture again, darker."""
+    import base64, io
+    from PIL import Image
+    url = next(p["image"] for p in messages[0]["content"] if p["type"] == "image")
+    picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    darker = picture.point(lambda value: value // 2)
+    return [{"role": "user", "content": [{"type": "image", "image": darker}]}]
+
+def reward_fn(messages, answer):
+    return sum(map(ord, messages[-1]["content"])) / 1000
+'''
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Rows with one and two images, and without, and an environment that shows more."""
+    rows = []
+    for number in range(4):
+        pil.fromarray(noise(number)).save(tmp_path / f"{number}.png")
+        images = [f"{number}.png", f"{number}.png"][: 1 + number % 2]
+        rows.append({"prompt": f"{number}?", "images": images, "answer": "1"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "env.py").write_text(ENV)
+    return tmp_path
+
+
+RUN = "--tasks_per_step 2 --group_size 3 --num_steps 2 --max_tokens 5 --max_prompt_tokens 60"
+RUN += " --optim.lr 1e-3 --learner.microbatch_tokens 500"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_grpo_learns_from_images_with_the_engines_logprobs(ranks, folder, make_model):
+    model = make_model("qwen2_5_vl")
+    flags = ["--model", model, "--env_path", folder / "env.py", "--data.train"]
+    out = run(folder / "run", *flags, folder / "rows.jsonl", RUN, ranks=ranks)
+    for row in metrics(out):
+        if "learn/policy/mismatch_kl_nats" in row:
+            assert row["learn/policy/mismatch_kl_nats"] < 1e-6
+            assert row["learn/policy/grad_norm"] > 0
+    before = dict(AutoModelForImageTextToText.from_pretrained(model).named_parameters())
+    after = dict(AutoModelForImageTextToText.from_pretrained(out / "hf/policy").named_parameters())
+    for part in ("visual.blocks.0", "visual.merger", "language_model.layers.1"):
+        changed = [n for n in before if part in n and not torch.equal(before[n], after[n])]
+        assert changed, part
+
+
+def test_a_model_that_reads_text_alone_is_refused_with_actor_and_row(folder, tiny_model, capsys):
+    flags = ["--model", tiny_model, "--env_path", folder / "env.py", "--data.train"]
+    run(folder / "run", *flags, folder / "rows.jsonl", RUN, status=1)
+    error = capsys.readouterr().err
+    assert "row 1 of" in error and "actor policy takes none: model" in error, error
+    assert "(qwen3) reads text alone" in error
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [("--cp 2", "--cp=2"), ("--data.max_images 1", "has 2 images, --data.max_images is 1")],
+)
+def test_options_that_take_no_images_are_refused_with_the_row(
+    flags, reason, folder, make_model, capsys, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2" if "cp" in flags else "1")
+    more = ["--model", make_model("qwen2_5_vl"), "--env_path", folder / "env.py", "--data.train"]
+    run(folder / "run", *more, folder / "rows.jsonl", RUN, flags, status=1)
+    error = capsys.readouterr().err
+    assert reason in error and "rows.jsonl" in error, error
