@@ -54,10 +54,13 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
     if experts:
         joined["experts"] = torch.cat(experts)
     images = [batch.images for batch in batches if batch.images is not None]
-    if images:
-        joined["images"] = {key: image for of in images for key, image in of.items()}
     return dataclasses.replace(
-        batches[0], cu_seqlens=torch.cat(starts), parents=parents, paths=paths, **joined
+        batches[0],
+        cu_seqlens=torch.cat(starts),
+        parents=parents,
+        paths=paths,
+        images={key: image for of in images for key, image in of.items()} if images else None,
+        **joined,
     )
 
 

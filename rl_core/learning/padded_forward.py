@@ -174,7 +174,7 @@ def probe_batch(
         token_ids = (places * step + 3 + number * is_own) % vocab_size
         none, is_own = np.zeros(len(seen) + length), np.pad(is_own, (len(seen), 0))
         sample = TrainingSample(
-            token_ids=[*seen, *token_ids],
+            token_ids=np.array([*seen, *token_ids]),
             images=() if family is None else (family.blank,),
             loss_mask=is_own,
             rollout_logprobs=none,

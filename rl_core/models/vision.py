@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class Vision:
         if not self.has_axes or bool((ids >= 0).all()):
             return torch.arange(len(ids)).expand(3 if self.has_axes else 1, -1)
         grids = self.family.rope_arguments(self.family.cache.each(self.images_in(ids, images)))
-        positions, _ = self.model.get_rope_index(
+        positions, _ = cast(Any, self.model).get_rope_index(
             self.model_ids(ids)[None], mm_token_type_ids=(ids < 0).int()[None], **grids
         )
         return positions[:, 0]

@@ -23,16 +23,16 @@ CHAT_TEMPLATE = (
 ARCHITECTURES = ("qwen3", "llama", "qwen2", "qwen2_5_vl", "qwen3_vl")
 
 
-def character_tokenizer():
+def character_tokenizer(more: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE):
     """A fast tokenizer with 104 tokens: 8 special ones, the newline and the 95 printable ASCII
-    characters."""
+    characters; and `more` special ones."""
     from tokenizers import Tokenizer, decoders, models
 
-    vocab = {token: i for i, token in enumerate((*SPECIALS, *CHARACTERS))}
+    vocab = {token: i for i, token in enumerate((*SPECIALS, *CHARACTERS, *more))}
     # Byte-pair encoding without any pair to merge leaves single characters.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
-    return with_chat_template(tokenizer)
+    return with_chat_template(tokenizer, (*SPECIALS, *more), chat_template)
 
 
 def with_chat_template(tokenizer, specials=SPECIALS, chat_template=CHAT_TEMPLATE):
@@ -68,8 +68,9 @@ def make_tiny_model(
     from rl_core.models.loading import model_class
     from rl_core.tools.tiny_vision_model import (
         VISION_MODELS,
+        VISION_TEMPLATE,
+        VISION_TOKENS,
         vision_config,
-        vision_tokenizer,
         write_preprocessor,
     )
 
@@ -79,7 +80,8 @@ def make_tiny_model(
             f"hidden={hidden} must be an even multiple of heads={heads}; try {nearest}"
         )
     sees = arch in VISION_MODELS
-    tokenizer = tokenizer or (vision_tokenizer() if sees else character_tokenizer())
+    images = (VISION_TOKENS, VISION_TEMPLATE) if sees else ()
+    tokenizer = tokenizer or character_tokenizer(*images)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {
         "vocab_size": len(tokenizer),

@@ -7,11 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_core.tools.tiny_model import CHARACTERS, SPECIALS, UNKNOWN, with_chat_template
-
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 # An image of a user or a tool is a placeholder between two tokens, as Qwen's templates write it.
-CHAT_TEMPLATE = (
+VISION_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
@@ -48,17 +46,6 @@ PREPROCESSOR = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-
-
-def vision_tokenizer():
-    """A fast tokenizer of characters with the tokens of images."""
-    from tokenizers import Tokenizer, decoders, models
-
-    specials = (*SPECIALS, *VISION_TOKENS)
-    vocab = {token: i for i, token in enumerate((*SPECIALS, *CHARACTERS, *VISION_TOKENS))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
-    tokenizer.decoder = decoders.Fuse()
-    return with_chat_template(tokenizer, specials, CHAT_TEMPLATE)
 
 
 def vision_config(arch: str, text: dict[str, Any], tokenizer) -> Any:
