@@ -14,6 +14,7 @@ import functools
 import importlib
 import io
 import json
+import logging
 import os
 import pkgutil
 import runpy
@@ -291,13 +292,63 @@ def run_program(first: str, *args: str) -> int:
         if args[0] == "rl_core.tools.cli":
             from rl_core.tools.cli import command
 
+            fork_ranks_of_torchrun()
             command()
+        if args[0] == "torch.distributed.run":
+            fork_ranks_of_torchrun()
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *args]
         sys.path.insert(0, str(Path(first).parent))
         run_file(Path(first))
     return 0
+
+
+def fork_ranks_of_torchrun() -> None:
+    """The real torchrun in this process then forks its ranks, in which imports are done."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
+
+    SubprocessHandler._popen = lambda handler, args, env: ForkedRank(args, env)
+
+
+class ForkedRank:
+    """The part of Popen's interface that torchrun uses. args: those of `python -u -m MODULE`."""
+
+    returncode: int | None = None
+
+    def __init__(self, args: Sequence[str], env: dict[str, str]):
+        self.pid = os.fork()
+        if self.pid == 0:
+            in_child(lambda: self.run(args[2:], env))
+
+    def run(self, args: Sequence[str], env: dict[str, str]) -> int:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        logging.disable(logging.NOTSET)
+        # A store of the launcher must end with the launcher.
+        kept = {0, 1, 2, sys.stdout.fileno(), sys.stderr.fileno()}
+        for number in set(map(int, os.listdir("/proc/self/fd"))) - kept:
+            with suppress(OSError):
+                os.close(number)
+        os.environ.clear()
+        os.environ.update(env)
+        return run_program(*args)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked rank", timeout)
+            time.sleep(0.01)
+        return self.returncode
 
 
 def run_file(path: Path) -> None:
@@ -457,36 +508,19 @@ def answer(functions: dict[str, Any]) -> None:
     close_ranks(ranks)
 
 
-def torchrun(
-    num_ranks: int,
-    *args: str | Path,
-    timeout_s: float = 120,
-    check: bool = True,
-    flags: Sequence[str] = ("--standalone",),
-) -> subprocess.CompletedProcess:
-    """Runs ranks by the real torchrun, which takes seconds to import everything on each rank."""
-    with start_torchrun(num_ranks, *args, flags=flags) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout_s)
-        finally:
-            kill_session(process)
-    assert not (check and process.returncode), f"exit code {process.returncode}\n{stdout}\n{stderr}"
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
 def start_torchrun(
     num_ranks: int,
     *args: str | Path,
     flags: Sequence[str] = ("--standalone",),
-    within: Sequence[str] = (),
 ) -> subprocess.Popen:
-    """A real torchrun in a separate session, with pipes for its output, in which Ctrl-C works."""
+    """A real torchrun in a separate session, with pipes for its output, in which Ctrl-C works. It
+    takes seconds to import everything on each rank."""
     module = ("-m", "torch.distributed.run")
-    return start_process(*module, *flags, f"--nproc_per_node={num_ranks}", *args, within=within)
+    return start_process(*module, *flags, f"--nproc_per_node={num_ranks}", *args)
 
 
-def start_process(*args: str | Path, within: Sequence[str] = ()) -> subprocess.Popen:
-    """This Python with these arguments, by the command `within`."""
+def start_process(*args: str | Path) -> subprocess.Popen:
+    """This Python with these arguments."""
     env = program_env() | {"PYTHONUNBUFFERED": "1"}
     pipes = {
         "stdout": subprocess.PIPE,
@@ -497,7 +531,7 @@ def start_process(*args: str | Path, within: Sequence[str] = ()) -> subprocess.P
     # A suite that was started in the background ignores SIGINT, and so would all that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        command = [*within, sys.executable, *map(str, args)]
+        command = [sys.executable, *map(str, args)]
         return subprocess.Popen(command, env=env, cwd=ROOT, **pipes)
     finally:
         signal.signal(signal.SIGINT, before)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,13 +36,20 @@ def reward_fn(completion):
 """
 
 
+def fork_torchrun(num_ranks: int, *args, flags=("--standalone",), before="") -> ForkedProcess:
+    """torchrun whose imports are done. before: code that runs in its process first."""
+    program = f"{before}\nimport sys\nfrom kit import run_program\nrun_program(*sys.argv[1:])"
+    module = ("-m", "torch.distributed.run", *flags, f"--nproc_per_node={num_ranks}")
+    return ForkedProcess("-c", program, *module, *args)
+
+
 @pytest.fixture
 def start(tiny_model, tmp_path):
     """start(code of the reward function, *flags, by=start_torchrun) -> a run on two ranks, once
     both have scored an episode."""
     started = []
 
-    def begin(label: str, *flags, by=RanksProcess) -> RanksProcess | subprocess.Popen:
+    def begin(label: str, *flags, by=RanksProcess):
         (tmp_path / "env.py").write_text(
             ENV.replace("{folder}", str(tmp_path)).replace("{what}", label)
         )
@@ -96,7 +104,7 @@ def test_a_killed_rank_ends_another_that_waits_for_its_episodes(start):
     process = start(
         "time.sleep(1000 if os.environ['RANK'] == '0' else 0)",
         "--rollout.hook_timeout_s 900",
-        by=start_torchrun,
+        by=fork_torchrun,
     )
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     errors = errors_of(process)
@@ -225,7 +233,7 @@ def test_ranks_that_do_not_connect_end_within_the_deadline():
 
 
 def test_ctrl_c_ends_every_rank(start):
-    process = start("pass", by=start_torchrun)
+    process = start("pass", by=fork_torchrun)
     os.kill(process.pid, signal.SIGINT)
     errors_of(process)
 
@@ -262,31 +270,44 @@ def test_what_was_saved_survives_a_kill_and_is_gone_on_from(start, tmp_path, mon
 
 # Two nodes are two of torchrun's agents: here both on this machine.
 
+ENTER = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+NEW_NET, NEW_UTS, NEW_NS, BIND, PRIVATE = 0x40000000, 0x4000000, 0x20000, 0x1000, 0x44000
+def call(status):
+    if status:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+with open("/var/run/netns/{node}") as file:
+    call(libc.setns(file.fileno(), NEW_NET))
+call(libc.unshare(NEW_UTS | NEW_NS))
+socket.sethostname("host{i}")
+call(libc.mount(None, b"/", None, PRIVATE, None))
+call(libc.mount(b"{hosts}", b"/etc/hosts", None, BIND, None))
+"""
+
 
 @pytest.fixture
 def networks(tmp_path):
-    """Commands that start a program on two machines: network namespaces with a cable between them,
-    whose hostnames are addresses of the loopback interface, as Debian has it. Empty commands where
-    this process may make none."""
+    """Code that moves a program to each of two machines: network namespaces with a cable between
+    them, whose hostnames are addresses of the loopback interface, as Debian has it. Empty code
+    where this process may make none."""
     nodes = [f"rl_core_{os.getpid()}_{node}" for node in (0, 1)]
     cable = f"link add end0 netns {nodes[0]} type veth peer name end1 netns {nodes[1]}"
     steps = [*(f"netns add {node}" for node in nodes), cable]
-    commands = []
+    programs = []
     for i, node in enumerate(nodes):
         hosts = f"127.0.0.1 localhost\n127.0.1.1 host{i}\n10.77.0.1 host0\n"
         (tmp_path / f"hosts_{i}").write_text(hosts)
         steps += [f"-n {node} address add 10.77.0.{i + 1}/24 dev end{i}"]
         steps += [f"-n {node} link set {interface} up" for interface in ("lo", f"end{i}")]
-        enter = f'hostname host{i} && mount --bind {tmp_path}/hosts_{i} /etc/hosts && exec "$@"'
-        within = words("ip netns exec", node, "unshare --uts --mount sh -c")
-        commands.append([*within, enter, "sh"])
+        programs.append(ENTER.format(node=node, i=i, hosts=tmp_path / f"hosts_{i}"))
     try:
         for step in steps:
             subprocess.run(["ip", *step.split()], check=True, capture_output=True)
-        subprocess.run([*commands[0], "true"], check=True, capture_output=True)
-        yield commands
+        subprocess.run([sys.executable, "-c", programs[0]], check=True, capture_output=True)
+        yield programs
     except (OSError, subprocess.CalledProcessError):
-        yield [[], []]
+        yield ["", ""]
     finally:
         for node in nodes:
             with suppress(OSError):
@@ -298,7 +319,7 @@ def start_nodes(networks):
     """start_nodes(*flags) -> torchrun's agents of two nodes with one rank each."""
     started = []
 
-    def begin(*flags) -> list[subprocess.Popen]:
+    def begin(*flags) -> list[ForkedProcess]:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -306,8 +327,8 @@ def start_nodes(networks):
         meet = words(
             f"--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint={first}:{port} --rdzv_id=test"
         )
-        for within in networks:
-            agent = start_torchrun(1, "-m", "rl_core.train", *flags, flags=meet, within=within)
+        for before in networks:
+            agent = fork_torchrun(1, "-m", "rl_core.train", *flags, flags=meet, before=before)
             started.append(agent)
         return started
 
