@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from kit import SORT, metrics, weights, words
+from kit import metrics, weights, words
 from safetensors import safe_open
 from test_learner import FLAGS, gradients, make_learner, ragged_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -138,25 +138,17 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(
 
 
 def test_sharded_adapters_in_fp32_learn_beside_a_bf16_model_that_is_their_reference(
-    warm_model, sort_data, torchrun, tmp_path
+    places, torchrun, tmp_path
 ):
-    model = AutoModelForCausalLM.from_pretrained(warm_model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(places["model"], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(warm_model).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(places["model"]).save_pretrained(tmp_path / "model")
     sizes = (
-        "--tasks_per_step 4 --num_steps 3 --optim.lr 1e-2 --algo.kl_coef 0.01 --learner.dtype "
-        "bfloat16 --data.train"
+        "--max_tokens 8 --tasks_per_step 4 --num_steps 3 --optim.lr 1e-2 --algo.kl_coef 0.01 "
+        "--learner.dtype bfloat16 --env_path"
     )
-    flags = words(
-        "--model",
-        tmp_path / "model",
-        SORT,
-        LORA,
-        sizes,
-        sort_data / "train.jsonl",
-        "--out",
-        tmp_path / "run",
-    )
+    letters = places["dir"] + "/letters.py"
+    flags = words("--model", tmp_path / "model", LORA, sizes, letters, "--out", tmp_path / "run")
     torchrun(2, "-m", "rl_core.train", *flags)
     steps = metrics(tmp_path / "run")
     # The first thing that FSDP sees of the adapters is the reference's forward without them; they

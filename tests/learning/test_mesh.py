@@ -156,9 +156,10 @@ def ragged(num: int, seed: int, is_pairs: bool) -> list[TrainingSample]:
     return samples
 
 
-def train(learner, num_samples: int, first: int = 0, num: int = 2) -> dict[str, float]:
-    """The metrics of some steps, over all ranks."""
+def train(learner, num_samples: int, first: int = 0, num: int = 0) -> dict[str, float]:
+    """The metrics of `num` steps over all ranks; 0: one step of several updates, or two of one."""
     facts, ranks = {}, learner.ranks
+    num = num or 1 + (learner.config.learner.epochs == 1)
     for step in range(first, first + num):
         samples = ragged(num_samples, step, learner.algorithm.is_pairs)
         minibatches, _ = learner.shard(
