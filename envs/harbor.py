@@ -6,7 +6,7 @@
 
 TASKS is a folder of task folders, or one of these. Without --data.train the tasks are those in
 envs/tasks, of which every fourth is held out. Reward: as the task's tests/test.sh writes it.
-Metric: number of `commands`. $HARBOR_DRIVER is the kind of box: bubblewrap, docker or podman;
+Metric: number of `commands`. $HARBOR_DRIVER is the kind of box, by default --sandbox.box_driver;
 HARBOR_NETWORK=1 gives agents of tasks that want it the network. HARBOR_AGENT="my-agent {prompt}" is
 a command that replaces the built-in agent. docs/agents.md.
 """
