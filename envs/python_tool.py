@@ -77,7 +77,7 @@ async def answer(call, session):
 
 async def rollout(task, actors):
     actor, num_calls = next(iter(actors.values())), 0
-    async with await boxes.open({}) as box:
+    async with await boxes.open(task.row) as box:
         for name, text in (task.row.get("files") or {}).items():
             await box.put(f"{FOLDER}/{name}", text)
         session = PythonSession(box, CALL_S)

@@ -67,7 +67,7 @@ def is_held_out(row):
 
 async def rollout(task, actors):
     actor = next(iter(actors.values()))
-    async with await boxes.open({}) as box:
+    async with await boxes.open(task.row) as box:
         for name, text in task.row["files"].items():
             await box.put(f"{FOLDER}/{name}", text)
         limits = {"max_turns": actors.max_turns, "timeout_s": TIMEOUT_S}

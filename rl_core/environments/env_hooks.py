@@ -100,7 +100,8 @@ def machine_check(has: dict[str, object]) -> Callable[[], None] | None:
     if not box and all(module.get("boxes") is not boxes for module in modules):
         return None
     options = box if isinstance(box, dict) else {}
-    return partial(boxes.check_machine, options.get("driver", ""), options.get("image", ""))
+    driver, image = options.get("driver", ""), options.get("image", "")
+    return partial(boxes.check_machine, driver, image, has_agent=bool(box))
 
 
 async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:

@@ -163,8 +163,7 @@ def load_envs(
 ) -> tuple[Config, dict[str, Env]]:
     """(the configuration with --max_turns filled in, environments by the names of their files). The
     flags' limits hold, then a file's own. `modules`: instead of files."""
-    limits = {"max_boxes": max(1, config.sandbox.max_boxes // num_ranks())}
-    boxes.configure(**vars(config.sandbox) | limits)
+    configure_boxes(config)
     envs, sections = {}, {}
     for name, path in config.env_paths.items():
         module, section = (modules or {}).get(name), config.env(name)
@@ -187,6 +186,15 @@ def load_envs(
             check(config)
     env_file.check_environments(config, envs)
     return config, envs
+
+
+def configure_boxes(config: Config) -> None:
+    """Applies --sandbox.* to the boxes of this rank."""
+    flags = vars(config.sandbox) | {"rank": int(os.environ.get("RANK", 0))}
+    flags["max_boxes"] = max(1, config.sandbox.max_boxes // num_ranks())
+    if config.out:
+        flags["run_file"] = str(config.folder.resolve() / "boxes")
+    boxes.configure(**flags)
 
 
 def fitting_turns(config: Config, section: EnvConfig) -> int:

@@ -117,9 +117,10 @@ class BoxService:
     """A driver and its boxes of this process. Its calls run in one event loop of a thread: boxes
     outlive the event loops that open them, and a busy loop must not hold up a tunnel."""
 
-    def __init__(self, name: str, settings: RemoteSettings):
+    def __init__(self, name: str, settings: RemoteSettings, may_reap: bool):
         self.name = name
         self.settings = settings
+        self.may_reap = may_reap
         self.driver = make_driver(name, settings)
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
@@ -236,7 +237,7 @@ class BoxService:
     async def begin(self) -> None:
         if self.renewing is None:
             self.renewing = self.start(self.renew_all())
-        if name := self.run_name:
+        if self.may_reap and (name := self.run_name):
             await self.call("removing old boxes", lambda: self.driver.reap(name))
 
     @cached_property
@@ -292,10 +293,20 @@ class BoxService:
             ending.result(CLOSE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
 
-    def check(self) -> None:
-        """Raises RemoteError if the service does not answer, or refuses this user."""
+    def check(self, has_agent: bool) -> None:
+        """Raises RemoteError if the service does not answer, refuses this user, or cannot run
+        agents that a box would hold."""
+        if has_agent:
+            self.check_stdin()
         asking = self.call("a request", lambda: self.driver.reap(NO_RUN), retry_s=CHECK_S)
         asyncio.run_coroutine_threadsafe(asking, self.loop).result()
+
+    def check_stdin(self) -> None:
+        if not self.driver.has_stdin:
+            raise RemoteError(
+                f"box driver {self.name} cannot run agents in boxes: it gives no way from the box "
+                "to the run's endpoint; take another driver"
+            )
 
     async def end(self) -> None:
         if self.renewing is not None:
@@ -310,14 +321,19 @@ class BoxServices:
     """BoxServices of this process, by name."""
 
     settings: RemoteSettings = field(default_factory=RemoteSettings)
+    pid: int = 0  # The process that called configure(). Its forks must not remove its boxes.
     lock: threading.Lock = field(default_factory=threading.Lock)
     by_key: dict[tuple[int, str, RemoteSettings], BoxService] = field(default_factory=dict)
+
+    def configure(self, settings: RemoteSettings) -> None:
+        self.settings, self.pid = settings, os.getpid()
 
     def get(self, name: str) -> BoxService:
         key = (os.getpid(), name, self.settings)
         with self.lock:
             if key not in self.by_key:
-                self.by_key[key] = BoxService(name, self.settings)
+                may_reap = self.pid == os.getpid()
+                self.by_key[key] = BoxService(name, self.settings, may_reap)
             return self.by_key[key]
 
     def close(self) -> None:
@@ -373,11 +389,7 @@ class RemoteBox:
 
     async def open_tunnel(self, inside: str, socket: str) -> None:
         """Makes a socket of this machine reachable in the box."""
-        if not self.service.driver.has_stdin:
-            raise RemoteError(
-                f"box driver {self.service.name} cannot run agents in boxes: it gives no way from "
-                "the box to the run's endpoint; take another driver"
-            )
+        self.service.check_stdin()
         program = await self.upload_file(await asyncio.to_thread(Path(tunnel.__file__).read_bytes))
         self.tunnels.append(BoxTunnel(self, program, inside, socket))
 

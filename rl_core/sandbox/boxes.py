@@ -43,7 +43,7 @@ def configure(**flags: Any) -> None:
     --sandbox.*. Raises ValueError for an unknown driver."""
     settings = RemoteSettings(**flags)
     check_driver(settings.box_driver, "--sandbox.box_driver ")
-    SERVICES.settings = settings
+    SERVICES.configure(settings)
 
 
 def check_driver(driver: str, name: str) -> None:
@@ -51,13 +51,14 @@ def check_driver(driver: str, name: str) -> None:
         raise ValueError(f"{name}{driver!r} is not one of {', '.join(DRIVERS)}")
 
 
-def check_machine(driver: str = "", image: str = "") -> None:
-    """Raises RuntimeError, with the fix, if this machine makes no boxes of this driver; with
-    neither driver nor image, no boxes of any driver."""
+def check_machine(driver: str = "", image: str = "", has_agent: bool = False) -> None:
+    """Raises RuntimeError or OSError, with the fix, if this machine makes no boxes of this driver;
+    with neither driver nor image, no boxes of any driver. `has_agent`: programs in the boxes reach
+    the run's endpoint."""
     errors = []
     driver = driver or SERVICES.settings.box_driver
     if driver in REMOTE_DRIVERS:
-        return SERVICES.get(driver).check()
+        return SERVICES.get(driver).check(has_agent)
     if not image and driver in ("", "bubblewrap"):
         try:
             return check_bwrap()

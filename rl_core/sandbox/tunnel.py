@@ -7,7 +7,7 @@ other end, in the run, connects to the real socket. Each line is "CHANNEL KIND B
 
     o  a client has connected                 d  data
     e  the sender will send no more           c  number of bytes that the receiver has passed on
-    x  the channel is closed                  r  the box listens
+    x  the local end of the sender is gone    r  the box listens
 """
 
 import asyncio
@@ -37,18 +37,20 @@ class TunnelChannel:
         self.task = asyncio.ensure_future(self.run(opening))
 
     async def run(self, opening):
-        writer = None
+        writer, tasks = None, []
         try:
             reader, writer = await opening
-            await asyncio.gather(self.send_all(reader), self.write_all(writer))
-        except OSError:  # One end is gone.
-            pass
+            for copying in (self.send_all(reader), self.write_all(writer)):
+                tasks.append(asyncio.ensure_future(copying))
+            await asyncio.gather(*tasks)
+        except OSError:  # The local end is gone.
+            await self.multiplexer.send(self.number, "x")
         finally:
+            for task in tasks:
+                task.cancel()
             if writer is not None:
                 writer.close()
             self.multiplexer.channels.pop(self.number, None)
-            with suppress(OSError):
-                await self.multiplexer.send(self.number, "x")
 
     async def send_all(self, reader):
         while True:
@@ -120,8 +122,10 @@ class Multiplexer:
                 line = await lines.readline()
                 if not line:
                     return
-                number, kind, data = line.decode("ascii").rstrip("\n").split(" ")
-                self.receive(int(number), kind, base64.b64decode(data))
+                words = line.rstrip(b"\n").split(b" ")
+                if len(words) != 3 or not words[0].isdigit():
+                    raise ValueError(f"unexpected output {line[:100]!r}")
+                self.receive(int(words[0]), words[1].decode(), base64.b64decode(words[2]))
         finally:
             for channel in list(self.channels.values()):
                 channel.task.cancel()

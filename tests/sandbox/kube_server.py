@@ -25,7 +25,7 @@ ROOT = "--tmpfs / --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /
 ROOT += " --symlink usr/lib64 /lib64 --symlink usr/sbin /sbin --ro-bind /etc /etc --proc /proc"
 ROOT += f" --dev /dev --dir /tmp --chmod 1777 /tmp --ro-bind {sys.base_prefix} {sys.base_prefix}"
 APART = "--unshare-pid --unshare-net --unshare-ipc --unshare-uts --as-pid-1 --die-with-parent"
-PATH = f"{sys.base_prefix}/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+PATH = f"/tmp/bin:{sys.base_prefix}/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 # Images of pods that do not start, with the state of the container.
 WAITING = {
     "no/such:image": ("ImagePullBackOff", 'Back-off pulling image "no/such:image"'),
@@ -62,6 +62,7 @@ class KubeServer:
     max_pods: int = 1000
     token: str = TOKEN
     tasks: list = field(default_factory=list)
+    streams: list = field(default_factory=list)  # Connections of commands with a stdin.
     most: int = 0  # Most pods at the same time.
     port: int = 0
 
@@ -188,6 +189,10 @@ class KubeServer:
             pod.status = {"phase": "Failed", "reason": reason, "message": message}
             pod.kill()
 
+    def cut_streams(self) -> None:
+        for transport in self.streams:
+            self.loop.call_soon_threadsafe(transport.abort)
+
     def evict(self, name: str) -> None:
         text = "The node was low on resource: memory."
         self.loop.call_soon_threadsafe(self.end, self.pods[name], "Evicted", text)
@@ -228,6 +233,8 @@ class KubeServer:
             await asyncio.sleep(0.3)
             request.transport.abort()
             return socket
+        if has_stdin:
+            self.streams.append(request.transport)
         pumps = [pump(socket, 1, process.stdout), pump(socket, 2, process.stderr)]
         feeding = asyncio.ensure_future(feed(socket, process))
         pumping = asyncio.gather(*pumps, return_exceptions=True)

@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
+import kit
 import kube_server
 import pytest
 from kit import wait_until
@@ -262,3 +264,134 @@ def test_what_is_missing_is_named_before_a_model_loads(server, monkeypatch, tmp_
         ValueError, match=r"--sandbox\.box_driver 'lambda' is not one of bubblewrap"
     ):
         boxes.configure(box_driver="lambda")
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+def ask(text, url=os.environ["OPENAI_BASE_URL"]):
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(url + "/chat/completions", json.dumps(body).encode(), key)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+
+open("said.txt", "w").write(ask(sys.argv[1]))
+"""
+ENV = """
+agent = ["python3", "program.py", "{prompt}"]
+box = True
+
+def load_tasks(split):
+    return [{"prompt": "12"}, {"prompt": "34"}]
+
+async def reward_fn(box, result):
+    assert result.exit_code == 0, result
+    return float(sum(await box.get("/app/said.txt")))
+"""
+
+
+def test_a_run_trains_on_agents_in_pods(server, tmp_path, make_model):
+    """From the kubeconfig to a trained step."""
+    (tmp_path / "program.py").write_text(AGENT)
+    (tmp_path / "env.py").write_text(ENV)
+    out = kit.run(
+        tmp_path / "out",
+        f"--model {make_model(hidden=32)} --env_path {tmp_path / 'env.py'} --num_steps 1",
+        "--tasks_per_step 2 --group_size 2 --max_prompt_tokens 64 --max_tokens 8",
+        "--sandbox.box_driver kubernetes --sandbox.max_boxes 3",
+    )
+    [row] = kit.steps(out)
+    assert row["learn/policy/grad_norm"] > 0
+    assert abs(row["learn/policy/mismatch_kl_nats"]) < 1e-5
+    assert server.seen.count("create") >= 4 and server.most == 3
+    wait_until(lambda: not server.pods, "the removal of the pods")
+
+
+ECHO = """
+import socket, sys, threading
+path, size, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+same = []
+def talk(index):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        data = bytes([index]) * size
+        def send():
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+        sending = threading.Thread(target=send)
+        sending.start()
+        back = b""
+        while part := client.recv(1 << 16):
+            back += part
+        same.append(back == data)
+idle = socket.socket(socket.AF_UNIX)  # Nobody answers this one, and it reads nothing.
+idle.connect(path)
+idle.sendall(b"!")
+threads = [threading.Thread(target=talk, args=(index,)) for index in range(number)]
+[each.start() for each in threads]
+[each.join() for each in threads]
+print(sum(same))
+"""
+
+
+@pytest.fixture
+def echo(tmp_path):
+    """Binds with a socket that sends back what it gets, and floods a client that sends "!"."""
+    folder = tmp_path / "shown"
+    folder.mkdir()
+    loop = asyncio.new_event_loop()
+
+    async def answer(reader, writer):
+        while data := await reader.read(1 << 16):
+            writer.write(data if data != b"!" else b"x" * 5_000_000)
+            await writer.drain()
+        writer.close()
+
+    loop.run_until_complete(asyncio.start_unix_server(answer, str(folder / "echo.sock")))
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    yield {"/run/shown": str(folder)}
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_many_connections_share_a_tunnel_and_none_holds_up_another(server, echo):
+    async def work():
+        async with await boxes.open({}, binds=echo) as box:
+            line = ["python3", "-c", ECHO, "/run/shown/echo.sock", "1000000", "20"]
+            first = await box.exec(line)
+            await box.end_processes()
+            return first, await box.exec([*line[:-2], "100", "2"])
+
+    first, second = asyncio.run(work())
+    assert (first.stdout, second.stdout) == ("20\n", "2\n"), (first, second)
+
+
+def test_a_tunnel_that_is_cut_or_killed_is_opened_again(server, echo):
+    talk = 'until python3 -c "$1" /run/shown/echo.sock 10 1 2>/dev/null; do sleep 0.1; done'
+    script = f"{talk}; touch /tmp/first; while [ -e /tmp/first ]; do sleep 0.1; done; "
+    script += f"{talk}; pkill -f '[p]ython3 /tmp/.rl_core'; sleep 0.2; {talk}"
+
+    async def work():
+        async with await boxes.open({}, binds=echo) as box:
+            running = asyncio.ensure_future(box.exec(["sh", "-c", script, "sh", ECHO]))
+            await box.exec("until [ -e /tmp/first ]; do sleep 0.1; done")
+            server.cut_streams()
+            await box.exec("rm /tmp/first")
+            return (await running).stdout
+
+    assert asyncio.run(work()) == "1\n1\n1\n"
+
+
+@pytest.mark.parametrize("text", ["echo no such module >&2; exit 1", "echo hello there"])
+def test_an_image_without_a_working_python_is_an_error(server, echo, tmp_path, text):
+    python = tmp_path / "python3"
+    python.write_text(f"#!/bin/sh\n{text}\n")
+    python.chmod(0o755)
+    said = "no such module|unexpected output b'hello there"
+
+    async def work():
+        async with await boxes.open({}, binds=echo) as box:
+            await box.put("/tmp/bin/python3", python)
+            with pytest.raises(OSError, match=f"endpoint, which needs python3 .*: ({said})"):
+                await box.exec("true")
+
+    asyncio.run(work())
