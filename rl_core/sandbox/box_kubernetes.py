@@ -185,11 +185,13 @@ class Pod:
         pause_s = FIRST_POLL_S
         while True:
             pod = await self.read()
-            if pod.status.phase == "Running":
+            if is_running(pod):
                 return
             reason = state_of(pod)
             words = reason.split()
-            if pod.status.phase != "Pending" or any(f"{name}:" in words for name in NEVER_STARTS):
+            if pod.status.phase not in ("Pending", "Running") or any(
+                f"{name}:" in words for name in NEVER_STARTS
+            ):
                 raise RemoteError(f"kubernetes: pod {self.id} does not start: {reason}")
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_POLL_S)
@@ -264,7 +266,7 @@ class Pod:
             return "the pod was deleted"
         if pod.metadata.deletion_timestamp is not None:
             return f"the pod is being deleted: {state_of(pod)}"
-        return "" if pod.status.phase == "Running" else state_of(pod)
+        return "" if is_running(pod) else state_of(pod)
 
     async def kill(self) -> None:
         await self.driver.connect()
@@ -303,6 +305,15 @@ def message_of(body: bytes | str | None) -> str:
         return str(body or "")[:500]
 
 
+def is_running(pod: Any) -> bool:
+    """True if the box runs; a service may run without it."""
+    statuses = [
+        status for status in pod.status.container_statuses or () if status.name == CONTAINER
+    ]
+    is_ended = any(status.state.running is None for status in statuses)
+    return pod.status.phase == "Running" and not is_ended
+
+
 def state_of(pod: Any) -> str:
     """The reason why a pod does not run."""
     status, reasons = pod.status, []
@@ -311,7 +322,7 @@ def state_of(pod: Any) -> str:
     for condition in status.conditions or ():
         if condition.type == "PodScheduled" and condition.status == "False":
             reasons.append(f"{condition.reason}: {condition.message or ''}")
-    for container in status.container_statuses or ():
+    for container in (*(status.init_container_statuses or ()), *(status.container_statuses or ())):
         state = container.state.waiting or container.state.terminated
         if state is not None:
             exit_text = f"exit code {state.exit_code}" if hasattr(state, "exit_code") else ""

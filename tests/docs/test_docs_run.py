@@ -45,7 +45,7 @@ REASONS = {
     "a GPU": 2,
     "several machines": 1,
     "a container engine": 2,
-    "another system's server": 1,
+    "another system's server": 2,
     "minutes long": 3,
     "the whole suite": 1,
     "placeholders": 3,
