@@ -40,9 +40,8 @@ def bind_flags(source: str | Path, target: str, writable: bool = False) -> list[
 
 
 def remove_line(engine: str, names: list[str]) -> list[str]:
-    """Removes containers with their unnamed volumes, and those that share their networks."""
-    more = ["--depend", "--time", "0"] if engine == "podman" else []  # Docker does so anyway.
-    return [engine, "rm", "--force", "--volumes", *more, *names]
+    """The command that removes containers and their unnamed volumes."""
+    return [engine, "rm", "--force", "--volumes", *names]
 
 
 def right_flags(rights: Sequence[str] = RIGHTS) -> list[str]:
@@ -68,14 +67,15 @@ def reap(engine: str) -> None:
     """Removes containers whose owners, of this host, are no more. Raises OSError if there is no
     engine."""
     listed = ask_engine(
-        engine, ["ps", "--all", "--filter", f"label={OWNER}", "--format", "{{.ID}} {{.Labels}}"]
+        engine, ["ps", "--all", "--filter", f"label={OWNER}", "--format", "{{.Names}} {{.Labels}}"]
     )
     # docker writes owner=X,other=Y and podman map[owner:X other:Y]
     labels = re.findall(rf"^(\S+) .*\b{re.escape(OWNER)}[=:](\S+ \d+ \d*)", listed, re.MULTILINE)
-    dead = [id for id, label in labels if is_dead(label)]
-    if dead:
+    dead = [name for name, label in labels if is_dead(label)]
+    # A box has a shorter name than its services, which podman removes before it alone.
+    for name in sorted(dead, key=len, reverse=True):
         with suppress(OSError):  # Another process that starts removes the same.
-            ask_engine(engine, remove_line(engine, dead)[1:])
+            ask_engine(engine, remove_line(engine, [name])[1:])
 
 
 def find_engine(why: str, engines: tuple[str, ...] = ENGINES) -> str:

@@ -79,7 +79,17 @@ class Service:
     async def start(self, settings: BoxSettings, hosts: Path) -> None:
         sidecar, limits = self.sidecar, settings.limits
         driver, option = LOGS[self.engine]
-        line = ["run", "--detach", *CONFINED, "--log-driver", driver, "--log-opt", option]
+        line = [
+            "run",
+            "--detach",
+            "--stop-timeout",
+            "0",
+            *CONFINED,
+            "--log-driver",
+            driver,
+            "--log-opt",
+            option,
+        ]
         line += ["--name", self.name, "--label", f"{OWNER}={owner()}"]
         line += ["--network", f"container:{self.box}", "--pids-limit", str(limits.processes)]
         line += memory_flags(f"{limits.memory_mib}m")
