@@ -258,9 +258,11 @@ def test_containers_end_with_their_owner_and_with_close():
     code = (
         "import asyncio, os, signal\n"
         "from rl_core.sandbox import boxes\n"
+        "from rl_core.sandbox.box_settings import Sidecar\n"
         "async def main():\n"
-        f"    closed = await boxes.open({{'image': {IMAGE!r}}})\n"
-        f"    box = await boxes.open({{'image': {IMAGE!r}}})\n"
+        f"    side = [Sidecar(name='a', image={IMAGE!r}, command=['sleep', '1000'])]\n"
+        f"    closed = await boxes.open({{'image': {IMAGE!r}}}, sidecars=side)\n"
+        f"    box = await boxes.open({{'image': {IMAGE!r}}}, sidecars=side)\n"
         "    await closed.close()\n"
         "    print(closed.box.name, box.box.name, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -270,6 +272,7 @@ def test_containers_end_with_their_owner_and_with_close():
     assert done.returncode == -signal.SIGKILL, done.stderr
     closed, left = done.stdout.split()
     engine = find_engine("this test")
-    assert closed not in ask_engine(engine, NAMES).split()
+    names = ask_engine(engine, NAMES).split()
+    assert not {closed, f"{closed}-a", f"{left}-a"}.intersection(names)
     while left in ask_engine(engine, NAMES).split():
         time.sleep(0.1)
