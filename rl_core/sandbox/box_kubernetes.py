@@ -51,6 +51,7 @@ class Driver:
         ApiException,
         ConfigException,
         aiohttp.ClientError,
+        asyncio.TimeoutError,
         OSError,
     )
     has_stdin = True
@@ -220,6 +221,8 @@ class Pod:
             feeding = asyncio.ensure_future(feed(socket, stdin)) if stdin else None
             try:
                 async for message in socket:
+                    if message.type is not aiohttp.WSMsgType.BINARY:
+                        break  # No ping was answered.
                     channel, data = message.data[0], message.data[1:]
                     if channel in (STDOUT, STDERR) and data:
                         on_output(channel, data)

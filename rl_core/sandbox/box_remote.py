@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures.thread  # noqa: F401  # Registers its end first.
+import concurrent.futures.thread  # Registers its end before SERVICES.close.
 import os
 import random
 import secrets
@@ -65,7 +65,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 NOT_STARTED = (429, 503)  # Statuses of commands that the service did not start.
 MAX_ARGV_BYTES = 4000  # Longer commands become files, as some services send them in a URL.
 # Arguments: a new name, the working folder, variables, and the command. It ends with the command,
-# and holds no stream open then, though processes in the background go on and write: services end a
+# and holds no stream open then, though background processes still write: services end a
 # command with its streams. Output that is in the pipes is awaited for 2 seconds.
 START = """
 t=/tmp/.rl_core_$1; mkfifo "$t.o" "$t.e" || exit 125
@@ -289,7 +289,7 @@ class BoxService:
     def close(self) -> None:
         """Kills all boxes."""
         ending = asyncio.run_coroutine_threadsafe(self.end(), self.loop)
-        with suppress(TimeoutError):
+        with suppress(concurrent.futures.TimeoutError):
             ending.result(CLOSE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
 

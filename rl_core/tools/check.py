@@ -63,12 +63,14 @@ def check(path: str, options: argparse.Namespace) -> JSONObject:
     from rl_core.engines.scripted import plain_chat
     from rl_core.environments.env_file import check_actors, check_boxes, load_env, speakers
     from rl_core.sampling.watchdog import run_hooks
+    from rl_core.sandbox import boxes
 
     module = None
     if "://" in path:
         from rl_core.service.served_module import load_served
 
         module = load_served(path)
+    boxes.configure(box_driver=options.box_driver)
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
     check_boxes({env.name: env})
     say("environment", [path, *map(describe_hook, env.hooks.values())])
@@ -193,6 +195,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--oracle",
         action="store_true",
         help="play each task's own solution, by oracle(task) of the file, and doing nothing",
+    )
+    parser.add_argument(
+        "--sandbox.box_driver", dest="box_driver", default="", help="boxes: kubernetes, for example"
     )
     timeout = "timeout of one call of a hook; all tasks are tried concurrently [60]"
     parser.add_argument("--hook_timeout_s", type=float, default=60.0, help=timeout)
