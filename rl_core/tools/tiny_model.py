@@ -80,8 +80,9 @@ def make_tiny_model(
             f"hidden={hidden} must be an even multiple of heads={heads}; try {nearest}"
         )
     sees = arch in VISION_MODELS
-    images = (VISION_TOKENS, VISION_TEMPLATE) if sees else ()
-    tokenizer = tokenizer or character_tokenizer(*images)
+    if tokenizer is None:
+        more, template = (VISION_TOKENS, VISION_TEMPLATE) if sees else ((), CHAT_TEMPLATE)
+        tokenizer = character_tokenizer(more, template)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {
         "vocab_size": len(tokenizer),

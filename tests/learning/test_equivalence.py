@@ -166,6 +166,12 @@ def pictures() -> list:
     return samples
 
 
+def one_picture() -> list:
+    """One sample has an image, so that a rank has none."""
+    samples = pictures()
+    return [samples[0], *(each for each in samples if not each.images)]
+
+
 SAMPLES: dict[str, Callable[[], list]] = {
     "alone": lambda: ragged_samples(12),
     "ragged": lambda: ragged_samples(12, shared_prompt=12),
@@ -173,6 +179,7 @@ SAMPLES: dict[str, Callable[[], list]] = {
     "deep": lambda: forest(6),
     "pairs": pairs,
     "pictures": pictures,
+    "one picture": one_picture,
     "mixed": lambda: imitated((60, 3)),
     "replayed": lambda: with_experts(imitated((60, 3))),
 }
@@ -303,6 +310,7 @@ CASES = {
         meshes=("dp", "cp", "replicas"),
     ),
     "qwen2_5_vl": Case("", ("pictures",), "qwen2_5_vl", layouts=SEEN, meshes=("dp", "replicas")),
+    "one image": Case("", ("one picture",), "qwen2_5_vl", layouts=("",), meshes=("dp",)),
     "qwen3_vl": Case(
         "--algorithm sft", ("pictures",), "qwen3_vl", layouts=(*SEEN, "joined"), meshes=("dp",)
     ),
