@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import itertools
 import json
 import re
 import threading
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rl_core.data.image_families import ImageFamily, load_family
-from rl_core.data.images import images_of
+from rl_core.data.images import images_of, shown_image
 from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.data.pretrained import Tokenizer, load_pretrained
 from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
@@ -332,6 +333,18 @@ class Chat:
         return self.tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    def shown_text(self, token_ids: Sequence[int], images: Sequence[InputImage] = ()) -> str:
+        """Text with special tokens, for people: an image is `[image 336x336, 144 tokens]`."""
+        known, pieces = {image.key: image for image in images}, []
+        for key, group in itertools.groupby(token_ids, lambda number: min(number, 0)):
+            ids = [int(number) for number in group]
+            if key < 0:
+                size = shown_image(known[-key])[1:-1] if -key in known else "image"
+                pieces.append(f"[{size}, {len(ids)} tokens]")
+            else:
+                pieces.append(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return "".join(pieces)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token in the middle of a text; see TokenizerFacts."""

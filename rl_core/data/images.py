@@ -14,6 +14,8 @@ import base64
 import binascii
 import hashlib
 import io
+import os
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -387,6 +389,30 @@ def split_marks(parts: list[JSONObject]) -> list[JSONObject]:
             if text:
                 split.append({"type": "text", "text": text})
     return split
+
+
+def with_stored_images(text: str, folder: Path) -> str:
+    """JSON text whose parts of images name files in folder/images, which hold each image once: the
+    paths are relative to `folder`, as those of rows are."""
+    if URL_START not in text:
+        return text
+
+    def stored(match: re.Match[str]) -> str:
+        url = match[1]
+        name = f"images/{key_of(url):016x}.{url[11:].partition(';')[0]}"
+        file = folder / name
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            scratch = file.with_name(f".{file.name}.{os.getpid()}")
+            scratch.write_bytes(base64.b64decode(url.partition(",")[2]))
+            os.replace(scratch, file)
+        return f'"image": "{name}"'
+
+    return STORED_URL.sub(stored, text)
+
+
+URL_START = '"image": "data:image/'
+STORED_URL = re.compile(r'"image": "(data:image/[a-z]+;base64,[A-Za-z0-9+/=]+)"')
 
 
 def is_image_url(value: JSON) -> bool:

@@ -280,6 +280,8 @@ class Learner:
         scale = math.prod(extension.loss_scale for extension in self.extensions)
         for number, batch in enumerate(minibatch.batches, 1):
             self.reduce_gradients(number == len(minibatch.batches))
+            if self.policy.vision is not None and number < len(minibatch.batches):
+                self.policy.vision.prefetch(minibatch.batches[number])
             outputs = self.forward(batch)
             losses, metrics = self.losses(batch, outputs)
             loss = losses.sum() / minibatch.denominator

@@ -85,6 +85,10 @@ class Vision:
         made = self.family.cache.joined(images) if images else {}
         return {name: tensor.to(device) for name, tensor in made.items()}
 
+    def prefetch(self, batch: PackedBatch) -> None:
+        """Begins to compute the pixels of a batch in another thread."""
+        self.family.cache.start((batch.images or {}).values())
+
     def positions(self, ids: Tensor, images: Images) -> Tensor:
         """[3, L] positions of one sequence [L] on the CPU; [1, L] for a family with one axis."""
         if not self.has_axes or bool((ids >= 0).all()):

@@ -15,8 +15,9 @@ def why_no_images(config: Config, name: str, custom: CustomComponents | None = N
     for flag in ("cp", "tp", "rollout_ranks"):
         if getattr(config, flag) > (flag != "rollout_ranks"):
             return f"--{flag}={getattr(config, flag)} takes no images; leave it out"
-    if config.is_rl:
-        engine = engine_factory(config, engine=custom and custom.engine).classes[name]
+    made = custom and custom.engine
+    if config.is_rl and (made or config.engine != "auto"):  # Tools that do not sample choose none.
+        engine = engine_factory(config, engine=made).classes[name]
         if not engine.sees:
             return f"{engine.__name__} takes no images; take --engine embedded"
     if any(actor.ranks for actor in config.actors.values()):

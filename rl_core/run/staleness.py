@@ -34,7 +34,8 @@ class StaleGroups(Plugin):
         if local:
             assert trainer.checkpoint is not None
             oldest = trainer.first_step - trainer.config.max_staleness
-            self.kept = read_groups(trainer.checkpoint, local, oldest)
+            images = trainer.out / "rollouts"
+            self.kept = read_groups(trainer.checkpoint, local, oldest, images)
 
     def restored(self, group: Group) -> Group:
         """The group with the saved completions, if an earlier process started it."""
@@ -76,5 +77,5 @@ class StaleGroups(Plugin):
         for key in (*worker.done, *worker.running):
             rows.append(worker.player.row_of(worker.pending[key]))
         with naming(file):
-            write_trajectories(file, rows)
+            write_trajectories(file, rows, trainer.out / "rollouts")
         return [scratch / name for name in names]

@@ -3,6 +3,7 @@ them instead of sampling again: hooks are called once more, but nothing is sampl
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from zlib import crc32
 
 from pydantic import TypeAdapter
 
+from rl_core.data.images import images_of, loaded_messages
 from rl_core.data.rows import read_json
 from rl_core.sampling.actor import Conversation, EpisodeActors
 from rl_core.sampling.env import Env
@@ -127,10 +129,10 @@ class ResumablePlayer(EpisodeRunner):
     def restore(self, group: Group, row: JSONObject) -> None:
         """Restores a group from its row of the checkpoint."""
         group.version = row["version"]
-        group.trajectories = TRAJECTORIES.validate_python(row["trajectories"])
+        group.trajectories = read_trajectories(row["trajectories"])
         for name, episode in row["episodes"].items():
             if episode["trajectories"]:
-                group.ended[int(name)] = TRAJECTORIES.validate_python(episode["trajectories"])
+                group.ended[int(name)] = read_trajectories(episode["trajectories"])
             else:
                 answers = ANSWERS.validate_python(episode["answers"])
                 self.records[group.id][name] = EpisodeRecord(answers=answers)
@@ -166,12 +168,32 @@ class ResumableWorker(RolloutWorker):
         super()._begin(key)
 
 
-def read_groups(checkpoint: Path, positions: Container[int], oldest: int) -> dict[int, JSONObject]:
+def read_trajectories(values: list[JSONObject]) -> list[Trajectory]:
+    trajectories = TRAJECTORIES.validate_python(values)
+    for trajectory in trajectories:
+        if images := tuple(images_of(trajectory.messages)):
+            for turn in trajectory.turns:
+                turn.images = images
+    return trajectories
+
+
+def with_loaded_images(row: JSONObject, folder: Path) -> JSONObject:
+    """The row of a checkpoint with the images of its trajectories' messages."""
+    of_episodes = [episode["trajectories"] or [] for episode in row["episodes"].values()]
+    for trajectory in itertools.chain(row["trajectories"], *of_episodes):
+        loaded = loaded_messages(trajectory["messages"], folder)
+        trajectory["messages"] = trajectory["messages"] if loaded is None else loaded
+    return row
+
+
+def read_groups(
+    checkpoint: Path, positions: Container[int], oldest: int, images: Path
+) -> dict[int, JSONObject]:
     """Position -> row of row_of(), for these positions. Leaves out groups that began before version
-    `oldest`, which would be too stale."""
+    `oldest`, which would be too stale. `images`: folder of images/."""
     rows = {}
     for file in sorted(checkpoint.glob(f"{FILE}*")):
         for row in read_json(file):
             if row["position"] in positions and row["version"] >= oldest:
-                rows[row["position"]] = row
+                rows[row["position"]] = with_loaded_images(row, images)
     return rows

@@ -361,7 +361,7 @@ def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[bool]) -> lis
     lines, start = [], 0
     for end in range(1, len(token_ids) + 1):
         if end == len(token_ids) or loss_mask[end] != loss_mask[start]:
-            text = chat.tokenizer.decode(token_ids[start:end], clean_up_tokenization_spaces=False)
+            text = chat.shown_text(token_ids[start:end])
             sign = ">" if loss_mask[start] else "|"
             lines += [f"{sign} {short(line)}" for line in text.rstrip("\n").split("\n")]
             start = end

@@ -99,7 +99,9 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
 
 def write_messages(file: Path, trajectories: list[Trajectory]) -> None:
     """Rows of plain SFT: an endpoint's tokens are unknown."""
+    from rl_core.data.images import with_stored_images
     from rl_core.data.rows import write_whole
 
     rows = ({"messages": t.messages, "reward": t.reward} for t in trajectories)
-    write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_whole(file, with_stored_images(text, file.parent))

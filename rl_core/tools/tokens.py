@@ -8,9 +8,11 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rl_core.types import InputImage
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
@@ -134,19 +136,27 @@ class RowReports:
         turn_loop, samples = self.envs[task.env].turn_loop, []
         for name, chat in self.chats.items():
             chat, tools = chat.with_variables(row_variables(task.row)), turn_loop.tools_of(task)
-            ids = chat.prompt_ids(turn_loop.opening(task, name), tools)
+            opening = turn_loop.opening(task, name)
+            ids = chat.prompt_ids(opening, tools)
             zeros = [0] * len(ids)
-            samples.append({"actor": name, "ids": ids, "mask": zeros, "weight": zeros})
+            sample = {"actor": name, "ids": ids, "mask": zeros, "weight": zeros}
+            samples.append(sample | described_images(chat.images_of(opening)))
         return samples
 
 
-def as_data(sample: TrainingSample, algorithm: str) -> dict[str, list]:
+def described_images(images: Sequence[InputImage]) -> JSONObject:
+    """The images of a sample by key, with their sizes; empty without images."""
+    sizes = {str(-image.key): [image.width, image.height] for image in images}
+    return {"images": sizes} if sizes else {}
+
+
+def as_data(sample: TrainingSample, algorithm: str) -> JSONObject:
     mask = [int(trained) for trained in sample.loss_mask]
     weight = sample.advantages.tolist() if algorithm == "sft" else list(map(float, mask))
     ids = sample.token_ids.tolist()
     if algorithm == "rm":  # The last token stands for the score.
         ids, mask, weight = ids[:-1], mask[:-1], weight[:-1]
-    return {"ids": ids, "mask": mask, "weight": weight}
+    return {"ids": ids, "mask": mask, "weight": weight} | described_images(sample.images)
 
 
 def as_text(chats: dict[str, Chat], report: JSONObject) -> str:
@@ -157,11 +167,16 @@ def as_text(chats: dict[str, Chat], report: JSONObject) -> str:
         name = sample.get("actor") or next(iter(chats))
         if len(chats) > 1:
             lines.append(f"   actor {name}:")
-        lines.append(marked_text(chats[name], sample["ids"], sample["mask"]))
+        images = []
+        for key, (width, height) in sample.get("images", {}).items():
+            images.append(InputImage(key=-int(key), url="", width=width, height=height))
+        lines.append(marked_text(chats[name], sample["ids"], sample["mask"], images))
     return "\n".join(lines)
 
 
-def marked_text(chat: Chat, ids: list[int], mask: list[int]) -> str:
+def marked_text(
+    chat: Chat, ids: list[int], mask: list[int], images: Sequence[InputImage] = ()
+) -> str:
     """The tokens' text, with the trained text between « and »."""
     spans: list[tuple[int, list[int]]] = []
     for token, trained in zip(ids, mask, strict=True):
@@ -170,6 +185,6 @@ def marked_text(chat: Chat, ids: list[int], mask: list[int]) -> str:
         spans[-1][1].append(token)
     pieces = []
     for trained, tokens in spans:
-        piece = chat.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        piece = chat.shown_text(tokens, images)
         pieces.append(f"«{piece}»" if trained else piece)
     return "".join(pieces)

@@ -102,7 +102,10 @@ def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
     from tokenizers.decoders import DecodeStream
 
     stream, pieces = DecodeStream(skip_special_tokens=False), []
-    for number in ids:
+    for before, number in zip([0, *ids], ids, strict=False):
+        if number < 0:  # Of an image, whose tokens have one id.
+            pieces.append("" if number == before else "[image]")
+            continue
         try:
             text = stream.step(tokenizer, number)
         except (

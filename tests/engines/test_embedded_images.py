@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from kit import embedded, metrics, run
+from kit import STOP, embedded, metrics, run
 from oracle import chosen, frozen, inputs
 from PIL import Image as pil
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -20,8 +20,12 @@ from rl_core.data.image_families import load_family
 from rl_core.data.images import read_image
 from rl_core.data.messages import canonical_messages
 from rl_core.data.samples import samples_from_turns
+from rl_core.data.tables import read_episodes
 from rl_core.models.vision import Vision
-from rl_core.types import SamplingParams
+from rl_core.run.saving.run_files import write_trajectories
+from rl_core.sampling.resumable_rollouts import FILE, read_groups, read_trajectories
+from rl_core.tools.cli import main
+from rl_core.types import Completion, SamplingParams, Trajectory, Turn
 
 FAMILIES = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
 
@@ -194,15 +198,43 @@ def folder(tmp_path):
     return tmp_path
 
 
-RUN = "--tasks_per_step 4 --group_size 3 --num_steps 2 --max_tokens 5 --max_prompt_tokens 60"
-RUN += " --optim.lr 1e-3 --learner.microbatch_tokens 70"
+RUN = "--tasks_per_step 4 --group_size 3 --num_steps 2 --max_tokens 5 --max_prompt_tokens 40"
+RUN += f" {STOP} --optim.lr 1e-3 --learner.microbatch_tokens 70"
+
+
+def rollouts_hold_each_image_once(out, capsys) -> None:
+    """Also checks that SFT learns the episodes from there, and that people read them."""
+    rows = list(read_episodes(out / "rollouts/step_000001.jsonl.zst"))
+    images = [part for row in rows for message in row["messages"]
+              if isinstance(message["content"], list)
+              for part in message["content"] if part["type"] == "image"]  # fmt: skip
+    names = {part["image"] for part in images}
+    # Two tasks have images; each is shown again, darker.
+    assert len(names) == 4 < len(images)
+    assert {f"images/{file.name}" for file in (out / "rollouts/images").iterdir()} == names
+    for name in names:
+        assert pil.open(out / "rollouts" / name).size == (24, 16)
+    assert "data:image" not in (out / "rollouts/step_000001.jsonl.zst").read_bytes().decode(
+        "latin-1"
+    )
+    flags = ["--algorithm", "sft", "--model", out / "hf/policy", "--data.train", out / "rollouts"]
+    assert main(["show", str(out), "--step", "1", "--num", "12"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"[image {name}]" in shown for name in names)
+    sft = run(out.parent / "sft", *flags, "--num_steps 1 --tasks_per_step 12", RUN_SFT)
+    assert [row["learn/policy/loss"] for row in metrics(sft) if "learn/policy/loss" in row]
+
+
+RUN_SFT = "--max_tokens 40 --max_prompt_tokens 60"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_grpo_learns_from_images_with_the_engines_logprobs(ranks, folder, make_model):
+def test_grpo_learns_from_images_with_the_engines_logprobs(ranks, folder, make_model, capsys):
     model = make_model("qwen2_5_vl")
     flags = ["--model", model, "--env_path", folder / "env.py", "--data.train"]
     out = run(folder / "run", *flags, folder / "rows.jsonl", RUN, ranks=ranks)
+    if ranks == 1:
+        rollouts_hold_each_image_once(out, capsys)
     for row in metrics(out):
         if "learn/policy/mismatch_kl_nats" in row:
             assert row["learn/policy/mismatch_kl_nats"] < 1e-6
@@ -220,6 +252,27 @@ def test_a_model_that_reads_text_alone_is_refused_with_actor_and_row(folder, tin
     error = capsys.readouterr().err
     assert "row 2 of" in error and "actor policy takes none: model" in error, error
     assert "(qwen3) reads text alone" in error
+
+
+def test_episodes_under_way_are_restored_with_their_images(tmp_path):
+    image = read_image(noise(0))
+    turn = Turn(new_ids=[-image.key], is_fresh=True, completion=Completion(), images=(image,))
+    whole = Trajectory(messages=[user("a", noise(0))], turns=[turn])
+    episodes = {"1": {"answers": {}, "trajectories": [whole]}, "2": {"trajectories": None}}
+    row = {"position": 3, "version": 0, "trajectories": [whole], "episodes": episodes}
+    write_trajectories(tmp_path / f"{FILE}0.jsonl.zst", [row], tmp_path / "run")
+    assert len(list((tmp_path / "run/images").iterdir())) == 1
+    restored = read_groups(tmp_path, {3}, 0, tmp_path / "run")[3]
+    for values in (restored["trajectories"], restored["episodes"]["1"]["trajectories"]):
+        assert read_trajectories(values) == [whole]
+
+
+def test_people_read_images_by_their_size(folder, make_model, capsys):
+    flags = ["--model", str(make_model("qwen2_5_vl")), "--data.train", str(folder / "rows.jsonl")]
+    flags += ["--algorithm", "grpo", "--env_path", str(folder / "env.py")]
+    assert main(["tokens", *flags]) == 0
+    image = "<|vision_start|>[image 24x16, 6 tokens]<|vision_end|>"
+    assert f"<|user|>{image}{image}2?<|end|><|assistant|>" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

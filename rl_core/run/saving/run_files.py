@@ -16,6 +16,7 @@ import zstandard
 from rl_core.algorithms import PRESETS
 from rl_core.config import MAX_TOP_K, STARTED, Config, flat, to_yaml, with_new_names
 from rl_core.data.chat import Chat, fingerprint
+from rl_core.data.images import with_stored_images
 from rl_core.data.rows import TOKENIZERS, write_whole
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
@@ -78,12 +79,16 @@ def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
     )
 
 
-def write_trajectories(file: Path, trajectories: Sequence[Trajectory | JSONObject]) -> None:
+def write_trajectories(
+    file: Path, trajectories: Sequence[Trajectory | JSONObject], images: Path | None = None
+) -> None:
+    """Writes a trajectory a line. `images`: folder of images/, by default the file's."""
     scratch = file.with_name(f".{file.name}.tmp")
     compressor = zstandard.ZstdCompressor(level=3)
     with open(scratch, "wb") as raw, compressor.stream_writer(raw) as writer:
         for trajectory in trajectories:
-            writer.write((json.dumps(trajectory, default=jsonable) + "\n").encode())
+            line = json.dumps(trajectory, default=jsonable)
+            writer.write((with_stored_images(line, images or file.parent) + "\n").encode())
     os.replace(scratch, file)
 
 
