@@ -187,13 +187,14 @@ def with_loaded_images(row: JSONObject, folder: Path) -> JSONObject:
 
 
 def read_groups(
-    checkpoint: Path, positions: Container[int], oldest: int, images: Path
+    checkpoint: Path, positions: Container[int], oldest: int, images: Path | None = None
 ) -> dict[int, JSONObject]:
     """Position -> row of row_of(), for these positions. Leaves out groups that began before version
-    `oldest`, which would be too stale. `images`: folder of images/."""
+    `oldest`, which would be too stale. `images`: folder of images/, by default the
+    checkpoint."""
     rows = {}
     for file in sorted(checkpoint.glob(f"{FILE}*")):
         for row in read_json(file):
             if row["position"] in positions and row["version"] >= oldest:
-                rows[row["position"]] = with_loaded_images(row, images)
+                rows[row["position"]] = with_loaded_images(row, images or checkpoint)
     return rows
