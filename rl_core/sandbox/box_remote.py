@@ -63,7 +63,7 @@ CLOSE_S = 15.0  # Time to end all boxes when the process ends.
 OPEN_TUNNEL_S, TUNNEL_PAUSE_S = 60.0, 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 NOT_STARTED = (429, 503)  # Statuses of commands that the service did not start.
-MAX_ARGV_BYTES = 4000  # Longer commands become files, as some services send them in a URL.
+MAX_ARGV_BYTES = 2500  # Longer commands become files, as some services send them in a URL.
 # Arguments: a new name, the working folder, variables, and the command. It ends with the command,
 # and holds no stream open then, though background processes still write: services end a
 # command with its streams. Output that is in the pipes is awaited for 2 seconds.
@@ -250,9 +250,13 @@ class BoxService:
         if not file.exists():
             draft = file.with_suffix(f".{os.getpid()}")
             draft.write_text(secrets.token_hex(8))
-            with suppress(FileExistsError):  # Another rank was faster.
+            try:
                 os.link(draft, file)
-            draft.unlink()
+            except FileExistsError:  # Another rank was faster.
+                pass
+            except OSError:  # The file system has no links.
+                draft.replace(file)
+            draft.unlink(missing_ok=True)
         return f"{file.read_text()}-{self.settings.rank}"
 
     async def renew_all(self) -> None:

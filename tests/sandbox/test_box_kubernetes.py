@@ -1,6 +1,8 @@
 """Boxes as pods: what a cluster refuses, cuts, evicts and forgets. tests/sandbox/kube_server.py"""
 
+import ast
 import asyncio
+import inspect
 import json
 import os
 import subprocess
@@ -13,7 +15,8 @@ import kube_server
 import pytest
 from kit import wait_until
 
-from rl_core.sandbox import box_kubernetes, box_remote, boxes
+from rl_core.environments.agents import forward
+from rl_core.sandbox import box_kubernetes, box_remote, boxes, tunnel
 
 pytestmark = pytest.mark.skipif(bool(kube_server.missing()), reason=kube_server.missing())
 
@@ -332,6 +335,11 @@ threads = [threading.Thread(target=talk, args=(index,)) for index in range(numbe
 [each.join() for each in threads]
 print(sum(same))
 """
+
+
+@pytest.mark.parametrize("module", [forward, tunnel])
+def test_programs_for_boxes_are_python_3_8(module):
+    ast.parse(inspect.getsource(module), feature_version=(3, 8))
 
 
 @pytest.fixture
