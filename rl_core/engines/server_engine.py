@@ -133,6 +133,8 @@ class ServedEngine(Engine):
     async def _start_once(self, loads: bool) -> None:
         self._asleep = set()
         await self.server.start()
+        if not self.server.is_own:
+            await self.check_server()
         if self.transfer.label and loads:
             if self.server.is_own and not keeps_backup(self.spec):
                 await self._release(["kv_cache"])  # The learner needs the device too.
@@ -348,7 +350,8 @@ class ServedEngine(Engine):
         if self.transfer.label and label != self.transfer.label:
             self.server.stop()
             raise self.server.died(
-                "sampled with other weights than rl_core sent: somebody restarted or updated it"
+                "sampled with other weights than rl_core sent: somebody restarted or updated it, "
+                "or the address is a router's"
             )
 
     @staticmethod
@@ -357,6 +360,9 @@ class ServedEngine(Engine):
         assert len(logprobs) == len(tokens), (len(logprobs), len(tokens))
         done.token_ids += tokens
         done.logprobs += logprobs
+
+    async def check_server(self) -> None:
+        """Raises RunError if a server that runs already lacks a setting that the run needs."""
 
     async def allocate(self, tags: list[str]) -> None:
         """Allocates memory that free() has freed."""

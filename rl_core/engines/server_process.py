@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from multiprocessing import current_process
 from typing import ClassVar
 
@@ -45,10 +45,13 @@ def check_own_flags(
         )
 
 
-def own_flag(arg: str, flags: Iterable[str], others: Collection[str] = ()) -> str:
-    """The flag among `flags` that an argument sets, or "". argparse accepts abbreviations of flags.
-    others: flags of the server that are the beginning of one of `flags`."""
-    name = arg.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
+def own_flag(arg: str, flags: Collection[str], others: Collection[str] = ()) -> str:
+    """The flag among `flags` that an argument sets, or "". argparse accepts abbreviations of flags,
+    and vLLM keys of their values: --flag.key. others: flags of the server that are the beginning
+    of one of `flags`."""
+    name = re.split("[=.]", arg)[0].replace("_", "-").replace("--no-", "--", 1)
+    if name in flags:
+        return name
     if not re.match("--.", name) or name in others:
         return ""
     return next((flag for flag in flags if flag.startswith(name)), "")

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_core.config import Config
 from rl_core.engines.buckets import in_flat_buckets
 from rl_core.engines.server_engine import AdapterSlot, ServedEngine, is_kept
-from rl_core.engines.vllm_server import VLLMServer, check_vllm
+from rl_core.engines.vllm_server import VLLMServer, check_vllm, missing_flags
 from rl_core.engines.weight_transfer import (
     BucketsTransfer,
     FilesTransfer,
@@ -24,7 +24,7 @@ from rl_core.engines.weight_transfer import (
 )
 from rl_core.errors import refuse
 from rl_core.sampling.engine import EngineSpec
-from rl_core.types import Completion, JSONObject, SamplingParams, counter_seed
+from rl_core.types import Completion, JSONObject, RunError, SamplingParams, counter_seed
 
 LOWEST = -9999.0  # vLLM's number for a logprob of -inf, and for NaN.
 # More ids than top_k are asked for, because vLLM keeps all ids whose logits equal the last one's.
@@ -116,6 +116,18 @@ class VLLMEngine(ServedEngine):
         super().__init__(spec)
         # vLLM refuses its sleep mode on a CPU.
         self.memory = () if spec.device.type == "cpu" else ("kv_cache", "weights")
+
+    async def check_server(self) -> None:
+        """See ServedEngine."""
+        try:
+            info = await self._ask("server_info?config_format=json", None)
+        except RuntimeError as error:
+            raise RunError(
+                f"{error}; engine_urls needs the address of a vLLM server, not of a router, "
+                "started with VLLM_SERVER_DEV_MODE=1"
+            ) from None
+        if flags := missing_flags(info, self.spec):
+            raise RunError(f"{self.server} was not started with {' '.join(flags)}")
 
     async def allocate(self, tags: list[str]) -> None:
         await self._ask("wake_up?" + "&".join(f"tags={tag}" for tag in tags), {})

@@ -12,18 +12,28 @@ import torch
 
 from rl_core.engines.server_process import ServerProcess, check_own_flags, numbers
 from rl_core.sampling.engine import EngineSpec
+from rl_core.types import JSONObject
 
 OLDEST = (0, 32, 0)
+# Logprobs of the distribution that tokens are drawn from, and weights of rl_core.
+SETTINGS = {
+    "logprobs_mode": "processed_logprobs",
+    "max_logprobs": -1,
+    "worker_extension_cls": "rl_core.engines.vllm_worker.WorkerExtension",
+}
+HEAD = '{"head_dtype": "float32"}'  # The learner computes logits in fp32.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that --max-lora-rank takes.
 # Flag of the server that --engine_args may not set -> the flag of rl_core that sets it.
 OWN_FLAGS = {
     "--model": "--model",
     "--tensor-parallel-size": "--engine_tp",
+    "-tp": "--engine_tp",
     "--dtype": "--learner.dtype",
     "--seed": "--seed",
     "--max-model-len": "--max_context_tokens",
     "--max-num-seqs": "--rollout.max_concurrent",
     "--gpu-memory-utilization": "--engine_memory_frac",
+    "--device-memory-utilization": "--engine_memory_frac",
     "--max-lora-rank": "--actors.NAME.lora.rank",
     "--host": "",
     "--port": "",
@@ -71,6 +81,8 @@ class VLLMServer(ServerProcess):
         env |= {"VLLM_NO_USAGE_STATS": "1"}
         env.pop("VLLM_API_KEY", None)
         if self.spec.device.type == "cpu":
+            if self.spec.server.tp == 1:
+                env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Saves a process: a faster start.
             env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(cache_bytes(self.spec) / 2**30))
             env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         return server_args(self.spec), env
@@ -86,15 +98,35 @@ def cache_bytes(spec: EngineSpec) -> int:
     return num_values * spec.dtype.itemsize * spec.num_slots * spec.max_context_tokens
 
 
+def flag_of(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"
+
+
+def missing_flags(info: JSONObject, spec: EngineSpec) -> list[str]:
+    """Flags that a server was not started with. info: of its route /server_info."""
+    config = info["vllm_config"]
+    settings: JSONObject = {**config["model_config"], **config["parallel_config"]}
+    wanted = SETTINGS | {"dtype": str(spec.dtype).removeprefix("torch.")}
+    wanted["max_model_len"] = max(settings["max_model_len"], spec.max_context_tokens)
+    flags = []
+    for name, value in wanted.items():
+        if str(settings.get(name)).removeprefix("torch.") != str(value):
+            flags.append(f"{flag_of(name)} {value}")
+    overrides = settings.get("hf_overrides")
+    is_wide = isinstance(overrides, dict) and overrides.get("head_dtype") == "float32"
+    if spec.dtype != torch.float32 and not is_wide:
+        flags.append(f"--hf-overrides '{HEAD}'")
+    return flags
+
+
 def server_args(spec: EngineSpec) -> list[str]:
     """Arguments of `vllm serve`."""
     dtype, tp = str(spec.dtype).removeprefix("torch."), spec.server.tp
     args = f"--dtype {dtype} --tensor-parallel-size {tp} --seed {spec.seed} "
     args += f"--max-model-len {spec.max_context_tokens} --max-num-seqs {spec.num_slots} "
-    # Logprobs of the distribution that tokens are drawn from; no defaults of the model's files.
-    args += "--logprobs-mode processed_logprobs --max-logprobs -1 --generation-config vllm "
-    args += "--enable-scale-out --disable-uvicorn-access-log --worker-extension-cls "
-    args += "rl_core.engines.vllm_worker.WorkerExtension "
+    # No defaults of the model's files.
+    args += "--generation-config vllm --enable-scale-out --disable-uvicorn-access-log "
+    args += "".join(f"{flag_of(name)} {value} " for name, value in SETTINGS.items())
     if spec.adapters:
         rank = max(config["r"] for config in spec.adapters.values())
         allowed = min((r for r in RANKS if r >= rank), default=rank)
@@ -109,6 +141,5 @@ def server_args(spec: EngineSpec) -> list[str]:
     words = ["--model", spec.model, *args.split()]
     words += ["--weight-transfer-config", json.dumps({"backend": "rl_core"})]
     if spec.dtype != torch.float32:
-        # The learner computes logits in fp32.
-        words += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
+        words += ["--hf-overrides", HEAD]
     return [*words, *shlex.split(spec.server.args)]

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -203,8 +204,17 @@ class Subject:
 
     async def has_begun(self, num_steps: int = 5) -> None:
         """Its requests have some tokens, and more to come."""
-        if self.kind in SERVED:
+        if self.kind == "sglang":
             await asyncio.sleep(0.3 if num_steps else 0.02)
+            return
+        if self.kind == "vllm":
+            goal = (await self.counts())[1] + num_steps * self.engine.capacity
+            while num_steps:
+                num_running, num_tokens = await self.counts()
+                num_open = min(self.engine._num_asked, self.engine.capacity)
+                if num_running >= num_open and num_tokens >= goal:
+                    return
+                await asyncio.sleep(0.005)
             return
         goal = self.engine.stats["decode_steps"] + num_steps
         while self.engine.stats["decode_steps"] < goal:  # noqa: ASYNC110 - an event would serve tests alone
@@ -219,6 +229,15 @@ class Subject:
         for (name, prompt), completion in zip(requests, completions, strict=True):
             self.check(prompt, completion, temperature, models[name])
             assert set(completion.policy_versions) == {self.versions.get(name, self.version)}
+
+    async def counts(self) -> list[float]:
+        """vLLM's numbers of running requests and of sampled tokens."""
+        server = self.engine.server
+        _, text = await ask(f"{server.url}/metrics", token=server.key)
+        names = ("num_requests_running", "generation_tokens_total")
+        return [
+            float(re.search(rf"^vllm:{name}{{.*}} (.*)", text.decode(), re.M)[1]) for name in names
+        ]
 
     def speak(self, requests, params=GREEDY):
         return self.ask([prompt for _, prompt in requests], params, [name for name, _ in requests])

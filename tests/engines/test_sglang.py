@@ -621,7 +621,7 @@ def test_auto_is_the_embedded_engine_without_a_gpu(tiny_model, sort_data, tmp_pa
 # The real one
 
 
-def two_ways(model, out, *more) -> list[str]:
+def two_ways(model, out, *more, engine="sglang") -> list[str]:
     """Flags of two actors over one model that learn opposite tasks."""
     flags = [
         "--actors.up.model",
@@ -637,7 +637,7 @@ def two_ways(model, out, *more) -> list[str]:
         "--out",
         out,
         "--engine",
-        "sglang",
+        engine,
         *more,
     ]
     return [str(f) for f in (*flags, "--max_tokens", 8, "--max_prompt_tokens", 16)]
@@ -780,7 +780,7 @@ def test_one_engine_over_two_ranks_has_both_learners_weights(
     assert [p.name for p in out.glob("engine_*")] == ["engine_policy_00000.log"]
 
 
-def rows_of_run_with_a_death(command: list, out: Path, kill) -> list[dict]:
+def rows_of_run_with_a_death(command: list, out: Path, kill, num_steps: int = 6) -> list[dict]:
     """Calls kill(process id of the run) once two steps are done."""
     command = [sys.executable, "-m", *map(str, command)]
     run = subprocess.Popen(
@@ -797,7 +797,9 @@ def rows_of_run_with_a_death(command: list, out: Path, kill) -> list[dict]:
         run.kill()
     assert run.returncode == 0, text
     rows = metrics(out)
-    assert len(rows) == 6 and sum(row["rollout/policy/engine_restarts"] for row in rows) >= 1
+    assert (
+        len(rows) == num_steps and sum(row["rollout/policy/engine_restarts"] for row in rows) >= 1
+    )
     assert all(row["rollout/policy/failed"] == 0 for row in rows), "no group is lost"
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, (
         "the new server has the newest weights"

@@ -5,14 +5,31 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
-from kit import run, words
+import pytest
+import torch
+from kit import ROOT, engine_spec, metrics, run, words
 from test_engine_contract import REQUESTS, Subject, needs_vllm
-from test_sglang import children_of, flags, rows_of_run_with_a_death
+from test_sglang import children_of, flags, free_port, rows_of_run_with_a_death, two_ways
 
+from rl_core.engines.server_process import own_flag
 from rl_core.engines.vllm import VLLMEngine
+from rl_core.engines.vllm_server import OWN_FLAGS, SETTINGS, flag_of, missing_flags
 
-pytestmark = needs_vllm
+
+@pytest.fixture(scope="module")
+def warm(make_model, sort_data, tmp_path_factory) -> Path:
+    """A model with heads of 32, as vLLM needs, after SFT on the form of an answer."""
+    sft = (
+        "--algorithm sft --max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 64 --num_steps 300 "
+        "--optim.lr 3e-3 --optim.schedule cosine --data.train"
+    )
+    out = tmp_path_factory.mktemp("warm")
+    run(out, words("--model", make_model(heads=2), sft, sort_data / "sft.jsonl"))
+    return out / "hf/policy"
 
 
 class OnDevice(Subject):
@@ -25,6 +42,7 @@ class OnDevice(Subject):
         return VLLMEngine(spec)
 
 
+@needs_vllm
 def test_a_server_maps_the_buckets_and_gets_them_again_after_a_death(make_model, tmp_path):
     subject = OnDevice("vllm", make_model(heads=2), tmp_path / "engine.log").load_first_weights()
     assert subject.held() == subject.held_first
@@ -41,21 +59,110 @@ def test_a_server_maps_the_buckets_and_gets_them_again_after_a_death(make_model,
     subject.close()
 
 
-def test_a_server_that_is_killed_in_a_rollout_loses_no_group(make_model, sort_data, tmp_path):
+@needs_vllm
+@pytest.mark.parametrize("num_steps", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_run_learns_though_its_server_is_killed_and_loses_no_group(
+    num_steps, warm, sort_data, tmp_path
+):
     def kill(pid: int) -> None:
         for server in children_of(pid, "-f", "rl_core.engines.vllm_server"):
             os.kill(int(server), signal.SIGKILL)
 
-    sft = (
-        "--algorithm sft --max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 64 --num_steps 200 "
-        "--optim.lr 3e-3 --optim.schedule cosine --data.train"
-    )
-    model = make_model(heads=2)
-    run(tmp_path / "warm", words("--model", model, sft, sort_data / "sft.jsonl"))
-    argv = flags(
-        tmp_path / "warm/hf/policy",
-        sort_data,
-        tmp_path / "run",
-        *words("--num_steps 6 --engine vllm"),
-    )
-    rows_of_run_with_a_death(["rl_core.train", *argv], tmp_path / "run", kill)
+    learn = f"--engine vllm --num_steps {num_steps} --optim.lr 6e-4 --optim.warmup_steps 3"
+    argv = flags(warm, sort_data, tmp_path / "run", *words(learn, "--algo.clip_high 0.28"))
+    rows = rows_of_run_with_a_death(["rl_core.train", *argv], tmp_path / "run", kill, num_steps)
+    rewards = [row["rollout/policy/reward_mean"] for row in rows]
+    assert num_steps < 40 or sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights(warm, tmp_path):
+    learn = "--num_steps 3 --tasks_per_step 16 --group_size 8 --optim.lr 5e-3"
+    learn += " --actors.up.sampling.top_k 20 --actors.up.sampling.top_p 0.9"
+    run_folder = tmp_path / "run"
+    run(run_folder, two_ways(warm, run_folder, *words(learn), engine="vllm"))
+    rows = metrics(run_folder)
+    assert len(rows) == 3
+    assert [path.name for path in run_folder.glob("engine_*")] == ["engine_up_00000.log"]
+    for name in ("up", "down"):
+        learned = [row for row in rows if f"learn/{name}/grad_norm" in row]
+        assert max(row[f"learn/{name}/grad_norm"] for row in learned) > 0
+        assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in learned) < 1e-6
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_servers_that_run_already_get_the_weights_and_again_if_one_is_started_anew(
+    warm, sort_data, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_API_KEY", "its-key")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    out, ports, servers = tmp_path / "run", [free_port(), free_port()], {}
+
+    def serve(port: int) -> None:
+        """Starts a server, or kills it and starts it anew."""
+        if port in servers:
+            os.killpg(servers[port].pid, signal.SIGKILL)
+        arguments = ["serve", warm, "--port", port, "--dtype", "float32", "--max-model-len", 64]
+        arguments += ["--enforce-eager", "--enable-scale-out"]
+        for name, value in SETTINGS.items():
+            arguments += [flag_of(name), value]
+        with open(tmp_path / f"{port}.log", "a") as file:
+            servers[port] = subprocess.Popen(
+                [Path(sys.executable).with_name("vllm"), *map(str, arguments)],
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
+    learn = words("--engine vllm --num_steps 6 --optim.lr 6e-4 --actors.policy.engine_urls", urls)
+    torchrun = "torch.distributed.run --standalone --nproc_per_node 2 -m rl_core.train"
+    try:
+        for port in ports:
+            serve(port)
+        argv = flags(warm, sort_data, out, *learn)
+        rows_of_run_with_a_death([*words(torchrun), *argv], out, lambda _: serve(ports[1]))
+        assert all(server.poll() is None for server in servers.values()), "they are not the run's"
+    finally:
+        for server in servers.values():
+            os.killpg(server.pid, signal.SIGKILL)
+    assert not list(out.glob("engine_*"))
+
+
+@needs_vllm
+def test_flags_that_are_ours_are_refused_by_all_names_that_vllm_knows():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    known = make_arg_parser(FlexibleArgumentParser())._option_string_actions
+    owned = {id(known[flag]) for flag in OWN_FLAGS}
+    refused = {name for name in known if own_flag(name, OWN_FLAGS)}
+    assert refused == {name for name, action in known.items() if id(action) in owned}
+    for arg in ("--gpu-mem=0.3", "--hf_overrides.head_dtype", "-tp=2"):
+        assert own_flag(arg, OWN_FLAGS)
+
+
+def test_a_server_that_runs_already_is_refused_without_the_settings_that_a_run_needs():
+    model = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "dtype": "torch.bfloat16"}
+    model |= {"max_model_len": 512, "hf_overrides": {"head_dtype": "float32"}}
+    extension = "rl_core.engines.vllm_worker.WorkerExtension"
+    spec = engine_spec(None, dtype=torch.bfloat16, max_context_tokens=512)
+    for changed, expected in [
+        ({}, ""),
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
+        ({"max_logprobs": 20}, "--max-logprobs -1"),
+        ({"dtype": "torch.float16"}, "--dtype bfloat16"),
+        ({"max_model_len": 511}, "--max-model-len 512"),
+        ({"max_model_len": 1024}, ""),
+        ({"hf_overrides": {}}, """--hf-overrides '{"head_dtype": "float32"}'"""),
+        ({"worker_extension_cls": ""}, f"--worker-extension-cls {extension}"),
+    ]:
+        info = {"model_config": model | changed, "parallel_config": {}}
+        info["parallel_config"]["worker_extension_cls"] = extension
+        info["parallel_config"] |= {k: v for k, v in changed.items() if k.startswith("worker")}
+        assert " ".join(missing_flags({"vllm_config": info}, spec)) == expected
