@@ -33,7 +33,7 @@ from rl_core.sandbox.engines import (
     run_line,
 )
 from rl_core.sandbox.output import MAX_OUTPUT_BYTES, Output
-from rl_core.sandbox.sidecars import OPEN_S, container_name, start_sidecars
+from rl_core.sandbox.sidecars import OPEN_S, container_name, ended_sidecars, start_sidecars
 from rl_core.scratch import scratch_prefix
 
 TRANSFER_S = 120.0
@@ -245,6 +245,9 @@ class ContainerBox:
     async def end_processes(self) -> None:
         """Kills everything that runs in the box as its user."""
         await self.ask(["kill -9 -1", "sh"])
+
+    async def ended_sidecars(self) -> list[str]:
+        return await ended_sidecars(self.engine, self.name, self.settings.sidecars)
 
     async def close(self) -> None:
         """Removes the container. Idempotent."""

@@ -122,6 +122,10 @@ class OpenBox:
         """A box of bubblewrap with the same files whose system can be written."""
         return await self.box.join(network)
 
+    async def ended_sidecars(self) -> list[str]:
+        """Names of services that should run, and have ended."""
+        return await self.box.ended_sidecars() if isinstance(self.box, ContainerBox) else []
+
     async def __aenter__(self) -> OpenBox:
         return self
 

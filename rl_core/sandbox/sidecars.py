@@ -59,6 +59,16 @@ async def start_in_order(engine: str, box: str, settings: BoxSettings, hosts: Pa
         await service.wait("service_healthy" if service.sidecar.check else "service_started")
 
 
+async def ended_sidecars(engine: str, box: str, sidecars: Sequence[Sidecar]) -> list[str]:
+    """Names of services that should run, and have ended."""
+    names = []
+    for sidecar in sidecars:
+        running, code = await Service(engine, box, sidecar).state()
+        if not running and (code or sidecar.check):
+            names.append(sidecar.name)
+    return names
+
+
 def write_hosts(file: Path, sidecars: Sequence[Sidecar]) -> None:
     names = [name for sidecar in sidecars for name in sidecar.host_names]
     file.write_text(f"127.0.0.1 localhost {' '.join(names)}\n")
@@ -128,10 +138,15 @@ class Service:
 
     async def is_running(self) -> bool:
         """Raises OSError if the service has failed."""
-        running, code = (await self.ask("inspect", "--format", STATE, self.name)).split()
-        if running != "true" and code != "0":
+        running, code = await self.state()
+        if not running and code:
             raise await self.failure(f"it ended with exit code {code}")
-        return running == "true"
+        return running
+
+    async def state(self) -> tuple[bool, int]:
+        """(True if the service runs, its exit code)."""
+        running, code = (await self.ask("inspect", "--format", STATE, self.name)).split()
+        return running == "true", int(code)
 
     async def exec(self, command: str | list[str], timeout_s: float) -> ExecResult:
         """Runs a health check. Raises OSError if the service has failed."""

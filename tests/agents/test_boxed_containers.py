@@ -12,6 +12,7 @@ import pytest
 from kit import ROOT
 from stage import cast, run
 from test_boxed import ASK, ROW
+from test_harbor import bash, episode
 
 from rl_core.environments.env_file import load_env
 from rl_core.sandbox.engines import ask_engine, find_engine
@@ -77,7 +78,7 @@ services:
     environment: [WORD=x]
   api:
     build: {context: ./api, args: {BASE: "${IMAGE}"}}
-    command: [python3, -m, http.server, "5000", --directory, /data]
+    command: [python3, /data/serve.py]
     volumes: ["./data:/data"]
     depends_on: {seed: {condition: service_completed_successfully}}
     healthcheck:
@@ -95,15 +96,29 @@ name = "fetch"
 [[steps]]
 name = "fetch-again"
 """
+# Ends when it is asked to.
+SERVE = """\
+import os
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+class Handler(SimpleHTTPRequestHandler):
+    def do_POST(self):
+        os._exit(1)
+HTTPServer(("", 5000), partial(Handler, directory="/data")).serve_forever()
+"""
+STOP = """python3 -c "import urllib.request as u; u.urlopen('http://api:5000/', b'')" """
 FETCH = """\
 #!/usr/bin/env python3
 import urllib.request
-word = urllib.request.urlopen("http://api:5000/word").read().decode()
+try:
+    word = urllib.request.urlopen("http://api:5000/word").read().decode()
+except OSError:
+    word = ""
 """
 SOLVE = 'open("/app/word", "w").write(word)\n'
 CHECK = """\
 try:
-    is_right = open("/app/word").read() == word
+    is_right = open("/app/word").read() == word != ""
 except FileNotFoundError:
     is_right = False
 open("/logs/verifier/reward.txt", "w").write(str(int(is_right)))
@@ -114,6 +129,7 @@ def test_a_task_with_services_is_played_in_containers(tmp_path, monkeypatch, cap
     """Each step ends all processes of the agent's box, and the services run on."""
     engine = find_engine("this test")
     files = {"environment/docker-compose.yaml": COMPOSE, "environment/data/word": "yes"}
+    files["environment/data/serve.py"] = SERVE
     files["environment/Dockerfile"] = f"FROM {IMAGE}\nWORKDIR /app\n"
     files["environment/api/Dockerfile"] = "ARG BASE\nFROM ${BASE}\n"
     files |= {"task.toml": TOML.format(image=IMAGE), "tests/test.sh": FETCH + CHECK}
@@ -128,6 +144,10 @@ def test_a_task_with_services_is_played_in_containers(tmp_path, monkeypatch, cap
     [verdict] = json.loads(capsys.readouterr().out)["oracle"]
     assert (verdict["oracle"], verdict["nothing"]) == (1.0, 0.0), verdict
     assert ask_engine(engine, ["ps", "--all", "--quiet"]) == before
+    played = episode(tmp_path / "task", bash(STOP), "Done.")
+    assert (played.status, played.reward, played.error) == ("ok", 0.0, "")
+    assert played.metrics["services_ended"] == 1.0
+    assert "[services that have ended: api]" in played.log
     # A service that fails ends the episode with its output, and leaves nothing.
     file = tmp_path / "task/environment/docker-compose.yaml"
     file.write_text(COMPOSE.replace("echo $$WORD", "echo oh no; exit 3"))

@@ -279,6 +279,9 @@ class TaskBox:
         if score.reward <= 0:
             shown = await self.run_in_root(LOG_FILES, timeout_s=LOG_FILES_S)
             self.wrote += f"\n{shown.stdout}"
+            if ended_services := await self.box.ended_sidecars():
+                self.wrote += f"\n[services that have ended: {', '.join(ended_services)}]"
+                score.metrics["services_ended"] = float(len(ended_services))
             score.missing = VerifierTools.of(*self.step.tests).missing(self.wrote, done.code)
         score.wrote = bounded(self.wrote, MAX_WROTE)
         return score
