@@ -736,9 +736,12 @@ STEP_FILES = {
     "steps/second/instruction.md": "Continue.\n",
     "steps/second/tests/common.sh": "[ $(cat /app/word) = yes ] || exit 3",
     "steps/second/workdir/word": "no",
+    "steps/third/instruction.md": "Go on.",
     "steps/second/workdir/setup.sh": "echo yes > word; rm setup.sh\n",
     "solution/solve.sh": "#!/bin/sh\n[ -e word ] && echo 3 2 > done\n",
 }
+THIRD = '[[steps]]\nname = "third"'
+NOT_BEGUN = {"step_not_begun": 1.0, "steps": 1.0}
 READY = '[steps.healthcheck]\ncommand = "test -s done"\ninterval_sec = 0\nretries = 2'
 
 
@@ -759,7 +762,7 @@ READY = '[steps.healthcheck]\ncommand = "test -s done"\ninterval_sec = 0\nretrie
             1,
         ),
         # The agent of the first step sees to it that the second cannot begin, or be scored.
-        ("", "", READY, ["echo 4 1 > done; mkdir word"], 2.0, {"step_not_begun": 1.0}, 1),
+        ("", "", f"{READY}\n{THIRD}", ["echo 4 1 > done; mkdir word"], 4 / 3, NOT_BEGUN, 1),
         ("", "", "", ["echo 4 1 > done; ln -s / setup.sh; mkdir setup.sh/word"], 6.0, {}, 2),
         ("", "", "", ["echo 4 1 > done; head -c 90M /dev/zero > x"], 0.0, {"steps": 1.0}, 1),
     ],
@@ -773,7 +776,7 @@ def test_steps_share_a_box_and_a_conversation(
     for command in commands:
         replies += [bash(f"{command}; cat word; ls -d /tests /solution"), "It is done."]
     played = episode(folder, *replies)
-    assert (played.status, played.reward, played.error) == ("ok", parts, "")
+    assert (played.status, played.reward, played.error) == ("ok", pytest.approx(parts), "")
     assert {name: played.metrics[name] for name in metrics} == metrics
     asked = [m["content"] for m in played.messages if m["role"] == "user"]
     assert asked == ["Begin.", "Continue."][:says]
