@@ -133,7 +133,7 @@ def test_packages_are_kept_once_the_network_gives_them(task, tmp_path, monkeypat
                 pass
 
         asyncio.run(play())
-        return cached_phases(folder / "environment/Dockerfile", folder / "tests")
+        return cached_phases(folder / "environment/Dockerfile", [[folder / "tests"]])
 
     with monkeypatch.context() as closed:
         closed.setenv("http_proxy", "http://127.0.0.1:9")
